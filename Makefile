@@ -31,11 +31,11 @@ export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMPI_MCA_btl ?= ^ofi
 
 .NOTPARALLEL:  # all targets install into one .venv
-.PHONY: help train test test-all sanitize lint docs clean
+.PHONY: help train test test-all sanitize aarch64 lint docs clean
 
 help:  ## list the targets
 	@echo "kos: collective communication without torch, and a LLaMA trainer on it"
-	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo "variables: PYTHON=$(PYTHON)  RANKS=$(RANKS)  ARGS='--steps 100 …'  SYSTEM_MPI=1 (use the system's mpirun)"
 
 # mpirun kills its ranks half a second after Ctrl-C, too soon to save. So it gets a session of its own, where the
@@ -59,6 +59,11 @@ test-all: $(VENV)/.kos-all-$(MPI)  ## as test, with those that are exhaustive an
 
 sanitize: $(VENV)/.kos-test-$(MPI)  ## run random programs on the compiled core under ASan, UBSan and TSan
 	@$(BIN)/python -m pytest -q tests/core/test_core_sanitized.py $(ARGS)
+
+aarch64: $(VENV)/.kos-test-$(MPI)  ## run random programs on the compiled core, built for aarch64, in qemu
+	@for tool in aarch64-linux-gnu-gcc qemu-aarch64; do command -v $$tool >/dev/null || \
+	    { echo "make: $$tool not found: apt install gcc-aarch64-linux-gnu qemu-user (as root)" >&2; exit 1; }; done
+	@$(BIN)/python -m pytest -q tests/core/test_core_sanitized.py -k aarch64 $(ARGS)
 
 # mypy reads a stub in place of its module, unless that is named.
 lint: $(VENV)/.kos-lint-$(MPI)  ## check style and types

@@ -30,7 +30,6 @@ from kos import cuda
 from kos.bench import report
 from kos.commands import program
 from kos.cuda import streams
-from kos.dtypes import DTYPES
 from kos.errors import KosError
 from kos.files import check_writable, replace_file
 from kos.memory.array import Array
@@ -43,6 +42,7 @@ from kos.train.parallel.tensor import TensorParallel
 
 KINDS = ("bf16", "tensor", "tensor fast", "rows", "1x128 128x128", "1x128 1x128")
 PRODUCTS = ("forward", "input gradient", "weight gradient")
+DRAWN = 1_000_003  # numbers; not a divisor of rows, or these were each other's copies
 Figures = dict[str, float | None]
 """By kind; None: cuBLASLt does not have it."""
 
@@ -75,11 +75,17 @@ class Bench:
         self.fp8.fp8 = Fp8Linear(self.fp8)
         self.rng, self.reasons = np.random.default_rng(0), dict[str, str]()
 
-    def normal(self, *shape: int, dtype: str = "bfloat16") -> Array:
-        """Normal numbers, the first of which are repeated: the power that a product draws depends on them."""
-        count = math.prod(shape)
-        drawn = np.resize(self.rng.standard_normal(min(count, 1_000_003), np.float32), count)
-        return Array.from_numpy(drawn.astype(DTYPES[dtype].numpy).reshape(shape), 0, stream=self.ops.stream)
+    def normal(self, *shape: int) -> Array:
+        """Normal numbers of bfloat16, the first ones repeated: the power that a product draws depends on them."""
+        flat = self.ops.zeros(math.prod(shape), "bfloat16")
+        there = min(DRAWN, flat.size)
+        drawn = self.rng.standard_normal(there, np.float32)
+        flat[:there].copy_from(drawn.astype(flat.dtype.numpy), self.ops.stream)
+        while there < flat.size:
+            more = min(there, flat.size - there)
+            self.ops.copy(flat[:more], flat[there : there + more])
+            there += more
+        return flat.reshape(shape)
 
     def quantized(self, x: Array, dtype: Any) -> Quantized:
         n, f = x.shape

@@ -35,7 +35,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
 from kos.train.device.base import Device
 from kos.train.device.choose import layout_of, make_device
-from kos.train.device.machine import limit_threads
+from kos.train.device.machine import limit_threads, thread_pools
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop
@@ -259,6 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--evaluations", type=int, default=20, metavar="N", help="of a run (default: 20)")
     parser.add_argument("--minutes", type=float, default=0, metavar="M", help="begin no run that ends later")
     arguments, flags = parser.parse_known_args(argv)
+    thread_pools()  # before other threads import
     with kos.init() as comm:
         work(arguments, flags, comm, print if comm.rank == 0 else lambda line: None)
 

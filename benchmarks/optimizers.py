@@ -25,7 +25,7 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
 from kos.train.device.choose import choose_device, layout_of, make_device
-from kos.train.device.machine import limit_threads
+from kos.train.device.machine import limit_threads, thread_pools
 from kos.train.parallel.mesh import Mesh
 
 OPTIMIZERS = ("adamw", "muon")
@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments, flags = parser.parse_known_args(argv)
     configs = [parse([*flags, "--optimizer", name]) for name in OPTIMIZERS]
     rows = []
+    thread_pools()  # before other threads import
     with kos.init() as comm:
         gpu = gpu_of(configs[0], comm)
         for config in configs:

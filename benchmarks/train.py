@@ -320,7 +320,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
             pairs = [pair for step, pair in enumerate(pairs) if step == 0 or not np.isfinite(pair[1])]
         seconds = median(group.seconds)
         speed = config.batch_size * config.seq_len / seconds
-        each = speed / options.ranks / peak if peak else None
+        each = speed / options.ranks / peak if peak and group.name != "fp8" else None
         row = {
             "preset": options.name or config.preset,
             "batch_size": config.batch_size // layout.dp,

@@ -25,6 +25,7 @@ from kos.bench.cases import (
 from kos.bench.implementations import Ours
 from kos.bench.measure import Run
 from kos.bench.options import parse
+from kos.bench.ratios import lines, ratios
 from kos.cuda import driver
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
@@ -100,6 +101,8 @@ def test_wrong_elements_give_a_nonzero_exit_code(monkeypatch: pytest.MonkeyPatch
     [
         (["--device", "gpu"], "kos: error: --device gpu: "),
         (["--mode", "eager,graph"], "kos: error: --mode: expected some of eager, single_shot on a host, got 'graph'"),
+        (["--arrays", "1,x"], "kos: error: --arrays: expected numbers from 1 to 1000 such as 1,100, got 'x'"),
+        (["--arrays", "1", "--algorithm", "ring"], "kos: error: --arrays: expected host memory and no --algorithm"),
         (["--plot", "x.gif"], "kos: error: x.gif: expected a picture's name that ends in .png or .svg"),
         (["--json", "/nowhere/x"], "kos: error: /nowhere/x: expected a file to write, got no such folder"),
     ],
@@ -354,6 +357,40 @@ def test_barriers_and_uneven_sizes_beside_open_mpi(tmp_path: Path) -> None:
     assert {(row["op"], row["backend"]) for row in rows} == {(op, name) for op in ops for name in ("mpi", "mpi-native")}
     assert len([row for row in rows if row["op"] == "barrier" and row["backend"] == "mpi-native"]) == 1
     assert not any(row["wrong"] for row in rows)
+
+
+@needs_mpirun
+def test_arrays_in_rotation_beside_open_mpi(tmp_path: Path) -> None:
+    """Every operation, also in the loop in C, on arrays that are used again."""
+    file = tmp_path / "rows.json"
+    every = ",".join([*OPERATIONS, "barrier"])
+    arguments = ["--sizes", "4,1K", "--arrays", "1,3", "--device", "host", "--collective", every]
+    arguments += ["--backend", "mpi,mpi-native,mpi-again,mpi-c", "-n", "4", "--no-plot", "--json", str(file)]
+    done = run_program(MPIRUN, "-n", "2", *python(), "-m", "kos.bench", *arguments, env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    check_document(result, 2)
+    ours = [("mpi", "function"), ("mpi", "persistent"), ("mpi", "async"), ("mpi-native", "function")]
+    peers = {*ours, ("mpi-again", "function"), *[("mpi-c", "function")] * ("mpi-c" not in result["skipped"])}
+    for op in (*OPERATIONS, "barrier"):
+        rows = [row for row in result["rows"] if row["op"] == op]
+        assert {(row["arrays"], row["mode"]) for row in rows} == {(1, "eager"), (1, "single_shot"), (3, "eager")}, op
+        assert {(row["backend"], row["call"]) for row in rows if row["mode"] == "eager"} == peers, op
+        assert {row["in_place"] for row in rows} == {op == "broadcast"}
+    assert min(row["bytes"] for row in result["rows"] if row["op"] == "all_gather") == 8  # one element of each rank
+    assert "# time of kos / Open MPI" in done.stdout and "# geometric mean of all but all_reduce" in done.stdout
+
+
+def test_ratios_of_rows() -> None:
+    row = {"op": "scan", "bytes": 8, "arrays": 1, "mode": "eager", "backend": "mpi", "call": "function", "time_us": 3.0}
+    peer = row | {"backend": "mpi-native", "time_us": 2.0}
+    rows = [row, peer, row | {"call": "async", "time_us": 4.5}, row | {"arrays": 100, "time_us": 4.0}]
+    rows += [peer | {"arrays": 100, "time_us": 8.0}, peer | {"backend": "mpi-again", "time_us": 2.2}]
+    single = {"mode": "single_shot", "p99_us": 6.0}
+    rows += [row | single, peer | single | {"p99_us": 12.0}]
+    assert ratios(rows) == [("scan", 8, [1.5, 0.5, None, 1.5, 1.5, 0.5, 1.1, None])]
+    assert ratios([row | {"arrays": 0}]) == [] and lines([]) == []
+    assert lines(rows)[-1].endswith("same array: 1.50")
 
 
 def test_the_recorded_command_has_no_machine_paths(monkeypatch: pytest.MonkeyPatch) -> None:

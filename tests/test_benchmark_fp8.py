@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,10 @@ from kos.errors import BackendUnavailable
 from kos.train.config.presets import PRESETS
 from kos.train.ops.cuda.cublaslt import scale_mode
 from tests.host_compiler import COMPILER
+from tests.launcher import OUTSIDE, run_program
 from tests.train.host_kernels import emulator
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Ops(emulator.HostOps):
@@ -57,6 +61,19 @@ def test_all_tables(monkeypatch, tmp_path, capsys):
     assert last["fp8_over_bf16"] == 1 and last["with_weight_cast"] == 0.5
     said = capsys.readouterr().out
     assert "products  down weight gradient" in said and "1x128 1x128 left out: cuBLASLt has no algorithm" in said
+
+
+def test_training_beside_bfloat16(tmp_path):
+    """Here beside float32: the same weights and tokens, a row each; it needs no torch."""
+    path = tmp_path / "rows.json"
+    shape = "--hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 --num-attention-heads 4 --vocab-size 512"
+    flags = "--num-key-value-heads 2 --seq-len 32 --per-rank 4 --steps 2 --repeats 1 --device cpu --ranks 1"
+    arguments = [*shape.split(), *flags.split(), "--compare", "fp8", "--json", str(path)]
+    done = run_program(sys.executable, "-m", "benchmarks.train", *arguments, env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["implementation"], row["variant"]) for row in rows] == [("kos", "float32"), ("kos", "fp8")]
+    assert 0 < rows[1]["loss_difference"] < 1e-2 and rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-2)
 
 
 def test_shapes_of_a_preset():

@@ -62,7 +62,7 @@ def test_rows_on_emulated_gpus(op: str, in_place: bool, monkeypatch: pytest.Monk
         job, memory, timer = Job(control), DeviceMemory(0, stream), DeviceTimer(Job(control), stream)
         monkeypatch.setattr(timer, "capture", lambda calls: lambda: [call() for call in calls])
         comm = communicator(ThreadRendezvous(threads, control.rank, 20.0), group)
-        implementations = [Ours(comm, "kos-nccl"), Ours(comm, "kos-nccl", persistent=True)]
+        implementations = [Ours(comm, "kos-nccl"), Ours(comm, "kos-nccl", call="persistent")]
         implementations.append(RawNCCL(control, 0, stream))
         runs = []
         space = Space(case, Data(case, control.rank, 0), memory, memory.empty, 3)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.plots import measured, tables_slower
+from benchmarks.plots import measured, tables_hosts, tables_slower
 from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots import tables_training as training
 from benchmarks.plots.results import RESULTS, ROOT, load, ratio, table, us
@@ -93,6 +93,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosts": collectives.hosts,
     "hosts-others": collectives.hosts_others,
     "hosts-one-rank": collectives.one_rank,
+    "hosts-instructions": tables_hosts.instructions,
+    **{name: partial(tables_hosts.host_ratios, file) for name, file in tables_hosts.recorded().items()},
     "hosts-files": partial(
         provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-1",
         "collectives-epyc-2", "collectives-epyc-4", "collectives-others-epyc-2",

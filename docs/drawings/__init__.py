@@ -1,7 +1,7 @@
 """The pictures of docs/how-it-works, drawn from data: ``python -m docs.drawings`` writes all of them.
 
 Schedules come from their builders, the step on a GPU from the planner's dry step, attention's blocks from its masks,
-the house from the imports of kos.
+copies in 8 bits from a layer that runs, the house from the imports of kos.
 Protocols are listed message by message.  ``tests/test_drawings.py`` compares the files with what is drawn.
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from docs.drawings import protocols
 from docs.drawings.attention import attention_blocks
 from docs.drawings.collectives import collective
+from docs.drawings.fp8 import copies_in_8_bits
 from docs.drawings.house import house
 from docs.drawings.training import gpu_step, pipeline
 from kos.comm.schedules import build
@@ -44,6 +45,7 @@ def pictures() -> dict[str, str]:
         "gpu-step": gpu_step(zero=0),
         "gpu-step-zero": gpu_step(zero=1),
         "attention": attention_blocks(),
+        "fp8": copies_in_8_bits(),
         **{name: pipeline(name) for name in SCHEDULES},
         "house": house(),
     }

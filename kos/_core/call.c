@@ -10,6 +10,7 @@
 
 enum {
     POLLS = 100,  // between two checks of the clock and the failure word, which other ranks may be writing
+    PAUSES = 10,  // between two polls without the GIL
     PAUSES_NS = 50000, YIELDS_NS = 1000000, SLEEP_NS = 100000,  // a long wait: pause, then yield, then sleep
 };
 
@@ -27,24 +28,9 @@ static int has_put_all(const kos_work *w) {
     return w->stages && kos_stage_of(w) + 1 == w->stages && kos_phase_of(w) != KOS_NOT_PUT;
 }
 
-static inline int step(kos_group *g, kos_work *w) { return is_message(w) ? kos_mail_step(g, w) : kos_step(g, w); }
-
-kos_watch kos_watch_of(const kos_group *g, const kos_work *w) {
-    kos_watch watch = {.progress = kos_progress_of(w), .unreadable = is_message(w) ? 0 : w->unreadable};
-    if (!is_message(w)) {
-        watch.stage = kos_stage_in_group(g, w);
-        return watch;
-    }
-    const kos_message *s = &w->send_end;
-    const kos_mailbox *out = g->boxes[s->peer].out;
-    if (s->state == KOS_QUEUED || (s->state == KOS_UNANSWERED && s->moved)) {
-        watch.words[0] = &out->taken;
-        watch.words[1] = &out->received;
-    } else if (s->state == KOS_UNANSWERED)
-        watch.words[0] = &out->answers[s->answer];
-    for (int i = 0; i < 2 && watch.words[i]; i++)
-        watch.values[i] = atomic_load_explicit(watch.words[i], memory_order_relaxed);
-    return watch;
+static inline kos_result step(kos_group *g, kos_work *w) {
+    const int status = is_message(w) ? kos_mail_step(g, w) : kos_step(g, w);
+    return status == KOS_FAILED ? w->result : KOS_RESULT((uint8_t)status);
 }
 
 int kos_missing(const kos_group *g, const kos_work *w, int rank) {
@@ -53,8 +39,7 @@ int kos_missing(const kos_group *g, const kos_work *w, int rank) {
     if (is_message(w))
         return (kos_is_open(&w->send_end) && w->send_end.peer == rank) * KOS_AWAITS_READ
             + (kos_is_open(&w->recv_end) && w->recv_end.peer == rank) * KOS_AWAITS_MESSAGE;
-    kos_watch watch = kos_watch_of(g, w);
-    return kos_awaits(g, w, &watch, rank);
+    return kos_awaits(g, w, rank);
 }
 
 // FAILED if this Work cannot complete; else PENDING.
@@ -73,9 +58,9 @@ static kos_result check_and_step(kos_group *g, kos_work *w) {
         && kos_mail_step(g, w) == KOS_DONE ? KOS_RESULT(KOS_DONE) : result;
 }
 
-// The result of a Work that is not in the queue.
-static kos_result failed_alone(kos_group *g, kos_work *w, kos_result result) {
-    if (is_message(w))
+// The result of a Work that is not in the queue; ends its message if it has failed.
+static kos_result outcome(kos_group *g, kos_work *w, kos_result result) {
+    if (result.status == KOS_FAILED && is_message(w))
         kos_mail_cancel(g, w);
     return result;
 }
@@ -91,15 +76,13 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
     w->send = send;
     w->recv = recv;
     w->stages = p->stages;
-    w->started = kos_clock();
     w->unreadable = w->drains = w->posted = 0;
     w->next = NULL;
     kos_set(w, 0, KOS_NOT_PUT);
     if (p->algorithm == KOS_MAIL) {
-        const int status = kos_mail_start(g, w);
-        if (status == KOS_PENDING && failed)
-            return failed_alone(g, w, result);
-        return status == KOS_FAILED ? failed_alone(g, w, w->result) : KOS_RESULT((uint8_t)status);
+        kos_mail_start(g, w);
+        kos_result r = step(g, w);
+        return outcome(g, w, r.status == KOS_PENDING && failed ? result : r);
     }
     kos_publish(g, sequence, p->fingerprint);
     if ((!g->tail || has_put_all(g->tail)) && kos_may_put(g, w))
@@ -109,30 +92,29 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
 
 int kos_alone(const kos_group *g) { return !g->head && !g->messages; }
 
-kos_result kos_spin(kos_group *g, kos_work *w) {
-    int status = step(g, w);
-    int64_t start = w->started, before = start;
-    while (status == KOS_PENDING && g->spin_ns) {
+kos_result kos_spin(kos_group *g, kos_work *w, int64_t most) {
+    kos_result result = step(g, w);
+    if (result.status != KOS_PENDING || !most)
+        return outcome(g, w, result);
+    int64_t start = kos_clock(), before = start;
+    while (result.status == KOS_PENDING) {
         int64_t now = kos_clock();
-        if (now - before > g->spin_ns)  // it has copied meanwhile: the other ranks do the same
+        if (now - before > most)  // it has copied meanwhile: the other ranks do the same
             start = now;
         before = now;
-        if (now - start >= g->spin_ns)
+        if (now - start >= most)
             break;
-        for (int polls = 0; polls < POLLS && (status = step(g, w)) == KOS_PENDING; polls++) {
+        for (int polls = 0; polls < POLLS && (result = step(g, w)).status == KOS_PENDING; polls++) {
             if (g->yields) {
                 sched_yield();
                 break;
             }
             pause_core();
         }
-        if (status != KOS_PENDING)
-            break;
-        kos_result result = check_and_step(g, w);
-        if (result.status != KOS_PENDING)
-            return result.status == KOS_DONE ? result : failed_alone(g, w, result);
+        if (result.status == KOS_PENDING)
+            result = check_and_step(g, w);
     }
-    return status == KOS_FAILED ? failed_alone(g, w, w->result) : KOS_RESULT((uint8_t)status);
+    return outcome(g, w, result);
 }
 
 // --- The outstanding Works -----------------------------------------------------------------------------------------
@@ -179,6 +161,20 @@ static void break_work(kos_work *w, kos_result result) {
     kos_set(w, kos_stage_of(w), KOS_BROKEN);
 }
 
+void kos_spin_queued(kos_group *g, kos_work *w) {
+    kos_work **first = is_message(w) ? &g->messages : &g->head;
+    *first = g->tail = NULL;
+    const kos_result result = kos_spin(g, w, g->spin_ns);
+    *first = w;
+    if (result.status == KOS_FAILED)
+        break_work(w, result);
+    if (result.status != KOS_PENDING)
+        end(g, first);
+    else if (!is_message(w))
+        g->tail = w;
+    report_ends(g);
+}
+
 static void fail_collectives(kos_group *g, kos_result result) {
     while (g->head) {
         break_work(g->head, result);
@@ -199,9 +195,8 @@ static void fail_all(kos_group *g, kos_result result) {
 }
 
 void kos_close(kos_group *g) {
-    if (!atomic_load_explicit(&g->closed, memory_order_relaxed))
-        fail_all(g, (kos_result){KOS_FAILED, KOS_CLOSED, (uint16_t)g->rank, 0});
-    atomic_store_explicit(&g->closed, 1, memory_order_relaxed);
+    fail_all(g, (kos_result){KOS_FAILED, KOS_CLOSED, (uint16_t)g->rank, 0});
+    g->closed = 1;
     report_ends(g);
 }
 
@@ -217,9 +212,8 @@ void kos_abandon(kos_group *g, kos_work *w) {
 static void advance_messages(kos_group *g) {
     kos_mail_advance(g);
     for (kos_work **at = &g->messages, *w; (w = *at);) {
-        int status = kos_mail_step(g, w);
-        kos_result result = status == KOS_FAILED ? w->result : KOS_RESULT((uint8_t)status);
-        if (status == KOS_PENDING)
+        kos_result result = step(g, w);
+        if (result.status == KOS_PENDING)
             result = check_and_step(g, w);
         if (result.status == KOS_FAILED)
             fail_message(g, at, result);
@@ -263,40 +257,13 @@ void kos_advance(kos_group *g) {
     report_ends(g);
 }
 
-// --- Waiting without the GIL ---------------------------------------------------------------------------------------
-
-static int may_go_on(const kos_group *g, const kos_work *w, const kos_watch *watch, int *peer) {
-    // Another thread has advanced it, or a message has arrived, which this Work or its sender may wait for.
-    if (kos_progress_of(w) != watch->progress || kos_mail_arrived(g))
-        return 1;
-    for (int i = 0; i < 2; i++)
-        if (watch->words[i] && atomic_load_explicit(watch->words[i], memory_order_relaxed) != watch->values[i])
-            return 1;
-    if (is_message(w))
-        return 0;
-    while (*peer < g->size && !kos_awaits(g, w, watch, *peer))
-        ++*peer;
-    return *peer == g->size;
-}
-
-kos_result kos_park(const kos_group *g, const kos_work *w, const kos_watch *watch, int64_t until) {
-    int64_t start = kos_clock(), now = start;
-    for (int peer = 0;;) {
-        for (int polls = 0; polls < POLLS; polls++) {
-            if (may_go_on(g, w, watch, &peer))
-                return KOS_RESULT(KOS_PENDING);
-            if (g->yields || !g->spin_ns || now - start > PAUSES_NS)
-                break;
+void kos_rest(int64_t start, int yields) {
+    const int64_t waited = kos_clock() - start;
+    if (waited > YIELDS_NS)
+        nanosleep(&(struct timespec){0, SLEEP_NS}, NULL);
+    else if (yields || waited > PAUSES_NS)
+        sched_yield();
+    else
+        for (int pauses = 0; pauses < PAUSES; pauses++)
             pause_core();
-        }
-        now = kos_clock();
-        if (check_failure(g, w).status == KOS_FAILED)
-            return KOS_RESULT(KOS_PENDING);  // kos_advance then reports it, with the GIL
-        if (now >= until)
-            return KOS_RESULT(KOS_CHECK);
-        if (now - start > YIELDS_NS)
-            nanosleep(&(struct timespec){0, SLEEP_NS}, NULL);
-        else if (g->yields || !g->spin_ns || now - start > PAUSES_NS)
-            sched_yield();
-    }
 }

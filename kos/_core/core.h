@@ -19,7 +19,6 @@
 enum kos_status {
     KOS_DONE,     // the result is in the caller's array
     KOS_PENDING,  // not yet: step again
-    KOS_CHECK,    // the time of a wait is over
     KOS_FAILED,   // code, rank and word describe the failure
 };
 
@@ -74,10 +73,6 @@ enum {
     KOS_CREDIT_BYTES = 4 << 20,  // of messages that a receiver keeps for each sender until they are received
 };
 #define KOS_WAIT_NS INT64_C(10000000)  // a start waits for so long: then Python polls, and checks processes and signals
-
-typedef struct {
-    _Atomic uint64_t failure;  // 0, or the first failure of the group: the only word with several writers
-} kos_header;
 
 // Flags of one rank, which alone writes them.  The first two are the core's, the others Python's.
 typedef struct {
@@ -231,8 +226,7 @@ typedef struct kos_work {
     uint8_t *recv;
     uint64_t sequence;
     uint64_t first, stages;      // the number of its first stage, and how many there are; 0: not known yet
-    int64_t started;             // nanoseconds of the monotonic clock
-    _Atomic uint64_t progress;   // stage of the call << 3 | phase; read without the GIL by kos_park
+    uint64_t progress;           // stage of the call << 3 | phase
     int peer;                    // the first rank whose payload has not been seen
     int unreadable;              // 1 + a rank whose memory could not be read, or 0
     uint8_t drains, posted;      // ends when all ranks have read; a message is in the queues of its box
@@ -240,14 +234,6 @@ typedef struct kos_work {
     struct kos_work *next;
     kos_message send_end, recv_end;
 } kos_work;
-
-// What a wait without the GIL looks at, taken with the GIL.
-typedef struct {
-    uint64_t progress, stage;  // stage: of the group
-    int unreadable;
-    const _Atomic uint64_t *words[2];  // of messages; NULL: none
-    uint64_t values[2];
-} kos_watch;
 
 // A message that has arrived before its receive.
 typedef struct kos_arrival {
@@ -257,7 +243,7 @@ typedef struct kos_arrival {
 } kos_arrival;
 
 typedef struct {
-    kos_message *first, *last;
+    kos_message *first, **end;  // the pointer to the next one
 } kos_queue;
 
 // The messages between this rank and another one.
@@ -275,15 +261,15 @@ typedef struct {
     kos_arrival *arrived, **arrived_end;
 } kos_box;
 
-// One rank's end of a segment.  One thread at a time may call any function but kos_park: under Python, the GIL.
+// One rank's end of a segment.  One thread at a time may call any function but kos_rest: under Python, the GIL.
 typedef struct {
     uint8_t *memory;
     kos_layout layout;
-    kos_header *header;
+    _Atomic uint64_t *failure;  // 0, or the first failure of the group: the only word with several writers
     kos_line *line;    // this rank's
     int rank, size;
     int generation;    // kos_forks when it was made
-    _Atomic int closed;
+    int closed;
     int direct;        // whether every rank can read the memory of every other one
     int64_t spin_ns;   // a wait holds the GIL for so long; 0 where ranks are threads
     int yields;        // whether ranks exceed the cores: a wait leaves its core to others
@@ -304,6 +290,7 @@ typedef struct {
 enum { KOS_SCRATCH_BYTES = 256 << 10, KOS_DTYPE_AT = 48, KOS_KIND_AT = 56 };
 
 extern int kos_forks;  // counts the forks that led to this process; a group of another one is refused
+void kos_forked(void);
 
 static inline kos_line *kos_line_of(const kos_group *g, int rank) {
     return (kos_line *)(g->memory + g->layout.lines + (size_t)rank * KOS_LINE);
@@ -326,28 +313,21 @@ static inline void kos_mark(const uint8_t *data, size_t bytes) {
 // Whether this end of a message waits for the other one.
 static inline int kos_is_open(const kos_message *m) { return m->state != KOS_COMPLETE && m->state != KOS_REFUSED; }
 
-static inline uint64_t kos_progress_of(const kos_work *w) {
-    return atomic_load_explicit(&w->progress, memory_order_relaxed);
-}
-static inline int kos_phase_of(const kos_work *w) { return kos_progress_of(w) & 7; }
-static inline uint64_t kos_stage_of(const kos_work *w) { return kos_progress_of(w) >> 3; }
+static inline int kos_phase_of(const kos_work *w) { return w->progress & 7; }
+static inline uint64_t kos_stage_of(const kos_work *w) { return w->progress >> 3; }
 static inline uint64_t kos_stage_in_group(const kos_group *g, const kos_work *w) {
     const uint64_t stage = kos_stage_of(w);
     return stage || kos_phase_of(w) != KOS_NOT_PUT ? w->first + stage : g->stage;
 }
 
-// Relaxed: `progress` orders no data.  Threads of one rank order it by the GIL.
-static inline void kos_set(kos_work *w, uint64_t stage, int phase) {
-    atomic_store_explicit(&w->progress, stage << 3 | (unsigned)phase, memory_order_relaxed);
-}
+static inline void kos_set(kos_work *w, uint64_t stage, int phase) { w->progress = stage << 3 | (unsigned)phase; }
 
-// Places in a call where a test stops or kills this process: a build with -DKOS_POINTS.
+// Places in a call where a test stops or kills this process: a build with -DKOS_POINTS and tests/core/points.c.
 enum kos_point {
     KOS_AT_BEGIN, KOS_AT_PUBLISHED, KOS_AT_PUT, KOS_AT_STAMPED, KOS_AT_SEEN, KOS_AT_TAKEN, KOS_AT_DRAIN, KOS_AT_SEND,
     KOS_AT_SENT, KOS_AT_DELIVER, KOS_AT_TAKE,
 };
 #ifdef KOS_POINTS
-extern int kos_stop_point, kos_stop_count, kos_stop_signal;
 void kos_pass(int point);
 #define KOS_POINT(point) kos_pass(point)
 #else
@@ -379,7 +359,7 @@ int kos_prepare(const kos_group *g, const kos_request *request, kos_prepared *p)
 int kos_may_put(const kos_group *g, const kos_work *w);
 void kos_put(kos_group *g, kos_work *w);
 int kos_step(kos_group *g, kos_work *w);  // KOS_DONE, KOS_PENDING, KOS_FAILED: w->result
-int kos_awaits(const kos_group *g, const kos_work *w, const kos_watch *watch, int rank);  // needs no GIL
+int kos_awaits(const kos_group *g, const kos_work *w, int rank);
 
 // direct.c
 int kos_read(const kos_group *g, int rank, void *to, uint64_t from, size_t bytes);  // 0, or an errno
@@ -387,16 +367,17 @@ void kos_put_offer(kos_group *g, kos_work *w, kos_slot *slot);
 int kos_take_offers(kos_group *g, kos_work *w, kos_slot **slots);  // as kos_step
 
 // mailbox.c
-int kos_mail_start(kos_group *g, kos_work *w);  // KOS_DONE, KOS_PENDING or KOS_FAILED, as kos_mail_step
-int kos_mail_step(kos_group *g, kos_work *w);
+void kos_mail_start(kos_group *g, kos_work *w);
+int kos_mail_step(kos_group *g, kos_work *w);  // as kos_step
 void kos_mail_post(kos_group *g, kos_work *w);  // a Work that will not move in memory any more
 void kos_mail_cancel(kos_group *g, kos_work *w);
 void kos_mail_advance(kos_group *g);            // takes what has arrived
-int kos_mail_arrived(const kos_group *g);       // whether a message has arrived; needs no GIL
 
 // call.c
 kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, const void *send, void *recv, kos_work *w);
-kos_result kos_spin(kos_group *g, kos_work *w);  // at most spin_ns; only for a Work that is the only one
+// For a Work that is the only one: advances it once, and then for at most so many nanoseconds.
+kos_result kos_spin(kos_group *g, kos_work *w, int64_t most);
+void kos_spin_queued(kos_group *g, kos_work *w);  // the same for one that is in the queue
 int kos_alone(const kos_group *g);              // whether no Work is outstanding, so that a wait may spin
 void kos_enqueue(kos_group *g, kos_work *w);
 void kos_advance(kos_group *g);                 // advances every outstanding Work; never waits
@@ -404,9 +385,7 @@ void kos_close(kos_group *g);                   // every outstanding Work is KOS
 void kos_abandon(kos_group *g, kos_work *w);    // ends a message that nobody waits for any more
 enum { KOS_AWAITS_READ = 1, KOS_AWAITS_MESSAGE = 2 };  // of a message: its receipt by the rank, or one from it
 int kos_missing(const kos_group *g, const kos_work *w, int rank);  // whether it waits for that rank, and for what
-
-kos_watch kos_watch_of(const kos_group *g, const kos_work *w);
-// Waits until the Work may go on: PENDING; or until `until`: CHECK.  Needs no GIL.
-kos_result kos_park(const kos_group *g, const kos_work *w, const kos_watch *watch, int64_t until);
+// Leaves the CPU core to others between two polls of a wait that began at `start`.  Needs no GIL, and reads no memory.
+void kos_rest(int64_t start, int yields);
 
 #endif

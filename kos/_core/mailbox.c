@@ -13,7 +13,7 @@
 
 enum kind { INLINE, ROOM, ADDRESS, STREAM, PIECE };
 // The sender writes CANCELLED; a refusal is REFUSED + what was expected.  DROPPED: the receiver has found CANCELLED, so
-// the word may be used again; or it has cancelled its receive of pieces.
+// the word may be used again.
 enum answer { READ = 1, CANCELLED, READY, DROPPED };
 enum { OVERHEAD_BYTES = 256 };               // of an eager message, that counts against the credits
 #define NO_ANSWER UINT32_MAX
@@ -22,26 +22,19 @@ enum { OVERHEAD_BYTES = 256 };               // of an eager message, that counts
 
 static void push(kos_queue *q, kos_message *m) {
     m->next = NULL;
-    if (q->last)
-        q->last->next = m;
-    else
-        q->first = m;
-    q->last = m;
+    *q->end = m;
+    q->end = &m->next;
 }
 
 static void drop(kos_queue *q, kos_message *m) {
-    kos_message *before = NULL;
-    for (kos_message *each = q->first; each != m; each = each->next) {
-        if (!each)
-            return;
-        before = each;
-    }
-    if (before)
-        before->next = m->next;
-    else
-        q->first = m->next;
-    if (q->last == m)
-        q->last = before;
+    kos_message **at = &q->first;
+    while (*at && *at != m)
+        at = &(*at)->next;
+    if (!*at)
+        return;
+    *at = m->next;
+    if (q->end == &m->next)
+        q->end = at;
     m->next = NULL;
 }
 
@@ -263,14 +256,6 @@ static kos_message *match(kos_box *box, kos_message *extra, uint64_t tag) {
     return extra && extra->state == KOS_EXPECTED && !((extra->what ^ tag) << (64 - KOS_DTYPE_AT)) ? extra : NULL;
 }
 
-static void delivered(kos_box *box, kos_message *m, const kos_message *extra) {
-    if (m == extra)
-        return;
-    drop(&box->expected, m);
-    if (m->state == KOS_STREAMED)
-        push(&box->streamed, m);
-}
-
 // Takes what has arrived.  `extra` is a receive that is in no queue; with it only what comes before its message.
 static void take(kos_group *g, kos_box *box, kos_message *extra) {
     const kos_mail *mail;
@@ -289,8 +274,11 @@ static void take(kos_group *g, kos_box *box, kos_message *extra) {
             if (!m) {
                 if (keep(box, &a, data))
                     return;
-            } else if (deliver(g, box, m, &a, data))
-                delivered(box, m, extra);
+            } else if (deliver(g, box, m, &a, data) && m != extra) {
+                drop(&box->expected, m);
+                if (m->state == KOS_STREAMED)
+                    push(&box->streamed, m);
+            }
         }
         KOS_POINT(KOS_AT_TAKE);
         box->taken++;
@@ -316,7 +304,7 @@ static void find_arrival(kos_group *g, kos_box *box, kos_message *m) {
 
 // --- Works ---------------------------------------------------------------------------------------------------------
 
-int kos_mail_start(kos_group *g, kos_work *w) {
+void kos_mail_start(kos_group *g, kos_work *w) {
     const kos_prepared *p = w->prepared;
     w->send_end = w->recv_end = (kos_message){.state = KOS_COMPLETE, .peer = g->rank};
     if (p->operation != KOS_RECV) {
@@ -330,13 +318,6 @@ int kos_mail_start(kos_group *g, kos_work *w) {
         if (g->boxes[p->src].arrived)
             find_arrival(g, &g->boxes[p->src], &w->recv_end);
     }
-    return kos_mail_step(g, w);
-}
-
-// Whether the sender of a message in pieces has cancelled it.
-static int is_cancelled(const kos_box *box, const kos_message *m) {
-    return m->state == KOS_STREAMED && m->answer != NO_ANSWER
-        && atomic_load_explicit(&box->in->answers[m->answer], memory_order_acquire) == CANCELLED;
 }
 
 // Receives the next message instead of one in pieces, which is cancelled.
@@ -348,8 +329,8 @@ static void receive_next(kos_group *g, kos_box *box, kos_message *m, int posted)
     if (posted && m->state == KOS_EXPECTED) {  // before those of this tag that were posted later
         m->next = box->expected.first;
         box->expected.first = m;
-        if (!box->expected.last)
-            box->expected.last = m;
+        if (!m->next)
+            box->expected.end = &m->next;
     } else if (posted && m->state == KOS_STREAMED)
         push(&box->streamed, m);
 }
@@ -358,7 +339,9 @@ int kos_mail_step(kos_group *g, kos_work *w) {
     kos_message *r = &w->recv_end, *s = &w->send_end;
     kos_box *from = &g->boxes[r->peer];
     if (r->state == KOS_EXPECTED || r->state == KOS_STREAMED) {
-        const int cancelled = is_cancelled(from, r);  // before: else the word may be that of a later message
+        // Before what arrives is taken: else the word may be that of a later message.
+        const int cancelled = r->state == KOS_STREAMED && r->answer != NO_ANSWER
+            && atomic_load_explicit(&from->in->answers[r->answer], memory_order_acquire) == CANCELLED;
         take(g, from, w->posted ? NULL : r);
         if (cancelled && r->state == KOS_STREAMED)
             receive_next(g, from, r, w->posted);
@@ -399,7 +382,7 @@ void kos_mail_cancel(kos_group *g, kos_work *w) {
     else if (r->state == KOS_STREAMED)
         drop(&from->streamed, r);
     if (own && r->state == KOS_STREAMED && r->answer != NO_ANSWER)
-        replace(&from->in->answers[r->answer], READY, DROPPED);
+        replace(&from->in->answers[r->answer], READY, READ);  // not DROPPED: the sender uses the word until then
     if (s->state == KOS_QUEUED)
         drop(&to->queued, s);
     if (!own || s->state != KOS_UNANSWERED)
@@ -413,14 +396,4 @@ void kos_mail_cancel(kos_group *g, kos_work *w) {
 void kos_mail_advance(kos_group *g) {
     for (int r = 0; r < g->size; r++)
         take(g, &g->boxes[r], NULL);
-}
-
-int kos_mail_arrived(const kos_group *g) {
-    for (int r = 0; r < g->size; r++) {
-        const kos_mailbox *in = g->boxes[r].in;
-        uint64_t taken = atomic_load_explicit(&in->taken, memory_order_relaxed);  // this rank's own count
-        if (atomic_load_explicit(&in->mail[taken % KOS_HEADERS].number, memory_order_relaxed) == taken + 1)
-            return 1;
-    }
-    return 0;
 }

@@ -1,11 +1,10 @@
 // kos._core.native: the core as Python sees it.
 //
 // A call that the core completes executes no Python code.  Otherwise the core returns a Work, which Python polls, or
-// calls failed(code, rank, word) of the group's owner, a Python object, which raises.
+// calls failed(code, rank, word, *counts) of the group's owner, a Python object, which raises.
 #include "module.h"
 
-#include <sched.h>
-#include <string.h>
+#include <pthread.h>
 
 // Whether this process may not use the memory: the group is closed, or another process made it.
 static int is_over(const kos_group *g) {
@@ -45,76 +44,39 @@ static PyObject *group_failure(PyObject *self, PyObject *unused) {
     return PyLong_FromUnsignedLongLong(kos_failure(&((Group *)self)->core, KOS_WORD_SEQUENCE).word);
 }
 
-static PyObject *group_counts(PyObject *self, PyObject *unused) {
-    const uint64_t *counts = ((Group *)self)->core.counts;
-    return Py_BuildValue("KKK", counts[0], counts[1], counts[2]);
-}
-
-// held(): messages that have arrived without a receive, answers in use, outstanding Works.
+// held(): messages that have arrived without a receive, answers in use, and whether Works are outstanding.
 static PyObject *group_held(PyObject *self, PyObject *unused) {
     const kos_group *g = &((Group *)self)->core;
-    int arrived = 0, answers = 0, works = 0;
+    int arrived = 0, answers = 0;
     for (int r = 0; r < g->size; r++) {
         for (const kos_arrival *each = g->boxes[r].arrived; each; each = each->next)
             arrived++;
         answers += (int)(g->boxes[r].answers - g->boxes[r].free_count);
     }
-    for (const kos_work *w = g->head; w; w = w->next)
-        works++;
-    for (const kos_work *w = g->messages; w; w = w->next)
-        works++;
-    return Py_BuildValue("iii", arrived, answers, works);
-}
-
-// Whether these bytes are at that address of that rank.
-static PyObject *group_read(PyObject *self, PyObject *args) {
-    unsigned long long address;
-    int rank;
-    char found[64];
-    const char *expected;
-    Py_ssize_t bytes;
-    kos_group *g = &((Group *)self)->core;
-    if (!PyArg_ParseTuple(args, "iKy#:read", &rank, &address, &expected, &bytes))
-        return NULL;
-    if (rank < 0 || rank >= g->size || bytes > (Py_ssize_t)sizeof found)
-        return PyErr_Format(PyExc_ValueError, "expected a rank and up to %zu bytes", sizeof found);
-    if (is_over(g))
-        return raise_failure((Group *)self, kos_failure(g, 0));
-    return PyBool_FromLong(!kos_read(g, rank, found, address, bytes) && !memcmp(found, expected, bytes));
+    return Py_BuildValue("iii", arrived, answers, !kos_alone(g));
 }
 
 static PyObject *group_close(PyObject *self, PyObject *unused) {
-    Group *g = (Group *)self;
-    const int own = g->core.generation == kos_forks;  // a forked process has no threads that wait
-    kos_close(&g->core);
-    while (own && g->parked) {  // they read the memory until they see this
-        Py_BEGIN_ALLOW_THREADS
-        sched_yield();
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&g->memory);
+    kos_close(&((Group *)self)->core);
+    PyBuffer_Release(&((Group *)self)->memory);
     Py_RETURN_NONE;
 }
 
 static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *memory, *owner;
     int rank, size;
-    double spin;
-    if (!PyArg_ParseTuple(args, "OiiOd:Group", &memory, &rank, &size, &owner, &spin))
+    if (!PyArg_ParseTuple(args, "OiiO:Group", &memory, &rank, &size, &owner))
         return NULL;
     Group *g = (Group *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!g)
         return NULL;
     g->core.ended = work_ended;
-    g->core.spin_ns = spin * 1e9;
     g->objects[OWNER] = Py_NewRef(owner);
     if (!PyObject_GetBuffer(memory, &g->memory, PyBUF_WRITABLE)) {
         int error = kos_open(&g->core, g->memory.buf, g->memory.len, rank, size);
         const char *text = "expected the memory of layout(%d) and a rank of it, got %zd bytes and rank %d";
-        if (error == -2)
-            PyErr_NoMemory();
-        else if (error)
-            PyErr_Format(PyExc_ValueError, text, size, g->memory.len, rank);
+        if (error)
+            PyErr_Format(error == -2 ? PyExc_MemoryError : PyExc_ValueError, text, size, g->memory.len, rank);
     }
     if (PyErr_Occurred())
         Py_CLEAR(g);
@@ -145,6 +107,7 @@ static void group_dealloc(PyObject *self) {  // no Work is outstanding: each ref
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     PyBuffer_Release(&g->memory);
+    PyObject_Free(g->spare);
     kos_free(&g->core);
     group_clear(self);
     PyObject_GC_Del(self);
@@ -163,11 +126,10 @@ static PyObject *layout(PyObject *self, PyObject *argument) {
 
 static PyMethodDef group_methods[] = {
     {"prepare", group_prepare, METH_VARARGS, NULL},
+    {"start", (PyCFunction)(void *)group_start, METH_FASTCALL, NULL},
     {"publish", (PyCFunction)(void *)group_publish, METH_FASTCALL, NULL},
-    {"read", group_read, METH_VARARGS, NULL},
     {"fail", group_fail, METH_O, NULL},
     {"failure", group_failure, METH_NOARGS, NULL},
-    {"counts", group_counts, METH_NOARGS, NULL},
     {"held", group_held, METH_NOARGS, NULL},
     {"close", group_close, METH_NOARGS, NULL},
     {"bind", (PyCFunction)(void *)group_bind, METH_FASTCALL, NULL},
@@ -180,7 +142,6 @@ static PyMemberDef group_members[] = {
     {"spin_ns", T_LONGLONG, offsetof(Group, core.spin_ns), 0, NULL},
     {"yields", T_INT, offsetof(Group, core.yields), 0, NULL},
     {"parks", T_ULONGLONG, offsetof(Group, parks), READONLY, NULL},
-    {"parked", T_INT, offsetof(Group, parked), READONLY, NULL},
     {"off", T_BOOL, offsetof(Group, off), 0, NULL},
     {"hits", T_ULONGLONG, offsetof(Group, hits), READONLY, NULL},
     {0},
@@ -194,25 +155,14 @@ static PyType_Spec group_spec = {"kos._core.native.Group", sizeof(Group), 0, Py_
 
 #define CONSTANT(name) {#name, KOS_##name}
 static const struct { const char *name; long value; } constants[] = {
-    CONSTANT(LINE), CONSTANT(RING), CONSTANT(TEXTS), CONSTANT(TEXT_BYTES), CONSTANT(SLOT_BYTES), CONSTANT(MAX_RANKS),
-    CONSTANT(MISMATCH), CONSTANT(REPORTED), CONSTANT(FORKED), CONSTANT(CLOSED), CONSTANT(COUNTS),
-    CONSTANT(MESSAGE), CONSTANT(REFUSED_MESSAGE), CONSTANT(WORD_SEQUENCE), CONSTANT(AWAITS_READ),
-    CONSTANT(AWAITS_MESSAGE), CONSTANT(HEADERS),
+    CONSTANT(LINE), CONSTANT(RING), CONSTANT(TEXTS), CONSTANT(TEXT_BYTES), CONSTANT(MAX_RANKS), CONSTANT(MISMATCH),
+    CONSTANT(REPORTED), CONSTANT(FORKED), CONSTANT(CLOSED), CONSTANT(COUNTS), CONSTANT(MESSAGE),
+    CONSTANT(REFUSED_MESSAGE), CONSTANT(WORD_SEQUENCE), CONSTANT(AWAITS_READ), CONSTANT(AWAITS_MESSAGE),
 };
-
-#ifdef KOS_POINTS
-static PyObject *stop_at(PyObject *self, PyObject *args) {
-    if (!PyArg_ParseTuple(args, "iii:stop_at", &kos_stop_point, &kos_stop_count, &kos_stop_signal))
-        return NULL;
-    Py_RETURN_NONE;
-}
-#endif
 
 static PyMethodDef functions[] = {
     {"layout", layout, METH_O, NULL},
-#ifdef KOS_POINTS
-    {"stop_at", stop_at, METH_VARARGS, NULL},
-#endif
+    {"tensors", take_tensors, METH_O, NULL},
     {0},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", NULL, -1, functions, NULL, NULL, NULL, NULL};
@@ -220,11 +170,14 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", NULL, -1, f
 PyMODINIT_FUNC PyInit_native(void) {
     PyObject *m = PyModule_Create(&module), *group = PyType_FromSpec(&group_spec);
     work_type = (PyTypeObject *)PyType_FromSpec(&work_spec);
-    prepared_type = (PyTypeObject *)PyType_FromSpec(&prepared_spec);
-    int error = !m || !group || !work_type || !prepared_type || PyModule_AddObjectRef(m, "Group", group) || eager_init();
+    state_type = (PyTypeObject *)PyType_FromSpec(&state_spec);
+    operation_type = (PyTypeObject *)PyType_FromSpec(&operation_spec);
+    int error = !m || !group || !work_type || PyModule_AddObjectRef(m, "Group", group)
+        || PyModule_AddObjectRef(m, "State", (PyObject *)state_type)
+        || PyModule_AddObjectRef(m, "Operation", (PyObject *)operation_type) || eager_init()
+        || pthread_atfork(NULL, NULL, kos_forked);
     for (size_t i = 0; !error && i < sizeof constants / sizeof *constants; i++)
         error = PyModule_AddIntConstant(m, constants[i].name, constants[i].value);
-    Py_XDECREF(group);
     if (error)
         Py_CLEAR(m);
     return m;

@@ -9,29 +9,6 @@
 
 #include "core.h"
 
-typedef struct {
-    PyObject_HEAD
-    PyObject *group;
-    kos_prepared *core;
-} Prepared;
-
-// What a Group refers to.  All but its owner are those of the communicator that it is bound to; ACTIVE: the Works of
-// the engine, SLOTS: of the recorder.
-enum { OWNER, COMM, FAILURES, NODE, BOARD, ACTIVE, RECORDER, SLOTS, COLLECTIVES, MESSAGES, OBJECTS };
-
-typedef struct {
-    PyObject_HEAD
-    kos_group core;
-    PyObject *objects[OBJECTS];
-    Py_buffer memory;
-    int parked;                // threads that wait without the GIL
-    unsigned long long parks;  // how many such waits began
-    // Of module_eager.c.
-    char off;                 // in a batch
-    unsigned generation;      // how often all calls were forgotten
-    unsigned long long hits;  // calls that were started there
-} Group;
-
 // The arrays of a call; `obj` NULL: none.
 typedef struct {
     Py_buffer send, recv;
@@ -44,17 +21,56 @@ typedef struct {
     arrays held;
 } Work;
 
-extern PyTypeObject *work_type, *prepared_type;
-extern PyType_Spec work_spec, prepared_spec;
+// What a Group refers to.  All but its owner are those of the communicator that it is bound to; ACTIVE: the Works of
+// the engine, SLOTS: of the recorder.
+enum { OWNER, COMM, FAILURES, NODE, STATUS, ACTIVE, RECORDER, SLOTS, COLLECTIVES, MESSAGES, OBJECTS };
+
+typedef struct {
+    PyObject_HEAD
+    kos_group core;
+    PyObject *objects[OBJECTS];
+    Py_buffer memory;
+    Work *spare;               // that of the next call that does not complete at once
+    unsigned long long parks;  // waits without the GIL
+    // Of module_eager.c.
+    char off;                 // in a batch
+    unsigned generation;      // how often all calls were forgotten
+    unsigned long long hits;  // calls that were started there
+} Group;
+
+// Of module_state.c.  CONVERT: makes the result of the array.
+enum { PREPARED, SEND, RECV, ARRAY, SEQUENCE, RECORD, LEFT, STEPS, ERROR, CONVERT, FIELDS };
+typedef struct {
+    PyObject_HEAD
+    PyObject *fields[FIELDS];  // NULL is None
+    char reported;             // whether the program has the outcome
+} State;
+
+enum { COMPLETED = 5 };  // of an entry of the recorder
+
+extern PyTypeObject *work_type, *state_type, *operation_type;
+extern PyType_Spec work_spec, state_spec, operation_spec;
 
 void work_ended(kos_work *w);
 PyObject *raise_failure(Group *g, kos_result r);
 PyObject *group_prepare(PyObject *g, PyObject *args);
-// Starts a call on these arrays, or None, whose memory is `from` and `to`.  Returns None if it is complete while this
-// thread holds the GIL, or a Work, perhaps of a call that has failed.
-PyObject *start_now(Group *g, Prepared *p, uint64_t sequence, PyObject *send, PyObject *recv, void *from, void *to);
+const kos_prepared *prepared_of(PyObject *capsule);  // of group_prepare
+PyObject *group_start(PyObject *g, PyObject *const *args, Py_ssize_t count);
+// In three parts: nothing fails for lack of memory that has begun.  Begins a call whose memory is `from` and `to`;
+// goes on, where it spins if it `waits`.  Returns None if it is complete while this thread holds the GIL, or a Work of
+// these arrays, or None, perhaps of a call that has failed.
+int has_spare(Group *g);
+kos_result begin(Group *g, const kos_prepared *p, uint64_t sequence, const void *from, void *to, kos_work *begun);
+PyObject *go_on(Group *g, PyObject *prepared, kos_result r, kos_work *begun, PyObject *send, PyObject *recv, int waits);
+int is_pending(PyObject *work);
+int spin_only(Work *work);  // whether it is complete after some microseconds; not while there are others
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
 PyObject *group_method(PyObject *g, PyObject *args);
+PyObject *take_tensors(PyObject *self, PyObject *type);
+PyObject *nanoseconds(void);
+// A Work; `old`, a former start of the same Prepared on the same arrays, if it is complete and nobody else has it.
+State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
+                 PyObject *sequence, PyObject *record);
 int eager_init(void);
 
 #endif

@@ -1,91 +1,67 @@
 // The path of a call from Python: its arrays, a start, the wait, and the Work if it does not complete at once.
 #include "module.h"
 
-PyTypeObject *work_type, *prepared_type;
+PyTypeObject *work_type;
 
 static uint8_t nothing[64];  // the memory of no array: C forbids copies of no bytes to NULL
 
 // --- Works -----------------------------------------------------------------------------------------------------------
 
-static void release(arrays *a) {
-    if (a->send.obj)
-        PyBuffer_Release(&a->send);
-    if (a->recv.obj)
-        PyBuffer_Release(&a->recv);
-}
-
 void work_ended(kos_work *w) {
     Work *work = (Work *)((char *)w - offsetof(Work, core));
-    release(&work->held);
+    PyBuffer_Release(&work->held.send);
+    PyBuffer_Release(&work->held.recv);
     Py_DECREF((PyObject *)work);  // the reference of the queue
 }
 
-// The Work of a call that has begun, with this result; takes over the arrays.  One that is pending joins the queue.
-static PyObject *work_of(Group *g, Prepared *p, const kos_work *w, kos_result r, arrays *a) {
-    Work *work = PyObject_New(Work, work_type);
-    if (!work) {
-        release(a);
-        return NULL;
-    }
-    work->core = *w;
-    work->held = *a;
-    work->group = Py_NewRef((PyObject *)g);
-    work->prepared = Py_NewRef((PyObject *)p);
-    if (r.status == KOS_PENDING) {
-        Py_INCREF((PyObject *)work);
-        kos_enqueue(&g->core, &work->core);
-    } else {
-        work->core.result = r;
-        kos_set(&work->core, 0, KOS_BROKEN);
-    }
-    return (PyObject *)work;
-}
-
 PyObject *raise_failure(Group *g, kos_result r) {
-    unsigned long long word = r.word;
-    PyObject *raised = PyObject_CallMethod(g->objects[OWNER], "failed", "iiK", r.code, r.rank, word);
+    const uint64_t *counts = g->core.counts;
+    PyObject *raised = PyObject_CallMethod(g->objects[OWNER], "failed", "iiKKKK", r.code, r.rank, r.word, counts[0],
+                                           counts[1], counts[2]);
     if (raised)
         PyErr_SetString(PyExc_RuntimeError, "expected the owner's failed() to raise");
     Py_XDECREF(raised);
     return NULL;
 }
 
-// Waits without the GIL, until that time at most.
-static void park(Group *g, kos_work *w, int64_t until) {
-    const kos_watch watch = kos_watch_of(&g->core, w);
-    g->parks++;
-    g->parked++;
-    Py_BEGIN_ALLOW_THREADS
-    kos_park(&g->core, w, &watch, until);
-    Py_END_ALLOW_THREADS
-    g->parked--;
-}
-
 static int is_only(const kos_group *g, const kos_work *w) {
     return ((g->head == w && !g->messages) || (g->messages == w && !g->head)) && !w->next;
 }
 
-// Advances a Work for KOS_WAIT_NS at most, and not while there are others, which Python advances too.  Returns a new
-// reference to None if it is complete, or to the Work; NULL with an exception, which may be that of a signal: nobody
-// would have the Work of a message then, so it is cancelled.
-static PyObject *wait_briefly(Group *g, PyObject *work) {
+// wait(): advances a Work for KOS_WAIT_NS at most, and not while there are others, which Python advances too.  Returns
+// None if it is complete, or the Work.  A signal's handler may raise: nobody would have the Work of a message then, so
+// it is cancelled.
+static PyObject *work_wait(PyObject *work, PyObject *unused) {
+    Group *g = (Group *)((Work *)work)->group;
     kos_work *w = &((Work *)work)->core;
-    const int64_t until = kos_clock() + KOS_WAIT_NS;
-    for (;;) {
+    const int64_t start = kos_clock();
+    for (int polls = 0;; polls++) {
         kos_advance(&g->core);
         const int phase = kos_phase_of(w);
         if (phase == KOS_BROKEN)
             return raise_failure(g, w->result);
         if (phase == KOS_ENDED)
             return Py_NewRef(Py_None);
-        if (!is_only(&g->core, w) || kos_clock() >= until)
+        if (!is_only(&g->core, w) || kos_clock() - start >= KOS_WAIT_NS)
             break;
-        park(g, w, until);
+        g->parks += !polls;
+        Py_BEGIN_ALLOW_THREADS
+        kos_rest(start, g->core.yields || !g->core.spin_ns);
+        Py_END_ALLOW_THREADS
     }
     if (!PyErr_CheckSignals())
         return Py_NewRef(work);
     kos_abandon(&g->core, w);
     return NULL;
+}
+
+int is_pending(PyObject *work) { return kos_phase_of(&((Work *)work)->core) < KOS_ENDED; }
+
+int spin_only(Work *work) {
+    Group *g = (Group *)work->group;
+    if (is_pending((PyObject *)work) && is_only(&g->core, &work->core))
+        kos_spin_queued(&g->core, &work->core);
+    return kos_phase_of(&work->core) == KOS_ENDED;
 }
 
 static PyObject *work_done(PyObject *self, PyObject *unused) {
@@ -96,11 +72,6 @@ static PyObject *work_done(PyObject *self, PyObject *unused) {
     if (phase == KOS_BROKEN)
         return raise_failure(g, work->core.result);
     return PyBool_FromLong(phase == KOS_ENDED);
-}
-
-// wait(): for a short time; None if the call is then complete, else this Work.
-static PyObject *work_wait(PyObject *self, PyObject *unused) {
-    return wait_briefly((Group *)((Work *)self)->group, self);
 }
 
 static PyObject *work_cancel(PyObject *self, PyObject *unused) {
@@ -126,120 +97,101 @@ static void work_dealloc(PyObject *self) {
 
 // --- Calls -----------------------------------------------------------------------------------------------------------
 
-// Begins a call whose memory is `from` and `to`, NULL for none; spins if it `waits` and is the only one.
-static kos_result begin(Group *g, Prepared *p, uint64_t sequence, const void *from, void *to, int waits, kos_work *w) {
-    kos_result r = kos_start(&g->core, p->core, sequence, from ? from : to ? to : nothing, to, w);
-    return r.status == KOS_PENDING && waits && kos_alone(&g->core) ? kos_spin(&g->core, w) : r;
+static const char NAME[] = "kos_prepared";
+
+const kos_prepared *prepared_of(PyObject *capsule) { return PyCapsule_GetPointer(capsule, NAME); }
+
+static void free_prepared(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, NAME)); }
+
+// Keeps the memory of an array or a tensor, which may be given other memory; else at least the object.
+static void keep(PyObject *x, Py_buffer *array) {
+    if (PyObject_CheckBuffer(x) ? PyObject_GetBuffer(x, array, PyBUF_SIMPLE)
+                                : !(array->obj = PyObject_CallMethod(x, "detach", NULL))) {
+        PyErr_Clear();
+        array->obj = Py_NewRef(x);
+    }
 }
 
-// Starts a call whose arrays are held; waits briefly if it `waits`.  Returns None if it is complete, or a Work.
-static PyObject *start(Group *g, Prepared *p, uint64_t sequence, arrays *a, int waits) {
-    kos_work w;
-    kos_result r = begin(g, p, sequence, a->send.obj ? a->send.buf : NULL, a->recv.obj ? a->recv.buf : NULL, waits, &w);
-    if (r.status != KOS_PENDING) {
-        release(a);
-        return r.status == KOS_FAILED ? raise_failure(g, r) : Py_NewRef(Py_None);
-    }
-    PyObject *work = work_of(g, p, &w, r, a);
-    if (!work)
-        return NULL;
-    if (!waits) {
-        kos_advance(&g->core);
-        return work;
-    }
-    PyObject *result = wait_briefly(g, work);
-    Py_DECREF(work);
-    return result;
+int has_spare(Group *g) { return g->spare || (g->spare = PyObject_New(Work, work_type)); }
+
+kos_result begin(Group *g, const kos_prepared *p, uint64_t sequence, const void *from, void *to, kos_work *begun) {
+    return kos_start(&g->core, p, sequence, from ? from : to ? to : nothing, to, begun);
 }
 
-PyObject *start_now(Group *g, Prepared *p, uint64_t sequence, PyObject *send, PyObject *recv, void *from, void *to) {
-    kos_work w;
-    kos_result r = begin(g, p, sequence, from, to, 1, &w);
+PyObject *go_on(Group *g, PyObject *prepared, kos_result r, kos_work *begun, PyObject *send, PyObject *recv,
+                int waits) {
+    if (r.status == KOS_PENDING && kos_alone(&g->core))
+        r = kos_spin(&g->core, begun, waits ? g->core.spin_ns : 0);
     if (r.status == KOS_DONE)
         return Py_NewRef(Py_None);
-    arrays a;
-    a.send.obj = a.recv.obj = NULL;
-    if (r.status == KOS_PENDING && ((from && from != to && PyObject_GetBuffer(send, &a.send, PyBUF_SIMPLE))
-                                    || (to && PyObject_GetBuffer(recv, &a.recv, PyBUF_SIMPLE)))) {
-        release(&a);
-        return NULL;
+    Work *work = g->spare;
+    kos_work *w = &work->core;
+    g->spare = NULL;
+    *w = *begun;
+    work->group = Py_NewRef((PyObject *)g);
+    work->prepared = Py_NewRef(prepared);
+    work->held.send.obj = work->held.recv.obj = NULL;
+    if (r.status == KOS_FAILED) {
+        w->result = r;
+        kos_set(w, 0, KOS_BROKEN);
+        return (PyObject *)work;
     }
-    return work_of(g, p, &w, r, &a);
+    if (send != Py_None && send != recv)
+        keep(send, &work->held.send);
+    if (recv != Py_None)
+        keep(recv, &work->held.recv);
+    kos_enqueue(&g->core, w);
+    return Py_NewRef((PyObject *)work);  // the queue has the other reference
 }
 
-// Raises, for an array of a call; returns -1.  `got` NULL: it has no memory.
-static int refuse(const Prepared *p, const char *which, uint64_t bytes, const Py_buffer *got) {
-    const char *text = got ? "%s: expected %llu contiguous bytes aligned to %u, got %zd at %p"
-                           : "%s: expected %llu contiguous bytes aligned to %u, got no such memory";
-    PyErr_Format(PyExc_ValueError, text, which, (unsigned long long)bytes, p->core->alignment, got ? got->len : 0,
-                 got ? got->buf : NULL);
-    return -1;
+// Where an array of a call is, in `at`; returns 0, or -1 with an exception.
+static int locate(const kos_prepared *p, const char *which, PyObject *x, uint64_t bytes, int flags, void **at) {
+    Py_buffer array;
+    if (PyObject_GetBuffer(x, &array, flags))
+        return -1;
+    *at = array.buf;
+    const int fits = (uint64_t)array.len == bytes && !((uintptr_t)array.buf & (p->alignment - 1));
+    if (!fits)
+        PyErr_Format(PyExc_ValueError, "%s: expected %llu contiguous bytes aligned to %u, got %zd at %p", which,
+                     (unsigned long long)bytes, p->alignment, array.len, array.buf);
+    PyBuffer_Release(&array);
+    return fits ? 0 : -1;
 }
 
-// Holds one array of a call; returns 0, or -1 with an exception.
-static int hold(const Prepared *p, const char *which, PyObject *x, uint64_t bytes, int flags, Py_buffer *array) {
-    if (PyObject_GetBuffer(x, array, flags)) {
-        PyErr_Clear();
-        array->obj = NULL;
-        return refuse(p, which, bytes, NULL);
-    }
-    if ((uint64_t)array->len == bytes && !((uintptr_t)array->buf & (p->core->alignment - 1)))
-        return 0;
-    refuse(p, which, bytes, array);
-    PyBuffer_Release(array);
-    return -1;
-}
-
-// start(sequence, waits, send, recv); None where this rank has no such array, twice the same array in place.
-static PyObject *prepared_start(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    Prepared *p = (Prepared *)self;
-    Group *g = (Group *)p->group;
-    const kos_prepared *core = p->core;
-    arrays a;
-    a.send.obj = a.recv.obj = NULL;
-    if (count != 4)
-        return PyErr_Format(PyExc_TypeError, "start: expected a number, a flag and two arrays, got %zd", count);
-    const uint64_t sequence = PyLong_AsUnsignedLongLong(args[0]);
-    const int waits = PyObject_IsTrue(args[1]);
-    PyObject *send = args[2], *recv = args[3];
+// start(prepared, sequence, waits, send, recv): None where this rank has no such array, twice the same array in place.
+// Returns None if the call is complete, or a Work.
+PyObject *group_start(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Group *g = (Group *)self;
+    void *from = NULL, *to = NULL;
+    if (count != 5)
+        return PyErr_Format(PyExc_TypeError, "start: expected a call, a number, a flag and two arrays, got %zd", count);
+    const kos_prepared *p = prepared_of(args[0]);
+    const uint64_t sequence = PyLong_AsUnsignedLongLong(args[1]);
+    const int waits = PyObject_IsTrue(args[2]);
+    PyObject *send = args[3], *recv = args[4];
     if (PyErr_Occurred())
         return NULL;
-    if (send == recv && send != Py_None) {
-        const uint64_t bytes = core->recv_bytes ? core->recv_bytes : core->send_bytes;
-        if (hold(p, "x", send, bytes, core->recv_bytes ? PyBUF_WRITABLE : PyBUF_SIMPLE, &a.recv))
-            return NULL;
-        if (core->recv_bytes && core->send_bytes && core->recv_bytes != core->send_bytes) {
-            refuse(p, "x", core->send_bytes, &a.recv);
-            release(&a);
-            return NULL;
-        }
-        return start(g, p, sequence, &a, waits);
-    }
-    const int copies = core->operation == KOS_BROADCAST && core->root == g->core.rank;
-    if ((send != Py_None || core->send_bytes) && hold(p, "x", send, core->send_bytes, PyBUF_SIMPLE, &a.send))
+    const int in_place = send == recv && send != Py_None;
+    const int copies = p->operation == KOS_BROADCAST && p->root == g->core.rank;
+    if ((in_place ? p->send_bytes || !p->recv_bytes : send != Py_None || p->send_bytes)
+        && locate(p, "x", send, p->send_bytes, PyBUF_SIMPLE, &from))
         return NULL;
-    if ((recv != Py_None || (core->recv_bytes && !copies))
-        && hold(p, "out", recv, core->recv_bytes, PyBUF_WRITABLE, &a.recv)) {
-        release(&a);
+    if ((in_place ? p->recv_bytes > 0 : recv != Py_None || (p->recv_bytes && !copies))
+        && locate(p, in_place ? "x" : "out", recv, p->recv_bytes, PyBUF_WRITABLE, &to))
         return NULL;
+    kos_work begun;
+    if (!has_spare(g))
+        return NULL;
+    PyObject *left = go_on(g, args[0], begin(g, p, sequence, from, to, &begun), &begun, send, recv, waits);
+    if (left == Py_None)
+        return left;
+    if (is_pending(left) && !waits) {
+        kos_advance(&g->core);
+        return left;
     }
-    return start(g, p, sequence, &a, waits);
-}
-
-// The owner of a group keeps its Prepareds: a cycle, which the clear of the group breaks.
-static int prepared_traverse(PyObject *self, visitproc visit, void *arg) {
-    Py_VISIT((PyObject *)Py_TYPE(self));
-    Py_VISIT(((Prepared *)self)->group);
-    return 0;
-}
-
-static void prepared_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    Py_DECREF(((Prepared *)self)->group);
-    PyMem_Free(((Prepared *)self)->core);
-    PyObject_GC_Del(self);
-    Py_DECREF((PyObject *)type);
+    PyObject *result = work_wait(left, NULL);  // raises if it has failed
+    Py_DECREF(left);
+    return result;
 }
 
 // The counts are bytes: a uint64_t for each rank.
@@ -248,33 +200,22 @@ PyObject *group_prepare(PyObject *self, PyObject *args) {
     kos_request q = {0};
     const Py_ssize_t bytes = g->core.size * (Py_ssize_t)sizeof(uint64_t);
     Py_ssize_t sent = bytes, received = bytes;
-    unsigned long long count, fingerprint, tag, recv_tag;
-    if (!PyArg_ParseTuple(args, "iiiiKpz#z#iiKKK:prepare", &q.operation, &q.dtype, &q.op, &q.root, &count, &q.varies,
-                          &q.send_counts, &sent, &q.recv_counts, &received, &q.dst, &q.src, &tag, &recv_tag,
-                          &fingerprint))
+    if (!PyArg_ParseTuple(args, "iiiiKpz#z#iiKKK:prepare", &q.operation, &q.dtype, &q.op, &q.root, &q.count, &q.varies,
+                          &q.send_counts, &sent, &q.recv_counts, &received, &q.dst, &q.src, &q.tag, &q.recv_tag,
+                          &q.fingerprint))
         return NULL;
     if ((q.send_counts && sent != bytes) || (q.recv_counts && received != bytes))
         return PyErr_Format(PyExc_ValueError, "expected counts of %zd bytes or None, got %zd and %zd", bytes, sent,
                             received);
-    q.count = count;
-    q.fingerprint = fingerprint;
-    q.tag = tag;
-    q.recv_tag = recv_tag;
-    kos_prepared *core = PyMem_Malloc(kos_prepared_bytes(g->core.size));
-    if (!core)
+    kos_prepared *p = PyMem_Malloc(kos_prepared_bytes(g->core.size));
+    if (!p)
         return PyErr_NoMemory();
-    Prepared *p = kos_prepare(&g->core, &q, core) ? NULL : PyObject_GC_New(Prepared, prepared_type);
-    if (!p) {
-        PyMem_Free(core);
-        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    }
-    p->core = core;
-    p->group = Py_NewRef(self);
-    PyObject_GC_Track((PyObject *)p);
-    return (PyObject *)p;
+    const int refused = kos_prepare(&g->core, &q, p);
+    PyObject *capsule = refused ? Py_NewRef(Py_None) : PyCapsule_New(p, NAME, free_prepared);
+    if (refused || !capsule)
+        PyMem_Free(p);
+    return capsule;
 }
-
-// --- The types -------------------------------------------------------------------------------------------------------
 
 static PyMethodDef work_methods[] = {
     {"done", work_done, METH_NOARGS, NULL},
@@ -286,14 +227,3 @@ static PyMethodDef work_methods[] = {
 static PyType_Slot work_slots[] = {{Py_tp_dealloc, work_dealloc}, {Py_tp_methods, work_methods}, {0}};
 PyType_Spec work_spec = {"kos._core.native.Work", sizeof(Work), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, work_slots};
-
-static PyMethodDef prepared_methods[] = {
-    {"start", (PyCFunction)(void *)prepared_start, METH_FASTCALL, NULL},
-    {0},
-};
-static PyType_Slot prepared_slots[] = {
-    {Py_tp_dealloc, prepared_dealloc}, {Py_tp_traverse, prepared_traverse}, {Py_tp_methods, prepared_methods}, {0},
-};
-PyType_Spec prepared_spec = {"kos._core.native.Prepared", sizeof(Prepared), 0,
-                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                             prepared_slots};

@@ -21,7 +21,22 @@ typedef struct {
     int flags;
 } ndarray;
 
-enum { FLAGS = 0x1 | 0x100 | 0x400 };  // of NumPy: contiguous, aligned, writable
+enum { FLAGS = 0x1 | 0x100 | 0x400, CPU = 1 };  // of NumPy: contiguous, aligned, writable; a device of DLPack
+
+// DLPack's DLTensor, and the start of its C exchange API of version 1.
+typedef struct {
+    char *data;
+    int32_t device, index, nd;
+    uint8_t code, bits;
+    uint16_t lanes;
+    const int64_t *shape, *strides;
+    uint64_t offset;
+} tensor;
+typedef struct {
+    uint32_t major, minor;
+    const void *former, *functions[3];
+    int (*read)(void *, tensor *);
+} exchange_api;
 
 // What makes calls the same, in words: how many arguments there are; of each its keyword, if it has one, then the
 // object, or of an array the dtype, the dimensions and flags, and the shape.  Objects are compared by identity.
@@ -33,24 +48,29 @@ typedef struct {
 typedef struct {
     call_key key;
     PyObject *how;  // what Node.remember has said of it, which keeps all objects of this call and of its key
-    Prepared *call;
-    PyObject *prepared, *description;  // kos.comm.prepared.Prepared, and what the recorder has of it
-    int send, recv, result;            // arguments, or -1
+    PyObject *call, *prepared, *description;  // of group_prepare, of kos.comm.prepared, of the recorder
+    PyObject *work, *fixed[3];                // the class of its Works, None if it waits; arguments of a Persistent
+    const kos_prepared *core;                 // that of `call`
+    int send, recv, result;                   // arguments, or -1
 } known;
 
-// What stands for one method of a communicator.
+// What stands for one method of a communicator; or the base of CorePersistent, whose arguments are fixed.
 typedef struct {
     PyObject_HEAD
     Group *group;
-    PyObject *method, *name, *text;
-    PyMethodDef definition;  // whose strings are those of name and text
-    known *calls[KNOWN], **last;
+    PyObject *method, *name, *text;  // NULL of a Persistent
+    State *last;                     // the last start of a Persistent
+    PyMethodDef definition;          // whose strings are those of name and text
+    known *calls[KNOWN], **found;
     int used;
     unsigned generation;  // that of the Group for which the calls are known
 } Operation;
 
-static PyTypeObject *ndarray_type, *operation_type;
-static PyObject *s_active, *s_first, *s_last, *s_count, *s_lasti, *s_remember, *s_finish, *s_asked;
+static PyTypeObject *ndarray_type, *tensor_type;
+static const exchange_api *tensor_api;  // of that type
+PyTypeObject *operation_type;
+static PyObject *s_active, *s_first, *s_last, *s_count, *s_lasti, *s_remember, *s_finish, *s_asked, *s_start,
+    *s_requires_grad, *s_is_neg;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
@@ -62,26 +82,65 @@ static void forget(Operation *o) {
             Py_DECREF(k->how);
         PyMem_Free(k);
     }
-    o->last = o->calls;
+    o->found = o->calls;
     o->used = 0;
 }
 
-static void make_key(call_key *key, PyObject *const *args, Py_ssize_t positional, Py_ssize_t count, PyObject *names) {
+// An attribute, or what a method returns, to be compared with a constant: NULL on an error.
+static const PyObject *peek(PyObject *x, PyObject *name, int is_method) {
+    PyObject *value = is_method ? PyObject_CallMethodObjArgs(x, name, NULL) : PyObject_GetAttr(x, name);
+    if (!value)
+        PyErr_Clear();
+    Py_XDECREF(value);
+    return value;
+}
+
+// Reads a tensor that is contiguous in memory of the host, and as Python takes it; returns 0 for any other.
+static int read_tensor(PyObject *x, tensor *t) {
+    int64_t stride = 1;
+    if (tensor_api->read(x, t) || t->device != CPU || peek(x, s_requires_grad, 0) != Py_False
+        || peek(x, s_is_neg, 1) != Py_False) {
+        PyErr_Clear();
+        return 0;
+    }
+    for (int d = t->nd - 1; d >= 0; stride *= t->shape[d--])
+        if (t->strides && t->shape[d] != 1 && t->strides[d] != stride)
+            return 0;
+    t->data += t->offset;
+    return 1;
+}
+
+// The key of a call, and where its arrays are.
+static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize_t positional, Py_ssize_t count,
+                     PyObject *names) {
     uint64_t *word = key->word;
     key->words = 0;
     if (count > ARGUMENTS)
         return;
     *word++ = (uint64_t)(positional << 8 | count);
     for (Py_ssize_t a = 0; a < count; a++) {
-        const ndarray *array = Py_TYPE(args[a]) == ndarray_type ? (ndarray *)args[a] : NULL;
+        tensor t = {.nd = -1};  // not an array
+        uint64_t what = (uintptr_t)args[a], kind = 0;
+        if (Py_TYPE(args[a]) == ndarray_type) {
+            const ndarray *array = (ndarray *)args[a];
+            t = (tensor){.data = array->data, .nd = array->nd, .shape = (const int64_t *)array->dimensions};
+            what = (uintptr_t)array->descr;
+            kind = array->flags & FLAGS;
+        } else if (Py_TYPE(args[a]) == tensor_type) {
+            if (!read_tensor(args[a], &t))
+                return;
+            what = (uintptr_t)tensor_type;
+            kind = (uint64_t)t.code << 48 | (uint64_t)t.bits << 40 | (uint64_t)t.lanes << 24;
+        }
         if (a >= positional)
             *word++ = (uintptr_t)PyTuple_GetItem(names, a - positional);
-        if (array && array->nd > DIMENSIONS)
+        if (t.nd > DIMENSIONS)
             return;
-        *word++ = (uintptr_t)(array ? array->descr : args[a]);
-        *word++ = array ? (uint64_t)(array->nd + 1) << 16 | (array->flags & FLAGS) : 0;
-        for (int d = 0; array && d < array->nd; d++)
-            *word++ = (uint64_t)array->dimensions[d];
+        *word++ = what;
+        *word++ = kind | (uint64_t)(t.nd + 1) << 16;
+        for (int d = 0; d < t.nd; d++)
+            *word++ = (uint64_t)t.shape[d];
+        data[a] = t.data;
     }
     key->words = (size_t)(word - key->word);
 }
@@ -92,18 +151,19 @@ static int is_same(const call_key *a, const call_key *b) {
 
 // The place of the call with this key; it is empty if the call is not known.
 static known **find(Operation *o, const call_key *key) {
-    if (*o->last && is_same(&(*o->last)->key, key))
-        return o->last;
+    if (*o->found && is_same(&(*o->found)->key, key))
+        return o->found;
     uint64_t hash = 0;
     for (size_t w = 0; w < key->words; w++)
         hash = (hash ^ key->word[w]) * UINT64_C(0xC2B2AE3D27D4EB4F);
     unsigned at = (unsigned)(hash >> 40) % KNOWN;
     while (o->calls[at] && !is_same(&o->calls[at]->key, key))
         at = (at + 1) % KNOWN;
-    return o->last = &o->calls[at];
+    return o->found = &o->calls[at];
 }
 
-// Keeps a call as Node.remember describes it: (native Prepared, Prepared, description, send, recv, result, objects).
+// Keeps a call as Node.remember describes it:
+// (native Prepared, Prepared, description, class of the Works or None, send, recv, result, objects).
 static void remember(Operation *o, const call_key *key, PyObject *how) {
     if (*find(o, key))
         return;  // a call within this one has been kept
@@ -111,12 +171,15 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
         forget(o);
     PyObject *objects;
     known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k);
-    if (!k || !PyArg_ParseTuple(how, "OOOiiiO", &k->call, &k->prepared, &k->description, &k->send, &k->recv, &k->result,
-                                &objects)) {
+    if (!k || !PyArg_ParseTuple(how, "OOOOiiiO", &k->call, &k->prepared, &k->description, &k->work, &k->send,
+                                &k->recv, &k->result, &objects)) {
         PyMem_Free(k);
         return;
     }
+    for (int i = 0; !o->name && i < 3; i++)
+        k->fixed[i] = PyTuple_GetItem(objects, i);
     k->key = *key;
+    k->core = prepared_of(k->call);
     k->how = Py_NewRef(how);
     *place = k;
     o->used++;
@@ -124,81 +187,88 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 
-// Whether an attribute is None; on an error too.
-static int is_none(PyObject *object, PyObject *name) {
-    PyObject *value = PyObject_GetAttr(object, name);
-    if (!value)
-        PyErr_Clear();
-    Py_XDECREF(value);
-    return !value || value == Py_None;
-}
-
-static PyObject *nanoseconds(void) {
+PyObject *nanoseconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     return PyLong_FromLongLong(now.tv_sec * 1000000000LL + now.tv_nsec);
 }
 
-// Writes the next entry of the flight recorder, as kos.comm.prepared.note does; returns it, borrowed.
+// Writes the next entry of the flight recorder, as kos.comm.prepared.note does; returns it, borrowed.  The call has
+// begun: what there is no memory for is None.
 static PyObject *note(PyObject *const *objects, const known *k, PyObject *sequence, PyObject *frame) {
     PyObject *count = PyObject_GetAttr(objects[RECORDER], s_count), *slots = objects[SLOTS];
-    if (!count)
-        return NULL;
-    const long long number = PyLong_AsLongLong(count);
-    Py_DECREF(count);
+    const long long number = count ? PyLong_AsLongLong(count) : 0;
     PyObject *slot = PyList_GetItem(slots, number % PyList_Size(slots)), *next = PyLong_FromLongLong(number + 1);
     PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame), *at = PyObject_GetAttr(frame, s_lasti);
     PyObject *entry[] = {Py_NewRef(k->description), nanoseconds(), code, at, Py_NewRef(sequence), Py_NewRef(Py_None),
                          Py_NewRef(Py_None)};
-    const int error = !slot || !next || !at || !entry[1] || PyObject_SetAttr(objects[RECORDER], s_count, next);
+    if (!next || PyObject_SetAttr(objects[RECORDER], s_count, next) || !at)
+        PyErr_Clear();
+    Py_XDECREF(count);
     Py_XDECREF(next);
     for (int i = 0; i < 7; i++)
-        if (error)
-            Py_XDECREF(entry[i]);
-        else
-            PyList_SetItem(slot, i, entry[i]);
-    return error ? NULL : slot;
+        PyList_SetItem(slot, i, entry[i] ? entry[i] : Py_NewRef(Py_None));
+    return slot;
 }
 
-enum { COMPLETED = 5 };  // of an entry of the recorder
-
-static int apart(const known *k, PyObject *const *args) {
+static int apart(const known *k, char *const *data) {
     if (k->send < 0 || k->recv < 0 || k->send == k->recv)
         return 1;
-    const char *send = ((ndarray *)args[k->send])->data, *recv = ((ndarray *)args[k->recv])->data;
-    const kos_prepared *p = k->call->core;
-    return send + p->send_bytes <= recv || recv + p->recv_bytes <= send;
+    const char *send = data[k->send], *recv = data[k->recv];
+    return send + k->core->send_bytes <= recv || recv + k->core->recv_bytes <= send;
+}
+
+// The Work of a call that does not wait.  The engine advances it if it is not complete.
+static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObject *recv, PyObject *result,
+                           PyObject *sequence, PyObject *slot, PyObject *left) {
+    State *s = new_state(o->last, k->work, k->prepared, send, recv, result, sequence, slot);
+    if (s && left != Py_None) {
+        PyList_SetItem(slot, COMPLETED, PyLong_FromLong(0));  // in progress
+        s->fields[LEFT] = Py_NewRef(left);
+        if (PyList_Append(o->group->objects[ACTIVE], (PyObject *)s))
+            Py_CLEAR(s);
+    }
+    if (!o->name && s != o->last) {
+        Py_XDECREF((PyObject *)o->last);
+        o->last = (State *)Py_XNewRef((PyObject *)s);
+    }
+    return (PyObject *)s;
 }
 
 // A call that is known; NULL without an exception: the method must make it.
-static PyObject *run(Group *g, const known *k, PyObject *const *args) {
+static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *const *data) {
+    Group *g = o->group;
     PyObject *const *objects = g->objects;
-    const int message = k->call->core->algorithm == KOS_MAIL;
+    const int message = k->core->algorithm == KOS_MAIL;
     PyObject *frame;
-    if (g->off || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
-        || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, args)
-        || !is_none(objects[COMM], s_active) || !is_none(objects[BOARD], s_last) || !is_none(objects[FAILURES], s_first)
-        || !(frame = (PyObject *)PyEval_GetFrame()))
+    if (g->off || (o->last && !o->last->reported) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
+        || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, data)
+        || peek(objects[COMM], s_active, 0) != Py_None || peek(objects[STATUS], s_last, 0) != Py_None
+        || peek(objects[FAILURES], s_first, 0) != Py_None
+        || !(frame = (PyObject *)PyEval_GetFrame()) || !has_spare(g))
         return NULL;
     PyObject *sequence = PyIter_Next(objects[message ? MESSAGES : COLLECTIVES]);
-    PyObject *slot = sequence ? note(objects, k, sequence, frame) : NULL;
-    if (!slot) {
-        Py_XDECREF(sequence);
+    if (!sequence)
         return NULL;
-    }
     PyObject *send = k->send < 0 ? Py_None : args[k->send], *recv = k->recv < 0 ? Py_None : args[k->recv];
     PyObject *result = k->result < 0 ? Py_None : args[k->result], *prepared = Py_NewRef(k->prepared), *value = NULL;
-    void *from = k->send < 0 ? NULL : ((ndarray *)send)->data, *to = k->recv < 0 ? NULL : ((ndarray *)recv)->data;
-    const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
+    void *from = k->send < 0 ? NULL : data[k->send], *to = k->recv < 0 ? NULL : data[k->recv];
     g->hits++;
-    PyObject *left = start_now(g, k->call, number, send, recv, from, to);
-    if (left == Py_None) {
+    const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
+    kos_work begun;
+    const kos_result r = begin(g, k->core, number, from, to, &begun);
+    PyObject *slot = note(objects, k, sequence, frame);  // while the data is on its way
+    PyObject *left = go_on(g, k->call, r, &begun, send, recv, k->work == Py_None);
+    if (left == Py_None)
         PyList_SetItem(slot, COMPLETED, nanoseconds());
+    if (k->work != Py_None && (left == Py_None || is_pending(left)))
+        value = in_flight(o, k, send, recv, result, sequence, slot, left);
+    else if (left == Py_None)
         value = Py_NewRef(result);
-    } else if (left)
+    else
         value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, prepared, send, recv, result, sequence, slot, left,
                                            NULL);
-    Py_XDECREF(left);
+    Py_DECREF(left);
     Py_DECREF(prepared);
     Py_DECREF(sequence);
     return value;
@@ -209,16 +279,18 @@ static PyObject *ask(Operation *o, const call_key *key, PyObject *const *args, P
     PyObject *given = PyTuple_New(positional), *options = PyDict_New(), *result = NULL;
     PyObject *node = Py_NewRef(o->group->objects[NODE]);
     PyObject *asked = PyLong_FromUnsignedLong(key->words ? PyThread_get_thread_ident() : 0);
-    int error = !given || !options || !asked || PyObject_SetAttr(node, s_asked, asked);
+    PyObject *method = o->method ? Py_NewRef(o->method) : PyObject_GetAttr((PyObject *)o, s_start);
+    int error = !given || !options || !asked || !method || PyObject_SetAttr(node, s_asked, asked);
     Py_XDECREF(asked);
     for (Py_ssize_t a = 0; !error && a < positional; a++)
         PyTuple_SetItem(given, a, Py_NewRef(args[a]));
     for (Py_ssize_t a = 0; !error && names && a < PyTuple_Size(names); a++)
         error = PyDict_SetItem(options, PyTuple_GetItem(names, a), args[positional + a]);
     if (!error)
-        result = PyObject_Call(o->method, given, options);
+        result = PyObject_Call(method, given, options);
     if (result && key->words) {
-        PyObject *how = PyObject_CallMethodObjArgs(node, s_remember, o->name, given, options, result, NULL);
+        PyObject *how = PyObject_CallMethodObjArgs(node, s_remember, o->name ? o->name : (PyObject *)o, given, options,
+                                                   result, NULL);
         if (how && how != Py_None)
             remember(o, key, how);
         if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
@@ -228,6 +300,7 @@ static PyObject *ask(Operation *o, const call_key *key, PyObject *const *args, P
         Py_XDECREF(how);
     }
     Py_DECREF(node);
+    Py_XDECREF(method);
     Py_XDECREF(given);
     Py_XDECREF(options);
     return result;
@@ -242,9 +315,12 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
         o->generation = o->group->generation;
     }
     call_key key;
-    make_key(&key, args, positional, positional + (names ? PyTuple_Size(names) : 0), names);
+    char *data[ARGUMENTS];
+    make_key(&key, data, args, positional, positional + (names ? PyTuple_Size(names) : 0), names);
     const known *k = key.words ? *find(o, &key) : NULL;
-    PyObject *result = k ? run(o->group, k, args) : NULL;
+    for (int i = 0; k && !o->name && i < 2; i++)
+        data[i] = k->fixed[i] == Py_None ? NULL : ((ndarray *)k->fixed[i])->data;
+    PyObject *result = k ? run(o, k, o->name ? args : k->fixed, data) : NULL;
     if (k || o->group->off)
         key.words = 0;  // nothing to remember
     return result || PyErr_Occurred() ? result : ask(o, &key, args, positional, names);
@@ -272,19 +348,38 @@ PyObject *group_bind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Py_RETURN_TRUE;
 }
 
+// tensors(type): arrays of that type, which has DLPack's C exchange API, may be those of calls; False if they may not.
+PyObject *take_tensors(PyObject *self, PyObject *type) {
+    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+    const exchange_api *api = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
+    Py_XDECREF(capsule);
+    PyErr_Clear();
+    if (!tensor_type && api && api->major == 1 && api->read) {
+        tensor_api = api;
+        tensor_type = (PyTypeObject *)Py_NewRef(type);
+    }
+    return PyBool_FromLong((PyObject *)tensor_type == type);
+}
+
+static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    Operation *o = (Operation *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (o)
+        o->found = o->calls;
+    return (PyObject *)o;
+}
+
 // method(name, method, docstring): what stands in for that method of the communicator.
 PyObject *group_method(PyObject *self, PyObject *args) {
     PyObject *name, *method, *text;
     if (!PyArg_ParseTuple(args, "UOU:method", &name, &method, &text))
         return NULL;
-    Operation *o = (Operation *)((allocfunc)PyType_GetSlot(operation_type, Py_tp_alloc))(operation_type, 0);
+    Operation *o = (Operation *)operation_new(operation_type, NULL, NULL);
     if (!o)
         return NULL;
     o->group = (Group *)Py_NewRef(self);
     o->name = Py_NewRef(name);
     o->method = Py_NewRef(method);
     o->text = Py_NewRef(text);
-    o->last = o->calls;
     o->definition = (PyMethodDef){PyUnicode_AsUTF8AndSize(name, NULL), (PyCFunction)(void *)call,
                                   METH_FASTCALL | METH_KEYWORDS, PyUnicode_AsUTF8AndSize(text, NULL)};
     PyObject *function = PyErr_Occurred() ? NULL : PyCFunction_New(&o->definition, (PyObject *)o);
@@ -296,6 +391,7 @@ static int operation_traverse(PyObject *self, visitproc visit, void *arg) {
     Operation *o = (Operation *)self;
     Py_VISIT((PyObject *)Py_TYPE(self));
     Py_VISIT((PyObject *)o->group);
+    Py_VISIT((PyObject *)o->last);
     Py_VISIT(o->method);
     for (int i = 0; i < KNOWN; i++)
         if (o->calls[i])
@@ -307,6 +403,7 @@ static int operation_clear(PyObject *self) {
     Operation *o = (Operation *)self;
     forget(o);
     Py_CLEAR(o->group);
+    Py_CLEAR(o->last);
     Py_CLEAR(o->method);
     return 0;
 }
@@ -322,21 +419,29 @@ static void operation_dealloc(PyObject *self) {
     Py_DECREF((PyObject *)type);
 }
 
-static PyType_Slot operation_slots[] = {
-    {Py_tp_dealloc, operation_dealloc}, {Py_tp_traverse, operation_traverse}, {Py_tp_clear, operation_clear}, {0},
+static PyMethodDef operation_methods[] = {
+    {"start", (PyCFunction)(void *)call, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {0},
 };
-static PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0,
-                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                                     operation_slots};
+static PyMemberDef operation_members[] = {
+    {"_group", T_OBJECT, offsetof(Operation, group), 0, NULL}, {"_last", T_OBJECT, offsetof(Operation, last), 0, NULL},
+    {0},
+};
+static PyType_Slot operation_slots[] = {
+    {Py_tp_new, operation_new}, {Py_tp_dealloc, operation_dealloc}, {Py_tp_traverse, operation_traverse},
+    {Py_tp_clear, operation_clear}, {Py_tp_methods, operation_methods}, {Py_tp_members, operation_members}, {0},
+};
+PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0,
+                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, operation_slots};
 
 int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
         {&s_active, "_active"}, {&s_first, "first"}, {&s_last, "last"}, {&s_count, "count"}, {&s_lasti, "f_lasti"},
-        {&s_remember, "remember"}, {&s_finish, "_finish"}, {&s_asked, "asked"},
+        {&s_remember, "remember"}, {&s_finish, "_finish"}, {&s_asked, "asked"}, {&s_start, "_start"},
+        {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].to = PyUnicode_InternFromString(names[i].name)))
             return -1;
-    operation_type = (PyTypeObject *)PyType_FromSpec(&operation_spec);
-    return operation_type ? 0 : -1;
+    return 0;
 }

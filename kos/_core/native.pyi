@@ -7,9 +7,7 @@ LINE: int
 RING: int
 TEXTS: int
 TEXT_BYTES: int
-SLOT_BYTES: int
 MAX_RANKS: int
-HEADERS: int
 MISMATCH: int
 REPORTED: int
 FORKED: int
@@ -25,7 +23,8 @@ def layout(size: int, /) -> tuple[int, int, int, int, int]:
     """Bytes from the start of a segment to its lines, rings, texts and mailboxes, and of the whole."""
 
 class Owner(Protocol):
-    def failed(self, code: int, rank: int, word: int, /) -> NoReturn: ...
+    def failed(self, code: int, rank: int, word: int, *counts: int) -> NoReturn:
+        """``counts``, of COUNTS: the receiver, the bytes that it expects, and those that are sent."""
 
 class Work:
     def done(self) -> bool:
@@ -37,11 +36,14 @@ class Work:
     def missing(self, rank: int, /) -> int:
         """Whether this Work waits for that rank; of a message AWAITS_READ, AWAITS_MESSAGE or both."""
 
-class Prepared:
-    """Arrays are objects with the buffer protocol; None where this rank has none, one array for a call in place."""
+class State:
+    """The fields of ``kos.comm.work.Work``, and a ``wait`` that needs no Python if the core completes the call."""
 
-    def start(self, sequence: int, waits: bool, send: Any, recv: Any, /) -> Work | None:
-        """Begin the call, and wait for up to 10 ms if it ``waits``; None if it is complete."""
+class Operation:
+    """What stands for a method of a communicator; the base of Persistents that the core starts."""
+
+def tensors(kind: type, /) -> bool:
+    """Take arrays of that type, which has DLPack's C exchange API; False if another type was taken before."""
 
 class Group:
     direct: int
@@ -49,34 +51,33 @@ class Group:
     yields: int
     parks: int
     """Waits without the GIL so far."""
-    parked: int
-    """Threads in such a wait."""
     off: bool
     """Whether operations go to the methods of the communicator."""
     hits: int
     """Calls that needed no method so far."""
-    def __init__(self, memory: Any, rank: int, size: int, owner: Owner, spin: float, /) -> None: ...
+    def __init__(self, memory: Any, rank: int, size: int, owner: Owner, /) -> None: ...
     def prepare(
         self, operation: int, dtype: int, op: int, root: int, count: int, varies: bool,
         send_counts: bytes | None, recv_counts: bytes | None, dst: int, src: int, tag: int, recv_tag: int,
         fingerprint: int, /,
-    ) -> Prepared | None:  # fmt: skip
-        """The counts are of uint64, by rank."""
+    ) -> Any:  # fmt: skip
+        """A call for any arrays, for ``start``; None if it is not supported.  The counts are of uint64, by rank."""
+    def start(self, prepared: Any, sequence: int, waits: bool, send: Any, recv: Any, /) -> Work | None:
+        """Begin a call, and wait for up to 10 ms if it ``waits``; None if it is complete.
+
+        Arrays are objects with the buffer protocol; None where this rank has none, one array for a call in place.
+        """
     def publish(self, sequence: int, fingerprint: int, /) -> None:
         """Publish a call that the core does not run."""
-    def read(self, rank: int, address: int, expected: bytes, /) -> bool:
-        """Whether these bytes are at that address of that rank."""
     def fail(self, sequence: int, /) -> None:
         """Fail that call and later ones on all ranks, unless an earlier failure does."""
     def failure(self) -> int:
         """The failure word, after which its text may be read; 0 for none."""
-    def counts(self) -> tuple[int, int, int]:
-        """Of the last COUNTS: the receiver, the bytes that it expects, and those that are sent."""
-    def held(self) -> tuple[int, int, int]:
-        """Messages that have arrived without a receive, answers in use, outstanding Works."""
+    def held(self) -> tuple[int, int, bool]:
+        """Messages that have arrived without a receive, answers in use, and whether Works are outstanding."""
     def close(self) -> None: ...
     def bind(
-        self, example: Any, address: int, comm: Any, backend: Any, node: Any, board: Any, active: list[Any],
+        self, example: Any, address: int, comm: Any, failures: Any, node: Any, status: Any, active: list[Any],
         recorder: Any, slots: list[list[Any]], collectives: Iterator[int], messages: Iterator[int], /,
     ) -> bool:  # fmt: skip
         """Make the operations of ``comm`` that need no Python (``module_eager.c``); False if the group is bound.

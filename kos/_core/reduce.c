@@ -104,6 +104,8 @@ static inline float widen(format f, uint32_t x) {
     return float_of((f.bias != 127 && magnitude >= f.overflow ? shifted | 0x7f800000 : number) | sign);
 }
 
+static inline int is_nan(format f, uint32_t x) { return widen(f, x) != widen(f, x); }
+
 static inline uint32_t narrow(format f, float x) {
     uint32_t magnitude = bits_of(x) & 0x7fffffff, sign = bits_of(x) >> 31 << (f.bits - 1), drop = 23 - f.mantissa;
     uint32_t even = magnitude >> drop & 1;
@@ -126,16 +128,8 @@ static inline uint32_t narrow(format f, float x) {
         type *to = out; \
         for (size_t i = 0; i < count; i++) to[i] = (type)narrow(f, in[i]); \
     } \
-    static inline type lesser_##name(type x, type y) { \
-        float a = widen(f, x), b = widen(f, y); \
-        return a less b || a != a ? x : y; \
-    } \
-    static inline type greater_##name(type x, type y) { \
-        float a = widen(f, x), b = widen(f, y); \
-        return a greater b || a != a ? x : y; \
-    } \
-    COMBINE(min_##name, type, lesser_##name(a, b)) \
-    COMBINE(max_##name, type, greater_##name(a, b))
+    COMBINE(min_##name, type, widen(f, a) less widen(f, b) || is_nan(f, a) ? a : b) \
+    COMBINE(max_##name, type, widen(f, a) greater widen(f, b) || is_nan(f, a) ? a : b)
 NARROW(f16, uint16_t, ((format){16, 10, 15, 0x7c00, 0x7e00}), <=, >=)
 NARROW(bf16, uint16_t, ((format){16, 7, 127, 0x7f80, 0x7fc0}), <, >)
 NARROW(e4m3, uint8_t, ((format){8, 3, 7, 0x7f, 0x7f}), <, >)
@@ -143,15 +137,12 @@ NARROW(e5m2, uint8_t, ((format){8, 2, 15, 0x7c, 0x7e}), <, >)
 
 // --- Averages ------------------------------------------------------------------------------------------------------
 
-static void average_f32(void *x, size_t count, int ranks) {
-    float *to = x, n = (float)ranks;
-    for (size_t i = 0; i < count; i++) to[i] /= n;
-}
-
-static void average_f64(void *x, size_t count, int ranks) {
-    double *to = x, n = ranks;
-    for (size_t i = 0; i < count; i++) to[i] /= n;
-}
+#define AVERAGE(name, type) \
+    static void name(void *x, size_t count, int ranks) { \
+        for (size_t i = 0; i < count; i++) ((type *)x)[i] /= (type)ranks; \
+    }
+AVERAGE(average_f32, float)
+AVERAGE(average_f64, double)
 
 // NumPy's quotient of complex numbers (Smith's) with the divisor n + 0i.
 #define AVERAGE_COMPLEX(bits, type) \

@@ -2,8 +2,6 @@
 #define _GNU_SOURCE
 #include "core.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <time.h>
 
@@ -37,12 +35,9 @@ static kos_mailbox *mailbox(const kos_group *g, int from, int to) {
     return (kos_mailbox *)(g->memory + g->layout.mailboxes + ((size_t)from * g->size + to) * g->layout.mailbox_pitch);
 }
 
-static void forked(void) { kos_forks++; }
-
-static void watch_forks(void) { pthread_atfork(NULL, NULL, forked); }
+void kos_forked(void) { kos_forks++; }
 
 int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
     if (size < 1 || size > KOS_MAX_RANKS || rank < 0 || rank >= size || (uintptr_t)memory % KOS_LINE)
         return -1;
     g->layout = kos_layout_of(size);
@@ -52,9 +47,8 @@ int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size) {
     g->scratch = aligned_alloc(KOS_CACHE_LINE, KOS_SCRATCH_BYTES);
     if (!g->boxes || !g->scratch)
         return -2;
-    pthread_once(&once, watch_forks);
     g->memory = memory;
-    g->header = (kos_header *)memory;
+    g->failure = (_Atomic uint64_t *)memory;
     g->rank = rank;
     g->size = size;
     g->line = kos_line_of(g, rank);
@@ -72,6 +66,9 @@ int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size) {
         box->out_room = (uint8_t *)box->out + g->layout.room_at;
         box->in_room = (uint8_t *)box->in + g->layout.room_at;
         box->arrived_end = &box->arrived;
+        box->queued.end = &box->queued.first;
+        box->expected.end = &box->expected.first;
+        box->streamed.end = &box->streamed.first;
     }
     return 0;
 }
@@ -88,15 +85,6 @@ void kos_free(kos_group *g) {
     free(g->boxes);
     free(g->scratch);
 }
-
-#ifdef KOS_POINTS
-int kos_stop_point = -1, kos_stop_count, kos_stop_signal;
-
-void kos_pass(int point) {
-    if (point == kos_stop_point && !--kos_stop_count)
-        raise(kos_stop_signal);
-}
-#endif
 
 void kos_publish(kos_group *g, uint64_t sequence, uint64_t fingerprint) {
     KOS_POINT(KOS_AT_BEGIN);
@@ -121,17 +109,16 @@ int kos_compare(const kos_group *g, uint64_t sequence, uint64_t fingerprint) {
 }
 
 void kos_fail(const kos_group *g, uint64_t sequence) {
-    uint64_t known = atomic_load(&g->header->failure);
+    uint64_t known = atomic_load(g->failure);
     // Release: whoever acquires the word finds its text.
     while ((!known || sequence < (known & KOS_WORD_SEQUENCE))
-           && !atomic_compare_exchange_weak(&g->header->failure, &known, KOS_WORD(g->rank, sequence))) {}
+           && !atomic_compare_exchange_weak(g->failure, &known, KOS_WORD(g->rank, sequence))) {}
 }
 
 kos_result kos_failure(const kos_group *g, uint64_t sequence) {
-    const int closed = atomic_load_explicit(&g->closed, memory_order_relaxed);
-    if (closed || g->generation != kos_forks)
-        return (kos_result){KOS_FAILED, closed ? KOS_CLOSED : KOS_FORKED, (uint16_t)g->rank, 0};
-    uint64_t word = atomic_load_explicit(&g->header->failure, memory_order_acquire);
+    if (g->closed || g->generation != kos_forks)
+        return (kos_result){KOS_FAILED, g->closed ? KOS_CLOSED : KOS_FORKED, (uint16_t)g->rank, 0};
+    uint64_t word = atomic_load_explicit(g->failure, memory_order_acquire);
     if (!word || (word & KOS_WORD_SEQUENCE) > sequence)
         return KOS_RESULT(KOS_PENDING);
     return (kos_result){KOS_FAILED, KOS_REPORTED, word >> 44 & 0xff, word};

@@ -209,9 +209,9 @@ int kos_step(kos_group *g, kos_work *w) {
             if (!has_seen(g, w))
                 return KOS_PENDING;
             KOS_POINT(KOS_AT_SEEN);
-            uint64_t progress = kos_progress_of(w);
+            uint64_t progress = w->progress;
             status = take(g, w);
-            if (status != KOS_PENDING || kos_progress_of(w) == progress)
+            if (status != KOS_PENDING || w->progress == progress)
                 return status;
         } else {
             KOS_POINT(KOS_AT_DRAIN);
@@ -223,15 +223,14 @@ int kos_step(kos_group *g, kos_work *w) {
     }
 }
 
-int kos_awaits(const kos_group *g, const kos_work *w, const kos_watch *watch, int rank) {
-    const uint64_t stage = watch->progress >> 3;
-    const int phase = watch->progress & 7;
+int kos_awaits(const kos_group *g, const kos_work *w, int rank) {
+    const uint64_t stage = kos_stage_of(w), number = kos_stage_in_group(g, w);
+    const int phase = kos_phase_of(w);
     if (phase == KOS_NOT_PUT)
-        return watch->stage + 1 > KOS_DEPTH && !has_read(g, rank, watch->stage + 1 - KOS_DEPTH);
-    if (phase == KOS_PUT && rank + 1 == watch->unreadable)
-        return 1;
+        return number + 1 > KOS_DEPTH && !has_read(g, rank, number + 1 - KOS_DEPTH);
     if (phase == KOS_PUT)
-        return needs(g, w, stage, rank)
-            && !has_stamped(g->slots[watch->stage % KOS_SLOT_PERIOD][rank], stamp_of(w, stage));
-    return phase == KOS_DRAIN && !has_read(g, rank, watch->stage - stage + 1);
+        return rank + 1 == w->unreadable
+            || (needs(g, w, stage, rank)
+                && !has_stamped(g->slots[number % KOS_SLOT_PERIOD][rank], stamp_of(w, stage)));
+    return phase == KOS_DRAIN && !has_read(g, rank, w->first + 1);
 }

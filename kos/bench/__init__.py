@@ -31,6 +31,11 @@ elements and goes to the ranks of its 8 of 64 experts, once to each rank.  The e
 seed.  A size is that of a rank's tokens: ``--collective routing --dtype bfloat16 --sizes 1792K,112M`` is 128 and 8,192
 tokens a rank.  Its busbw is what the busiest rank sends to others, or receives from them, over the time.
 
+``--arrays 1,100`` measures calls on the same array, and on 100 arrays in rotation, as few as fit 128 MB.  A batch calls
+many times on each, out of place (broadcast: in place), and is checked at its end.  It adds rows of ``async_op`` with
+``wait``, of Open MPI once more (``mpi-again``: how much it differs from itself is noise), and of Open MPI called from C
+as the OSU micro-benchmarks do (``mpi-c``, where mpicc is found).  A table shows the times as ratios to Open MPI's.
+
 ``barrier`` is measured only if it is named, without a size: its rows show one element, which no call moves.
 
 ``limit_us`` is the physical limit of the row.  On hosts every rank must read its input and write its output.  So

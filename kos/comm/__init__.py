@@ -19,6 +19,7 @@ from kos.comm.control.bootstrap import default_rendezvous, rendezvous_of
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.devices import device_of
+from kos.comm.gpu.hierarchical import HierarchicalBackend
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
 from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder.on_signal import dump_on_env_signal
@@ -194,8 +195,9 @@ def _for_gpus(
             reason = f"{probe.reason}; auto uses it once it was measured here: python -m kos.tune"
             probes[name] = Probe(True, reason)
             continue
+        between_hosts = name == "nccl" and rendezvous.local_size < rendezvous.size
         try:
-            made.append(kind(rendezvous, host=host))
+            made.append((HierarchicalBackend if between_hosts else kind)(rendezvous, host=host))
             undo.callback(made[-1].abort, UNMADE)
         except BackendUnavailable as error:  # on all ranks: bytes did not move as the driver promised
             probes[name] = Probe(False, str(error))

@@ -34,7 +34,7 @@ from kos.comm.arguments import (
 )
 from kos.comm.compression import CARRIED, check_compress
 from kos.comm.operation import AUTO, Message, Operation, Options
-from kos.comm.persistent import Persistent
+from kos.comm.persistent import Persistent, persistent
 from kos.comm.prepared import BY_CAPTURE, MOST_STORED, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
@@ -74,7 +74,7 @@ def _persistent(call: Callable[..., Any]) -> Callable[..., Persistent[Any]]:
         comm._check_open()
         builder = _Builder(comm)
         call(builder, *args, **options)
-        return Persistent(comm, *builder.prepared)
+        return persistent(comm, *builder.prepared)
 
     name = call.__name__
     init.__name__, init.__qualname__ = f"{name}_init", f"{call.__qualname__}_init"
@@ -392,10 +392,10 @@ class Operations:
     def feed_back(self, x: Any, residual: Any, compress: str, *, stream: Any = None) -> None:
         """Error feedback: add to ``x`` what earlier calls lost, and keep in ``residual`` what the next one will lose.
 
-        Called before each compressed all_reduce or reduce_scatter of ``x``, it lets sums over many calls converge to
-        those of exact calls (Seide et al. 2014; Karimireddy et al. 2019).  ``residual`` begins with zeros and has the
-        dtype and shape of ``x``.  It stays 0 where ``x`` has infinities or NaN.  Not collective.  Raises
-        InvalidArgument for wrong arguments.
+        Called before each compressed reduce_scatter or all_reduce of ``x``, so that what is lost on the way to a sum is
+        not lost over many calls (Seide et al. 2014; Karimireddy et al. 2019).  An all_reduce rounds the sum once more,
+        which is not fed back.  ``residual`` begins with zeros and has the dtype and shape of ``x``.  It stays 0 where
+        ``x`` has infinities or NaN.  Not collective.  Raises InvalidArgument for wrong arguments.
 
             comm.feed_back(gradients, residual, "int8")
             comm.all_reduce(gradients, compress="int8")

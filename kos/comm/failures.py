@@ -82,7 +82,7 @@ class StoppedRanks:
         if world := self.find(self._failures.world):
             late = [self._failures.world.index(rank) for rank in world]
             absent = timeouts.late(self._failures.names(late), within=self._usual)
-            raise self._failures.overdue(late, what, None, absent, RendezvousError)
+            raise self._failures.overdue(Late(late, absent), what, None, RendezvousError)
 
 
 class Late(NamedTuple):
@@ -238,33 +238,22 @@ class FailureLog:
             return again(cause, _prefixed(what, f"{cause}; {self._names([world])} aborted because of it"))
         return blaming(RankLost(_prefixed(what, f"{self._names([world])} is gone: {why}")), [world])
 
-    def timeout_of(self, work: Any, seconds: float | None, late: Late) -> KosError:
-        """The error of ``work``, whose time is up: it names the ranks that block the late ones."""
-        if late.ranks or late.elsewhere or not late.others:
-            return self.overdue(
-                late.ranks, work, seconds, late.words, arrived=late.arrived, elsewhere=late.elsewhere
-            )
-        error = self.overdue(late.others, work, seconds)
-        few = len(error.ranks) < len(late.others) or all(map(self.status.halted, error.ranks))
-        return error if error.ranks and few else self.overdue((), work, seconds, late.words)
-
     def overdue(
-        self, late: Sequence[int], what: object, seconds: float | None, words: str | None = None,
-        kind: type[KosError] = CollectiveTimeout, *, arrived: Sequence[int] = (), elsewhere: Sequence[int] = (),
-    ) -> KosError:  # fmt: skip
-        """The error of ``what``, in which the ``late`` ranks are missing: it names the ranks that block them.
-
-        ``words``, a text of ``timeouts.py``, say how the ranks are late.  ``arrived`` ranks wait in ``what`` for a GPU
-        stream, without posting it.  ``elsewhere`` are ranks of the world that this one waits for in other groups.
-        """
-        world = [*self.in_world(late), *elsewhere]
+        self, late: Late, what: object, seconds: float | None = None, kind: type[KosError] = CollectiveTimeout
+    ) -> KosError:
+        """The error of ``what``, whose time is up: it names the ranks that block those that are ``late``."""
+        if late.others and not late.ranks and not late.elsewhere:
+            error = self.overdue(Late(late.others), what, seconds, kind)
+            if error.ranks and (len(error.ranks) < len(late.others) or all(map(self.status.halted, error.ranks))):
+                return error
+        world = [*self.in_world(late.ranks), *late.elsewhere]
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
                 return again(cause, _prefixed(what, f"{cause}; {self._names([rank])} failed because of it"))
-        culprits, cycle = self._blocking(world, self.in_world(arrived))
+        culprits, cycle = self._blocking(world, self.in_world(late.arrived))
         waiting = [rank for rank in world if rank not in culprits]
-        if culprits == world and words is not None:
-            absent = words
+        if culprits == world and late.words is not None:
+            absent = late.words
         else:
             names = self._names(culprits, True)
             absent = timeouts.late_for(names, self._names(waiting, True)) if waiting else timeouts.late(names)

@@ -19,24 +19,23 @@ from kos.errors import KosError
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
 
 
-class Tables:
-    """What ranks know of each other, by world rank."""
-
-    def __init__(self) -> None:
-        self.failures: dict[int, tuple[KosError, float]] = {}  # the last failure of a rank, and when
-        self.waits: dict[int, tuple[int, ...]] = {}  # the ranks that a rank waits for
-        self.ends: dict[int, str] = {}  # why a rank has ended
-        self.last_calls: dict[int, Callable[[], str]] = {}  # functions that return a rank's last call
-
-
 class PeerStatus:
     """The failures and awaited ranks of this rank, and those that are known of other ranks, in world ranks.
 
-    Ranks that are threads share ``tables``.  A subclass shares them with other processes.
+    Ranks that are threads share ``tables``.  A subclass shares what it knows with other processes.
     """
 
-    def __init__(self, rank: int = -1, tables: Tables | None = None) -> None:
-        self._rank, self._tables = rank, tables or Tables()
+    def __init__(self, rank: int = -1, tables: PeerStatus | None = None) -> None:
+        self._rank = rank
+        known = self if tables is None else tables
+        self.failures: dict[int, tuple[KosError, float]] = {} if known is self else known.failures
+        """The last failure of each rank, and when it was posted."""
+        self.waits: dict[int, tuple[int, ...]] = {} if known is self else known.waits
+        """The ranks that each rank waits for."""
+        self.ends: dict[int, str] = {} if known is self else known.ends
+        """Why a rank has ended."""
+        self.last_calls: dict[int, Callable[[], str]] = {} if known is self else known.last_calls
+        """Functions that return the last call of each rank."""
         self.last: KosError | None = None
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # the watchdog's thread posts what is queued
@@ -53,14 +52,13 @@ class PeerStatus:
         """Share failures and ends with other hosts by ``plane``, the rendezvous of the world, as long as it lasts.
 
         Its ``send_failure`` sends this rank's last failure to all others, or None once the program has handled it.
-        Its ``receive_failures`` adds what has arrived to Tables, and does not wait.
+        Its ``receive_failures`` adds to ``failures`` and ``ends`` what has arrived, and does not wait.
         """
         self._plane = weakref.ref(plane)
 
-    def _receive(self) -> Tables:
+    def _receive(self) -> None:
         if (plane := self._plane()) is not None:
-            plane.receive_failures(self._tables)
-        return self._tables
+            plane.receive_failures(self)
 
     def hold(self) -> None:
         """Add a reference of a communicator."""
@@ -88,13 +86,13 @@ class PeerStatus:
         """Post that this rank failed because of ``error.ranks``; an error without ranks is not posted."""
         if error.ranks:
             self.last = again(error)  # it lasts until the next call, and frames hold what could not be made
-            self._tables.failures[self._rank] = self.last, time.monotonic()
+            self.failures[self._rank] = self.last, time.monotonic()
             self._send(self.last)
 
     def clear_failure(self) -> None:
         """Remove this rank's last failure: the program has handled it, since it makes another call."""
         self.last = None
-        self._tables.failures.pop(self._rank, None)
+        self.failures.pop(self._rank, None)
         self._send(None)
 
     def _send(self, error: KosError | None) -> None:
@@ -104,9 +102,9 @@ class PeerStatus:
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         """Post the ranks that this rank waits for; None if it no longer waits."""
         if ranks is None:
-            self._tables.waits.pop(self._rank, None)
+            self.waits.pop(self._rank, None)
         else:
-            self._tables.waits[self._rank] = tuple(ranks)
+            self.waits[self._rank] = tuple(ranks)
 
     def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
         """What communicator ``key`` has queued on a GPU waits for those ranks; none: for nobody, as far as known."""
@@ -118,29 +116,32 @@ class PeerStatus:
 
     def publish_last_call(self, last_call: Callable[[], str]) -> None:
         """Publish the last call of this rank, which ``last_call()`` returns; "" for none."""
-        self._tables.last_calls[self._rank] = last_call
+        self.last_calls[self._rank] = last_call
 
     def last_call(self, rank: int) -> str:
         """The last call of that rank and its line in the program; "" if it is not known."""
-        known = self._tables.last_calls.get(rank)
+        known = self.last_calls.get(rank)
         return "" if known is None else known()
 
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         """The last failure of that rank, and its age in seconds."""
-        known = self._receive().failures.get(rank)
+        self._receive()
+        known = self.failures.get(rank)
         return None if known is None else (known[0], time.monotonic() - known[1])
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
         """The ranks that rank ``rank`` waits for, itself or on its GPU; None if it is not known to wait."""
-        return None if self.ended(rank) else self._tables.waits.get(rank)
+        return None if self.ended(rank) else self.waits.get(rank)
 
     def ended(self, rank: int) -> bool:
         """Whether that rank is known to have ended."""
-        return rank in self._receive().ends
+        self._receive()
+        return rank in self.ends
 
     def gone(self) -> list[int]:
         """The ranks of the world that the hub knows to have ended."""
-        return sorted(self._receive().ends)
+        self._receive()
+        return sorted(self.ends)
 
     def await_end(self, rank: int) -> None:
         """Wait for a moment until other hosts also know that the rank has ended: they learn of its failure first."""

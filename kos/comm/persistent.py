@@ -7,6 +7,7 @@ from itertools import pairwise
 from threading import get_ident
 from typing import Any, Generic, TypeVar
 
+from kos._core import native
 from kos.comm.one_thread import check_batch
 from kos.comm.operation import Operation
 from kos.comm.work import Work
@@ -19,21 +20,20 @@ T = TypeVar("T")
 class Persistent(Generic[T]):
     """A Prepared bound to arrays: an operation that is checked once and started many times."""
 
-    __slots__ = ("__weakref__", "_checked", "_comm", "_generation", "_last", "_waits_for", "_work")
+    # Attributes of the class: in the core they are fields, which must not be set to None.
+    _last: Work[T] | None = None  # the last start
+    _group: Any = None  # the native Group that may start it
 
     def __init__(self, comm: Any, operation: Operation, op: Any, stream: Any, work: Work[T]) -> None:
         self._comm, self._checked, self._generation = comm, (operation, op, stream), comm._store.generation
         self._work = work  # never started: each start is a copy of it
-        self._last: Work[T] | None = None  # the last start
-        self._waits_for: Work[T] | None = None  # the same, until the communicator is synchronized; None on a GPU
         comm._persistents.add(self)
 
     def __repr__(self) -> str:
         work = self._last
         if work is None:
             return f"<Persistent {self._work.group}: {self._work.name}{self._work.arguments}: not started>"
-        synchronized = self._waits_for is None and not work.backend.on_gpu
-        return f"<Persistent {work}: {'complete' if synchronized else work.state}>"
+        return f"<Persistent {work}: {work.state}>"
 
     def start(self) -> Work[T]:
         """Launch the operation and return its Work.  Inside a batch it starts with the batch.
@@ -46,8 +46,9 @@ class Persistent(Generic[T]):
         if comm._closed:
             comm._check_open()
         # Does not test whether the operation is complete: ranks could disagree.
-        if self._waits_for is not None and not self._waits_for.reported:
-            raise InvalidArgument(f"start: expected the previous start to be waited for, got {self._waits_for}")
+        last = self._last
+        if last is not None and not last.reported and not last.backend.on_gpu:
+            raise InvalidArgument(f"start: expected the previous start to be waited for, got {last}")
         if self._generation != comm._store.generation or not self._work.prepared.fixed:
             # It may use memory that is not registered any more, or be captured, where another backend may be faster.
             self._generation = comm._store.generation
@@ -56,18 +57,27 @@ class Persistent(Generic[T]):
         if comm._batch is not None:
             return comm._batch.add(work, self)
         work.prepared.start(comm, work, False)
-        self._started(work)
-        return work
-
-    def _started(self, work: Work[T]) -> None:
-        """Record the last start."""
         self._last = work
-        if not work.backend.on_gpu:
-            self._waits_for = work
+        return work
 
     def _synchronized(self) -> None:
         """The communicator was synchronized."""
-        self._waits_for = None
+        if self._last is not None:
+            self._last.reported = True
+
+
+def persistent(comm: Any, *checked: Any) -> Persistent[Any]:
+    """A Persistent of ``comm``, of what a Persistent is made of."""
+    if comm._eager is None:
+        return Persistent(comm, *checked)
+    made: Persistent[Any] = _InCore(comm, *checked)
+    made._group = comm._eager
+    return made
+
+
+if native is not None:
+    _InCore: Any = type("Persistent", (native.Operation, Persistent), {"_start": Persistent.start})
+    """One whose ``start`` needs no Python once the core knows the call: the method of the first base."""
 
 
 class Batch:
@@ -111,7 +121,7 @@ class Batch:
         self.works = self._added
         for persistent, work in zip(self._starts, self.works, strict=True):
             if persistent is not None:
-                persistent._started(work)
+                persistent._last = work
         if not self._async_op:
             self.wait()
 

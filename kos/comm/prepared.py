@@ -119,7 +119,7 @@ class Prepared:
                 comm._active = None
 
     def _result(self, work: Work[Any]) -> Any:
-        if work._steps is not None or work._error is not None:
+        if work.steps is not None or work._error is not None:
             return work.wait()
         work.reported = True
         array, work.array, work.held = work.array, None, None  # a backend keeps its last Work

@@ -176,15 +176,12 @@ class Transport(ABC):
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:  # noqa: B027
         """Report that this rank begins no operation from collective ``sequence`` on, why, and what caused that."""
 
-    def abort(self, reason: str, failure: KosError | None, cause: KosError | None) -> str:
-        """End all messages without the other ranks; returns the reason as ``report_end``, which follows, reports it.
-
-        ``failure`` is the first one of this group, ``cause`` what caused the end.
-        """
+    def abort(self, reason: str) -> str:
+        """End all messages without the other ranks; returns the reason as ``report_end``, which follows, reports it."""
         return reason
 
-    def close(self, begun: int, failed: bool) -> None:  # noqa: B027
-        """Free the resources after ``begun`` collectives, with the other ranks unless one has ``failed``."""
+    def close(self, begun: int) -> None:  # noqa: B027
+        """Free the resources after ``begun`` collectives, with the other ranks unless the group has failed."""
 
 
 class ScheduledCalls:

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from time import time_ns
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
+from kos._core import native
 from kos.comm.arguments import check_timeout
 from kos.comm.failures import StoppedRanks
 from kos.comm.operation import Operation
@@ -57,7 +58,7 @@ class Engine:
         """Advance every operation without waiting; whether some are still in flight."""
         with self.lock:
             for work in list(self.active):
-                if work.advance():
+                if work.advance() and work in self.active:  # the core removes those that it completes
                     self.active.remove(work)
             return bool(self.active)
 
@@ -172,41 +173,45 @@ class ProgressThread:
                 self._asleep = asleep = self.paused > 0 or not engine.poll()
 
 
-class Work(Generic[T]):
+_Base: Any = type("State", (), {}) if native is None else native.State
+"""What a Work is made of: the core has the fields too, so that calls that need no Python make Works."""
+
+
+class Work(_Base, Generic[T]):
     """An operation in flight, which a call with ``async_op=True`` returns.
 
     Its methods raise what the operation raises: InvalidArgument, CollectiveMismatch, CollectiveTimeout, RankLost, or
     CollectiveError for other errors of the backend.
+
+    ``send`` and ``recv`` are 1-D arrays, or addresses on a GPU; ``array`` is that of the result, of which ``convert``
+    makes the result.  ``sequence`` is the number of the call: of collectives, equal on all ranks; messages have numbers
+    of their own.  ``record`` is its entry in the flight recorder, and ``left`` what the compiled core has begun of it.
+    ``reported``: whether ``wait`` or ``done`` has returned or raised the outcome.  ``steps``: None if it is complete,
+    queued, not started, or if the core alone has advanced it.
     """
 
-    # Attributes of the class: most Works are complete at once, and never set them.
-    sequence = -1
-    """The number of the call: of collectives, equal on all ranks; messages have numbers of their own."""
-    record: list[Any] | None = None
-    """Its entry in the flight recorder."""
+    if TYPE_CHECKING or native is None:  # else fields of the base
+        sequence = -1
+        record: list[Any] | None = None
+        convert: Callable[[Any], Any] | None = None
+        reported = False
+        left: Any = None
+        steps: Steps | None = None
+        _error: KosError | None = None
+
+        def __init__(self, prepared: Any, send: Any = None, recv: Any = None, array: Any = None) -> None:
+            self.prepared, self.send, self.recv, self.array = prepared, send, recv, array
+
     stream: int = 0
     """On a GPU, the handle of the stream of the arrays."""
     queue: Any = None
     """The object that keeps that stream alive."""
-    convert: Callable[[Any], Any] | None = None
-    """Makes the result of ``array``."""
     held: Any = None
     """The array that is read, which must live until the GPU has done so."""
     polled_at: float | None = None
     """Monotonic time of the first ``done`` that found it in flight."""
-    reported = False
-    """Whether ``wait`` or ``done`` has returned or raised the outcome."""
-    left: Any = None
-    """What the compiled core has begun of it."""
-    _steps: Steps | None = None
-    """None: complete, queued or not started."""
-    _error: KosError | None = None
     _report_at: float | None = None
     """When ``done`` next posts the ranks that it waits for."""
-
-    def __init__(self, prepared: Any, send: Any = None, recv: Any = None, array: Any = None) -> None:
-        """``send`` and ``recv``: 1-D arrays, or addresses on a GPU.  ``array``: that of the result."""
-        self.prepared, self.send, self.recv, self.array = prepared, send, recv, array
 
     def again(self) -> Work[T]:
         """Another start on the same arrays."""
@@ -222,6 +227,19 @@ class Work(Generic[T]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"the Work of {self} cannot be copied or pickled: wait for it")
+
+    @property
+    def _steps(self) -> Steps | None:
+        """What is left to do; None: it is complete, queued or not started."""
+        if self.steps is None and self.left is not None:
+            self.steps = self.backend.steps_of(self)
+        return self.steps
+
+    @_steps.setter
+    def _steps(self, steps: Steps | None) -> None:
+        self.steps = steps
+        if steps is None:
+            self.left = None
 
     @property
     def operation(self) -> Operation:
@@ -351,12 +369,14 @@ class Work(Generic[T]):
             self.backend.engine.remove(self)
             if self._steps is not None:
                 self._steps.close()
+                if self.left is not None:  # its steps had not begun
+                    self.left.cancel()
                 self._fail(error)
 
     def expire(self, seconds: float | None) -> None:
-        """End the operation because its timeout has passed: ``wait`` raises CollectiveTimeout."""
+        """End the operation because its timeout of ``seconds`` has passed: ``wait`` raises CollectiveTimeout."""
         with self.backend.engine.lock:
-            self.cancel(self.backend.failures.timeout_of(self, seconds, self.backend.late(self)))
+            self.cancel(self.backend.failures.overdue(self.backend.late(self), self, seconds))
 
     def _raise(self, error: KosError) -> NoReturn:
         self.backend.engine.remove(self)
@@ -406,6 +426,10 @@ class Work(Generic[T]):
         self._error = self.backend.to_error(self, error)
         self._steps = None  # after the error: the program may look while the progress thread is here
         failed(self, self._error)
+
+
+if not TYPE_CHECKING and native is not None:
+    Work._wait_in_python, Work.wait = Work.wait, native.State.wait
 
 
 def raising(error: BaseException) -> Steps:

@@ -92,7 +92,7 @@ def spawn(
     def run(rank: int) -> None:
         why = "its function returned"
         try:
-            place = ThreadRendezvous(group, rank, timeout, host=names[rank])
+            place = ThreadRendezvous(group, rank, timeout, names[rank])
             comm = init("mock", rendezvous=place, timeout=timeout)
             comms[rank] = comm
             with ExitStack() as stack:

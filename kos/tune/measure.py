@@ -1,7 +1,8 @@
 """Measure the tuning table of this machine: mpirun -n N python -m kos.tune [--largest 1G] [--out FILE]
 
 One rank per GPU.  Times ``peer`` and ``nccl`` for every operation and size, in graphs and as eager calls, and every
-kernel of peer's all-reduce.  Writes the table that ``auto`` then uses for this number of ranks on this machine.
+kernel of peer's all-reduce.  Writes the table that ``auto`` then uses for this number of ranks on this machine.  Ranks
+on several hosts time phases (``hierarchical``) and ``nccl`` instead, for this number of hosts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import zip_longest
@@ -24,6 +26,8 @@ from typing import Any
 from kos.comm import Communicator, init
 from kos.comm.control.bootstrap import launched_rank
 from kos.comm.gpu import nccl_binding
+from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
+from kos.comm.gpu.hierarchical import NAME as PHASES
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.launches import KernelConfig, Launches, pick
 from kos.comm.tuning import Route, Table, key, machine, parse, user_path
@@ -101,6 +105,8 @@ def outliers(times: Times) -> list[int]:
 
 class Tuner:
     """One rank: both backends over the same ranks, buffers, a stream, and the measurements."""
+
+    first = "peer"
 
     def __init__(self, peer: Communicator, nccl: Communicator, largest: int) -> None:
         self.peer, self.nccl, self.largest = peer, nccl, largest
@@ -202,7 +208,7 @@ class Tuner:
                 name: self.time(
                     self.bind(comm, operation, nbytes, "float32" if wide else "bfloat16", symmetric), nbytes, graph
                 )
-                for name, comm in (("peer", self.peer), ("nccl", self.nccl))
+                for name, comm in ((self.first, self.peer), ("nccl", self.nccl))
             }
 
         times = {n: larger[n] if n in larger else measured(n) for n in self.sizes if n <= most}
@@ -233,6 +239,25 @@ class Tuner:
                 say(f"{name}: " + ", ".join(f"{backend} to {limit}" for limit, backend in routes[name]))
         gpu, link = machine(self.device)
         return Table(gpu, link, self.size, "measured now", launches, simplified(routes, self.measured))
+
+
+class TunerBetweenHosts(Tuner):
+    """As ``Tuner``; ``peer`` is a communicator of ``auto``, whose calls go in phases."""
+
+    first = PHASES
+
+    def table(self, say: Callable[[str], None]) -> Table:
+        part = self.peer.backend.parts[1]
+        assert isinstance(part, HierarchicalBackend)
+        if part.table is None:
+            raise InvalidArgument(f"tune: {part.hierarchy}")
+        names = {operation: key(operation, False, False, True) for operation in CARRIED}
+        part.use(replace(part.table, routes=dict.fromkeys(names.values(), ((None, PHASES),))))
+        routes = {}
+        for operation, name in names.items():
+            routes[name], _ = self.route(operation, False, False, True, {})
+            say(f"{name}: " + ", ".join(f"{backend} to {limit}" for limit, backend in routes[name]))
+        return replace(part.table, source="measured now", routes=routes)
 
 
 def simplified(routes: Mapping[str, Route], measured: Sequence[Mapping[str, Any]]) -> dict[str, Route]:
@@ -296,13 +321,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         check_place(options.out)
-        with init("peer") as peer, init("nccl") as nccl:
+        with init("nccl") as nccl, init("peer" if nccl.local_size == nccl.size else "auto") as peer:
             if peer.size == 1:
                 raise InvalidArgument("tune: expected two ranks or more, got 1: start it by mpirun")
-            tuner = Tuner(peer, nccl, options.largest)
+            tuner = (Tuner if peer.local_size == peer.size else TunerBetweenHosts)(peer, nccl, options.largest)
             table = tuner.table(partial(print, flush=True) if peer.rank == 0 else lambda text: None)
         if peer.rank == 0:
-            path = options.out or user_path(table.gpu, table.ranks)
+            path = options.out or user_path(table.gpu, table.ranks, table.hosts)
             data = {**table.to_json(), "provenance": provenance(), "measured": tuner.measured}
             try:
                 write(path, data)

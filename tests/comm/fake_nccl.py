@@ -405,7 +405,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     """As ``no_gpu``: calls queue nothing, the GPU ends nothing of it, and the watchdog looks often."""
 
     def nothing(backend: NCCLBackend, o: Any) -> routes.Route:
-        return routes.Route(routes.nothing)
+        return routes.nothing, None, True
 
     monkeypatch.setattr(watchdog, "TICK", 0.01)
     monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)

@@ -39,7 +39,7 @@ from kos.memory.array import Array
 from kos.tune import measure as tune
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures
 from tests.comm.ranks import on_each_rank, on_threads
-from tests.comm.shared_ranks import SharedOnly
+from tests.comm.shared_ranks import SharedOnly, needs_core
 from tests.comm.test_tuning import GPU, LINK, changed
 from tests.comm.works import work_of
 
@@ -71,7 +71,8 @@ class Peer(NCCLBackend):
         return self.symmetric
 
     def resolve(self, o: Operation) -> Route:
-        return super().resolve(o)._replace(kernel="a kernel")
+        queue, _, lasting = super().resolve(o)
+        return queue, "a kernel", lasting
 
 
 KINDS: dict[str, type[NCCLBackend]] = {"nccl": NCCLBackend, "peer": Peer}
@@ -224,20 +225,45 @@ def test_a_batch_is_launched_backend_by_backend(comm: kos.Communicator, log: Log
     assert [work.operation.send.count for work in batch.works] == [*counts, 3]
 
 
+@needs_core
 @on_each_rank(run, host=SharedOnly)
 def test_a_batch_starts_its_backends_in_one_order(comm: kos.Communicator, log: Log, /) -> None:
     """In the order of their numbers, whichever backend carries a call: ranks compare how far each has come."""
-    calls = comm.backend.host.calls
+    calls, node = comm.backend.host.calls, comm.backend.host.node
     assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)
     begun: list[int] = []
-    announce = calls.announce
+    announce, core = calls.announce, node._core
     calls.announce = lambda o: (begun.append(o.sequence), announce(o))[1]
+    node._core = SimpleNamespace(
+        prepare=core.prepare, start=lambda *call: (begun.append(call[1]), core.start(*call))[1], spin_ns=0
+    )
     for turn in range(3):
         with comm.batch() as batch:
             for array in (zeros(8), np.zeros(3), zeros(5000), zeros(8)):
                 comm.all_reduce(array)
         assert [work.backend.name for work in batch.works] == ["peer", "shared-only", "nccl", "peer"]
         assert begun == list(range(4 * turn + 4))
+
+
+@needs_core
+@on_each_rank(run, host=SharedOnly)
+def test_host_arrays_go_through_the_core(comm: kos.Communicator, log: Log, /) -> None:
+    """Not over messages; after a look at the calls on the GPUs."""
+    backend: Any = comm.backend
+    backend.host.transport.launch = None
+    confirmed: list[int] = []
+    confirm = backend.gpus[0].confirm
+    backend.gpus[0].confirm = lambda work: (confirmed.append(work.sequence), confirm(work))[1]
+    x = np.full(3, comm.rank + 1.0)
+    assert (comm.all_reduce(x) == 3).all() and (comm.all_reduce(x, async_op=True).wait() == 6).all()
+    assert (comm.all_reduce_init(x).start().wait() == 12).all()
+    comm.barrier()
+    with comm.batch():
+        comm.all_reduce(x)
+    assert (x == 24).all() and list(dict.fromkeys(confirmed)) == [0, 1, 2, 3, 4]
+    backend.gpus[-1].failures.first = CollectiveError("all_reduce #9: rank 1 did not arrive")
+    with pytest.raises(CollectiveError, match="rank 1 did not arrive"):
+        comm.all_reduce(x)
 
 
 @on_each_rank(run)
@@ -257,6 +283,7 @@ def test_a_persistent_call_has_the_route_of_other_calls_in_a_graph(comm: kos.Com
         persistent.start()
 
 
+@needs_core
 @on_each_rank(run, host=SharedOnly)
 def test_a_start_in_a_graph_does_not_change_the_eager_route(comm: kos.Communicator, log: Log, /) -> None:
     """Ranks may pass different arrays to the eager call in between."""
@@ -383,6 +410,7 @@ def test_an_abort_is_reported_before_it_waits(comm: kos.Communicator, log: Log, 
     assert log == ["waits of nccl", "waits of peer", "mock: enough", "nccl: enough", "peer: enough"]
 
 
+@needs_core
 @on_each_rank(run, host=SharedOnly)
 def test_an_abort_reaches_ranks_that_wait_for_a_gpu(comm: kos.Communicator, log: Log, /, queued: FakeNCCL) -> None:
     comm.all_reduce(zeros(5000))
@@ -430,8 +458,22 @@ def test_peer_takes_part_where_it_was_measured(
     monkeypatch.setattr(kos.comm, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), ""))
     monkeypatch.setattr(kos.comm, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
-    assert [gpu.name for gpu in kos.comm._for_gpus(SimpleNamespace(size=2), probes, None, ExitStack())] == taken
+    ranks: Any = SimpleNamespace(size=2, local_size=2)
+    assert [gpu.name for gpu in kos.comm._for_gpus(ranks, probes, None, ExitStack())] == taken  # type: ignore[arg-type]
     assert probes["peer"] == Probe(not broken, why)
+
+
+@pytest.mark.parametrize("local_size", [1, 2, 4])
+def test_between_hosts_calls_may_go_in_phases(monkeypatch: pytest.MonkeyPatch, local_size: int) -> None:
+    class Made(NCCLBackend):
+        def __init__(self, rendezvous: Any, host: Any) -> None: ...
+
+    phases = type("Phases", (Made,), {"name": "nccl"})
+    monkeypatch.setattr(kos.comm, "BACKENDS", {"mock": ThreadTransport, "nccl": Made})
+    monkeypatch.setattr(kos.comm, "HierarchicalBackend", phases)
+    probes, ranks = {"mock": Probe(True, ""), "nccl": Probe(True, "")}, SimpleNamespace(size=4, local_size=local_size)
+    (made,) = kos.comm._for_gpus(ranks, probes, None, ExitStack())  # type: ignore[arg-type]
+    assert type(made) is (Made if local_size == 4 else phases)
 
 
 def test_explain_describes_the_routes() -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import kos
 from kos.comm.backend import UNMADE
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
-from kos.comm.failures import FailureLog
+from kos.comm.failures import FailureLog, Late
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.threads import ThreadMessage
 from kos.comm.peer_status import PeerStatus
@@ -35,7 +36,9 @@ from kos.errors import (
 from kos.testing import Fault, spawn
 from kos.testing.conformance import cases
 from tests.comm.ranks import TIMEOUT, WAITS, MockRanks, closes_because_of_another, on_each_rank, time_is_up
-from tests.comm.tcp_ranks import run_threads
+from tests.comm.shared_ranks import needs_core
+from tests.comm.shared_ranks import run as shared
+from tests.comm.tcp_ranks import TCPRanks, run_threads
 from tests.comm.works import work_of
 
 
@@ -582,14 +585,14 @@ def test_a_rank_that_waits_elsewhere_for_ranks_that_wait_for_it(
 ) -> None:
     errors = {rank: blaming(CollectiveTimeout("late"), list(ranks)) for rank, ranks in failures.items()}
     log = FailureLog(range(4), 0, _Waits({3: (0, 1, 2)}, errors))
-    assert named in str(log.overdue([3], "all_reduce #1", 1.0, "ranks [3] did not arrive", arrived=arrived))
+    assert named in str(log.overdue(Late([3], "ranks [3] did not arrive", arrived), "all_reduce #1", 1.0))
 
 
 def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs() -> None:
     """Which may wait for it where nobody sees that: in a call of a library, for one."""
     status = _Waits({}, {})
     status.halted = lambda rank: rank == 2
-    error = FailureLog(range(4), 0, status).overdue([1, 2], "all_reduce #1", 1.0)
+    error = FailureLog(range(4), 0, status).overdue(Late([1, 2]), "all_reduce #1", 1.0)
     assert error.ranks == (2,) and str(error).endswith(
         "ranks [2] did not arrive, for which ranks [1] wait; ranks [2] were stopped by a signal or a debugger"
     )
@@ -601,7 +604,7 @@ def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs() -> None:
 )
 def test_ranks_that_wait_for_one_another(waits: dict[int, tuple[int, ...]], cycle: str | None) -> None:
     """Ranks wait in different groups, in a cycle; there is no cycle if one of them does not wait."""
-    text = str(FailureLog(range(3), 0, _Waits(waits, {})).overdue([1], "all_reduce #1", 1.0))
+    text = str(FailureLog(range(3), 0, _Waits(waits, {})).overdue(Late([1]), "all_reduce #1", 1.0))
     assert ("wait for one another" in text) == (cycle is not None)
     assert cycle is None or cycle in text
 
@@ -621,8 +624,30 @@ def test_the_failure_of_the_earliest_collective_counts() -> None:
         log.ask(3)
 
 
+@pytest.mark.parametrize("kind", ["mock", "tcp", pytest.param("shared", marks=needs_core)])
+def test_a_failure_of_a_later_collective_ends_no_earlier_one(kind: str) -> None:
+    """A rank comes to the earlier one after another has given up the later one."""
+    given_up, done = threading.Event(), threading.Barrier(3)
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 2:
+            assert given_up.wait(TIMEOUT)
+        first = comm.all_reduce(np.ones(3), async_op=True)
+        if comm.rank == 1:
+            with pytest.raises(CollectiveTimeout, match="barrier #1"):
+                comm.barrier(timeout=0.1)
+            assert isinstance(comm.failure, CollectiveTimeout)
+            given_up.set()
+        assert (first.wait() == 3).all()
+        done.wait(TIMEOUT)
+        comm.abort()
+        assert comm.failure is not None
+
+    {"mock": MockRanks(3).run, "tcp": TCPRanks(3).run, "shared": partial(shared, size=3, close=False)}[kind](body)
+
+
 def test_a_wait_for_ranks_of_other_groups() -> None:
     """The GPU runs the kernels of all communicators one after another."""
     failures = FailureLog([3, 0], 0, _Waits({2: (1,)}, {}))
-    error = failures.overdue([], "all_reduce #1", 1.0, elsewhere=[2])
+    error = failures.overdue(Late(elsewhere=[2]), "all_reduce #1", 1.0)
     assert error.ranks == (1,) and "ranks [1] of world did not arrive" in str(error)

@@ -143,11 +143,11 @@ class Wire(Transport):
     def idle(self) -> Backoff:
         return Backoff(crowded=True)
 
-    def close(self, begun: int, failed: bool) -> None:
+    def close(self, begun: int) -> None:
         self.rendezvous.barrier()
-        self.abort("", None, None)
+        self.abort("")
 
-    def abort(self, reason: str, failure: Any, cause: Any) -> str:
+    def abort(self, reason: str) -> str:
         for peer in self.peers.values():
             peer.sock.close()
         return reason

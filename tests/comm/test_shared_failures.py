@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.failures import FailureLog
+from kos.comm.failures import FailureLog, Late
 from kos.comm.host import backend as host
 from kos.comm.host.shared import Node, Segment
 from kos.comm.host.shared import status as shared_status
-from kos.comm.host.shared.segment import CALL_BYTES, STARTED, process
+from kos.comm.host.shared.segment import CALL_BYTES, PID, STARTED, process
 from kos.comm.host.shared.status import SharedStatus
 from kos.comm.records import from_record, to_record
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
@@ -259,7 +259,42 @@ def test_a_segment_that_cannot_be_mapped_gives_its_file_back() -> None:
 
 
 @on_each_rank(run, 2)
-def test_the_board_may_be_freed_while_another_thread_reads_it(
+def test_a_rank_that_has_not_written_its_process_number_has_not_ended(comm: kos.Communicator, /) -> None:
+    """The others may look for lost ranks while it opens the segment."""
+    segment, status = comm.backend._segment, comm.rendezvous.failures.status
+    place = segment.layout.line(1) + PID
+    comm.rendezvous.barrier()
+    if comm.rank == 0:
+        pid, segment.words[place] = segment.words[place], 0
+        assert not status.ended(1) and not status.halted(1) and comm.rendezvous.failures.suspects() == []
+        segment.words[place] = pid
+    comm.rendezvous.barrier()
+
+
+@on_each_rank(run, 2)
+def test_a_failure_whose_text_is_not_there_yet_is_none(comm: kos.Communicator, /) -> None:
+    """A rank may see the flag of another one before its text, or the text of the failure before."""
+    backend: Any = comm.backend
+    mine = SharedStatus(backend._segment, [0, 1])
+    if comm.rank == 0:
+        words, _, line, _ = mine._memory
+        for why in ("it was late", "it was gone"):
+            mine.post_failure(from_record(["RankLost", why, [1]]))
+            error, _ = mine.failure(0) or (None, 0.0)
+            assert str(error) == why
+        flag = words[line + shared_status.FAILED]
+        mine.post_failure(from_record(["RankLost", "it was late", [1]]))
+        words[line + shared_status.FAILED] = flag  # with the text of another one, as long
+        assert mine.failure(0) is None
+        words[line + shared_status.FAILED] = flag + 1
+        assert mine.failure(0) is None
+        mine.clear_failure()
+        assert mine.failure(0) is None
+    comm.barrier()
+
+
+@on_each_rank(run, 2)
+def test_the_status_may_be_freed_while_another_thread_reads_it(
     comm: kos.Communicator, /, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub of a rendezvous looks for ranks that have ended while the program closes its last communicator."""
@@ -308,7 +343,7 @@ def test_a_call_that_a_rank_has_begun_is_not_shown_as_its_last() -> None:
     failures = FailureLog([0, 1], 0)
     call = "world: barrier #1 at train.py:6"
     failures.status.last_call = lambda rank: call  # type: ignore[method-assign]
-    texts = [str(failures.overdue([1], f"world: barrier #{number}", None)) for number in (1, 12)]
+    texts = [str(failures.overdue(Late([1]), f"world: barrier #{number}")) for number in (1, 12)]
     assert [text.partition("; ")[2] for text in texts] == ["", f"the last known call of rank 1: {call}"]
 
 
@@ -405,7 +440,7 @@ def test_only_those_that_are_waited_for_are_named(name: str, one_copy: bool, mon
             return ""
         assert begun.wait(20)
         work, until = call(comm, {"async_op": True}), time.monotonic() + 20
-        while comm.rank == impatient and comm.backend.behind(work) != [1]:
+        while comm.rank == impatient and comm.backend.late(work).ranks != [1]:
             assert time.monotonic() < until and not work.done()
         with pytest.raises(CollectiveTimeout) as caught:
             work.wait(0.3 if comm.rank == impatient else TIMEOUT)

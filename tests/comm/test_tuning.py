@@ -16,7 +16,7 @@ import pytest
 from kos.comm import tuning
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.peer.launches import DEFAULT, KernelConfig
-from kos.comm.tuning import Table, load, merged, parse, pick, read
+from kos.comm.tuning import Table, load, merged, parse, pick, read, user_path
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.tune import measure as tune
 from tests.comm.tcp_ranks import run_threads
@@ -80,7 +80,7 @@ def test_round_trip() -> None:
         (launched(algorithm="push", speed=1), "unexpected keyword argument 'speed'"),
         (changed("routes", ROUTE, to=[[9, "peer"], [8, "nccl"], [None, "peer"]]), "expected increasing sizes"),
         (changed("routes", ROUTE, to=[[1 << 64, "peer"], [None, "nccl"]]), "expected increasing sizes"),
-        (changed("routes", ROUTE, to=[[None, "gloo"]]), f"{ROUTE}: expected peer or nccl, got 'gloo'"),
+        (changed("routes", ROUTE, to=[[None, "gloo"]]), "expected one of peer, nccl, hierarchical, got 'gloo'"),
     ],
 )  # fmt: skip
 def test_damaged_tables_are_refused(data: Any, why: str) -> None:
@@ -269,7 +269,7 @@ def test_a_disturbed_measurement_is_repeated() -> None:
 
     rows: list[Any] = []
     tuner = SimpleNamespace(
-        size=2, largest=16384, sizes=[1024 << i for i in range(5)], peer="peer", nccl="nccl", time=time,
+        first="peer", size=2, largest=16384, sizes=[1024 << i for i in range(5)], peer="peer", nccl="nccl", time=time,
         bind=lambda name, *_: name, _record=lambda what, nbytes, us: rows.append((nbytes, us["peer"])),
     )  # fmt: skip
     route, times = tune.Tuner.route(tuner, "send_recv", False, False, False, {8192: {"peer": 2.7, "nccl": 8.1}})
@@ -289,14 +289,19 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     assert read(path, GPU, LINK, 4).to_json() == table.to_json()
 
 
-def measure_nothing(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[str]:
+def measure_nothing(monkeypatch: pytest.MonkeyPatch, cache: Path, local_size: int = 2) -> list[str]:
     """``main`` on stand-ins: two ranks whose measurements give TABLE; returns what it did."""
     done: list[str] = []
-    comm = SimpleNamespace(size=2, rank=0, device=0)
+    comm = SimpleNamespace(size=2, rank=0, device=0, local_size=local_size)
     tuner = SimpleNamespace(table=lambda say: done.append("measured") or parse(TABLE, ""), measured=[])
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setattr(tune, "init", lambda backend: nullcontext(comm))
-    monkeypatch.setattr(tune, "Tuner", lambda *arguments: tuner)
+    monkeypatch.setattr(tune, "init", lambda backend: backends.append(backend) or nullcontext(comm))
+    backends: list[str] = []
+    kinds = {"Tuner": ["nccl", "peer"], "TunerBetweenHosts": ["nccl", "auto"]}
+    for kind, needed in kinds.items():
+        monkeypatch.setattr(
+            tune, kind, lambda *arguments, needed=needed: tuner if backends[-2:] == needed else pytest.fail(str(needed))
+        )
     monkeypatch.setattr(tune, "provenance", dict)
     return done
 
@@ -317,6 +322,22 @@ def test_where_the_table_goes_is_looked_at_first(
     cache, nowhere, folder = said.err.splitlines()
     assert "expected a folder to write to" in cache and "no such folder" in nowhere and "got a folder" in folder
     assert all(line.startswith("kos: error: /") for line in (cache, nowhere, folder))
+
+
+def test_between_hosts_phases_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = measure_nothing(monkeypatch, tmp_path, local_size=1)
+    assert tune.main([]) == 0 and done == ["measured"]
+
+
+def test_the_table_of_so_many_hosts(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    tune.write(path, parse({**TABLE, "hosts": 2}, "").to_json())
+    assert read(path, GPU, LINK, 4, 2).hosts == 2
+    with pytest.raises(InvalidArgument, match=r"measured on 4 x .* on 2 hosts, but this is 4 x [^)]*\)$"):
+        read(path, GPU, LINK, 4)
+    with pytest.raises(InvalidArgument, match="hosts: expected int, got '2'"):
+        parse({**TABLE, "hosts": "2"}, "")
+    assert user_path(GPU, 4).name != user_path(GPU, 4, 2).name
 
 
 def test_a_full_disk_loses_no_measurements(

@@ -76,14 +76,8 @@ static void check_data(const kos_group *g, const start *s) {
 }
 
 static void check(kos_group *g, start *s) {
-    while (kos_phase_of(&s->work) < KOS_ENDED) {
+    for (int64_t began = kos_clock(); kos_phase_of(&s->work) < KOS_ENDED; kos_rest(began, 0))
         kos_advance(g);
-        if (kos_phase_of(&s->work) < KOS_ENDED && g->head == &s->work && !s->work.next && !g->messages) {
-            const kos_watch watch = kos_watch_of(g, &s->work);
-            kos_park(g, &s->work, &watch, kos_clock() + KOS_WAIT_NS);
-        } else
-            usleep(1);
-    }
     if (kos_phase_of(&s->work) == KOS_BROKEN)
         fail(g, s, "code", s->work.result.code);
     check_data(g, s);
@@ -117,7 +111,7 @@ static void begin(kos_group *g, start *s, int number, unsigned *shared, unsigned
     const uint64_t sequence = s->operation < KOS_SEND ? atomic_load(&g->line->arrived) : KOS_WORD_SEQUENCE;
     kos_result r = kos_start(g, s->prepared, sequence, s->send, recv, &s->work);
     if (r.status == KOS_PENDING && blocks && kos_alone(g))
-        r = kos_spin(g, &s->work);
+        r = kos_spin(g, &s->work, g->spin_ns);
     if (r.status == KOS_FAILED)
         fail(g, s, "code", r.code);
     if (r.status != KOS_DONE)
@@ -139,11 +133,8 @@ static void begin_hopeless(kos_group *g, start *s, int operation, uint64_t seque
 }
 
 static int ends(kos_group *g, start *s, int code) {
-    while (kos_phase_of(&s->work) < KOS_ENDED) {
-        const kos_watch watch = kos_watch_of(g, &s->work);
-        kos_park(g, &s->work, &watch, kos_clock() + KOS_WAIT_NS);
+    for (int64_t began = kos_clock(); kos_phase_of(&s->work) < KOS_ENDED; kos_rest(began, 0))
         kos_advance(g);
-    }
     return kos_phase_of(&s->work) == KOS_BROKEN && s->work.result.code == code;
 }
 
@@ -152,20 +143,15 @@ typedef struct {
     kos_group *g;
     kos_work *work;
     pthread_mutex_t gil;
-    int parked;
 } waiting;
 
 static void *wait_main(void *argument) {
     waiting *w = argument;
     pthread_mutex_lock(&w->gil);
-    while (kos_phase_of(w->work) < KOS_ENDED) {
-        const kos_watch watch = kos_watch_of(w->g, w->work);
-        w->parked++;
+    for (int64_t began = kos_clock(); kos_phase_of(w->work) < KOS_ENDED; kos_advance(w->g)) {
         pthread_mutex_unlock(&w->gil);
-        kos_park(w->g, w->work, &watch, kos_clock() + KOS_WAIT_NS);
+        kos_rest(began, 0);
         pthread_mutex_lock(&w->gil);
-        w->parked--;
-        kos_advance(w->g);
     }
     pthread_mutex_unlock(&w->gil);
     return NULL;

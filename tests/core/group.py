@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kos import _core
-from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, STARTED, started
+from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, STARTED, read_memory, started
 from kos.dtypes import DTYPES
 
 OPERATIONS = (
@@ -55,7 +55,8 @@ class CoreGroup:
     ) -> None:
         self.rank, self.size, self.timeout, self.native = rank, size, timeout, native
         lines, *_, self._texts = native.layout(size)
-        self.core = native.Group(memory, rank, size, self, spin)
+        self.core = native.Group(memory, rank, size, self)
+        self.core.spin_ns = int(spin * 1e9)
         self.memory = memory
         self._bytes = memoryview(memory)
         self.words = self._bytes.cast("Q")
@@ -76,7 +77,11 @@ class CoreGroup:
         places = np.zeros((self.size, 3), np.uint64)
         mine = np.array([token.ctypes.data, *token], np.uint64)
         self.prepare("all_gather", "uint64", 3).run(mine, places)
-        reads = [self.core.read(rank, int(place[0]), place[1:].tobytes()) for rank, place in enumerate(places)]
+        pids = [self.words[line + PID] for line in self.lines]
+        reads = [
+            read_memory(pid, int(place[0]), 16) == place[1:].tobytes()
+            for pid, place in zip(pids, places, strict=True)
+        ]
         able = np.array([all(reads)], np.uint8)
         self.prepare("all_reduce", "uint8", 1, op="min").run(able)
         self.core.direct = int(able[0])
@@ -148,12 +153,12 @@ class CoreGroup:
         except CoreError:
             pass
 
-    def failed(self, code: int, rank: int, word: int) -> NoReturn:
+    def failed(self, code: int, rank: int, word: int, *counts: int) -> NoReturn:
         """Raise what the core has found: it calls this."""
         kind = next((name for name in CODES if getattr(self.native, name) == code), str(code))
         if kind == "REPORTED":
             raise self._reported(word)
-        error = CoreError(kind, rank, word, self.rank, self.core.counts() if kind == "COUNTS" else ())
+        error = CoreError(kind, rank, word, self.rank, counts if kind == "COUNTS" else ())
         if kind in ("MISMATCH", "COUNTS"):
             self.report(error, word)
         raise error
@@ -190,7 +195,7 @@ class Call:
         elif sequence is None:
             sequence = self.group.native.WORD_SEQUENCE
         both = arrays * 2 if len(arrays) == 1 else arrays or (None, None)
-        return Started(self, sequence, self.prepared.start(sequence, waits, *both))
+        return Started(self, sequence, self.group.core.start(self.prepared, sequence, waits, *both))
 
     def run(self, *arrays: Any) -> None:
         started = self.start(*arrays, waits=True)

@@ -411,6 +411,26 @@ def test_sends_may_be_cancelled_without_end(direct: int) -> None:
         b.close()
 
 
+def test_an_answer_is_not_used_again_before_its_sender_has_seen_it() -> None:
+    """All 512 answers of a mailbox are in use when the receiver of a message in pieces cancels, and another is sent."""
+    with segment(256) as file:
+        a, b = (group(file, rank, 256) for rank in range(2))
+        x, y = data(50_000, 1), np.zeros(50_000, np.uint8)
+        for number in range(511):
+            send(a, x, 1, 5).cancel()
+            if number % 50 == 49:
+                end(send(a, x[:4], 1, 0), recv(b, y[:4], 0, 0))
+        work, theirs = send(a, x, 1, 6), recv(b, y, 0, 6)
+        assert not theirs.done()
+        theirs.cancel()
+        other = send(a, x[::-1].copy(), 1, 7)
+        assert work.done() and not other.done()
+        end(other, recv(b, y, 0, 7))
+        assert (x[::-1] == y).all()
+        a.close()
+        b.close()
+
+
 @pytest.mark.parametrize("posted", [False, True], ids=["alone", "beside another"])
 def test_a_message_in_pieces_may_be_cancelled_by_either_end(posted: bool) -> None:
     """A receive whose sender cancels gets the next message, and a second one the message after it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
@@ -35,8 +36,9 @@ VICTIM = 1
 def build(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The extension module with points to stop at."""
     path = tmp_path_factory.mktemp("core") / "native.so"
-    options = ["-std=c11", "-O1", "-shared", "-fPIC", "-DKOS_POINTS", f"-I{HEADERS}"]
-    command = [str(COMPILER), *options, *map(str, CORE.glob("*.c")), "-lm", "-lpthread", "-o", str(path)]
+    options = ["-std=c11", "-O1", "-shared", "-fPIC", "-DKOS_POINTS", f"-I{HEADERS}", f"-I{CORE}"]
+    sources = [*CORE.glob("*.c"), Path(__file__).with_name("points.c")]
+    command = [str(COMPILER), *options, *map(str, sources), "-lm", "-lpthread", "-o", str(path)]
     subprocess.run(command, check=True, timeout=120)
     return str(path)
 
@@ -74,7 +76,7 @@ def stopped(group: CoreGroup, build: str, point: int, count: int, number: int, t
     assert group.connect()
     run_calls(group)
     if group.rank == VICTIM:
-        native.stop_at(point, count, number)
+        ctypes.CDLL(build).stop_at(point, count, number)
     began = time.monotonic()
     try:
         for _ in range(30):

@@ -76,6 +76,17 @@ CASES = [
     ("muon.cu", {**MATRICES, "MASTER": "bfloat16", "GRADIENT": "bfloat16", "WEIGHT": "float32", "COPY": 0}, MUON),
     ("muon.cu", {"DTYPE": "float32", "MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "float32", "COPY": 0}, MUON),
 ]
+EIGHT_BITS = [
+    {"SOURCE": source, "E5M2": int(source == 2), "ROWS": rows, "COLUMNS": columns}
+    for source in range(3) for rows, columns in ((1, 1), (1, 0), (0, 1))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_100"])
+@pytest.mark.parametrize("macros", EIGHT_BITS, ids=str)
+def test_kernels_in_8_bits_compile(arch: str, macros: dict) -> None:
+    cubin = compile_kernels(KERNELS / "fp8.cu", arch, macros, KEPT)
+    assert all(b".text." + name + b"\0" in cubin for name in (b"largest", b"quantize"))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -87,12 +98,17 @@ def test_compiles(arch: str, file: str, macros: dict, names: list[bytes]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("preset", "gradients", "layout"),
-    [("1b", "float32", Layout()), ("gpt2-124m", "bfloat16", Layout()), ("1b", "bfloat16", Layout(cp=2, tp=4))],
+    ("preset", "gradients", "layout", "dtype"),
+    [
+        ("1b", "float32", Layout(), "bfloat16"),
+        ("gpt2-124m", "bfloat16", Layout(), "bfloat16"),
+        ("1b", "bfloat16", Layout(cp=2, tp=4), "bfloat16"),
+        ("1b", "float32", Layout(tp=2), "fp8"),
+    ],
     ids=str,
 )
-def test_what_a_step_launches_compiles(preset, gradients, layout, monkeypatch):
-    """Every kernel of a pass in bf16, with its own macros, and within what a launch may ask for."""
+def test_what_a_step_launches_compiles(preset, gradients, layout, dtype, monkeypatch):
+    """Every kernel of a pass, with its own macros, and within what a launch may ask for."""
     launches = {}
 
     def launch(self, file, name, grid, block, *arguments, shared=0, **defines):
@@ -104,6 +120,7 @@ def test_what_a_step_launches_compiles(preset, gradients, layout, monkeypatch):
     monkeypatch.setattr(memory_plan, "call", lambda function: (1 << 40, 0))
     monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
     asked = ["--preset", preset, "--grad-dtype", gradients, "--tp", str(layout.tp), "--cp", str(layout.cp)]
+    asked += ["--dtype", dtype]
     config = parse(asked).for_world(layout.ranks, "cuda")
     assert config.grad_dtype == gradients
     device = CudaOps.__new__(CudaOps)

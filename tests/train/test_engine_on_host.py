@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train import run as loop
 from kos.train.config.options import TrainConfig
+from kos.train.device import cuda as engine_module
 from kos.train.device import memory_plan
 from kos.train.device.cuda import CudaDevice
 from kos.train.model import initial
@@ -22,6 +25,7 @@ from kos.train.optim.cuda import CHUNK
 from kos.train.run import Trainer
 from tests.train.emulated_runs import SMALL, column, emulated, text, train
 from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event
+from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
 
 __all__ = ["emulated", "text"]
@@ -222,3 +226,27 @@ def test_bfloat16_gradients(emulated, text, tmp_path, monkeypatch, capsys):
         train(text, tmp_path / "fp32", **several)
     )
     assert tensors_of_run(tmp_path / "bf16") == tensors_of_run(tmp_path / "fp32")
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("compress", "grad_dtype"), [("int8", "float32"), ("fp8", "bfloat16")])
+def test_compressed_gradients(emulated, text, tmp_path, compress, grad_dtype, zero, monkeypatch):
+    """Near the others; the same bits in a graph, whose first run has no effect on the residual, eager and resumed."""
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * CHUNK)
+    how = {"dtype": "bfloat16", "micro_batch_size": None, "grad_dtype": grad_dtype, "ranks": 2, "zero": zero}
+    near, how = train(text, tmp_path / "near", **how), {**how, "compress": compress}
+    rows = train(text, tmp_path / "graph", **how)
+    np.testing.assert_allclose(column(rows), column(near), rtol=5e-3)
+    assert tensors_of_run(tmp_path / "near") != tensors_of_run(tmp_path / "graph")
+    step2 = str(tmp_path / "graph" / "checkpoints" / "step-2")
+    for name, changes in {"eager": {"graph": False}, "resumed": {"resume": step2}}.items():
+        again = train(text, tmp_path / name, **how, **changes)
+        assert column(again) == column(rows)[-len(again) :], name
+        assert tensors_of_run(tmp_path / name) == tensors_of_run(tmp_path / "graph"), name
+
+
+def test_fp8_needs_a_gpu_that_has_it(emulated, text, tmp_path, monkeypatch):
+    about = SimpleNamespace(name="NVIDIA A100", uuid="host", compute_capability=(8, 0))
+    monkeypatch.setattr(engine_module, "device_info", lambda device: about)
+    with refused(ConfigError, "--compress: expected int8 or int4 on NVIDIA A100, which has no fp8, got fp8"):
+        train(text, tmp_path, ranks=2, compress="fp8")

@@ -378,8 +378,8 @@ def test_others_are_refused_by_name(kind: str, change: dict[str, Any], message: 
 def test_settings_of_another_family_are_refused() -> None:
     with refused(ConfigError, "sliding_window: expected none in a model of type llama, got 8"):
         of(LlamaConfig, sliding_window=8)
-    with refused(ConfigError, "--tp 8: expected num_key_value_heads to be a multiple of 8, got 4"):
-        of(Qwen3Config).local(0, 8)
+    with refused(ConfigError, "--tp 4: expected num_key_value_heads to be a multiple or a divisor of 4, got 6"):
+        of(Qwen3Config, num_attention_heads=12, num_key_value_heads=6).local(0, 4)
 
 
 def test_the_guide_shows_the_code_of_a_family() -> None:

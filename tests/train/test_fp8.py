@@ -12,6 +12,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.device import cuda as engine_module
 from kos.train.device.cpu import CpuDevice
 from kos.train.device.cuda import CudaDevice
+from kos.train.layers.products import Products
 from kos.train.ops import numpy as reference
 from kos.train.parallel.mesh import Layout
 from tests.train import test_layouts as on_cpus
@@ -54,7 +55,9 @@ def test_steps_are_those_of_the_cpu(emulated_runs, text, tmp_path, shape, capsys
         np.testing.assert_allclose(column(cpu, name), column(exact, name), rtol=NEAR)
         assert not set(column(cpu, name)) & set(column(exact, name))
     np.testing.assert_allclose(column(gpu, "grad_norm"), column(cpu, "grad_norm"), rtol=0.05)
-    assert "weights of layers, fp8, and transposed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "weights of layers, fp8, and transposed" in said
+    assert said.count("GiB of memory a rank; products in 8 bits are emulated, slower than float32") == 1
 
 
 def test_the_graph_resuming_and_recomputing(emulated_runs, text, tmp_path):
@@ -94,6 +97,22 @@ def test_a_value_that_is_not_finite_stops_the_run(
     settings = {**RUN, "eval_every": 0, "save_every": 0, "ranks": ranks, "pp": ranks}
     with pytest.raises(TrainingError, match=rf"step 3: expected a finite loss, got nan \(first in {first}.weight\);"):
         train(text, tmp_path, device, **settings)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_swiglu_that_is_not_written_has_the_same_bits(emulated_runs, text, tmp_path, monkeypatch, device):
+    fused = train(text, tmp_path / "fused", device, **RUN)
+    monkeypatch.setattr(Products, "gated", lambda self, gate_up: None)
+    written = train(text, tmp_path / "written", device, **RUN)
+    assert column(fused) == column(written)
+    assert tensors_of_run(tmp_path / "fused") == tensors_of_run(tmp_path / "written")
+
+
+def test_biases(emulated_runs, text, tmp_path):
+    """Of all matrices: the gradient of the first product of an MLP is written then, for its bias."""
+    shape = {**MODEL, "model_type": "llama", "attention_bias": True, "mlp_bias": True}
+    cpu, gpu = (train(text, tmp_path / device, device, **RUN | {"model": shape}) for device in ("cpu", "cuda"))
+    np.testing.assert_allclose(column(gpu), column(cpu), rtol=1e-3)
 
 
 def test_a_gradient_that_is_not_finite_is_named(emulated_runs, text, tmp_path, monkeypatch):
@@ -166,6 +185,24 @@ def test_layout_on_cpus(sixteens, layout):
     for got in on_cpus.train(layout, CpuDevice, 2, True, **how):
         np.testing.assert_allclose(got["rows"][:, 0], alone["rows"][:, 0], rtol=NEAR)
         assert got["loss"] == pytest.approx(alone["loss"], rel=NEAR)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"optimizer": "muon"}, {"grad_dtype": "bfloat16", "micro_batch_size": None}, {"master_weights": "none"}],
+    ids=str,
+)
+def test_other_settings(emulated_runs, text, tmp_path, changes):
+    """Of GPUs alone near the same without; Muon's matrices as in bfloat16."""
+    near = train(text, tmp_path / "bfloat16", **RUN | changes | {"dtype": "bfloat16"})
+    rows = train(text, tmp_path / "fp8", **RUN | changes)
+    np.testing.assert_allclose(column(rows), column(near), rtol=NEAR)
+    assert column(rows) != column(near)
+
+
+def test_parts_of_features_are_not_fixed(sixteens):
+    with pytest.raises(ConfigError, match="--deterministic: expected --tp 1 in fp8, where sums over .* got 2"):
+        on_cpus.train(Layout(tp=2), CpuDevice, 1, True, dtype="fp8", deterministic=True)
 
 
 def test_what_is_refused(emulated, sixteens, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
-from kos.train.layers.fp8 import check_sizes, first_of
+from kos.train.layers.fp8 import FORWARD, Fp8Weights, Quantized, check_sizes, first_of
 from kos.train.ops import numpy as ops
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix, nearest
 from tests.train.test_ops import poisoned_slab
@@ -76,10 +76,53 @@ def test_scaled_product(more, rng, arena):
     out, bias, residual = (np.float32(rng.normal(size=shape)) for shape in ((19, 23), (23,), (19, 23)))
     expected = a.astype(np.float64) @ b.astype(np.float64).T / 4
     expected += ("bias" in more) * bias + ("residual" in more) * residual + ("out" in more) * out
-    added = out if "out" in more else residual if "residual" in more else None
-    ops.scaled_product(a, scales[0], b, scales[1], out, added, bias if "bias" in more else None, arena)
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    results = []
+    for rounded in (False, True):
+        result = out.copy()
+        added = result if "out" in more else residual if "residual" in more else None
+        with_bias = bias if "bias" in more else None
+        ops.scaled_product(a, scales[0], b, scales[1], result, added, with_bias, arena, rounded)
+        results.append(result)
+    np.testing.assert_allclose(results[0], expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(results[1], results[0].astype(ml_dtypes.bfloat16).astype(np.float32))
     assert arena.in_use == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_is_that_of_the_numbers_it_is_given(kind, rng, arena):
+    """Near the exact one, as far as quantizing both operands allows: half a unit in the last place of each number."""
+    a, b = matrix(kind, (24, 40), rng), matrix("normal", (33, 40), rng)
+    forms, units = ("float8_e5m2", "float8_e4m3fn"), (2.0**-3, 2.0**-4)
+    made = []
+    for x, form in zip((a, b), forms, strict=True):
+        rows, scale = np.empty(x.shape, getattr(ml_dtypes, form)), np.empty(1, np.float32)
+        ops.quantize(x, rows, None, scale, arena)
+        made.append((rows, scale))
+    out = np.full((24, 33), np.nan, np.float32)
+    ops.scaled_product(*made[0], *made[1], out, None, None, arena)
+    exact, magnitude = a.astype(np.float64) @ b.T.astype(np.float64), np.abs(a).astype(np.float64) @ np.abs(b).T
+    lost = float(made[0][1][0]) * 2.0**-16 * np.abs(b).sum(axis=1)  # of numbers near the end of the range
+    assert (np.abs(out - exact) <= 1.01 * (units[0] + units[1] + units[0] * units[1]) * magnitude + lost + 1e-36).all()
+
+
+@pytest.mark.parametrize("shape", [(11, 14)])
+def test_swiglu_in_8_bits(shape, rng, arena):
+    """The bits of its output, and of its gradient, quantized."""
+    n, f = shape[0], shape[1] // 2
+    gate_up, d_out = (np.asfortranarray(rng.normal(size=(n, columns)), np.float32) for columns in (2 * f, f))
+    out, d_gate_up = (np.asfortranarray(np.empty((n, columns), np.float32)) for columns in (f, 2 * f))
+    ops.swiglu(gate_up, out, arena)
+    ops.swiglu_backward(d_out, gate_up, out, d_gate_up, arena)
+    for x, write in (
+        (out, lambda *made: ops.quantize_swiglu(gate_up, *made, arena)),
+        (d_gate_up, lambda *made: ops.quantize_swiglu_backward(d_out, gate_up, *made, arena)),
+    ):
+        both = []
+        for each in (lambda *made, x=x: ops.quantize(x, *made, arena), write):
+            made = [np.zeros(size, ml_dtypes.float8_e4m3fn) for size in (x.shape, x.shape[::-1])]
+            each(*made, scale := np.zeros(1, np.float32))
+            both.append([*(array.tobytes() for array in made), scale[0]])
+        assert both[0] == both[1]
 
 
 def test_swiglu_backward_without_the_output(rng, arena):
@@ -92,6 +135,31 @@ def test_swiglu_backward_without_the_output(rng, arena):
     ops.swiglu_backward(d_out, gate_up, out, with_it, arena)
     ops.swiglu_backward(d_out, gate_up, None, without, arena)
     np.testing.assert_array_equal(with_it, without)
+
+
+def test_weights_are_quantized_once_for_a_step(rng, arena):
+    """When they are first read; the next step reads the new ones, in the same memory."""
+    weights = {name: np.float32(rng.normal(size=(16, 32))) for name in ("a", "b", "norm")}
+    store = {
+        name: Quantized(np.zeros((16, 32), FORWARD), np.zeros((32, 16), FORWARD), np.zeros(1, np.float32), name=name)
+        for name in ("a", "b")
+    }
+
+    def widened(found):
+        return found.rows.astype(np.float32) * found.scale
+
+    def near(found, weight):  # half a unit in the last place of 4 bits, or of the smallest numbers
+        return (np.abs(widened(found) - weight) <= 0.066 * np.abs(weight) + found.scale * 2.0**-10).all()
+
+    first = Fp8Weights(weights, store, ops, arena)
+    assert list(first) == list(weights) and first["norm"] is weights["norm"] and first["a"] is store["a"]
+    assert store["b"].scale == 0 and near(first["a"], weights["a"])
+    before = widened(first["a"])
+    weights["a"] += 1
+    np.testing.assert_array_equal(widened(first["a"]), before)
+    following = Fp8Weights(weights, store, ops, arena)
+    assert near(following["a"], weights["a"])
+    np.testing.assert_array_equal(following["a"].columns.view(np.uint8), following["a"].rows.T.view(np.uint8))
 
 
 def test_sizes_that_cublaslt_does_not_take():

@@ -101,6 +101,13 @@ def test_tensor_parallel_in_halves(train, flags: str, recompute: str, backend: s
 
 
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 1), (4, 2)])
+def test_more_ranks_than_kv_heads(train, ranks: int, kv_heads: int, backend: str) -> None:
+    alone = "--num-key-value-heads", str(kv_heads)
+    check(train, ranks, backend, "--tp", str(ranks), *alone, alone=alone)
+
+
+@pytest.mark.parametrize("backend", ["peer", "nccl"])
 @pytest.mark.parametrize("flags", FOUR)
 def test_four_ranks(train, flags: str, backend: str) -> None:
     check(train, 4, backend, *flags.split())
@@ -166,6 +173,38 @@ def test_deterministic_is_the_same_up_to_rounding(train) -> None:
     """A sequence in pieces, compared with the same sequence that is not split."""
     flags = ("--dtype", "float32", *LONG.split())
     np.testing.assert_allclose(train(1, *flags, "--deterministic")[0], train(1, *flags)[0], rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("flags", ["--compress int8", "--compress fp8 --zero 1", "--compress int4"])
+def test_compressed_gradients(train, flags: str, dtype: str) -> None:
+    """The same bits in a graph and not, and over every backend, residuals too; near those that are not compressed."""
+    of_bfloat16 = ["--grad-dtype", "bfloat16", "--micro-batch-size", "4"] * (dtype == "bfloat16")
+    how = ("--dtype", dtype, *flags.split(), *of_bfloat16)
+    rows, tensors = train(2, *how, "--backend", "peer")
+    exact = [flag for before, flag in zip(("", *how), how, strict=False) if "--compress" not in (before, flag)]
+    np.testing.assert_allclose(rows[:, 0], train(2, *exact, "--backend", "peer")[0][:, 0], rtol=2e-2)
+    assert sum(name.startswith("residual.") and tensor.any() for name, tensor in tensors.items()) > 20
+    others = [("peer", "--no-graph"), ("nccl",), ("nccl", "--no-graph")]
+    for backend, *graph in others if NCCL_RANKS >= 2 else others[:1]:
+        again, there = train(2, *how, "--backend", backend, *graph)
+        np.testing.assert_array_equal(again, rows, err_msg=f"{backend} {graph}")
+        assert there.keys() == tensors.keys()
+        changed = [name for name in tensors if there[name].tobytes() != tensors[name].tobytes()]
+        assert not changed, f"{backend} {graph}: {len(changed)} of {len(tensors)}: {changed[:5]}"
+
+
+def test_compressed_gradients_go_on(train, tmp_path: Path) -> None:
+    """From a checkpoint in the middle: the bits of the unbroken run, whose first step was captured with a residual."""
+    flags = ("--dtype", "float32", "--compress", "int8", "--backend", "peer")
+    rows, tensors = train(2, *flags)
+    command = [MPIRUN, "-n", "2", sys.executable, "-m", "kos.train", *FLAGS, *flags, "--out", str(tmp_path)]
+    for more in (["--steps", str(STEPS // 2)], ["--resume", "auto"]):
+        done = subprocess.run([*command, *more], env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS)
+        assert done.returncode == 0, done.stderr[-2500:] + done.stdout[-500:]
+    np.testing.assert_array_equal(_rows(tmp_path), rows)
+    there = _tensors(tmp_path)
+    assert there.keys() == tensors.keys() and all(there[x].tobytes() == tensors[x].tobytes() for x in tensors)
 
 
 @pytest.mark.parametrize("flags", FIXED_FOUR)

@@ -252,6 +252,7 @@ def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatc
 PLANNED = [
     pytest.param(Layout(tp=2), {}, marks=pytest.mark.slow),
     (Layout(cp=2), {}),
+    (Layout(cp=2), {"compress": "int8"}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
     pytest.param(Layout(pp=2), {"tied": True, "deterministic": True}, marks=pytest.mark.slow),
     pytest.param(Layout(cp=2), {"deterministic": True}, marks=pytest.mark.slow),
@@ -260,7 +261,7 @@ PLANNED = [
 ]
 
 
-PLANS = ["tp2", "cp2", "pp2-v", "fixed", "fixed-cp2", "pp2", "tp2-pp2"]
+PLANS = ["tp2", "cp2", "cp2-int8", "pp2-v", "fixed", "fixed-cp2", "pp2", "tp2-pp2"]
 
 
 @pytest.mark.parametrize(("layout", "changes"), PLANNED, ids=PLANS)

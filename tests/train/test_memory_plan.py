@@ -68,6 +68,35 @@ def test_what_takes_less_memory_is_said(monkeypatch):
     assert after.savings == ["a --micro-batch-size below 4"]
 
 
+def test_the_plan_has_the_residual_of_compressed_gradients(monkeypatch):
+    """As large as the gradients, and none on one rank; what a sum takes beside is that of a bucket."""
+    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
+    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        flags = "--preset", "1b", "--grad-dtype", dtype
+        exact, one = plan(*flags, ranks=4), plan(*flags, "--compress", "int4")
+        both = plan(*flags, "--compress", "int4", ranks=4)
+        assert both.uses["residual of gradients sent as int4"] == exact.uses[f"gradients, {dtype}"]
+        assert "--compress none" in both.savings and "--compress none" not in exact.savings
+        assert one.uses == plan(*flags).uses
+        beside = both.uses["kernels, graph, communication"] - exact.uses["kernels, graph, communication"]
+        bucket = exact.uses[f"gradients, {dtype}"] / size / 32
+        assert beside == pytest.approx(5 * 34 / 64 * bucket, rel=0.01)
+        assert both.total == exact.total + both.uses["residual of gradients sent as int4"] + beside
+
+
+def test_the_plan_of_a_cpu_has_the_residual():
+    def uses(*flags, ranks=2):
+        config = parse(["--device", "cpu", *flags]).for_world(ranks)
+        mesh, schedule = Mesh.dry(Layout(dp=ranks)), build("1f1b", 1, 1)
+        return cpu.plan_memory(config, config.model_config_for(256), mesh, schedule, ranks).uses
+
+    exact, both = uses(), uses("--compress", "fp8")
+    assert both.pop("residual of gradients sent as fp8") == 4 * parse([]).model_config_for(256).num_parameters()
+    assert both.pop("tensors to be saved") >= exact.pop("tensors to be saved") and both == exact
+    assert uses("--compress", "fp8", ranks=1) == uses(ranks=1)
+
+
 def test_the_plan_of_layouts(monkeypatch):
     """A rank's weights are its part; its activations those of as many micro-batches as its schedule keeps."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))

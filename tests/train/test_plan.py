@@ -54,6 +54,16 @@ def test_gradients_are_summed_once_a_step(zero):
     assert sent == {"gradients": 2 * 3 / 4 * 4 * whole, "tp": 0, "pp": 0, "cp": 0}
 
 
+@pytest.mark.parametrize(("zero", "compress", "of_64"), [(0, "int8", 66), (1, "fp8", 66), (0, "int4", 34)])
+def test_compressed_gradients_are_sent_in_fewer_bytes(zero, compress, of_64, capsys):
+    """The weights that ZeRO-1 gathers are not compressed, and the time of the codec is said to be left out."""
+    sent = predicted("--zero", str(zero), "--compress", compress, axes={"dp": 4}).sent["gradients"]
+    whole = -(-PARAMETERS // (4 * 16_384)) * 4 * 16_384 if zero else -(-PARAMETERS // 64) * 64
+    assert sent == 3 / 4 * (whole * of_64 / 64 * (1 if zero else 2) + zero * 4 * whole)
+    assert main(["--plan", "--ranks=2", *SHAPE, "--compress", compress]) == 0
+    assert "note: the time to compress and to add what came compressed is left out" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("batch", [8, 16])
 def test_tensor_parallel_sends_four_activations_each_way_in_a_block(batch):
     """A gather or a sum before and behind both pairs of matrices, forward and backward; two more for weights.
@@ -104,6 +114,21 @@ def test_many_micro_batches_count_as_each_of_a_few():
     two, three, many = (predicted("--batch-size", str(2 * n), axes={"tp": 2}) for n in (2, 3, 40))
     for of in (lambda each: each.sent["tp"], lambda each: each.seconds):
         assert of(many) - of(three) == pytest.approx(37 * (of(three) - of(two)), rel=1e-4) != 0
+
+
+def test_products_in_8_bits_have_their_own_rate_and_casts():
+    """Where only products take time, a step is as much faster; where only memory does, slower by the casts."""
+    shape = ("--device", "cuda", "--dtype")
+    for exact, expected in (
+        (SLOW._replace(memory=1e18, operation=0.0, attention=(1e18, 1e18), fp8=2e9), 0.5),
+        (SLOW._replace(linear=1e18, operation=0.0, attention=(1e18, 1e18), fp8=1e18), None),
+    ):
+        times = [predicted(*shape, dtype, speed=exact._replace(name="H100")).seconds for dtype in ("bfloat16", "fp8")]
+        head = 6 * B * T * 4 * D * V / 1e9 if expected else 0.0  # which stays in bfloat16
+        if expected:
+            assert times[1] - head == pytest.approx(expected * (times[0] - head), rel=1e-3)
+        else:
+            assert times[1] > times[0]
 
 
 def test_a_pipeline_has_the_times_of_each_stage_and_pass(monkeypatch):
@@ -184,6 +209,15 @@ def test_every_layout_is_proposed_or_refused_with_its_reason(ranks):
             model.local(0, layout.tp, stage, each.job.schedule.stages_of_ranks)
     speeds = [each.seconds for each in legal if each.memory.fits]
     assert speeds == sorted(speeds) and (ranks == 1 or len(speeds) > 1)
+
+
+def test_compressed_gradients_that_muon_would_not_shard():
+    """ZeRO-1 is not tried, nor are layouts in which a block would have two tensors; the reason is given."""
+    legal, refused = planned(4, "--compress=int8", "--optimizer=muon")
+    reasons = {tuple(sizes.values()): reason for sizes, reason in refused}
+    assert {each.job.config.zero for each in legal} == {0} and Layout(dp=4) in {each.job.layout for each in legal}
+    expected = "--compress: expected tensors of a multiple of 64 elements with --tp, got model.norm.weight of 32"
+    assert reasons[2, 2, 1, 1] == expected and Layout(tp=2, pp=2) in {each.job.layout for each in legal}
 
 
 def test_what_does_not_divide_is_refused():
@@ -367,6 +401,7 @@ def test_bad_requests_are_refused():
         (["--ranks", "0"], "of at least 1, got 0"),
         (["--ranks", "2", "--gpu", "B200"], "--gpu: expected one of H200, H100, A100, got 'B200'"),
         (["--ranks", "2", "--dtype", "float32"], "expected bfloat16 or fp8 with --plan"),
+        (["--ranks", "2", "--dtype", "fp8", "--gpu", "A100"], "--dtype fp8: expected --gpu of one that .* got A100"),
         (["--ranks", "3", "--tp", "2"], r"--tp 2: expected a divisor of 3 \(ranks\), got 2; 2 ranks would do$"),
         (["--ranks", "6", "--dp", "2", "--tp", "2"], "--dp 2 --tp 2: .* 6 .* got 2 × 2 = 4; 4 ranks would do$"),
         (["--ranks", "2", "--tokenizer", "chars"], "expected --vocab-size"),

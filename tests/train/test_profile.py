@@ -102,6 +102,23 @@ def test_on_the_cpu(tmp_path, capsys):
     assert table in capsys.readouterr().out
 
 
+def test_compressed_gradients(tmp_path):
+    """Bytes are those that are sent; what adds the residual is timed too."""
+
+    def spans(compress):
+        (folder := tmp_path / compress).mkdir()
+        return profiled(folder, 2, compress=compress)[1]
+
+    whole, few = spans("none"), spans("int8")
+
+    def nbytes(spans, name):
+        return sum(span["args"]["bytes"] for span in spans if span["pid"] == 0 and span["name"] == name)
+
+    assert nbytes(few, "feed_back") == pytest.approx(4 * nbytes(whole, "all_reduce"), rel=0.01) != 0
+    assert nbytes(few, "all_reduce") == pytest.approx(66 / 256 * nbytes(whole, "all_reduce"), rel=0.01)
+    assert not nbytes(whole, "feed_back")
+
+
 def test_a_run_that_is_gone_on_from_stays_as_it_was(tmp_path):
     run = tmp_path / "run"
     values = {**SMALL, "data": str(tmp_path / "letters.txt"), "out": run, "steps": 3, "save_every": 2, "keep": 9}

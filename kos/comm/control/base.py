@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kos.comm import timeouts
 from kos.comm.control.notices import Channel
-from kos.comm.failures import FailureLog, StoppedRanks
+from kos.comm.failures import FailureLog, Late, StoppedRanks
 from kos.comm.records import again, blaming
 from kos.cuda.devices import process_numa_node
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RendezvousError
@@ -186,7 +186,7 @@ class Rendezvous(ABC):
     ) -> KosError:
         """The error of ``what``, in which those ranks are missing at the timeout."""
         text = timeouts.late(self.failures.names(ranks, several), verb, self.timeout)
-        return self.failures.overdue(ranks, what, None, text, RendezvousError)
+        return self.failures.overdue(Late(ranks, text), what, None, RendezvousError)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

@@ -34,7 +34,8 @@ from kos.comm.control.inbox import Inbox
 from kos.comm.control.notices import Channel
 from kos.comm.control.threads import ThreadGroup
 from kos.comm.control.wire import Connection, HandshakeError, Network, admit_all, drive, is_loopback, lacks_files
-from kos.comm.peer_status import Tables
+from kos.comm.failures import Late
+from kos.comm.peer_status import PeerStatus
 from kos.comm.records import blaming, from_record, to_record
 from kos.errors import BackendUnavailable, KosError, RendezvousError
 
@@ -90,14 +91,14 @@ class TCPRendezvous(Rendezvous):
     def send_failure(self, error: KosError | None) -> None:
         self._channel(0).send([self.rank, None if error is None else to_record(error)])
 
-    def receive_failures(self, tables: Tables) -> None:
+    def receive_failures(self, status: PeerStatus) -> None:
         world = self.failures.world
         with self._receiving:  # not the inbox's lock, which is held while another thread waits in an exchange
             for rank, record in self._channel(0).receive():
-                tables.failures.pop(world[rank], None)
+                status.failures.pop(world[rank], None)
                 if record is not None:
-                    tables.failures[world[rank]] = from_record(record), time.monotonic()
-            tables.ends.update({world[rank]: why for rank, why in self.inbox.deaths.copy().items()})
+                    status.failures[world[rank]] = from_record(record), time.monotonic()
+            status.ends.update({world[rank]: why for rank, why in self.inbox.deaths.copy().items()})
 
     def open_channel(self) -> Channel | None:
         self._channels += 1
@@ -338,7 +339,7 @@ class TCPRendezvous(Rendezvous):
             if time.monotonic() >= deadline:
                 me, hub = (self.failures.names([rank], False) for rank in (self.rank, 0))
                 silent = timeouts.unreached(me, hub, self.timeout, problem)
-                raise self.failures.overdue([0], "rendezvous", None, silent, RendezvousError)
+                raise self.failures.overdue(Late([0], silent), "rendezvous", None, RendezvousError)
             time.sleep(pause)
             greeting_seconds, pause = 2 * greeting_seconds, min(2 * pause, 0.5)
 
@@ -415,7 +416,7 @@ class TCPRendezvous(Rendezvous):
             return RendezvousError(why)
         names = self.failures.names(ranks)
         names += f" of {self.size}" * ("of world" not in names)
-        return self.failures.overdue(ranks, "rendezvous", None, f"{names} {why}", RendezvousError)
+        return self.failures.overdue(Late(ranks, f"{names} {why}"), "rendezvous", None, RendezvousError)
 
     @property
     def local_rank(self) -> int:

@@ -25,7 +25,7 @@ from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous, machine_id
 from kos.comm.control.env import JobRendezvous, Place
 from kos.comm.control.offers import listen_for, place_by
-from kos.comm.failures import FailureLog
+from kos.comm.failures import FailureLog, Late
 from kos.comm.records import blaming
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 from kos.memory.ipc import pretended_host
@@ -129,7 +129,7 @@ def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]
         others = [each for each in range(size) if each != rank]
         named = failures.names(others, False) if size == 2 else f"all other {size - 1} ranks"
         waited = timeouts.waited(failures.names([rank], False), rendezvous.timeout, named)
-        raise failures.overdue(others, f"rendezvous: {what}", None, waited, RendezvousError)
+        raise failures.overdue(Late(others, waited), f"rendezvous: {what}", None, RendezvousError)
 
 
 def await_request(rendezvous: Rendezvous, what: str, request: Any) -> None:

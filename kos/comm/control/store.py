@@ -14,7 +14,7 @@ from kos.comm.control.base import machine_id
 from kos.comm.control.env import JobRendezvous, Place
 from kos.comm.control.group import GRACE_SECONDS
 from kos.comm.control.offers import checked_offer, listen_for, place_by
-from kos.comm.failures import FailureLog
+from kos.comm.failures import FailureLog, Late
 from kos.errors import InvalidArgument, RendezvousError
 
 
@@ -54,7 +54,7 @@ def store_rendezvous(
         listener, offer = _by_store(store, rank, size, timeout)
         if missing := offer.get("missing"):
             text = timeouts.late(failures.names(missing), timeouts.JOIN, timeout)
-            raise failures.overdue(missing, "rendezvous", None, text, RendezvousError)
+            raise failures.overdue(Late(missing, text), "rendezvous", None, RendezvousError)
         place = place_by(rank, size, "the store", offer)
     return JobRendezvous(place, timeout, listener, failures)
 

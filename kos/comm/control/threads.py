@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import WHY_CLOSED, FailureLog
-from kos.comm.peer_status import PeerStatus, Tables
+from kos.comm.peer_status import PeerStatus
 from kos.comm.records import again
 from kos.errors import KosError
 
@@ -27,17 +27,18 @@ def rank_thread(run: Callable[[int], None], rank: int) -> threading.Thread:
     return threading.Thread(target=run, args=(rank,), name=f"{RANK_THREAD}{rank}", daemon=True)
 
 
-class ThreadWorld(Tables):
+class ThreadWorld:
     """The state shared by all threads of one ``spawn``: a lock, a condition per rank, and what is known of each."""
 
     def __init__(self, size: int, watch: Any = None) -> None:
-        super().__init__()
         self.lock = threading.RLock()
         self.watch = watch  # ``kos.testing.watch.Watch`` in tests
         self.failure: KosError | None = None  # of all groups
         self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
         self.events = [0] * size  # counts wake-ups, so that none is missed between a poll and a wait
-        self.statuses = [PeerStatus(rank, self) for rank in range(size)]  # a rank's groups share its status
+        known = PeerStatus()
+        self.ends = known.ends  # why a rank has ended
+        self.statuses = [PeerStatus(rank, known) for rank in range(size)]  # a rank's groups share its status
 
     def notify(self, ranks: list[int]) -> None:
         """Wake ranks that may be waiting; the caller holds the lock."""
@@ -74,7 +75,9 @@ class ThreadGroup:
         self.size = size
         self.world = world or ThreadWorld(size)
         self.members = members if members is not None else list(range(size))  # world ranks
-        self.failure: KosError | None = None
+        self.logs = [FailureLog(self.members, r, self.world.statuses[m]) for r, m in enumerate(self.members)]
+        """The failure log of each rank; a report of one goes to all of them."""
+        self.over: KosError | None = None  # why exchanges fail
         self._closed: dict[int, tuple[str, KosError | None, float | None]] = {}
         self._shared: dict[Any, Any] = {}
 
@@ -86,18 +89,31 @@ class ThreadGroup:
             return cast(T, self._shared[key])
 
     def fail(self, failure: KosError) -> None:
-        """Make every rank that waits in this group, now or later, raise the same error; the first is kept."""
+        """Make every rank raise the failure in its exchange, and in later ones; the first is kept."""
         with self.world.lock:
-            if self.failure is None:
-                self.failure = again(failure)
-                self.notify_all()
+            self.over = self.over or again(failure)
+            self.notify_all()
+
+    def report_failure(self, failure: KosError, sequence: int) -> None:
+        """Make every rank raise the failure in messages, and from collective ``sequence`` on."""
+        with self.world.lock:
+            for each in self.logs:
+                each.record(sequence, again(failure))
+            self.notify_all()
 
     def notify_all(self) -> None:
         self.world.notify(self.members)
 
-    def raise_failure(self) -> None:
-        """Raise if the group, or every group, failed; a new exception each time, for its own thread's traceback."""
-        if (failure := self.world.failure or self.failure) is not None:
+    def raise_failure(self, rank: int, sequence: int | None = None) -> None:
+        """Raise if every group failed, or this one in that collective or before; None: in any."""
+        if self.world.failure is not None:
+            raise again(self.world.failure)
+        if self.logs[rank].reported is not None:
+            self.logs[rank].ask(sequence)
+
+    def raise_over(self) -> None:
+        """Raise if exchanges of the group have failed; a copy, for the traceback of this thread."""
+        if (failure := self.world.failure or self.over) is not None:
             raise again(failure)
 
     def wait(self, rank: int, deadline: float, what: str, missing: list[int]) -> bool:
@@ -124,7 +140,7 @@ class ThreadGroup:
         """The failure of this group, or the loss of a rank that has not closed its communicator."""
         with self.world.lock:
             try:
-                self.raise_failure()
+                self.raise_failure(failures.rank)
                 for rank in range(self.size) if failures.rank not in self._closed else ():
                     if self._closed.get(rank, ("",))[0] != WHY_CLOSED:
                         self.raise_end(rank, failures)
@@ -145,24 +161,21 @@ class ThreadGroup:
 class ThreadRendezvous(Rendezvous):
     """Ranks are threads of one process (the mock backend, users' tests)."""
 
-    def __init__(
-        self, group: ThreadGroup, rank: int, timeout: float = 120.0, failures: FailureLog | None = None,
-        host: str | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, group: ThreadGroup, rank: int, timeout: float = 120.0, host: str | None = None) -> None:
         self.rank, self.size, self.timeout, self.host = rank, group.size, timeout, host
         self.threads: ThreadGroup = group
         self._slots: dict[int, dict[int, bytes]] = group.shared("exchanges", dict)
-        self._failures = failures or FailureLog(group.members, rank, group.world.statuses[group.members[rank]], timeout)
+        self._failures, group.logs[rank].timeout = group.logs[rank], timeout
 
     def _exchange(self, message: bytes) -> list[bytes]:
         group, number, deadline = self.threads, self._exchanges, time.monotonic() + self.timeout
         with self.waiting(), group.world.lock:
-            group.raise_failure()
+            group.raise_over()
             slots = self._slots.setdefault(number, {})
             slots[self.rank] = message
             group.notify_all()
             while missing := [rank for rank in range(self.size) if rank not in slots]:
-                group.raise_failure()
+                group.raise_over()
                 for rank in missing:
                     group.raise_end(rank, self.failures, "rendezvous")
                 if not group.wait(self.rank, deadline, "rendezvous", missing):
@@ -202,10 +215,9 @@ class ThreadRendezvous(Rendezvous):
             return self._child(group.shared("shrunk", lambda: ThreadGroup(len(members), world, members)))
 
     def _child(self, group: ThreadGroup) -> Rendezvous:
-        members = self.threads.members
-        rank = group.members.index(members[self.rank])
-        failures = self.failures.of([members.index(member) for member in group.members], rank)
-        return ThreadRendezvous(group, rank, self.timeout, failures, self.host)
+        child = ThreadRendezvous(group, group.members.index(self.failures.world[self.rank]), self.timeout, self.host)
+        child.failures.status = self.failures.status
+        return child
 
 
 def single_rendezvous(timeout: float = 120.0) -> ThreadRendezvous:

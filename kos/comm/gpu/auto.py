@@ -11,6 +11,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from kos.comm.backend import UNMADE, Backend, Probe
@@ -129,7 +130,7 @@ class AutoBackend(Backend):
         part, fixed = self.choose_backend(o)
         prepared = part.prepare(o)
         if part is self.host:
-            prepared.launch = self._launch_on_host
+            prepared.launch = partial(self._launch_on_host, prepared.launch)  # that of the core, or of the transport
         else:
             prepared.launch, prepared.fixed = self._launch_on_gpu, fixed
             eager = not fixed and not is_captured((o.send or o.recv).stream)  # type: ignore[union-attr]
@@ -137,9 +138,9 @@ class AutoBackend(Backend):
                 prepared.route = prepared.route.launch
         return prepared
 
-    def _launch_on_host(self, work: Work[Any]) -> Steps | None:
+    def _launch_on_host(self, launch: Callable[[Work[Any]], Steps | None], work: Work[Any]) -> Steps | None:
         self.gpus[0].confirm(work)  # the later of two ranks that differ finds it
-        return self.host.launch(work)  # type: ignore[attr-defined]
+        return launch(work)
 
     def _launch_on_gpu(self, work: Work[Any]) -> None:
         part = work.prepared.backend

@@ -225,7 +225,7 @@ class DeviceBackend(Backend):
         if o.held is not None and type(o.held) is not Array and immutable(o.held) and not capture_of(o.stream):
             held, event = o.again(), PooledEvent(self._events)
             call(cu.cuEventRecord, event.handle, o.stream)
-            held.event = event  # type: ignore[attr-defined]
+            held.event = event
             self._flying.append([held])
             self._forget_landed()
 
@@ -375,7 +375,7 @@ class DeviceBackend(Backend):
 
     def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
         """The error of a call whose time is up."""
-        return self.failures.timeout_of(work, seconds, self.late(work))
+        return self.failures.overdue(self.late(work), work, seconds)
 
     # Failures.
 

@@ -27,7 +27,7 @@ from kos.comm import timeouts, watchdog
 from kos.comm.backend import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi_job import on_thread
-from kos.comm.failures import EndedEarly
+from kos.comm.failures import EndedEarly, Late
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.backend import DeviceBackend, unstarted
 from kos.comm.gpu.compressed import CompressedOperation
@@ -162,7 +162,7 @@ class NCCLBackend(DeviceBackend):
         last = self.shared.last or unstarted(what, self)
         if late:
             known = self.late(last)
-            raise self.failures.overdue(known.ranks or known.others, text, None)
+            raise self.failures.overdue(Late(known.ranks or known.others), text)
         self.failures.show_wait(self.late(last))
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
@@ -310,16 +310,18 @@ class NCCLBackend(DeviceBackend):
             raise InvalidArgument(f"algorithm: expected 'auto' for {o.name} on nccl, got {o.options.algorithm!r}")
         choose = self._movement if o.reduction is None else self._reduction
         launch, how = (self._compressed if o.options.compress else choose)(o)
+        return self.connecting(o, in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None]), how)
+
+    def connecting(self, o: Operation, launch: Run, how: str) -> Route:
+        """The route of ``launch``: NCCL connects ranks at the first call of a kind, which depends on size and peer."""
         buffer, message = o.send or o.recv, o.message
-        launch = in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None])
-        # NCCL connects ranks at the first call of a kind, which depends on size and peer.
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{how} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
-        return Route(launch if connected else _FirstCall(self, o, launch, kind), None, connected)
+        return launch if connected else _FirstCall(self, o, launch, kind), None, connected
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
-        """Launch NCCL's own operations as one group; ordered and compressed operations follow one by one."""
-        alone = [work for work in works if isinstance(_innermost(work), OrderedReduction | CompressedOperation)]
+        """Launch NCCL's own operations as one group; the others follow one by one."""
+        alone = [work for work in works if isinstance(_innermost(work), self.ones_alone())]
         together = [work for work in works if work not in alone]
         if len(together) < 2:
             return super().queue(works, stream)
@@ -340,6 +342,10 @@ class NCCLBackend(DeviceBackend):
         else:
             launch()
         super().queue(alone, stream)
+
+    def ones_alone(self) -> tuple[type, ...]:
+        """The launches that no group of NCCL may hold: they launch kernels of kos too."""
+        return OrderedReduction, CompressedOperation
 
     def _compressed(self, o: Operation) -> tuple[Run, str]:
         return CompressedOperation(self, o), o.options.compress

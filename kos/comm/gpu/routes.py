@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp
@@ -11,16 +10,9 @@ from kos.cuda import driver, streams
 from kos.cuda.driver import call, cu
 from kos.memory.windows import Run, in_windows
 
-
-class Route(NamedTuple):
-    """How a backend for GPUs runs calls of one signature."""
-
-    queue: Run
-    """Queues one: the handle of a stream, the address of what is sent, and of what is received."""
-    kernel: str | None = None
-    """The kernel, if it depends on more than the arguments and must be the same on all ranks."""
-    lasting: bool = True
-    """Whether later calls may use it."""
+Route = tuple[Run, str | None, bool]
+"""How a backend for GPUs runs calls of one signature: what queues one; the kernel, if it depends on more than the
+arguments and must be the same on all ranks; whether later calls may use it."""
 
 
 def nothing(stream: int, send: int = 0, recv: int = 0) -> None:
@@ -34,8 +26,8 @@ def alone(o: Operation, device: int) -> Route | None:
     if (reduction is not None and reduction.op is ReduceOp.PREMUL_SUM) or o.options.algorithm != AUTO:
         return None
     if send is None or recv is None or not recv.nbytes or send is recv:
-        return Route(nothing)
-    return Route(in_windows(partial(_copy, device, recv.nbytes), [send.pointer, recv.pointer]))
+        return nothing, None, True
+    return in_windows(partial(_copy, device, recv.nbytes), [send.pointer, recv.pointer]), None, True
 
 
 def _copy(device: int, nbytes: int, stream: int, send: int, recv: int) -> None:

@@ -58,7 +58,6 @@ class CommState:
             segment, self.segment = open_segment(rendezvous)
             if segment is not None:
                 self.calls, self._owns_calls = CallRing(segment, failures), True
-                self.calls.link()
                 at_exit(self)
         self._channel: Channel | None = None
         self._told = -1  # the calls begun when those of this host were last told
@@ -99,7 +98,8 @@ class CommState:
 
     def _compare(self, rank: int, first: int, theirs: list[int], texts: dict[str, str]) -> None:
         """Report the first of the calls of that rank, from the ``first``-th on, that differs from this rank's."""
-        assert self.calls is not None and self.last is not None
+        if self.calls is None or self.last is None:  # this rank has begun none
+            return
         start, mine = self.calls.since(first)
         for sequence, pair in enumerate(zip(mine, theirs[start - first :], strict=False), start):
             if pair[0] != pair[1]:
@@ -177,7 +177,7 @@ class CommState:
         if self._seen[0] != o.sequence:
             self._seen = o.sequence, now
         elif timeout is not None and now - self._seen[1] > timeout and self.missing(o):
-            raise self.failures.timeout_of(o, timeout, self.late(o, None))
+            raise self.failures.overdue(self.late(o, None), o, timeout)
 
     # The cause of a failure.
 
@@ -228,7 +228,7 @@ class CommState:
         known = [rank for rank in others if status.halted(rank) or status.failure(rank) is not None]
         waited = [rank for rank in error.ranks if rank in known or status.awaited(rank) is not None]
         if late := [world.index(rank) for rank in waited or known]:
-            return self.failures.overdue(late, error, None)
+            return self.failures.overdue(Late(late), error)
         return error.unexplained(str(error))
 
     # The end.
@@ -249,8 +249,10 @@ class CommState:
             self.post_end(reason)
 
     def close(self) -> None:
-        """Leave the segment."""
+        """Leave the segment, and report nothing more through the hub."""
         closed(self)
-        calls, self.calls = self.calls, None
+        (calls, self.calls), (channel, self._channel) = (self.calls, None), (self._channel, None)
+        if channel is not None:
+            self.failures.links.remove(channel)
         if calls is not None and self._owns_calls:
             calls.close()

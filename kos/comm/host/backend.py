@@ -57,7 +57,7 @@ class HostBackend(Backend):
             self._share_memory(rendezvous)
             self.transport.open(self)
         except BaseException:
-            self.transport.abort(UNMADE, None, None)
+            self.transport.abort(UNMADE)
             self.failures.report_end(UNMADE, self.begun)
             self._free()
             if self._segment is not None:
@@ -77,7 +77,6 @@ class HostBackend(Backend):
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
             self.calls = self.fingerprints = CallRing(self._segment, self.failures)
-            self.calls.link()
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
             if self.one_host:
@@ -169,6 +168,11 @@ class HostBackend(Backend):
         assert self.node is not None
         return self.node.start(work, left)
 
+    def steps_of(self, work: Work[Any]) -> Steps:
+        """The steps of ``work``, which the core has begun."""
+        assert self.node is not None
+        return self.node.steps(work, work.left)
+
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
         if (node := self.node) is None:
             return super().start_all(works, overlap)
@@ -192,25 +196,16 @@ class HostBackend(Backend):
 
     # Which ranks are late.
 
-    def absent(self, work: Work[Any]) -> list[int]:
-        """The ranks that are known not to have begun a collective."""
-        return self.transport.absent(work) if self.calls is None else self.calls.missing(work)
-
     def may_sleep(self, work: Work[Any]) -> bool:
         return work.collective and self.calls is not None and bool(self.calls.missing(work))
 
-    def behind(self, work: Work[Any]) -> list[int]:
-        """The ranks that a collective in shared memory waits for."""
-        left = work.left
-        return [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]
-
     def late(self, work: Work[Any]) -> Late:
-        names = self.failures.names
+        names, left = self.failures.names, work.left  # of a collective in shared memory
         if not work.collective:
             return self._late_in_message(work)
-        if late := self.absent(work):
+        if late := self.transport.absent(work) if self.calls is None else self.calls.missing(work):
             return Late(late, timeouts.late(names(late)))
-        if late := self.behind(work):
+        if late := [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]:
             return Late(late, timeouts.stuck(names(late)))
         late = self.scheduled.messages.awaited(self.scheduled.tag(work))
         return Late(late, timeouts.awaited(names(late)) if late else timeouts.UNKNOWN)
@@ -272,14 +267,14 @@ class HostBackend(Backend):
 
     def abort(self, reason: str) -> None:
         self._aborting = True  # operations that end from now on are not reported
-        reason = self.transport.abort(reason, self.failures.first, self.failures.cause())
+        reason = self.transport.abort(reason)
         self.report_end(reason)
         self.failures.first = self.failures.first or CollectiveError(reason)
         self._free()
 
     def close(self) -> None:
         self._free()
-        self.transport.close(self._begun, self.failures.first is not None)
+        self.transport.close(self._begun)
 
     def _free(self) -> None:
         closed(self)

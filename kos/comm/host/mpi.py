@@ -331,15 +331,15 @@ class MPITransport(Transport):
             mpi_job.record_loss()
         return error
 
-    def abort(self, reason: str, failure: KosError | None, cause: KosError | None) -> str:
+    def abort(self, reason: str) -> str:
         return (UNSENT if self.sending() else "") + reason
 
-    def close(self, begun: int, failed: bool) -> None:
+    def close(self, begun: int) -> None:
         if not self._MPI.Is_finalized():
             cause = self.failures.closing()
             if self._channel is not None:
                 self._channel.report_end(begun, WHY_CLOSED, cause, soon=cause is not None)
-            for comm in self._comms if cause is None and not failed else ():
+            for comm in self._comms if cause is None and self.failures.first is None else ():
                 mpi_job.free_after_all(comm)
 
 

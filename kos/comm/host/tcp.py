@@ -176,11 +176,11 @@ class TCPTransport(Transport):
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
         self._disconnect(CLOSE, reason, cause)
 
-    def abort(self, reason: str, failure: KosError | None, cause: KosError | None) -> str:
-        self._disconnect(ABORT, str(failure or reason), cause)
+    def abort(self, reason: str) -> str:
+        self._disconnect(ABORT, str(self.failures.first or reason), self.failures.cause())
         return reason
 
-    def close(self, begun: int, failed: bool) -> None:
+    def close(self, begun: int) -> None:
         with self.engine.lock:
             self.poller.progress()  # reads the descriptions of ranks that wait in another call
         self._disconnect(CLOSE, WHY_CLOSED, self.failures.closing())

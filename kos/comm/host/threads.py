@@ -18,6 +18,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.operation import COLLECTIVE_TAGS
+from kos.comm.records import again
 from kos.comm.transport import Request, Transport, remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work
 from kos.errors import CollectiveError, CollectiveMismatch, KosError, plural
@@ -58,13 +59,20 @@ class ThreadTransport(Transport):
         if self._watch is not None:
             self._watch.opened(backend, self.group)
 
+    def tag(self, sequence: int) -> int:
+        return COLLECTIVE_TAGS + sequence  # as on tcp: it says to which collective a message belongs
+
+    def ask(self, tag: int) -> None:
+        """Raise the failure that ends messages with that tag."""
+        self.group.raise_failure(self.rank, tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
+
     # Messages.
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
         group, key = self.group, (self.rank, peer, tag)
         message = ThreadMessage(self, key, array, peer)
         with group.world.lock:
-            group.raise_failure()
+            self.ask(tag)
             if on_discard := self._discarded.get(tag):
                 on_discard()
                 message.complete = True
@@ -159,13 +167,14 @@ class ThreadTransport(Transport):
         group, rank = self.group, self.rank
         mine = work.text, work.fingerprint()
         with group.world.lock:
-            group.raise_failure()
+            group.raise_failure(rank, work.sequence)
             calls = self._calls.setdefault(work.sequence, {})
             if calls:
                 peer, theirs = next(iter(calls.items()))
                 if theirs[1] != mine[1]:
-                    group.fail(self.failures.mismatch(work.group, (peer, *theirs), (rank, *mine)))
-                    group.raise_failure()
+                    wrong = self.failures.mismatch(work.group, (peer, *theirs), (rank, *mine))
+                    group.report_failure(wrong, work.sequence)
+                    raise again(wrong)
             calls[rank] = mine
             if len(calls) == self.size:
                 del self._calls[work.sequence]
@@ -175,7 +184,7 @@ class ThreadTransport(Transport):
             with group.world.lock:
                 if len(calls) == self.size:
                     return True
-                group.raise_failure()
+                group.raise_failure(rank, work.sequence)
                 for peer in set(range(self.size)) - set(calls):
                     group.raise_end(peer, self.failures, work)
             return False
@@ -199,12 +208,12 @@ class ThreadTransport(Transport):
         return self.group.find_failure(self.failures)
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
-        self.group.fail(failure)
+        self.group.report_failure(failure, sequence)
 
-    def close(self, begun: int, failed: bool) -> None:
+    def close(self, begun: int) -> None:
         self.group.close(self.rank, WHY_CLOSED, self.failures.closing(), 0.0)
 
-    def abort(self, reason: str, failure: KosError | None, cause: KosError | None) -> str:
+    def abort(self, reason: str) -> str:
         self.group.close(self.rank, reason)
         return reason
 
@@ -240,6 +249,6 @@ class ThreadMessage:
                 return True
             if self.error is not None:
                 raise self.error
-            group.raise_failure()
+            self._transport.ask(self.tag)
             group.raise_end(self.other, self._transport.failures)
         return False

@@ -25,7 +25,7 @@ from kos.memory.symmetric import on_all
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-BACKENDS = ("peer", "nccl")
+BACKENDS = ("peer", "nccl", "hierarchical")
 UNKNOWN = "unknown links"
 """NVML sometimes does not report the links: such a machine matches every table for its GPU."""
 UNMEASURED = ((None, "nccl"),)
@@ -57,6 +57,7 @@ class Table:
     source: str  # its file, for ``explain``
     launches: Launches
     routes: Mapping[str, Route]
+    hosts: int = 1
 
     def route(self, operation: str, wide: bool, symmetric: bool, graph: bool) -> Route:
         """The backend of the operation by size; an unmeasured case takes the route of the most similar one."""
@@ -72,6 +73,7 @@ class Table:
             "gpu": self.gpu,
             "link": self.link,
             "ranks": self.ranks,
+            "hosts": self.hosts,
             "launches": self.launches.as_json(),
             "routes": {name: [list(row) for row in route] for name, route in self.routes.items()},
         }
@@ -85,32 +87,34 @@ def parse(data: Any, source: str) -> Table:
         for name, kind in (("gpu", str), ("link", str), ("ranks", int)):
             if type(data[name]) is not kind:
                 raise InvalidArgument(f"{name}: expected {kind.__name__}, got {data[name]!r}")
+        if type(hosts := data.get("hosts", 1)) is not int:
+            raise InvalidArgument(f"hosts: expected int, got {hosts!r}")
         kernels = Launches.from_json(data["launches"])
         routes = {name: tuple(by_size(name, route)) for name, route in data["routes"].items()}
         for name, route in routes.items():
             if wrong := [backend for _, backend in route if backend not in BACKENDS]:
-                raise InvalidArgument(f"{name}: expected peer or nccl, got {wrong[0]!r}")
+                raise InvalidArgument(f"{name}: expected one of {', '.join(BACKENDS)}, got {wrong[0]!r}")
     except InvalidArgument:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise InvalidArgument(f"expected a tuning table, got {type(error).__name__}: {error}") from error
-    return Table(data["gpu"], data["link"], data["ranks"], source, kernels, routes)
+    return Table(data["gpu"], data["link"], data["ranks"], source, kernels, routes, hosts)
 
 
 # Finding the table.
 
 
-def user_path(gpu: str, ranks: int) -> Path:
+def user_path(gpu: str, ranks: int, hosts: int = 1) -> Path:
     """The path of the user's own table."""
-    return cache_folder() / "tuning" / _file(gpu, ranks)
+    return cache_folder() / "tuning" / _file(gpu, ranks, hosts)
 
 
-def _file(gpu: str, ranks: int) -> str:
+def _file(gpu: str, ranks: int, hosts: int = 1) -> str:
     words = "".join(letter if letter.isalnum() else " " for letter in gpu.lower()).split()
-    return f"{'-'.join(words)}-{ranks}.json"
+    return f"{'-'.join(words)}-{ranks}{f'-on-{hosts}-hosts' if hosts > 1 else ''}.json"
 
 
-def read(path: Path, gpu: str, link: str, ranks: int) -> Table:
+def read(path: Path, gpu: str, link: str, ranks: int, hosts: int = 1) -> Table:
     """The table in a file.  Raises FileNotFoundError, or InvalidArgument if it is damaged or not for such a machine."""
     try:
         data = json.loads(path.read_bytes())
@@ -120,9 +124,12 @@ def read(path: Path, gpu: str, link: str, ranks: int) -> Table:
         raise InvalidArgument(f"expected a tuning table, got {type(error).__name__}: {error}") from error
     table = parse(data, str(path))
     alike = table.link == link or UNKNOWN in (table.link, link)
-    if (table.gpu, table.ranks) != (gpu, ranks) or not alike:
-        made_for = f"{table.ranks} x {table.gpu} ({table.link})"
-        raise InvalidArgument(f"measured on {made_for}, but this is {ranks} x {gpu} ({link})")
+    if (table.gpu, table.ranks, table.hosts) != (gpu, ranks, hosts) or not alike:
+        made_for, here = (
+            f"{each[1]} x {each[0]} ({each[2]})" + f" on {each[3]} hosts" * (each[3] > 1)
+            for each in ((table.gpu, table.ranks, table.link, table.hosts), (gpu, ranks, link, hosts))
+        )
+        raise InvalidArgument(f"measured on {made_for}, but this is {here}")
     return table
 
 

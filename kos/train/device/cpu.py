@@ -120,7 +120,8 @@ class CpuDevice(Device):
         )  # fmt: skip
 
     def describe(self) -> str:
-        return f"about {self.plan.total / GIB:.2f} GiB of memory a rank"
+        emulated = "; products in 8 bits are emulated, slower than float32" * (self.config.dtype == "fp8")
+        return f"about {self.plan.total / GIB:.2f} GiB of memory a rank{emulated}"
 
     def check_stop(self, asked: Callable[[], bool]) -> None:
         self.step.asked = asked

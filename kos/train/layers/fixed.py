@@ -71,6 +71,9 @@ class FixedProducts(Products):
     def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> None:
         """None: a piece of the tokens has a scale of its own."""
 
+    def gated(self, gate_up: Array) -> None:
+        """None, as above."""
+
     def gradient(self, d_out: Array, keep: Arena) -> Array:
         return d_out
 

@@ -60,6 +60,25 @@ class Quantized:
         return Quantized(self.rows[rows], None, self.scale)
 
 
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """SwiGLU's output (N, F) of ``gate_up`` (N, 2F), computed where it is quantized.
+
+    With ``d_out`` (N, F), the gradient of that output, it is the gradient of ``gate_up``.
+    """
+
+    gate_up: Array
+    d_out: Any = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, f = self.gate_up.shape
+        return n, f // 2 if self.d_out is None else f
+
+    def __getitem__(self, rows: slice) -> Gated:
+        return Gated(self.gate_up[rows], self.d_out if self.d_out is None else self.d_out[rows])
+
+
 class Fp8Linear:
     """The products of a linear layer, by the names that ``Ops`` has for those of ``products``.
 
@@ -88,14 +107,27 @@ class Fp8Linear:
         n, f = x.shape
         of_rows, of_columns = rows and rows.take((n, f), dtype), columns and columns.take((f, n), dtype)
         scale = (columns or rows).take((1,), SCALE)  # type: ignore[union-attr]
-        self._products.ops.quantize(x, of_rows, of_columns, scale, self._products.arena)
+        self._quantize(x, of_rows, of_columns, scale)
         return Quantized(of_rows, of_columns, scale, x)
+
+    def _quantize(self, x: Any, rows: Any, columns: Any, scale: Array) -> None:
+        ops, arena = self._products.ops, self._products.arena
+        if not isinstance(x, Gated):
+            ops.quantize(x, rows, columns, scale, arena)
+        elif x.d_out is None:
+            ops.quantize_swiglu(x.gate_up, rows, columns, scale, arena)
+        else:
+            ops.quantize_swiglu_backward(x.d_out, x.gate_up, rows, columns, scale, arena)
 
     def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> Quantized:
         """``Products.empty_transposed``."""
         return Quantized(None, arena.take(shape[::-1], FORWARD), arena.take((1,), SCALE))
 
-    def gradient(self, d_out: Array, keep: Arena) -> Quantized:
+    def gated(self, gate_up: Array) -> Gated:
+        """``Products.gated``."""
+        return Gated(gate_up)
+
+    def gradient(self, d_out: Any, keep: Arena) -> Quantized:
         """``Products.gradient``."""
         return self.quantized(d_out, BACKWARD, self._products.arena, keep)
 
@@ -110,7 +142,7 @@ class Fp8Linear:
                 x_8 = self.quantized(x, FORWARD, arena)
             else:
                 x_8 = Quantized(arena.take(tuple(x.shape), FORWARD), transposed.columns, transposed.scale)
-                ops.quantize(x, x_8.rows, x_8.columns, x_8.scale, arena)
+                self._quantize(x, x_8.rows, x_8.columns, x_8.scale)
             self._look(WEIGHTS, weight, weight)
             self._look(INPUT, weight, x_8)
             ops.scaled_product(x_8.rows, x_8.scale, weight.rows, weight.scale, out, residual, bias, arena)
@@ -129,7 +161,7 @@ class Fp8Linear:
         with arena.scope():
             d, x_8 = self.quantized(d_out, BACKWARD, None, arena), self.quantized(x, FORWARD, None, arena)
             before = d_weight if accumulate else None
-            ops.scaled_product(d.columns, d.scale, x_8.columns, x_8.scale, d_weight, before, None, arena)
+            ops.scaled_product(d.columns, d.scale, x_8.columns, x_8.scale, d_weight, before, None, arena, False)
 
 
 class Fp8Weights(Mapping[str, Array]):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from kos.train.layers.context import PassContext
@@ -35,9 +34,9 @@ class Linear:
 
     def __init__(
         self, name: str, columns: int, rows: int = 0, members: Mapping[str, int] | None = None, biased: bool = False,
-        most: Mapping[str, int] = MappingProxyType({}),
+        most: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.columns, self.members, self.most = name, columns, dict(members or {name: rows}), most
+        self.name, self.columns, self.members, self.most = name, columns, dict(members or {name: rows}), most or {}
         self.bias = bias_of(name) if biased else None
 
     @property
@@ -83,14 +82,14 @@ class ColumnLinear(Linear):
 
     dim = 0
 
+    def features(self, shards: int) -> int:
+        """Those of a rank of ``shards``."""
+        return sum(rows.stop - rows.start for rows in self.stacked(shards) or ())
+
     def stacked(self, shards: int) -> Stacked:
         each = (rows // min(shards, self.most.get(name, shards)) for name, rows in self.members.items())
         ends = [0, *accumulate(each)]
         return [*map(slice, ends, ends[1:])]
-
-    def features(self, shards: int) -> int:
-        """Those of a rank of ``shards``."""
-        return sum(rows.stop - rows.start for rows in self.stacked(shards) or ())
 
     def forward(self, ctx: PassContext, x_ND: Array, out_NF: Array, transposed: Any = None) -> None:
         stacked, bias = self.stacked(ctx.tp.size), self._bias(ctx)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from kos.train.layers.context import PassContext
+from kos.train.layers.fp8 import Gated
 from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.ops import Array
 from kos.train.parallel.tensor import Half
@@ -15,8 +17,11 @@ class MLP(Sublayer):
 
     cheap = True
 
+    def inner_of(self, ctx: PassContext, columns_NW: Array) -> Any:
+        return ctx.products.gated(columns_NW)
+
     def core(self, ctx: PassContext, saved: Saved, half: Half, last: bool) -> Iterator[None]:
-        if saved.inner_NF is not None:
+        if saved.inner_NF is not None and not isinstance(saved.inner_NF, Gated):
             self.activate(ctx, saved.columns_NW[half.rows], saved.inner_NF[half.rows])
             yield
 
@@ -30,9 +35,17 @@ class MLP(Sublayer):
         out = None if ctx.products.fp8 else inner  # in fp8 it need not be there: the same bits whether it is or not
         ctx.ops.swiglu_backward(d_inner, saved.columns_NW, out, d_columns, ctx.arena)
 
+    def column_gradient(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array) -> Any:
+        if isinstance(inner, Gated) and not self.column.bias:
+            return ctx.products.gradient(Gated(saved.columns_NW, d_inner), ctx.keep)
+        return super().column_gradient(ctx, saved, inner, d_inner)
+
 
 class GeluMLP(MLP):
     """``row`` takes gelu(column)."""
+
+    def inner_of(self, ctx: PassContext, columns_NW: Array) -> None:
+        """None: its output is written."""
 
     def activate(self, ctx: PassContext, columns_NW: Array, inner_NF: Array) -> None:
         ctx.ops.gelu(columns_NW, inner_NF, ctx.arena)

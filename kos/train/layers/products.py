@@ -42,7 +42,11 @@ class Products:
         """Memory in which ``linear`` saves its input (N, F) for the weight's gradient; None: others save it."""
         return self.fp8.empty_transposed(shape, arena) if self.fp8 and self.tp.size == 1 else None
 
-    def gradient(self, d_out: Array, keep: Arena) -> Any:
+    def gated(self, gate_up: Array) -> Any:
+        """SwiGLU's output as an input of ``linear`` that is never in 16 bits; None: it must be written."""
+        return self.fp8.gated(gate_up) if self.fp8 else None
+
+    def gradient(self, d_out: Any, keep: Arena) -> Any:
         """What both gradients take in place of ``d_out``; that of the weight reads memory of ``keep``."""
         return self.fp8.gradient(d_out, keep) if self.fp8 else d_out
 

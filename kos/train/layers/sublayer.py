@@ -67,6 +67,15 @@ class Sublayer:
         """Write the gradient of the core's input. ``inner``: None if only its copy in 8 bits was saved."""
         raise NotImplementedError
 
+    def inner_of(self, ctx: PassContext, columns_NW: Array) -> Any:
+        """The core's output as the second product takes it without memory of its own; None: it needs memory."""
+
+    def column_gradient(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array) -> Any:
+        """The gradient of the first product's output, as ``Products.gradient`` gives it to both of the backward."""
+        d_columns = self._empty_columns(ctx, len(saved.columns_NW), d_inner.dtype, ctx.keep)
+        self.core_backward(ctx, saved, inner, d_inner, d_columns)
+        return ctx.products.gradient(d_columns, ctx.keep)
+
     # --- forward -------------------------------------------------------------------------------------------
 
     def save(self, ctx: PassContext, x_nD: Array, seq_len: int, arena: Arena, cheap: Arena | None) -> Saved:
@@ -75,11 +84,11 @@ class Sublayer:
         eight = [cheap and ctx.products.empty_transposed((tokens, f), cheap)
                  for f in (self.column.columns, self.row.columns // ctx.tp.size)]  # fmt: skip
         of_normed, of_inner = (None if made else cheap for made in eight)
-        of_inner = of_inner if self.cheap else arena
+        of_inner, columns = of_inner if self.cheap else arena, self._empty_columns(ctx, tokens, dtype, arena)
+        inner = self.inner_of(ctx, columns) or (of_inner and self.empty_inner(ctx, tokens, dtype, of_inner))
         return Saved(
-            x_nD, self.norm.statistics(ctx, x_nD, arena), of_normed and of_normed.take(x_nD.shape, dtype),
-            self._empty_columns(ctx, tokens, dtype, arena), of_inner and self.empty_inner(ctx, tokens, dtype, of_inner),
-            self.save_core(ctx, tokens, seq_len, dtype, arena), *eight,
+            x_nD, self.norm.statistics(ctx, x_nD, arena), of_normed and of_normed.take(x_nD.shape, dtype), columns,
+            inner, self.save_core(ctx, tokens, seq_len, dtype, arena), *eight,
         )  # fmt: skip
 
     def _empty_columns(self, ctx: PassContext, tokens: int, dtype: Any, arena: Arena) -> Array:
@@ -130,9 +139,7 @@ class Sublayer:
                 ctx.ops.copy(dx_nD, d_out_ND)
             d_out = ctx.products.gradient(d_out_ND, keep)
             self.row.backward(ctx, d_out, d_inner)
-            d_columns = self._empty_columns(ctx, tokens, dtype, keep)
-            self.core_backward(ctx, saved, inner, d_inner, d_columns)
-            d_columns = ctx.products.gradient(d_columns, keep)
+            d_columns = self.column_gradient(ctx, saved, inner, d_inner)
             with arena.scope():
                 d_normed_nD = arena.take(dx_nD.shape, dtype)
                 with arena.scope():

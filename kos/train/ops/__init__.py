@@ -130,13 +130,24 @@ class Ops(Protocol):
         all are 0, it is 1.
         """
 
+    def quantize_swiglu(
+        self, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
+    ) -> None:
+        """``quantize`` of what ``swiglu`` writes."""
+
+    def quantize_swiglu_backward(
+        self, d_out: Array, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
+    ) -> None:
+        """``quantize`` of what ``swiglu_backward`` writes: rows (N, 2F), columns (2F, N)."""
+
     def scaled_product(
         self, a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None,
-        bias: Array | None, arena: Arena,
+        bias: Array | None, arena: Arena, rounded: bool = True,
     ) -> None:  # fmt: skip
         """out (M, N) = scale_a scale_b a (M, K) b (N, K)^T + residual (M, N) + bias (N,), of 8-bit a and b.
 
-        ``residual`` may be ``out``. On a GPU sizes are multiples of 16, and a and b are not both float8_e5m2.
+        ``residual`` may be ``out``. If ``rounded``, ``out`` is an activation: in bfloat16, and where its dtype is
+        wider, of numbers of bfloat16. On a GPU sizes are multiples of 16, and a and b are not both float8_e5m2.
         """
 
     def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
@@ -196,8 +207,8 @@ class Ops(Protocol):
         must not decrease along a sample; None: one document.  ``window``, in tokens, is Hugging Face's
         ``sliding_window``; None: no window.  ``positions`` and ``key_positions`` (T,), int32, increasing: of the
         queries and the keys of every sample, where those are parts of a sequence; the keys' are by default the
-        queries', and those 0 to T - 1.  InvalidArgument if the window is below 1, or the host sees that the starts are
-        wrong: on a GPU they are not looked at, and a query that does not see itself has no result.
+        queries', and those 0 to T - 1.  InvalidArgument if the window is below 1.  The starts are not looked at
+        (``Batch.check`` does that); a query that does not see itself has no result.
         """
 
     def attention(

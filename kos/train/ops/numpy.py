@@ -346,11 +346,6 @@ def attention_mask(
     keys = at if key_positions is None else key_positions
     first = np.zeros((samples, queries), np.int32) if document_starts is None else document_starts
     for b in range(samples):
-        if (first[b] > at).any() or (np.diff(first[b]) < 0).any():
-            raise InvalidArgument(
-                "attention_mask: expected starts of documents that never decrease in a sample, none after its token, "
-                f"got {first[b].tolist()[:16]} in sample {b}"
-            )
         seen_from = first[b] if window is None else np.maximum(first[b], at - window + 1)
         mask.first_key[b] = np.searchsorted(keys, seen_from)
         mask.last_query[b] = np.searchsorted(seen_from, keys, side="right") - 1
@@ -389,49 +384,44 @@ def attention_to(
     qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array, log_sum_exp: Array,
     arena: Arena, mask: Mask | None = None,
 ) -> None:  # fmt: skip
-    samples, _, length = log_sum_exp.shape
-    q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, slice(0, samples), queries)
-    k, v = (x[..., keys] for x in _split_keys_and_values(kv, kv_heads, length))
-    attend(q, k, v, o, lse, None, arena, _first_key(mask, log_sum_exp, slice(0, samples), queries, keys.start))
+    every = slice(0, len(log_sum_exp))
+    attention_after(qkv, kv, heads, kv_heads, every, queries, None, out, log_sum_exp, arena, mask, keys)
 
 
 def attention_to_backward(
     d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, queries: slice,
     keys: slice, d_qkv: Array, d_kv: Array, arena: Arena, mask: Mask | None = None,
 ) -> None:  # fmt: skip
-    samples, _, length = log_sum_exp.shape
-    every = slice(0, samples)
     d_kv.fill(0)
-    q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, every, queries)
-    dq, do, _ = _of_queries(d_qkv, d_out, log_sum_exp, heads, kv_heads, every, queries)
-    k, v, dk, dv = (x[..., keys] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
-    first_key = _first_key(mask, log_sum_exp, every, queries, keys.start)
-    attend_backward(q, k, v, o, do, lse, None, dq, dk, dv, False, arena, first_key)
+    operands = d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, slice(0, len(log_sum_exp)), queries
+    attention_after_backward(*operands, None, d_qkv, d_kv, False, arena, mask, keys)
 
 
 def attention_after(
-    qkv: Array, kv: Array, heads: int, kv_heads: int, samples: slice, queries: slice, before: int, out: Array,
-    log_sum_exp: Array, arena: Arena, mask: Mask | None = None,
+    qkv: Array, kv: Array, heads: int, kv_heads: int, samples: slice, queries: slice, before: int | None, out: Array,
+    log_sum_exp: Array, arena: Arena, mask: Mask | None = None, keys: slice = slice(0, None),
 ) -> None:  # fmt: skip
     """Causal attention of tokens ``queries`` of ``samples`` of ``qkv``, which come after ``before`` keys of ``kv``.
 
     ``kv`` (2 K d, N) has as many samples as are named, of any length; ``mask`` says which of them all queries see.
+    If ``before`` is None they see all ``keys``, as in ``attention_to``.
     """
     q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, samples, queries)
-    k, v = _split_keys_and_values(kv, kv_heads, kv.shape[1] // len(q))
-    attend(q, k, v, o, lse, before, arena, _first_key(mask, log_sum_exp, samples, queries))
+    k, v = (x[..., keys] for x in _split_keys_and_values(kv, kv_heads, kv.shape[1] // len(q)))
+    attend(q, k, v, o, lse, before, arena, _first_key(mask, log_sum_exp, samples, queries, keys.start))
 
 
 def attention_after_backward(
     d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, samples: slice,
-    queries: slice, before: int, d_qkv: Array, d_kv: Array, accumulate: bool, arena: Arena, mask: Mask | None = None,
+    queries: slice, before: int | None, d_qkv: Array, d_kv: Array, accumulate: bool, arena: Arena,
+    mask: Mask | None = None, keys: slice = slice(0, None),
 ) -> None:  # fmt: skip
     """Writes the ``queries`` of ``d_qkv``, and ``d_kv`` up to the last key that they see, or adds to it."""
     q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, samples, queries)
     dq, do, _ = _of_queries(d_qkv, d_out, log_sum_exp, heads, kv_heads, samples, queries)
-    length, seen = kv.shape[1] // len(q), slice(0, before + q.shape[-1])
-    k, v, dk, dv = (x[..., seen] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
-    first_key = _first_key(mask, log_sum_exp, samples, queries)
+    length, keys = kv.shape[1] // len(q), keys if before is None else slice(0, before + q.shape[-1])
+    k, v, dk, dv = (x[..., keys] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
+    first_key = _first_key(mask, log_sum_exp, samples, queries, keys.start)
     attend_backward(q, k, v, o, do, lse, before, dq, dk, dv, accumulate, arena, first_key)
 
 
@@ -508,6 +498,22 @@ def swiglu_backward(d_out: Array, gate_up: Array, out: Array | None, d_gate_up: 
             d_gate *= s
             d_gate += h
             d_gate *= dh
+
+
+def quantize_swiglu(gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena) -> None:
+    with arena.scope():
+        out = empty_columns(arena, len(gate_up), gate_up.shape[1] // 2, gate_up.dtype)
+        swiglu(gate_up, out, arena)
+        quantize(out, rows, columns, scale, arena)
+
+
+def quantize_swiglu_backward(
+    d_out: Array, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
+) -> None:
+    with arena.scope():
+        d_gate_up = empty_columns(arena, len(gate_up), gate_up.shape[1], gate_up.dtype)
+        swiglu_backward(d_out, gate_up, None, d_gate_up, arena)
+        quantize(d_gate_up, rows, columns, scale, arena)
 
 
 # --- gelu --------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def scale_of(largest: float, exponent: int) -> np.float32:
 
 def scaled_product(
     a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None, bias: Array | None,
-    arena: Arena,
+    arena: Arena, rounded: bool = True,
 ) -> None:  # fmt: skip
     with arena.scope():
         wide = [arena.take(x.shape, np.dtype(np.float32)) for x in (a, b)]
@@ -55,10 +55,12 @@ def scaled_product(
             np.copyto(copy, x)
         sums = arena.take(out.shape, np.dtype(np.float32))
         np.matmul(wide[0], wide[1].T, out=sums)
-        sums *= scale_a[0]
-        sums *= scale_b[0]
-        more = [x for x in (bias, residual) if x is not None]
-        if not more:
-            np.copyto(out, sums)
-        for x in more:
-            np.add(sums if x is more[0] else out, x, out=out)
+        sums *= scale_a[0] * scale_b[0]
+        for more in (bias, residual):
+            if more is not None:
+                np.add(sums, more, out=sums, casting="unsafe")
+        if rounded:
+            narrow = arena.take(out.shape, BFLOAT16)
+            np.copyto(narrow, sums, casting="unsafe")
+            np.copyto(sums, narrow)
+        np.copyto(out, sums)

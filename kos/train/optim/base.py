@@ -153,13 +153,12 @@ class Optimizer:
         """Of the last update: the norm of the gradient before clipping, and the learning rate."""
         self.groups = decay_matrices(weights.shapes) if groups is None else groups
         self.parts = weights.parts() if parts is None else packed(parts)
-        self.state: dict[str, Parameters | OwnedSlices] = {}
-        """What the rules keep, by name; ``names_of_state``: of which tensors."""
         held = state_of(rule, self.groups, weights.spans, [part for part, _ in self.parts])
-        for name, kept in held.items():
-            dtype = np.promote_types(DTYPES[kept.dtype].numpy, weights.flat.dtype)
-            whole = parts is None and kept.names == weights.shapes.keys()
-            self.state[name] = weights.like(dtype) if whole else OwnedSlices(weights, kept.slices, dtype)
+        self.state = {
+            name: OwnedSlices(weights, kept.slices, np.promote_types(DTYPES[kept.dtype].numpy, weights.flat.dtype))
+            for name, kept in held.items()
+        }
+        """What the rules keep, by name; ``names_of_state``: of which tensors."""
         self.names_of_state = {name: kept.names for name, kept in held.items()}
         rows, names, starts = split(weights, self.parts, BLOCK, self.groups)
         self._count = len(starts)

@@ -59,11 +59,7 @@ class CudaOptimizer:
         layout = weights if isinstance(weights, Parameters) else weights.layout
         held = state_of(rule, groups, weights.spans, [part for part, _ in weights.parts()])
         self.names_of_state = {name: kept.names for name, kept in held.items()}
-        self.state: dict[str, Parameters | OwnedSlices] = {
-            name: weights.like(kept.dtype) if kept.names == weights.spans.keys()
-            else OwnedSlices(layout, kept.slices, kept.dtype)
-            for name, kept in held.items()
-        }  # fmt: skip
+        self.state = {name: OwnedSlices(layout, kept.slices, kept.dtype) for name, kept in held.items()}
         of_all, names, self._starts = split(weights, weights.parts(), CHUNK, groups, places)
         own = next((packed(held[name].slices) for name in rule.state), weights.parts())
         chunks, _, _ = split(weights, own, CHUNK, groups, places)

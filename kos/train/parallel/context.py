@@ -97,7 +97,7 @@ class ContextParallel:
     def take(self, batch: Batch) -> Batch:
         """This rank's columns of a batch (B, T), on the host: each piece as a sample, (pieces B, 2 chunk).
 
-        DataError if its documents begin where they cannot: what a GPU is given is looked at here only.
+        DataError if its documents begin where they cannot: what attention is given is looked at here only.
         """
         batch.check()
         return batch if self.chunks == 2 else batch.map(self._columns)

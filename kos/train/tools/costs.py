@@ -50,8 +50,8 @@ def cost(name: str, arguments: tuple[Any, ...], state: int = len(AdamW.state)) -
         flops = 2.0 * arrays[0].size * arrays[1].shape[name != "linear"]
     elif name == "scaled_product":
         flops = 2.0 * arrays[0].size * len(arrays[2])
-    elif name == "quantize":  # what is quantized is read twice
-        nbytes += int(arguments[0].nbytes)
+    elif name.startswith("quantize"):  # what is quantized is read twice
+        nbytes += sum(int(x.nbytes) for x in arguments[: 2 if name == "quantize_swiglu_backward" else 1])
     elif name.startswith("attention_to"):  # every query to every key
         backward = name == "attention_to_backward"
         out, log_sum_exp = arguments[3:5] if backward else arguments[6:8]

@@ -24,7 +24,11 @@ from kos.train.tools.costs import TimedOps, cost
 
 WARM_UP = 3  # steps: in the first, kernels are loaded and the step is captured
 LANES = COMPUTE, COMMUNICATION = "compute", "communication"
-COLLECTIVES = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "recv", "send_recv"}
+LANE_OF = {
+    **dict.fromkeys(["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "recv", "send_recv"],
+                    COMMUNICATION), "feed_back": COMPUTE,
+}  # fmt: skip
+"""The operations of a communicator that are timed."""
 
 
 class Span(NamedTuple):
@@ -75,14 +79,16 @@ class TimedCommunicator:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._comm, name)
-        if name not in COLLECTIVES:
+        if name not in LANE_OF:
             return function
 
         def run(*arguments: Any, **options: Any) -> Any:
             def note(wait: Callable[[], Any]) -> Any:
-                return self._profiler.note(name, COMMUNICATION, wait, nbytes)
+                return self._profiler.note(name, LANE_OF[name], wait, nbytes)
 
             nbytes = max(getattr(x, "nbytes", 0) for x in arguments)
+            if name == "feed_back":
+                nbytes *= 4  # both arrays are read and written
             if form := options.get("compress"):
                 nbytes = FORMATS[form].nbytes(max(x.size for x in arguments))
             if options.get("async_op"):

@@ -107,7 +107,7 @@ class Event:
 
 COLUMN_MAJOR = {
     f"{name}{backward}"
-    for name in ("rope", "attention", "attention_to", "swiglu", "gelu")
+    for name in ("rope", "attention", "attention_to", "swiglu", "gelu", "quantize_swiglu")
     for backward in ("", "_backward")
 }  # fmt: skip
 MEMORY_OF = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "copy", "to_host", "zero"}

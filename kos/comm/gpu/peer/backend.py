@@ -225,11 +225,14 @@ class PeerBackend(DeviceBackend):
         """The slab lives as long as this object: graphs that are replayed find the abort flag in it."""
         self._engine.record.abort()
 
-    def inspect(self, o: Work[Any]) -> None:
-        if self._engine.record.failed:
+    def inspect(self, o: Work[Any], ranks: Sequence[int] = ()) -> None:
+        """``ranks``: the numbers of this backend's ranks in the group whose call is ``o``, if they are others."""
+        if self._engine.record.has_failed:
             others = sorted({each.group for each in self._concurrent.others(self)} - {self.group})
             beside = f"; other communicators of this GPU: {', '.join(others)}" if others else ""
-            self._engine.record.check(str(o), self.late(o).arrived, beside)
+            arrived = self.late(o).arrived
+            arrived = [ranks.index(rank) for rank in arrived if rank in ranks] if ranks else arrived
+            self._engine.record.check(str(o), arrived, beside)
 
     def kernel_waits(self) -> list[int]:
         return self._engine.record.waits_for()
@@ -262,7 +265,7 @@ class PeerBackend(DeviceBackend):
         else:
             launch = partial(self._launch, run, occupancy)
             launch = partial(self._launch_when_loaded, launch, set()) if first else launch
-        return Route(in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None]), kernel)
+        return in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None]), kernel, True
 
     def _within(self, deadline: float, run: Run, stream: int, send: int, recv: int) -> None:
         """For what is bound at its launch only."""

@@ -507,7 +507,7 @@ class PeerEngine:
 
     def close(self) -> None:
         """Free the slab once all ranks' devices are done; without the others after ``abort`` or a failure."""
-        if self.record.failed or self.record.aborted:
+        if self.record.has_failed or self.record.aborted:
             driver.synchronize(self.device)
             self.memory.abort()
         else:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kos.comm import timeouts
-from kos.comm.failures import EndedEarly, FailureLog
+from kos.comm.failures import EndedEarly, FailureLog, Late
 from kos.comm.records import blaming
 from kos.errors import CollectiveMismatch
 from kos.memory.pool import pinned_empty
@@ -45,7 +45,7 @@ class KernelRecord:
         self.words[TIMEOUT] = nanoseconds(seconds)
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether a kernel has ended early, which makes the engine unusable.  Reads host memory only."""
         return bool(self.failure[0])
 
@@ -63,7 +63,7 @@ class KernelRecord:
         ``arrived`` are ranks that are known to have begun it; ``beside`` names other communicators of the GPU.  Raises
         EndedEarly, with the rank it waited for, where the cause is another failure.
         """
-        if not self.failed:
+        if not self.has_failed:
             return
         peer, cause, failures = int(self.words[PEER]), int(self.words[CAUSE]), self._failures
         world, name = failures.world[peer], failures.names([peer], False)
@@ -77,7 +77,7 @@ class KernelRecord:
             raise blaming(EndedEarly(f"{what}: the kernel of {name} ended early"), [world])
         limit = float(self.words[LIMIT]) / 1e9
         absent = f"{timeouts.late(name, within=limit)} ({self._where()}{beside})"
-        raise failures.overdue([peer], what, None, absent, arrived=arrived)
+        raise failures.overdue(Late([peer], absent, arrived), what)
 
     def waits_for(self) -> list[int]:
         """The rank that a kernel waits for, or waited for within the last second."""
@@ -89,7 +89,7 @@ class KernelRecord:
     def last_wait(self, seconds: float) -> str:
         """What a kernel that is being aborted waited for; searches for at most that long."""
         deadline = time.monotonic() + seconds
-        while not self.failed:
+        while not self.has_failed:
             if time.monotonic() > deadline:
                 return "no kernel of this GPU was waiting"
             time.sleep(0.001)

@@ -40,18 +40,18 @@ _RANK_SHIFT = 44
 """Of the rank in the failure word, above the collective, as in ``core.h``."""
 _READS = 100
 """Attempts, a millisecond apart, to read a failure whose rank is writing it."""
-SPIN_SECONDS = 20e-6
-"""Seconds that a wait holds the GIL before it lets other threads run, unless ranks are threads."""
+SPIN_NANOSECONDS = 20_000
+"""Nanoseconds that a wait holds the GIL before it lets other threads run, unless ranks are threads."""
 CHECK_SECONDS, LONGEST_CHECK_SECONDS = 0.01, 0.1
 """Seconds between two checks whether the awaited rank is alive, first and after 10 s; in between, 1% of the wait."""
 
 
 class Difference(Exception):
-    """Two ranks differ in a call, as the core has found: ``code``, ``rank`` and ``word`` are those of ``core.h``."""
+    """Two ranks differ in a call, as the core has found: ``code``, ``rank``, ``word``, ``counts``: see ``core.h``."""
 
-    def __init__(self, code: int, rank: int, word: int) -> None:
-        super().__init__(code, rank, word)
-        self.code, self.rank, self.word = code, rank, word
+    def __init__(self, code: int, rank: int, word: int, counts: tuple[int, ...]) -> None:
+        super().__init__(code, rank, word, counts)
+        self.code, self.rank, self.word, self.counts = code, rank, word, counts
 
 
 class CallRing(Fingerprints):
@@ -65,7 +65,8 @@ class CallRing(Fingerprints):
         words, layout = segment.words, segment.layout
         self.words, self._failure = words, layout.failure
         self._line, self._ring = layout.line(segment.rank), layout.ring(segment.rank)
-        self.core: Any = native.Group(segment.bytes[: layout.core], segment.rank, segment.size, self, SPIN_SECONDS)
+        self.core: Any = native.Group(segment.bytes[: layout.core], segment.rank, segment.size, self)
+        self.core.spin_ns = SPIN_NANOSECONDS
         self.core.yields = segment.size > len(os.sched_getaffinity(0))
         self._peers = [
             (local, layout.line(local), layout.ring(local)) for local in range(segment.size) if local != segment.rank
@@ -77,6 +78,8 @@ class CallRing(Fingerprints):
         words[self._line + STARTED] = started(pid)
         words[self._line + PID] = pid
         failures.status.hold()
+        failures.ring = self
+        failures.links.insert(0, self)  # first: those who wait on this host raise at once
 
     def announce(self, o: Work[Any]) -> None:
         """Publish that this rank begins ``o``."""
@@ -184,11 +187,6 @@ class CallRing(Fingerprints):
 
     # As a link of the failure log.
 
-    def link(self) -> None:
-        """Have the failure log of the group report through this segment."""
-        self.failures.ring = self
-        self.failures.links.insert(0, self)  # first: those who wait on this host raise at once
-
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
         """Report that this rank begins no collective from ``sequence`` on, why, and what caused that."""
         self.report_failure(self.failures.end(reason, cause), sequence)
@@ -242,7 +240,7 @@ class CallRing(Fingerprints):
         self.failures.status.release()
         self.words = self.segment.words  # releases the old view, which holds the memory and its descriptor
 
-    def failed(self, code: int, rank: int, word: int) -> NoReturn:
+    def failed(self, code: int, rank: int, word: int, *counts: int) -> NoReturn:
         """Raise what the core has found: it calls this."""
         if code == native.REPORTED and (known := self.failure()) is not None:
             raise known[0]
@@ -250,7 +248,7 @@ class CallRing(Fingerprints):
             raise CollectiveError(forked_from(self.failures.rank))
         if code in (native.CLOSED, native.REPORTED):  # another thread has closed it
             raise CollectiveError("the communicator is closed")
-        raise Difference(code, rank, word)
+        raise Difference(code, rank, word, counts)
 
     def raise_everywhere(self, error: KosError, sequence: int) -> NoReturn:
         """Raise ``error`` on all ranks of the host, or an earlier failure of another rank."""

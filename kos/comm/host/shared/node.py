@@ -19,7 +19,7 @@ from kos._core import native
 from kos.comm.control.base import Rendezvous
 from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.host.shared.calls import CHECK_SECONDS, LONGEST_CHECK_SECONDS, CallRing, Difference
-from kos.comm.host.shared.segment import PID
+from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import COMPLETED
@@ -27,6 +27,7 @@ from kos.comm.reduction import ReduceOp
 from kos.comm.transport import Request, wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
 from kos.errors import CollectiveMismatch, KosError
+from kos.memory.libraries import library_of
 
 Array = np.ndarray[Any, Any]
 
@@ -51,7 +52,7 @@ class Node:
     """The calls of one rank of a group on one host; also the transport of messages within its schedules."""
 
     def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous) -> None:
-        self.calls, self._core, self._works = calls, calls.core, engine.active
+        self.calls, self._core, self._engine, self._works = calls, calls.core, engine, engine.active
         self.batch = False  # whether other calls begin at once, which this one may need
         self.asked = 0  # the thread whose next call is kept for ``remember``, or 0
         self._last: tuple[int, Work[Any]] | None = None  # that call, and its thread
@@ -69,7 +70,10 @@ class Node:
         words, layout = self.calls.words, self.calls.segment.layout
         if os.getpid() in [words[layout.line(r) + PID] for r in range(self.size) if r != self.failures.rank]:
             self._core.spin_ns = 0
-        reads = (self._core.read(r, int.from_bytes(each[:8], "little"), each[8:]) for r, each in enumerate(everyone))
+        reads = (
+            read_memory(words[layout.line(r) + PID], int.from_bytes(each[:8], "little"), 16) == each[8:]
+            for r, each in enumerate(everyone)
+        )
         return all(rendezvous.allgather(b"1" if all(reads) else b""))
 
     def bind(self, prepared: Prepared) -> None:
@@ -99,21 +103,21 @@ class Node:
         broadcasts = o.name == "broadcast"
         puts = send is not None and (not broadcasts or o.root == o.rank)
         gets = recv is not None and (not broadcasts or o.root != o.rank or send is not recv)
-        prepared.route = call.start, puts, gets or (broadcasts and send is recv)
+        prepared.route = call, puts, gets or (broadcasts and send is recv)
 
     def start(self, work: Work[Any], left: Any = None) -> Steps | None:
         """Begin a call, or go on with what the core has ``left`` of it; returns its steps, None if it is complete."""
         try:
             if left is None:
                 prepared = work.prepared
-                begin, puts, gets = prepared.route
+                call, puts, gets = prepared.route
                 if self.asked and self.asked == get_ident():
                     self.asked, self._last = 0, (self.asked, work)
                 if self._status.last is not None:
                     self._status.clear_failure()
                 waits = prepared.waits and not self.batch and not self._works
                 number = work.sequence if prepared.collective else native.WORD_SEQUENCE
-                left = begin(number, waits, work.send if puts else None, work.recv if gets else None)
+                left = self._core.start(call, number, waits, work.send if puts else None, work.recv if gets else None)
             else:
                 left = left.wait()
         except Difference as found:
@@ -121,7 +125,7 @@ class Node:
         except BaseException as error:
             return raising(error)
         if left is not None:
-            return self._steps(work, left)
+            return self.steps(work, left)
         work.record[COMPLETED] = time_ns()  # type: ignore[index]
         return None
 
@@ -138,36 +142,44 @@ class Node:
         return self._core if bound else None
 
     def remember(
-        self, name: str, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
+        self, asked: Any, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
     ) -> tuple[Any, ...] | None:
-        """How the core runs calls like this thread's last, of these arguments; None if it cannot (``module_eager.c``).
+        """How the core runs calls like this thread's last; None if it cannot (``module_eager.c``).
 
-        It cannot if that call has not come to ``start``: it is in a batch, or runs by a schedule.
+        ``asked`` is the name of the operation, which got these arguments, or the Persistent that was started.  The core
+        cannot run a call that has not come to ``start``: it is in a batch, or runs by a schedule.
 
-        The Prepared of the core and that of kos, what the recorder has of the call, and which arguments are its input,
-        output and result, -1 for none; then the objects by whose identity it compares calls, which must live on.
+        The Prepared of the core and that of kos, what the recorder has of the call, the class of its Works if it does
+        not wait, and which arguments are its input, output and result, -1 for none.  Then the objects by whose identity
+        the core compares calls, which must live on; of a Persistent its input, output and result.
         """
-        asked, self.asked, last, self._last = self.asked, 0, self._last, None
-        if asked or last is None or last[0] != get_ident():
+        thread, self.asked, last, self._last = self.asked, 0, self._last, None
+        if thread or last is None or last[0] != get_ident():
             return None
         work = last[1]
-        if not isinstance(prepared := work.prepared, Prepared) or prepared.name != name:
+        prepared, persistent = work.prepared, result is work and not isinstance(asked, str)
+        if not isinstance(prepared, Prepared) or not (persistent or prepared.name == asked):
             return None
-        options = prepared.operation.options
-        if not (prepared.lasting and prepared.waits) or prepared.launch != self.start or options.purpose:
+        returns = persistent or not prepared.waits
+        if not prepared.lasting or prepared.launch != self.start or prepared.operation.options.purpose:
             return None
-        begin, puts, gets = prepared.route
-        args = (*positional, *keywords.values())
-        addresses = [x.ctypes.data if type(x) is np.ndarray else None for x in args]
-        if any(not _is_fixed(x) for x in args) or len({*addresses, None}) != sum(a is not None for a in addresses) + 1:
+        if returns and (self._engine.thread is not None or work.convert is not None):
             return None
+        kind, result = (prepared.work, work.array) if returns else (None, result)
+        call, puts, gets = prepared.route
+        args: tuple[Any, ...] = (work.send, work.recv) if persistent else (*positional, *keywords.values())
+        addresses = [_address(x) for x in args]
         used = [work.send.ctypes.data if puts else -1, work.recv.ctypes.data if gets else -1]
         places = [at if at == -1 else addresses.index(at) if at in addresses else None for at in used]
+        if persistent:
+            return call, prepared, prepared.description, kind, *places, 2, (*args, result)
+        if any(not _is_fixed(x) for x in args) or len({*addresses, None}) != sum(a is not None for a in addresses) + 1:
+            return None
         returned = [i for i, x in enumerate(args) if x is result] if result is not None else [-1]
         if None in places or len(returned) != 1:
             return None
-        objects = *(x.dtype if type(x) is np.ndarray else x for x in args), *keywords
-        return begin.__self__, prepared, prepared.description, *places, *returned, objects
+        objects = *map(_identity, args), *keywords
+        return call, prepared, prepared.description, kind, *places, *returned, objects
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
         """``start`` of a sum of inputs that are multiplied first."""
@@ -185,7 +197,7 @@ class Node:
 
         return finish()
 
-    def _steps(self, work: Work[Any], left: Any) -> Steps:
+    def steps(self, work: Work[Any], left: Any) -> Steps:
         """The steps of a call that the core has begun."""
         work.left = left
         check = Check(self, left, work if work.collective else None)
@@ -216,7 +228,7 @@ class Node:
                 self.calls.raise_failure(work.sequence)
                 return CollectiveMismatch("the counts of an earlier call differ between ranks")
             if found.code == native.COUNTS:
-                receiver, *counts = self._core.counts()
+                receiver, *counts = found.counts
                 buffer: Any = o.send or o.recv
                 expected, sent = ((nbytes, buffer.dtype.numpy) for nbytes in counts)
                 return wrong_message(self.failures, receiver, expected, found.rank, sent)
@@ -256,7 +268,7 @@ class Node:
             sequence = tag - COLLECTIVE_TAGS
         operation = _OPERATIONS["recv" if receives else "send"]
         call = self._core.prepare(operation, code, 0, 0, array.size, False, None, None, peer, peer, tag, tag, 0)
-        return call.start(sequence, False, None if receives else array, array if receives else None)
+        return self._core.start(call, sequence, False, None if receives else array, array if receives else None)
 
 
 class SegmentMessage:
@@ -335,8 +347,22 @@ def _packed(counts: Sequence[int] | None) -> bytes | None:
     return None if counts is None else np.array(counts, np.uint64).tobytes()
 
 
+def _address(x: Any) -> int | None:
+    """Where an array is that the core can read; None for anything else."""
+    if type(x) is np.ndarray:
+        return int(x.ctypes.data)
+    if library_of(x) == "torch" and hasattr(type(x), "__dlpack_c_exchange_api__") and native.tensors(type(x)):
+        return int(x.data_ptr())
+    return None
+
+
+def _identity(x: Any) -> Any:
+    """The object by whose identity the core compares an argument."""
+    return x.dtype if type(x) is np.ndarray else x if _address(x) is None else type(x)
+
+
 def _is_fixed(x: Any) -> bool:
     """Whether an argument is the same whenever it is the same object, or an array that the core can compare."""
     if type(x) is np.ndarray:
         return x.ndim <= 4 and x.size > 0 and x.flags.carray
-    return x is None or type(x) in (int, bool, str, ReduceOp)
+    return x is None or type(x) in (int, bool, str, ReduceOp) or _address(x) is not None

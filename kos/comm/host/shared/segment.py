@@ -10,6 +10,7 @@ core the ranks of one host work as those of several do.  The second part holds t
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -26,7 +27,8 @@ T = TypeVar("T")
 
 ARRIVED, _, CLOSED, PID, STARTED, WAITS, FAILED_AT, FAILED, QUEUED, CALLED = range(10)
 """The flags of a rank's line: collectives begun, the core's own, closed, process and its start, awaited ranks, time of
-the last failure (microseconds), bytes of its description, ranks awaited by its GPU, bytes of its last call's text."""
+the last failure (microseconds), its description's length and checksum, ranks awaited by its GPU, the same of its last
+call's text."""
 
 RING = 1024
 """Fingerprints kept per rank, as in ``core.h``: calls of a rank that is further ahead are not compared."""
@@ -146,6 +148,13 @@ def started(pid: int) -> int:
     Raises OSError if that cannot be read, such as for lack of file descriptors.
     """
     return process(pid)[1]
+
+
+def read_memory(pid: int, address: int, nbytes: int) -> bytes | None:
+    """Memory of a process, by process_vm_readv(2); None if it may not be read."""
+    data = ctypes.create_string_buffer(nbytes)
+    to, at = ((ctypes.c_size_t * 2)(start, nbytes) for start in (ctypes.addressof(data), address))  # struct iovec
+    return data.raw if ctypes.CDLL(None).process_vm_readv(pid, to, 1, at, 1, 0) == nbytes else None
 
 
 class Processes:

@@ -5,11 +5,11 @@ The calls of one group, and its first failure, are in ``calls.py``.  ``kos.comm.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from zlib import crc32
 
 from kos.comm import watchdog
 from kos.comm.host.shared.segment import (
@@ -65,7 +65,7 @@ class SharedStatus(PeerStatus):
             record = fitting(to_record(error))
             data[self._my_text : self._my_text + len(record)] = record
             words[mine + FAILED_AT] = int(time.monotonic() * 1e6)  # of a clock that the processes of a host share
-            words[mine + FAILED] = len(record)
+            words[mine + FAILED] = _summary(record)
 
     def clear_failure(self) -> None:
         super().clear_failure()
@@ -97,27 +97,23 @@ class SharedStatus(PeerStatus):
         record = text.encode(errors="replace")[-CALL_BYTES:]
         words[mine + CALLED] = 0
         data[self._my_call : self._my_call + len(record)] = record
-        words[mine + CALLED] = len(record)
+        words[mine + CALLED] = _summary(record)
 
     def last_call(self, rank: int) -> str:
         words, data, _, lines = self._memory
         line = lines.get(rank)
-        if line is None or not (length := words[line + CALLED]):
-            return ""
-        at = self._calls[rank]
-        return bytes(data[at : at + length]).decode(errors="replace")
+        record = None if line is None else _read(data, self._calls[rank], words[line + CALLED])
+        return "" if record is None else record.decode(errors="replace")
 
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         words, data, _, lines = self._memory
         line = lines.get(rank)
         if line is None:
             return super().failure(rank)
-        if not (length := words[line + FAILED]):
+        record = _read(data, self._texts[rank], words[line + FAILED])
+        if record is None:
             return None
-        at, age = self._texts[rank], time.monotonic() - words[line + FAILED_AT] / 1e6
-        with contextlib.suppress(ValueError):  # its rank may be writing it
-            return from_record(json.loads(bytes(data[at : at + length]))), age
-        return None
+        return from_record(json.loads(record)), time.monotonic() - words[line + FAILED_AT] / 1e6
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
         words, _, _, lines = self._memory
@@ -149,9 +145,23 @@ class SharedStatus(PeerStatus):
         return None if line is None else _state(words, line)
 
 
+def _summary(record: bytes) -> int:
+    """The flag of a record: its length and checksum.  Python orders no stores, so a reader may see the flag first."""
+    return crc32(record) << 32 | len(record)
+
+
+def _read(data: memoryview, at: int, flag: int) -> bytes | None:
+    """The record with that flag; None if there is none, or if not all of it can be seen yet."""
+    record = bytes(data[at : at + (flag & 0xFFFFFFFF)])
+    return record if record and _summary(record) == flag else None
+
+
 def _state(words: memoryview[int], line: int) -> str:
+    """The state of a rank's process, "?" if it is unknown: also while the rank has not yet written its number."""
+    if not (pid := words[line + PID]):
+        return "?"
     try:
-        state, began = process(words[line + PID])
+        state, began = process(pid)
     except OSError:  # the state of the process is unknown
         return "?"
     return state if began == words[line + STARTED] else "X"

@@ -226,11 +226,21 @@ class CudaOps:
         self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
 
     def quantize(self, x: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena) -> None:
-        fp8.quantize(self, x, rows, columns, scale, arena)
+        fp8.quantize(self, x, None, rows, columns, scale, arena)
+
+    def quantize_swiglu(
+        self, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
+    ) -> None:
+        fp8.quantize(self, None, gate_up, rows, columns, scale, arena)
+
+    def quantize_swiglu_backward(
+        self, d_out: Array, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
+    ) -> None:
+        fp8.quantize(self, d_out, gate_up, rows, columns, scale, arena)
 
     def scaled_product(
         self, a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None,
-        bias: Array | None, arena: Arena,
+        bias: Array | None, arena: Arena, rounded: bool = True,
     ) -> None:  # fmt: skip
         fp8.scaled_product(self, a, scale_a, b, scale_b, out, residual, bias)
 

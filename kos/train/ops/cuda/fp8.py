@@ -35,22 +35,32 @@ def check_gpu(about: DeviceInfo) -> None:
         log.warning("--dtype fp8 has not been tried on GPUs of compute capability %s (%s)", got, about.name)
 
 
-def quantize(ops: Any, x: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena) -> None:
-    """``Ops.quantize``."""
-    n, f = x.shape
-    if n % MULTIPLE or f % MULTIPLE or x.dtype.name != "bfloat16":
-        raise InvalidArgument(f"quantize: expected bfloat16 of sizes that are multiples of {MULTIPLE}, got {x}")
-    packs = x.size // PACK
+def quantize(
+    ops: Any, x: Array | None, gate_up: Array | None, rows: Array | None, columns: Array | None, scale: Array,
+    arena: Arena,
+) -> None:  # fmt: skip
+    """``Ops.quantize`` of ``x``, ``quantize_swiglu`` of ``gate_up``, or of both ``quantize_swiglu_backward``."""
+    n, f = gate_up.shape if x is None else x.shape  # type: ignore[union-attr]
+    f = f if x is not None else f // 2
+    for given in (x, gate_up):
+        if given is not None and (n % MULTIPLE or f % MULTIPLE or given.dtype.name != "bfloat16"):
+            raise InvalidArgument(
+                f"quantize: expected bfloat16 of sizes that are multiples of {MULTIPLE}, got {given}"
+            )
+    packs = n * f // PACK
+    assert packs < 1 << 31
     blocks = max(1, min(2 * ops.multiprocessors, -(-packs // BLOCK)))
-    form = next(x.dtype.name for x in (rows, columns) if x is not None)
-    defines = {"E5M2": int(form == "float8_e5m2"), "ROWS": int(rows is not None), "COLUMNS": int(columns is not None)}
+    form = next(made.dtype.name for made in (rows, columns) if made is not None)
+    defines = {
+        "SOURCE": 0 if gate_up is None else 1 if x is None else 2, "E5M2": int(form == "float8_e5m2"),
+        "ROWS": int(rows is not None), "COLUMNS": int(columns is not None),
+    }  # fmt: skip
+    sources, made = ([0 if each is None else each for each in pair] for pair in ((x, gate_up), (rows, columns)))
     with arena.scope():
         partial = arena.take((blocks,), UINT32)
-        ops.launch("fp8.cu", "largest", blocks, BLOCK, x, partial, packs, **defines)
-        ops.launch(
-            "fp8.cu", "quantize", (-(-f // TILE_COLUMNS), -(-n // TILE_ROWS)), BLOCK, x,
-            0 if rows is None else rows, 0 if columns is None else columns, scale, partial, blocks, n, f, **defines,
-        )  # fmt: skip
+        ops.launch("fp8.cu", "largest", blocks, BLOCK, *sources, partial, packs, f, **defines)
+        grid = -(-f // TILE_COLUMNS), -(-n // TILE_ROWS)
+        ops.launch("fp8.cu", "quantize", grid, BLOCK, *sources, *made, scale, partial, blocks, n, f, **defines)
 
 
 def scaled_product(

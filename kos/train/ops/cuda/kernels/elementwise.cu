@@ -2,7 +2,7 @@
 //
 // -DDTYPE (activations) -DWIDTH -DCOLUMNS (swiglu's F, columns of a row: a constant so that rows and columns of an index cost
 // no division) -DSOURCE (cast's input).  Grids cover all packs of WIDTH elements; `packs` is their number.
-#include "vectors.cuh"
+#include "swiglu.cuh"
 
 using T = DTYPE;
 constexpr int W = WIDTH;
@@ -52,12 +52,6 @@ extern "C" __global__ void add_to_last_columns(T* x, const T* y, int width, long
     store(sum, values);
 }
 
-// 1 / (1 + exp(-x)): goes to 0 and 1 at the ends, without overflow of what it multiplies.
-__device__ __forceinline__ float sigmoid(float x) {
-    if constexpr (sizeof(T) == 2) return __fdividef(1.0f, 1.0f + __expf(-x));
-    return 1.0f / (1.0f + expf(-x));
-}
-
 // gate_up (rows, 2 F) holds gate, then up; out (rows, F) = gate sigmoid(gate) up.
 extern "C" __global__ void swiglu(const T* gate_up, T* out, long packs) {
     const long i = pack_index();
@@ -67,12 +61,11 @@ extern "C" __global__ void swiglu(const T* gate_up, T* out, long packs) {
     float gate[W], up[W];
     load(gate, at);
     load(up, at + COLUMNS);
-#pragma unroll
-    for (int j = 0; j < W; ++j) gate[j] *= sigmoid(gate[j]) * up[j];
+    apply_swiglu<T>(gate, up);
     store(out + i * W, gate);
 }
 
-// With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out up s (1 + gate (1 - s)).
+// d_gate_up (rows, 2 F) holds the gradient of gate, then of up.
 extern "C" __global__ void swiglu_backward(const T* d_out, const T* gate_up, T* d_gate_up, long packs) {
     const long i = pack_index();
     if (i >= packs) return;
@@ -81,20 +74,14 @@ extern "C" __global__ void swiglu_backward(const T* d_out, const T* gate_up, T* 
     load(d, d_out + i * W);
     load(gate, gate_up + at);
     load(up, gate_up + at + COLUMNS);
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-        const float s = sigmoid(gate[j]);
-        const float d_up = d[j] * gate[j] * s;
-        gate[j] = d[j] * up[j] * s * (1.0f + gate[j] * (1.0f - s));
-        up[j] = d_up;
-    }
+    apply_swiglu_backward<T>(d, gate, up);
     store(d_gate_up + at, gate);
     store(d_gate_up + at + COLUMNS, up);
 }
 
 // GPT-2's gelu: x s with s = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
 constexpr float SCALE = 0.7978845608028654f, CUBE = 0.044715f;
-__device__ __forceinline__ float gelu_sigmoid(float x) { return sigmoid(2 * SCALE * x * (1 + CUBE * x * x)); }
+__device__ __forceinline__ float gelu_sigmoid(float x) { return sigmoid<T>(2 * SCALE * x * (1 + CUBE * x * x)); }
 
 extern "C" __global__ void gelu(const T* in, T* out, long packs) {
     const long i = pack_index();

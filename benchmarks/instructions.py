@@ -1,0 +1,192 @@
+"""How many instructions a call takes that the compiled core knows: python -m benchmarks.instructions
+
+callgrind counts them, so the figures have no noise: those of the core itself, and of all libraries together (Python's
+functions, memcpy).  Rank 1 has begun each call before rank 0 makes it, so that nothing waits.  Both ranks are in one
+process, on float32.  The figures depend on the compiler and on Python, which stand beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos.bench.report import provenance, to_json
+from kos.commands import program
+from kos.errors import BackendUnavailable
+from kos.files import check_writable
+
+CALLS = 50
+SIZES = (8, 4096, 65536)
+"""Bytes: beside the stamp, in a slot, and where an all_reduce is still reduced by each rank."""
+OPERATIONS = (
+    "all_reduce", "all_reduce, persistent", "all_reduce, async_op", "reduce", "broadcast", "all_gather", "gather",
+    "scatter", "all_to_all", "reduce_scatter", "scan", "exscan", "send", "recv", "send_recv", "barrier",
+)  # fmt: skip
+_REQUESTS = """#include <valgrind/callgrind.h>
+void zero(void) { CALLGRIND_ZERO_STATS; }
+void dump(const char *name) { CALLGRIND_DUMP_STATS_AT(name); }
+"""
+_COUNTED = ("call", "state_wait")
+"""Functions of the core in which instructions count: the operations and the starts of Persistents, and Work.wait."""
+
+
+def unavailable() -> str | None:
+    """Why instructions cannot be counted; None if they can."""
+    from kos import _core
+
+    missing = [name for name in ("valgrind", "gcc") if shutil.which(name) is None]
+    return f"needs {' and '.join(missing)}" if missing else _core.unavailable
+
+
+def toolchain() -> dict[str, str]:
+    """What the figures depend on: of the compiler and Python, those that build a core here."""
+    gcc = subprocess.run(["gcc", "-dumpfullversion"], check=True, capture_output=True, text=True, timeout=10)
+    python = f"{platform.python_version()}, {platform.python_compiler()}"
+    libc = " ".join(platform.libc_ver())
+    return {"gcc": gcc.stdout.strip(), "python": python, "libc": libc, "machine": platform.machine()}
+
+
+def ranks() -> list[Any]:
+    """Two communicators, of ranks of this process that share a segment."""
+    import kos
+    from kos.comm.control.env import env_rendezvous
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    made: list[Any] = [None, None]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "KOS_SECRET": "0" * 64}
+
+    def join(rank: int) -> None:
+        made[rank] = kos.init("tcp", rendezvous=env_rendezvous(600.0, common | {"RANK": str(rank)}), timeout=600.0)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+def calls(name: str, nbytes: int, comms: list[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The call of rank 0, and one of rank 1 that matches it and returns a Work."""
+    x, y = (np.ones(max(1, nbytes // 4), np.float32) for _ in range(2))
+    wide, wider = (np.ones(2 * x.size, np.float32) for _ in range(2))
+    op, _, form = name.partition(", ")
+    arguments: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+        "all_reduce": ((x,), (y,)), "scan": ((x,), (y,)), "exscan": ((x,), (y,)), "barrier": ((), ()),
+        "reduce": ((x, 0), (y, 0)), "broadcast": ((x, 1), (y, 1)),
+        "all_gather": ((x, wide), (y, wider)), "gather": ((x, 0, wide), (y, 0, None)),
+        "scatter": ((None, x, 1), (wide, y, 1)), "all_to_all": ((wide, wider), (wide.copy(), wider.copy())),
+        "reduce_scatter": ((wide, x), (wider, y)), "send": ((x, 1), (y, 0)), "recv": ((x, 1), (y, 0)),
+        "send_recv": ((x, wide[: x.size], 1, 1), (y, wider[: y.size], 0, 0)),
+    }  # fmt: skip
+    mine, theirs = arguments[op]
+    one, other = comms
+    method = getattr(type(other), {"send": "recv", "recv": "send"}.get(op, op))  # through Python, which is not counted
+    peer = lambda: method(other, *theirs, async_op=True)  # noqa: E731
+    if form == "persistent":
+        persistent = getattr(one, f"{op}_init")(*mine)
+        return lambda: persistent.start().wait(), peer
+    call = getattr(one, op)
+    return (lambda: call(*mine, async_op=True).wait()) if form else (lambda: call(*mine)), peer
+
+
+def run_calls(requests: Any) -> None:
+    """Make every call, and let callgrind write a file for each."""
+    comms = ranks()
+    for name in OPERATIONS:
+        for nbytes in SIZES if name != "barrier" else SIZES[:1]:
+            call, peer = calls(name, nbytes, comms)
+            for turn in range(CALLS + 4):
+                if turn == 4:
+                    requests.zero()
+                    begun = comms[0]._eager.hits
+                work = peer()
+                call()
+                while not work.done():  # in Python, where its wait() would begin in the core
+                    pass
+            requests.dump(f"{name} {nbytes}".encode())
+            hits = comms[0]._eager.hits - begun
+            if hits != CALLS:
+                raise AssertionError(f"{name} of {nbytes} bytes: expected {CALLS} calls by the core, got {hits}")
+
+
+def counted(text: str) -> tuple[int, int]:
+    """Instructions in the core, and in all, of a file of callgrind."""
+    names: dict[str, str] = {}
+    core = total = 0
+    where, skip = "", False
+    for line in text.splitlines():
+        if found := re.match(r"ob=(\(\d+\))(?: (.*))?", line):
+            where = names.setdefault(found[1], found[2] or "")
+        elif line.startswith("calls="):
+            skip = True  # the next line is what the callee took
+        elif re.match(r"[+*\d-]", line):
+            if not skip:
+                cost = int(line.split()[1])
+                total += cost
+                core += cost * ("native.abi3" in where)
+            skip = False
+        elif found := re.match(r"cob=(\(\d+\))(?: (.*))?", line):
+            names.setdefault(found[1], found[2] or "")
+    return core, total
+
+
+def count() -> Iterator[dict[str, Any]]:
+    """A row for each operation and size: instructions of a call.  Raises BackendUnavailable without valgrind."""
+    if (why := unavailable()) is not None:
+        raise BackendUnavailable(f"instructions: {why}")
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "requests.c"), f"{folder}/requests.so"
+        source.write_text(_REQUESTS)
+        subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", library], check=True, timeout=60)
+        options = ["--tool=callgrind", "--collect-atstart=no", f"--callgrind-out-file={folder}/out", "--dump-line=no"]
+        options += [f"--toggle-collect={name}" for name in _COUNTED]
+        command = ["valgrind", *options, sys.executable, "-m", "benchmarks.instructions", "--under-valgrind", library]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+        if done.returncode:
+            raise BackendUnavailable(f"instructions: {done.stderr.strip().splitlines()[-1]}")
+        for file in sorted(Path(folder).glob("out.*"), key=lambda path: int(path.suffix[1:])):
+            text = file.read_text()
+            if found := re.search(r"^desc: Trigger: Client Request: (.+) (\d+)$", text, re.M):
+                core, total = counted(text)
+                yield {"op": found[1], "bytes": int(found[2]), "core": core // CALLS, "all": total // CALLS}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog=program("benchmarks.instructions"), description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, with what they were counted on")
+    parser.add_argument("--under-valgrind", metavar="LIBRARY", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.under_valgrind:
+        run_calls(ctypes.CDLL(options.under_valgrind))
+        return 0
+    if options.json:
+        check_writable(options.json)
+    rows = list(count())
+    for row in rows:
+        print(json.dumps(row))
+    if options.json:
+        result = provenance("benchmarks.instructions", None, 2) | {"toolchain": toolchain(), "rows": rows}
+        options.json.write_text(to_json(result))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,81 @@
+"""Which copies of a linear layer's tensors are made in 8 bits, and which product reads which, from the layer itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from docs.drawings.svg import COLOURS, GREY, LIGHT, PALE, Picture
+from kos.memory.arena import Arena
+from kos.train.layers.fp8 import BACKWARD, FORWARD, Fp8Linear, Fp8Weights, Quantized
+from kos.train.layers.products import Products
+from kos.train.ops import numpy as ops
+from kos.train.parallel.tensor import TensorParallel
+
+N, D, F = 48, 16, 32
+TENSORS = {"input": (N, D), "weights": (F, D), "output's gradient": (N, F)}
+FORMS = {FORWARD: "E4M3", BACKWARD: "E5M2"}
+NAMES = {N: "N", D: "D", F: "F"}
+
+
+class Recorder:
+    """The operations of a layer, which notes what is quantized, and which copies are multiplied."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self.of = {id(x): name for name, x in tensors.items()}
+        self.copies: dict[tuple[str, str], np.ndarray] = {}
+        self.products: list[list[tuple[str, str]]] = []
+
+    def quantize(self, x: Any, rows: Any, columns: Any, scale: Any, arena: Arena) -> None:
+        for kind, made in (("rows", rows), ("columns", columns)):
+            if made is not None:
+                self.copies[self.of[id(x)], kind] = made
+
+    def scaled_product(self, a: Any, scale_a: Any, b: Any, scale_b: Any, out: Any, *more: Any) -> None:
+        copy_of = {id(made): copy for copy, made in self.copies.items()}
+        self.products.append([copy_of[id(a)], copy_of[id(b)]])
+
+
+def recorded() -> Recorder:
+    """A forward and a backward of one layer."""
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in TENSORS.items()}
+    x, weight, d_out = tensors.values()
+    recorder, arena = Recorder(tensors), Arena(1 << 16)
+    products = Products(recorder, TensorParallel(ops), arena)  # type: ignore[arg-type]
+    products.fp8 = Fp8Linear(products)
+    store = {"w": Quantized(np.zeros((F, D), FORWARD), np.zeros((D, F), FORWARD), np.ones(1, np.float32))}
+    weights = Fp8Weights({"w": weight}, store, recorder, arena)  # type: ignore[arg-type]
+    saved = products.empty_transposed((N, D), arena)
+    products.linear(weights["w"], x, np.zeros((N, F)), None, transposed=saved)
+    d = products.gradient(d_out, arena)
+    products.input_gradient(weights["w"], d, np.zeros((N, D)), None)
+    products.weight_gradient(d, saved, np.zeros((F, D)), False, None)
+    return recorder
+
+
+def copies_in_8_bits() -> str:
+    recorder = recorded()
+    picture = Picture("The tensors of a linear layer, their copies in 8 bits, and the three products",
+                      "N tokens, D features in, F out; sums run along the rows of both operands")  # fmt: skip
+    top, step, places = picture.top + 8, 40, dict[tuple[str, str], float]()
+    for index, (copy, made) in enumerate(recorder.copies.items()):
+        places[copy] = top + index * step + 14
+        picture.rect(240, top + index * step, 150, 28, LIGHT[list(TENSORS).index(copy[0])])
+        shape = " x ".join(NAMES[size] for size in made.shape)
+        picture.text(315, top + index * step + 18, f"{copy[1]}, {shape}, {FORMS[made.dtype]}")
+    for name, shape in TENSORS.items():
+        own = [y for (of, _), y in places.items() if of == name]
+        middle = sum(own) / len(own)
+        picture.rect(14, middle - 14, 160, 28, PALE)
+        picture.text(94, middle + 4, f"{name}, {NAMES[shape[0]]} x {NAMES[shape[1]]}")
+        for y in own:
+            picture.line(174, middle, 238, y, GREY, head=True)
+    titles = ("output, N x F", "input's gradient, N x D", "weights' gradient, F x D")
+    for index, (title, operands) in enumerate(zip(titles, recorder.products, strict=True)):
+        y = top + (2 * index + 0.5) * step + 14
+        picture.rect(500, y - 14, 186, 28, PALE, COLOURS[index])
+        picture.text(593, y + 4, title, colour=COLOURS[index])
+        for copy in operands:
+            picture.line(390, places[copy], 498, y, COLOURS[index], 1.5, head=True)
+    return picture.svg(top + len(places) * step + 4)

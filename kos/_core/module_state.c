@@ -1,0 +1,107 @@
+// State: the base of kos.comm.work.Work, one start of a call.  Its fields are here so that calls that need no Python
+// make Works, and so that wait() needs none where the core completes the call.
+//
+// The steps of a Work, a generator, are made when Python first needs them: `left` is what the core has begun.
+#include "module.h"
+
+PyTypeObject *state_type;
+
+static int has(const State *s, int field) { return s->fields[field] && s->fields[field] != Py_None; }
+
+static void set(State *s, int field, PyObject *value) {
+    PyObject *old = s->fields[field];
+    s->fields[field] = Py_XNewRef(value);
+    Py_XDECREF(old);
+}
+
+State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
+                 PyObject *sequence, PyObject *record) {
+    State *s = (State *)Py_XNewRef((PyObject *)old);
+    const int reuses = s && Py_REFCNT((PyObject *)s) == 2 && !s->fields[STEPS] && !s->fields[ERROR];
+    if (!reuses) {
+        Py_XDECREF((PyObject *)s);
+        s = (State *)((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0);
+    }
+    PyObject *values[] = {prepared, send, recv, array, sequence, record};
+    for (int field = reuses ? SEQUENCE : 0; s && field < LEFT; field++)
+        set(s, field, values[field]);
+    if (s)
+        s->reported = 0;
+    return s;
+}
+
+// (prepared, send, recv, array)
+static int state_init(PyObject *self, PyObject *args, PyObject *kwargs) {
+    PyObject *given[] = {NULL, NULL, NULL, NULL}, *number = PyLong_FromLong(-1);
+    const int read = PyArg_UnpackTuple(args, "Work", 1, 4, &given[0], &given[1], &given[2], &given[3]);
+    for (int field = PREPARED; read && field <= ARRAY; field++)
+        set((State *)self, field, given[field]);
+    set((State *)self, SEQUENCE, number);
+    Py_XDECREF(number);
+    return read ? 0 : -1;
+}
+
+// Whether the core completes now what it has begun, which must be all that this rank has in flight.
+static int completes(State *s) {
+    Work *left = (Work *)s->fields[LEFT];
+    PyObject *active = ((Group *)left->group)->objects[ACTIVE], *now;
+    if (PyList_Size(active) != 1 || PyList_GetItem(active, 0) != (PyObject *)s || !spin_only(left)
+        || !(now = nanoseconds()))
+        return 0;
+    PyList_SetItem(s->fields[RECORD], COMPLETED, now);
+    set(s, LEFT, NULL);
+    return !PyList_SetSlice(active, 0, 1, NULL);
+}
+
+static PyObject *state_wait(PyObject *self, PyObject *args, PyObject *kwargs) {
+    State *s = (State *)self;
+    if (!PyTuple_Size(args) && !kwargs && !has(s, STEPS) && !has(s, ERROR) && !has(s, CONVERT)
+        && (!has(s, LEFT) || completes(s))) {
+        s->reported = 1;
+        return Py_NewRef(s->fields[ARRAY] ? s->fields[ARRAY] : Py_None);
+    }
+    PyObject *wait = PyObject_GetAttrString(self, "_wait_in_python");
+    PyObject *result = wait ? PyObject_Call(wait, args, kwargs) : NULL;
+    Py_XDECREF(wait);
+    return result;
+}
+
+static int state_traverse(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT((PyObject *)Py_TYPE(self));
+    for (int field = 0; field < FIELDS; field++)
+        Py_VISIT(((State *)self)->fields[field]);
+    return 0;
+}
+
+static int state_clear(PyObject *self) {
+    for (int field = 0; field < FIELDS; field++)
+        Py_CLEAR(((State *)self)->fields[field]);
+    return 0;
+}
+
+static void state_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    state_clear(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF((PyObject *)type);
+}
+
+#define FIELD(name, field) {name, T_OBJECT, offsetof(State, fields) + field * sizeof(PyObject *), 0, NULL}
+static PyMemberDef state_members[] = {
+    FIELD("prepared", PREPARED), FIELD("send", SEND), FIELD("recv", RECV), FIELD("array", ARRAY),
+    FIELD("sequence", SEQUENCE), FIELD("record", RECORD), FIELD("left", LEFT), FIELD("steps", STEPS),
+    FIELD("_error", ERROR), FIELD("convert", CONVERT), {"reported", T_BOOL, offsetof(State, reported), 0, NULL}, {0},
+};
+static PyMethodDef state_methods[] = {
+    {"wait", (PyCFunction)(void *)state_wait, METH_VARARGS | METH_KEYWORDS,
+     "wait($self, timeout=None)\n--\n\nWait for the operation, ``timeout`` seconds at most; returns its output array."},
+    {0},
+};
+static PyType_Slot state_slots[] = {
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_init, state_init}, {Py_tp_dealloc, state_dealloc},
+    {Py_tp_traverse, state_traverse}, {Py_tp_clear, state_clear}, {Py_tp_members, state_members},
+    {Py_tp_methods, state_methods}, {0},
+};
+PyType_Spec state_spec = {"kos._core.native.State", sizeof(State), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, state_slots};

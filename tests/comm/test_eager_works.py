@@ -1,0 +1,222 @@
+"""Works, persistent starts and tensors of torch: calls that the compiled core knows need no Python here either."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.work import Work
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
+from tests.comm.ranks import on_each_rank
+from tests.comm.shared_ranks import needs_core
+from tests.comm.tcp_ranks import TCPRanks, run_ranks
+from tests.comm.test_eager import hits
+
+pytestmark = needs_core
+
+
+@pytest.fixture
+def run() -> Any:
+    return TCPRanks(2).run
+
+
+def settle(comm: Any) -> None:
+    """Nothing is in flight."""
+    assert not comm.backend.engine.active and comm.backend.calls.core.held() == (0, 0, False)
+
+
+@on_each_rank("run")
+def test_async_calls_hit(comm: kos.Communicator, /) -> None:
+    x, y = np.ones(3), np.ones(2 * comm.size)
+    for turn in range(6):
+        before = hits(comm)
+        work = comm.all_reduce(x, async_op=True)
+        assert type(work) is Work and work.wait() is x and work.wait() is x and work.done()
+        assert comm.all_gather(np.ones(2), y, async_op=True).wait() is y
+        assert comm.barrier(async_op=True).wait() is None
+        assert hits(comm) - before == (0 if turn == 0 else 3)
+    assert (x == comm.size**6).all()
+    entry = comm.recorder.entries()[-3]
+    assert entry["state"] == "completed" and entry["profiling_name"].endswith("all_reduce")
+    settle(comm)
+
+
+@on_each_rank("run")
+def test_a_work_in_flight_is_advanced_by_other_waits(comm: kos.Communicator, /) -> None:
+    x, y = np.ones(3), np.ones(5)
+    for _ in range(3):
+        comm.all_reduce(x, async_op=True).wait()
+        comm.all_reduce(y)
+    x[:] = y[:] = 1
+    first = comm.all_reduce(x, async_op=True)  # by the core
+    second = comm.all_reduce(y, async_op=True)  # by Python, as another one is in flight
+    assert second.wait() is y and first.wait() is x
+    assert (x == comm.size).all() and (y == comm.size).all()
+    first = comm.all_reduce(x, async_op=True)
+    comm.synchronize()
+    assert first.done() and (x == comm.size**2).all()
+    work = comm.all_reduce(x, async_op=True)
+    while not work.done():
+        pass
+    assert "complete" in repr(work)
+    settle(comm)
+
+
+@on_each_rank("run")
+def test_a_message_in_flight_is_cancelled_at_its_timeout(comm: kos.Communicator, /) -> None:
+    x, peer = np.zeros(4), 1 - comm.rank
+    for _ in range(3):
+        work = comm.recv(x, peer, async_op=True)
+        comm.send(np.ones(4), peer)
+        work.wait()
+    before = hits(comm)
+    late = comm.recv(x, peer, async_op=True)
+    assert hits(comm) == before + 1
+    with pytest.raises(CollectiveTimeout, match="recv #"):
+        late.wait(0.2)
+    x[:] = 0
+    comm.rendezvous.barrier()
+    comm.send(np.full(4, 7.0), peer)  # for the next receive
+    assert (comm.recv(np.zeros(4), peer) == 7).all() and (x == 0).all()
+    settle(comm)
+
+
+@on_each_rank("run")
+def test_a_failure_ends_a_work_in_flight(comm: kos.Communicator, /) -> None:
+    part, x = comm.duplicate(), np.ones(3)
+    for _ in range(3):
+        part.all_reduce(x, async_op=True).wait()
+    work = part.all_reduce(x if comm.rank == 0 else np.ones(4), async_op=True)
+    with pytest.raises(CollectiveError, match="all_reduce #3"):
+        work.wait()
+    with pytest.raises(CollectiveError):
+        work.wait()
+    part.abort()
+    comm.barrier()
+
+
+@on_each_rank("run")
+def test_persistent_starts_hit(comm: kos.Communicator, /) -> None:
+    x, out = np.ones(3), np.zeros(3)
+    in_place, apart, barrier = comm.all_reduce_init(x), comm.all_reduce_init(x, out=out), comm.barrier_init()
+    for turn in range(5):
+        before = hits(comm)
+        x[:] = turn + comm.rank
+        total = sum(turn + rank for rank in range(comm.size))
+        assert apart.start().wait() is out and (out == total).all() and (x == turn + comm.rank).all()
+        assert in_place.start().wait() is x and (x == total).all()
+        assert barrier.start().wait() is None
+        assert hits(comm) - before == (0 if turn == 0 else 3)
+    assert isinstance(apart, kos.comm.Persistent) and "all_reduce #" in repr(apart) and "complete" in repr(apart)
+
+
+@on_each_rank("run")
+def test_a_persistent_start_must_be_waited_for(comm: kos.Communicator, /) -> None:
+    x = np.ones(3)
+    persistent = comm.all_reduce_init(x)
+    for _ in range(3):
+        persistent.start().wait()
+    work = persistent.start()
+    with pytest.raises(InvalidArgument, match="expected the previous start to be waited for"):
+        persistent.start()
+    comm.synchronize()
+    again = persistent.start()
+    assert again is not work  # somebody has the first one
+    again.wait()
+    assert (x == comm.size**5).all()
+    with comm.batch():
+        persistent.start()
+        with pytest.raises(InvalidArgument, match="one start in a batch"):
+            persistent.start()
+    assert (x == comm.size**6).all()
+    settle(comm)
+
+
+@on_each_rank("run")
+def test_persistents_end_with_their_last_reference(comm: kos.Communicator, /) -> None:
+    """Nothing refers to them in a circle."""
+    persistent = comm.all_reduce_init(np.ones(3))
+    alive = weakref.ref(persistent)
+    for _ in range(3):
+        persistent.start().wait()
+    gc.disable()
+    try:
+        del persistent
+        assert alive() is None
+    finally:
+        gc.enable()
+    comm.all_reduce_init(np.ones(2)).start().wait()
+
+
+def test_a_persistent_of_a_closed_communicator_is_refused() -> None:
+    def body(comm: kos.Communicator) -> None:
+        part = comm.duplicate()
+        persistent = part.barrier_init()
+        for _ in range(3):
+            persistent.start().wait()
+        part.close()
+        with pytest.raises(CollectiveError, match="closed"):
+            persistent.start()
+        comm.barrier()
+
+    TCPRanks(2).run(body)
+
+
+def test_a_progress_thread_gets_the_works() -> None:
+    def body(rendezvous: Any) -> None:
+        with kos.init("tcp", rendezvous=rendezvous, progress_thread=True) as comm:
+            x, y = np.ones(3), np.ones(1 << 20)
+            for _ in range(3):
+                comm.all_reduce(x, async_op=True).wait()
+            assert hits(comm) == 0
+            work, pause = comm.all_reduce(y, async_op=True), threading.Event()
+            while work._steps is not None:
+                pause.wait(0.001)
+            assert (work.wait() == comm.size).all()
+
+    run_ranks(2, body)
+
+
+
+@on_each_rank("run")
+def test_tensors_of_torch_hit(comm: kos.Communicator, /) -> None:
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("needs a torch with DLPack's C exchange API")
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        x, out = torch.ones(2, 3, dtype=dtype), torch.zeros(2, 3, dtype=dtype)
+        for turn in range(5):
+            before = hits(comm)
+            x[:] = turn + comm.rank
+            total = sum(turn + rank for rank in range(comm.size))
+            assert comm.all_reduce(x, out=out) is out and (out == total).all() and (x == turn + comm.rank).all()
+            assert comm.all_reduce(x, async_op=True).wait() is x and (x == total).all()
+            assert turn < 2 or hits(comm) - before == 2
+    part = torch.ones(6, dtype=torch.int64)[2:4]
+    for _ in range(4):
+        part.fill_(1)
+        assert (comm.all_reduce(part) == comm.size).all()
+
+
+@on_each_rank("run")
+def test_other_tensors_are_other_calls(comm: kos.Communicator, /) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.ones(4)
+    for _ in range(4):
+        comm.all_reduce(x)
+    x.requires_grad_()
+    with pytest.raises(InvalidArgument, match="grad"):
+        comm.all_reduce(x)
+    with pytest.raises(InvalidArgument, match="contiguous"):
+        comm.all_reduce(torch.ones(8)[::2])
+    with pytest.raises(InvalidArgument, match="negative bit"):
+        comm.all_reduce(torch._neg_view(torch.ones(4)))
+    for other in (torch.ones(4, dtype=torch.float64), torch.ones(2, 2), torch.ones(4, dtype=torch.int32)):
+        assert (comm.all_reduce(other) == comm.size).all()
+    assert (comm.all_reduce(np.ones(4, np.float32)) == comm.size).all()

@@ -1,0 +1,514 @@
+"""Collectives between hosts in phases, without a GPU: ranks are threads, NCCL and the kernels of ``peer`` those of
+``fake_nccl`` and ``fake_peer``."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kos
+from kos import ReduceOp
+from kos.comm import watchdog
+from kos.comm.control.base import Rendezvous
+from kos.comm.gpu import hierarchical, shared
+from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu.hierarchical import CARRIED, NAME, HierarchicalBackend
+from kos.comm.gpu.links import NETWORK, network_rate, predicted
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.gpu.peer.launches import DEFAULT
+from kos.comm.gpu.routes import Route, nothing
+from kos.comm.host.backend import HostBackend
+from kos.comm.host.tcp import TCPTransport
+from kos.comm.host.threads import ThreadTransport
+from kos.comm.tuning import Table, key, parse, user_path
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+from kos.memory.array import Array
+from kos.testing.conformance import order, results
+from kos.tune import measure as tune
+from tests.comm import fake_nccl, test_nccl
+from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, FakeNCCL, Group, captures
+from tests.comm.fake_peer import ThreadRanks, no_gpus
+from tests.comm.gpu_ranks import OnGPU, noting_who_adds
+from tests.comm.ranks import on_hosts
+from tests.comm.tcp_ranks import run_ranks
+from tests.host_compiler import COMPILER
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+LAYOUTS = [(2, 2), (2, 2, 2), (3, 3)]
+ALWAYS = {key(name, False, False, True): ((None, NAME),) for name in CARRIED}
+
+
+class HostRanks(ThreadRanks):
+    """Ranks that are threads, so many on each pretended host, with a stand-in for a GPU each."""
+
+    pool = ThreadPoolExecutor(6)
+
+    def __init__(self, hosts: Sequence[int], routes: Any = ALWAYS) -> None:
+        super().__init__(sum(hosts))
+        self.names = [f"host {host}" for host, count in enumerate(hosts) for _ in range(count)]
+        self.routes, self.flat = routes, Group(self.size)
+
+    def run_bare(self, fn: Callable[[Rendezvous], Any], timeout: float = WAIT) -> list[Any]:
+        self.flat = Group(self.size)
+        names = self.names
+
+        def named(rendezvous: Any) -> Any:
+            rendezvous.host = names[rendezvous.rank]
+            return fn(rendezvous)
+
+        return super().run_bare(named, timeout)
+
+    def _with_communicator(self, fn: Any, rendezvous: Any, timeout: float) -> Any:  # type: ignore[override]
+        comm = communicator(rendezvous, HostBackend(rendezvous, ThreadTransport), self.flat, timeout, self.routes)
+        with noting_who_adds(comm):
+            result = fn(OnGPU(comm))
+        comm.close()
+        return result
+
+
+def communicator(
+    rendezvous: Rendezvous, host: HostBackend, flat: Group, timeout: float = WAIT, routes: Any = ALWAYS
+) -> kos.Communicator:
+    """That of ``auto`` between hosts; ``routes`` None are those that it predicts."""
+    gpu = HierarchicalBackend(rendezvous, 0, Comm(flat, rendezvous.rank), host)
+    comm = kos.Communicator(AutoBackend(rendezvous, host, [gpu]), rendezvous, {}, timeout)
+    if routes is not None and gpu.table is not None:
+        gpu.use(replace(gpu.table, routes=routes))
+    return comm
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with no_gpus(monkeypatch, 3):
+        yield
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def ranks(no_gpu: None, request: pytest.FixtureRequest) -> HostRanks:
+    return HostRanks(request.param)
+
+
+CASES: list[tuple[Any, ...]] = [(name, dtype, op) for name in ("all_reduce", "reduce_scatter") for dtype, op in (
+    (np.dtype(np.float32), ReduceOp.SUM), (BF16, ReduceOp.AVG), (np.dtype(np.float64), ReduceOp.PREMUL_SUM),
+    (np.dtype(np.int16), ReduceOp.BXOR), (np.dtype(np.complex64), ReduceOp.PROD), (np.dtype(np.float16), ReduceOp.MAX),
+)]  # fmt: skip
+CASES += [(name, dtype, None) for name in CARRIED[2:] for dtype in (BF16, np.dtype(np.int64), np.dtype(np.int8))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(x, "name", x)) for x in case))
+def test_results(ranks: HostRanks, seed: int, case: tuple[Any, ...]) -> None:
+    name, dtype, op = case
+    ranks.run(lambda comm: results.correct(comm, seed, name, dtype, *(() if op is None else (op,))))
+
+
+@pytest.mark.parametrize("name", ["several_in_flight", "persistent", "split_of_a_split", "close"])
+def test_promises(ranks: HostRanks, name: str) -> None:
+    ranks.run(getattr(order, name))
+
+
+test_batch_and_persistent = test_nccl.test_batch_and_persistent
+test_deterministic_is_in_rank_order = test_nccl.test_deterministic_is_in_rank_order
+test_minimum_keeps_nan = test_nccl.test_minimum_keeps_nan
+test_several_communicators = test_nccl.test_several_communicators
+
+
+def filled(comm: Any, count: int, dtype: Any = np.float32) -> Array:
+    return Array.from_numpy(np.full(count, comm.rank + 1, dtype), 0)
+
+
+class Ways(list[str]):
+    """How each call of ``comm`` goes: the kernel of its route."""
+
+    def __init__(self, comm: kos.Communicator) -> None:
+        part: Any = comm.backend.parts[1]
+        resolve = part.resolve
+
+        def noting(o: Any) -> Any:
+            route = resolve(o)
+            self.append(route.kernel or "nccl")
+            return route
+
+        part.resolve = noting
+
+    def of(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+        """How that call goes, on a communicator that forgets the calls before."""
+        call.__self__.backend.store.clear()  # type: ignore[attr-defined]
+        self.clear()
+        call(*arguments, **options)
+        (way,) = self
+        return way
+
+
+def test_in_a_capture_and_on_several_streams(ranks: HostRanks) -> None:
+    def body(gpu: Any) -> None:
+        comm, total = gpu.comm, gpu.size * (gpu.size + 1) // 2
+        ways = Ways(comm)
+        for turn in range(3):
+            with captures():
+                for stream, count in ((5, 1000), (5, 1001), (6, 1000)):
+                    assert (comm.all_reduce(filled(comm, count), stream=stream).numpy() == total).all()
+            xs = [filled(comm, 10 + i + turn) for i in range(3)]
+            works = [comm.all_reduce(x, stream=5 + i, async_op=i == 2) for i, x in enumerate(xs)]
+            works[2].wait()
+            assert all((x.numpy() == total).all() for x in xs)
+        assert set(ways) == {NAME}
+
+    ranks.run(body)
+
+
+def sent(name: str, size: int, nbytes: int) -> float:
+    """Bytes that each rank of a ring sends; ``nbytes`` are those of the call of NCCL."""
+    return {"all_reduce": 2 * (size - 1) / size, "reduce_scatter": size - 1, "all_gather": size - 1, "send": 1,
+            "broadcast": 1, "allto_all": size - 1}[name] * nbytes  # fmt: skip
+
+
+@pytest.mark.parametrize("phases", [True, False])
+def test_bytes_out_of_a_host(ranks: HostRanks, phases: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2(h-1)/h of the data, where a ring of all ranks sends 2(n-1)/n over the edge between two hosts."""
+    out: Counter[tuple[int, int]] = Counter()  # by size of NCCL's communicator and rank in it
+    lock = threading.Lock()
+
+    def counting(name: str, at: int) -> Callable[..., None]:
+        run = getattr(FakeNCCL, name)
+
+        def count(fake: Any, *arguments: Any) -> None:
+            comm = next(each for each in arguments if isinstance(each, Comm))
+            nbytes = arguments[at] * DTYPE_OF[arguments[at + 1]].numpy.itemsize
+            with lock:
+                out[comm.group.size, comm.rank] += round(sent(name, comm.group.size, nbytes))
+            run(fake, *arguments)
+
+        return count
+
+    for name, at in (("all_reduce", 2), ("reduce_scatter", 2), ("all_gather", 2), ("send", 1), ("allto_all", 2)):
+        monkeypatch.setattr(FakeNCCL, name, counting(name, at))
+    hosts, n = len(set(ranks.names)), ranks.size
+    local, ranks.routes = n // hosts, ALWAYS if phases else {}
+    part = 4 * 5040  # elements, which everything divides
+    expected = {
+        "all_reduce": 2 * (hosts - 1) / hosts, "reduce_scatter": (hosts - 1) / hosts, "all_gather": (n - local) / n,
+        "all_to_all": local * (hosts - 1) / hosts,
+    }  # fmt: skip
+    for name, share in expected.items():
+        if name == "all_to_all" and not phases:  # no ring, and as many bytes
+            continue
+        out.clear()
+        given = part // n if name == "all_gather" else part
+
+        def call(gpu: Any, name: str = name, given: int = given) -> None:
+            getattr(gpu.comm, name)(filled(gpu, given))
+
+        ranks.run(call)
+        if phases:
+            # Rank k of a rail is on host k; ``part`` is all that a rank gets.
+            assert out == {(hosts, host): round(share * part * 4) for host in range(hosts)}, name
+        else:
+            ring = 2 * (n - 1) / n if name == "all_reduce" else (n - 1) / n
+            assert out == {(n, rank): round(ring * part * 4) for rank in range(n)}, name
+
+
+def test_what_stays_with_nccl(ranks: HostRanks) -> None:
+    """Sums in rank order, compressed ones, sums of 8-bit floats, and what the table finds slower."""
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        part, ways = comm.backend.gpus[0], Ways(comm)
+        assert ways.of(comm.all_reduce, filled(comm, 600)) == NAME
+        assert ways.of(comm.all_reduce, filled(comm, 600), algorithm=NAME) == NAME
+        for options in ({"deterministic": True}, {"compress": "int8"}):
+            assert ways.of(comm.all_reduce, filled(comm, 600), **options) == "nccl"
+        assert ways.of(comm.all_reduce, filled(comm, 600, ml_dtypes.float8_e4m3fn)) == "nccl"
+        assert ways.of(comm.reduce, filled(comm, 600)) == "nccl"
+        part.use(replace(part.table, routes={key("all_reduce", False, False, True): ((4000, "nccl"), (None, NAME))}))
+        assert ways.of(comm.all_reduce, filled(comm, 1000)) == "nccl"
+        assert ways.of(comm.all_reduce, filled(comm, 1000), algorithm=NAME) == NAME
+        assert ways.of(comm.all_reduce, filled(comm, 1001)) == NAME
+        assert part.route_of("all_reduce", 4000) == "nccl" and part.route_of("all_reduce", 4004) == NAME
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reason"),
+    [((4,), "the ranks are on one host"), ((1, 1), r"got [0]; [1]"), ((3, 1), r"got [0, 1, 2]; [3]")], ids=str,
+)
+def test_hosts_that_are_not_alike(no_gpu: None, hosts: tuple[int, ...], reason: str) -> None:
+    def body(gpu: Any) -> None:
+        x, ways = filled(gpu, 100), Ways(gpu.comm)
+        assert ways.of(gpu.comm.all_reduce, x) == "nccl" and reason in gpu.comm.explain()
+        assert (x.numpy() == gpu.size * (gpu.size + 1) / 2).all()
+
+    HostRanks(hosts).run(body)
+
+
+def test_a_host_whose_memory_cannot_be_mapped(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No host then works in phases, and all say why."""
+    usual = PeerBackend
+
+    def refuses(rendezvous: Any, *arguments: Any) -> Any:
+        if rendezvous.failures.world[0] == 2:
+            raise kos.errors.BackendUnavailable("peer: no bytes moved")
+        return usual(rendezvous, *arguments)
+
+    monkeypatch.setattr(hierarchical, "PeerBackend", refuses)
+
+    def body(gpu: Any) -> None:
+        assert Ways(gpu.comm).of(gpu.comm.all_reduce, filled(gpu, 100)) == "nccl"
+        assert "peer: no bytes moved" in gpu.comm.explain()
+
+    HostRanks((2, 2)).run(body)
+
+
+# Which calls go in phases.
+
+
+def test_the_prediction() -> None:
+    """Beside hand-made figures: where phases send fewer bytes, and the links within a host are faster by enough."""
+    routes = predicted(2, 8, 50e9, 450e9)
+    gain = (2 * 15 / 16 - 1) / 50e9 - 2 * 7 / 8 / 450e9
+    assert routes[key("all_reduce", False, False, True)] == ((round(20e-6 / gain), "nccl"), (None, NAME))
+    assert predicted(2, 2, 50e9, 20e9)[key("all_reduce", False, False, True)] == ((None, "nccl"),)
+    slow = predicted(4, 8, 1.25e9, 450e9)
+    for name in ("all_reduce", "reduce_scatter", "all_gather"):
+        limits = [each[key(name, False, False, True)][0][0] for each in (slow, routes)]
+        assert limits[0] is not None and (limits[1] is None or limits[0] < limits[1]), name
+
+
+def test_the_rate_of_the_network(tmp_path: Path) -> None:
+    def write(place: str, **files: str) -> None:
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (tmp_path / place / name).write_text(text)
+
+    assert network_rate(tmp_path) == NETWORK
+    write("net/lo", speed="-1", operstate="unknown")
+    write("net/eth0", speed="25000\n", operstate="up\n")
+    write("net/eth1", speed="100000", operstate="down")
+    assert network_rate(tmp_path) == 25e9 / 8
+    for number, state in enumerate(("4: ACTIVE", "4: ACTIVE", "1: DOWN")):
+        write(f"infiniband/mlx5_{number}/ports/1", rate="400 Gb/sec (4X NDR)\n", state=state)
+    assert network_rate(tmp_path) == 2 * 400e9 / 8
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_measured_table_is_preferred(
+    no_gpu: None, measured: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = user_path("a stand-in", 4, 2)
+    if measured:
+        path.parent.mkdir(parents=True)
+        table = Table("a stand-in", "unknown links", 4, "", DEFAULT, ALWAYS, 2)
+        path.write_text(json.dumps(table.to_json()))
+
+    def body(gpu: Any) -> None:
+        text = gpu.comm.explain()
+        assert (str(path) if measured else "predicted: 3 GB/s out of a host, 20 GB/s of each GPU") in text
+        assert "2 hosts of 2 ranks" in text
+        rows = [line.split() for line in text.splitlines() if line.startswith("all_reduce ")]
+        assert rows[0][1:] == ([NAME] * 5 if measured else ["nccl"] * 2 + [NAME] * 3)
+
+    HostRanks((2, 2), None).run(body)
+
+
+@pytest.mark.parametrize("kinds", [("phases", "nccl"), ("nccl", "phases"), ("phases", "phases")], ids=str)
+def test_calls_on_other_streams_follow(no_gpu: None, kinds: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of peer and NCCL wait for other ranks: GPUs must not start them in different orders."""
+
+    def body(gpu: Any) -> None:
+        comm, followed = gpu.comm, list[tuple[int, int]]()
+        streams = comm.backend.gpus[0].streams
+        follow = streams.follow
+
+        def noting(stream: int, before: int, capture: int) -> None:
+            followed.append((stream, before))
+            follow(stream, before, capture)
+
+        streams.follow = noting
+        for stream, kind in zip((5, 6), kinds, strict=True):
+            comm.all_reduce(filled(comm, 100), deterministic=kind == "nccl", stream=stream)
+        assert (6, 5) in followed
+
+    HostRanks((2, 2)).run(body)
+
+
+def test_tuning_measures_phases(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation and size, in phases and by NCCL alone, and the table is one for these hosts."""
+    eager = tune.Tuner._eager
+    monkeypatch.setattr(tune.Tuner, "_in_graph", lambda tuner, start, depth, repeats: eager(tuner, start, 1, 2))
+    monkeypatch.setattr(tune, "create_stream", lambda device: 7)
+    monkeypatch.setattr(tune, "set_device", lambda device: None)
+
+    def body(rendezvous: Any) -> tuple[Table, Any]:
+        flat = rendezvous.threads.shared("groups", lambda: [Group(4), Group(4)])
+        phases = communicator(rendezvous, HostBackend(rendezvous, ThreadTransport), flat[0], routes=None)
+        nccl = kos.Communicator(NCCLBackend(rendezvous, 0, Comm(flat[1], rendezvous.rank)), rendezvous, {}, WAIT)
+        ways, tuner = Ways(phases), tune.TunerBetweenHosts(phases, nccl, 4096)
+        table = tuner.table(lambda text: None)
+        assert set(ways) == {NAME}
+        return table, tuner.measured
+
+    found = HostRanks((2, 2)).run_bare(body)
+    table, measured = found[0]
+    assert all(each == table for each, _ in found) and table.hosts == 2 and table.ranks == 4
+    assert {name.split()[0] for name in table.routes} == set(CARRIED)
+    assert all({"hierarchical", "nccl"} < row.keys() for row in measured)
+    assert parse(table.to_json(), "measured now") == table
+
+
+# Failures.  Each rank has a rendezvous of its own, over sockets, and shares memory with the ranks of its host alone.
+
+
+def run(body: Callable[[kos.Communicator], Any]) -> list[Any]:
+    """What ``body(comm)`` returned on each of two ranks of two hosts."""
+    flat, all_done = Kernels(4), threading.Barrier(4)
+
+    def rank(rendezvous: Any) -> Any:
+        comm = communicator(rendezvous, HostBackend(rendezvous, TCPTransport), flat)
+        try:
+            return body(comm)
+        finally:
+            all_done.wait(3 * WAIT)  # outside of kos, which blames no rank that waits for others
+            comm.abort()
+
+    return run_ranks(4, rank)
+
+
+class Kernels(Group):
+    """As kernels of NCCL: one that waits for a rank that never comes ends when its own rank aborts."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.aborted = [threading.Event() for _ in range(size)]
+        self.messages = {(i, j): Messages(self.aborted[j]) for i in range(size) for j in range(size)}
+
+    def swap(self, rank: int, value: Any) -> list[Any]:
+        try:
+            return super().swap(rank, value)
+        except threading.BrokenBarrierError:  # another rank has aborted
+            assert self.aborted[rank].wait(WAIT), "a kernel of NCCL hangs"
+            return [value] * self.size
+
+
+class Messages(queue.Queue[Any]):
+    def __init__(self, aborted: threading.Event) -> None:
+        super().__init__()
+        self._aborted = aborted
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        while not self._aborted.is_set():
+            with suppress(queue.Empty):
+                return super().get(timeout=0.02)
+        raise queue.Empty
+
+
+@pytest.fixture
+def kernels(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of NCCL and the watchdog as in a job, and kernels of ``peer`` that are compiled."""
+    HostRanks((2, 2)).run(lambda gpu: [getattr(gpu.comm, name)(filled(gpu, 1000)) for name in CARRIED[:4]])
+    abort = FakeNCCL.comm_abort
+
+    def aborting(fake: FakeNCCL, comm: Comm) -> None:
+        abort(fake, comm)
+        if isinstance(comm.group, Kernels):
+            comm.group.aborted[comm.rank].set()
+
+    monkeypatch.setattr(FakeNCCL, "comm_abort", aborting)
+    monkeypatch.setattr(fake_nccl, "Group", Kernels)
+    monkeypatch.setattr(watchdog, "TICK", 0.01)
+    monkeypatch.setattr(shared, "_REPORT_SECONDS", 15.0)  # an emulated kernel looks at its deadline seldom
+    on_hosts(monkeypatch, (2, 2))
+
+
+def raised_by(comm: Any, *calls: Callable[[], Any]) -> KosError:
+    """What one of the calls raises, or the end of what they have queued."""
+    try:
+        for call in calls:
+            call()
+        comm.synchronize()
+    except KosError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    ("name", "late", "connected"),
+    [("all_reduce", 0, False), ("all_reduce", 3, True), ("all_gather", 0, True), ("broadcast", 3, True),
+     ("reduce_scatter", 3, False)],
+)  # fmt: skip
+def test_a_rank_that_does_not_come_is_named_on_all(
+    kernels: None, name: str, late: int, connected: bool
+) -> None:
+    """Whatever phase a rank waits in, on whichever host."""
+
+    def body(comm: Any) -> str:
+        call = getattr(comm, name)
+        if connected:
+            call(filled(comm, 1000))
+            call(filled(comm, 1000))
+        comm.rendezvous.barrier()
+        error: KosError = CollectiveError("")
+        if comm.rank != late:
+            error = raised_by(comm, lambda: call(filled(comm, 1000), timeout=1.0))
+            assert type(error) is CollectiveTimeout, error
+        return str(error.ranks)
+
+    found = run(body)
+    del found[late]
+    assert found == [f"({late},)"] * 3
+
+
+@pytest.mark.parametrize("ends", [0, 3])
+def test_a_rank_that_ends_is_named_on_all(kernels: None, ends: int) -> None:
+    def body(comm: Any) -> str:
+        comm.all_reduce(filled(comm, 1000))
+        comm.rendezvous.barrier()
+        error: KosError = CollectiveError("")
+        if comm.rank == ends:
+            comm.abort(reason="of the test")
+        else:
+            error = raised_by(comm, *[lambda: comm.all_reduce(filled(comm, 1000))] * 3)
+            assert isinstance(error, RankLost) and f"rank {ends} is gone: of the test" in str(error), error
+        return str(error.ranks)
+
+    found = run(body)
+    del found[ends]
+    assert found == [f"({ends},)"] * 3
+
+
+@pytest.mark.parametrize("differs", ["count", "operation"])
+@pytest.mark.parametrize("hosts", ["within a host", "between hosts"])
+def test_calls_that_differ_are_named_on_all(
+    kernels: None, monkeypatch: pytest.MonkeyPatch, differs: str, hosts: str
+) -> None:
+    """As calls that no phases carry: the parts of what is compared are those of the caller's call."""
+    monkeypatch.setattr(HierarchicalBackend, "resolve", lambda part, o: Route(nothing, NAME))
+    monkeypatch.setattr(HierarchicalBackend, "is_idle", lambda part, *_: False)
+
+    def body(comm: Any) -> str:
+        other = comm.rank > 1 if hosts == "between hosts" else comm.rank == 3
+        for _ in range(3):
+            comm.all_reduce(filled(comm, 10))
+        x = filled(comm, 10 + other * (differs == "count"))
+        call = comm.broadcast if other and differs == "operation" else comm.all_reduce
+        error = raised_by(comm, lambda: call(x), lambda: comm.backend.gpus[0].synchronize(timeout=0.3))
+        assert type(error) is CollectiveMismatch, error
+        return str(error)
+
+    for text in run(body):
+        assert "#3" in text and ("count 10 against 11" in text or "operation" in text), text

@@ -1,0 +1,289 @@
+"""``--compress``: losses near the others, one set of weights, and what compression loses comes back, resumed too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from kos.comm.communicator import Communicator
+from kos.errors import ConfigError
+from kos.testing import spawn
+from kos.train.checkpoint.huggingface import TensorFiles, weight_files
+from kos.train.checkpoint.residuals import Residuals
+from kos.train.config.options import TrainConfig
+from kos.train.device import memory_plan
+from kos.train.device.cpu import CpuDevice
+from kos.train.model.parameters import Parameters
+from kos.train.model.stage import check_blocks
+from kos.train.parallel.data import DataParallel
+from kos.train.parallel.mesh import Layout, Mesh
+from kos.train.run import Trainer
+from tests.train import test_layouts as layouts
+from tests.train.refusal import refused
+from tests.train.sharded import make_state, save, tensors_of_run
+from tests.train.test_checkpoint_layouts import grouped
+from tests.train.test_loop import _config, _losses, _train, text
+
+__all__ = ["text"]
+
+QUIET: dict[str, Any] = {"eval_batches": 0, "sample_tokens": 0, "keep": 9}
+NEAR = {"fp8": 1e-3, "int8": 1e-3, "int4": 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "HOST_BUCKET_BYTES", 20_000)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_losses_are_near_those_without(text: Path, tmp_path: Path, zero: int) -> None:
+    how = {**QUIET, "zero": zero, "steps": 40, "save_every": 0}
+    exact = _losses(_train(text, tmp_path / "exact", 2, **how))
+    for name, near in NEAR.items():
+        losses = _losses(_train(text, tmp_path / name, 2, compress=name, **how))
+        assert 0 < np.abs(losses / exact - 1).max() < near, name
+        assert losses[-1] < losses[0] / 2, "it learns"
+
+
+LAYOUTS = [
+    (Layout(dp=2), {}),
+    (Layout(dp=3, cp=1), {"zero": 1, "batch_size": 9}),
+    (Layout(cp=2), {"tied": True}),
+    (Layout(dp=2, tp=2), {"tied": True}),
+    (Layout(dp=2, tp=2), {"zero": 1}),
+    (Layout(dp=2, pp=2), {"tied": True}),
+    (Layout(dp=2, pp=2), {"tied": True, "zero": 1, "pp_schedule": "interleaved"}),
+]
+
+
+@pytest.mark.parametrize(("layout", "changes"), LAYOUTS, ids=str)
+def test_ranks_hold_the_same_weights(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of dp and cp all; those of tp what each holds whole; both ends of a pipeline the tied embedding."""
+    monkeypatch.setitem(layouts.SHAPE, "hidden_size", 64)
+    monkeypatch.setitem(layouts.SHAPE, "num_attention_heads", 4)
+    monkeypatch.setitem(layouts.SHAPE, "num_key_value_heads", 2)
+    monkeypatch.setitem(layouts.SHAPE, "head_dim", 32)
+    changes, held = {"tied": False, **changes}, dict[Any, bytes]()
+    ranks = layouts.train(layout, CpuDevice, 5 if layout.pp > 1 else 2, compress="int4", **changes)
+    for rank, got in enumerate(ranks):
+        placements = got["model"].placements(got["model"].local(0, layout.tp))
+        for name, value in got["weights"].items():
+            at = None if placements[name].dim is None else layout.coordinates(rank)["tp"]
+            assert held.setdefault((name, at), value.tobytes()) == value.tobytes(), f"{name} of rank {rank}"
+    rows = ranks[0]["rows"]
+    assert all(got["rows"].tobytes() == rows.tobytes() for got in ranks) and rows[-1, 0] < rows[0, 0]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_lost_is_sent_later(sharded: bool) -> None:
+    """Of T sums each is some percent off; their sum is off by what the residuals hold, with ZeRO-1 by no more."""
+    steps, size = 30, 640
+
+    def sums(comm: Communicator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        gradients = Parameters({"a": (size // 2,), "b": (size // 2,)}, multiple=128)
+        parallel = DataParallel(Mesh(comm).dense, gradients, sharded=sharded, bucket_bytes=1024, compress="int4")
+        assert parallel.residual is not None and len(parallel.buckets) > 1
+        total, first, exact = np.zeros(size), np.zeros(size), np.zeros(size)
+        for step in range(steps):
+            terms = np.random.default_rng(step).standard_normal((comm.size, size)).astype(np.float32)
+            gradients.flat[:] = terms[comm.rank]
+            for name in gradients:
+                parallel.gradient_ready(name)
+            parallel.finish()
+            exact += terms.sum(0, np.float64)
+            total += gradients.flat
+            first = first if step else total - exact
+        left = comm.all_reduce(parallel.residual.flat.astype(np.float64))
+        mine = np.concatenate([np.arange(size)[part] for part in parallel.parts()]) if sharded else np.arange(size)
+        return total[mine] + left[mine] - exact[mine], first[mine], total[mine] - exact[mine]
+
+    for off, first, without in spawn(sums, 2):
+        once = np.linalg.norm(first)
+        assert once > 2 and np.linalg.norm(without) < (2 if sharded else 4) * once < 0.8 * np.sqrt(steps) * once
+        if sharded:
+            np.testing.assert_allclose(off, 0, atol=1e-5 * steps)
+
+
+RESUMED = [
+    (2, {"compress": "int8"}),
+    (2, {"compress": "fp8", "zero": 1}),
+    (2, {"compress": "int4", "cp": 2}),
+    (4, {"compress": "int4", "tp": 2, "zero": 1}),
+    (4, {"compress": "int8", "pp": 2, "batch_size": 16}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "how"), RESUMED, ids=str)
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one(
+    text: Path, tmp_path: Path, ranks: int, how: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = {"hidden_size": 64, "num_hidden_layers": 3}
+    how = {**QUIET, "steps": 6, "save_every": 2, "schedule": "constant", "model": model, **how}
+    rows = _train(text, tmp_path / "whole", ranks, **how)
+    step = tmp_path / "whole/checkpoints/step-2"
+    assert any(tensor.any() for file in step.glob("residual-*") for tensor in load_file(file).values())
+    rest = _train(text, tmp_path / "rest", ranks, resume=str(step), **how)
+    assert [row["loss"] for row in rest] == [row["loss"] for row in rows][2:]
+    assert tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "whole")
+    assert not caplog.records
+
+
+@pytest.fixture(scope="module")
+def half(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a run of two ranks that compresses."""
+    out = tmp_path_factory.mktemp("half")
+    _train(text, out, 2, steps=3, compress="int8", micro_batch_size=2, **QUIET)
+    return out / "checkpoints/step-3"
+
+
+def _residuals(text: Path, out: Path, ranks: int, **changes: Any) -> list[dict[str, np.ndarray]]:
+    """The residual of each rank of a run, before its first step."""
+    config = _config(text, out, **{**QUIET, "compress": "int8", "micro_batch_size": 2, **changes})
+
+    def look(comm: Communicator) -> dict[str, np.ndarray]:
+        trainer = Trainer(config, comm)
+        residual = trainer.device.step.parallel.residual
+        found = {} if residual is None else {name: residual[name].copy() for name in residual}
+        trainer._held.close()
+        return found
+
+    return spawn(look, ranks, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"), [(4, {}), (3, {"batch_size": 6}), (4, {"tp": 1, "cp": 2, "zero": 1})], ids=str
+)
+def test_other_ranks_share_out_what_is_lost(
+    text: Path, tmp_path: Path, half: Path, ranks: int, how: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the mean over micro-batches as much is missing as before."""
+    saved = [load_file(file) for file in sorted(half.glob("residual-*"))]
+    found = _residuals(text, tmp_path, ranks, resume=str(half), **how)
+    scale = how.get("batch_size", 8) / 8
+    for name in found[0]:
+        expected = sum(one[f"residual.{rank}.{name}"] for rank, one in enumerate(saved))
+        got = sum(each[name] for each in found)
+        np.testing.assert_allclose(got, scale * expected, rtol=1e-6, atol=1e-12, err_msg=name)
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(
+        line.endswith(f"the residuals of 2 ranks are shared out over {ranks}; their sum stays") for line in lines
+    )
+
+
+def test_fewer_ranks_add_up_what_is_lost(half: Path) -> None:
+    """Each rank that goes on has its share of the ranks that were."""
+    (one, two), name = (load_file(file) for file in sorted(half.glob("residual-*"))), "model.norm.weight"
+    shapes = {f"residual.{rank}.{x}": one[f"residual.0.{x}"].shape for rank in (0, 1) for x in _names(one)}
+    files = TensorFiles(half, [file.name for file in half.glob("residual-*")], shapes)
+    both = Residuals(files, 2, 0, 1, 0.5).read(name, (slice(1, 5),))
+    np.testing.assert_array_equal(both, (one[f"residual.0.{name}"] * 0.5 + two[f"residual.1.{name}"] * 0.5)[1:5])
+    assert not Residuals(files, 2, 2, 3, 0.5).read(name).any()
+
+
+def _names(tensors: dict[str, np.ndarray]) -> list[str]:
+    return [name.removeprefix("residual.0.") for name in tensors]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "said"),
+    [
+        (1, {}, "what compressed gradients of 2 ranks have lost is left out: one rank sends no gradients"),
+        (2, {"compress": "none"}, "what compressed gradients of 2 ranks have lost is left out: --compress is none"),
+    ],
+)
+def test_what_is_left_out_is_said(
+    text: Path, tmp_path: Path, half: Path, ranks: int, changes: dict[str, Any], said: str, caplog: Any
+) -> None:
+    assert _residuals(text, tmp_path, ranks, resume=str(half), **changes) == [{}] * ranks
+    assert any(record.getMessage() == f"{half}: {said}" for record in caplog.records)
+
+
+def test_a_checkpoint_without_residuals_begins_with_zeros(text: Path, tmp_path: Path, caplog: Any) -> None:
+    how: dict[str, Any] = {**QUIET, "micro_batch_size": 2, "steps": 1}
+    _train(text, tmp_path / "a", 2, **how)
+    step = tmp_path / "a/checkpoints/step-1"
+    manifest = json.loads((step / "manifest.json").read_text())
+    del manifest["config"]["config"]["compress"]  # as written before there was such a setting
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    for residual in _residuals(text, tmp_path / "b", 2, resume=str(step), steps=9):
+        assert residual and not any(value.any() for value in residual.values())
+    changed, zeros = (record.getMessage() for record in caplog.records)
+    assert changed.startswith("resuming with another compress: ")
+    assert zeros == f"{step}: expected residuals of compressed gradients, got none: they begin as zeros"
+    caplog.clear()
+    assert _residuals(text, tmp_path / "c", 2, resume=str(step), steps=9, compress="none") == [{}, {}]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_residuals_pass_through_checkpoints_of_every_layout(tmp_path: Path, zero: bool) -> None:
+    """Each replica's whole tensors in one file each, read by another tp and pp."""
+    model, shapes = grouped(tie_word_embeddings=True), grouped(tie_word_embeddings=True).parameter_shapes()
+    rng = np.random.default_rng(3)
+    drawn = [{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in range(2)]
+
+    def part(state: Any, name: str) -> np.ndarray:
+        dim, whole = state.placements[name].dim, drawn[state.mesh.replicas.rank][name]
+        return whole if dim is None else np.split(whole, state.mesh.tp.size, dim)[state.mesh.tp.rank]
+
+    def write(comm: Communicator) -> None:
+        state = make_state(comm, model, Layout(dp=2, tp=2, pp=2), zero=zero, compress="int8", bucket_bytes=3000)
+        for name, value in state.parallel.residual.items():
+            value[...] = part(state, name)
+        settings = {"config": {"batch_size": 4, "micro_batch_size": 1}, "derived": {}}
+        save(tmp_path, state, 1, config=settings)
+
+    def read(comm: Communicator) -> None:
+        state = make_state(comm, model, Layout(cp=2, pp=2), zero=zero, compress="int8", chunks=2)
+        files = {file.name: [*load_file(file)] for file in (tmp_path / "step-1").glob("residual-*")}
+        named = {f"residual.{rank}.{name}": shape for rank in (0, 1) for name, shape in shapes.items()}
+        assert sorted(name for names in files.values() for name in names) == sorted(named) and len(files) == 8
+        saved = TensorFiles(tmp_path / "step-1", files, named)
+        state.read(
+            weight_files(tmp_path / "step-1", shapes), residual=Residuals(saved, 2, state.mesh.replicas.rank, 2, 1.0)
+        )
+        for name, value in state.parallel.residual.items():
+            assert value.tobytes() == part(state, name).tobytes(), name
+
+    spawn(write, 8, timeout=100)
+    spawn(read, 4, timeout=100)
+
+
+def test_refusals(text: Path, tmp_path: Path) -> None:
+    for compress, changes, other in [
+        ("int8", {"deterministic": True}, "--deterministic"),
+        ("fp8", {"optimizer": "muon", "zero": 1}, "--optimizer muon and --zero 1"),
+    ]:
+        with refused(ConfigError, f"--compress: expected none with {other}, got {compress}"):
+            _train(text, tmp_path, 2, compress=compress, **changes)
+    with refused(ConfigError, "compress", "'none', 'fp8', 'int8' or 'int4'", "int3"):
+        TrainConfig.from_preset("tiny", compress="int3")
+    odd: dict[str, Any] = {"compress": "int8", "model": {"hidden_size": 96, "head_dim": 24}}
+    with refused(ConfigError, "--compress: expected tensors of a multiple of 64 elements with --tp, got "):
+        _train(text, tmp_path, 4, tp=2, **odd)
+    tied = {**odd, "model": {**odd["model"], "tie_word_embeddings": True}, "batch_size": 16}
+    with refused(ConfigError, "of 64 elements with --pp and a tied embedding, got model.norm.weight of 96"):
+        _train(text, tmp_path, 4, pp=2, **tied)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_what_shares_a_block_does_not_matter_elsewhere() -> None:
+    """Odd shapes are refused only where two ranks hold one tensor beside different ones."""
+    config = TrainConfig.from_preset("tiny", compress="int8", model={"hidden_size": 96})
+    model = config.model_config_for(256)
+    for layout in (Layout(dp=2), Layout(cp=2), Layout(tp=2, pp=2)):
+        check_blocks(config, model, layout)
+    untied = TrainConfig.from_preset("tiny", compress="int8", model={"hidden_size": 96, "tie_word_embeddings": False})
+    check_blocks(untied, untied.model_config_for(256), Layout(dp=2, pp=2))
+
+
+def test_one_rank_keeps_nothing(text: Path, tmp_path: Path) -> None:
+    exact = _train(text, tmp_path / "exact", 1, steps=2, **QUIET)
+    alone = _train(text, tmp_path / "alone", 1, steps=2, compress="int4", **QUIET)
+    assert [row["loss"] for row in alone] == [row["loss"] for row in exact]
+    assert not [*(tmp_path / "alone/checkpoints/step-2").glob("residual*")]
