@@ -33,7 +33,7 @@ class Mutation(NamedTuple):
 
 PROVED = "tests/comm/schedules/test_schedule_verify.py -k proved"
 MUTANTS = "tests/comm/schedules/test_schedule_verify.py -k mutants"
-PEER = "tests/comm/test_peer_logic.py"
+PEER, ONE_KERNEL = "tests/comm/test_peer_logic.py", "tests/comm/test_peer_compressed.py"
 KERNELS = "tests/train/test_kernels_on_host.py"
 CONFORMANCE = "tests/comm/test_conformance.py"
 HOST, PHASES = "kos/comm/host/", "kos/comm/gpu/hierarchical.py"
@@ -102,6 +102,13 @@ MUTATIONS = [
              "return blockIdx.x * parts[0].share +", PEER + " -k parts_of_any"),
     Mutation(PEER_KERNELS + "all_reduce_push.cu", "longest = max(longest, parts[r].share);",
              "longest = parts[own_rank].share;", PEER + " -k back_to_back"),
+    Mutation(PEER_KERNELS + "all_reduce_compressed.cu", "+ ADDED + 4 * t, before)", "+ 252, before)",
+             ONE_KERNEL + " -k counted"),
+    Mutation(PEER_KERNELS + "all_reduce_compressed.cu", "channel.await(ADDED, before + g, t, 2)", "void()",
+             ONE_KERNEL + " -k back_to_back"),
+    Mutation(PEER_KERNELS + "all_reduce_compressed.cu", "if (r == rank) one = own;", "", ONE_KERNEL + " -k in_graphs"),
+    Mutation(PEER_KERNELS + "codec.cuh", "inverse = __fmaf_rn(__fmaf_rn(-scale, about, 1.f), about, about)",
+             "inverse = about", ONE_KERNEL + " -k back_to_back"),
     Mutation("kos/comm/gpu/peer/copies.py", "in (0, capture):", "is not None:",
              "tests/comm/test_peer_memory.py -k beside_the_capture"),
     Mutation("kos/comm/operation.py", "self.root, self.send_counts, self.recv_counts",

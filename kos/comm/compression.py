@@ -1,7 +1,7 @@
 """Compression: the 8-bit and 4-bit formats in which compressed collectives send floats, and their codec in NumPy.
 
 A vector is cut into blocks of 64 elements.  A block is sent as 64 codes and a scale, a bfloat16.  A value is its code
-times the scale.  The kernels of ``gpu/kernels/compressed.cu`` make and read the same bits.
+times the scale.  The kernels that include ``gpu/kernels/codec.cuh`` make and read the same bits.
 
 ======  ==============================  =================  =================================================
 name    code                            bytes by block     error of a finite x, where m is its block's maximum

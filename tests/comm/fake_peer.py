@@ -60,6 +60,7 @@ THREADS = {
     "all_gather": 32,
     "all_reduce_copies": 32,
     "all_reduce_specialized": 64,
+    "all_reduce_compressed": 128,
 }  # others take any number
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from kos import ReduceOp
 from kos.comm.compression import FORMATS
+from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.compressed import CompressedOperation
+from kos.comm.gpu.peer.engine import PeerEngine
 from kos.memory.array import Array
 from kos.testing.conformance.compressed import _hostile, _reduced
 from tests.comm.fake_nccl import captures
@@ -44,6 +47,28 @@ def test_ranks_that_run_apart(ranks: ThreadRanks, seed: int) -> None:
 
 def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int) -> None:
     assert sum(ranks.run_bare(lambda r: compressed_storm(r, seed, "int8", BF16, 10, BROKEN=1))) > 0
+
+
+def test_batches_that_only_other_kernels_have_counted(ranks: ThreadRanks, seed: int) -> None:
+    """As after 2**31 batches of push: "added" has stayed behind, and would seem to be ahead."""
+    rng = np.random.default_rng(seed)
+    data = [rng.standard_normal(50_000).astype(np.float32) for _ in range(ranks.size)]
+
+    def body(rendezvous: Rendezvous) -> None:
+        engine = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 17)
+        lines = np.ctypeslib.as_array((ctypes.c_uint32 * (64 * engine.blocks)).from_address(engine.memory.pointer))
+        for word in (2, *range(32, 40), *range(48, 56)):  # batches, pushed, taken
+            lines[word::64] = (1 << 31) + 5
+        rendezvous.barrier()
+        x = Array.from_numpy(data[rendezvous.rank], 0)
+        run = engine.bind_compressed("all_reduce", x.pointer, x.pointer, x.size, FLOAT, ReduceOp.SUM, INT8)
+        assert run is not None
+        run(0)
+        engine.record.check("all_reduce")
+        assert x.numpy().tobytes() == _reduced(INT8, data, ReduceOp.SUM).tobytes()
+        engine.close()
+
+    ranks.run_bare(body)
 
 
 def test_one_kernel_carries_it_in_graphs_too(

@@ -318,6 +318,20 @@ def test_without_flags_what_moves_is_wrong(kind: str) -> None:
     assert sum(on_ranks(moving, 2, seed(), [kind], 30, {"STALL": 20_000, "BROKEN": 1})) > 0
 
 
+def compressing(rendezvous: Rendezvous, device: int, start: int, form: str, macros: dict) -> int:
+    where = {"device": device, "stream": cuda.create_stream(device)}
+    return storms.compressed_storm(rendezvous, start, form, ml_dtypes.bfloat16, 30, **where, **macros)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("stall", [0, 20_000])
+def test_compressed_reductions_back_to_back(size: int, form: str, stall: int) -> None:
+    """With the bits of the host."""
+    macros = {"STALL": stall} if stall else {}
+    assert on_ranks(compressing, size, seed(), form, macros) == [0] * size
+
+
 def absent(rendezvous: Rendezvous, device: int, all_ended: threading.Barrier, launch: KernelConfig, how: str) -> str:
     """Rank 1 launches nothing.  ``all_ended`` is no wait that the log knows: it would be followed to its cause."""
     engine = PeerEngine(rendezvous, device, timeout=0.5, staging=1 << 14)

@@ -86,6 +86,8 @@ def test_layout_is_the_hosts() -> None:
     assert f"#define BOX_PACKETS {exchange.BOX_PACKETS}\n" in pieces
     (number,) = re.findall(r"#define NUMBER (\d+)\n", pieces)  # the tag's other bits: a kind, and bytes
     assert 1 << 63 - int(number) > peer.CHANNELS * exchange.BOX_PACKETS * exchange.PACKET_BYTES
+    fused = (KERNELS / "all_reduce_compressed.cu").read_text()
+    assert f"constexpr int SLOTS = {peer._COMPRESSED_SLOTS}, " in fused
     record = text[text.index("struct Record {") :].split("}")[0]
     names = re.findall(r"\b\w+(?=[,;])", record)
     assert [getattr(words, name.upper().removesuffix("_NS")) for name in names] == [*range(words.WAITS + 1)]

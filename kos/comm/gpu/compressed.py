@@ -1,6 +1,7 @@
 """Compressed collectives on GPUs: kernels encode, add in rank order and decode around exchanges of bytes.
 
 The exchanges are those of the backend; ``kos.comm.compressed`` does the same on host memory, with the same bits.
+``peer`` has one kernel for an all_reduce or a reduce_scatter (``kernels/all_reduce_compressed.cu``).
 """
 
 from __future__ import annotations

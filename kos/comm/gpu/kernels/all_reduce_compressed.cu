@@ -9,7 +9,7 @@
 //
 // Each pair of ranks has two monotonic counters: "pushed" (a batch is complete in staging) and "added" (its sum is
 // complete in the results).  Both memories have SLOTS slots.  A batch is pushed when the one SLOTS before it was added.
-// The results need no counter: a rank writes the sum of batch g when all have added g - 2, hence have decoded g - 4.
+// The results need no counter: a rank writes the sum of batch g when all have added g - 1, hence have decoded g - 3.
 //
 // In place, this rank has read what it overwrites: a batch is added only after all have pushed it.  A barrier at the
 // end ensures that all have read what is here.
@@ -24,7 +24,8 @@ struct Share {
     Bits* out;
     i64 count, part;  // elements: of all parts, of each part but for the last ones
     u64 staging;  // offset in the slabs
-    unsigned batch, rank, tiles;  // tiles of a batch, and of this channel in each part
+    unsigned batch, rank, tiles;  // tiles: of a batch, and of this channel in each part
+    unsigned t, threads;  // this thread of half of the block
     const u64* slabs;
 
     // From tile i of this channel in part r on: elements that exist, and the first one.
@@ -42,49 +43,42 @@ struct Share {
         return {base + k * TILE_CODES, base + codes + k * BLOCKS * SCALE_BYTES, BLOCKS};
     }
 
+    // The tiles of batch g for this warp: of the other parts in turn, or of its own.
+    template <bool OTHERS, class Handle> __device__ __forceinline__ void each(unsigned g, Handle handle) const {
+        constexpr unsigned n = OTHERS ? PEERS : 1;
+        for (unsigned j = t / 32; j < n * batch; j += threads / 32) {
+            const unsigned r = (rank + OTHERS + j % n) % RANKS, i = g * batch + j / n;
+            if (left(r, i) > 0) handle(r, i);
+        }
+    }
     // Tile i of part r to the rank that adds it.
     __device__ __forceinline__ void push(unsigned r, unsigned i) const {
-        Tile<Elements> x;
-        Tile<Encoded> codes;
-        load_tile(x, in + first(r, i), left(r, i));
-        encode_tile(codes, x);
-        place(STAGING, r, rank, i).store(codes);
+        place(STAGING, r, rank, i).store(encode_tile(load_tile(in + first(r, i), left(r, i))));
     }
     // Tile i of this rank's part.
     __device__ __forceinline__ void add(unsigned i, bool spread) const {
+        Tile<Elements> sum = load_tile(in + first(rank, i), left(rank, i));
         Tile<Encoded> codes[RANKS];
-        Tile<Elements> sum;
-        load_tile(sum, in + first(rank, i), left(rank, i));
         UNROLLED(r, RANKS)
-            if (r != rank) place(STAGING, rank, r, i).load(codes[r]);
-        Tile<Encoded> own;
-        encode_tile(own, sum);
+            if (r != rank) codes[r] = place(STAGING, rank, r, i).load();
+        Tile<Encoded> own = encode_tile(sum);
         UNROLLED(r, RANKS) {
-            Tile<Encoded> part = codes[r];
-            if (r == rank) part = own;
-            add_tile(sum, part, r);
+            Tile<Encoded> one = codes[r];
+            if (r == rank) one = own;
+            add_tile(sum, one, r);
         }
         if (spread) {
-            encode_tile(own, sum);
+            own = encode_tile(sum);
             UNROLLED(k, PEERS) place(RESULTS, (rank + 1 + k) % RANKS, rank, i).store(own);
-            decode_tile(sum, own);
+            sum = decode_tile(own);
         }
         store_tile(out + first(rank, i), left(rank, i), sum);
     }
     // Tile i of the sum of part r.
     __device__ __forceinline__ void decode(unsigned r, unsigned i) const {
-        Tile<Elements> x;
-        Tile<Encoded> codes;
-        place(RESULTS, rank, r, i).load(codes);
-        decode_tile(x, codes);
-        store_tile(out + first(r, i), left(r, i), x);
+        store_tile(out + first(r, i), left(r, i), decode_tile(place(RESULTS, rank, r, i).load()));
     }
 };
-
-// The tiles of batch g for this warp of ``threads``: tile i, of ``peers`` ranks in turn, of which it is number k.
-#define EACH_TILE(k, i, g, peers)                                                                  \
-    for (unsigned j = t / 32, k, i; k = j % (peers), i = (g) * batch + j / (peers), j < (peers) * batch; \
-         j += threads / 32)
 
 // ``part``: elements of each rank's part, but for the last ones; whole tiles unless all parts are equal.  ``spread``:
 // an all-reduce; otherwise ``target`` is of this rank's part alone.
@@ -102,10 +96,10 @@ extern "C" __global__ void __launch_bounds__(512)
         store_relaxed(own_slab + channel.line() + ADDED + 4 * t, before);
     }
     __syncthreads();
-    const unsigned tiles = unsigned((part + TILE - 1) / TILE), share = (tiles + gridDim.x - 1) / gridDim.x;
-    const unsigned batches = (share + batch - 1) / batch;
+    const unsigned tiles = unsigned((part + gridDim.x * TILE - 1) / (gridDim.x * TILE));
+    const unsigned batches = (tiles + batch - 1) / batch;
     Bits* out = spread ? target : target - own_rank * part;
-    const Share s{source, out, count, part, u64(staging), batch, own_rank, share, slabs};
+    const Share s{source, out, count, part, u64(staging), batch, own_rank, tiles, t, threads, slabs};
 
     for (unsigned g = 0; half == 0 && g < batches; g++) {
         if (g >= SLOTS) {
@@ -113,10 +107,7 @@ extern "C" __global__ void __launch_bounds__(512)
             part_barrier(half, threads);
         }
         stall(own_rank, before + g, 0);
-        EACH_TILE(k, i, g, PEERS) {
-            const unsigned r = (own_rank + 1 + k) % RANKS;
-            if (s.left(r, i) > 0) s.push(r, i);
-        }
+        s.each<true>(g, [&](unsigned r, unsigned i) { s.push(r, i); });
         part_barrier(half, threads);
         channel.notify(PUSHED, before + g + 1, t);
     }
@@ -126,16 +117,11 @@ extern "C" __global__ void __launch_bounds__(512)
         part_barrier(half, threads);
         stall(own_rank, before + g, 1);
         if (g < batches) {
-            EACH_TILE(k, i, g, 1)
-                if (s.left(own_rank, i) > 0) s.add(i, spread);
+            s.each<false>(g, [&](unsigned, unsigned i) { s.add(i, spread); });
             part_barrier(half, threads);
             channel.notify(ADDED, before + g + 1, t);
         }
-        if (!spread || g == 0) continue;
-        EACH_TILE(k, i, g - 1, PEERS) {
-            const unsigned r = (own_rank + 1 + k) % RANKS;
-            if (s.left(r, i) > 0) s.decode(r, i);
-        }
+        if (spread && g > 0) s.each<true>(g - 1, [&](unsigned r, unsigned i) { s.decode(r, i); });
     }
     channel.batches += batches;
     channel.barrier(3);

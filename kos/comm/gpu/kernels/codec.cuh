@@ -13,18 +13,19 @@ using i64 = long long;
 
 #ifdef INT4
 constexpr int BITS = 4, TOP = 7;
-constexpr unsigned LARGEST_SCALE = 0x7e120000;  // the largest bfloat16 whose product with TOP is finite
-using Codes = unsigned;                         // of a thread's elements of a block
-#elif defined(INT8)
-constexpr int BITS = 8, TOP = 127;
-constexpr unsigned LARGEST_SCALE = 0x7c010000;
-using Codes = u64;
+using Codes = unsigned;  // of a thread's elements of a block
 #else
-constexpr int BITS = 8, TOP = 256;
-constexpr unsigned LARGEST_SCALE = 0x7b7f0000;
+constexpr int BITS = 8;
 using Codes = u64;
+#ifdef INT8
+constexpr int TOP = 127;
+#else
+constexpr int TOP = 256;
+#endif
 #endif
 constexpr bool FLOATS = TOP == 256;
+// The bits of the largest bfloat16 whose product with TOP is finite.
+constexpr unsigned LARGEST_SCALE = FLOATS ? 0x7b7f0000 : BITS == 8 ? 0x7c010000 : 0x7e120000;
 constexpr unsigned ALL = (1u << BITS) - 1;  // of a code's bits
 constexpr unsigned PLUS = FLOATS ? 0x7f : TOP, MINUS = FLOATS ? 0xff : -TOP & ALL, NONE = FLOATS ? 0x80 : ~TOP & ALL;
 constexpr int BLOCK = 64, EACH = 8, LANES = BLOCK / EACH, UNROLL = RANKS > 2 ? 2 : 4;  // by registers
@@ -37,17 +38,12 @@ __device__ __forceinline__ unsigned lane_of() { return threadIdx.x % 32; }
 // The block of a tile that this thread's elements u lie in; the first of them.
 __device__ __forceinline__ int block_of(int u) { return u * (32 / LANES) + lane_of() / LANES; }
 __device__ __forceinline__ int element_of(int u) { return (u * 32 + lane_of()) * EACH; }
+__device__ __forceinline__ unsigned short short_of(unsigned w, int k) { return (unsigned short)(w >> 16 * k); }
 
-struct Elements {
-    float x[EACH];
-};
-struct Encoded {
-    u64 codes;
-    unsigned scale;
-};
-template <class V> struct Tile {  // what a thread has of it
-    V of[UNROLL];
-};
+// What a thread has of a tile: elements, or codes and scale, of UNROLL blocks.
+struct Elements { float x[EACH]; };
+struct Encoded { u64 codes; unsigned scale; };
+template <class V> struct Tile { V of[UNROLL]; };
 
 // Memory of a tile's elements, of which ``left`` exist.
 __device__ __noinline__ Tile<Elements> load_slowly(const Bits* in, i64 left) {
@@ -60,21 +56,20 @@ __device__ __noinline__ void store_slowly(Bits* out, i64 left, Tile<Elements> ti
     UNROLLED(u, UNROLL)
         UNROLLED(k, EACH) if (element_of(u) + k < left) out[element_of(u) + k] = T::narrow(tile.of[u].x[k]);
 }
-__device__ __forceinline__ bool is_plain(const Bits* p, i64 left) {
-    return left >= TILE && reinterpret_cast<u64>(p) % 16 == 0;
-}
 constexpr int PER_LOAD = 16 / sizeof(Bits), LOADS = EACH / PER_LOAD;
-__device__ __forceinline__ void load_tile(Tile<Elements>& tile, const Bits* in, i64 left) {
-    if (!is_plain(in, left)) return void(tile = load_slowly(in, left));
+__device__ __forceinline__ Tile<Elements> load_tile(const Bits* in, i64 left) {
+    if (left < TILE || reinterpret_cast<u64>(in) % 16) return load_slowly(in, left);
+    Tile<Elements> tile;
     UNROLLED(u, UNROLL)
         UNROLLED(h, LOADS) {
             const uint4 v = reinterpret_cast<const uint4*>(in + element_of(u))[h];
             const unsigned w[4] = {v.x, v.y, v.z, v.w};
             UNROLLED(k, PER_LOAD) tile.of[u].x[h * PER_LOAD + k] = T::widen(get<Bits>(w, k));
         }
+    return tile;
 }
 __device__ __forceinline__ void store_tile(Bits* out, i64 left, const Tile<Elements>& tile) {
-    if (!is_plain(out, left)) return store_slowly(out, left, tile);
+    if (left < TILE || reinterpret_cast<u64>(out) % 16) return store_slowly(out, left, tile);
     UNROLLED(u, UNROLL)
         UNROLLED(h, LOADS) {
             unsigned w[4] = {};
@@ -99,12 +94,14 @@ struct Place {
         if (mine < UNROLL && block_of(mine) < blocks)
             store_element<unsigned short>(scale_of(mine), (unsigned short)scale);
     }
-    __device__ __forceinline__ void load(Tile<Encoded>& tile) const {
+    __device__ __forceinline__ Tile<Encoded> load() const {
+        Tile<Encoded> tile;
         UNROLLED(u, UNROLL) {
             const bool some = block_of(u) < blocks;
             tile.of[u].codes = some ? load_element<Codes>(codes_of(u)) : 0;
             tile.of[u].scale = some ? load_element<unsigned short>(scale_of(u)) : 0;
         }
+        return tile;
     }
 };
 
@@ -115,43 +112,27 @@ __device__ __forceinline__ float block_maximum(float x) {
     return x;
 }
 
-// The scale where the largest magnitude, divided by the largest code, is ``quotient``: the nearest bfloat16 in a range.
-__device__ __forceinline__ float nearest_scale(float quotient) {
-    const unsigned bits = __float_as_uint(quotient);
-    const float scale = __uint_as_float((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
-    return fminf(fmaxf(scale, __uint_as_float(0x00800000)), __uint_as_float(LARGEST_SCALE));
-}
-// x / TOP and 1 / scale, rounded to nearest: the remainder corrects what may be off by one.  (Where x / TOP is less
-// than the least scale its last bit does not matter.)
-__device__ __forceinline__ float by_top(float x) {
-    const float y = multiply(x, 1.f / TOP);
-    return FLOATS ? y : __fmaf_rn(__fmaf_rn(-y, float(TOP), x), 1.f / TOP, y);
-}
-__device__ __forceinline__ float inverse_of(float scale) {
-    const float y = approximate_inverse(scale);
-    return __fmaf_rn(__fmaf_rn(-scale, y, 1.f), y, y);
-}
-
 // The element that byte j of word h of codes stands for.  4 bits are taken apart into bytes: low ones, then high ones.
 __device__ __forceinline__ constexpr int of_byte(int h, int j) { return BITS == 8 ? 4 * h + j : 2 * j + h; }
-// The nearest codes, of numbers that are not beyond the largest one.
-__device__ __forceinline__ unsigned to_codes(const float (&q)[4]) {
-    if constexpr (FLOATS) {
-        const unsigned low = halves_to_e4m3(to_halves(q[0], q[1])), high = halves_to_e4m3(to_halves(q[2], q[3]));
-        const unsigned codes = low | high << 16;
-        return codes & (((codes & 0x7f7f7f7f) + 0x7f7f7f7f) | 0x7f7f7f7f);  // -0 becomes 0
-    }
-    unsigned i[4];  // with the nearest integer in the low bits
-    UNROLLED(j, 4) i[j] = __float_as_uint(add(q[j], 12582912.f));
-    return __byte_perm(__byte_perm(i[0], i[1], 0x0040), __byte_perm(i[2], i[3], 0x0040), 0x5410);
-}
+// Of a block of numbers alone, whose largest magnitude divided by the largest code is ``quotient``.
 __device__ __forceinline__ Encoded encode_finite(const Elements& e, float quotient) {
-    const float scale = nearest_scale(quotient), inverse = inverse_of(scale);
+    const unsigned bits = __float_as_uint(quotient);
+    const float near = __uint_as_float((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);  // the nearest bfloat16
+    const float scale = fminf(fmaxf(near, __uint_as_float(0x00800000)), __uint_as_float(LARGEST_SCALE));
+    // To nearest, as the quotient in encode_tile is: a remainder corrects what may be off by one.
+    const float about = approximate_inverse(scale), inverse = __fmaf_rn(__fmaf_rn(-scale, about, 1.f), about, about);
     unsigned w[2];
     UNROLLED(h, 2) {
         float q[4];
         UNROLLED(j, 4) q[j] = multiply(e.x[of_byte(h, j)], inverse);
-        w[h] = to_codes(q);
+        if constexpr (FLOATS) {
+            w[h] = halves_to_e4m3(to_halves(q[0], q[1])) | halves_to_e4m3(to_halves(q[2], q[3])) << 16;
+            w[h] &= ((w[h] & 0x7f7f7f7f) + 0x7f7f7f7f) | 0x7f7f7f7f;  // -0 becomes 0
+        } else {
+            unsigned i[4];  // with the nearest integer in the low bits
+            UNROLLED(j, 4) i[j] = __float_as_uint(add(q[j], 12582912.f));
+            w[h] = __byte_perm(__byte_perm(i[0], i[1], 0x0040), __byte_perm(i[2], i[3], 0x0040), 0x5410);
+        }
     }
     if (BITS == 4) w[0] = (w[0] & 0x0f0f0f0f) | (w[1] << 4 & 0xf0f0f0f0);
     return {BITS == 4 ? w[0] : w[0] | u64(w[1]) << 32, __float_as_uint(scale) >> 16};
@@ -173,54 +154,41 @@ __device__ __noinline__ Encoded encode_slowly(Elements e) {
     return result;
 }
 // All threads of a warp come here together.
-__device__ __forceinline__ void encode_tile(Tile<Encoded>& to, const Tile<Elements>& tile) {
-    float largest[UNROLL], most = 0;
+__device__ __forceinline__ Tile<Encoded> encode_tile(const Tile<Elements>& tile) {
+    Tile<Encoded> to;
+    float largest[UNROLL] = {}, most = 0;
     UNROLLED(u, UNROLL) {
-        largest[u] = 0;
         UNROLLED(k, EACH) largest[u] = max_or_nan(largest[u], fabsf(tile.of[u].x[k]));
         largest[u] = block_maximum(largest[u]);
         most = max_or_nan(most, largest[u]);
     }
-    if (__any_sync(0xffffffff, !is_finite(most))) {
-        UNROLLED(u, UNROLL) to.of[u] = encode_slowly(tile.of[u]);
-    } else {
-        UNROLLED(u, UNROLL) to.of[u] = encode_finite(tile.of[u], by_top(largest[u]));
-    }
+    if (__any_sync(0xffffffff, !is_finite(most))) UNROLLED(u, UNROLL) to.of[u] = encode_slowly(tile.of[u]);
+    else
+        UNROLLED(u, UNROLL) {
+            float quotient = multiply(largest[u], 1.f / TOP);  // less than the least scale its last bit may be wrong
+            if (!FLOATS) quotient = __fmaf_rn(__fmaf_rn(-quotient, float(TOP), largest[u]), 1.f / TOP, quotient);
+            to.of[u] = encode_finite(tile.of[u], quotient);
+        }
+    return to;
 }
 
-// Whether codes stand for infinities or NaN.
-__device__ __forceinline__ bool is_special(const Encoded& e) {
-    if (!FLOATS) return e.scale & 0x8000;
-    unsigned found = 0;
+__device__ __forceinline__ Elements decode_finite(const Encoded& e) {
+    Elements to;
+    // Integers with their sign bit turned: as low bits of 2^23.
+    const u64 codes = FLOATS ? e.codes : e.codes ^ (BITS == 8 ? 0x8080808080808080 : 0x88888888);
     UNROLLED(h, 2) {
-        const unsigned codes = unsigned(e.codes >> 32 * h), magnitudes = codes & 0x7f7f7f7f;
-        found |= (magnitudes + 0x01010101) | (codes & ~(magnitudes + 0x7f7f7f7f));
-    }
-    return found & 0x80808080;
-}
-// The numbers of four codes in bytes.
-__device__ __forceinline__ void from_codes(float (&x)[4], unsigned codes) {
-    UNROLLED(j, 4) {
-        if constexpr (FLOATS) {
-            const unsigned pair = e4m3_to_halves((unsigned short)(codes >> j / 2 * 16));
-            x[j] = from_half((unsigned short)(pair >> j % 2 * 16));
-        } else {  // codes of a sign bit that was turned, in the low bits of 2^23
-            const unsigned biased = __byte_perm(codes, 0x4b000000, 0x7440 + j);
-            x[j] = add(__uint_as_float(biased), -8388608.f - (1 << (BITS - 1)));
+        const unsigned w = BITS == 8 ? unsigned(codes >> 32 * h) : unsigned(codes) >> 4 * h & 0x0f0f0f0f;
+        UNROLLED(j, 4) {
+            float x;
+            if constexpr (FLOATS) x = from_half(short_of(e4m3_to_halves(short_of(w, j / 2)), j % 2));
+            else x = add(__uint_as_float(__byte_perm(w, 0x4b000000, 0x7440 + j)), -8388608.f - (1 << (BITS - 1)));
+            to.x[of_byte(h, j)] = multiply(x, __uint_as_float(e.scale << 16));
         }
     }
-}
-__device__ __forceinline__ void decode_finite(Elements& to, const Encoded& e) {
-    const u64 codes = FLOATS ? e.codes : BITS == 8 ? e.codes ^ 0x8080808080808080 : e.codes ^ 0x88888888;
-    UNROLLED(h, 2) {
-        float x[4];
-        from_codes(x, BITS == 8 ? unsigned(codes >> 32 * h) : unsigned(codes) >> 4 * h & 0x0f0f0f0f);
-        UNROLLED(j, 4) to.x[of_byte(h, j)] = multiply(x[j], __uint_as_float(e.scale << 16));
-    }
+    return to;
 }
 __device__ __noinline__ Elements decode_slowly(Encoded e) {
-    Elements result;
-    decode_finite(result, {e.codes, e.scale & 0x7fff});
+    Elements result = decode_finite({e.codes, e.scale & 0x7fff});
     UNROLLED(k, EACH) {
         const unsigned code = unsigned(e.codes >> BITS * k) & ALL;
         const unsigned bits = code == PLUS ? 0x7f800000 : code == MINUS ? 0xff800000 : code == NONE ? 0x7fc00000 : 0;
@@ -228,23 +196,26 @@ __device__ __noinline__ Elements decode_slowly(Encoded e) {
     }
     return result;
 }
-__device__ __forceinline__ void decode_tile(Tile<Elements>& to, const Tile<Encoded>& tile) {
-    bool special = false;
-    UNROLLED(u, UNROLL) special |= is_special(tile.of[u]);
-    if (special) {
-        UNROLLED(u, UNROLL) to.of[u] = decode_slowly(tile.of[u]);
-    } else {
-        UNROLLED(u, UNROLL) decode_finite(to.of[u], tile.of[u]);
-    }
+__device__ __forceinline__ Tile<Elements> decode_tile(const Tile<Encoded>& tile) {
+    Tile<Elements> to;
+    unsigned special = 0;
+    UNROLLED(u, UNROLL)
+        UNROLLED(h, 2) {
+            const unsigned codes = unsigned(tile.of[u].codes >> 32 * h), magnitudes = codes & 0x7f7f7f7f;
+            if (FLOATS) special |= (magnitudes + 0x01010101) | (codes & ~(magnitudes + 0x7f7f7f7f));
+            else special |= tile.of[u].scale;
+        }
+    if (special & (FLOATS ? 0x80808080 : 0x8000)) UNROLLED(u, UNROLL) to.of[u] = decode_slowly(tile.of[u]);
+    else UNROLLED(u, UNROLL) to.of[u] = decode_finite(tile.of[u]);
+    return to;
 }
 // Adds contribution r, or begins with it.
 __device__ __forceinline__ void add_tile(Tile<Elements>& sum, const Tile<Encoded>& tile, int r) {
-    Tile<Elements> part;
-    decode_tile(part, tile);
+    const Tile<Elements> part = decode_tile(tile);
     UNROLLED(u, UNROLL)
         UNROLLED(k, EACH) {
-            float &x = sum.of[u].x[k], y = part.of[u].x[k];
-            x = r ? Op::combine(x, y) : y;
+            float& x = sum.of[u].x[k];
+            x = r ? Op::combine(x, part.of[u].x[k]) : part.of[u].x[k];
             if (r == RANKS - 1) x = Op::finish(x);
         }
 }

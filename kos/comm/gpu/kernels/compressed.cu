@@ -29,12 +29,7 @@ extern "C" __global__ void encode(const Bits* in, i64 count, i64 part, int piece
     const unsigned tiles = tiles_of(part);
     EACH_TILE(t, tiles * pieces) {
         const OfPiece tile(t, tiles, out, stride, part, count);
-        if (tile.left <= 0) continue;
-        Tile<Elements> x;
-        Tile<Encoded> codes;
-        load_tile(x, in + tile.at, tile.left);
-        encode_tile(codes, x);
-        tile.place.store(codes);
+        if (tile.left > 0) tile.place.store(encode_tile(load_tile(in + tile.at, tile.left)));
     }
 }
 
@@ -42,12 +37,7 @@ extern "C" __global__ void decode(unsigned char* in, i64 stride, i64 part, int p
     const unsigned tiles = tiles_of(part);
     EACH_TILE(t, tiles * pieces) {
         const OfPiece tile(t, tiles, in, stride, part, count);
-        if (tile.left <= 0) continue;
-        Tile<Elements> x;
-        Tile<Encoded> codes;
-        tile.place.load(codes);
-        decode_tile(x, codes);
-        store_tile(out + tile.at, tile.left, x);
+        if (tile.left > 0) store_tile(out + tile.at, tile.left, decode_tile(tile.place.load()));
     }
 }
 
@@ -56,16 +46,10 @@ extern "C" __global__ void add_encoded(unsigned char* in, i64 stride, void* out,
     const unsigned tiles = tiles_of(count);
     EACH_TILE(t, tiles) {
         Tile<Elements> sum;
-        Tile<Encoded> codes;
-        UNROLLED(r, RANKS) {
-            OfPiece(t, tiles, in + r * stride, 0, count, count).place.load(codes);
-            add_tile(sum, codes, r);
-        }
+        UNROLLED(r, RANKS) add_tile(sum, OfPiece(t, tiles, in + r * stride, 0, count, count).place.load(), r);
         const OfPiece tile(t, tiles, out, 0, count, count);
-        if (again) {
-            encode_tile(codes, sum);  // the sum of what is beyond the end is 0, as it was encoded
-            tile.place.store(codes);
-        } else store_tile(static_cast<Bits*>(out) + tile.at, tile.left, sum);
+        if (again) tile.place.store(encode_tile(sum));  // what is beyond the end is 0, as it was encoded
+        else store_tile(static_cast<Bits*>(out) + tile.at, tile.left, sum);
     }
 }
 
@@ -73,15 +57,11 @@ extern "C" __global__ void add_encoded(unsigned char* in, i64 stride, void* out,
 extern "C" __global__ void feed_back(Bits* x, Bits* residual, i64 count) {
     EACH_TILE(t, tiles_of(count)) {
         const i64 at = i64(t) * TILE, left = count - at;
-        Tile<Elements> mine, lost;
-        Tile<Encoded> codes;
-        load_tile(mine, x + at, left);
-        load_tile(lost, residual + at, left);
+        Tile<Elements> mine = load_tile(x + at, left), lost = load_tile(residual + at, left);
         UNROLLED(u, UNROLL)
             UNROLLED(k, EACH)
                 mine.of[u].x[k] = T::widen(T::narrow(add(mine.of[u].x[k], lost.of[u].x[k])));
-        encode_tile(codes, mine);
-        decode_tile(lost, codes);
+        lost = decode_tile(encode_tile(mine));
         UNROLLED(u, UNROLL)
             UNROLLED(k, EACH) {
                 const float difference = add(mine.of[u].x[k], -lost.of[u].x[k]);
