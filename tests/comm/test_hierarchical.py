@@ -38,6 +38,7 @@ from kos.comm.tuning import Table, key, parse, user_path
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from kos.memory.array import Array
 from kos.testing.conformance import order, results
+from kos.testing.conformance.values import ALL_DTYPES, REDUCTIONS
 from kos.tune import measure as tune
 from tests.comm import fake_nccl, test_nccl
 from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, FakeNCCL, Group, captures
@@ -104,16 +105,25 @@ def ranks(no_gpu: None, request: pytest.FixtureRequest) -> HostRanks:
     return HostRanks(request.param)
 
 
-CASES: list[tuple[Any, ...]] = [(name, dtype, op) for name in ("all_reduce", "reduce_scatter") for dtype, op in (
+FEW = (  # of each way in which phases treat a type
     (np.dtype(np.float32), ReduceOp.SUM), (BF16, ReduceOp.AVG), (np.dtype(np.float64), ReduceOp.PREMUL_SUM),
     (np.dtype(np.int16), ReduceOp.BXOR), (np.dtype(np.complex64), ReduceOp.PROD), (np.dtype(np.float16), ReduceOp.MAX),
-)]  # fmt: skip
-CASES += [(name, dtype, None) for name in CARRIED[2:] for dtype in (BF16, np.dtype(np.int64), np.dtype(np.int8))]
+)  # fmt: skip
+MOVED = (BF16, np.dtype(np.int64), np.dtype(np.int8))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(x, "name", x)) for x in case))
-def test_results(ranks: HostRanks, seed: int, case: tuple[Any, ...]) -> None:
-    name, dtype, op = case
+def suite() -> Iterator[Any]:
+    """Every operation with every dtype and reduce operation."""
+    for name in CARRIED:
+        pairs: Any = REDUCTIONS if "reduce" in name else [(dtype, None) for dtype in ALL_DTYPES]
+        for dtype, op in pairs:
+            slow = (dtype, op) not in FEW and (op is not None or dtype not in MOVED)
+            words = [name, dtype.name, *([] if op is None else [op.name])]
+            yield pytest.param(name, dtype, op, id="-".join(words), marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize(("name", "dtype", "op"), [*suite()])
+def test_results(ranks: HostRanks, seed: int, name: str, dtype: Any, op: ReduceOp | None) -> None:
     ranks.run(lambda comm: results.correct(comm, seed, name, dtype, *(() if op is None else (op,))))
 
 
