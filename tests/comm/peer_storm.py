@@ -8,6 +8,7 @@ import numpy as np
 
 from kos.comm.compression import FORMATS
 from kos.comm.control.base import Rendezvous
+from kos.comm.gpu.peer.compressed import bind_compressed
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.reduction import ReduceOp
@@ -144,7 +145,7 @@ def compressed_storm(
         count = part * size - (int(rng.integers(0, size)) if spread else 0)
         send, mine = x[start : start + count], slice(None) if spread else slice(rank * part, rank * part + part)
         to = send[mine] if rng.random() < 0.3 else out[rng.choice([0, start]) :][: count if spread else part]
-        run = engine.bind_compressed(name, send.pointer, to.pointer, count, kind, op, form)
+        run = bind_compressed(engine, name, send.pointer, to.pointer, count, kind, op, form)
         other = engine.bind_all_reduce(send.pointer, send.pointer, count, kind, ReduceOp.MAX, launch=LAUNCHES["push"])
         assert run is not None
         for _ in range(2):

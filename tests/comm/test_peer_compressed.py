@@ -14,6 +14,7 @@ from kos import ReduceOp
 from kos.comm.compression import FORMATS
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.compressed import CompressedOperation
+from kos.comm.gpu.peer.compressed import bind_compressed
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.memory.array import Array
 from kos.testing.conformance.compressed import _hostile, _reduced
@@ -61,7 +62,7 @@ def test_batches_that_only_other_kernels_have_counted(ranks: ThreadRanks, seed: 
             lines[word::64] = (1 << 31) + 5
         rendezvous.barrier()
         x = Array.from_numpy(data[rendezvous.rank], 0)
-        run = engine.bind_compressed("all_reduce", x.pointer, x.pointer, x.size, FLOAT, ReduceOp.SUM, INT8)
+        run = bind_compressed(engine, "all_reduce", x.pointer, x.pointer, x.size, FLOAT, ReduceOp.SUM, INT8)
         assert run is not None
         run(0)
         engine.record.check("all_reduce")
@@ -106,7 +107,7 @@ def test_what_finds_no_place_is_exchanged(ranks: ThreadRanks, seed: int) -> None
         usual, engine.staging = engine.staging, 1 << 10
         x = Array.from_numpy(data[gpu.rank], 0)
         gpu.comm.all_reduce(x, compress="int8")
-        assert engine.bind_compressed("all_reduce", x.pointer, x.pointer, 5000, FLOAT, ReduceOp.SUM, INT8) is None
+        assert bind_compressed(engine, "all_reduce", x.pointer, x.pointer, 5000, FLOAT, ReduceOp.SUM, INT8) is None
         engine.staging = usual
         assert x.numpy().tobytes() == _reduced(INT8, data, ReduceOp.SUM).tobytes()
 

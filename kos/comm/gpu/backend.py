@@ -42,12 +42,7 @@ from kos.cuda import Kernel, create_stream, driver, load_kernel
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import capture_of, is_captured
-from kos.errors import (
-    CollectiveError,
-    CudaError,
-    InvalidArgument,
-    KosError,
-)
+from kos.errors import CollectiveError, CudaError, InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array
 from kos.memory.libraries import immutable

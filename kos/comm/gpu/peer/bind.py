@@ -9,6 +9,7 @@ from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.compressed import CompressedOperation, check_float8
 from kos.comm.gpu.memory import NONE, Piece, exchange_of, whole
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
+from kos.comm.gpu.peer.compressed import bind_compressed
 from kos.comm.gpu.peer.copies import BESIDE
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import PACKETS, KernelConfig
@@ -84,7 +85,7 @@ def _bind_compressed(backend: DeviceBackend, engine: PeerEngine, o: Operation) -
     if o.reduction is not None and o.send is not None and o.name in ("all_reduce", "reduce_scatter"):
         recv = o.send.pointer if o.recv is None else o.recv.pointer
         ends = o.send.pointer, recv, o.send.count
-        run = engine.bind_compressed(o.name, *ends, DTYPES[o.send.dtype.name], o.reduction.op, form)
+        run = bind_compressed(engine, o.name, *ends, DTYPES[o.send.dtype.name], o.reduction.op, form)
     return run or CompressedOperation(backend, o)
 
 

@@ -22,9 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.compression import Format
 from kos.comm.control.base import Rendezvous
-from kos.comm.gpu.compressed import tile
 from kos.comm.gpu.memory import Piece
 from kos.comm.gpu.peer.copies import BESIDE_REDUCE_SCATTER, Copies
 from kos.comm.gpu.peer.exchange import BOX_PACKETS, MAX_RANKS, PACKET_BYTES, SHARE, broadcast_pieces, exchange_launch
@@ -56,8 +54,6 @@ _SCANNED_UP_TO = 3 << 20
 _COPIES_FROM = 160 << 20
 """The same from which copy engines carry all-gather and all-to-all into symmetric outputs, with more than 2 ranks.
 Between 2 H200 or 2 H100, ``bind_exchange`` is as fast, and copy engines sometimes took 1.2 times as long."""
-_COMPRESSED_BATCH = 8
-"""Tiles of a batch of a compressed all-reduce: one for each warp of half a block.  Not measured."""
 _DIRECT_FROM = 600 << 10
 """The same from which all-gather and all-to-all write directly to symmetric outputs, between two barriers."""
 # As in kernels/channel.cuh and packets.cuh.
@@ -65,7 +61,6 @@ _LINE_BYTES = 256
 _FAILED = CHANNELS * _LINE_BYTES
 _INBOX = _FAILED + 256 + CHANNELS * _LINE_BYTES
 _CAPACITY = 512
-_COMPRESSED_SLOTS = 4
 
 NO_OCCUPANCY = Occupancy(0, 1 << 30)
 """The occupancy of a launch without kernels."""
@@ -346,29 +341,6 @@ class PeerEngine:
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
         sizes = (count,) if whole else _ends(counts)
         return self._bind(kernel, blocks, 2 * launch.threads, self._in, batch, send, recv, *sizes)
-
-    def bind_compressed(
-        self, name: str, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp, form: Format
-    ) -> Run | None:
-        """The all_reduce or reduce_scatter (``name``) of ``count`` elements from ``send``, which travel by ``form``.
-
-        ``recv`` may be ``send``, or this rank's part of it.  The bits are those of ``CompressedOperation``.  Returns
-        None on one rank, without elements, and if the staging memory is too small.
-        """
-        spread, elements = name == "all_reduce", tile(self.size)
-        tiles = -(-count // (self.size * elements)) if spread else -(-(count // self.size) // elements)
-        part = tiles * elements if spread else count // self.size
-        room = 3 * self.staging // (2 * _COMPRESSED_SLOTS * self.size * form.nbytes(elements))  # batches of a tile
-        blocks = min(self.blocks, tiles, room)
-        if self.size == 1 or not blocks:
-            return None
-        share = -(-tiles // blocks)
-        blocks, batch = -(-tiles // share), min(_COMPRESSED_BATCH, share, room // blocks)
-        threads = 64 * min(batch * (self.size - 1), 8)  # a tile for each warp of both halves
-        macros = {"DTYPE": dtype.name, "OP": op.name, form.name.upper(): 1}
-        self.record_kernel("all_reduce_compressed.cu", *macros.items())
-        kernel = self.load(KERNELS / "all_reduce_compressed.cu", "all_reduce_compressed", **macros)
-        return self._bind(kernel, blocks, threads, self._in, batch, send, recv, count, part, int(spread))
 
     def bind_scan(
         self, name: str, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp, *, factor: float = 1.0
