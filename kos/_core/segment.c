@@ -109,10 +109,9 @@ int kos_compare(const kos_group *g, uint64_t sequence, uint64_t fingerprint) {
 }
 
 void kos_fail(const kos_group *g, uint64_t sequence) {
-    uint64_t known = atomic_load(g->failure);
     // Release: whoever acquires the word finds its text.
-    while ((!known || sequence < (known & KOS_WORD_SEQUENCE))
-           && !atomic_compare_exchange_weak(g->failure, &known, KOS_WORD(g->rank, sequence))) {}
+    for (uint64_t known = 0; (!known || sequence < (known & KOS_WORD_SEQUENCE))
+         && !atomic_compare_exchange_weak(g->failure, &known, KOS_WORD(g->rank, sequence));) {}
 }
 
 kos_result kos_failure(const kos_group *g, uint64_t sequence) {

@@ -141,10 +141,10 @@ class Phases:
         sizes: dict[str, Any] = {"recv_counts" if name == "all_gather" else "send_counts": counts}
         name += "_v" if counts else ""
         options = Options(timeout=self._o.options.timeout)
-        route = part.resolve(Operation(name, part.rank, options, source, target, reduction, root, **sizes))
-        self.lasting &= route.lasting
+        queue, _, lasting = part.resolve(Operation(name, part.rank, options, source, target, reduction, root, **sizes))
+        self.lasting &= lasting
         itemsize, (array, start, _) = self._like.dtype.itemsize, send or recv
-        self._launches.append((route.queue, array, start * itemsize, recv[0], recv[1] * itemsize))
+        self._launches.append((queue, array, start * itemsize, recv[0], recv[1] * itemsize))
 
     def _buffer(self, number: int, array: int, start: int, count: int) -> Buffer:
         """Those elements, as array ``number`` of a launch."""
@@ -246,10 +246,10 @@ class HierarchicalBackend(NCCLBackend):
         if buffer is None or not chosen or not self.carries(o):
             return super().resolve(o)
         if not buffer.count:
-            return Route(nothing, NAME)
+            return nothing, NAME, True
         phases = Phases(self, o)
         ends = [end.pointer for end in (o.send, o.recv) if end is not None]
-        return Route(in_windows(phases, ends), NAME, phases.lasting)
+        return in_windows(phases, ends), NAME, phases.lasting
 
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return NAME if name in CARRIED and self.is_faster(name, nbytes) else self.name
