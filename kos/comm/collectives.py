@@ -395,7 +395,8 @@ class Operations:
         Called before each compressed reduce_scatter or all_reduce of ``x``, so that what is lost on the way to a sum is
         not lost over many calls (Seide et al. 2014; Karimireddy et al. 2019).  An all_reduce rounds the sum once more,
         which is not fed back.  ``residual`` begins with zeros and has the dtype and shape of ``x``.  It stays 0 where
-        ``x`` has infinities or NaN.  Not collective.  Raises InvalidArgument for wrong arguments.
+        ``x`` has infinities or NaN.  ``compress`` is that of the collective; on a GPU the kernel runs on ``stream``, as
+        in all_reduce.  Not collective.  Raises InvalidArgument for wrong arguments.
 
             comm.feed_back(gradients, residual, "int8")
             comm.all_reduce(gradients, compress="int8")
