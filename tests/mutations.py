@@ -143,7 +143,7 @@ MUTATIONS = [
     Mutation(PARALLEL + "tensor.py", "self.axis.comm.all_reduce(gradient)", "pass", LAYOUTS + "test_layout[tp2]"),
     Mutation(PARALLEL + "pipeline.py", "self._ends.all_reduce(gradient)", "pass",
              LAYOUTS + "test_schedule[1f1b-tied]"),
-    Mutation(PARALLEL + "data.py", "comm.all_reduce(x, async_op=True)",
+    Mutation(PARALLEL + "data.py", "comm.all_reduce(x, async_op=True, compress=form)",
              "comm.all_gather(x[:1], async_op=True)", LAYOUTS + "test_layout[dp2]"),
     Mutation(PARALLEL + "context.py", "self.ops.add(d_kv, d_mine, d_kv)", "pass",
              "tests/train/test_context_parallel.py"),

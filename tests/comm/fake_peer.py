@@ -207,7 +207,7 @@ class ThreadRanks:
                 return fn(ThreadRendezvous(threads, index, timeout))
             except BaseException as error:  # its frames keep the memory that kernels of other ranks may write to
                 failures.append((index, error))
-                threads.report_failure(RankLost("another rank failed"))
+                threads.fail(RankLost("another rank failed"))
 
         running = [self.pool.submit(rank, i) for i in range(self.size)]
         results = [each.result(HANG) for each in running]

@@ -109,7 +109,7 @@ def on_threads(
         except BaseException:
             failures.append(f"rank {index} of {size} failed:\n{traceback.format_exc()}")
             when_one_fails()
-            group.report_failure(RankLost("another rank failed"))
+            group.fail(RankLost("another rank failed"))
 
     threads = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(size)]
     for thread in threads:

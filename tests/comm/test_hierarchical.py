@@ -30,7 +30,7 @@ from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.launches import DEFAULT
-from kos.comm.gpu.routes import Route, nothing
+from kos.comm.gpu.routes import nothing
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
@@ -151,7 +151,7 @@ class Ways(list[str]):
 
         def noting(o: Any) -> Any:
             route = resolve(o)
-            self.append(route.kernel or "nccl")
+            self.append(route[1] or "nccl")
             return route
 
         part.resolve = noting
@@ -581,7 +581,7 @@ def test_calls_that_differ_are_named_on_all(
     kernels: None, monkeypatch: pytest.MonkeyPatch, differs: str, hosts: str
 ) -> None:
     """As calls that no phases carry: the parts of what is compared are those of the caller's call."""
-    monkeypatch.setattr(HierarchicalBackend, "resolve", lambda part, o: Route(nothing, NAME))
+    monkeypatch.setattr(HierarchicalBackend, "resolve", lambda part, o: (nothing, NAME, True))
     monkeypatch.setattr(HierarchicalBackend, "is_idle", lambda part, *_: False)
 
     def body(comm: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -10,7 +10,7 @@ import kos
 from kos.comm.compression import CARRIED, check_compress
 from kos.errors import InvalidArgument
 
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 
 
 class Compression:
