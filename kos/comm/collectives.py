@@ -410,7 +410,7 @@ class Operations:
         if not alike or kept.overlaps(buffer):
             raise InvalidArgument(f"residual: expected memory of its own, as {buffer} of {buffer.place}, got {kept}")
         if buffer.device != self.device and (buffer.device is not None or not self.backend.carries_host):
-            raise InvalidArgument(f"x: expected memory that {self.backend_name} carries, got memory of {buffer.place}")
+            raise InvalidArgument(f"x: expected memory that {self.backend.name} carries, got memory of {buffer.place}")
         self.backend.feed_back(buffer, kept, form)
 
     # Data movement.
