@@ -50,7 +50,8 @@ def ratio(value: float) -> str:
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
-    lines = [heading, ["---"] * len(heading), *rows]
+    lines = [heading, *rows]
     if wrong := next((line for line in lines if len(line) != len(heading)), None):
         raise ValueError(f"expected {len(heading)} columns, got {wrong}")
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    top, *others = (f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join([top, "|---" * len(heading) + "|\n", *others])
