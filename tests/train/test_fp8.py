@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,9 @@ from kos.train.config.options import TrainConfig
 from kos.train.device import cuda as engine_module
 from kos.train.device.cpu import CpuDevice
 from kos.train.device.cuda import CudaDevice
+from kos.train.layers.fp8 import Fp8Linear, check_sizes
 from kos.train.layers.products import Products
+from kos.train.model.llama import LlamaConfig
 from kos.train.ops import numpy as reference
 from kos.train.parallel.mesh import Layout
 from tests.train import test_layouts as on_cpus
@@ -220,6 +225,43 @@ def test_what_is_refused(emulated, sixteens, monkeypatch):
     about = engine_module.device_info(0)
     about.compute_capability, about.name = (8, 0), "A100"
     refused(r"--dtype fp8: expected a GPU of compute capability 8.9 or more, got 8.0 \(A100\)", Layout(dp=2))
+
+
+def test_sizes_of_copied_kv_heads():
+    """A rank of 16 has the rows of a head of queries, of keys and of values: 192, not 1,152 / 16."""
+    model = LlamaConfig(
+        vocab_size=256, hidden_size=1024, intermediate_size=4096, num_hidden_layers=1, num_attention_heads=16,
+        num_key_value_heads=1, head_dim=64,
+    )  # fmt: skip
+    check_sizes(model.layers(range(1)), 16, {})
+
+
+def test_the_products_of_a_trial_are_freed_at_once():
+    """And with them its arena, before the memory of a run is allocated: not by the garbage collector."""
+    products = Products(reference, None, object())  # type: ignore[arg-type]
+    products.fp8 = Fp8Linear(products)
+    freed = weakref.ref(products)
+    gc.disable()
+    try:
+        del products
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def test_the_first_of_several_chunks_of_a_rank_is_named():
+    """A rank of a pipeline has several models; the input of a later one can be what broke an earlier one's gradient."""
+    found = ["the gradient of the output of layers.0.o", "the input of layers.2.qkv"]
+    device = object.__new__(CpuDevice)
+    named = [(SimpleNamespace(name=f"layers.{i}.qkv"), SimpleNamespace(name=f"layers.{i}.o")) for i in range(4)]
+    layers = [[SimpleNamespace(column=column, row=row)] for column, row in named]
+    config = SimpleNamespace(num_hidden_layers=4, layers=lambda which: layers)
+    device.step = SimpleNamespace(models=[  # type: ignore[assignment]
+        SimpleNamespace(config=config, fp8=SimpleNamespace(first=first, watch=lambda on: None)) for first in found
+    ])
+    device.mesh = SimpleNamespace(world=SimpleNamespace(all_gather_bytes=lambda mine: [mine, b""]))  # type: ignore
+    device.gradient_not_finite = lambda step: "layers.0.o"  # type: ignore[method-assign]
+    assert device.not_finite(1) == "the input of layers.2.qkv"
 
 
 def test_an_untried_gpu_is_allowed(emulated_runs, text, tmp_path, caplog):

@@ -75,13 +75,13 @@ class Device(Runner):
         watched = [model.fp8 for model in self.step.models if model.fp8]
         for each in watched:
             each.watch(True)
-        tensor, found = self.gradient_not_finite(step), ""
+        tensor, found = self.gradient_not_finite(step), [each.first for each in watched]
         for each in watched:
             each.watch(False)
-            found = found or each.first
         if watched:
-            model, every = self.step.models[0].config, self.mesh.world.all_gather_bytes(found.encode())
-            if first := first_of(map(bytes.decode, every), model.layers(range(model.num_hidden_layers))):
+            model, every = self.step.models[0].config, self.mesh.world.all_gather_bytes("\n".join(found).encode())
+            names = "\n".join(map(bytes.decode, every)).split("\n")
+            if first := first_of(names, model.layers(range(model.num_hidden_layers))):
                 return first
         return tensor and f"the gradient of {tensor}"
 

@@ -18,6 +18,7 @@ Another choice of scales, such as one a row or a block, changes ``Quantized.scal
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,7 @@ class Fp8Linear:
     """
 
     def __init__(self, products: Products) -> None:
-        self._products = products
+        self._products = weakref.proxy(products)  # in a cycle a trial's arena would outlive it
         self.watching, self.first = False, ""
 
     def watch(self, watching: bool) -> None:
@@ -232,7 +233,7 @@ def check_sizes(layers: Iterable[Iterable[Any]], tp: int, tokens: Mapping[str, i
     for linear in linears(layers):
         split = linear.rows, linear.columns
         for dim, (size, of) in enumerate(zip(split, ("rows", "columns"), strict=True)):
-            own = size // tp if dim == linear.dim else size
+            own = size if dim != linear.dim else linear.features(tp) if dim == 0 else size // tp
             sizes[f"the {of} of {linear.name}" + f" on a rank of --tp {tp}" * (own != size)] = own
     for what, size in sizes.items():
         if size % MULTIPLE:

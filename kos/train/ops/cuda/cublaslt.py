@@ -88,7 +88,7 @@ class Matmul:
         key = (a.shape, b.shape, a.dtype, out.dtype, transpose_a, transpose_b, c is not None,
                *(self._alignment(x) for x in (a, b, out if c is None else c, out)),
                *(() if bias is None else ("bias",)), *(("fast",) if fast else ()),
-               *(scale.shape for scale in scales or () if scale.shape != (1,)))  # fmt: skip
+               *(() if scales is None else (b.dtype, *(scale.shape for scale in scales))))  # fmt: skip
         plan = self._plans.get(key)
         try:
             if plan is None:
