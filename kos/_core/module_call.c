@@ -103,10 +103,10 @@ const kos_prepared *prepared_of(PyObject *capsule) { return PyCapsule_GetPointer
 
 static void free_prepared(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, NAME)); }
 
-// Keeps the memory of an array or a tensor, which may be given other memory; else at least the object.
+// Keeps the memory of an array; of anything else the object.  Calls no Python: the call has begun, and is not in the
+// queue yet, so no other thread may run.
 static void keep(PyObject *x, Py_buffer *array) {
-    if (PyObject_CheckBuffer(x) ? PyObject_GetBuffer(x, array, PyBUF_SIMPLE)
-                                : !(array->obj = PyObject_CallMethod(x, "detach", NULL))) {
+    if (!PyObject_CheckBuffer(x) || PyObject_GetBuffer(x, array, PyBUF_SIMPLE)) {
         PyErr_Clear();
         array->obj = Py_NewRef(x);
     }

@@ -21,7 +21,7 @@ typedef struct {
     int flags;
 } ndarray;
 
-enum { FLAGS = 0x1 | 0x100 | 0x400, CPU = 1 };  // of NumPy: contiguous, aligned, writable; a device of DLPack
+enum { FLAGS = 0x1 | 0x100 | 0x400, CPU = 1, COMPLEX = 5 };  // of NumPy: contiguous, aligned, writable; of DLPack
 
 // DLPack's DLTensor, and the start of its C exchange API of version 1.
 typedef struct {
@@ -98,7 +98,7 @@ static const PyObject *peek(PyObject *x, PyObject *name, int is_method) {
 // Reads a tensor that is contiguous in memory of the host, and as Python takes it; returns 0 for any other.
 static int read_tensor(PyObject *x, tensor *t) {
     int64_t stride = 1;
-    if (tensor_api->read(x, t) || t->device != CPU || peek(x, s_requires_grad, 0) != Py_False
+    if (tensor_api->read(x, t) || t->device != CPU || t->code == COMPLEX || peek(x, s_requires_grad, 0) != Py_False
         || peek(x, s_is_neg, 1) != Py_False) {
         PyErr_Clear();
         return 0;
@@ -107,7 +107,7 @@ static int read_tensor(PyObject *x, tensor *t) {
         if (t->strides && t->shape[d] != 1 && t->strides[d] != stride)
             return 0;
     t->data += t->offset;
-    return 1;
+    return t->bits < 8 || (uintptr_t)t->data % (t->bits / 8) == 0;
 }
 
 // The key of a call, and where its arrays are.

@@ -394,13 +394,16 @@ class Operations:
 
         Called before each compressed reduce_scatter or all_reduce of ``x``, so that what is lost on the way to a sum is
         not lost over many calls (Seide et al. 2014; Karimireddy et al. 2019).  An all_reduce rounds the sum once more,
-        which is not fed back.  ``residual`` begins with zeros and has the dtype and shape of ``x``.  It stays 0 where
-        ``x`` has infinities or NaN.  ``compress`` is that of the collective; on a GPU the kernel runs on ``stream``, as
-        in all_reduce.  Not collective.  Raises InvalidArgument for wrong arguments.
+        which is not fed back, and parts of a reduce_scatter should be whole blocks (64 elements).  ``residual`` begins
+        with zeros and has the dtype and shape of ``x``.  It stays 0 where ``x`` has infinities or NaN.  ``compress`` is
+        that of the collective; on a GPU the kernel runs on ``stream``, as in all_reduce.  A group of one compresses
+        nothing, and changes neither array.  Not collective.  Raises InvalidArgument for wrong arguments, and
+        CollectiveError if the communicator is closed.
 
             comm.feed_back(gradients, residual, "int8")
             comm.all_reduce(gradients, compress="int8")
         """
+        self._check_open()
         buffer, kept = in_and_out(x, x, stream)[0], as_buffer(residual, "residual", True, stream)
         form = check_compress(compress)
         if not form or buffer.dtype.name not in CARRIED:
@@ -411,7 +414,10 @@ class Operations:
             raise InvalidArgument(f"residual: expected memory of its own, as {buffer} of {buffer.place}, got {kept}")
         if buffer.device != self.device and (buffer.device is not None or not self.backend.carries_host):
             raise InvalidArgument(f"x: expected memory that {self.backend.name} carries, got memory of {buffer.place}")
-        self.backend.feed_back(buffer, kept, form)
+        if buffer.stream != kept.stream:
+            raise InvalidArgument("residual: expected an array of the stream of x, got another's: say stream=")
+        if self.size > 1:
+            self.backend.feed_back(buffer, kept, form)
 
     # Data movement.
 

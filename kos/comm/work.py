@@ -231,8 +231,10 @@ class Work(_Base, Generic[T]):
     @property
     def _steps(self) -> Steps | None:
         """What is left to do; None: it is complete, queued or not started."""
-        if self.steps is None and self.left is not None:
-            self.steps = self.backend.steps_of(self)
+        if self.steps is None and (left := self.left) is not None:
+            steps = self.backend.steps_of(self, left)
+            if self.left is left:  # else another thread that waits for it has completed it meanwhile
+                self.steps = steps
         return self.steps
 
     @_steps.setter

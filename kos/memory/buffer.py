@@ -97,7 +97,7 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
     On the host: an ndarray, or CPU memory with DLPack.  On a GPU: a ``kos.memory.Array``, or memory with DLPack or
     ``__cuda_array_interface__``.  GPU memory is used in the order of ``stream``, else of its library's current stream,
     else of the legacy default stream.  ``what`` names the argument in errors.  Raises InvalidArgument if ``x`` is not
-    an array, was freed, is not C-contiguous, has an unsupported dtype, or must be written but is read-only.
+    an array, was freed, is not C-contiguous or aligned, has an unsupported dtype, or must be written but is read-only.
     """
     if type(x) is Array:
         return _of_device(x, x, what, writable, stream)
@@ -118,6 +118,8 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
         )
     if writable and not flags.writeable:
         raise InvalidArgument(f"{what}: expected a writable array, got a read-only one{_instead(x)}")
+    if not flags.aligned and array.size:
+        raise InvalidArgument(f"{what}: expected memory aligned for {array.dtype}, got address {array.ctypes.data:#x}")
     return Buffer(x, array.reshape(-1), dtype_of(array.dtype), array.size, array.shape)
 
 

@@ -245,3 +245,40 @@ def test_other_tensors_are_other_calls(comm: kos.Communicator, /) -> None:
     for other in (torch.ones(4, dtype=torch.float64), torch.ones(2, 2), torch.ones(4, dtype=torch.int32)):
         assert (comm.all_reduce(other) == comm.size).all()
     assert (comm.all_reduce(np.ones(4, np.float32)) == comm.size).all()
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    for _ in range(4):
+        comm.broadcast(z.clone(), 0)
+    with pytest.raises(InvalidArgument, match="conj"):
+        comm.broadcast(z.conj(), 0)
+
+
+@on_each_rank("run")
+def test_misaligned_memory_is_refused(comm: kos.Communicator, /) -> None:
+    """Before anything is sent: the communicator goes on."""
+    memory = bytearray(8 * 4 + 1)
+    x = np.frombuffer(memory, np.float32, 8, 1)
+    aligned = np.ones(8, np.float32)
+    for _ in range(3):
+        with pytest.raises(InvalidArgument, match="x: expected memory aligned for float32, got address 0x"):
+            comm.all_reduce(x)
+        assert (comm.all_reduce(aligned.copy()) == comm.size).all()
+    torch = pytest.importorskip("torch")
+    for _ in range(4):
+        comm.all_reduce(torch.ones(8))
+    with pytest.raises(InvalidArgument, match="x: expected memory aligned for float32"):
+        comm.all_reduce(torch.frombuffer(memory, dtype=torch.float32, count=8, offset=1))
+    assert (comm.all_reduce(torch.ones(8)) == comm.size).all()
+
+
+@on_each_rank("run")
+def test_a_call_that_has_begun_runs_no_python(comm: kos.Communicator, /, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not in the queue yet: a thread that ran now would put its messages where nobody looks for them."""
+    torch = pytest.importorskip("torch")
+    x, left = torch.ones(4), (comm.rank - 1) % comm.size
+    for turn in range(6):
+        if turn == 3:
+            monkeypatch.setattr(torch.Tensor, "detach", lambda tensor: pytest.fail("called amid a call"))
+        received = comm.recv(x.fill_(9), left, async_op=True)  # is not there yet
+        comm.barrier()
+        comm.send(torch.full((4,), float(comm.rank)), (comm.rank + 1) % comm.size)
+        assert (received.wait() == left).all()

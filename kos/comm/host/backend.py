@@ -166,10 +166,10 @@ class HostBackend(Backend):
         assert self.node is not None
         return self.node.start(work, left)
 
-    def steps_of(self, work: Work[Any]) -> Steps:
-        """The steps of ``work``, which the core has begun."""
+    def steps_of(self, work: Work[Any], left: Any) -> Steps:
+        """The steps of ``work``, of which the core has ``left`` something."""
         assert self.node is not None
-        return self.node.steps(work, work.left)
+        return self.node.steps(work, left)
 
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
         if (node := self.node) is None:

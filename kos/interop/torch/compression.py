@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -14,29 +15,35 @@ Tensor: TypeAlias = torch.Tensor
 
 
 class Compression:
-    """What ``compress`` has registered: the communicator, and what each bucket of gradients has lost so far."""
+    """What ``compress`` has registered: the communicator, and what each parameter's gradient has lost so far."""
 
-    def __init__(self, comm: kos.Communicator, compress: str, device: torch.device) -> None:
+    def __init__(self, comm: kos.Communicator, compress: str, parameters: Sequence[Tensor]) -> None:
         self.comm, self._compress = comm, compress
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._residuals: dict[int, tuple[list[int], Tensor]] = {}
+        self._numbers = {id(each): number for number, each in enumerate(parameters)}
+        self._side = torch.cuda.Stream(parameters[0].device) if parameters[0].is_cuda else None
+        self._buckets: dict[int, tuple[list[int], Tensor]] = {}  # the parameters in a bucket, and its residual
+        self._residuals: dict[int, Tensor] = {}  # of each parameter: a part of a bucket's
 
     def close(self) -> None:
         """Close the communicator.  Collective; afterwards the model must not run backward again."""
         self.comm.close()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The residuals of this rank by bucket, for a checkpoint.  They are views: copy them before the next step."""
-        return {str(index): residual for index, (_, residual) in self._residuals.items()}
+        """The residuals of this rank, by the number of the parameter among those with a gradient, for a checkpoint.
+
+        They are views: copy them before the next step.
+        """
+        return {str(number): residual for number, residual in self._residuals.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on with the residuals of ``state_dict``: a bucket of as many elements takes them at its next sum."""
-        self._residuals = {int(index): ([], residual.clone()) for index, residual in state.items()}
+        """Go on with the residuals of ``state_dict``, also of another process, in whichever buckets DDP has."""
+        self._residuals = {int(number): residual.flatten() for number, residual in state.items()}
+        self._buckets = {}
 
     def average(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """The average of a bucket over all ranks: what DDP asks its hook for."""
         x = bucket.buffer()
-        residual = self._residual(bucket.index(), [id(each) for each in bucket.parameters()], x)
+        residual = self._residual(bucket, x)
         if self._side is None:
             self._reduce(x, residual, None)
             done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -54,12 +61,19 @@ class Compression:
         self.comm.feed_back(x, residual, self._compress, stream=stream)
         self.comm.all_reduce(x, kos.ReduceOp.AVG, compress=self._compress, stream=stream)
 
-    def _residual(self, index: int, parameters: list[int], x: Tensor) -> Tensor:
-        """That of a bucket; zeros where DDP has put other parameters into it, as it does after the first step."""
-        known, residual = self._residuals.get(index, ([0], x))
-        if known not in ([], parameters) or residual.numel() != x.numel():
-            residual = torch.zeros_like(x)
-        self._residuals[index] = parameters, residual
+    def _residual(self, bucket: Any, x: Tensor) -> Tensor:
+        """That of a bucket, of those of its parameters, which DDP distributes anew after the first step."""
+        parameters = bucket.parameters()
+        numbers = [self._numbers[id(each)] for each in parameters]
+        known, residual = self._buckets.get(bucket.index(), ([], x))
+        if known != numbers or residual.numel() != x.numel():
+            residual, start = torch.zeros_like(x), 0
+            for number, each in zip(numbers, parameters, strict=True):
+                part = residual[start : start + each.numel()]
+                if (kept := self._residuals.get(number)) is not None and kept.numel() == part.numel():
+                    part.copy_(kept)
+                self._residuals[number], start = part, start + each.numel()
+            self._buckets[bucket.index()] = numbers, residual
         return residual
 
 
@@ -80,12 +94,17 @@ def compress(model: Any, compress: str) -> Compression:
         raise InvalidArgument("compress: expected 'fp8', 'int8' or 'int4', got None")
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise InvalidArgument(f"model: expected a DistributedDataParallel, got {type(model).__name__}")
-    dtypes = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.requires_grad}
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    dtypes = {str(each.dtype).removeprefix("torch.") for each in parameters}
     if not dtypes <= set(CARRIED):
         raise InvalidArgument(f"model: expected parameters of {', '.join(CARRIED)}, got {', '.join(sorted(dtypes))}")
-    device = next(model.parameters()).device
+    device = parameters[0].device
     backend = "auto" if device.type == "cuda" else "tcp"
     comm = kos.init(backend, rendezvous=model.process_group, device=device.index, process_hooks=False)
-    registered = Compression(comm, name, device)
-    model.register_comm_hook(registered, lambda state, bucket: state.average(bucket))  # torch rejects other annotations
+    registered = Compression(comm, name, parameters)
+    try:
+        model.register_comm_hook(registered, lambda state, bucket: state.average(bucket))  # torch rejects annotations
+    except BaseException:  # such as a second hook of a model
+        comm.close()
+        raise
     return registered
