@@ -68,7 +68,7 @@ def table(rows: Iterable[Row]) -> list[str]:
     """A line for each implementation, mode and size; what was not measured in one of the two places is n/a."""
     lines: dict[tuple[Any, ...], dict[bool, Row]] = {}
     for row in rows:
-        key = tuple(row[name] for name in _LINE)
+        key = tuple(row.get(name) for name in _LINE)  # rows of before have no ``arrays``
         lines.setdefault(key, {})[row["in_place"]] = row
     return [_line(places) for places in lines.values()]
 

@@ -296,6 +296,7 @@ WRONG: dict[str, list[Any]] = {
     "timeout": ["1", 0, -1.0, NAN, True, [1], np.zeros(1), np.complex64(1), SECONDS],
     "algorithm": [None, 5, "", "magic", ["ring"], np.zeros(2)],
     "async_op": [None, 2, "yes", [], np.zeros(2)],
+    "compress": ["", "int2", 8, True, [], np.zeros(2), np.float16],
     "deterministic": [None, -1, "yes", [], np.zeros(2)],
     "color": ["0", 1.5, True, [0], NAN, -1, 1 << 31],
     "key": [*NO_NUMBER, 1 << 31],

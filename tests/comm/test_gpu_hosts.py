@@ -79,6 +79,7 @@ KINDS = pytest.mark.parametrize("kind", [nccl, auto], ids=["nccl", "auto"])
 
 def all_raise(comm: kos.Communicator) -> str:
     """The text of the mismatch that hosts find at a timeout, and that the next use raises."""
+    comm.rendezvous.barrier()  # on a busy machine a rank may begin its call later than the others' time is up
     is_stuck(comm)
     for use in (lambda: comm.synchronize(timeout=0.3), lambda: comm.all_reduce(on_gpu())):
         with pytest.raises(CollectiveMismatch) as raised:

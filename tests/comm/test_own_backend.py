@@ -18,6 +18,7 @@ import kos
 from kos.comm.backend import Probe
 from kos.comm.control.env import JobRendezvous
 from kos.comm.control.mpi_job import Backoff
+from kos.comm.operation import Operation
 from kos.comm.schedules import registry
 from kos.comm.schedules.registry import algorithm
 from kos.comm.schedules.schedule import Moves
@@ -38,7 +39,7 @@ def test_a_collective_that_ends_early_cancels_its_messages(compared: bool) -> No
     transport: Any = SimpleNamespace(rank=0, size=2, tag=lambda sequence: 100 + sequence, cancel=cancelled.append)
     calls: Any = ScheduledCalls(transport, transport)
     calls._barrier = lambda work: iter([None, None])
-    work: Any = SimpleNamespace(name="barrier", collective=True, sequence=5)
+    work: Any = SimpleNamespace(name="barrier", collective=True, sequence=5, operation=Operation("barrier", 0))
     steps = calls.run(work, (lambda: True) if compared else None)
     next(steps)
     with pytest.raises(KosError, match="ended"):
