@@ -76,7 +76,7 @@ def table(rows: Iterable[Row]) -> list[str]:
 def _line(places: dict[bool, Row]) -> str:
     row = places.get(True) or places[False]
     name = " ".join([row["backend"], *({row["algorithm"], row["call"]} - {"auto", "function"})])
-    name += f" x{row['arrays']}" * (row["arrays"] > 0)
+    name += f" x{row['arrays']}" if row.get("arrays") else ""
     left = f"{row['bytes']:11} {row['count']:11} {row['dtype']:>9} {row['redop']:>5}  {row['mode']:<11} {name:<22}"
     for side in (places.get(False), places.get(True)):
         if side is None:
