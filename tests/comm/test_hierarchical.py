@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 from collections import Counter
@@ -48,7 +49,10 @@ from tests.comm.ranks import on_hosts
 from tests.comm.tcp_ranks import run_ranks
 from tests.host_compiler import COMPILER
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)"),
+    pytest.mark.skipif(os.environ.get("KOS_PHASES") != "1", reason="phases are off: KOS_PHASES=1, see kos.init"),
+]
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LAYOUTS = [(2, 2), (2, 2, 2), (3, 3)]
