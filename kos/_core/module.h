@@ -47,6 +47,7 @@ typedef struct {
 } State;
 
 enum { NUMBER = 4, COMPLETED };  // of an entry of the recorder
+PyObject *nanoseconds(void);     // for it
 
 extern PyTypeObject *work_type, *state_type, *operation_type;
 extern PyType_Spec work_spec, state_spec, operation_spec;
@@ -67,7 +68,6 @@ int spin_only(Work *work);  // whether it is complete after some microseconds; n
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
 PyObject *group_method(PyObject *g, PyObject *args);
 PyObject *take_tensors(PyObject *self, PyObject *type);
-PyObject *nanoseconds(void);
 // A Work; `old`, a former start of the same Prepared on the same arrays, if it is complete and nobody else has it.
 State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
                  PyObject *sequence, PyObject *record);

@@ -7,7 +7,6 @@
 #include "module.h"
 
 #include <string.h>
-#include <time.h>
 
 enum { ARGUMENTS = 8, DIMENSIONS = 4, KNOWN = 64, MOST_WORDS = 1 + ARGUMENTS * (3 + DIMENSIONS) };
 
@@ -186,12 +185,6 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
 }
 
 // --- A call ----------------------------------------------------------------------------------------------------------
-
-PyObject *nanoseconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return PyLong_FromLongLong(now.tv_sec * 1000000000LL + now.tv_nsec);
-}
 
 // Writes the next entry of the flight recorder, as kos.comm.prepared.note does; returns it, borrowed.  The call has
 // begun: what there is no memory for is None.

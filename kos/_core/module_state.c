@@ -4,6 +4,8 @@
 // The steps of a Work, a generator, are made when Python first needs them: `left` is what the core has begun.
 #include "module.h"
 
+#include <time.h>
+
 PyTypeObject *state_type;
 
 static int has(const State *s, int field) { return s->fields[field] && s->fields[field] != Py_None; }
@@ -28,6 +30,12 @@ State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send,
     if (s)
         s->reported = 0;
     return s;
+}
+
+PyObject *nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return PyLong_FromLongLong(now.tv_sec * 1000000000LL + now.tv_nsec);
 }
 
 // (prepared, send, recv, array)
