@@ -63,7 +63,9 @@ WITH_GPUS = (
 )
 # Kernels compiled for the host write where they are told to: in processes of their own, so that nothing else suffers.
 EMULATED = (
+    "tests/comm/test_hierarchical.py",
     "tests/comm/test_nccl_kernels.py",
+    "tests/comm/test_peer_compressed.py",
     "tests/comm/test_peer_failures.py",
     "tests/comm/test_peer_logic.py",
     "tests/comm/test_peer_memory.py",

@@ -195,7 +195,7 @@ def _for_gpus(
             reason = f"{probe.reason}; auto uses it once it was measured here: python -m kos.tune"
             probes[name] = Probe(True, reason)
             continue
-        # Off unless asked for: on stand-ins for GPUs a rank of six hangs in close() once in 40 runs.
+        # Off unless asked for: they have not run on GPUs.
         asked = name == "nccl" and os.environ.get("KOS_PHASES") == "1"
         between_hosts = asked and rendezvous.local_size < rendezvous.size
         try:
