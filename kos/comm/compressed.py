@@ -17,11 +17,11 @@ from kos.comm.compression import BLOCK, CARRIED, FORMATS, Format
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Steps, Work
-from kos.errors import InvalidArgument
+from kos.errors import CollectiveMismatch, InvalidArgument
 
 Array = np.ndarray[Any, Any]
-SendPieces = Callable[[Sequence[Array], Sequence[Array]], Steps]
-"""Sends piece j to rank j and receives piece j from it."""
+SendPieces = Callable[..., Steps]
+"""Sends piece j to rank j and receives piece j from it; takes both lists, and what checks the latter."""
 
 
 def check(o: Operation) -> None:
@@ -54,10 +54,12 @@ def steps(work: Work[Any], rank: int, size: int, send_pieces: SendPieces) -> Ste
     counts, last = parts(o, size)
     x, out = work.send, work.send if o.recv is None else work.recv
     if o.reduction is None:
-        mine = [form.encode(part) for part in _split(x, counts)] if counts else [form.encode(x)] * size
+        mine = [form.encode(part) for part in split(x, counts)] if counts else [form.encode(x)] * size
+        if o.name == "all_to_all_v":
+            mine = [np.append(data, _as_bytes(count)) for data, count in zip(mine, counts, strict=True)]
     else:
         arrived = _room(form, [counts[rank]] * size)
-        yield from send_pieces([form.encode(part) for part in _split(x, counts)], arrived)
+        yield from send_pieces([form.encode(part) for part in split(x, counts)], arrived)
         total = _sum(form, arrived, counts[rank])
         o.reduction.finish(total, total)
         if o.name != "all_reduce":
@@ -65,10 +67,16 @@ def steps(work: Work[Any], rank: int, size: int, send_pieces: SendPieces) -> Ste
                 out[...] = total
             return
         mine = [form.encode(total)] * size
-    arrived = _room(form, last)
-    yield from send_pieces(mine, arrived)
-    for data, part in zip(arrived, _split(out, last), strict=True):
-        form.decode(data, part)
+    arrived = _room(form, last, _as_bytes(0).size if o.name == "all_to_all_v" else 0)
+
+    def check() -> None:
+        for sender, (data, count) in enumerate(zip(arrived, last, strict=True)):
+            if o.name == "all_to_all_v" and (sent := int(data[-8:].view(np.int64)[0])) != count:
+                raise CollectiveMismatch(f"rank {rank} expected {count} elements from rank {sender}, got {sent}")
+
+    yield from send_pieces(mine, arrived, check)
+    for data, part in zip(arrived, split(out, last), strict=True):
+        form.decode(data[: form.nbytes(part.size)], part)
 
 
 def feed_back(x: Array, residual: Array, compress: str) -> None:
@@ -82,13 +90,19 @@ def feed_back(x: Array, residual: Array, compress: str) -> None:
         residual[...] = lost
 
 
-def _split(x: Array, counts: Sequence[int]) -> list[Array]:
+def split(x: Array, counts: Sequence[int]) -> list[Array]:
+    """So many elements of ``x`` for each rank, one after another."""
     return [x[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
-def _room(form: Format, counts: Sequence[int]) -> list[Array]:
-    """Memory for an encoded vector of each count."""
-    return [np.empty(form.nbytes(count), np.uint8) for count in counts]
+def _as_bytes(count: int) -> Array:
+    """What follows a piece of which only its two ranks know the count: encoded, 60 elements are as long as 64."""
+    return np.array([count], np.int64).view(np.uint8)
+
+
+def _room(form: Format, counts: Sequence[int], more: int = 0) -> list[Array]:
+    """Memory for an encoded vector of each count, and ``more`` bytes."""
+    return [np.empty(form.nbytes(count) + more, np.uint8) for count in counts]
 
 
 def _sum(form: Format, encoded: Sequence[Array], count: int) -> Array:

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -285,14 +284,14 @@ class ScheduledCalls:
         if x is None:
             return [None] * self.size
         if counts is not None:
-            return [*_split(x, counts)]
+            return [*compressed.split(x, counts)]
         return [x if root in (None, rank) else None for rank in range(self.size)]
 
     def _reduce_scatter_v(self, work: Work[Any]) -> Steps:
         x, out, reduction = _reducing(work)
         staged = x if reduction.is_plain else reduction.stage(x, None)
         parts = np.empty((self.size, out.size), staged.dtype)
-        yield from self._send_pieces(work, _split(staged, work.operation.send_counts or ()), list(parts))
+        yield from self._send_pieces(work, compressed.split(staged, work.operation.send_counts or ()), list(parts))
         for part in parts[1:]:
             reduction.combine(parts[0], part)
         reduction.finish(parts[0], out)
@@ -346,7 +345,10 @@ class ScheduledCalls:
             self.messages.cancel(lambda each: each in requests)
             raise
 
-    def _send_pieces(self, work: Work[Any], send: Sequence[Array | None], recv: Sequence[Array | None]) -> Steps:
+    def _send_pieces(
+        self, work: Work[Any], send: Sequence[Array | None], recv: Sequence[Array | None],
+        check: Callable[[], None] = lambda: None,
+    ) -> Steps:  # fmt: skip
         """Send piece j to rank j and receive piece j from rank j, all at once; None: no message.
 
         Empty pieces are sent too: the receiver may expect a longer one, which is a mismatch.
@@ -359,6 +361,7 @@ class ScheduledCalls:
         if mine is not None and own is not None:
             np.copyto(own, mine.copy())
         yield from _wait_for(*requests)
+        check()  # raises if what has arrived is wrong
         if work.name == "all_to_all_v":
             # Only the two ranks of a pair know whether their counts agree: wait until all pairs have agreed.
             yield from self._disseminate(tag)
@@ -374,10 +377,6 @@ def _reducing(work: Work[Any]) -> tuple[Array, Array, Reduction]:
     o = work.operation
     assert o.reduction is not None
     return work.send, work.send if o.recv is None else work.recv, o.reduction
-
-
-def _split(x: Array, counts: Sequence[int]) -> list[Array]:
-    return [x[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 # Queues of messages by key, for transports.

@@ -146,6 +146,18 @@ def test_ranks_that_compress_differently(theirs: str | None) -> None:
     spawn(body, 2)
 
 
+@pytest.mark.parametrize("count", [20, 70])
+def test_counts_that_disagree(count: int) -> None:
+    """Within a block, where as many bytes travel, too."""
+
+    def body(comm: kos.Communicator) -> None:
+        x, mine, theirs = np.ones(20, np.float32), [10, 10], [10, 10] if comm.rank else [10, count]
+        with pytest.raises(CollectiveMismatch, match="expected"):
+            comm.all_to_all_v(x, mine, theirs, compress="int8")
+
+    spawn(body, 2)
+
+
 def test_persistent_batches_and_the_format_in_texts() -> None:
     spawn(_persistent_and_batches, 3)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from kos.comm.compressed import parts
 from kos.comm.compression import FORMATS, Format
+from kos.comm.gpu.devices import FLOAT8
 from kos.comm.gpu.memory import up
 from kos.comm.operation import Operation
 from kos.cuda import Kernel, driver
@@ -29,8 +30,6 @@ THREADS = 128
 _MOST_BLOCKS = 2048
 _BOUND = 16
 """Pieces of scratch memory, one for each stream, whose launches are cached."""
-FLOAT8 = (8, 9)
-"""The compute capability that converts 8-bit floats."""
 
 
 def feed_back(backend: Any, x: Buffer, residual: Buffer, compress: str) -> None:

@@ -7,6 +7,9 @@ from kos.cuda import driver
 from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
 from kos.errors import BackendUnavailable
 
+FLOAT8 = (8, 9)
+"""The compute capability that converts 8-bit floats."""
+
 
 def device_of(rendezvous: Rendezvous) -> DeviceInfo:
     """The GPU of this rank: the one that it was given, else by its place among the ranks of the machine.

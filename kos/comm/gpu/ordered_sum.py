@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.gpu.backend import DeviceBackend
+from kos.comm.gpu.devices import FLOAT8
 from kos.comm.gpu.memory import Piece, up
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp, Reduction
@@ -34,7 +35,6 @@ THREADS = 256
 _ALIGNMENT = 16  # elements: parts begin at multiples of it
 _BOUND = 16
 """Pieces of scratch memory, one for each stream, whose launches are cached."""
-_FLOAT8 = (8, 9)  # the compute capability that converts 8-bit floats
 
 
 def kernel_types(reduction: Reduction, device: int) -> tuple[str, str, int]:
@@ -45,7 +45,7 @@ def kernel_types(reduction: Reduction, device: int) -> tuple[str, str, int]:
     dtype, op = reduction.dtype, reduction.op
     if dtype.kind == "complex" and op is not ReduceOp.PROD:
         return f"float{4 * dtype.itemsize}", op.name, 2
-    if dtype.name.startswith("float8") and device_info(device).compute_capability < _FLOAT8:
+    if dtype.name.startswith("float8") and device_info(device).compute_capability < FLOAT8:
         name = device_info(device).name
         raise InvalidArgument(f"x: expected a GPU of compute capability 8.9 to reduce {dtype}, got {name}")
     return ("uint8" if dtype.kind == "bool" else dtype.name), op.name, 1

@@ -24,7 +24,7 @@ import numpy as np
 
 from kos.comm.communicator import Communicator
 from kos.comm.control.base import machine_id
-from kos.comm.gpu.compressed import FLOAT8
+from kos.comm.gpu.devices import FLOAT8
 from kos.cuda import driver
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
