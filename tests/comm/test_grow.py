@@ -431,9 +431,13 @@ try:
     while True:
         comm.all_reduce(np.ones(1000))
 except kos.errors.CollectiveError as error:
-    assert comm.rank == {stopped} or error.ranks == ({stopped},), error
+    assert comm.rank == {stopped} or not {shared} or error.ranks == ({stopped},), error
 try:
-    rest = comm.shrink()
+    try:
+        rest = comm.shrink()
+    except kos.errors.RendezvousError as error:  # between hosts, of a rank that the failure has not named
+        assert not {shared} and error.ranks == ({stopped},), error
+        rest = comm.shrink()
 except kos.errors.RankLost as error:
     assert comm.rank == {stopped} and error.ranks == (comm.rank,), error
     print("out:", str(error).partition(" (epoch")[0], flush=True)
@@ -489,7 +493,7 @@ with kos.init("mpi", timeout=60) as comm:
     new.close()
 """
     try:
-        lines = job(tmp_path, 3, text, *ULFM)
+        lines = sorted(job(tmp_path, 3, text, *ULFM))
         assert joining.wait(20) == 0
     finally:
         joining.kill()
