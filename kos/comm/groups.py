@@ -237,7 +237,8 @@ class Groups(Operations):
     def newcomers(self) -> int:
         """How many newcomers wait at this rank for ``grow`` or ``replace``.  Not collective; does not wait.
 
-        A newcomer calls at the first 8 ranks.  Its handshake takes two calls of this.
+        A newcomer calls at the first 8 ranks.  Its handshake takes two calls of this.  Raises CollectiveError if the
+        communicator is closed.
 
             joining = comm.broadcast(np.array(comm.newcomers()), 0)
         """
