@@ -44,6 +44,7 @@ Address = tuple[str, int]
 CALL_SECONDS = 2.0  # limit for the answer of a live host
 GRACE_SECONDS = 2.0  # added to the timeout for the report of the missing ranks
 POLL_SECONDS = 0.05
+_BEAT_SECONDS = 0.5  # between two signs of life of a leader
 _SHOWN = 8  # addresses at which newcomers call
 
 
@@ -69,8 +70,9 @@ class Change:
         blamed = {rank for failure in failures if failure is not None for rank in failure.ranks}
         self.blamed = group.silent | self._addresses(blamed)
         self.left_out = {each for each in self.blamed if self._stopped(each)}
+        self.began = time.monotonic()
         # Others may first wait for those that this rank has waited for before.
-        self.deadline = time.monotonic() + group.timeout * (1 + len(self.left_out | group.silent))
+        self.deadline = self.began + group.timeout * (1 + len(self.left_out | group.silent))
 
     def run(self) -> Any:
         """The new group, whose ranks have exchanged their places."""
@@ -147,9 +149,15 @@ class Change:
     def _lead(self) -> tuple[int, dict[str, Any], dict[int, Connection]]:
         group = self.group
         publish(group.address)
+        beat = 0.0
         try:
             while (missing := self._missing()) or self._fitting() < self._wanted():
-                if time.monotonic() <= self.deadline:
+                now = time.monotonic()
+                if now > beat:  # the others wait as long as this rank leads
+                    self._post({})
+                    beat = now + _BEAT_SECONDS
+                known = missing and self.blamed.issuperset(missing)
+                if now <= (self.began + group.timeout if known else self.deadline):
                     self._admit()
                 elif missing:
                     self._leave_out(missing)
@@ -256,7 +264,6 @@ class Change:
             raise self._late(missing if self.whole else others)
         self.left_out.update(missing)
         self.deadline = time.monotonic() + self.group.timeout
-        self._post({})  # the others wait as long
 
     def _send_plan(self, joining: Sequence[tuple[Connection, Mapping[str, Any]]]) -> tuple[int, Any, Any]:
         """Send the new view to all ranks: they take no other from this leader."""
