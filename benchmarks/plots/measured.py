@@ -21,8 +21,10 @@ HOST_LINES = {
     "kos": {"backend": "mpi", "call": "function"},
     "kos, persistent": {"backend": "mpi", "call": "persistent"},
     "Open MPI": {"backend": "mpi-native"},
-    "Gloo": {"backend": "gloo"},
+    "Open MPI from C": {"backend": "mpi-c"},
 }
+HOST_RANKS = (2, 4)
+"""Numbers of ranks on 2 cores of which there is a file, written by ``kos bench --arrays``."""
 
 Series = dict[int, float]
 """A value by the size in bytes."""
@@ -55,23 +57,14 @@ def others(ranks: int) -> list[str]:
     return [op for op in dict.fromkeys((*SHOWN_OPERATIONS, *found)) if op in found and op != "all_reduce"]
 
 
-def all_reduce_host(machine: str, ranks: int, name: str, mode: str = "eager", in_place: bool = True) -> Series:
-    wanted: dict[str, Any] = {**HOST_LINES[name], "mode": mode, "in_place": in_place, "ranks": ranks}
-    return {row["bytes"]: row["time_us"] for row in select(f"collectives-{machine}-{ranks}", **wanted)}
+def on_host(ranks: int, name: str, op: str = "all_reduce") -> Series:
+    """Microseconds of calls back to back on the same array, by size."""
+    wanted: dict[str, Any] = {**HOST_LINES[name], "op": op, "mode": "eager", "arrays": 1}
+    return {row["bytes"]: row["time_us"] for row in select(f"host-calls-{ranks}", **wanted)}
 
 
 def limits(file: str, mode: str, in_place: bool, **wanted: Any) -> Series:
     return {row["bytes"]: row["limit_us"] for row in select(file, mode=mode, in_place=in_place, **wanted)}
-
-
-HOST_LIMIT_FROM = 64 << 10
-"""Below so many bytes a host's limit is mostly the cost of calling NumPy, and no bound."""
-
-
-def host_limits(machine: str, ranks: int) -> Series:
-    """Of all_reduce in place, where it is a bound."""
-    found = limits(f"collectives-{machine}-{ranks}", "eager", True, ranks=ranks)
-    return {nbytes: bound for nbytes, bound in found.items() if nbytes >= HOST_LIMIT_FROM}
 
 
 class Trained(NamedTuple):

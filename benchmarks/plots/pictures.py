@@ -81,15 +81,15 @@ def all_reduce_gpus() -> Any:
 
 
 def all_reduce_hosts() -> Any:
-    """2 and 4 ranks on two cores, in place and back to back, beside Open MPI and Gloo."""
-    figure, panels = new(3.5, columns=2)
-    for ranks, axes in zip((2, 4), panels[0], strict=True):
-        for name in measured.HOST_LINES:
-            line(axes, name, measured.all_reduce_host("xeon", ranks, name))
-        limit(axes, measured.host_limits("xeon", ranks))
-        sizes_along(axes, measured.all_reduce_host("xeon", ranks, "kos"))
+    """2 and 4 ranks on two cores, back to back on the same array, beside Open MPI."""
+    figure, panels = new(3.3, columns=2)
+    for ranks, axes in zip(measured.HOST_RANKS, panels[0], strict=True):
+        lines = {name: measured.on_host(ranks, name) for name in measured.HOST_LINES}
+        for name, series in lines.items():
+            line(axes, name, series)
+        sizes_along(axes, lines["kos"])
         times_up(axes)
-        axes.set(title=f"{ranks} ranks on 2 Xeon cores: all_reduce, float32")
+        axes.set(title=f"{ranks} ranks on 2 EPYC cores: all_reduce, float32")
     panels[0][0].set_ylabel("microseconds (lower is better)")
     panels[0][0].legend()
     return figure

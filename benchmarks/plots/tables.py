@@ -54,11 +54,11 @@ def readme() -> str:
         theirs = measured.on_gpus(8, name, mode=mode)[nbytes]
         rows.append([f"all_reduce of {size(nbytes)}, 8 H200, {kind} buffers, µs {how}", us(ours),
                      f"{us(theirs)} ({name})", ratio(theirs / ours), link("collectives-h200-8.json")])  # fmt: skip
-    host, mpi = (measured.all_reduce_host("xeon", 2, name) for name in ("kos", "Open MPI"))
+    host, mpi = (measured.on_host(2, name) for name in ("kos", "Open MPI"))
     for nbytes in (8, 1 << 20):
-        rows.append([f"all_reduce of {size(nbytes)}, 2 ranks on 2 Xeon cores, µs", us(host[nbytes]),
+        rows.append([f"all_reduce of {size(nbytes)}, 2 ranks on 2 EPYC cores, µs", us(host[nbytes]),
                      f"{us(mpi[nbytes])} (Open MPI)", ratio(mpi[nbytes] / host[nbytes]),
-                     link("collectives-xeon-2.json")])  # fmt: skip
+                     link("host-calls-2.json")])  # fmt: skip
     for ranks, label, title in ((1, "124m, 32 x 1,024", "124m on one H200"), (8, "8b, 2 x 8,192", "8b on 8 H200")):
         row = next(row for row in measured.trained(ranks) if row.label == label)
         how = "compiled" + ", FSDP2" * ("fsdp" in row.torch["variant"])
@@ -85,20 +85,19 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "collectives-2": partial(collectives.every_operation, 2, "graph", collectives.GRAPH_SIZES),
     "collectives-eager": partial(collectives.every_operation, 2, "eager", collectives.EAGER_SIZES),
+    "compressed": collectives.compressed,
     "collectives-files": partial(
-        provenance, "collectives-h200-1", "collectives-h200-2", "collectives-h200-4", "collectives-h100-2"
+        provenance, "collectives-h200-1", "collectives-h200-2", "collectives-h200-4", "collectives-h100-2",
+        "compressed-h100-2",
     ),
     "slower-gpus": tables_slower.gpus,
     "slower-hosts": tables_slower.hosts,
-    "hosts": collectives.hosts,
-    "hosts-others": collectives.hosts_others,
-    "hosts-one-rank": collectives.one_rank,
+    "hosts": tables_hosts.all_reduce,
+    "hosts-ratios-2": partial(tables_hosts.every_operation, 2),
+    "hosts-ratios-4": partial(tables_hosts.every_operation, 4),
+    "hosts-means": tables_hosts.means,
     "hosts-instructions": tables_hosts.instructions,
-    **{name: partial(tables_hosts.host_ratios, file) for name, file in tables_hosts.recorded().items()},
-    "hosts-files": partial(
-        provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-1",
-        "collectives-epyc-2", "collectives-epyc-4", "collectives-others-epyc-2",
-    ),
+    "hosts-files": partial(provenance, "host-calls-2", "host-calls-4"),
     "training": training.training,
     "training-cpu": training.training_cpu,
     "training-files": partial(

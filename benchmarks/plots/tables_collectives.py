@@ -1,4 +1,4 @@
-"""The tables of all_reduce, of the other collectives, of hosts, and of torch.distributed over kos."""
+"""The tables of all_reduce and of the other collectives on GPUs, and of torch.distributed over kos."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ AUTO_WITHIN = 1.03
 ALL_REDUCE_SIZES = (1 << 10, 128 << 10, 1 << 20, 256 << 20)
 GRAPH_SIZES = (1 << 10, 128 << 10, 1 << 20, 256 << 20)
 EAGER_SIZES = (8 << 10, 1 << 20, 256 << 20)
-HOST_SIZES = (8, 16 << 10, 64 << 10, 1 << 20, 16 << 20)
 """Sizes in bytes that the tables show: the files hold more."""
-
-
-def cell(series: Series, nbytes: int) -> str:
-    return us(series[nbytes]) if nbytes in series else ""
 
 
 def all_reduce_gpus() -> str:
@@ -107,6 +102,18 @@ def every_operation(ranks: int, mode: str, sizes: tuple[int, ...]) -> str:
     return table(["operation", *map(size, sizes)], rows)
 
 
+def compressed() -> str:
+    """Times of operations with ``compress=`` over those of the exact call, by size."""
+    rows = load("compressed-h100-2")["rows"]
+    sizes = sorted({row["bytes"] for row in rows})
+    lines = []
+    for op in dict.fromkeys(row["operation"] for row in rows):
+        found = {row["bytes"]: row for row in rows if row["operation"] == op}
+        cells = (" / ".join(ratio(found[n][f"{kind} / exact"]) for kind in ("fp8", "int4")) for n in sizes)
+        lines.append([op, *cells])
+    return table(["operation, fp8 / int4", *map(size, sizes)], lines)
+
+
 def _best(lines: dict[str, Series], nbytes: int) -> tuple[float, float | None]:
     """The shortest time of kos, and of NCCL where it has the operation."""
     kos, nccl = (
@@ -114,49 +121,6 @@ def _best(lines: dict[str, Series], nbytes: int) -> tuple[float, float | None]:
         for who in ("kos", "NCCL")
     )
     return min(kos), min(nccl, default=None)
-
-
-def hosts() -> str:
-    """all_reduce beside Open MPI and Gloo."""
-    rows = []
-    for machine, title in (("xeon", "Xeon"), ("epyc", "EPYC")):
-        for ranks in (2, 4):
-            lines = {name: measured.all_reduce_host(machine, ranks, name) for name in measured.HOST_LINES}
-            bounds = measured.host_limits(machine, ranks)
-            for nbytes in sorted(lines["kos"].keys() & set(HOST_SIZES)):
-                kos, mpi = lines["kos"][nbytes], lines["Open MPI"][nbytes]
-                rows.append([f"{ranks}, {title}", size(nbytes), *(cell(line, nbytes) for line in lines.values()),
-                             cell(bounds, nbytes), ratio(mpi / kos)])  # fmt: skip
-    return table(["ranks", "size", *measured.HOST_LINES, "limit", "Open MPI / kos"], rows)
-
-
-def hosts_others() -> str:
-    """Operations other than all_reduce: the time of kos, and Open MPI's divided by it."""
-    file = "collectives-others-epyc-2"
-    rows = []
-    for op in dict.fromkeys(row["op"] for row in select(file)):
-        line = [op]
-        for nbytes in HOST_SIZES:
-            wanted = {"op": op, "bytes": nbytes, "in_place": op == "broadcast", "mode": "eager"}
-            kos = one(file, **wanted, backend="mpi", call="function")["time_us"]
-            line.append(f"{us(kos)} ({ratio(one(file, **wanted, backend='mpi-native')['time_us'] / kos)})")
-        rows.append(line)
-    return table(["operation", *map(size, HOST_SIZES)], rows)
-
-
-def one_rank() -> str:
-    """A call in a group of one rank, which moves nothing."""
-    lines = {
-        "kos": ("mpi", "function"),
-        "kos, persistent": ("mpi", "persistent"),
-        "Open MPI": ("mpi-native", "function"),
-    }
-    rows = []
-    for machine, title in (("xeon-1", "Xeon, 8 bytes"), ("epyc-1", "EPYC, 8 bytes")):
-        row = {"ranks": 1, "mode": "eager", "in_place": True, "bytes": 8}
-        found = (one(f"collectives-{machine}", **row, backend=name, call=call) for name, call in lines.values())
-        rows.append([title, *(us(each["time_us"]) for each in found)])
-    return table(["µs a call of one rank", *lines], rows)
 
 
 TORCH = "torch-backend-h200-4"
