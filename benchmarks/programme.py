@@ -116,7 +116,7 @@ def gpus_of_several(gpus: int, gpu: str, nccl: str | None) -> Programme:
                   "--compare torch --torch cudnn-master,cudnn-master-alltoall", 400),
         ]  # fmt: skip
     if nccl:
-        raw = "nccl,nccl-window"
+        raw = "kos-nccl,nccl,nccl-window"
         first = Piece(f"{bench} {all_reduce} --backend {raw}", 240)
         found[f"other-nccl-{gpu}-{gpus}"] = [
             Piece(command, seconds, nccl) for command, seconds, _ in (first, *collectives(gpus, raw))

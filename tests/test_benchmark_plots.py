@@ -13,6 +13,7 @@ import pytest
 from benchmarks import loss_curve
 from benchmarks.plots import __main__ as command
 from benchmarks.plots import measured, results, tables, tables_hosts, tables_slower
+from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots.pictures import PICTURES
 from benchmarks.plots.results import RESULTS, ROOT, us
 from benchmarks.plots.tables_slower import REASONS, summary
@@ -158,6 +159,36 @@ def test_sizes_at_which_kos_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
         ["2", "reduce", "16 MB", "3.00"], ["2", "exscan", "16 MB", "1.40"],
     ]  # fmt: skip
     assert [row[4] for row in rows[1:]] == reasons and "each rank waits" in rows[0][4]
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder in place of benchmarks/results."""
+    for module in (results, measured):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    for cached in (results.load, results.newest):
+        cached.cache_clear()
+    yield tmp_path
+    for cached in (results.load, results.newest):
+        cached.cache_clear()
+
+
+def test_tables_are_of_the_newest_file_and_show_another_nccl(recorded: Path) -> None:
+    row = {"op": "broadcast", "mode": "graph", "in_place": False, "bytes": 1024, "time_us": 4.0}
+    kos = {**row, "backend": "auto", "algorithm": "auto", "call": "function", "time_us": 2.0}
+
+    def write(name: str, gpu: str, date: str, *rows: dict[str, object]) -> None:
+        about = {"hardware": f"2 x NVIDIA {gpu}", "date": date}
+        (recorded / f"{name}.json").write_text(json.dumps({**about, "rows": rows}))
+
+    write("collectives-h200-2", "H200", "2026-11-20", {**row, "backend": "nccl", "time_us": 99.0})
+    write("collectives-h100-2", "H100 80GB HBM3", "2026-11-25", kos, {**row, "backend": "nccl"})
+    assert measured.on(2) == "2 H100"
+    assert collectives.every_operation(2, "graph", (1024, 2048)).splitlines()[2] == "| broadcast | 2.00 (2.00) |  |"
+    write("other-nccl-h100-2", "H100 80GB HBM3", "2026-11-25", {**row, "backend": "nccl", "time_us": 3.0})
+    assert "| broadcast | 2.00 (2.00; 1.50) |  |" in collectives.every_operation(2, "graph", (1024, 2048))
+    with pytest.raises(LookupError, match=r"expected a file torch-GPU-4\.json"):
+        results.newest("torch", 4)
 
 
 def test_the_command_checks_and_writes(

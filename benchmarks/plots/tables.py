@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.plots import measured, tables_hosts, tables_slower
 from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots import tables_training as training
-from benchmarks.plots.results import RESULTS, ROOT, load, ratio, table, us
+from benchmarks.plots.results import RESULTS, ROOT, load, newest, ratio, table, us
 from kos.bench.report import size
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
@@ -22,10 +22,13 @@ def link(name: str) -> str:
     return f"[{name}](benchmarks/results/{name})"
 
 
-def provenance(*names: str) -> str:
-    """Files of results by hardware and software, with their dates; they hold the commit and the command too."""
+def provenance(*names: str | tuple[str, int]) -> str:
+    """Files of results by hardware and software, with their dates; they hold the commit and the command too.
+
+    A pair is a subject and a number of GPUs, and stands for the newest file.
+    """
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for name in names:
+    for name in (each if isinstance(each, str) else newest(*each) for each in names):
         result = load(name)
         versions = result["versions"]
         libraries = {"NCCL": "libnccl", "Open MPI": "openmpi", "PyTorch": "torch"}
@@ -81,14 +84,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "auto": collectives.auto_routes,
     "call-cost": collectives.call_cost,
     "all-reduce-files": partial(
-        provenance, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
+        provenance, ("collectives", 2), ("collectives", 4), ("collectives", 8), "call-cost-h200-8"
     ),
     "collectives-2": partial(collectives.every_operation, 2, "graph", collectives.GRAPH_SIZES),
     "collectives-eager": partial(collectives.every_operation, 2, "eager", collectives.EAGER_SIZES),
     "compressed": collectives.compressed,
+    "routing": collectives.routing,
     "collectives-files": partial(
-        provenance, "collectives-h200-1", "collectives-h200-2", "collectives-h200-4", "collectives-h100-2",
-        "compressed-h100-2",
+        provenance, ("collectives", 1), ("collectives", 2), *filter(None, [measured.other_nccl(2)]),
+        ("collectives", 4), ("compressed", 2),
     ),
     "slower-gpus": tables_slower.gpus,
     "slower-hosts": tables_slower.hosts,
@@ -101,7 +105,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training.training,
     "training-cpu": training.training_cpu,
     "training-files": partial(
-        provenance, "train-h200-1", "train-h200-4", "train-h200-8", "train-h200-8-float32-grads", "train_cpu-epyc",
+        provenance, *(("train", ranks) for ranks in measured.TRAINED_ON), ("train-fp8", 1),
+        "train-h200-8-float32-grads", "train_cpu-epyc",
         "train-epyc-zen4-1", "train-epyc-zen4-2", "train-tiny-epyc-2", "baby-h200", "power-h200-1",
     ),
     "profiles": training.profiles,
@@ -110,15 +115,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "layouts": training.layouts,
     "layouts-of-four": training.layouts_of_four,
     "layouts-peers": training.layouts_peers,
-    "layouts-files": partial(provenance, "layouts-h200-2", "layouts-h200-4", "layouts-peers-h200-2"),
+    "layouts-files": partial(provenance, ("layouts", 2), "layouts-h200-4", ("layouts-peers", 2)),
     "attention": training.attention,
     "attention-families": training.attention_families,
     "kernels-files": partial(
-        provenance, "kernels-h200-1", "kernels-h200-1-124m", "attention-h200-1", "attention-1xH200"
+        provenance, ("kernels", 1), "kernels-h200-1-124m", "attention-h200-1", "attention-1xH200"
     ),
     "torch-backend": collectives.torch_backend,
     "torch-steps": collectives.torch_steps,
-    "torch-files": partial(provenance, "torch-backend-h200-4"),
+    "torch-files": partial(provenance, measured.torch_file()),
 }  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.plots import measured, tables_hosts
-from benchmarks.plots.measured import Series
 from benchmarks.plots.results import load, table
+from benchmarks.plots.tables_collectives import fastest
 from kos.bench.report import size
 
 FROM = 1.02
@@ -25,15 +25,20 @@ def gpus() -> str:
         found: dict[tuple[str, str], list[tuple[str, int, float]]] = {}
         for op in ("all_reduce", *measured.others(ranks)):
             for mode, words in (("graph", "in a graph"), ("eager", "eager")):
-                ours, window, nccl, theirs = (measured.on_gpus(ranks, name, op, mode) for name in measured.COMPARED)
-                pairs = ((fastest(ours, window), fastest(nccl, theirs)), (ours, nccl))
+                lines = {name: measured.on_gpus(ranks, name, op, mode) for name in measured.COMPARED}
+                pairs = (
+                    (fastest(lines, "kos"), fastest(lines, "NCCL")),
+                    (lines["kos, any buffers"], lines["NCCL"]),
+                )
                 for nbytes in sorted(set(pairs[0][0]) & set(pairs[0][1])):
                     slowest = max(kos[nbytes] / peer[nbytes] for kos, peer in pairs if nbytes in kos and nbytes in peer)
                     if slowest >= FROM:
                         why = "call" if nbytes <= 1 << 20 and mode == "eager" else "rate"
                         found.setdefault((words, why), []).append((op, nbytes, slowest))
-        rows += [[str(ranks), words, *summary(cells), GPU_REASONS[why]] for (words, why), cells in found.items()]
-    return table(["H200", "calls", "operations", "sizes", "times as long as NCCL", "reason and limit"], rows)
+        rows += [
+            [measured.on(ranks), words, *summary(cells), GPU_REASONS[why]] for (words, why), cells in found.items()
+        ]
+    return table(["GPUs", "calls", "operations", "sizes", "times as long as NCCL", "reason and limit"], rows)
 
 
 REASONS = {
@@ -74,12 +79,6 @@ def hosts() -> str:
         round_trip = load(f"host-calls-{ranks}")["limits"]["flag_round_trip_us"]
         rows.append([str(ranks), *summary(cells), REASONS[why].format(round_trip=round_trip)])
     return table(["ranks", "operations", "sizes", "times as long as Open MPI", "reason and limit"], rows)
-
-
-def fastest(*lines: Series) -> Series:
-    """By size the shortest time."""
-    sizes = sorted({nbytes for line in lines for nbytes in line})
-    return {nbytes: min(line[nbytes] for line in lines if nbytes in line) for nbytes in sizes}
 
 
 def summary(cells: list[tuple[str, int, float]]) -> list[str]:

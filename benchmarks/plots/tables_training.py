@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from benchmarks.plots import measured
-from benchmarks.plots.results import GIB, RESULTS, Row, load, one, ratio, select, table
+from benchmarks.plots.results import GIB, RESULTS, Row, gpus, load, newest, one, ratio, select, table
 
 
 def tokens(row: Row) -> str:
@@ -19,14 +19,15 @@ def gib(row: Row) -> str:
 def training() -> str:
     """Every model beside the fastest PyTorch."""
     rows = []
-    for ranks in (1, 4, 8):
+    for ranks in measured.TRAINED_ON:
+        where = gpus(newest("train", ranks))
         for row in measured.trained(ranks):
             rows.append([
-                str(ranks), row.label, tokens(row.kos), f"{row.kos['mfu_causal']:.1%}", gib(row.kos), tokens(row.torch),
+                where, row.label, tokens(row.kos), f"{row.kos['mfu_causal']:.1%}", gib(row.kos), tokens(row.torch),
                 f"{row.torch['mfu_causal']:.1%}", gib(row.torch), measured.variant(row.torch), ratio(row.ratio),
             ])  # fmt: skip
     return table(
-        ["H200", "model, sequences x tokens of a GPU", "kos, tokens/s", "MFU", "GiB", "PyTorch, tokens/s", "MFU", "GiB",
+        ["GPUs", "model, sequences x tokens of a GPU", "kos, tokens/s", "MFU", "GiB", "PyTorch, tokens/s", "MFU", "GiB",
          "PyTorch's variant", "kos / PyTorch"],
         rows,
     )  # fmt: skip
@@ -104,15 +105,12 @@ def profile(name: str) -> dict[str, float]:
 
 
 def layouts() -> str:
-    predicted = load("layouts-h200-2")["predicted_ms"]
-    keys = {"dp 2": "dp2", "tp 2": "tp2", "pp 2, zero-bubble-v": "pp2 zero-bubble-v, micro-batches of 1",
-            "cp 2": "cp2", "dp 2, ZeRO-1": "dp2 zero1"}  # fmt: skip
     rows = []
     for label, row in measured.layout_rows():
-        said = predicted[f"{row['preset']} {keys[label]}"]
         mfu = f"{row['mfu_causal']:.1%}" if row.get("mfu_causal") else ""
         memory = gib(row) if row.get("peak_memory_bytes") else ""
-        rows.append([row["preset"], label, tokens(row), f"{row['step_ms']:,.0f}", mfu, memory, f"{said:,.0f}"])
+        predicted = f"{row['predicted_ms']:,.0f}" if "predicted_ms" in row else ""
+        rows.append([row["preset"], label, tokens(row), f"{row['step_ms']:,.0f}", mfu, memory, predicted])
     return table(["model", "layout", "tokens/s", "ms a step", "MFU", "GiB", "`--plan` predicted, ms"], rows)
 
 
@@ -134,7 +132,7 @@ def layouts_peers() -> str:
              "PyTorch, all-to-all", "flash-master": "PyTorch, its flash attention", "flash": "picotron",
              "flash-fused": "picotron, fused"}  # fmt: skip
     rows: list[list[str]] = []
-    for row in load("layouts-peers-h200-2")["rows"]:
+    for row in load(newest("layouts-peers", 2))["rows"]:
         if row["implementation"] == "kos":
             ours = row
         what = [row["preset"], ours["layout"], f"{row['batch_size']} x {row['seq_len']:,}"]
