@@ -22,6 +22,7 @@ EXTRAS_test := $(EXTRAS_train),tokenizers,chat,tensorboard,test
 EXTRAS_all := $(EXTRAS_test),wandb,trackio
 EXTRAS_lint := train,tokenizers,chat,lint
 EXTRAS_docs := $(EXTRAS_train),tokenizers,docs
+EXTRAS_wheels := wheels
 
 # Open MPI: allow root, more ranks than cores (5.x; 4.x), and skip a transport that costs a second at start.
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
@@ -31,7 +32,7 @@ export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMPI_MCA_btl ?= ^ofi
 
 .NOTPARALLEL:  # all targets install into one .venv
-.PHONY: help train test test-all sanitize aarch64 lint docs clean
+.PHONY: help train test test-all sanitize aarch64 lint docs wheels clean
 
 help:  ## list the targets
 	@echo "kos: collective communication without torch, and a LLaMA trainer on it"
@@ -75,6 +76,16 @@ lint: $(VENV)/.kos-lint-$(MPI)  ## check style and types
 docs: $(VENV)/.kos-docs-$(MPI)  ## build the documentation site in build/docs; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "build/docs/index.html"
+
+# The compiled core's wheel is of the oldest manylinux that its symbols allow; the pure one is the same without the core.
+wheels: $(VENV)/.kos-wheels-$(MPI)  ## build the wheels in dist: with the compiled core, and pure
+	@rm -rf build/wheels && mkdir -p build/wheels dist
+	$(BIN)/python -m build -q --wheel --outdir build/wheels
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheels/kos-*-linux_*.whl
+	@$(BIN)/python -m wheel unpack --dest build/wheels dist/kos-*-manylinux*.whl && rm build/wheels/kos-*/kos/_core/*.so
+	@$(BIN)/python -m wheel pack --dest-dir build/wheels build/wheels/kos-*/
+	@cd dist && $(abspath $(BIN))/python -m wheel tags --python-tag py3 --abi-tag none --platform-tag any --remove ../build/wheels/kos-*-manylinux*.whl
+	@mv build/wheels/kos-*-py3-none-any.whl dist/ && ls -l dist
 
 clean:  ## remove .venv, caches and build products; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
