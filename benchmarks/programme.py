@@ -73,7 +73,7 @@ def gpus_of_one(gpu: str) -> Programme:
         f"train-{gpu}-1": torch,
         f"train-fp8-{gpu}-1": eight,
         f"kernels-{gpu}-1": [Piece(f"{kernels} --preset 1b --compile", 400)],
-        f"kernels-{gpu}-1-124m": [Piece(f"{kernels} --preset 124m --tokens 32768 --compile", 400)],
+        f"kernels-124m-{gpu}-1": [Piece(f"{kernels} --preset 124m --tokens 32768 --compile", 400)],
         f"attention-{gpu}-1": [
             Piece(f"{kernels} --preset 8b --tokens 8192 --seq-len 8192 --only {ATTENTION} {SEEN}", 200),
             Piece(f"{kernels} --preset 1b --only {ATTENTION}", 120),

@@ -74,7 +74,7 @@ def test_readme_quotes_the_run_that_was_recorded() -> None:
 
 
 def test_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 120
+    assert len(README.read_text().splitlines()) <= 130
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)

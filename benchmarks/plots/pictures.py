@@ -13,7 +13,6 @@ from benchmarks.plots.style import (
     LIMIT_LINE,
     PEER,
     PEER_LIGHT,
-    PEER_THIRD,
     bars,
     limit,
     line,
@@ -239,9 +238,9 @@ def attention() -> Any:
         by_shape = [measured.attention(preset, way) for preset, _ in measured.ATTENTION]
         series = {name: [shape[name] for shape in by_shape] for name in by_shape[0]}
         labels = [label.replace(": ", "\n").replace(", head", "\nhead") for _, label in measured.ATTENTION]
-        bars(axes, labels, series, [KOS, PEER, PEER_THIRD])
+        bars(axes, labels, series, [KOS, PEER])
         axes.axhline(PEAK_TFLOPS, **LIMIT_LINE, label="data sheet's peak")
-        axes.set_title(f"causal attention on one H200, {title}")
+        axes.set_title(f"causal attention on {gpus(measured.attention_file())}, {title}")
     panels[0][0].set_ylabel("TFLOP/s (higher is better)")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4)

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.plots import measured, tables_hosts, tables_slower
 from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots import tables_training as training
-from benchmarks.plots.results import RESULTS, ROOT, load, newest, ratio, table, us
+from benchmarks.plots.results import RESULTS, ROOT, gpus, load, newest, ratio, table, us
 from kos.bench.report import size
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
@@ -48,26 +48,28 @@ def provenance(*names: str | tuple[str, int]) -> str:
 def readme() -> str:
     """The figures of README."""
     rows = []
-    for nbytes, kind, mode, how in (
-        (1 << 10, "symmetric", "graph", "in a CUDA graph"), (1 << 10, "any", "graph", "in a CUDA graph"),
-        (1 << 20, "symmetric", "graph", "in a CUDA graph"), (1 << 10, "symmetric", "eager", "without a graph"),
+    for ranks, nbytes, kind, mode, how in (
+        (2, 1 << 10, "symmetric", "graph", "in a CUDA graph"), (2, 1 << 20, "any", "graph", "in a CUDA graph"),
+        (2, 1 << 10, "symmetric", "eager", "without a graph"), (8, 1 << 10, "symmetric", "graph", "in a CUDA graph"),
     ):  # fmt: skip
-        ours = measured.on_gpus(8, f"kos, {kind} buffers", mode=mode)[nbytes]
+        ours = measured.on_gpus(ranks, f"kos, {kind} buffers", mode=mode)[nbytes]
         name = "NCCL" if kind == "any" else "NCCL, symmetric windows"
-        theirs = measured.on_gpus(8, name, mode=mode)[nbytes]
-        rows.append([f"all_reduce of {size(nbytes)}, 8 H200, {kind} buffers, µs {how}", us(ours),
-                     f"{us(theirs)} ({name})", ratio(theirs / ours), link("collectives-h200-8.json")])  # fmt: skip
+        theirs = measured.on_gpus(ranks, name, mode=mode)[nbytes]
+        rows.append([f"all_reduce of {size(nbytes)}, {measured.on(ranks)}, {kind} buffers, µs {how}", us(ours),
+                     f"{us(theirs)} ({name})", ratio(theirs / ours),
+                     link(f"{newest('collectives', ranks)}.json")])  # fmt: skip
     host, mpi = (measured.on_host(2, name) for name in ("kos", "Open MPI"))
     for nbytes in (8, 1 << 20):
         rows.append([f"all_reduce of {size(nbytes)}, 2 ranks on 2 EPYC cores, µs", us(host[nbytes]),
                      f"{us(mpi[nbytes])} (Open MPI)", ratio(mpi[nbytes] / host[nbytes]),
                      link("host-calls-2.json")])  # fmt: skip
-    for ranks, label, title in ((1, "124m, 32 x 1,024", "124m on one H200"), (8, "8b, 2 x 8,192", "8b on 8 H200")):
+    for ranks, label, preset in ((1, "124m, 32 x 1,024", "124m"), (8, "8b, 2 x 8,192", "8b")):
+        file = newest("train", ranks)
         row = next(row for row in measured.trained(ranks) if row.label == label)
         how = "compiled" + ", FSDP2" * ("fsdp" in row.torch["variant"])
-        rows.append([f"training {title}, tokens/s", training.tokens(row.kos),
+        rows.append([f"training {preset} on {gpus(file)}, tokens/s", training.tokens(row.kos),
                      f"{training.tokens(row.torch)} (PyTorch, {how})", ratio(row.ratio),
-                     link(f"train-h200-{ranks}.json")])  # fmt: skip
+                     link(f"{file}.json")])  # fmt: skip
     kos, torch = (
         max(row["tokens_per_second"] for row in load("train-epyc-zen4-2")["rows"] if row["implementation"] == name)
         for name in ("kos", "torch")
@@ -82,9 +84,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "all-reduce": collectives.all_reduce_gpus,
     "outside-graphs": collectives.outside_graphs,
     "auto": collectives.auto_routes,
-    "call-cost": collectives.call_cost,
     "all-reduce-files": partial(
-        provenance, ("collectives", 2), ("collectives", 4), ("collectives", 8), "call-cost-h200-8"
+        provenance, ("collectives", 2), ("collectives", 4), ("collectives", 8)
     ),
     "collectives-2": partial(collectives.every_operation, 2, "graph", collectives.GRAPH_SIZES),
     "collectives-eager": partial(collectives.every_operation, 2, "eager", collectives.EAGER_SIZES),
@@ -103,6 +104,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosts-instructions": tables_hosts.instructions,
     "hosts-files": partial(provenance, "host-calls-2", "host-calls-4"),
     "training": training.training,
+    "training-types": training.training_types,
     "training-cpu": training.training_cpu,
     "training-files": partial(
         provenance, *(("train", ranks) for ranks in measured.TRAINED_ON), ("train-fp8", 1),
@@ -117,9 +119,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "layouts-peers": training.layouts_peers,
     "layouts-files": partial(provenance, ("layouts", 2), "layouts-h200-4", ("layouts-peers", 2)),
     "attention": training.attention,
-    "attention-families": training.attention_families,
     "kernels-files": partial(
-        provenance, ("kernels", 1), "kernels-h200-1-124m", "attention-h200-1", "attention-1xH200"
+        provenance, ("kernels", 1), ("kernels-124m", 1), measured.attention_file()
     ),
     "torch-backend": collectives.torch_backend,
     "torch-steps": collectives.torch_steps,

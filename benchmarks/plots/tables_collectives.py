@@ -10,7 +10,7 @@ from kos.bench.report import size
 AUTO_WITHIN = 1.03
 ALL_REDUCE_SIZES = (1 << 10, 128 << 10, 1 << 20, 256 << 20)
 GRAPH_SIZES = (1 << 10, 128 << 10, 1 << 20, 256 << 20)
-EAGER_SIZES = (8 << 10, 1 << 20, 256 << 20)
+EAGER_SIZES = (8 << 10, 1 << 20)
 """Sizes in bytes that the tables show: the files hold more."""
 
 
@@ -68,20 +68,6 @@ def auto_routes() -> str:
         near = sum(each <= AUTO_WITHIN for each in excess)
         rows.append([measured.on(ranks), str(len(excess)), str(near), f"{max(excess) - 1:.1%}"])
     return table(["GPUs", "rows", "within 3% of the faster backend", "furthest"], rows)
-
-
-def call_cost() -> str:
-    """Microseconds until a call returns, in a loop."""
-    calls = "NCCL's function", "kos nccl", "kos nccl persistent", "kos auto", "kos auto persistent", "torch.distributed"
-    rows = []
-    for call in calls:
-        line = [call]
-        for process in ("without torch", "with torch in the process"):
-            for nbytes in (1 << 10, 16 << 20):
-                found = select("call-cost-h200-8", call=call, process=process, bytes=nbytes)
-                line.append(us(found[0]["cpu_us"]) if found else "")
-        rows.append(line)
-    return table(["call", "1 KB", "16 MB", "1 KB, torch in the process", "16 MB, torch in the process"], rows)
 
 
 def every_operation(ranks: int, mode: str, sizes: tuple[int, ...]) -> str:

@@ -9,6 +9,8 @@ from benchmarks.plots.results import load, ratio, select, table, us
 from kos.bench.ratios import COLUMNS, ratios
 from kos.bench.report import size
 
+SHOWN = (8, 16, 4 << 10, 1 << 20, 16 << 20)
+"""Bytes in the table of all_reduce; the files hold more."""
 Ratios = list[tuple[str, int, dict[str, float | None]]]
 """Operation, bytes, and by column of ``kos.bench.ratios`` the time of kos / Open MPI."""
 
@@ -25,7 +27,8 @@ def all_reduce() -> str:
     rows = []
     for ranks in measured.HOST_RANKS:
         lines = [measured.on_host(ranks, name) for name in measured.HOST_LINES]
-        rows += [[str(ranks), size(nbytes), *(us(line[nbytes]) for line in lines)] for nbytes in lines[0]]
+        shown = [nbytes for nbytes in lines[0] if nbytes in SHOWN]
+        rows += [[str(ranks), size(nbytes), *(us(line[nbytes]) for line in lines)] for nbytes in shown]
     return table(["ranks", "size", *measured.HOST_LINES], rows)
 
 
@@ -57,11 +60,11 @@ def means() -> str:
 
 
 def instructions() -> str:
-    """Instructions of a known call: of the core, and with Python's functions and the copies."""
+    """Instructions of a known call in the core: without Python's functions and the C library's."""
     rows = select("instructions")
     sizes = sorted({row["bytes"] for row in rows})
     lines = []
     for op in dict.fromkeys(row["op"] for row in rows):
         found = {row["bytes"]: row for row in rows if row["op"] == op}
-        lines.append([op, *(f"{found[n]['core']:,} / {found[n]['all']:,}" if n in found else "" for n in sizes)])
-    return table(["core / all", *map(size, sizes)], lines)
+        lines.append([op, *(f"{found[n]['core']:,}" if n in found else "" for n in sizes)])
+    return table(["operation", *map(size, sizes)], lines)

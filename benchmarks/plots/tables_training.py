@@ -24,13 +24,25 @@ def training() -> str:
         for row in measured.trained(ranks):
             rows.append([
                 where, row.label, tokens(row.kos), f"{row.kos['mfu_causal']:.1%}", gib(row.kos), tokens(row.torch),
-                f"{row.torch['mfu_causal']:.1%}", gib(row.torch), measured.variant(row.torch), ratio(row.ratio),
+                gib(row.torch), measured.variant(row.torch), ratio(row.ratio),
             ])  # fmt: skip
     return table(
-        ["GPUs", "model, sequences x tokens of a GPU", "kos, tokens/s", "MFU", "GiB", "PyTorch, tokens/s", "MFU", "GiB",
+        ["GPUs", "model, sequences x tokens of a GPU", "kos, tokens/s", "MFU", "GiB", "PyTorch, tokens/s", "GiB",
          "PyTorch's variant", "kos / PyTorch"],
         rows,
     )  # fmt: skip
+
+
+def training_types() -> str:
+    """In 8 bits beside bfloat16."""
+    rows = []
+    for row in select(newest("train-fp8", 1), variant="bfloat16"):
+        eight = one(newest("train-fp8", 1), variant="fp8", preset=row["preset"])
+        model = f"{row['preset']}, {row['batch_size']} x {row['seq_len']:,}"
+        rows.append([model, tokens(row), tokens(eight), gib(row), gib(eight), ratio(row["step_ms"] / eight["step_ms"])])
+    where = gpus(newest("train-fp8", 1))
+    head = ["bfloat16, tokens/s", "fp8, tokens/s", "bfloat16, GiB", "fp8, GiB", "fp8 / bfloat16"]
+    return table([f"{where}, sequences x tokens", *head], rows)
 
 
 def training_cpu() -> str:
@@ -148,22 +160,10 @@ def attention() -> str:
     rows = []
     for preset, label in measured.ATTENTION:
         ways = {way: measured.attention(preset, way) for way in ("", "_backward")}
-        limits = {way: one("attention-h200-1", op=f"attention{way}", preset=preset)["of_limit"] for way in ways}
+        limits = {way: one(measured.attention_file(), op=f"attention{way}", preset=preset)["of_limit"] for way in ways}
         rows.append([label, *(f"{ways[''][name]:.0f} / {ways['_backward'][name]:.0f}" for name in ways[""]),
                      f"{limits['']:.0%} / {limits['_backward']:.0%}"])  # fmt: skip
     return table(["TFLOP/s, forward / backward", *measured.attention("8b", ""), "kos of the peak"], rows)
-
-
-def attention_families() -> str:
-    """The kernels of other GPUs, and torch's backends one by one."""
-    names = ("kos mma", "torch flash", "torch cuDNN")
-    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in select("attention-1xH200") if "forward_tflops" in row))
-    rows = []
-    for shape in shapes:
-        found = [one("attention-1xH200", shape=list(shape), implementation=name) for name in names]
-        speeds = [f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}" for row in found]
-        rows.append([", ".join(f"{each:,}" for each in shape), *speeds])
-    return table(["B, T, query heads, kv heads, head size", *names], rows)
 
 
 def baby() -> str:
