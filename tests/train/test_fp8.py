@@ -106,9 +106,15 @@ def test_a_value_that_is_not_finite_stops_the_run(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_swiglu_that_is_not_written_has_the_same_bits(emulated_runs, text, tmp_path, monkeypatch, device):
-    fused = train(text, tmp_path / "fused", device, **RUN)
+    settings = {**RUN, "model": {**MODEL, "intermediate_size": 128}}  # of the gradient, if blocks are of gate or of up
+    calls, gradient = list[str](), reference.quantize_swiglu_backward
+    monkeypatch.setattr(reference, "quantize_swiglu_backward", lambda *given: (calls.append(""), gradient(*given)))
+    fused = train(text, tmp_path / "fused", device, **settings)
+    assert calls
+    calls.clear()
     monkeypatch.setattr(Products, "gated", lambda self, gate_up: None)
-    written = train(text, tmp_path / "written", device, **RUN)
+    written = train(text, tmp_path / "written", device, **settings)
+    assert not calls
     assert column(fused) == column(written)
     assert tensors_of_run(tmp_path / "fused") == tensors_of_run(tmp_path / "written")
 

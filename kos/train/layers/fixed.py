@@ -74,7 +74,7 @@ class FixedProducts(Products):
     def gated(self, gate_up: Array) -> None:
         """None, as above."""
 
-    def gradient(self, d_out: Array, keep: Arena) -> Array:
+    def gradient(self, d_out: Array, keep: Arena, halves: bool = False) -> Array:
         return d_out
 
     # --- sums ------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Sublayer:
         """The gradient of the first product's output, as ``Products.gradient`` gives it to both of the backward."""
         d_columns = self._empty_columns(ctx, len(saved.columns_NW), d_inner.dtype, ctx.keep)
         self.core_backward(ctx, saved, inner, d_inner, d_columns)
-        return ctx.products.gradient(d_columns, ctx.keep)
+        return ctx.products.gradient(d_columns, ctx.keep, halves=True)
 
     # --- forward -------------------------------------------------------------------------------------------
 

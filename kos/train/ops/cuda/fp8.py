@@ -10,19 +10,16 @@ import logging
 from typing import Any
 
 from kos.cuda.devices import DeviceInfo
-from kos.dtypes import DTYPES
 from kos.errors import ConfigError, InvalidArgument
-from kos.memory.arena import Arena
 from kos.memory.array import Array
+from kos.train.ops import SCALE_BLOCK, Scaled, scales_shape
 
 log = logging.getLogger(__name__)
 
 LEAST_CAPABILITY = (8, 9)
 TRIED = ((9, 0),)
 MULTIPLE = 16
-FAST = False  # whether tensor cores add up with fewer bits (Matmul's ``fast``)
-BLOCK, PACK, TILE_ROWS, TILE_COLUMNS = 256, 8, 128, 64  # of fp8.cu
-UINT32 = DTYPES["uint32"]
+THREADS = 512  # of fp8.cu
 
 
 def check_gpu(about: DeviceInfo) -> None:
@@ -35,37 +32,27 @@ def check_gpu(about: DeviceInfo) -> None:
         log.warning("--dtype fp8 has not been tried on GPUs of compute capability %s (%s)", got, about.name)
 
 
-def quantize(
-    ops: Any, x: Array | None, gate_up: Array | None, rows: Array | None, columns: Array | None, scale: Array,
-    arena: Arena,
-) -> None:  # fmt: skip
+def quantize(ops: Any, x: Array | None, gate_up: Array | None, rows: Scaled | None, columns: Scaled | None) -> None:
     """``Ops.quantize`` of ``x``, ``quantize_swiglu`` of ``gate_up``, or of both ``quantize_swiglu_backward``."""
     n, f = gate_up.shape if x is None else x.shape  # type: ignore[union-attr]
     f = f if x is not None else f // 2
+    multiple = MULTIPLE if x is None or gate_up is None else SCALE_BLOCK  # of blocks of gate and of up apart
     for given in (x, gate_up):
-        if given is not None and (n % MULTIPLE or f % MULTIPLE or given.dtype.name != "bfloat16"):
-            raise InvalidArgument(
-                f"quantize: expected bfloat16 of sizes that are multiples of {MULTIPLE}, got {given}"
-            )
-    packs = n * f // PACK
-    assert packs < 1 << 31
-    blocks = max(1, min(2 * ops.multiprocessors, -(-packs // BLOCK)))
-    form = next(made.dtype.name for made in (rows, columns) if made is not None)
-    defines = {
-        "SOURCE": 0 if gate_up is None else 1 if x is None else 2, "E5M2": int(form == "float8_e5m2"),
-        "ROWS": int(rows is not None), "COLUMNS": int(columns is not None),
-    }  # fmt: skip
-    sources, made = ([0 if each is None else each for each in pair] for pair in ((x, gate_up), (rows, columns)))
-    with arena.scope():
-        partial = arena.take((blocks,), UINT32)
-        ops.launch("fp8.cu", "largest", blocks, BLOCK, *sources, partial, packs, f, **defines)
-        grid = -(-f // TILE_COLUMNS), -(-n // TILE_ROWS)
-        ops.launch("fp8.cu", "quantize", grid, BLOCK, *sources, *made, scale, partial, blocks, n, f, **defines)
+        if given is not None and (n % MULTIPLE or f % multiple or given.dtype.name != "bfloat16"):
+            raise InvalidArgument(f"quantize: expected bfloat16 of sizes that are multiples of {multiple}, got {given}")
+    form = next(made.values.dtype.name for made in (rows, columns) if made is not None)
+    part = rows.scales.shape[-1] if rows is not None else 1
+    made = [array for each in (rows, columns) for array in (each or (0, 0))]
+    ops.launch(
+        "fp8.cu", "quantize", (-(-f // SCALE_BLOCK), -(-n // SCALE_BLOCK)), THREADS,
+        0 if x is None else x, 0 if gate_up is None else gate_up, *made, n, f, part,
+        SOURCE=0 if gate_up is None else 1 if x is None else 2, E5M2=int(form == "float8_e5m2"),
+        ROWS=_operand(rows), COLUMNS=_operand(columns),
+    )  # fmt: skip
 
 
-def scaled_product(
-    ops: Any, a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None,
-    bias: Array | None,
-) -> None:  # fmt: skip
-    """``Ops.scaled_product``."""
-    ops.matmul(a, b, out, transpose_b=True, c=residual, bias=bias, scales=(scale_a, scale_b), fast=FAST)
+def _operand(made: Scaled | None) -> int:
+    """0: not made. 1: the first of a product. 2: the second."""
+    if made is None:
+        return 0
+    return 2 if made.scales.shape == scales_shape(*made.values.shape, first=False) else 1
