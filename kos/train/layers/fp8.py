@@ -149,7 +149,8 @@ class Fp8Linear:
         """``x`` in 8 bits: in ``rows``, and transposed in ``columns``, if they are given."""
         if isinstance(x, Quantized):
             return x
-        made = Quantized.empty(x.shape, role, rows and rows.take, columns and columns.take, parts, x)
+        of_rows, of_columns = (arena.take if arena else None for arena in (rows, columns))
+        made = Quantized.empty(x.shape, role, of_rows, of_columns, parts, x)
         self._quantize(x, made)
         return made
 

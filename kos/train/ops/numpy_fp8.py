@@ -76,7 +76,8 @@ def _put(of_blocks: Array, out: Scaled) -> None:
 def widen(x: Scaled, out: Array) -> None:
     """out (N, K), float32, = the numbers of a first operand, whose rows are of one part, or of a second."""
     np.copyto(out, x.values)
-    first = x.scales.shape == scales_shape(*x.values.shape, first=True)
+    (n, k) = x.values.shape
+    first = x.scales.shape == scales_shape(n, k, first=True)
     for band, of_band in _bands(out.T if first else out):
         band *= x.scales[of_band] if first else np.repeat(x.scales[of_band], BLOCK)[: band.shape[1]]
 

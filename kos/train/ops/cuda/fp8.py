@@ -55,4 +55,5 @@ def _operand(made: Scaled | None) -> int:
     """0: not made. 1: the first of a product. 2: the second."""
     if made is None:
         return 0
-    return 2 if made.scales.shape == scales_shape(*made.values.shape, first=False) else 1
+    rows, columns = made.values.shape
+    return 2 if made.scales.shape == scales_shape(rows, columns, first=False) else 1
