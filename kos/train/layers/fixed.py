@@ -74,6 +74,9 @@ class FixedProducts(Products):
     def gated(self, gate_up: Array) -> None:
         """None, as above."""
 
+    def reads_16(self, bias: str | None) -> bool:
+        return True
+
     def gradient(self, d_out: Array, keep: Arena, halves: bool = False) -> Array:
         return d_out
 

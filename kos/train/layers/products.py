@@ -46,6 +46,10 @@ class Products:
         """SwiGLU's output as an input of ``linear`` that is never in 16 bits; None: it must be written."""
         return self.fp8.gated(gate_up) if self.fp8 else None
 
+    def reads_16(self, bias: str | None) -> bool:
+        """Whether a gradient of weights, or of a ``bias``, reads its output's gradient in 16 bits."""
+        return not self.fp8 or bias is not None
+
     def gradient(self, d_out: Any, keep: Arena, halves: bool = False) -> Any:
         """What both gradients take in place of ``d_out``; that of the weight reads memory of ``keep``.
 
