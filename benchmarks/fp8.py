@@ -90,7 +90,7 @@ class Bench:
 
     def quantized(self, x: Array, role: Role) -> Any:
         (rows, columns) = x.shape
-        made = Quantized.empty((rows, columns), role, self.ops.zeros, self.ops.zeros)
+        made = Quantized.empty((rows, columns), role, self.ops, self.ops.zeros, self.ops.zeros)
         self.ops.quantize(x, made.rows, made.columns, self.fp8.arena)
         return made
 

@@ -22,6 +22,8 @@ NAMES = {N: "N", D: "D", F: "F"}
 class Recorder:
     """The operations of a layer, which notes what is quantized, and which copies are multiplied."""
 
+    one_scale = False
+
     def __init__(self, tensors: dict[str, Any]) -> None:
         self.of = {id(x): name for name, x in tensors.items()}
         self.copies: dict[tuple[str, str], np.ndarray] = {}
@@ -44,7 +46,7 @@ def recorded() -> Recorder:
     recorder, arena = Recorder(tensors), Arena(1 << 16)
     products = Products(recorder, TensorParallel(ops), arena)  # type: ignore[arg-type]
     products.fp8 = Fp8Linear(products)
-    store = {"w": Quantized.empty((F, D), WEIGHTS, np.zeros, np.zeros)}
+    store = {"w": Quantized.empty((F, D), WEIGHTS, ops, np.zeros, np.zeros)}
     weights = Fp8Weights({"w": weight}, store, recorder, arena)  # type: ignore[arg-type]
     saved = products.empty_transposed((N, D), arena)
     products.linear(weights["w"], x, np.zeros((N, F)), None, transposed=saved)

@@ -78,7 +78,7 @@ CASES = [
 ]
 EIGHT_BITS = [
     {"SOURCE": source, "E5M2": int(source == 2), "ROWS": rows, "COLUMNS": columns}
-    for source in range(3) for rows, columns in ((1, 1), (1, 2), (2, 2), (1, 0), (0, 1), (0, 2))
+    for source in range(3) for rows, columns in ((1, 1), (1, 2), (2, 2), (1, 0), (0, 1), (0, 2), (3, 3), (3, 0))
 ]  # fmt: skip
 
 
@@ -86,7 +86,7 @@ EIGHT_BITS = [
 @pytest.mark.parametrize("macros", EIGHT_BITS, ids=str)
 def test_kernels_in_8_bits_compile(arch: str, macros: dict) -> None:
     cubin = compile_kernels(KERNELS / "fp8.cu", arch, macros, KEPT)
-    assert b".text.quantize\0" in cubin
+    assert all(b".text." + name + b"\0" in cubin for name in (b"largest", b"quantize"))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

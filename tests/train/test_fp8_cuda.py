@@ -54,9 +54,11 @@ def _put(ops: Any, x: np.ndarray, dtype: str) -> Array:
     return Array.from_numpy(np.ascontiguousarray(x.astype(DTYPES[dtype].numpy)), 0, stream=ops.stream)
 
 
-def empty(ops: Any, shape: tuple[int, int], form: str, first: bool = False, parts: int = 1) -> Scaled:
+def empty(
+    ops: Any, shape: tuple[int, int], form: str, first: bool = False, parts: int = 1, one: bool = False
+) -> Scaled:
     """A copy in which every byte is 255."""
-    made = Scaled(ops.zeros(shape, form), ops.zeros(scales_shape(*shape, first, parts), "float32"))
+    made = Scaled(ops.zeros(shape, form), ops.zeros(scales_shape(*shape, first, parts, one), "float32"))
     for array in made:
         array.fill_bytes(255, ops.stream)
     return made
@@ -67,8 +69,8 @@ def bits(ops: Any, made: Scaled | None) -> list[bytes] | None:
 
 
 KINDS_OF_COPIES = [((True, 1), (False, 1)), ((False, 1), (False, 1)), ((True, 2), (True, 1)), ((True, 1), None),
-                   (None, (False, 1)), (None, (True, 1))]  # fmt: skip
-"""Of rows and of columns: whether they are a first operand, and the parts; of inputs, weights, gradients and copies."""
+                   (None, (False, 1)), (None, (True, 1)), ((True, 1, True),) * 2, (None, (True, 1, True))]  # fmt: skip
+"""Of rows and of columns: whether they are a first operand, the parts, whether they have one scale."""
 
 
 def check_quantize(ops: Any, arena: Arena, x: np.ndarray, form: str) -> None:
@@ -158,12 +160,13 @@ def _largest_of_32(x):
 @pytest.mark.parametrize(("of_a", "out"), [
     ("float8_e4m3fn", "bfloat16"), ("float8_e5m2", "bfloat16"), ("float8_e5m2", "float32"),
 ])  # fmt: skip
-def test_scaled_product(ops, arena, rng, m, n, k, kind, of_a, out):
+@pytest.mark.parametrize("one", [False, True], ids=["blocks", "one"])
+def test_scaled_product(ops, arena, rng, m, n, k, kind, of_a, out, one):
     """Against float64 of the same 8-bit numbers, relative to the sums of magnitudes; alone, added to, with a bias."""
     a64, b64 = (matrix(each, shape, rng) for each, shape in ((kind, (m, k)), ("normal", (n, k))))
     operands = []
     for x, form, first in ((a64, of_a, True), (b64, "float8_e4m3fn", False)):
-        operands.append(empty(ops, x.shape, form, first))
+        operands.append(empty(ops, x.shape, form, first, one=one))
         ops.quantize(_put(ops, x, "bfloat16"), operands[-1], None, arena)
         widen(Scaled(*map(ops.to_host, operands[-1])), x)
     exact, magnitude = (x.astype(np.float64) @ y.astype(np.float64).T for x, y in ((a64, b64), map(np.abs, (a64, b64))))

@@ -21,9 +21,9 @@ def arena():
     return Arena(0, poisoned_slab)
 
 
-def empty(shape, form, first=False, parts=1):
+def empty(shape, form, first=False, parts=1, one=False):
     """A copy in which every byte is 255."""
-    scales = np.full(scales_shape(*shape, first, parts), np.nan, np.float32)
+    scales = np.full(scales_shape(*shape, first, parts, one), np.nan, np.float32)
     return Scaled(np.full(shape, 255, np.uint8).view(getattr(ml_dtypes, form)), scales)
 
 
@@ -67,6 +67,23 @@ def test_quantize(form, kind, shape, rng, arena):
             elif kind != "denormals":
                 assert largest / of_blocks[i, j] <= FORMATS[form] < 2 * largest / of_blocks[i, j]
         np.testing.assert_array_equal(got, nearest(x / scale, form))
+
+
+@pytest.mark.parametrize("kind", ["normal", "outliers", "spread", "zeros"])
+def test_one_scale_for_all(kind, rng, arena):
+    """The largest of those of the blocks; the products are of these numbers."""
+    x, form = matrix(kind, (300, 140), rng), "float8_e4m3fn"
+    of_blocks, whole = empty(x.shape, form, first=True), empty(x.shape, form, one=True)
+    columns, product = empty(x.shape[::-1], form, one=True), np.full((300, 300), np.nan, np.float32)
+    ops.quantize(x, of_blocks, None, arena)
+    ops.quantize(x, whole, columns, arena)
+    assert whole.scales == columns.scales == (of_blocks.scales.max() if kind != "zeros" else 1)
+    wide = nearest(x / np.float64(whole.scales[0]), form)
+    np.testing.assert_array_equal(whole.values.astype(np.float64), wide)
+    np.testing.assert_array_equal(columns.values.T.astype(np.float64), wide)
+    ops.scaled_product(whole, whole, product, None, None, arena, False)
+    wide *= whole.scales[0]
+    np.testing.assert_allclose(product, wide @ wide.T, rtol=1e-4, atol=1e-5 * np.abs(wide).max() ** 2)
 
 
 def test_parts_have_their_own_scales(rng, arena):
@@ -179,7 +196,7 @@ def test_swiglu_backward_without_the_output(rng, arena):
 def test_weights_are_quantized_once_for_a_step(rng, arena):
     """When they are first read; the next step reads the new ones, in the same memory."""
     weights = {name: np.float32(rng.normal(size=(16, 32))) for name in ("a", "b", "norm")}
-    store = {name: Quantized.empty((16, 32), WEIGHTS, np.zeros, np.zeros, name=name) for name in ("a", "b")}
+    store = {name: Quantized.empty((16, 32), WEIGHTS, ops, np.zeros, np.zeros, name=name) for name in ("a", "b")}
 
     def widened(found):
         return found.rows.values.astype(np.float32) * found.rows.scales[0, 0]

@@ -427,7 +427,7 @@ def test_bad_requests_are_refused():
         (["--ranks", "2", "--gpu", "B200"], "--gpu: expected one of H200, H100, A100, got 'B200'"),
         (["--ranks", "2", "--dtype", "float32"], "expected bfloat16 or fp8 with --plan"),
         (["--ranks", "2", "--dtype", "fp8", "--gpu", "A100"], "--dtype fp8: expected --gpu of one that .* got A100"),
-        (["--ranks", "2", "--compress", "fp8", "--gpu", "A100"], "--compress: expected int8 or int4 on A100, .* got fp8"),
+        (["--ranks", "2", "--compress", "fp8", "--gpu", "A100"], "expected int8 or int4 on A100, .* got fp8"),
         (
             ["--ranks", "1", "--dtype", "fp8", "--gpu", "H100", "--seq-len", "40"],
             "--plan: .* --dtype fp8: expected --seq-len 40 / 1 to be a multiple of 16, got 40",

@@ -7,7 +7,8 @@ they are.
 - *Formats*: E4M3 for activations and weights, E5M2 for gradients (Micikevicius et al. 2022, arXiv:2209.05433).
 - *Scales*: one power of two for each 128 x 128 numbers, from these alone (DeepSeek-V3, arXiv:2412.19437, 3.3.2, has
   finer ones for activations). A step does not depend on an earlier one's scales, and no number saturates. One pass over
-  a tensor is enough: a thread block sees all that its scale depends on.
+  a tensor is enough: a thread block sees all that its scale depends on. cuBLASLt multiplies these on Hopper alone: on
+  others a tensor has one scale (``Ops.one_scale``), for which it is read twice.
 - *Transposed copies*: on Hopper both operands of an 8-bit product lie along the sum (TN). A product and those of its
   backward sum over features, outputs and tokens, so most tensors are needed twice: ``rows`` and, transposed,
   ``columns``. One pass writes both.
@@ -75,7 +76,7 @@ class Quantized:
 
     @classmethod
     def empty(
-        cls, shape: tuple[int, int], role: Role, rows: Take | None, columns: Take | None, parts: int = 1,
+        cls, shape: tuple[int, int], role: Role, ops: Ops, rows: Take | None, columns: Take | None, parts: int = 1,
         raw: Any = None, name: str = "",
     ) -> Quantized:  # fmt: skip
         """Memory of ``rows(shape, dtype)`` and ``columns(shape, dtype)`` for each copy that is given.
@@ -84,7 +85,8 @@ class Quantized:
         """
 
         def copy(take: Take | None, shape: tuple[int, int], first: bool, parts: int) -> Scaled | None:
-            return take and Scaled(take(shape, role.dtype), take(scales_shape(*shape, first, parts), SCALE))
+            scales = scales_shape(*shape, first, parts, ops.one_scale)
+            return take and Scaled(take(shape, role.dtype), take(scales, SCALE))
 
         (n, f) = shape
         return cls(copy(rows, (n, f), role.rows, parts), copy(columns, (f, n), role.columns, 1), raw, name)
@@ -150,7 +152,7 @@ class Fp8Linear:
         if isinstance(x, Quantized):
             return x
         of_rows, of_columns = (arena.take if arena else None for arena in (rows, columns))
-        made = Quantized.empty(x.shape, role, of_rows, of_columns, parts, x)
+        made = Quantized.empty(x.shape, role, self._products.ops, of_rows, of_columns, parts, x)
         self._quantize(x, made)
         return made
 
@@ -165,7 +167,7 @@ class Fp8Linear:
 
     def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> Quantized:
         """``Products.empty_transposed``."""
-        return Quantized.empty(shape, INPUT, None, arena.take)
+        return Quantized.empty(shape, INPUT, self._products.ops, None, arena.take)
 
     def gated(self, gate_up: Array) -> Gated:
         """``Products.gated``."""
@@ -182,7 +184,7 @@ class Fp8Linear:
         """``Ops.linear``. ``transposed``: see ``Products.empty_transposed``."""
         ops, arena = self._products.ops, self._products.arena
         with arena.scope():
-            made = Quantized.empty(x.shape, INPUT, arena.take, None)
+            made = Quantized.empty(x.shape, INPUT, ops, arena.take, None)
             made = made if transposed is None else replace(made, columns=transposed.columns)
             self._quantize(x, made)
             self._look(WEIGHTS, weight, weight)
@@ -242,7 +244,8 @@ def weight_store(models: Iterable[Any], weights: Weights, ops: Ops) -> dict[str,
     """Memory for the weights of the linear layers of ``models``, whose shapes are those of ``weights``."""
     names = [linear.name for model in models for linear in linears(model.layers)]
     return {
-        name: Quantized.empty(tuple(weights[name].shape), WEIGHTS, ops.zeros, ops.zeros, name=name) for name in names
+        name: Quantized.empty(tuple(weights[name].shape), WEIGHTS, ops, ops.zeros, ops.zeros, name=name)
+        for name in names
     }
 
 

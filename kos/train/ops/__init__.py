@@ -75,12 +75,15 @@ class Scaled(NamedTuple):
     scales: Array
 
 
-def scales_shape(rows: int, columns: int, first: bool, parts: int = 1) -> tuple[int, ...]:
+def scales_shape(rows: int, columns: int, first: bool, parts: int = 1, one: bool = False) -> tuple[int, ...]:
     """Of a matrix (rows, columns) of which blocks along the columns are added up.
 
     ``first`` operand: (blocks along, rows). With ``parts`` of its rows, multiplied apart: (parts, blocks along, rows of
     a part). Second: (blocks of rows, blocks along), the latter rounded up to a multiple of 4, and the rest of them 1.
+    ``one``, for all: (1,).
     """
+    if one:
+        return (1,)
     along, across = -(-columns // SCALE_BLOCK), -(-rows // SCALE_BLOCK)
     if not first:
         return across, -(-along // 4) * 4
@@ -89,6 +92,9 @@ def scales_shape(rows: int, columns: int, first: bool, parts: int = 1) -> tuple[
 
 class Ops(Protocol):
     """What a dialect offers."""
+
+    one_scale: bool
+    """Whether products take one scale for a whole matrix in 8 bits, and not one for each block."""
 
     overlap_rows: int | None
     """The fewest rows of a product for which it pays to split one in two, so that collectives overlap. None: never."""
@@ -149,10 +155,10 @@ class Ops(Protocol):
     def quantize(self, x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         """rows (N, F) = x in 8 bits, of x (N, F), and columns (F, N) the same transposed; either may be None.
 
-        Their dtype is float8_e4m3fn or float8_e5m2. The scale of each block of 128 x 128 becomes the smallest power of
-        two with which every number of it, rounded to bfloat16, is in the format's range: none is saturated. It is at
-        least 2^-100. If the block has a number that is not finite, the scale becomes NaN, and so does all that is
-        computed with it. If all are 0, it is 1.
+        Their dtype is float8_e4m3fn or float8_e5m2. The scale of each block of 128 x 128, or of all, becomes the
+        smallest power of two with which every number of it, rounded to bfloat16, is in the format's range: none is
+        saturated. It is at least 2^-100. If one of these numbers is not finite, the scale becomes NaN, and so does all
+        that is computed with it. If all are 0, it is 1.
         """
 
     def quantize_swiglu(self, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:

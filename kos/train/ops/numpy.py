@@ -25,6 +25,7 @@ from kos.train.ops.numpy_fp8 import scaled_product as scaled_product
 Array = np.ndarray
 IGNORE = -1  # the target that is left out of the loss
 BLOCK = 32_768  # elements of a cache-sized block: three of them in fp32 are 384 KiB, within an L2
+one_scale = False
 overlap_rows: int | None = None  # collectives of CPUs take the cores that compute
 
 

@@ -28,7 +28,10 @@ def quantize(x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
         rounded, wide = arena.take(x.shape, BFLOAT16), arena.take(x.shape, np.dtype(np.float32))
         np.copyto(rounded, x, casting="unsafe")
         np.copyto(wide, rounded)
-        scales = scales_of(largest_of_blocks(wide), LARGEST_EXPONENT[form])
+        largest = largest_of_blocks(wide)
+        if any(made is not None and made.scales.shape == (1,) for made in (rows, columns)):
+            largest[...] = largest.max()
+        scales = scales_of(largest, LARGEST_EXPONENT[form])
         for band, of_band in _bands(wide):
             band *= np.repeat(np.float32(1) / scales[of_band], BLOCK)[: band.shape[1]]
         for out, values, of_blocks in ((rows, wide, scales), (columns, wide.T, scales.T)):
@@ -64,6 +67,9 @@ def _bands(x: Array) -> list[tuple[Array, int]]:
 def _put(of_blocks: Array, out: Scaled) -> None:
     """The scales of a matrix's blocks, as its operand has them."""
     (n, k), scales = out.values.shape, out.scales
+    if scales.shape == (1,):
+        scales[0] = of_blocks[0, 0]
+        return
     if scales.shape == scales_shape(n, k, first=False):
         scales[...] = 1
         scales[:, : of_blocks.shape[1]] = of_blocks
@@ -76,6 +82,9 @@ def _put(of_blocks: Array, out: Scaled) -> None:
 def widen(x: Scaled, out: Array) -> None:
     """out (N, K), float32, = the numbers of a first operand, whose rows are of one part, or of a second."""
     np.copyto(out, x.values)
+    if x.scales.shape == (1,):
+        out *= x.scales
+        return
     (n, k) = x.values.shape
     first = x.scales.shape == scales_shape(n, k, first=True)
     for band, of_band in _bands(out.T if first else out):

@@ -42,6 +42,8 @@ class CudaOps:
     that are then missing, and adds them.  ``multiple`` is that of ``Matmul``.
     """
 
+    one_scale = False
+
     overlap_rows: int | None = 2048
     """Products of fewer rows leave multiprocessors idle: a thread block computes up to 256 rows and 128 columns."""
 
@@ -55,6 +57,7 @@ class CudaOps:
         self.algorithms = {} if algorithms is None else algorithms
         self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search, multiple=multiple)
         self.multiprocessors = device_info(device).multiprocessors
+        self.one_scale = device_info(device).compute_capability != fp8.OF_BLOCKS
         optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.shared_memory = int(call(cu.cuDeviceGetAttribute, optin, device))  # bytes
         self._kernels: dict[tuple[Any, ...], Any] = {}
@@ -226,15 +229,15 @@ class CudaOps:
         self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
 
     def quantize(self, x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
-        fp8.quantize(self, x, None, rows, columns)
+        fp8.quantize(self, x, None, rows, columns, arena)
 
     def quantize_swiglu(self, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
-        fp8.quantize(self, None, gate_up, rows, columns)
+        fp8.quantize(self, None, gate_up, rows, columns, arena)
 
     def quantize_swiglu_backward(
         self, d_out: Array, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
     ) -> None:
-        fp8.quantize(self, d_out, gate_up, rows, columns)
+        fp8.quantize(self, d_out, gate_up, rows, columns, arena)
 
     def scaled_product(
         self, a: Scaled, b: Scaled, out: Array, residual: Array | None, bias: Array | None, arena: Arena,

@@ -10,7 +10,9 @@ import logging
 from typing import Any
 
 from kos.cuda.devices import DeviceInfo
+from kos.dtypes import DTYPES
 from kos.errors import ConfigError, InvalidArgument
+from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import SCALE_BLOCK, Scaled, scales_shape
 
@@ -19,7 +21,9 @@ log = logging.getLogger(__name__)
 LEAST_CAPABILITY = (8, 9)
 TRIED = ((9, 0),)
 MULTIPLE = 16
-THREADS = 512  # of fp8.cu
+OF_BLOCKS = (9, 0)  # the capability whose products take scales of blocks
+THREADS, ONE = 512, 3  # of fp8.cu
+UINT32 = DTYPES["uint32"]
 
 
 def check_gpu(about: DeviceInfo) -> None:
@@ -32,7 +36,9 @@ def check_gpu(about: DeviceInfo) -> None:
         log.warning("--dtype fp8 has not been tried on GPUs of compute capability %s (%s)", got, about.name)
 
 
-def quantize(ops: Any, x: Array | None, gate_up: Array | None, rows: Scaled | None, columns: Scaled | None) -> None:
+def quantize(
+    ops: Any, x: Array | None, gate_up: Array | None, rows: Scaled | None, columns: Scaled | None, arena: Arena
+) -> None:
     """``Ops.quantize`` of ``x``, ``quantize_swiglu`` of ``gate_up``, or of both ``quantize_swiglu_backward``."""
     n, f = gate_up.shape if x is None else x.shape  # type: ignore[union-attr]
     f = f if x is not None else f // 2
@@ -42,18 +48,25 @@ def quantize(ops: Any, x: Array | None, gate_up: Array | None, rows: Scaled | No
             raise InvalidArgument(f"quantize: expected bfloat16 of sizes that are multiples of {multiple}, got {given}")
     form = next(made.values.dtype.name for made in (rows, columns) if made is not None)
     part = rows.scales.shape[-1] if rows is not None else 1
+    sources = (0 if x is None else x, 0 if gate_up is None else gate_up)
     made = [array for each in (rows, columns) for array in (each or (0, 0))]
-    ops.launch(
-        "fp8.cu", "quantize", (-(-f // SCALE_BLOCK), -(-n // SCALE_BLOCK)), THREADS,
-        0 if x is None else x, 0 if gate_up is None else gate_up, *made, n, f, part,
-        SOURCE=0 if gate_up is None else 1 if x is None else 2, E5M2=int(form == "float8_e5m2"),
-        ROWS=_operand(rows), COLUMNS=_operand(columns),
-    )  # fmt: skip
+    tiles = -(-f // SCALE_BLOCK), -(-n // SCALE_BLOCK)
+    defines = {
+        "SOURCE": 0 if gate_up is None else 1 if x is None else 2, "E5M2": int(form == "float8_e5m2"),
+        "ROWS": _scales(rows), "COLUMNS": _scales(columns),
+    }  # fmt: skip
+    with arena.scope():
+        largest: Any = 0
+        if ONE in (defines["ROWS"], defines["COLUMNS"]):
+            largest = arena.take((tiles[0] * tiles[1],), UINT32)
+            ops.launch("fp8.cu", "largest", tiles, THREADS, *sources, largest, n, f, **defines)
+        ops.launch("fp8.cu", "quantize", tiles, THREADS, *sources, *made, largest, n, f, part, **defines)
 
 
-def _operand(made: Scaled | None) -> int:
-    """0: not made. 1: the first of a product. 2: the second."""
+def _scales(made: Scaled | None) -> int:
+    """-DROWS or -DCOLUMNS of fp8.cu."""
     if made is None:
         return 0
     rows, columns = made.values.shape
-    return 2 if made.scales.shape == scales_shape(rows, columns, first=False) else 1
+    one, second = (1,), scales_shape(rows, columns, first=False)
+    return {one: ONE, second: 2}.get(made.scales.shape, 1)
