@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import optimizer_losses, optimizers, wheel_corpus
+from benchmarks import optimizer_losses, optimizers, paired_losses, wheel_corpus
 from benchmarks.optimizer_losses import Wanted
 from benchmarks.optimizers import OPTIMIZERS
 from benchmarks.wheel_corpus import unpack
@@ -127,7 +127,7 @@ def test_losses_on_an_emulated_gpu(corpus: Path, monkeypatch: pytest.MonkeyPatch
         for name in OPTIMIZERS:
             wanted, own = Wanted(name, 1e-2, 1, 4), config.for_world(1, kind)
             (found[kind, name],) = spawn(
-                lambda comm, of=of, own=own, wanted=wanted: optimizer_losses.run(own, data, of(comm), wanted, 2), 1
+                lambda comm, of=of, own=own, wanted=wanted: paired_losses.run(own, data, of(comm), wanted, 2), 1
             )
     for name in OPTIMIZERS:
         gpu, cpu = (np.array(found[kind, name]["curve"]) for kind in ("cuda", "cpu"))
