@@ -291,6 +291,7 @@ def test_torchao_takes_the_weights_of_the_model() -> None:
     """Of the blocks' products, which alone are in 8 bits."""
     pytest.importorskip("torchao.float8")
     from benchmarks.torch_llama import RECIPES, TorchLlama, in_8_bits
+    from kos.train.config.options import TrainConfig
 
     for recipe in RECIPES:
         model = TorchLlama(TrainConfig.from_preset("tiny").model_config_for(256))
