@@ -3,9 +3,10 @@
     python -m benchmarks.wheel_corpus --out build/corpus.jsonl.xz
     python -m benchmarks.optimizer_losses --corpus build/corpus.jsonl.xz --json FILE --preset 124m --minutes 9
 
-Both optimizers are first tuned over the same ``--rates``, on ``--tune-tokens``.  With the best rate of each, runs of
-``--tokens`` follow in pairs: with a seed both begin with the same weights and see the same tokens in the same order.
-A third run of each seed, by Muon, has only ``--share`` of the tokens, and a learning rate that decays within them.
+Both optimizers are first tuned over the same ``--rates``, on ``--tune-tokens``: AdamW's, then Muon's for the hidden
+matrices (``--muon-lr``), beside AdamW's best for all else (``--lr``).  With the best rates, runs follow in pairs: with
+a seed both begin with the same weights and see the same tokens in the same order.  AdamW's has ``--tokens``, Muon's
+only ``--share`` of them, and a learning rate that decays within these.
 
 FILE has each run as soon as it is over.  The same command goes on with those that are missing, and begins none that
 would end after ``--minutes``.  Flags of the trainer say which model, batch, layout and device.
@@ -34,6 +35,7 @@ class Wanted(NamedTuple):
 
     optimizer: str
     lr: float
+    muon_lr: float | None
     seed: int
     steps: int
 
@@ -51,47 +53,46 @@ class Plan:
         return find(self.rows, wanted)
 
     def tuning(self) -> list[Wanted]:
-        return [Wanted(name, lr, 0, self.tune_steps) for lr in self.arguments.rates for name in OPTIMIZERS]
+        """The runs by each rate; those of Muon once AdamW's best is known."""
+        adamw = [Wanted("adamw", lr, None, 0, self.tune_steps) for lr in self.arguments.rates]
+        found = self._best(adamw)
+        muon = [Wanted("muon", found.lr, rate, 0, self.tune_steps) for rate in self.arguments.rates] if found else []
+        return adamw + muon
 
-    def best(self, optimizer: str) -> float | None:
-        """The best learning rate; None: not all are there."""
-        rows = [self.find(wanted) for wanted in self.tuning() if wanted.optimizer == optimizer]
-        losses = [(math.inf if row["val_loss"] is None else row["val_loss"], row["lr"]) for row in rows if row]
-        return min(losses)[1] if len(losses) == len(rows) else None
+    def _best(self, tuning: Sequence[Wanted]) -> Wanted | None:
+        """That of the lowest loss; None: not all have run."""
+        rows = [self.find(wanted) for wanted in tuning]
+        losses = [math.inf if row["val_loss"] is None else row["val_loss"] for row in rows if row]
+        return tuning[losses.index(min(losses))] if 0 < len(losses) == len(rows) else None
 
-    def of_seed(self, seed: int) -> dict[str, Wanted] | None:
-        """The runs that are compared; None: the learning rates are not known yet."""
-        adamw, muon = map(self.best, OPTIMIZERS)
-        if adamw is None or muon is None:
-            return None
-        return {
-            "adamw": Wanted("adamw", adamw, seed, self.steps), "muon": Wanted("muon", muon, seed, self.steps),
-            "short": Wanted("muon", muon, seed, self.short_steps),
-        }  # fmt: skip
+    def best(self) -> dict[str, Wanted | None]:
+        """The best of each optimizer; None: not all of its runs are there."""
+        tuning = self.tuning()
+        return {name: self._best([wanted for wanted in tuning if wanted.optimizer == name]) for name in OPTIMIZERS}
+
+    def of_seed(self, seed: int) -> dict[str, Wanted]:
+        """The runs that are compared; none while rates are not known."""
+        found, steps = self.best(), dict(zip(OPTIMIZERS, (self.steps, self.short_steps), strict=True))
+        if None in found.values():
+            return {}
+        return {name: each._replace(seed=seed, steps=steps[name]) for name, each in found.items() if each}
 
     def missing(self) -> Iterator[Wanted]:
         yield from (wanted for wanted in self.tuning() if self.find(wanted) is None)
         for seed in range(1, self.arguments.seeds + 1):
-            runs = self.of_seed(seed) or {}
-            yield from (wanted for wanted in runs.values() if self.find(wanted) is None)
+            yield from (wanted for wanted in self.of_seed(seed).values() if self.find(wanted) is None)
 
     def seconds(self, wanted: Wanted) -> float:
         return seconds(self.rows, wanted, "optimizer")
 
     def summary(self) -> list[Row]:
-        """Of each seed: AdamW's last loss, the share of its tokens after which Muon's is not higher, and the shorter
-        run's loss. None: not reached."""
+        """Of each seed the last losses: AdamW's, and Muon's of its share of the tokens."""
         found = []
         for seed in range(1, self.arguments.seeds + 1):
-            rows = {name: self.find(wanted) for name, wanted in (self.of_seed(seed) or {}).items()}
-            adamw, muon, short = (rows.get(name) for name in ("adamw", "muon", "short"))
-            if adamw and muon and short:
-                reached = [tokens for tokens, loss in muon["curve"] if loss <= (adamw["val_loss"] or math.inf)]
-                found.append({
-                    "seed": seed, "adamw": adamw["val_loss"], "muon": muon["val_loss"],
-                    "reached_at": reached[0] / adamw["tokens"] if reached else None,
-                    "share": short["tokens"] / adamw["tokens"], "muon_of_share": short["val_loss"],
-                })  # fmt: skip
+            rows = {name: self.find(wanted) for name, wanted in self.of_seed(seed).items()}
+            if rows and all(rows.values()):
+                losses = {name: row["val_loss"] for name, row in rows.items() if row}
+                found.append({"seed": seed, **losses, "share": self.short_steps / self.steps})
         return found
 
     def __str__(self) -> str:
@@ -100,19 +101,18 @@ class Plan:
         def shown(value: float | None) -> str:
             return f"{'-':>10}" if value is None else f"{value:>10.4f}"
 
-        tuned, best = [f"{'lr':<10}" + "".join(f"{name:>10}" for name in OPTIMIZERS)], map(self.best, OPTIMIZERS)
+        lines = [f"{'lr':<10}" + "".join(f"{name:>10}" for name in OPTIMIZERS)]
+        tuning = {(each.optimizer, each.muon_lr or each.lr): each for each in self.tuning()}
         for lr in self.arguments.rates:
-            losses = ((self.find(Wanted(name, lr, 0, self.tune_steps)) or {}).get("val_loss") for name in OPTIMIZERS)
-            tuned.append(f"{lr:<10g}" + "".join(map(shown, losses)))
-        if {min(self.arguments.rates), max(self.arguments.rates)} & {*best}:
-            tuned.append("the best of these is the lowest or the highest: --rates may need others")
-        columns = ("adamw", "muon", "reached_at", "muon_of_share")
-        short = f"muon, {self.arguments.share:g}"
-        tuned.append(f"\n{'seed':<10}{'adamw':>10}{'muon':>10}{'reached at':>14}{short:>14}")
-        for row in self.summary():
-            wide = zip(columns, (10, 10, 14, 14), strict=True)
-            tuned.append(f"{row['seed']:<10}" + "".join(f"{shown(row[name]).strip():>{width}}" for name, width in wide))
-        return "\n".join(tuned)
+            each = (tuning.get((name, lr)) for name in OPTIMIZERS)
+            losses = ((self.find(wanted) or {}).get("val_loss") if wanted else None for wanted in each)
+            lines.append(f"{lr:<10g}" + "".join(map(shown, losses)))
+        best = {each.muon_lr or each.lr for each in self.best().values() if each}
+        if {min(self.arguments.rates), max(self.arguments.rates)} & best:
+            lines.append("the best of these is the lowest or the highest: --rates may need others")
+        lines.append(f"\n{'seed':<10}{'adamw':>10}{f'muon, {self.arguments.share:g}':>12}")
+        lines += [f"{row['seed']:<10}{shown(row['adamw'])}  {shown(row['muon'])}" for row in self.summary()]
+        return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -123,12 +123,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_arguments(parser)
     parser.add_argument("--tune-tokens", type=float, default=12e6, metavar="N", help="of a rate's run (default: 12e6)")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, metavar="LR", help=f"default: {RATES}")
-    parser.add_argument("--share", type=float, default=0.8, metavar="X", help="of Muon's shorter run (default: 0.8)")
+    parser.add_argument("--share", type=float, default=0.8, metavar="X", help="of Muon's runs (default: 0.8)")
     arguments, flags = parser.parse_known_args(argv)
     thread_pools()  # before other threads import
     with kos.init() as comm:
         say = print if comm.rank == 0 else lambda line: None
-        name, compared = "benchmarks.optimizer_losses", ("optimizer", "lr")
+        name, compared = "benchmarks.optimizer_losses", ("optimizer", "lr", "muon_lr")
         work(name, compared, partial(Plan, arguments), arguments, flags, comm, say)
 
 
