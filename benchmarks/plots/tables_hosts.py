@@ -5,12 +5,10 @@ from __future__ import annotations
 from math import exp, log
 
 from benchmarks.plots import measured
-from benchmarks.plots.results import load, ratio, select, table, us
+from benchmarks.plots.results import load, ratio, select, table
 from kos.bench.ratios import COLUMNS, ratios
 from kos.bench.report import size
 
-SHOWN = (8, 16, 4 << 10, 1 << 20, 16 << 20)
-"""Bytes in the table of all_reduce; the files hold more."""
 Ratios = list[tuple[str, int, dict[str, float | None]]]
 """Operation, bytes, and by column of ``kos.bench.ratios`` the time of kos / Open MPI."""
 
@@ -20,16 +18,6 @@ def recorded(ranks: int) -> Ratios:
         (op, nbytes, dict(zip(COLUMNS, values, strict=True)))
         for op, nbytes, values in ratios(load(f"host-calls-{ranks}")["rows"])
     ]
-
-
-def all_reduce() -> str:
-    """Microseconds of calls on the same array."""
-    rows = []
-    for ranks in measured.HOST_RANKS:
-        lines = [measured.on_host(ranks, name) for name in measured.HOST_LINES]
-        shown = [nbytes for nbytes in lines[0] if nbytes in SHOWN]
-        rows += [[str(ranks), size(nbytes), *(us(line[nbytes]) for line in lines)] for nbytes in shown]
-    return table(["ranks", "size", *measured.HOST_LINES], rows)
 
 
 def every_operation(ranks: int) -> str:

@@ -45,21 +45,28 @@ def training_types() -> str:
     return table([f"{where}, sequences x tokens", *head], rows)
 
 
+def optimizer_losses() -> str:
+    """AdamW and Muon on equal text: the runs after the tuning, which has the fewest tokens."""
+    rows = load("optimizer-losses-h100-1")["rows"]
+    tuning = min(row["tokens"] for row in rows)
+    lines = []
+    for row in sorted((row for row in rows if row["tokens"] > tuning), key=lambda row: (row["seed"], row["optimizer"])):
+        rates = ", ".join(f"{row[key]:g}" for key in ("lr", "muon_lr") if row.get(key))
+        tokens_seen = f"{row['tokens'] / 1e6:.0f}"
+        lines.append([str(row["seed"]), row["optimizer"], rates, tokens_seen, f"{row['val_loss']:.4f}"])
+    return table(["seed", "optimizer", "learning rates", "million tokens", "validation loss"], lines)
+
+
 def training_cpu() -> str:
-    """Two cores of two machines."""
+    """Two cores of a machine."""
     rows = []
-    for label, name in (("1 process, 1 thread", "1 process x 1"), ("1 process, 2 threads", "1 process x 2"),
-                        ("2 ranks", "2 ranks x 1 (torch: DDP over gloo)")):  # fmt: skip
-        found = {row["worker"]: row["tokens_per_second"] for row in select("train_cpu-epyc", label=name)}
-        torch = max(found["torch"], found["torch-whole"])
-        rows.append(["EPYC, Zen 5", label, f"{found['kos']:,.0f}", f"{torch:,.0f}", ratio(found["kos"] / torch)])
     for ranks, label in ((1, "1 process, 2 threads"), (2, "2 ranks")):
         kos = one(f"train-epyc-zen4-{ranks}", implementation="kos")
         torch_rows = select(f"train-epyc-zen4-{ranks}", implementation="torch")
         best = max(torch_rows, key=lambda row: row["tokens_per_second"])
         speed = kos["tokens_per_second"] / best["tokens_per_second"]
-        rows.append(["EPYC, Zen 4", label, tokens(kos), tokens(best), ratio(speed)])
-    return table(["2 cores of", "", "kos, tokens/s", "PyTorch eager, tokens/s", "kos / PyTorch"], rows)
+        rows.append([label, tokens(kos), tokens(best), ratio(speed)])
+    return table(["2 cores of EPYC, Zen 4", "kos, tokens/s", "PyTorch eager, tokens/s", "kos / PyTorch"], rows)
 
 
 def power() -> str:
