@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.plots import measured
 from benchmarks.plots.measured import Series
-from benchmarks.plots.results import load, newest, one, ratio, select, table, us
+from benchmarks.plots.results import gpus, load, newest, one, ratio, select, table, us
 from kos.bench.report import size
 
 AUTO_WITHIN = 1.03
@@ -141,7 +141,7 @@ def torch_backend() -> str:
                 line += [us(row[f"kos {mode}"]["us"]), us(row[f"nccl {mode}"]["us"])]
             rows.append([*line, us(row["kos eager"]["cpu_us"]), us(row["nccl eager"]["cpu_us"])])
     head = [f"{name} {mode}" for mode in TORCH_MODES for name in ("kos", "NCCL")]
-    return table(["call", "size", *head, "CPU, kos eager", "CPU, NCCL eager"], rows)
+    return table([f"call, {gpus(measured.torch_file())}", "size", *head, "CPU, kos eager", "CPU, NCCL eager"], rows)
 
 
 def torch_steps() -> str:
