@@ -19,11 +19,6 @@ struct Chunk {
     long kept;   // in what is kept of the weights
 };
 
-template <class T>
-struct Few {
-    T x[W];
-};
-
 struct Group {
     double decay, lr_scale;
 };
@@ -53,6 +48,11 @@ __device__ __forceinline__ float rounded(float x, unsigned key, long place) {
 __device__ __forceinline__ unsigned key_of(long seed, const State* state) {
     return mixed(mixed(mixed(seed) ^ seed >> 32) ^ unsigned(state->step));
 }
+
+template <class T>
+struct Few {
+    T x[W];
+};
 
 // The update of a block's chunk, whose elements are all of one parameter group; none if the step is not finite.
 // `rule(at, w, g, kept...)` changes a weight and what is `kept` of it, by its averaged and clipped gradient.  It says
