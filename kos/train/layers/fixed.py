@@ -74,7 +74,10 @@ class FixedProducts(Products):
     def gated(self, gate_up: Array) -> None:
         """None, as above."""
 
-    def gradient(self, d_out: Array, keep: Arena) -> Array:
+    def reads_16(self, bias: str | None) -> bool:
+        return True
+
+    def gradient(self, d_out: Array, keep: Arena, halves: bool = False) -> Array:
         return d_out
 
     # --- sums ------------------------------------------------------------------------------------------

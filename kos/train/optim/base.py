@@ -32,8 +32,8 @@ Update = Callable[[np.ndarray, np.ndarray, Sequence[np.ndarray], np.ndarray], No
 class UpdateRule:
     """How an optimizer changes a weight, and what it keeps of it.
 
-    On GPUs it is the kernel ``kernel`` of ``ops/cuda/kernels/KERNEL.cu``, which takes what ``CudaOps.update`` passes: the
-    state in the order of ``state``, and ``operands`` before the seed.
+    On GPUs it is the kernel ``kernel`` of ``ops/cuda/kernels/KERNEL.cu``, which takes what ``CudaOps.update`` passes:
+    the state in the order of ``state``, and ``operands`` before the seed.
     """
 
     state: ClassVar[Mapping[str, str]]

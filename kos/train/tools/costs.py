@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kos.train.ops import NEWTON_SCHULZ_STEPS, Ops
+from kos.train.ops import NEWTON_SCHULZ_STEPS, Ops, Scaled
 
 UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
 TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch", "update"}
@@ -35,7 +35,8 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
 
     Of an embedding: the rows of all tokens, or the whole table if that is less.
     """
-    arrays = [x for x in arguments if hasattr(type(x), "nbytes")]
+    flat = [each for x in arguments for each in (x if isinstance(x, Scaled) else (x,))]
+    arrays = [x for x in flat if hasattr(type(x), "nbytes")]
     nbytes, flops = sum(int(x.nbytes) for x in arrays), 0.0
     if name in IN_PLACE:
         nbytes += int(arguments[IN_PLACE[name]].nbytes)
@@ -54,8 +55,6 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
         flops = 2.0 * arrays[0].size * arrays[1].shape[name != "linear"]
     elif name == "scaled_product":
         flops = 2.0 * arrays[0].size * len(arrays[2])
-    elif name.startswith("quantize"):  # what is quantized is read twice
-        nbytes += sum(int(x.nbytes) for x in arguments[: 2 if name == "quantize_swiglu_backward" else 1])
     elif name.startswith("attention_to"):  # every query to every key
         backward = name == "attention_to_backward"
         out, log_sum_exp = arguments[3:5] if backward else arguments[6:8]

@@ -140,7 +140,7 @@ class Profiler:
                 shape = (rows, *matrix) if name == "linear" else (rows, inner, matrix[1])
                 label += f" {' x '.join(map(str, shape))}"
             elif name == "scaled_product":
-                label += f" {' x '.join(map(str, (*arguments[0].shape, len(arguments[2]))))}"
+                label += f" {' x '.join(map(str, (*arguments[0].values.shape, len(arguments[1].values))))}"
             return self.note(prefix + label, COMPUTE, lambda: function(*arguments, **options), *moved)
 
         return run

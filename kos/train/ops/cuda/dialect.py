@@ -25,7 +25,7 @@ from kos.dtypes import DTYPES, DType
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask
+from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask, Scaled
 from kos.train.ops.cuda import attention, fp8
 from kos.train.ops.cuda.cublaslt import Matmul
 
@@ -42,6 +42,8 @@ class CudaOps:
     that are then missing, and adds them.  ``multiple`` is that of ``Matmul``.
     """
 
+    one_scale = False
+
     overlap_rows: int | None = 2048
     """Products of fewer rows leave multiprocessors idle: a thread block computes up to 256 rows and 128 columns."""
 
@@ -55,6 +57,7 @@ class CudaOps:
         self.algorithms = {} if algorithms is None else algorithms
         self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search, multiple=multiple)
         self.multiprocessors = device_info(device).multiprocessors
+        self.one_scale = device_info(device).compute_capability != fp8.OF_BLOCKS
         optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.shared_memory = int(call(cu.cuDeviceGetAttribute, optin, device))  # bytes
         self._kernels: dict[tuple[Any, ...], Any] = {}
@@ -233,24 +236,22 @@ class CudaOps:
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
 
-    def quantize(self, x: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena) -> None:
-        fp8.quantize(self, x, None, rows, columns, scale, arena)
+    def quantize(self, x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
+        fp8.quantize(self, x, None, rows, columns, arena)
 
-    def quantize_swiglu(
-        self, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
-    ) -> None:
-        fp8.quantize(self, None, gate_up, rows, columns, scale, arena)
+    def quantize_swiglu(self, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
+        fp8.quantize(self, None, gate_up, rows, columns, arena)
 
     def quantize_swiglu_backward(
-        self, d_out: Array, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
+        self, d_out: Array, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
     ) -> None:
-        fp8.quantize(self, d_out, gate_up, rows, columns, scale, arena)
+        fp8.quantize(self, d_out, gate_up, rows, columns, arena)
 
     def scaled_product(
-        self, a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None,
-        bias: Array | None, arena: Arena, rounded: bool = True,
+        self, a: Scaled, b: Scaled, out: Array, residual: Array | None, bias: Array | None, arena: Arena,
+        rounded: bool = True,
     ) -> None:  # fmt: skip
-        fp8.scaled_product(self, a, scale_a, b, scale_b, out, residual, bias)
+        self.matmul(a.values, b.values, out, transpose_b=True, c=residual, bias=bias, scales=(a.scales, b.scales))
 
     def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
         rows, columns = x.shape
