@@ -76,6 +76,14 @@ class CudaOps:
         )
         kernel(self.stream, grid, block, *values, shared=shared)
 
+    def update(
+        self, rule: Any, weights: Array, gradients: Array, state: Sequence[Array], copy: Array, count: int,
+        chunks: Array, groups: Array, scalars: Array, seed: int, **defines: Any,
+    ) -> None:  # fmt: skip
+        """Queue the kernel of an ``UpdateRule`` (``kos.train.optim``), over ``count`` chunks."""
+        operands = (weights, gradients, *state, copy, chunks, groups, scalars, *rule.operands, seed)
+        self.launch(f"{rule.kernel}.cu", rule.kernel, count, 256, *operands, **defines)
+
     # --- memory --------------------------------------------------------------------------------------
 
     def make_arena(self) -> Arena:
