@@ -37,7 +37,7 @@ def _missing() -> str | None:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_missing() is not None, reason=f"needs a GPU: {_missing()}")]
 
 SHAPES = [(16, 16), (272, 144), (256, 128), (2048, 4096)]
-PRODUCTS = [(16, 32, 48), (144, 272, 400), (256, 512, 1024), (2048, 1024, 8192)]
+PRODUCTS = [(16, 32, 48), (144, 272, 400), (256, 512, 1024), (512, 384, 8192)]
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def check_not_finite(ops: Any, arena: Arena, value: float) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantize(ops, arena, rng, kind, form):
-    for shape in SHAPES:
+    for shape in SHAPES if kind == "normal" else SHAPES[:3]:
         check_quantize(ops, arena, matrix(kind, shape, rng), form)
 
 
