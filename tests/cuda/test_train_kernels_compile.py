@@ -84,7 +84,7 @@ CASES = [
 ]
 EIGHT_BITS = [
     {"SOURCE": source, "E5M2": int(source == 2), "ROWS": rows, "COLUMNS": columns}
-    for source in range(3) for rows, columns in ((1, 1), (1, 2), (2, 2), (1, 0), (0, 1), (0, 2), (3, 3), (3, 0))
+    for source in range(4) for rows, columns in ((1, 1), (1, 2), (2, 2), (1, 0), (0, 1), (0, 2), (3, 3), (3, 0))
 ]  # fmt: skip
 
 

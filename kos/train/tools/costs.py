@@ -55,6 +55,8 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
         flops = 2.0 * arrays[0].size * arrays[1].shape[name != "linear"]
     elif name == "scaled_product":
         flops = 2.0 * arrays[0].size * len(arrays[2])
+    elif name == "quantize_rms_norm":  # rows are read twice
+        nbytes += int(arrays[0].nbytes)
     elif name.startswith("attention_to"):  # every query to every key
         backward = name == "attention_to_backward"
         out, log_sum_exp = arguments[3:5] if backward else arguments[6:8]
