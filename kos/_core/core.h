@@ -199,7 +199,6 @@ typedef struct {
     unsigned alignment;
     uint8_t operation, algorithm;
     uint8_t small;                   // the payload shares the cache line of the stamp
-    uint8_t varies;
     int root, dst, src;
     uint64_t tag, recv_tag;          // of messages, with the dtype
     kos_part parts[];                // send parts by rank, then those received

@@ -64,7 +64,7 @@ static void prepare_two_shot(const kos_group *g, kos_prepared *p, uint64_t bytes
 
 static void prepare_collective(const kos_group *g, const kos_request *q, kos_prepared *p) {
     const kos_pattern *pattern = &patterns[q->operation];
-    const int size = g->size, known = q->operation == KOS_ALL_GATHER || q->operation == KOS_REDUCE_SCATTER;
+    const int size = g->size;
     const int apart = !pattern->reduces && pattern->sources != KOS_ROOT;
     const unsigned item = p->reduction.bytes;
     const uint64_t bytes = q->count * item;
@@ -88,7 +88,8 @@ static void prepare_collective(const kos_group *g, const kos_request *q, kos_pre
     p->small = places * largest <= KOS_INLINE_BYTES;
     p->per_stage = p->small ? largest : g->layout.slot_bytes / places / KOS_CACHE_LINE * KOS_CACHE_LINE;
     p->stages = p->per_stage && largest ? (largest + p->per_stage - 1) / p->per_stage : 1;
-    if ((q->varies && !known) || (g->direct && largest > DIRECT_BYTES && (!pattern->reduces || pattern->parted))) {
+    if ((q->varies && q->operation == KOS_ALL_TO_ALL)
+        || (g->direct && largest > DIRECT_BYTES && (!pattern->reduces || pattern->parted))) {
         p->algorithm = KOS_OFFER;
         p->per_stage = g->layout.slot_bytes / places / KOS_CACHE_LINE * KOS_CACHE_LINE;
         p->stages = p->small = 0;
@@ -115,7 +116,6 @@ int kos_prepare(const kos_group *g, const kos_request *q, kos_prepared *p) {
     p->operation = (uint8_t)q->operation;
     p->fingerprint = q->fingerprint;
     p->root = q->root;
-    p->varies = q->varies != 0;
     if (!messages) {
         prepare_collective(g, q, p);
         return 0;
