@@ -43,12 +43,11 @@ int kos_missing(const kos_group *g, const kos_work *w, int rank) {
 }
 
 // FAILED if this Work cannot complete; else PENDING.
-static kos_result check_failure(const kos_group *g, const kos_work *w) {
+static kos_result check_failure(kos_group *g, const kos_work *w) {
     kos_result result = kos_failure(g, w->sequence);
     if (result.status == KOS_FAILED || is_message(w))
         return result;
-    int rank = kos_compare(g, w->sequence, w->prepared->fingerprint);
-    return rank < 0 ? result : (kos_result){KOS_FAILED, KOS_MISMATCH, (uint16_t)rank, w->sequence};
+    return kos_compare(g, w->sequence, w->prepared->fingerprint);
 }
 
 // As check_failure, and advances a message once more: what a rank has sent before it failed is received.
@@ -85,6 +84,7 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
         return outcome(g, w, r.status == KOS_PENDING && failed ? result : r);
     }
     kos_publish(g, sequence, p->fingerprint);
+    w->mark = g->mark = (g->mark * UINT64_C(0x9E3779B97F4A7C15) + p->fingerprint) % (UINT64_C(1) << 56);
     if ((!g->tail || has_put_all(g->tail)) && kos_may_put(g, w))
         kos_put(g, w);
     return result;

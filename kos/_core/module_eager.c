@@ -1,9 +1,10 @@
 // The calls that need no Python: an operation of a communicator on NumPy arrays whose signature is known.
 //
 // An Operation stands where the method of the communicator was.  It compares its arguments with those of earlier calls:
-// arrays by dtype, shape and flags, integers and lists of them by value, all others by identity.  A call that it knows is numbered, recorded and started
-// here.  If that completes while it holds the GIL, nothing else runs; what is left goes to Communicator._finish.  All
-// other calls go to the method, and after that to Node.remember, which says how the next such call runs.
+// arrays by dtype, shape and flags, integers and lists of them by value, all others by identity.  A call that it knows
+// is numbered, recorded and started here.  If that completes while it holds the GIL, nothing else runs; what is left
+// goes to Communicator._finish.  All other calls go to the method, and after that to Node.remember, which says how the
+// next such call runs.
 #include "module.h"
 
 #include <string.h>

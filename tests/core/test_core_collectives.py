@@ -238,6 +238,50 @@ def test_a_rank_s_counts_of_its_own_part_that_differ_are_found() -> None:
             assert error.kind == "COUNTS" and error.rank == 0 and error.counts == (0, 4, 5)
 
 
+def test_who_only_gives_data_is_ahead_of_the_others() -> None:
+    """By 16 calls whose data is beside the stamps, by 2 of larger ones; then it waits, and names who is behind."""
+    for count, ahead in ((6, 16), (7, 2), (1000, 2)):
+        with groups(3) as made:
+            calls = [group.prepare("broadcast", "float64", count, root=1) for group in made]
+            works = [calls[1].start(np.full(count, float(number))) for number in range(ahead + 1)]
+            assert [work.done() for work in works] == [True] * ahead + [False]
+            assert [works[-1].missing(rank) for rank in range(3)] == [1, 0, 1]
+            got = np.zeros(count)
+            for rank in (0, 2):
+                assert not works[-1].done()
+                assert calls[rank].start(got).done() and (got == 0).all()
+            assert works[-1].done()
+            for number in range(1, ahead + 1):
+                for rank in (0, 2):
+                    assert calls[rank].start(got).done() and (got == number).all()
+
+
+@pytest.mark.parametrize("operation", ["reduce", "gather", "scatter", "scan", "exscan"])
+def test_who_needs_no_data_of_others_does_not_wait_for_them(operation: str) -> None:
+    with groups(3) as made:
+        for count in (2, 5000):
+            calls = [group.prepare(operation, "float64", count) for group in made]
+            takes = {"reduce": (1, 0, 0), "gather": (3, 0, 0), "exscan": (0, 1, 1)}.get(operation, (1, 1, 1))
+            gives = (3, 0, 0) if operation == "scatter" else (1, 1, 1)
+            order = (1, 2, 0) if operation in ("reduce", "gather") else (0, 1, 2)
+            for rank in order:
+                ends = [np.ones(parts * count) if parts else None for parts in (gives[rank], takes[rank])]
+                assert calls[rank].start(*ends).done(), rank
+
+
+def test_calls_that_differ_between_ranks_that_do_not_wait_are_found_later() -> None:
+    """Both calls are over when the next one, which is the same, begins: its stamps tell the difference."""
+    with groups(2) as (a, b):
+        for group in (a, b):
+            group.core.publish(0, 5)
+        assert a.prepare("broadcast", "float64", 2).start(np.ones(2)).done()
+        assert b.prepare("reduce", "float64", 2).start(np.ones(2)).done()
+        works = [a.start(np.ones(3)), b.start(np.ones(3))]
+        for work in works:
+            with pytest.raises(CoreError, match="^MISMATCH of rank [01], 1, by rank 0"):
+                work.wait()
+
+
 def test_arrays_that_do_not_fit_are_refused() -> None:
     read_only = np.ones(3)
     read_only.flags.writeable = False
