@@ -287,8 +287,7 @@ typedef struct {
     // The slots of all ranks for stages 0, 1, ..., 2 * KOS_SLOT_DEPTH - 1, and their areas, alike.  The place of rank r
     // is that of rank r - 1 KOS_SLOT_DEPTH stages later: a CPU core writes cache lines that it has read faster than
     // lines that others have read.
-    kos_slot **slots;
-    uint8_t **areas;
+    uint8_t **slots, **areas;
 } kos_group;
 
 enum { KOS_SCRATCH_BYTES = 256 << 10, KOS_DTYPE_AT = 48, KOS_KIND_AT = 56 };
@@ -300,11 +299,12 @@ static inline kos_line *kos_line_of(const kos_group *g, int rank) {
     return (kos_line *)(g->memory + g->layout.lines + (size_t)rank * KOS_LINE);
 }
 
-static inline kos_slot **kos_slots_of(const kos_group *g, uint64_t stage) {
-    return g->slots + stage % (2 * KOS_SLOT_DEPTH) * (uint64_t)g->size;
+static inline kos_slot *kos_slot_of(const kos_group *g, uint64_t stage, int rank) {
+    return (kos_slot *)g->slots[stage % (2 * KOS_SLOT_DEPTH) * (uint64_t)g->size + (uint64_t)rank];
 }
-static inline uint8_t **kos_areas_of(const kos_group *g, uint64_t stage) {
-    return g->areas + stage % (2 * KOS_AREA_DEPTH) * (uint64_t)g->size;
+
+static inline uint8_t *kos_area_of(const kos_group *g, uint64_t stage, int rank) {
+    return g->areas[stage % (2 * KOS_AREA_DEPTH) * (uint64_t)g->size + (uint64_t)rank];
 }
 
 static inline size_t kos_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
@@ -375,8 +375,8 @@ int kos_awaits(const kos_group *g, const kos_work *w, int rank);
 
 // direct.c
 int kos_read(const kos_group *g, int rank, void *to, uint64_t from, size_t bytes);  // 0, or an errno
-void kos_put_offer(kos_group *g, kos_work *w, uint8_t *area);
-int kos_take_offers(kos_group *g, kos_work *w, uint8_t **areas);  // as kos_step
+void kos_put_offer(kos_group *g, kos_work *w);
+int kos_take_offers(kos_group *g, kos_work *w);  // as kos_step
 
 // mailbox.c
 void kos_mail_start(kos_group *g, kos_work *w);

@@ -30,14 +30,17 @@ int kos_read(const kos_group *g, int rank, void *to, uint64_t from, size_t bytes
     return 0;
 }
 
-static const kos_offer *offer_of(const uint8_t *area) { return (const kos_offer *)area; }
+// That of a rank to a call whose first stage is now.
+static kos_offer *offer_of(const kos_group *g, const kos_work *w, int rank) {
+    return (kos_offer *)kos_area_of(g, w->first, rank);
+}
 
 static int takes(const kos_prepared *p, int rank) { return kos_is_in(p->patterns[0]->takers, rank, p->root); }
 
-void kos_put_offer(kos_group *g, kos_work *w, uint8_t *area) {
+void kos_put_offer(kos_group *g, kos_work *w) {
     const kos_prepared *p = w->prepared;
     const kos_pattern *pattern = p->patterns[0];
-    kos_offer *offer = (kos_offer *)area;
+    kos_offer *offer = offer_of(g, w, g->rank);
     const int puts = kos_is_in(pattern->putters, g->rank, p->root);
     size_t end = kos_up(sizeof *offer + g->size * sizeof *offer->parts, KOS_CACHE_LINE);
     uint64_t later = 0, shared = 0;
@@ -52,7 +55,7 @@ void kos_put_offer(kos_group *g, kos_work *w, uint8_t *area) {
         else if (!pattern->parted && shared)
             offer->parts[r].at = shared;
         else if (!pattern->reduces && end + mine.bytes <= g->layout.area_bytes) {
-            memcpy(area + end, w->send + mine.at, mine.bytes);
+            memcpy((uint8_t *)offer + end, w->send + mine.at, mine.bytes);
             offer->parts[r].at = shared = KOS_IN_SLOT + end;
             end += kos_up(mine.bytes, KOS_CACHE_LINE);
         } else {
@@ -69,11 +72,11 @@ void kos_put_offer(kos_group *g, kos_work *w, uint8_t *area) {
 
 // A rank that sends another number of bytes than its receiver expects, or -1; the group has the counts.  Each rank
 // compares all, so that all find the same one, and before any of them has read data.
-static int differing(kos_group *g, uint8_t **areas) {
+static int differing(kos_group *g, const kos_work *w) {
     for (int from = 0; from < g->size; from++)
         for (int to = 0; to < g->size; to++) {
-            const uint64_t expected = offer_of(areas[to])->parts[from].expects;
-            const uint64_t sent = offer_of(areas[from])->parts[to].bytes;
+            const uint64_t expected = offer_of(g, w, to)->parts[from].expects;
+            const uint64_t sent = offer_of(g, w, from)->parts[to].bytes;
             if (sent != expected) {
                 memcpy(g->counts, (uint64_t[]){(uint64_t)to, expected, sent}, sizeof g->counts);
                 return from;
@@ -83,9 +86,10 @@ static int differing(kos_group *g, uint8_t **areas) {
 }
 
 // Copies what rank r offers this one; returns an errno.
-static int take_part(kos_group *g, kos_work *w, int r, const uint8_t *area) {
+static int take_part(kos_group *g, kos_work *w, int r) {
     const kos_part mine = w->prepared->parts[g->size + r];
-    const uint64_t at = offer_of(area)->parts[g->rank].at;
+    const kos_offer *offer = offer_of(g, w, r);
+    const uint64_t at = offer->parts[g->rank].at;
     uint8_t *to = w->recv + mine.at;
     if (r == g->rank) {
         const uint8_t *own = w->send ? w->send + w->prepared->parts[r].at : NULL;
@@ -94,13 +98,13 @@ static int take_part(kos_group *g, kos_work *w, int r, const uint8_t *area) {
     } else if (at != KOS_LATER && mine.bytes) {
         if (!(at & KOS_IN_SLOT))
             return kos_read(g, r, to, at, mine.bytes);
-        memcpy(to, area + (at ^ KOS_IN_SLOT), mine.bytes);
+        memcpy(to, (const uint8_t *)offer + (at ^ KOS_IN_SLOT), mine.bytes);
     }
     return 0;
 }
 
 // Reads and reduces in chunks that stay in the cache.
-static int reduce_parts(kos_group *g, kos_work *w, uint8_t **areas) {
+static int reduce_parts(kos_group *g, kos_work *w) {
     const kos_prepared *p = w->prepared;
     const size_t most = KOS_SCRATCH_BYTES / (size_t)g->size / KOS_CACHE_LINE * KOS_CACHE_LINE;
     const kos_part mine = p->parts[g->rank];
@@ -110,7 +114,7 @@ static int reduce_parts(kos_group *g, kos_work *w, uint8_t **areas) {
         for (int r = 0; r < g->size; r++) {
             uint8_t *to = g->scratch + most * (size_t)r;
             in[r] = r == g->rank ? w->send + mine.at + at : to;
-            int error = r == g->rank ? 0 : kos_read(g, r, to, offer_of(areas[r])->parts[g->rank].at + at, bytes);
+            int error = r == g->rank ? 0 : kos_read(g, r, to, offer_of(g, w, r)->parts[g->rank].at + at, bytes);
             if (error) {
                 w->unreadable = r + 1;
                 return error;
@@ -121,13 +125,13 @@ static int reduce_parts(kos_group *g, kos_work *w, uint8_t **areas) {
     return 0;
 }
 
-int kos_take_offers(kos_group *g, kos_work *w, uint8_t **areas) {
+int kos_take_offers(kos_group *g, kos_work *w) {
     const kos_prepared *p = w->prepared;
     uint64_t later = 0;
     int error = 0;
     w->unreadable = 0;
     for (int r = 0; r < g->size; r++) {
-        uint64_t theirs = offer_of(areas[r])->later;
+        uint64_t theirs = offer_of(g, w, r)->later;
         later = theirs > later ? theirs : later;
     }
     if (p->patterns[0]->reduces && later) {
@@ -135,12 +139,12 @@ int kos_take_offers(kos_group *g, kos_work *w, uint8_t **areas) {
             later = p->parts[r].bytes > later ? p->parts[r].bytes : later;
         w->drains = 0;
     } else if (p->patterns[0]->reduces)
-        error = reduce_parts(g, w, areas);
-    else if (p->operation == KOS_ALL_TO_ALL && (w->unreadable = 1 + differing(g, areas)))
+        error = reduce_parts(g, w);
+    else if (p->operation == KOS_ALL_TO_ALL && (w->unreadable = 1 + differing(g, w)))
         error = -1;
     else if (takes(p, g->rank))
         for (int r = 0; r < g->size && !error; r++)
-            if (kos_is_in(p->patterns[0]->sources, r, p->root) && (error = take_part(g, w, r, areas[r])))
+            if (kos_is_in(p->patterns[0]->sources, r, p->root) && (error = take_part(g, w, r)))
                 w->unreadable = r + 1;
     if (error > 0)  // its process has ended, or it has failed and freed its memory: the checks find it
         return KOS_PENDING;

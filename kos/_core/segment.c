@@ -63,7 +63,7 @@ int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size) {
     g->size = size;
     g->line = kos_line_of(g, rank);
     g->generation = kos_forks;
-    fill((uint8_t **)g->slots, memory + g->layout.slots, KOS_LINE, KOS_SLOT_DEPTH, size);
+    fill(g->slots, memory + g->layout.slots, KOS_LINE, KOS_SLOT_DEPTH, size);
     fill(g->areas, memory + g->layout.areas, g->layout.area_pitch, KOS_AREA_DEPTH, size);
     for (int r = 0; r < size; r++) {
         kos_box *box = &g->boxes[r];

@@ -2,8 +2,8 @@
 //
 // In a stage each rank that has data to give copies it to its slot or area, and stores the stamp.  A rank that sees the
 // stamps it needs copies or reduces the data to its array, and then counts the stage as read.  A slot is filled again
-// KOS_SLOT_DEPTH stages later, an area KOS_AREA_DEPTH later, when every rank has counted them.  The pattern of an operation
-// (prepare.c) says who puts and takes what; the steps are the same for all.
+// KOS_SLOT_DEPTH stages later, an area KOS_AREA_DEPTH later, when every rank has counted them.  The pattern of an
+// operation (prepare.c) says who puts and takes what; the steps are the same for all.
 //
 // A rank waits for those whose data it takes, and for all in a barrier.  So one that only gives data, as the root of a
 // broadcast, completes its call before others have begun theirs.  If theirs differ, no later stamp is as expected, and
@@ -38,7 +38,7 @@ static inline kos_part piece_of(const kos_prepared *p, kos_part part, uint64_t s
 
 // Where a rank's payload of a stage of the group is.
 static inline uint8_t *payload(const kos_group *g, const kos_prepared *p, uint64_t stage, int rank) {
-    return p->small ? kos_slots_of(g, stage)[rank]->small : kos_areas_of(g, stage)[rank];
+    return p->small ? kos_slot_of(g, stage, rank)->small : kos_area_of(g, stage, rank);
 }
 
 // How many stages a rank may be ahead of another one: those whose payloads have places of their own.
@@ -120,10 +120,10 @@ void kos_put(kos_group *g, kos_work *w) {
         w->first = g->stage;
         g->stage += w->stages ? w->stages : 1;
     }
-    kos_slot *slot = kos_slots_of(g, w->first + stage)[g->rank];
+    kos_slot *slot = kos_slot_of(g, w->first + stage, g->rank);
     const int puts = g->size > 1 && kos_is_in(pattern_of(w, stage)->putters, g->rank, p->root);
     if (p->algorithm == KOS_OFFER && !stage)
-        kos_put_offer(g, w, kos_areas_of(g, w->first)[g->rank]);
+        kos_put_offer(g, w);
     else if (puts)
         put_data(g, w, stage);
     if (puts || p->meets) {
@@ -172,7 +172,7 @@ static int take(kos_group *g, kos_work *w) {
     const kos_prepared *p = w->prepared;
     const uint64_t stage = kos_stage_of(w), read = w->first + stage + 1;
     if (p->algorithm == KOS_OFFER && !stage) {
-        int status = kos_take_offers(g, w, kos_areas_of(g, w->first));
+        int status = kos_take_offers(g, w);
         if (status != KOS_DONE)
             return status;
     } else if (kos_is_in(pattern_of(w, stage)->takers, g->rank, p->root))
@@ -181,7 +181,7 @@ static int take(kos_group *g, kos_work *w) {
         g->read = read;
         for (int r = 0; r < g->size; r++)
             if (r != g->rank)
-                g->read = min(g->read, kos_slots_of(g, w->first)[r]->stages_read);
+                g->read = min(g->read, kos_slot_of(g, w->first, r)->stages_read);
     }
     KOS_POINT(KOS_AT_TAKEN);
     // Release: a rank that acquires this, here or in a slot, writes to these slots only after the loads above.
@@ -199,8 +199,8 @@ static int take(kos_group *g, kos_work *w) {
 
 static inline int has_seen(kos_group *g, kos_work *w) {
     const uint64_t stage = kos_stage_of(w), stamp = stamp_of(w, stage);
-    kos_slot **slots = kos_slots_of(g, w->first + stage);
-    while (w->peer < g->size && (!needs(g, w, stage, w->peer) || has_stamped(slots[w->peer], stamp)))
+    while (w->peer < g->size
+           && (!needs(g, w, stage, w->peer) || has_stamped(kos_slot_of(g, w->first + stage, w->peer), stamp)))
         w->peer++;
     return w->peer == g->size;
 }
@@ -238,6 +238,6 @@ int kos_awaits(const kos_group *g, const kos_work *w, int rank) {
         return stages_read_by(g, rank) + depth_of(w->prepared) <= number;
     if (phase == KOS_PUT)
         return rank + 1 == w->unreadable
-            || (needs(g, w, stage, rank) && !has_stamped(kos_slots_of(g, number)[rank], stamp_of(w, stage)));
+            || (needs(g, w, stage, rank) && !has_stamped(kos_slot_of(g, number, rank), stamp_of(w, stage)));
     return phase == KOS_DRAIN && stages_read_by(g, rank) <= w->first;
 }
