@@ -239,20 +239,19 @@ def test_a_rank_s_counts_of_its_own_part_that_differ_are_found() -> None:
 
 
 def test_who_only_gives_data_is_ahead_of_the_others() -> None:
-    """By 16 calls whose data is beside the stamps, by 2 of larger ones; then it waits, and names who is behind."""
-    for count, ahead in ((6, 16), (7, 2), (1000, 2)):
+    """By 16 calls whose data is beside the stamps, by 2 of larger ones.  Then it waits, until half of the 16 are read,
+    and names who is behind."""
+    for count, ahead, read in ((6, 16, 9), (7, 2, 1), (1000, 2, 1)):
         with groups(3) as made:
             calls = [group.prepare("broadcast", "float64", count, root=1) for group in made]
             works = [calls[1].start(np.full(count, float(number))) for number in range(ahead + 1)]
             assert [work.done() for work in works] == [True] * ahead + [False]
-            assert [works[-1].missing(rank) for rank in range(3)] == [1, 0, 1]
             got = np.zeros(count)
-            for rank in (0, 2):
-                assert not works[-1].done()
-                assert calls[rank].start(got).done() and (got == 0).all()
-            assert works[-1].done()
-            for number in range(1, ahead + 1):
+            for number in range(ahead + 1):
                 for rank in (0, 2):
+                    last = works[-1]
+                    assert last.done() == (number >= read)
+                    assert [last.missing(r) for r in range(3)] == [number + (rank == 2) < read, 0, number < read]
                     assert calls[rank].start(got).done() and (got == number).all()
 
 
