@@ -75,7 +75,7 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
     w->send = send;
     w->recv = recv;
     w->stages = p->stages;
-    w->unreadable = w->drains = w->posted = 0;
+    w->unreadable = w->drains = 0;
     w->next = NULL;
     kos_set(w, 0, KOS_NOT_PUT);
     if (p->algorithm == KOS_MAIL) {
@@ -121,7 +121,6 @@ kos_result kos_spin(kos_group *g, kos_work *w, int64_t most) {
 
 void kos_enqueue(kos_group *g, kos_work *w) {
     if (is_message(w)) {
-        kos_mail_post(g, w);
         w->next = g->messages;
         g->messages = w;
         return;

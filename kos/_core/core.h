@@ -229,7 +229,7 @@ typedef struct kos_work {
     uint64_t progress;           // stage of the call << 3 | phase
     int peer;                    // the first rank whose payload has not been seen
     int unreadable;              // 1 + a rank whose memory could not be read, or 0
-    uint8_t drains, posted;      // ends when all ranks have read; a message is in the queues of its box
+    uint8_t drains;              // ends when all ranks have read
     kos_result result;           // of a KOS_BROKEN one
     struct kos_work *next;
     kos_message send_end, recv_end;
@@ -381,11 +381,11 @@ int kos_take_offers(kos_group *g, kos_work *w);  // as kos_step
 // mailbox.c
 void kos_mail_start(kos_group *g, kos_work *w);
 int kos_mail_step(kos_group *g, kos_work *w);  // as kos_step
-void kos_mail_post(kos_group *g, kos_work *w);  // a Work that will not move in memory any more
 void kos_mail_cancel(kos_group *g, kos_work *w);
 void kos_mail_advance(kos_group *g);            // takes what has arrived
 
 // call.c
+// A Work of a message does not move in memory until it ends.
 kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, const void *send, void *recv, kos_work *w);
 // For a Work that is the only one: advances it once, and then for at most so many nanoseconds.
 kos_result kos_spin(kos_group *g, kos_work *w, int64_t most);

@@ -254,10 +254,6 @@ static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObjec
         if (PyList_Append(o->group->objects[ACTIVE], (PyObject *)s))
             Py_CLEAR(s);
     }
-    if (!o->name && s != o->last) {
-        Py_XDECREF((PyObject *)o->last);
-        o->last = (State *)Py_XNewRef((PyObject *)s);
-    }
     return (PyObject *)s;
 }
 
@@ -281,10 +277,9 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
     void *from = k->send < 0 ? NULL : data[k->send], *to = k->recv < 0 ? NULL : data[k->recv];
     g->hits++;
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
-    kos_work begun;
-    const kos_result r = begin(g, k->core, number, from, to, &begun);
+    const kos_result r = begin(g, k->core, number, from, to);
     PyObject *slot = note(objects, k, sequence, frame);  // while the data is on its way
-    PyObject *left = go_on(g, k->call, r, &begun, send, recv, k->work == Py_None);
+    PyObject *left = go_on(g, k->call, r, send, recv, k->work == Py_None);
     if (left == Py_None)
         PyList_SetItem(slot, COMPLETED, nanoseconds());
     if (k->work != Py_None && (left == Py_None || is_pending(left)))
@@ -293,7 +288,11 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
         value = Py_NewRef(result);
     else
         value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, prepared, send, recv, result, sequence, slot, left,
-                                           NULL);
+                                           k->work == Py_None ? Py_True : Py_False, NULL);
+    if (!o->name && value) {
+        Py_XDECREF((PyObject *)o->last);
+        o->last = (State *)Py_NewRef(value);
+    }
     Py_DECREF(left);
     Py_DECREF(prepared);
     Py_DECREF(sequence);

@@ -43,8 +43,9 @@ static inline uint8_t *payload(const kos_group *g, const kos_prepared *p, uint64
 
 // How many stages a rank may be ahead of another one: those whose payloads have places of their own.  When it has to
 // wait it waits until half of the slots are free: else two ranks on one CPU core would take turns at every call.
-static inline uint64_t depth_of(const kos_prepared *p) { return p->small ? KOS_SLOT_DEPTH : KOS_AREA_DEPTH; }
-static inline uint64_t depth_after_wait(const kos_prepared *p) { return p->small ? KOS_SLOT_DEPTH / 2 : KOS_AREA_DEPTH; }
+static inline uint64_t depth_of(const kos_prepared *p, int has_waited) {
+    return p->small ? KOS_SLOT_DEPTH >> has_waited : KOS_AREA_DEPTH;
+}
 
 // The data of a parted slot for one receiver.  In turn, neighbours write the same lines.
 static inline uint64_t place_of(const kos_group *g, const kos_prepared *p, int sender, int receiver) {
@@ -83,12 +84,12 @@ static inline int needs(const kos_group *g, const kos_work *w, uint64_t stage, i
 
 int kos_may_put(kos_group *g, const kos_work *w) {
     const uint64_t stage = kos_stage_in_group(g, w);
-    if (stage < g->read + depth_of(w->prepared))
+    if (stage < g->read + depth_of(w->prepared, 0))
         return 1;
     uint64_t least = stage;
     for (int r = 0; r < g->size; r++)
         least = min(least, stages_read_by(g, r));
-    if (stage >= least + depth_after_wait(w->prepared))
+    if (stage >= least + depth_of(w->prepared, 1))
         return 0;
     g->read = least;
     return 1;
@@ -239,7 +240,7 @@ int kos_awaits(const kos_group *g, const kos_work *w, int rank) {
     const uint64_t stage = kos_stage_of(w), number = kos_stage_in_group(g, w);
     const int phase = kos_phase_of(w);
     if (phase == KOS_NOT_PUT)
-        return stages_read_by(g, rank) + depth_after_wait(w->prepared) <= number;
+        return stages_read_by(g, rank) + depth_of(w->prepared, 1) <= number;
     if (phase == KOS_PUT)
         return rank + 1 == w->unreadable
             || (needs(g, w, stage, rank) && !has_stamped(kos_slot_of(g, number, rank), stamp_of(w, stage)));
