@@ -161,16 +161,11 @@ static void break_work(kos_work *w, kos_result result) {
 }
 
 void kos_spin_queued(kos_group *g, kos_work *w) {
-    kos_work **first = is_message(w) ? &g->messages : &g->head;
-    *first = g->tail = NULL;
     const kos_result result = kos_spin(g, w, g->spin_ns);
-    *first = w;
     if (result.status == KOS_FAILED)
         break_work(w, result);
     if (result.status != KOS_PENDING)
-        end(g, first);
-    else if (!is_message(w))
-        g->tail = w;
+        is_message(w) ? end(g, &g->messages) : end_first(g);
     report_ends(g);
 }
 
@@ -246,9 +241,8 @@ static void advance_collectives(kos_group *g) {
 }
 
 void kos_advance(kos_group *g) {
-    kos_result result = kos_failure(g, KOS_WORD_SEQUENCE);
-    if (result.code == KOS_CLOSED || result.code == KOS_FORKED)
-        fail_all(g, result);
+    if (kos_is_over(g))
+        fail_all(g, kos_failure(g, 0));
     else {
         advance_messages(g);
         advance_collectives(g);

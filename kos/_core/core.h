@@ -307,6 +307,10 @@ static inline uint8_t *kos_area_of(const kos_group *g, uint64_t stage, int rank)
     return g->areas[stage % (2 * KOS_AREA_DEPTH) * (uint64_t)g->size + (uint64_t)rank];
 }
 
+// Whether this process may not use the memory: the group is closed, or another process made it.
+static inline int kos_is_over(const kos_group *g) { return g->closed || g->generation != kos_forks; }
+
+static inline uint64_t kos_min(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static inline size_t kos_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
 
 static inline int kos_is_in(int who, int rank, int root) {

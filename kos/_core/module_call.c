@@ -28,6 +28,15 @@ static int is_only(const kos_group *g, const kos_work *w) {
     return ((g->head == w && !g->messages) || (g->messages == w && !g->head)) && !w->next;
 }
 
+// Advances all Works; returns whether this one is complete, or -1 with an exception.
+static int advance(Work *work) {
+    Group *g = (Group *)work->group;
+    kos_advance(&g->core);
+    if (kos_phase_of(&work->core) == KOS_BROKEN)
+        raise_failure(g, work->core.result);
+    return kos_phase_of(&work->core) == KOS_BROKEN ? -1 : kos_phase_of(&work->core) == KOS_ENDED;
+}
+
 // wait(): advances a Work for KOS_WAIT_NS at most, and not while there are others, which Python advances too.  Returns
 // None if it is complete, or the Work.  A signal's handler may raise: nobody would have the Work of a message then, so
 // it is cancelled.
@@ -35,13 +44,9 @@ static PyObject *work_wait(PyObject *work, PyObject *unused) {
     Group *g = (Group *)((Work *)work)->group;
     kos_work *w = &((Work *)work)->core;
     const int64_t start = kos_clock();
-    for (int polls = 0;; polls++) {
-        kos_advance(&g->core);
-        const int phase = kos_phase_of(w);
-        if (phase == KOS_BROKEN)
-            return raise_failure(g, w->result);
-        if (phase == KOS_ENDED)
-            return Py_NewRef(Py_None);
+    for (int polls = 0, ended;; polls++) {
+        if ((ended = advance((Work *)work)))
+            return ended < 0 ? NULL : Py_NewRef(Py_None);
         if (!is_only(&g->core, w) || kos_clock() - start >= KOS_WAIT_NS)
             break;
         g->parks += !polls;
@@ -65,13 +70,8 @@ int spin_only(Work *work) {
 }
 
 static PyObject *work_done(PyObject *self, PyObject *unused) {
-    Work *work = (Work *)self;
-    Group *g = (Group *)work->group;
-    kos_advance(&g->core);
-    int phase = kos_phase_of(&work->core);
-    if (phase == KOS_BROKEN)
-        return raise_failure(g, work->core.result);
-    return PyBool_FromLong(phase == KOS_ENDED);
+    const int ended = advance((Work *)self);
+    return ended < 0 ? NULL : PyBool_FromLong(ended);
 }
 
 static PyObject *work_cancel(PyObject *self, PyObject *unused) {

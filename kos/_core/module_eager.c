@@ -85,7 +85,7 @@ static void forget(Operation *o) {
             Py_DECREF(k->how);
         PyMem_Free(k);
     }
-    o->found = o->calls;
+    o->found = NULL;
     o->used = 0;
 }
 
@@ -182,7 +182,7 @@ static int is_same(const known *k, const call_key *key) {
 
 // The place of the call with this key; it is empty if the call is not known.
 static known **find(Operation *o, const call_key *key) {
-    if (*o->found && is_same(*o->found, key))
+    if (o->found && *o->found && is_same(*o->found, key))
         return o->found;
     uint64_t hash = 0;
     for (size_t w = 0; w < key->words; w++)
@@ -386,19 +386,12 @@ PyObject *take_tensors(PyObject *self, PyObject *type) {
     return PyBool_FromLong((PyObject *)tensor_type == type);
 }
 
-static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    Operation *o = (Operation *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (o)
-        o->found = o->calls;
-    return (PyObject *)o;
-}
-
 // method(name, method, docstring): what stands in for that method of the communicator.
 PyObject *group_method(PyObject *self, PyObject *args) {
     PyObject *name, *method, *text;
     if (!PyArg_ParseTuple(args, "UOU:method", &name, &method, &text))
         return NULL;
-    Operation *o = (Operation *)operation_new(operation_type, NULL, NULL);
+    Operation *o = (Operation *)PyType_GenericNew(operation_type, NULL, NULL);
     if (!o)
         return NULL;
     o->group = (Group *)Py_NewRef(self);
@@ -453,7 +446,7 @@ static PyMemberDef operation_members[] = {
     {0},
 };
 static PyType_Slot operation_slots[] = {
-    {Py_tp_new, operation_new}, {Py_tp_dealloc, operation_dealloc}, {Py_tp_traverse, operation_traverse},
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, operation_dealloc}, {Py_tp_traverse, operation_traverse},
     {Py_tp_clear, operation_clear}, {Py_tp_methods, operation_methods}, {Py_tp_members, operation_members}, {0},
 };
 PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0,

@@ -7,8 +7,6 @@
 
 int kos_forks;
 
-static size_t least(size_t a, size_t b) { return a < b ? a : b; }
-
 kos_layout kos_layout_of(int size) {
     const size_t page = 4096;
     kos_layout at;
@@ -17,11 +15,12 @@ kos_layout kos_layout_of(int size) {
     at.texts = at.rings + (size_t)size * KOS_RING * sizeof(uint64_t);
     at.slots = kos_up(at.texts + (size_t)size * KOS_TEXTS * KOS_TEXT_BYTES, KOS_LINE);
     at.areas = kos_up(at.slots + (size_t)size * KOS_SLOT_DEPTH * KOS_LINE, page) + KOS_APART;
-    at.area_bytes = least(KOS_AREA_BYTES, KOS_AREAS_BYTES / KOS_AREA_DEPTH / (size_t)size);
+    at.area_bytes = kos_min(KOS_AREA_BYTES, KOS_AREAS_BYTES / KOS_AREA_DEPTH / (size_t)size);
     at.area_pitch = kos_up(at.area_bytes + 1, page);
     at.mailboxes = at.areas - KOS_APART + kos_up((size_t)size * KOS_AREA_DEPTH * at.area_pitch, page);
-    at.room = least(KOS_ROOM_BYTES, KOS_ROOMS_BYTES / ((size_t)size * size)) / page * page;
-    at.answers = (uint32_t)least(KOS_ANSWERS, KOS_ANSWERS_BYTES / sizeof(uint64_t) / ((size_t)size * size) / 512 * 512);
+    at.room = kos_min(KOS_ROOM_BYTES, KOS_ROOMS_BYTES / ((size_t)size * size)) / page * page;
+    const size_t answers = KOS_ANSWERS_BYTES / sizeof(uint64_t) / ((size_t)size * size);
+    at.answers = (uint32_t)kos_min(KOS_ANSWERS, answers / 512 * 512);
     at.room_at = sizeof(kos_mailbox) + at.answers * sizeof(uint64_t);
     at.mailbox_pitch = kos_up(at.room_at + at.room, page);
     at.total = at.mailboxes + (size_t)size * size * at.mailbox_pitch;
@@ -53,9 +52,8 @@ int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size) {
         return -1;
     g->boxes = calloc(size, sizeof *g->boxes);
     g->scratch = aligned_alloc(KOS_CACHE_LINE, KOS_SCRATCH_BYTES);
-    g->slots = calloc(2 * KOS_SLOT_DEPTH * size, sizeof *g->slots);
-    g->areas = calloc(2 * KOS_AREA_DEPTH * size, sizeof *g->areas);
-    if (!g->boxes || !g->scratch || !g->slots || !g->areas)
+    g->slots = calloc(2 * (KOS_SLOT_DEPTH + KOS_AREA_DEPTH) * size, sizeof *g->slots);
+    if (!g->boxes || !g->scratch || !g->slots)
         return -2;
     g->memory = memory;
     g->failure = (_Atomic uint64_t *)memory;
@@ -63,6 +61,7 @@ int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size) {
     g->size = size;
     g->line = kos_line_of(g, rank);
     g->generation = kos_forks;
+    g->areas = g->slots + 2 * KOS_SLOT_DEPTH * size;
     fill(g->slots, memory + g->layout.slots, KOS_LINE, KOS_SLOT_DEPTH, size);
     fill(g->areas, memory + g->layout.areas, g->layout.area_pitch, KOS_AREA_DEPTH, size);
     for (int r = 0; r < size; r++) {
@@ -91,7 +90,6 @@ void kos_free(kos_group *g) {
     free(g->boxes);
     free(g->scratch);
     free(g->slots);
-    free(g->areas);
 }
 
 void kos_publish(kos_group *g, uint64_t sequence, uint64_t fingerprint) {
@@ -114,8 +112,8 @@ kos_result kos_compare(kos_group *g, uint64_t sequence, uint64_t fingerprint) {
     uint64_t same = sequence + 1;
     for (int r = 0; r < g->size; r++) {
         const uint64_t arrived = atomic_load_explicit(&kos_line_of(g, r)->arrived, memory_order_acquire);
-        const uint64_t end = arrived < sequence + 1 ? arrived : sequence + 1;
-        same = end < same ? end : same;
+        const uint64_t end = kos_min(arrived, sequence + 1);
+        same = kos_min(end, same);
         for (uint64_t call = end > g->same + KOS_RING ? end - KOS_RING : g->same; call < end; call++) {
             const uint64_t entry = entry_of(g, r, call, 0);
             const uint64_t mine = call == sequence ? fingerprint + sequence : entry_of(g, g->rank, call, entry);
@@ -134,7 +132,7 @@ void kos_fail(const kos_group *g, uint64_t sequence) {
 }
 
 kos_result kos_failure(const kos_group *g, uint64_t sequence) {
-    if (g->closed || g->generation != kos_forks)
+    if (kos_is_over(g))
         return (kos_result){KOS_FAILED, g->closed ? KOS_CLOSED : KOS_FORKED, (uint16_t)g->rank, 0};
     uint64_t word = atomic_load_explicit(g->failure, memory_order_acquire);
     if (!word || (word & KOS_WORD_SEQUENCE) > sequence)

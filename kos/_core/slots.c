@@ -33,7 +33,7 @@ static inline kos_part piece_of(const kos_prepared *p, kos_part part, uint64_t s
     const uint64_t done = stage * p->per_stage;
     if (part.bytes <= done)
         return (kos_part){part.at, 0};
-    return (kos_part){part.at + done, part.bytes - done < p->per_stage ? part.bytes - done : p->per_stage};
+    return (kos_part){part.at + done, kos_min(part.bytes - done, p->per_stage)};
 }
 
 // Where a rank's payload of a stage of the group is.
@@ -61,8 +61,6 @@ static inline int has_stamped(kos_slot *slot, uint64_t stamp) {
     return atomic_load_explicit(&slot->stamp, memory_order_acquire) == stamp;
 }
 
-static inline uint64_t min(uint64_t a, uint64_t b) { return a < b ? a : b; }
-
 // Acquire: that rank's loads from the slots came before the store of this number, so they may be written now.
 static inline uint64_t stages_read_by(const kos_group *g, int rank) {
     return atomic_load_explicit(&kos_line_of(g, rank)->stages_read, memory_order_acquire);
@@ -88,7 +86,7 @@ int kos_may_put(kos_group *g, const kos_work *w) {
         return 1;
     uint64_t least = stage;
     for (int r = 0; r < g->size; r++)
-        least = min(least, stages_read_by(g, r));
+        least = kos_min(least, stages_read_by(g, r));
     if (stage >= least + depth_of(w->prepared, 1))
         return 0;
     g->read = least;
@@ -186,7 +184,7 @@ static int take(kos_group *g, kos_work *w) {
         g->read = read;
         for (int r = 0; r < g->size; r++)
             if (r != g->rank)
-                g->read = min(g->read, kos_slot_of(g, w->first, r)->stages_read);
+                g->read = kos_min(g->read, kos_slot_of(g, w->first, r)->stages_read);
     }
     KOS_POINT(KOS_AT_TAKEN);
     // Release: a rank that acquires this, here or in a slot, writes to these slots only after the loads above.
@@ -204,8 +202,10 @@ static int take(kos_group *g, kos_work *w) {
 
 static inline int has_seen(kos_group *g, kos_work *w) {
     const uint64_t stage = kos_stage_of(w), stamp = stamp_of(w, stage);
+    const int all = !stage && w->prepared->sees_all;
     while (w->peer < g->size
-           && (!needs(g, w, stage, w->peer) || has_stamped(kos_slot_of(g, w->first + stage, w->peer), stamp)))
+           && (w->peer == g->rank || (!all && !needs(g, w, stage, w->peer))
+               || has_stamped(kos_slot_of(g, w->first + stage, w->peer), stamp)))
         w->peer++;
     return w->peer == g->size;
 }
