@@ -83,7 +83,7 @@ def check_mismatch(comm: kos.Communicator, case: str, odd: int) -> str:
         comm.all_reduce(np.zeros(1))
     assert f"rank {odd} called" in str(error.value)
     assert f"#{calls}" in str(error.value)
-    return str(error.value).removeprefix(f"world: barrier #{calls + 1}: ")
+    return str(error.value).split(f"barrier #{calls + 1}: ")[-1]
 
 
 @pytest.mark.parametrize("start", [run, spawn])
@@ -124,7 +124,7 @@ def test_a_mismatch_between_ranks_that_only_give_data_is_found_in_a_later_call()
             comm.broadcast(x, 0) if comm.rank == 0 else comm.reduce(x, 0)
         with pytest.raises(CollectiveMismatch, match="broadcast #1 .* but rank 1 called reduce #1 .* in oper") as error:
             comm.all_reduce(x)
-        return str(error.value).removeprefix("world: all_reduce #3: ")
+        return str(error.value).split("all_reduce #3: ")[-1]
 
     assert len(set(run(body, 2))) == 1
 
