@@ -9,16 +9,10 @@
 
 #include "core.h"
 
-// The arrays of a call; `obj` NULL: none.
-typedef struct {
-    Py_buffer send, recv;
-} arrays;
-
 typedef struct {
     PyObject_HEAD
     kos_work core;
-    PyObject *group, *prepared;
-    arrays held;
+    PyObject *group, *prepared, *send, *recv;
 } Work;
 
 // What a Group refers to.  All but its owner are those of the communicator that it is bound to; ACTIVE: the Works of
@@ -61,8 +55,8 @@ PyObject *group_start(PyObject *g, PyObject *const *args, Py_ssize_t count);
 // goes on, where it spins if it `waits`.  Returns None if it is complete while this thread holds the GIL, or a Work of
 // these arrays, or None, perhaps of a call that has failed.
 int has_spare(Group *g);
-kos_result begin(Group *g, const kos_prepared *p, uint64_t sequence, const void *from, void *to, kos_work *begun);
-PyObject *go_on(Group *g, PyObject *prepared, kos_result r, kos_work *begun, PyObject *send, PyObject *recv, int waits);
+kos_result begin(Group *g, const kos_prepared *p, uint64_t sequence, const void *from, void *to);
+PyObject *go_on(Group *g, PyObject *prepared, kos_result r, PyObject *send, PyObject *recv, int waits);
 int is_pending(PyObject *work);
 int spin_only(Work *work);  // whether it is complete after some microseconds; not while there are others
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);

@@ -1,14 +1,15 @@
 // The calls that need no Python: an operation of a communicator on NumPy arrays whose signature is known.
 //
 // An Operation stands where the method of the communicator was.  It compares its arguments with those of earlier calls:
-// arrays by dtype, shape and flags, all others by identity.  A call that it knows is numbered, recorded and started
-// here.  If that completes while it holds the GIL, nothing else runs; what is left goes to Communicator._finish.  All
-// other calls go to the method, and after that to Node.remember, which says how the next such call runs.
+// arrays by dtype, shape and flags, integers and lists of them by value, all others by identity.  A call that it knows
+// is numbered, recorded and started here.  If that completes while it holds the GIL, nothing else runs; what is left
+// goes to Communicator._finish.  All other calls go to the method, and after that to Node.remember, which says how the
+// next such call runs.
 #include "module.h"
 
 #include <string.h>
 
-enum { ARGUMENTS = 8, DIMENSIONS = 4, KNOWN = 64, MOST_WORDS = 1 + ARGUMENTS * (3 + DIMENSIONS) };
+enum { ARGUMENTS = 8, DIMENSIONS = 4, KNOWN = 64, MOST_WORDS = 3 * KOS_MAX_RANKS };
 
 // The start of NumPy's PyArrayObject, which is the same in all versions; group_bind checks it.
 typedef struct {
@@ -37,20 +38,23 @@ typedef struct {
     int (*read)(void *, tensor *);
 } exchange_api;
 
-// What makes calls the same, in words: how many arguments there are; of each its keyword, if it has one, then the
-// object, or of an array the dtype, the dimensions and flags, and the shape.  Objects are compared by identity.
+// What makes calls the same, in words: how many arguments there are; of each its keyword, if it has one, then what and
+// of which kind: the object, the value of an integer, the length of a list and its integers, or of an array the dtype,
+// the dimensions and flags, and the shape.  Objects are compared by identity.
 typedef struct {
     size_t words;  // 0: of a call that cannot be known
     uint64_t word[MOST_WORDS];
 } call_key;
+enum { OBJECT, INTEGER, COUNTS };  // kinds but those of arrays, which have 1 + the dimensions << 16
 
 typedef struct {
-    call_key key;
     PyObject *how;  // what Node.remember has said of it, which keeps all objects of this call and of its key
     PyObject *call, *prepared, *description;  // of group_prepare, of kos.comm.prepared, of the recorder
     PyObject *work, *fixed[3];                // the class of its Works, None if it waits; arguments of a Persistent
     const kos_prepared *core;                 // that of `call`
     int send, recv, result;                   // arguments, or -1
+    size_t words;                             // of its key
+    uint64_t word[];
 } known;
 
 // What stands for one method of a communicator; or the base of CorePersistent, whose arguments are fixed.
@@ -81,7 +85,7 @@ static void forget(Operation *o) {
             Py_DECREF(k->how);
         PyMem_Free(k);
     }
-    o->found = o->calls;
+    o->found = NULL;
     o->used = 0;
 }
 
@@ -109,6 +113,29 @@ static int read_tensor(PyObject *x, tensor *t) {
     return t->bits < 8 || (uintptr_t)t->data % (t->bits / 8) == 0;
 }
 
+static int is_integer(PyObject *x, uint64_t *value) {
+    int overflow = 1;
+    if (Py_TYPE(x) == &PyLong_Type)
+        *value = (uint64_t)PyLong_AsLongLongAndOverflow(x, &overflow);
+    return !overflow;
+}
+
+// The words of an argument that is no array.  Counts are compared by value: the program may change the list.
+static uint64_t *add_plain(uint64_t *word, PyObject *x) {
+    const int is_list = Py_TYPE(x) == &PyList_Type, is_tuple = Py_TYPE(x) == &PyTuple_Type;
+    const Py_ssize_t length = is_list ? PyList_Size(x) : is_tuple ? PyTuple_Size(x) : 0;
+    word[0] = (uintptr_t)x;
+    word[1] = is_integer(x, word) ? INTEGER : OBJECT;
+    if (!length || length > KOS_MAX_RANKS)
+        return word + 2;
+    for (Py_ssize_t i = 0; i < length; i++)
+        if (!is_integer(is_list ? PyList_GetItem(x, i) : PyTuple_GetItem(x, i), &word[2 + i]))
+            return word + 2;
+    word[0] = (uint64_t)length;
+    word[1] = COUNTS;
+    return word + 2 + length;
+}
+
 // The key of a call, and where its arrays are.
 static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize_t positional, Py_ssize_t count,
                      PyObject *names) {
@@ -118,8 +145,12 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
         return;
     *word++ = (uint64_t)(positional << 8 | count);
     for (Py_ssize_t a = 0; a < count; a++) {
-        tensor t = {.nd = -1};  // not an array
-        uint64_t what = (uintptr_t)args[a], kind = 0;
+        tensor t;
+        uint64_t what, kind;
+        if (key->word + MOST_WORDS - word < 3 + KOS_MAX_RANKS)
+            return;
+        if (a >= positional)
+            *word++ = (uintptr_t)PyTuple_GetItem(names, a - positional);
         if (Py_TYPE(args[a]) == ndarray_type) {
             const ndarray *array = (ndarray *)args[a];
             t = (tensor){.data = array->data, .nd = array->nd, .shape = (const int64_t *)array->dimensions};
@@ -130,9 +161,10 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
                 return;
             what = (uintptr_t)tensor_type;
             kind = (uint64_t)t.code << 48 | (uint64_t)t.bits << 40 | (uint64_t)t.lanes << 24;
+        } else {
+            word = add_plain(word, args[a]);
+            continue;
         }
-        if (a >= positional)
-            *word++ = (uintptr_t)PyTuple_GetItem(names, a - positional);
         if (t.nd > DIMENSIONS)
             return;
         *word++ = what;
@@ -144,19 +176,19 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
     key->words = (size_t)(word - key->word);
 }
 
-static int is_same(const call_key *a, const call_key *b) {
-    return a->words == b->words && !memcmp(a->word, b->word, a->words * sizeof *a->word);
+static int is_same(const known *k, const call_key *key) {
+    return k->words == key->words && !memcmp(k->word, key->word, key->words * sizeof *key->word);
 }
 
 // The place of the call with this key; it is empty if the call is not known.
 static known **find(Operation *o, const call_key *key) {
-    if (*o->found && is_same(&(*o->found)->key, key))
+    if (o->found && *o->found && is_same(*o->found, key))
         return o->found;
     uint64_t hash = 0;
     for (size_t w = 0; w < key->words; w++)
         hash = (hash ^ key->word[w]) * UINT64_C(0xC2B2AE3D27D4EB4F);
     unsigned at = (unsigned)(hash >> 40) % KNOWN;
-    while (o->calls[at] && !is_same(&o->calls[at]->key, key))
+    while (o->calls[at] && !is_same(o->calls[at], key))
         at = (at + 1) % KNOWN;
     return o->found = &o->calls[at];
 }
@@ -169,7 +201,7 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
     if (o->used == KNOWN / 2)
         forget(o);
     PyObject *objects;
-    known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k);
+    known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k + key->words * sizeof *k->word);
     if (!k || !PyArg_ParseTuple(how, "OOOOiiiO", &k->call, &k->prepared, &k->description, &k->work, &k->send,
                                 &k->recv, &k->result, &objects)) {
         PyMem_Free(k);
@@ -177,7 +209,8 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
     }
     for (int i = 0; !o->name && i < 3; i++)
         k->fixed[i] = PyTuple_GetItem(objects, i);
-    k->key = *key;
+    k->words = key->words;
+    memcpy(k->word, key->word, key->words * sizeof *k->word);
     k->core = prepared_of(k->call);
     k->how = Py_NewRef(how);
     *place = k;
@@ -221,10 +254,6 @@ static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObjec
         if (PyList_Append(o->group->objects[ACTIVE], (PyObject *)s))
             Py_CLEAR(s);
     }
-    if (!o->name && s != o->last) {
-        Py_XDECREF((PyObject *)o->last);
-        o->last = (State *)Py_XNewRef((PyObject *)s);
-    }
     return (PyObject *)s;
 }
 
@@ -248,10 +277,9 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
     void *from = k->send < 0 ? NULL : data[k->send], *to = k->recv < 0 ? NULL : data[k->recv];
     g->hits++;
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
-    kos_work begun;
-    const kos_result r = begin(g, k->core, number, from, to, &begun);
+    const kos_result r = begin(g, k->core, number, from, to);
     PyObject *slot = note(objects, k, sequence, frame);  // while the data is on its way
-    PyObject *left = go_on(g, k->call, r, &begun, send, recv, k->work == Py_None);
+    PyObject *left = go_on(g, k->call, r, send, recv, k->work == Py_None);
     if (left == Py_None)
         PyList_SetItem(slot, COMPLETED, nanoseconds());
     if (k->work != Py_None && (left == Py_None || is_pending(left)))
@@ -260,7 +288,11 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
         value = Py_NewRef(result);
     else
         value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, prepared, send, recv, result, sequence, slot, left,
-                                           NULL);
+                                           k->work == Py_None ? Py_True : Py_False, NULL);
+    if (!o->name && value) {
+        Py_XDECREF((PyObject *)o->last);
+        o->last = (State *)Py_NewRef(value);
+    }
     Py_DECREF(left);
     Py_DECREF(prepared);
     Py_DECREF(sequence);
@@ -354,19 +386,12 @@ PyObject *take_tensors(PyObject *self, PyObject *type) {
     return PyBool_FromLong((PyObject *)tensor_type == type);
 }
 
-static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    Operation *o = (Operation *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (o)
-        o->found = o->calls;
-    return (PyObject *)o;
-}
-
 // method(name, method, docstring): what stands in for that method of the communicator.
 PyObject *group_method(PyObject *self, PyObject *args) {
     PyObject *name, *method, *text;
     if (!PyArg_ParseTuple(args, "UOU:method", &name, &method, &text))
         return NULL;
-    Operation *o = (Operation *)operation_new(operation_type, NULL, NULL);
+    Operation *o = (Operation *)PyType_GenericNew(operation_type, NULL, NULL);
     if (!o)
         return NULL;
     o->group = (Group *)Py_NewRef(self);
@@ -421,7 +446,7 @@ static PyMemberDef operation_members[] = {
     {0},
 };
 static PyType_Slot operation_slots[] = {
-    {Py_tp_new, operation_new}, {Py_tp_dealloc, operation_dealloc}, {Py_tp_traverse, operation_traverse},
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, operation_dealloc}, {Py_tp_traverse, operation_traverse},
     {Py_tp_clear, operation_clear}, {Py_tp_methods, operation_methods}, {Py_tp_members, operation_members}, {0},
 };
 PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0,
