@@ -144,6 +144,7 @@ static PyMemberDef group_members[] = {
     {"parks", T_ULONGLONG, offsetof(Group, parks), READONLY, NULL},
     {"off", T_BOOL, offsetof(Group, off), 0, NULL},
     {"hits", T_ULONGLONG, offsetof(Group, hits), READONLY, NULL},
+    {"compare_at", T_ULONGLONG, offsetof(Group, compare_at), 0, NULL},
     {0},
 };
 static PyType_Slot group_slots[] = {
@@ -163,6 +164,8 @@ static const struct { const char *name; long value; } constants[] = {
 static PyMethodDef functions[] = {
     {"layout", layout, METH_O, NULL},
     {"tensors", take_tensors, METH_O, NULL},
+    {"arrays", take_arrays, METH_O, NULL},
+    {"windows", take_windows, METH_O, NULL},
     {0},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", NULL, -1, functions, NULL, NULL, NULL, NULL};
@@ -174,7 +177,7 @@ PyMODINIT_FUNC PyInit_native(void) {
     operation_type = (PyTypeObject *)PyType_FromSpec(&operation_spec);
     int error = !m || !group || !work_type || PyModule_AddObjectRef(m, "Group", group)
         || PyModule_AddObjectRef(m, "State", (PyObject *)state_type)
-        || PyModule_AddObjectRef(m, "Operation", (PyObject *)operation_type) || eager_init()
+        || PyModule_AddObjectRef(m, "Operation", (PyObject *)operation_type) || eager_init() || launch_init()
         || pthread_atfork(NULL, NULL, kos_forked);
     for (size_t i = 0; !error && i < sizeof constants / sizeof *constants; i++)
         error = PyModule_AddIntConstant(m, constants[i].name, constants[i].value);

@@ -29,14 +29,16 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi_job import on_thread
 from kos.comm.failures import EndedEarly, Late
 from kos.comm.gpu import nccl_binding as binding
-from kos.comm.gpu.backend import DeviceBackend, unstarted
+from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import Piece, Scratch, Windows, exchange_of
-from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
+from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM, native_call, native_launch, packed
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.routes import Route, nothing
+from kos.comm.gpu.works import unstarted
 from kos.comm.operation import AUTO, Operation
+from kos.comm.prepared import Prepared
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.work import Work
 from kos.cuda import driver
@@ -319,6 +321,15 @@ class NCCLBackend(DeviceBackend):
         connected = kind in self._connected
         return launch if connected else _FirstCall(self, o, launch, kind), None, connected
 
+    def launch_words(self, prepared: Prepared) -> bytes | None:
+        launch: Any = prepared.route.launch if isinstance(prepared.route, InWindows) else prepared.route
+        native = isinstance(launch, partial) and launch.func is native_launch
+        return packed(*launch.args[1:]) if native else None
+
+    def launch_error(self, prepared: Prepared, status: int) -> Exception:
+        error: Exception = self._nccl.NCCLError(status)
+        return error
+
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Launch NCCL's own operations as one group; the others follow one by one."""
         alone = [work for work in works if isinstance(_innermost(work), self.alone)]
@@ -362,10 +373,11 @@ class NCCLBackend(DeviceBackend):
             return nothing, ""
         code, op, per = native  # NCCL's dtype and op (-1: created at the call), and its elements per element
         last = () if o.root is None else (o.root,)
-        function, comm = getattr(self._nccl, o.name), self._comm
+        comm = self._comm
         if op < 0:
+            function = getattr(self._nccl, o.name)
             return partial(self._premultiplied, function, count * per, reduction, last), "premultiplied"
-        return _native_launch(function, count * per, code, op, *last, comm), "native"
+        return native_call(o.name, count * per, code, op, *last, comm), "native"
 
     def _premultiplied(
         self, function: Callable[..., None], count: int, reduction: Reduction, root: tuple[int, ...], stream: int,
@@ -388,19 +400,15 @@ class NCCLBackend(DeviceBackend):
                 token = self._token.pointer
                 arguments = token, token, 1, CODE_OF[DTYPES["int32"]], SUM, comm
                 return lambda stream, *_: nccl.all_reduce(*arguments, stream), "native"
-            case "broadcast":
-                function, nbytes = nccl.broadcast, out_bytes
-            case "all_gather":
-                function, nbytes = nccl.all_gather, x_bytes
+            case "broadcast" | "scatter":
+                nbytes = out_bytes
+            case "all_gather" | "gather":
+                nbytes = x_bytes
             case "all_to_all":
-                function, nbytes = nccl.allto_all, x_bytes // self.size
-            case "gather":
-                function, nbytes = nccl.gather, x_bytes
-            case "scatter":
-                function, nbytes = nccl.scatter, out_bytes
+                nbytes = x_bytes // self.size
             case _:
                 return partial(self.exchange, *exchange_of(o, self.rank, self.size)), "exchange"
-        return (_native_launch(function, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
+        return (native_call(o.name, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
 
     # The interface for OrderedReduction and CompressedOperation.
 
@@ -436,15 +444,6 @@ class _FirstCall:
             backend._connected.add(self.kind)
         else:
             launch(stream, send, recv)
-
-
-def _native_launch(function: Callable[..., None], *arguments: Any) -> Run:
-    """The launch of a function of NCCL, which takes the addresses first, and the stream last."""
-
-    def launch(stream: int, send: int, recv: int) -> None:
-        function(send, recv, *arguments, stream)
-
-    return launch
 
 
 @functools.cache
