@@ -35,7 +35,7 @@ from kos.cuda.kernels import BoundKernel, _read_sources
 from kos.errors import RankLost
 from kos.memory.array import Array
 from tests.comm import fake_driver
-from tests.comm.fake_nccl import WAIT, Memory, no_gpu
+from tests.comm.fake_nccl import WAIT, FakeNCCL, Memory, no_gpu
 from tests.comm.gpu_ranks import OnGPU
 from tests.host_compiler import compiled
 
@@ -138,9 +138,9 @@ class HostMemory:
 
 
 @contextlib.contextmanager
-def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 7) -> Iterator[None]:
+def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 7) -> Iterator[FakeNCCL]:
     """Everything that would reach for the driver or a GPU finds a stand-in; a rank's GPU has few multiprocessors."""
-    with no_gpu(monkeypatch):
+    with no_gpu(monkeypatch) as fake:
         cu = driver.cu
         info = SimpleNamespace(uuid="GPU", multiprocessors=ranks * multiprocessors, arch="sm_80", name="a stand-in")
         nothing = lambda *arguments: (0,)  # noqa: E731
@@ -159,7 +159,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         monkeypatch.setattr(peer, "SymmetricMemory", HostMemory)
         monkeypatch.setattr(driver, "synchronize", nothing)
         monkeypatch.setattr(peer, "_concurrent", ConcurrentKernelsOfThreads())
-        yield
+        yield fake
 
 
 class ConcurrentKernelsOfThreads:
