@@ -452,6 +452,8 @@ def test_two_threads_are_found_while_a_launch_blocks(nccl: FakeNCCL, monkeypatch
         comm.rendezvous.barrier()
         if comm.rank == 1:
             found.wait(10.0)
+            comm.all_reduce(y)  # the one that the other rank has begun
+            comm.all_reduce(y)
             with pytest.raises(CollectiveError, match="two threads"):
                 comm.synchronize()
             return
