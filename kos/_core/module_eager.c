@@ -161,7 +161,8 @@ static known **find(Operation *o, const call_key *key) {
 }
 
 // Keeps a call as Node.remember describes it:
-// (native Prepared, Prepared, description, class of the Works or None, send, recv, result, objects).
+// (native Prepared, Prepared, description, class of the Works or None, send, recv, result, objects); on a GPU
+// EagerCalls.remember, which gives False for one that the core will never make.
 static void remember(Operation *o, const call_key *key, PyObject *how) {
     if (*find(o, key))
         return;  // a call within this one has been kept
@@ -169,15 +170,15 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
         forget(o);
     PyObject *objects, *unused;
     known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k);
-    if (!k || !PyArg_ParseTuple(how, "OOOOiiiO|OOO", &k->call, &k->prepared, &k->description, &k->work, &k->send,
-                                &k->recv, &k->result, &objects, &unused, &unused, &unused)) {
+    if (!k || (how != Py_False && !PyArg_ParseTuple(how, "OOOOiiiO|OOO", &k->call, &k->prepared, &k->description, &k->work, &k->send,
+                                &k->recv, &k->result, &objects, &unused, &unused, &unused))) {
         PyMem_Free(k);
         return;
     }
-    for (int i = 0; !o->name && i < 3; i++)
+    for (int i = 0; !o->name && how != Py_False && i < 3; i++)
         k->fixed[i] = PyTuple_GetItem(objects, i);
     k->key = *key;
-    k->core = PyBytes_Check(k->call) ? NULL : prepared_of(k->call);
+    k->core = how == Py_False || PyBytes_Check(k->call) ? NULL : prepared_of(k->call);
     k->how = Py_NewRef(how);
     *place = k;
     o->used++;
@@ -232,7 +233,7 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
     Group *g = o->group;
     PyObject *const *objects = g->objects;
     if (!k->core)
-        return queue_call(g, k->how, k->result < 0 ? Py_None : args[k->result], k->send < 0 ? NULL : data[k->send],
+        return k->how == Py_False ? NULL : queue_call(g, k->how, k->result < 0 ? Py_None : args[k->result], k->send < 0 ? NULL : data[k->send],
                           k->recv < 0 ? NULL : data[k->recv]);
     const int message = k->core->algorithm == KOS_MAIL;
     PyObject *frame;

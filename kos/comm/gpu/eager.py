@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from kos._core import native
-from kos.comm.prepared import Prepared
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Work
 from kos.cuda import driver
@@ -53,8 +52,10 @@ class EagerCalls:
 
     def remember(
         self, name: str, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
-    ) -> tuple[Any, ...] | None:
-        """How the core makes calls like this thread's last, ``name`` with these arguments; None if it cannot.
+    ) -> tuple[Any, ...] | bool | None:
+        """How the core makes calls like this thread's last, ``name`` with these arguments; False: it never will.
+
+        None if this call says nothing of others.
 
         What it queues, the Prepared, what the recorder has of the call, the Work that stands for all of them, and which
         arguments are input, output and result, -1 for none.  Then the objects by whose identity calls are compared,
@@ -63,19 +64,21 @@ class EagerCalls:
         thread, self.asked, last, self._last = self.asked, 0, self._last, None
         if thread or last is None or last[0] != get_ident():
             return None
-        work, prepared, arguments = last[1], last[1].prepared, (*positional, *keywords.values())
-        stream = keywords.get("stream")
-        if prepared.name != name or any(not (_is_fixed(x) or x is stream) for x in arguments):
+        work, prepared = last[1], last[1].prepared
+        if prepared.name != name or not prepared.lasting:
             return None
+        arguments, stream = (*positional, *keywords.values()), keywords.get("stream")
+        if not prepared.waits or any(not (_is_fixed(x) or x is stream) for x in arguments):
+            return False
         ends = [each if address else None for each, address in zip(last[2:], (work.send, work.recv), strict=True)]
         if any(not any(x is each for each in ends) for x in arguments if _address(x) is not None):
-            return None
+            return False
         used = [_place(x, arguments) for x in (*ends, result)]
         if None in used:
-            return None
+            return False
         plan = self._plan(work)
         if plan is None:
-            return None
+            return False
         lasting = prepared.work(prepared)
         lasting.stream, lasting.queue = work.stream, work.queue
         objects = *map(_identity, arguments), *keywords
@@ -86,9 +89,7 @@ class EagerCalls:
         """What the core queues, as it reads it; None if the call is more than one launch on a stream that is kept."""
         prepared, stream = work.prepared, work.stream
         backend, o = prepared.backend, prepared.operation
-        if not prepared.waits or not prepared.lasting or o.options.purpose or work.convert is not None:
-            return None
-        if not isinstance(prepared, Prepared) or (type(work.queue) is int and stream > LEGACY):
+        if o.options.purpose or work.convert is not None or (type(work.queue) is int and stream > LEGACY):
             return None
         launch = backend.launch_words(prepared)
         if launch is None:
