@@ -72,7 +72,9 @@ int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape) {
     words->what = (uintptr_t)array->dtype;
     words->kind = (uint64_t)PyLong_AsLong(array->device) << 1 | (array->readonly == Py_True);
     words->stream = (uintptr_t)array->stream;
-    return !PyErr_Occurred();
+    const int error = PyErr_Occurred() != NULL;
+    PyErr_Clear();
+    return !error;
 }
 
 // --- A call ----------------------------------------------------------------------------------------------------------
@@ -130,11 +132,12 @@ PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char
     Py_INCREF(how);  // while the GIL is released another thread may make this forgotten
     Py_XINCREF(result);
     g->hits++;
+    if (q->fingerprint)
+        put(objects[COMM], s_active, work);  // before anything that might let another thread run
     set_field((State *)work, RECORD, note(objects, PyTuple_GetItem(how, DESCRIPTION), sequence, frame));
     set_field((State *)work, SEQUENCE, sequence);
     put(PyTuple_GetItem(how, BACKEND), s_last_work, work);
     if (q->fingerprint) {
-        put(objects[COMM], s_active, work);
         kos_publish(&g->core, PyLong_AsUnsignedLongLong(sequence), q->fingerprint);
         put(PyTuple_GetItem(how, SHARED), s_last, work);
     }

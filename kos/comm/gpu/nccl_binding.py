@@ -123,8 +123,12 @@ def _address_of(operation: str) -> int:
     """The address of a function of the library that the binding has loaded: a process may have loaded several."""
     from nccl.bindings._internal import nccl
 
-    name = "AlltoAll" if operation == "all_to_all" else operation.title().replace("_", "")
-    return int(nccl._inspect_function_pointer(f"__nccl{name}"))
+    return int(nccl._inspect_function_pointer(f"__{function_name(operation)}"))
+
+
+def function_name(operation: str) -> str:
+    """The name of its function in NCCL."""
+    return "ncclAlltoAll" if operation == "all_to_all" else f"nccl{operation.title().replace('_', '')}"
 
 
 def free(address: int) -> None:
