@@ -6,12 +6,10 @@ graphs, and is freed after they are destroyed.
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from kos._core import native
 from kos.cuda.driver import cu
 from kos.cuda.graphs import CapturedGraph, captured_graph
 from kos.cuda.streams import LEGACY
@@ -58,7 +56,7 @@ class WindowMemory:
         self.pointer, self.nbytes, self.handle, self.owner = pointer, nbytes, handle, owner
         self._graphs: list[CapturedGraph] = []
         memories[id(self)] = self  # several communicators may register one address
-        _tell_core()
+        changed()
 
     def add(self, graph: CapturedGraph) -> None:
         """Record that ``graph`` uses the memory."""
@@ -73,7 +71,7 @@ class WindowMemory:
     def forget(self) -> None:
         """Remove the memory from the table before it is freed."""
         memories.pop(id(self), None)
-        _tell_core()
+        changed()
 
 
 class InWindows:
@@ -95,10 +93,8 @@ memories: dict[int, WindowMemory] = {}
 """All windows of this process."""
 
 
-def _tell_core() -> None:
-    """Tell the compiled core, whose calls depend on it too, where windows are."""
-    if native is not None:
-        native.windows(b"".join(struct.pack("=QQ", each.pointer, each.nbytes) for each in list(memories.values())))
+def changed() -> None:
+    """Called when there is another window, or one less; replaced by whoever must know."""
 
 
 def in_windows(launch: Run, pointers: Iterable[Any]) -> Run:

@@ -66,8 +66,7 @@ class DeviceBackend(Backend):
     """Calls in flight whose deadline the watchdog looks at; 0 where kernels have their own."""
     _failure: Sequence[int] = (0,)
     """Its first word is not 0 once a kernel has ended early."""
-    failed_word = 0
-    """The address of that word; 0 if there is none."""
+    failed_word = 0  # the address of that word, if there is one
 
     def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
         super().__init__(rendezvous)

@@ -17,6 +17,7 @@ from kos.comm.reduction import ReduceOp
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.streams import LEGACY, PER_THREAD
+from kos.memory import windows
 from kos.memory.array import Array
 from kos.memory.libraries import library_of
 from kos.memory.windows import InWindows
@@ -25,6 +26,16 @@ Guard = tuple[Any, str, Any]
 """An object, the name of an attribute, and its value while the core may make such a call."""
 
 _APART = (1 << 64) - 1
+
+
+def tell_windows() -> None:
+    """Tell the core where windows are, on which its calls depend too."""
+    memories = list(windows.memories.values())
+    native.windows(b"".join(struct.pack("=QQ", each.pointer, each.nbytes) for each in memories))
+
+
+if native is not None:
+    windows.changed = tell_windows
 
 
 class EagerCalls:

@@ -319,7 +319,17 @@ class NCCLBackend(DeviceBackend):
         # NCCL connects ranks at the first call of a kind, which depends on size and peer.
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{how} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
-        return launch if connected else _FirstCall(self, o, launch, kind), None, connected
+        return launch if connected else partial(self._first_call, kind, o.options.timeout, launch), None, connected
+
+    def _first_call(
+        self, kind: _Kind, timeout: float | None, launch: Run, stream: int, send: int, recv: int
+    ) -> None:
+        """The first launch of its kind: NCCL may connect to the other ranks, and wait for them."""
+        if kind not in self._connected:
+            self.bounded(lambda: launch(stream, send, recv), timeout, str(self._last))
+            self._connected.add(kind)
+        else:
+            launch(stream, send, recv)
 
     def launch_words(self, prepared: Prepared) -> bytes | None:
         launch: Any = prepared.route.launch if isinstance(prepared.route, InWindows) else prepared.route
@@ -346,7 +356,7 @@ class NCCLBackend(DeviceBackend):
                 self._nccl.group_end()
 
         routes = (work.prepared.route for work in together)
-        kinds = frozenset(route.kind for route in routes if isinstance(route, _FirstCall))
+        kinds = frozenset(route.args[0] for route in routes if _is_first(route))
         if kinds and (len(together), kinds) not in self._connected:
             self.bounded(launch, together[0].operation.options.timeout, str(together[0]))
             self._connected.add((len(together), kinds))
@@ -429,23 +439,6 @@ class NCCLBackend(DeviceBackend):
         self._nccl.all_gather(resolved(send, arrays), resolved(recv, arrays), nbytes, BYTE, self._comm, stream)
 
 
-class _FirstCall:
-    """The first launch of its kind: NCCL may connect to the other ranks, and wait for them."""
-
-    __slots__ = ("_backend", "_timeout", "kind", "launch")
-
-    def __init__(self, backend: NCCLBackend, o: Operation, launch: Run, kind: _Kind) -> None:
-        self._backend, self.launch, self.kind, self._timeout = backend, launch, kind, o.options.timeout
-
-    def __call__(self, stream: int, send: int, recv: int) -> None:
-        backend, launch = self._backend, self.launch
-        if self.kind not in backend._connected:
-            backend.bounded(lambda: launch(stream, send, recv), self._timeout, str(backend._last))
-            backend._connected.add(self.kind)
-        else:
-            launch(stream, send, recv)
-
-
 @functools.cache
 def _native(op: ReduceOp, dtype: DType) -> tuple[int, int, int] | None:
     """NCCL's dtype, NCCL's op (-1: created at the call) and elements per element; None for kos's kernel."""
@@ -467,9 +460,13 @@ def _real_type(dtype: DType) -> DType:
     return DTYPES[f"float{4 * dtype.itemsize}"] if dtype.kind == "complex" else dtype
 
 
+def _is_first(route: Any) -> bool:
+    return isinstance(route, partial) and getattr(route.func, "__func__", None) is NCCLBackend._first_call
+
+
 def _bare(work: Work[Any]) -> Any:
     route = work.prepared.route
-    return route.launch if isinstance(route, _FirstCall) else route
+    return route.args[-1] if _is_first(route) else route
 
 
 def _innermost(work: Work[Any]) -> Any:
