@@ -6,7 +6,7 @@ time until a call returns, back to back, in microseconds: the median of all turn
 queue is never full: after each turn the ranks wait for the GPU.  ``kernels`` is how many a call launches, 0 where the
 core does not make it, as for what is several launches; there only Python is timed.
 
-One GPU for two ranks serves peer alone.  Arrays of torch are on its current stream, those of kos on a stream of their
+One GPU for two ranks serves peer alone, and kernels take turns of a millisecond there: fewer turns will do.  Arrays of torch are on its current stream, those of kos on a stream of their
 own and on the legacy default stream.
 """
 
@@ -31,8 +31,7 @@ from typing import Any
 import kos
 from kos.bench.report import provenance, to_json
 from kos.commands import program
-from kos.cuda import create_stream
-from kos.cuda.driver import call, cu
+from kos.cuda import create_stream, driver
 from kos.errors import BackendUnavailable, KosError
 from kos.files import check_writable
 from kos.memory import Array
@@ -90,7 +89,7 @@ class Timer:
 
     def _settle(self) -> None:
         self._comm.synchronize()
-        call(cu.cuCtxSynchronize)
+        driver.synchronize(self._comm.device)
         self._comm.rendezvous.barrier()
 
     def _time(self, run: Call) -> float:
@@ -146,6 +145,7 @@ def measure(backend: str, options: argparse.Namespace, loop: ctypes.CDLL) -> Ite
     """A row for each operation, kind of array and size on ``backend``.  Collective."""
     with kos.init(backend, timeout=60.0) as comm:
         assert comm.device is not None
+        driver.set_device(comm.device)  # launches on a default stream go to the current device
         timer = Timer(comm, loop, options.calls, options.turns)
         for kind, make in allocators(comm.device):
             for nbytes in options.sizes:
