@@ -6,8 +6,8 @@ time until a call returns, back to back, in microseconds: the median of all turn
 queue is never full: after each turn the ranks wait for the GPU.  ``kernels`` is how many a call launches, 0 where the
 core does not make it, as for what is several launches; there only Python is timed.
 
-One GPU for two ranks serves peer alone, and kernels take turns of a millisecond there: fewer turns will do.  Arrays of torch are on its current stream, those of kos on a stream of their
-own and on the legacy default stream.
+One GPU for two ranks serves peer alone, whose kernels take turns of a millisecond there: a few calls and turns will do.
+Arrays of torch are on its current stream, those of kos on a stream of their own and on the legacy default stream.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ typedef struct {
 } kos_group;
 
 // --- Launches on a GPU ---------------------------------------------------------------------------------------------
-// What one start queues: kernels, by the driver's cuLaunchKernelEx, or an operation of NCCL, by its function.  Both
+// What one start queues: a kernel, by the driver's cuLaunchKernelEx, or an operation of NCCL, by its function.  Both
 // libraries are loaded by Python, which gives the addresses of their functions and makes all of this.
 
 // As CUDA's CUlaunchConfig.
@@ -415,8 +415,8 @@ int kos_missing(const kos_group *g, const kos_work *w, int rank);  // whether it
 void kos_rest(int64_t start, int yields);
 
 // launch.c
-// Queues so many launches, which follow one another in memory; returns 0, or the error of the function.  It may block
-// until the GPU has run earlier launches, and needs no GIL.
-int kos_launch_all(const kos_launch *launch, uint64_t count, const uint64_t sources[KOS_SOURCES]);
+// Queues it; returns 0, or the error of the function.  It may block until the GPU has run earlier launches, and needs no
+// GIL.
+int kos_queue_launch(const kos_launch *launch, const uint64_t sources[KOS_SOURCES]);
 
 #endif

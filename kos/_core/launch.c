@@ -7,9 +7,8 @@ typedef int (*launch_kernel)(const kos_config *config, void *kernel, void **para
 // All arguments are integers or addresses: a function reads as many of them as it has.
 typedef int (*any_function)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
 
-// The words are copied: threads may queue one launch at a time.
-static int queue(const kos_launch *l, const uint64_t *sources) {
-    uint64_t w[KOS_MOST_WORDS];
+int kos_queue_launch(const kos_launch *l, const uint64_t sources[KOS_SOURCES]) {
+    uint64_t w[KOS_MOST_WORDS];  // a copy: several threads may queue a launch
     memcpy(w, l->data, l->words * sizeof *w);
     const kos_patch *patch = (const kos_patch *)(l->data + l->words);
     for (uint64_t i = 0; i < l->patches; i++)
@@ -22,13 +21,4 @@ static int queue(const kos_launch *l, const uint64_t *sources) {
     kos_config config = l->config;
     config.stream = sources[KOS_STREAM];
     return ((launch_kernel)(uintptr_t)l->function)(&config, (void *)(uintptr_t)l->kernel, parameters, NULL);
-}
-
-int kos_launch_all(const kos_launch *launch, uint64_t count, const uint64_t sources[KOS_SOURCES]) {
-    int error = 0;
-    for (; count && !error; count--) {
-        error = queue(launch, sources);
-        launch = (const kos_launch *)((const kos_patch *)(launch->data + launch->words) + launch->patches);
-    }
-    return error;
 }

@@ -13,7 +13,7 @@ typedef struct {
     PyObject *device, *dtype, *owner, *pointer, *readonly, *shape, *stream;
 } device_array;
 
-// What is known of a call, in words; then its launches.
+// What is known of a call, in words; then its launch.
 typedef struct {
     uint64_t fingerprint;           // 0 of a message
     uint64_t stream;                // a handle
@@ -21,7 +21,6 @@ typedef struct {
     uint64_t context, get_context;  // that must be current, and the driver's function; 0: any may be
     uint64_t is_captured;           // the driver's function, for a call that runs otherwise in a graph; or 0
     uint64_t send_bytes, recv_bytes, distance;  // from output to input if they overlap
-    uint64_t launches;
 } queued_call;
 
 enum { PLAN, DESCRIPTION = 2, WORK, GUARDS = 8, BACKEND, SHARED };  // of what EagerCalls.remember returns
@@ -145,7 +144,7 @@ PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char
     const uint64_t sources[] = {(uintptr_t)send, (uintptr_t)recv, q->stream};
     int error;
     Py_BEGIN_ALLOW_THREADS
-    error = kos_launch_all((const kos_launch *)(q + 1), q->launches, sources);
+    error = kos_queue_launch((const kos_launch *)(q + 1), sources);
     Py_END_ALLOW_THREADS
     if (error) {
         Py_XDECREF(result);

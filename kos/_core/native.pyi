@@ -18,6 +18,7 @@ REFUSED_MESSAGE: int
 WORD_SEQUENCE: int
 AWAITS_READ: int
 AWAITS_MESSAGE: int
+MOST_WORDS: int
 
 def layout(size: int, /) -> tuple[int, int, int, int, int]:
     """Bytes from the start of a segment to its lines, rings, texts and mailboxes, and of the whole."""

@@ -103,7 +103,7 @@ class EagerCalls:
         if o.options.purpose or work.convert is not None or (type(work.queue) is int and stream > LEGACY):
             return None
         launch = backend.launch_words(prepared)
-        if launch is None:
+        if launch is None or int.from_bytes(launch[16:24], "little") > native.MOST_WORDS:
             return None
         sizes = [0 if end is None else end.nbytes for end in (o.send, o.recv)]
         distance = _APART
@@ -115,8 +115,8 @@ class EagerCalls:
         if stream > LEGACY and (isinstance(prepared.route, InWindows) or not prepared.fixed):
             captured = driver.address("cuStreamIsCapturing")
         current = driver.address("cuCtxGetCurrent") if context else 0
-        numbers = prepared.fingerprint, stream, backend.failed_word, context, current, captured, *sizes, distance, 1
-        return struct.pack("=10Q", *numbers) + launch
+        numbers = prepared.fingerprint, stream, backend.failed_word, context, current, captured, *sizes, distance
+        return struct.pack("=9Q", *numbers) + launch
 
     def _guards(self, work: Work[Any]) -> list[Guard]:
         shared = self._shared
