@@ -415,8 +415,7 @@ int kos_missing(const kos_group *g, const kos_work *w, int rank);  // whether it
 void kos_rest(int64_t start, int yields);
 
 // launch.c
-// Queues it; returns 0, or the error of the function.  It may block until the GPU has run earlier launches, and needs no
-// GIL.
+// Queues it; returns 0, or the error of the function.  It needs no GIL, and may block until the GPU has run others.
 int kos_queue_launch(const kos_launch *launch, const uint64_t sources[KOS_SOURCES]);
 
 #endif

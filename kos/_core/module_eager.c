@@ -170,8 +170,9 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
         forget(o);
     PyObject *objects, *unused;
     known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k);
-    if (!k || (how != Py_False && !PyArg_ParseTuple(how, "OOOOiiiO|OOO", &k->call, &k->prepared, &k->description, &k->work, &k->send,
-                                &k->recv, &k->result, &objects, &unused, &unused, &unused))) {
+    if (!k || (how != Py_False
+               && !PyArg_ParseTuple(how, "OOOOiiiO|OOO", &k->call, &k->prepared, &k->description, &k->work, &k->send,
+                                    &k->recv, &k->result, &objects, &unused, &unused, &unused))) {
         PyMem_Free(k);
         return;
     }
@@ -233,8 +234,9 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
     Group *g = o->group;
     PyObject *const *objects = g->objects;
     if (!k->core)
-        return k->how == Py_False ? NULL : queue_call(g, k->how, k->result < 0 ? Py_None : args[k->result], k->send < 0 ? NULL : data[k->send],
-                          k->recv < 0 ? NULL : data[k->recv]);
+        return k->how == Py_False ? NULL
+            : queue_call(g, k->how, k->result < 0 ? Py_None : args[k->result], k->send < 0 ? NULL : data[k->send],
+                         k->recv < 0 ? NULL : data[k->recv]);
     const int message = k->core->algorithm == KOS_MAIL;
     PyObject *frame;
     if (g->off || (o->last && !o->last->reported) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])

@@ -248,6 +248,9 @@ def test_whatever_a_launch_depends_on(run: Callable[[Body], None], monkeypatch: 
                 comm.all_reduce(x)
             with by(comm, 1):
                 comm.all_reduce(x)
+        backend.shared.calls.core.fail(10**6)  # another rank reports that a later call fails
+        with by(comm, 0):
+            comm.all_reduce(x)
         comm.timeout = 19.0  # the Prepared are other ones
         with by(comm, 0):
             comm.all_reduce(x)

@@ -79,7 +79,9 @@ class EagerCalls:
         if prepared.name != name or not prepared.lasting:
             return None
         arguments, stream = (*positional, *keywords.values()), keywords.get("stream")
-        if not prepared.waits or any(not (_is_fixed(x) or x is stream) for x in arguments):
+        if any(not (_is_fixed(x) or x is stream) for x in arguments):
+            return None  # the next call may have another object
+        if not prepared.waits:
             return False
         ends = [each if address else None for each, address in zip(last[2:], (work.send, work.recv), strict=True)]
         if any(not any(x is each for each in ends) for x in arguments if _address(x) is not None):
