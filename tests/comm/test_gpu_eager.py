@@ -592,3 +592,20 @@ def test_tensors_of_torch_and_its_stream(tmp_path: Path) -> None:
     program.write_text(TORCH)
     done = run_program(sys.executable, str(program), env={**OUTSIDE, "PYTHONPATH": str(ROOT)}, cwd=ROOT)
     assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr
+
+
+def test_objects_that_are_new_each_time_are_not_kept(nccl: FakeNCCL) -> None:
+    """They would push out calls that the core knows."""
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, on_gpu([1.0])
+        known(comm, x)
+        fresh = type("ExternalStream", (Stream,), {"__module__": "torch.cuda"})
+        for number in range(40):
+            comm.all_reduce(x, timeout=10.0 + number)
+            comm.all_reduce(x, stream=fresh(40))
+        comm.all_reduce(x)
+        with by(comm, 1):
+            comm.all_reduce(x)
+
+    FakeRanks(2).run(body)

@@ -79,7 +79,8 @@ class EagerCalls:
         if prepared.name != name or not prepared.lasting:
             return None
         arguments, stream = (*positional, *keywords.values()), keywords.get("stream")
-        if any(not (_is_fixed(x) or x is stream) for x in arguments):
+        streams = () if library_of(stream) else (id(stream),)  # those of torch and CuPy are new objects each time
+        if any(not (_is_fixed(x) or id(x) in streams) for x in arguments):
             return None  # the next call may have another object
         if not prepared.waits:
             return False
