@@ -187,7 +187,7 @@ def test_other_calls_are_made_by_python(run: Callable[[Body], None]) -> None:
 def test_wrong_arrays_are_refused(run: Callable[[Body], None]) -> None:
     def body(comm: kos.Communicator) -> None:
         x, y = on_gpu(np.ones(8, np.float32)), on_gpu(np.ones(8, np.float32))
-        known(comm, x[:4])
+        known(comm, x[:4], out=None)
         known(comm, x[:4], out=y[:4])
         frozen = Array(x.pointer, (4,), "float32", 0, owner=x, readonly=True)
         freed = on_gpu(np.ones(4, np.float32))
