@@ -550,8 +550,11 @@ torch.cuda = types.SimpleNamespace(current_stream=lambda device: CurrentStream)
 sys.modules["torch"] = torch
 
 from kos.comm import watchdog
+from kos.comm.gpu import eager
 from tests.comm.fake_nccl import FakeRanks, no_gpu
 from tests.comm.test_gpu_eager import by, known
+
+assert eager._address(type("Parameter", (FakeTensor,), {"__module__": "torch"})([1])) is None
 
 def body(gpu):
     comm = gpu.comm

@@ -7,6 +7,7 @@ changed that the launch depended on.  These are the *guards*.
 from __future__ import annotations
 
 import struct
+import sys
 from threading import get_ident
 from typing import Any
 
@@ -144,8 +145,9 @@ def _address(x: Any) -> int | None:
     """Where an array is that the core can read; None for anything else."""
     if type(x) is Array:
         return x.pointer
-    if library_of(x) == "torch" and hasattr(type(x), "__dlpack_c_exchange_api__") and native.tensors(type(x)):
-        return int(x.data_ptr())
+    if library_of(x) == "torch" and type(x) is sys.modules["torch"].Tensor:  # the core takes arrays of one type
+        if hasattr(x, "__dlpack_c_exchange_api__") and native.tensors(type(x)):
+            return int(x.data_ptr())
     return None
 
 
