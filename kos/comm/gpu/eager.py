@@ -145,10 +145,10 @@ def _address(x: Any) -> int | None:
     """Where an array is that the core can read; None for anything else."""
     if type(x) is Array:
         return x.pointer
-    if library_of(x) == "torch" and type(x) is sys.modules["torch"].Tensor:  # the core takes arrays of one type
-        if hasattr(x, "__dlpack_c_exchange_api__") and native.tensors(type(x)):
-            return int(x.data_ptr())
-    return None
+    if library_of(x) != "torch" or type(x) is not sys.modules["torch"].Tensor:  # the core takes tensors of one type
+        return None
+    readable = hasattr(x, "__dlpack_c_exchange_api__") and native.tensors(type(x))
+    return int(x.data_ptr()) if readable else None
 
 
 def _identity(x: Any) -> Any:
