@@ -86,6 +86,7 @@ int spin_only(Work *work);  // whether it is complete after some microseconds; n
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
 PyObject *group_method(PyObject *g, PyObject *args);
 PyObject *take_tensors(PyObject *self, PyObject *type);
+extern PyObject *s_active, *s_last, *s_last_work, *s_closed;
 const PyObject *peek(PyObject *x, PyObject *name, int is_method);
 PyObject *note(PyObject *const *objects, PyObject *description, PyObject *sequence, PyObject *frame);
 // Of module_launch.c.
@@ -95,7 +96,6 @@ int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
 uint64_t place_of(const char *data);  // what a call depends on of an address: as kos.memory.windows.place
 // Queues a call that is described by `how`; NULL without an exception: the method must.  `result` is its result.
 PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv);
-int launch_init(void);
 void set_field(State *s, int field, PyObject *value);
 // A Work; `old`, a former start of the same Prepared on the same arrays, if it is complete and nobody else has it.
 State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,

@@ -61,8 +61,8 @@ typedef struct {
 static PyTypeObject *ndarray_type, *tensor_type;
 static const exchange_api *tensor_api;  // of that type
 PyTypeObject *operation_type;
-static PyObject *s_active, *s_first, *s_last, *s_count, *s_lasti, *s_remember, *s_finish, *s_asked, *s_start,
-    *s_requires_grad, *s_is_neg;
+PyObject *s_active, *s_last, *s_last_work, *s_closed;
+static PyObject *s_first, *s_count, *s_lasti, *s_remember, *s_finish, *s_asked, *s_start, *s_requires_grad, *s_is_neg;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
@@ -434,9 +434,9 @@ PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0
 
 int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
-        {&s_active, "_active"}, {&s_first, "first"}, {&s_last, "last"}, {&s_count, "count"}, {&s_lasti, "f_lasti"},
-        {&s_remember, "remember"}, {&s_finish, "_finish"}, {&s_asked, "asked"}, {&s_start, "_start"},
-        {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
+        {&s_active, "_active"}, {&s_first, "first"}, {&s_last, "last"}, {&s_last_work, "_last"}, {&s_closed, "closed"},
+        {&s_count, "count"}, {&s_lasti, "f_lasti"}, {&s_remember, "remember"}, {&s_finish, "_finish"},
+        {&s_asked, "asked"}, {&s_start, "_start"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].to = PyUnicode_InternFromString(names[i].name)))

@@ -26,7 +26,7 @@ typedef struct {
 enum { PLAN, DESCRIPTION = 2, WORK, GUARDS = 8, BACKEND, SHARED };  // of what EagerCalls.remember returns
 
 PyTypeObject *array_type;
-static PyObject *s_closed, *s_active, *s_last, *s_last_work, *windows;
+static PyObject *windows;
 
 // --- Arrays ----------------------------------------------------------------------------------------------------------
 
@@ -158,9 +158,4 @@ PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char
     }
     Py_DECREF(how);
     return result;
-}
-
-int launch_init(void) {
-    return !(s_closed = PyUnicode_InternFromString("closed")) || !(s_active = PyUnicode_InternFromString("_active"))
-        || !(s_last = PyUnicode_InternFromString("last")) || !(s_last_work = PyUnicode_InternFromString("_last"));
 }
