@@ -178,9 +178,13 @@ class NoKernel(HostKernel):
         self._function = fake_driver.number(self)
 
     def bind(self, blocks: int, threads: int, *arguments: Any, **_: Any) -> BoundKernel:
-        return BoundKernel(self, fake_driver.Config(blocks, threads), arguments)
+        return NoLaunch(self, fake_driver.Config(blocks, threads), arguments)
 
     def run(self, config: Any, parameters: int) -> None: ...
+
+
+class NoLaunch(BoundKernel):
+    def __call__(self, stream: Any, *arrays: int) -> None: ...
 
 
 def _of_ranks(ranks: list[dict[str, Path_]]) -> dict[str, Path_]:

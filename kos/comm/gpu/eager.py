@@ -80,7 +80,7 @@ class EagerCalls:
         if prepared.name != name or not prepared.lasting:
             return None
         arguments, stream = (*positional, *keywords.values()), keywords.get("stream")
-        streams = () if library_of(stream) else (id(stream),)  # those of torch and CuPy are new objects each time
+        streams = (id(stream),) if stream is not None and not library_of(stream) else ()  # torch's are new each time
         if any(not (_is_fixed(x) or id(x) in streams) for x in arguments):
             return None  # the next call may have another object
         if not prepared.waits:
