@@ -100,9 +100,13 @@ class Timer:
             run()
         return (time.perf_counter_ns() - began) / self._calls / 1e3
 
-    def _launch(self) -> tuple[Any, Any] | None:
-        """The launch of the last call, and its addresses and stream."""
-        part = next(each for each in self._comm.backend.parts if each.on_gpu and each._last is not None)
+    def _launch(self, run: Call) -> tuple[Any, Any] | None:
+        """The launch of a call by Python, and its Work, which has the addresses and the stream."""
+        parts = [each for each in self._comm.backend.parts if each.on_gpu]
+        for each in parts:
+            each._last = None
+        run()
+        part = next(each for each in parts if each._last is not None)
         known = self._comm._eager is not None and part.launch_words(part._last.prepared)
         return (known, part._last) if known else None
 
@@ -115,8 +119,7 @@ class Timer:
         self._settle()
         if eager is not None:
             eager.off = True
-        run()  # by Python: the backend has its Work, with the addresses
-        launch = self._launch()
+        launch = self._launch(run)
         if b"" in comm.rendezvous.allgather(b"" if launch is None else b"1"):
             launch = None
         sources = None if launch is None else struct.pack("=3Q", launch[1].send, launch[1].recv, launch[1].stream)
