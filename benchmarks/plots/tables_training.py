@@ -6,6 +6,7 @@ import re
 
 from benchmarks.plots import measured
 from benchmarks.plots.results import GIB, RESULTS, Row, gpus, load, newest, one, ratio, select, table
+from kos.train.tools.profile import OPTIMIZER
 
 
 def tokens(row: Row) -> str:
@@ -89,7 +90,7 @@ GROUPS = [
     ("matrix products", "linear"),
     ("attention, forward", "attention(_to)?$"),
     ("attention, backward", "attention(_to)?_backward"),
-    ("optimizer and norm", "adamw|squares|finish_norm"),
+    ("optimizer and norm", f"{OPTIMIZER}|adamw|squares|finish_norm"),  # in older files, kernels
     ("collectives, beside other work", ".*, collective"),
 ]
 

@@ -63,6 +63,12 @@ CASES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
 SCHEDULED = {"algorithm", "counts", "shared and scheduled"}
 
 
+def with_the_next(call: Callable[..., Any], comm: kos.Communicator, *arguments: Any) -> None:
+    """Make a call and another: a rank that only gives data, as a broadcast's root, raises in its next call."""
+    call(comm, *arguments)
+    comm.barrier()
+
+
 def check_mismatch(comm: kos.Communicator, case: str, odd: int) -> str:
     usual, other, message = CASES[case]
     calls = 1
@@ -72,12 +78,12 @@ def check_mismatch(comm: kos.Communicator, case: str, odd: int) -> str:
         other(comm)
         calls = 3
     with pytest.raises(CollectiveMismatch, match=message) as error:
-        (other if comm.rank == odd else usual)(comm)
+        with_the_next(other if comm.rank == odd else usual, comm)
     with pytest.raises(CollectiveError, match="failed before"):
         comm.all_reduce(np.zeros(1))
     assert f"rank {odd} called" in str(error.value)
     assert f"#{calls}" in str(error.value)
-    return str(error.value)
+    return str(error.value).split(f"barrier #{calls + 1}: ")[-1]
 
 
 @pytest.mark.parametrize("start", [run, spawn])
@@ -104,10 +110,23 @@ def test_a_mismatch_is_seen_before_a_third_rank_comes(call: Callable[[kos.Commun
         if comm.rank == 0:
             assert seen.wait(20)
         with pytest.raises(CollectiveMismatch, match="they differ in count 4 against 5"):
-            call(comm, np.zeros(3 + comm.rank))
+            with_the_next(call, comm, np.zeros(3 + comm.rank))
         seen.set()
 
     run(body, 3)
+
+
+def test_a_mismatch_between_ranks_that_only_give_data_is_found_in_a_later_call() -> None:
+    def body(comm: kos.Communicator) -> str:
+        x = np.zeros(4)
+        comm.barrier()
+        for _ in range(2):  # both are over at once on both ranks
+            comm.broadcast(x, 0) if comm.rank == 0 else comm.reduce(x, 0)
+        with pytest.raises(CollectiveMismatch, match="broadcast #1 .* but rank 1 called reduce #1 .* in oper") as error:
+            comm.all_reduce(x)
+        return str(error.value).split("all_reduce #3: ")[-1]
+
+    assert len(set(run(body, 2))) == 1
 
 
 def test_a_rank_that_comes_while_it_is_looked_for() -> None:

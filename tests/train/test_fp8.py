@@ -107,15 +107,27 @@ def test_a_value_that_is_not_finite_stops_the_run(
         train(text, tmp_path, device, **settings)
 
 
+@pytest.mark.parametrize("recompute", ["none", "norms"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_swiglu_that_is_not_written_has_the_same_bits(emulated_runs, text, tmp_path, monkeypatch, device):
-    settings = {**RUN, "model": {**MODEL, "intermediate_size": 128}}  # of the gradient, if blocks are of gate or of up
-    calls, gradient = list[str](), reference.quantize_swiglu_backward
-    monkeypatch.setattr(reference, "quantize_swiglu_backward", lambda *given: (calls.append(""), gradient(*given)))
+def test_norms_and_swiglu_that_are_not_written_have_the_same_bits(
+    emulated_runs, text, tmp_path, monkeypatch, device, recompute
+):
+    shape = {**MODEL, "intermediate_size": 128}  # the gradient, too, if blocks are of gate or of up
+    settings = {**RUN, "model": shape, "recompute": recompute}
+    calls = dict[str, int]()
+    for name in ("rms_norm", "swiglu", "swiglu_backward"):
+        real = getattr(reference, f"quantize_{name}")
+
+        def counted(*given, name=name, real=real):
+            calls[name] = calls.get(name, 0) + 1
+            real(*given)
+
+        monkeypatch.setattr(reference, f"quantize_{name}", counted)
     fused = train(text, tmp_path / "fused", device, **settings)
-    assert calls
+    assert len(calls) == 3
     calls.clear()
     monkeypatch.setattr(Products, "gated", lambda self, gate_up: None)
+    monkeypatch.setattr(Products, "fuses_norm", False)
     written = train(text, tmp_path / "written", device, **settings)
     assert not calls
     assert column(fused) == column(written)

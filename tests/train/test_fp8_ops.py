@@ -181,6 +181,17 @@ def test_swiglu_in_8_bits(shape, rng, arena):
         assert same(both[0][0], both[1][0]) and same(both[0][1], both[1][1])
 
 
+def test_rms_norm_in_8_bits(rng, arena):
+    """The bits of its output, quantized; and its statistics."""
+    x, weight, out = rng.normal(size=(150, 140)), rng.normal(size=140), np.empty((150, 140))
+    rstd, again = np.empty(150), np.empty(150)
+    ops.rms_norm(x, weight, 1e-5, out, rstd)
+    both = [[empty(size, "float8_e4m3fn") for size in (x.shape, x.shape[::-1])] for _ in range(2)]
+    ops.quantize(out, *both[0], arena)
+    ops.quantize_rms_norm(x, weight, 1e-5, again, *both[1], arena)
+    assert same(both[0][0], both[1][0]) and same(both[0][1], both[1][1]) and rstd.tobytes() == again.tobytes()
+
+
 def test_swiglu_backward_without_the_output(rng, arena):
     def columns(n):
         return np.asfortranarray(rng.normal(size=(11, n)))

@@ -71,6 +71,8 @@ class FixedProducts(Products):
     def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> None:
         """None: a piece of the tokens has a scale of its own."""
 
+    fuses_norm = False  # as above
+
     def gated(self, gate_up: Array) -> None:
         """None, as above."""
 

@@ -124,6 +124,24 @@ class Gated:
         return Gated(self.gate_up[rows], self.d_out if self.d_out is None else self.d_out[rows])
 
 
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """RMSNorm's output (N, D), computed where it is quantized, and its ``rstd`` (N,) with it."""
+
+    x: Array
+    weight: Array
+    eps: float
+    rstd: Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, d = self.x.shape
+        return n, d
+
+    def __getitem__(self, rows: slice) -> Normed:
+        return Normed(self.x[rows], self.weight, self.eps, self.rstd[rows])
+
+
 class Fp8Linear:
     """The products of a linear layer, by the names that ``Ops`` has for those of ``products``.
 
@@ -158,7 +176,9 @@ class Fp8Linear:
 
     def _quantize(self, x: Any, made: Quantized) -> None:
         ops, copies = self._products.ops, (made.rows, made.columns, self._products.arena)
-        if not isinstance(x, Gated):
+        if isinstance(x, Normed):
+            ops.quantize_rms_norm(x.x, x.weight, x.eps, x.rstd, *copies)
+        elif not isinstance(x, Gated):
             ops.quantize(x, *copies)
         elif x.d_out is None:
             ops.quantize_swiglu(x.gate_up, *copies)

@@ -42,6 +42,11 @@ class Products:
         """Memory in which ``linear`` saves its input (N, F) for the weight's gradient; None: others save it."""
         return self.fp8.empty_transposed(shape, arena) if self.fp8 and self.tp.size == 1 else None
 
+    @property
+    def fuses_norm(self) -> bool:
+        """Whether ``linear`` takes RMSNorm's output without it being in 16 bits (``kos.train.layers.fp8.Normed``)."""
+        return self.fp8 is not None and self.tp.size == 1
+
     def gated(self, gate_up: Array) -> Any:
         """SwiGLU's output as an input of ``linear`` that is never in 16 bits; None: it must be written."""
         return self.fp8.gated(gate_up) if self.fp8 else None

@@ -101,6 +101,8 @@ class Sublayer:
 
     def enter(self, ctx: PassContext, saved: Saved, exchange_ND: Array, half: Half) -> Callable[[], Array]:
         """Norm, and begin to gather the rows of all ranks. The returned function waits for them."""
+        if (fused := self.norm.fused(ctx, saved.x_nD, saved.statistics_n)) is not None:
+            return lambda: fused
         self.norm.forward(ctx, saved.x_nD, saved.normed_nD, saved.statistics_n, half.own)
         return ctx.tp.start_gather(saved.normed_nD, exchange_ND, [half])
 
@@ -130,7 +132,8 @@ class Sublayer:
         tokens, dtype = len(columns), dx_nD.dtype
         with arena.scope():
             if normed is None and not normed_8:
-                normed = self.norm.normed(ctx, x, keep, statistics)
+                normed = self.norm.fused(ctx, x, statistics)
+                normed = self.norm.normed(ctx, x, keep, statistics) if normed is None else normed
             gathered = (lambda: normed_8) if normed_8 else tp.start_gather(normed, tp.empty_rows(normed, keep))
             if inner is None and not inner_8:
                 inner = self.empty_inner(ctx, tokens, dtype, keep)

@@ -161,6 +161,12 @@ class Ops(Protocol):
         that is computed with it. If all are 0, it is 1.
         """
 
+    def quantize_rms_norm(
+        self, x: Array, weight: Array, eps: float, rstd: Array, rows: Scaled | None, columns: Scaled | None,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        """``rms_norm``, whose output is quantized and not written."""
+
     def quantize_swiglu(self, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         """``quantize`` of what ``swiglu`` writes."""
 

@@ -501,6 +501,15 @@ def swiglu_backward(d_out: Array, gate_up: Array, out: Array | None, d_gate_up: 
             d_gate *= dh
 
 
+def quantize_rms_norm(
+    x: Array, weight: Array, eps: float, rstd: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
+) -> None:
+    with arena.scope():
+        out = arena.take(x.shape, x.dtype)
+        rms_norm(x, weight, eps, out, rstd)
+        quantize(out, rows, columns, arena)
+
+
 def quantize_swiglu(gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
     with arena.scope():
         out = empty_columns(arena, len(gate_up), gate_up.shape[1] // 2, gate_up.dtype)

@@ -76,6 +76,14 @@ class CudaOps:
         )
         kernel(self.stream, grid, block, *values, shared=shared)
 
+    def update(
+        self, rule: Any, weights: Array, gradients: Array, state: Sequence[Array], copy: Array, count: int,
+        chunks: Array, groups: Array, scalars: Array, seed: int, **defines: Any,
+    ) -> None:  # fmt: skip
+        """Queue the kernel of an ``UpdateRule`` (``kos.train.optim``), over ``count`` chunks."""
+        operands = (weights, gradients, *state, copy, chunks, groups, scalars, *rule.operands, seed)
+        self.launch(f"{rule.kernel}.cu", rule.kernel, count, 256, *operands, **defines)
+
     # --- memory --------------------------------------------------------------------------------------
 
     def make_arena(self) -> Arena:
@@ -231,6 +239,13 @@ class CudaOps:
     def quantize(self, x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         fp8.quantize(self, x, None, rows, columns, arena)
 
+    def quantize_rms_norm(
+        self, x: Array, weight: Array, eps: float, rstd: Array, rows: Scaled | None, columns: Scaled | None,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        self._norm(x, weight, None, eps, None, rstd)
+        fp8.quantize(self, x, weight, rows, columns, arena, rstd)
+
     def quantize_swiglu(self, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         fp8.quantize(self, None, gate_up, rows, columns, arena)
 
@@ -278,15 +293,17 @@ class CudaOps:
     ) -> None:  # fmt: skip
         self._norm_backward(d_out, x, weight, statistics, dx, [d_weight, d_bias], accumulate, arena)
 
-    def _norm(self, x: Array, weight: Array, bias: Array | None, eps: float, out: Array, statistics: Array) -> None:
+    def _norm(
+        self, x: Array, weight: Array, bias: Array | None, eps: float, out: Array | None, statistics: Array
+    ) -> None:
         rows, columns = x.shape
         bias = weight if bias is None else bias
-        width = _width(columns, x, weight, bias, out)
+        width = _width(columns, x, weight, bias, x if out is None else out)
         threads = _row_threads(columns, width, 32)
         together = max(1, BLOCK // threads)
         self._norms(
             "norm_forward", x, -(-rows // together), threads * together,
-            x, weight, bias, np.float32(eps), out, statistics, rows,
+            x, weight, bias, np.float32(eps), 0 if out is None else out, statistics, rows,
             WIDTH=width, THREADS=threads, ROWS=together, CENTERED=int(bias is not weight),
         )  # fmt: skip
 

@@ -37,23 +37,27 @@ def check_gpu(about: DeviceInfo) -> None:
 
 
 def quantize(
-    ops: Any, x: Array | None, gate_up: Array | None, rows: Scaled | None, columns: Scaled | None, arena: Arena
-) -> None:
-    """``Ops.quantize`` of ``x``, ``quantize_swiglu`` of ``gate_up``, or of both ``quantize_swiglu_backward``."""
-    n, f = gate_up.shape if x is None else x.shape  # type: ignore[union-attr]
+    ops: Any, x: Array | None, more: Array | None, rows: Scaled | None, columns: Scaled | None, arena: Arena,
+    rstd: Array | None = None,
+) -> None:  # fmt: skip
+    """``Ops.quantize`` of ``x``; with ``more``, gate_up, ``quantize_swiglu``, or of both ``quantize_swiglu_backward``.
+
+    With ``rstd`` of the RMSNorm of ``x``, and ``more`` its weights.
+    """
+    n, f = more.shape if x is None else x.shape  # type: ignore[union-attr]
     f = f if x is not None else f // 2
-    multiple = MULTIPLE if x is None or gate_up is None else SCALE_BLOCK  # of blocks of gate and of up apart
-    for given in (x, gate_up):
+    source = 3 if rstd is not None else 0 if more is None else 1 if x is None else 2
+    multiple = SCALE_BLOCK if source == 2 else MULTIPLE  # blocks are of gate or of up
+    for given in (x, more):
         if given is not None and (n % MULTIPLE or f % multiple or given.dtype.name != "bfloat16"):
             raise InvalidArgument(f"quantize: expected bfloat16 of sizes that are multiples of {multiple}, got {given}")
     form = next(made.values.dtype.name for made in (rows, columns) if made is not None)
     part = rows.scales.shape[-1] if rows is not None else 1
-    sources = (0 if x is None else x, 0 if gate_up is None else gate_up)
+    sources = [0 if each is None else each for each in (x, more, rstd)]
     made = [array for each in (rows, columns) for array in (each or (0, 0))]
     tiles = -(-f // SCALE_BLOCK), -(-n // SCALE_BLOCK)
     defines = {
-        "SOURCE": 0 if gate_up is None else 1 if x is None else 2, "E5M2": int(form == "float8_e5m2"),
-        "ROWS": _scales(rows), "COLUMNS": _scales(columns),
+        "SOURCE": source, "E5M2": int(form == "float8_e5m2"), "ROWS": _scales(rows), "COLUMNS": _scales(columns),
     }  # fmt: skip
     with arena.scope():
         largest: Any = 0

@@ -4,10 +4,10 @@
 // One pass: a block of threads has a tile of 128 x 128 in registers, whose largest magnitude is found on the way to
 // memory.  Magnitudes are compared as integers: so the order is exact, and infinity and NaN are the largest.  A thread
 // has 8 neighbours of 4 rows: it writes rows as they are, and columns through shared memory, 4 rows to a word.  The
-// output of SwiGLU and its gradient are computed here, and are not in memory in 16 bits.
+// outputs of RMSNorm and SwiGLU, and the latter's gradient, are computed here, and are not in memory in 16 bits.
 //
-// -DSOURCE (0: x. 1: SwiGLU of gate_up. 2: the gradient of gate_up, x that of SwiGLU's output) -DE5M2 (0: E4M3) -DROWS
-// -DCOLUMNS (0: not written. 1: the first operand of a product, a scale for each row of a tile. 2: the second, a scale
+// -DSOURCE (0: x. 1: SwiGLU of `more`, gate_up. 2: the gradient of that, x that of SwiGLU's output. 3: the RMSNorm of x,
+// by `rstd` and the weights in `more`) -DE5M2 (0: E4M3) -DROWS -DCOLUMNS (0: not written. 1: the first operand of a product, a scale for each row of a tile. 2: the second, a scale
 // for each tile. 3: one scale for all, for GPUs that multiply no other: then `largest` reads everything before).
 // `f` are the columns of x, or of SwiGLU's output; with SOURCE 2 a multiple of 128.
 #include "swiglu.cuh"
@@ -42,13 +42,22 @@ __device__ __forceinline__ unsigned largest_of(Quad q) {
 }
 
 // What is quantized, rounded to bfloat16: W neighbours of a row, of gate and of up if there are HALVES.
-__device__ __forceinline__ void read(Quad (&out)[HALVES], const bfloat16* x, const bfloat16* gate_up, long row, int column, int f) {
+__device__ __forceinline__ void read(Quad (&out)[HALVES], const bfloat16* x, const bfloat16* more, const float* rstd,
+                                     long row, int column, int f) {
     if constexpr (SOURCE == 0) {
         out[0] = *reinterpret_cast<const Quad*>(x + row * f + column);
+    } else if constexpr (SOURCE == 3) {
+        float v[W], weight[W];
+        load(v, x + row * f + column);
+        load(weight, more + column);
+        const float r = rstd[row];
+#pragma unroll
+        for (int j = 0; j < W; ++j) v[j] = v[j] * r * weight[j];
+        out[0] = packed(v, bfloat16());
     } else {
         float gate[W], up[W];
-        load(gate, gate_up + row * 2 * f + column);
-        load(up, gate_up + row * 2 * f + f + column);
+        load(gate, more + row * 2 * f + column);
+        load(up, more + row * 2 * f + f + column);
         if constexpr (SOURCE == 1) {
             apply_swiglu<bfloat16>(gate, up);
         } else {
@@ -65,12 +74,12 @@ __device__ __forceinline__ int group() { return threadIdx.x % 256 / 8; }  // of 
 __device__ __forceinline__ int column_of_tile() { return threadIdx.x / 256 * 64 + threadIdx.x % 8 * W; }
 
 // This thread's part of the tile, and the largest magnitude of all parts of each half.
-__device__ __forceinline__ void read_tile(Tile& q, unsigned (&most)[HALVES], const bfloat16* x, const bfloat16* gate_up,
-                                          int n, int f) {
+__device__ __forceinline__ void read_tile(Tile& q, unsigned (&most)[HALVES], const bfloat16* x, const bfloat16* more,
+                                          const float* rstd, int n, int f) {
     const int row = blockIdx.y * TILE + group() * 4, column = blockIdx.x * TILE + column_of_tile();
     if (row < n && column < f) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) read(q[i], x, gate_up, row + i, column, f);
+        for (int i = 0; i < 4; ++i) read(q[i], x, more, rstd, row + i, column, f);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -81,10 +90,10 @@ __device__ __forceinline__ void read_tile(Tile& q, unsigned (&most)[HALVES], con
 
 // all (tiles,): the largest magnitude of each.
 extern "C" __global__ void __launch_bounds__(512)
-largest(const bfloat16* x, const bfloat16* gate_up, unsigned* all, int n, int f) {
+largest(const bfloat16* x, const bfloat16* more, const float* rstd, unsigned* all, int n, int f) {
     Tile q = {};
     unsigned most[HALVES] = {};
-    read_tile(q, most, x, gate_up, n, f);
+    read_tile(q, most, x, more, rstd, n, f);
     if (threadIdx.x == 0) all[blockIdx.y * gridDim.x + blockIdx.x] = max(most[0], most[HALVES - 1]);
 }
 
@@ -151,14 +160,14 @@ __device__ __forceinline__ void put_scales(float* row_scales, float* column_scal
 // rows (n, HALVES f) = what is read / scale, and columns the same transposed; n and f are multiples of 16.  A part of
 // `part` rows has the scales of a first operand of its own.
 extern "C" __global__ void __launch_bounds__(512, SOURCE == 2 ? 2 : 3)
-quantize(const bfloat16* x, const bfloat16* gate_up, unsigned char* rows, float* row_scales, unsigned char* columns,
+quantize(const bfloat16* x, const bfloat16* more, const float* rstd, unsigned char* rows, float* row_scales, unsigned char* columns,
          float* column_scales, const unsigned* all, int n, int f, int part) {
     __shared__ Quad tile[TILE][CHUNKS];
     const int row = blockIdx.y * TILE + group() * 4, column = blockIdx.x * TILE + column_of_tile();
     const bool inside = row < n && column < f;
     Tile q = {};
     unsigned most[HALVES] = {};
-    read_tile(q, most, x, gate_up, n, f);
+    read_tile(q, most, x, more, rstd, n, f);
     if (ROWS == 3 || COLUMNS == 3) {
         __syncthreads();
         for (int i = threadIdx.x; i < gridDim.x * gridDim.y; i += THREADS) most[0] = max(most[0], all[i]);
