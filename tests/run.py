@@ -46,6 +46,7 @@ WITH_MPI = (
     "tests/comm/test_pretended_hosts.py",
     "tests/comm/test_programs.py",
     "tests/comm/test_progress_thread.py",
+    "tests/comm/test_scenarios.py",
     "tests/comm/test_shared_failures.py",
     "tests/comm/test_shrink.py",
     "tests/comm/test_two_threads.py",

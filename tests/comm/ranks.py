@@ -23,6 +23,7 @@ import kos
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.errors import CollectiveTimeout, RankLost
 from kos.testing import spawn
+from kos.testing.conformance.failures import SHORT, Scenario, check
 from kos.testing.conformance.values import (
     ALL_DTYPES,
     SIZES,
@@ -170,6 +171,20 @@ def time_is_up(monkeypatch: pytest.MonkeyPatch, state: Callable[[], bool]) -> No
     monkeypatch.setattr("kos.testing.time", SimpleNamespace(monotonic=monotonic))
     monkeypatch.setattr("kos.testing.init", patient)
     monkeypatch.setattr("kos.testing.ERROR_SECONDS", TIMEOUT)
+
+
+def check_scenario(run: Callable[[Any], Any], row: Scenario, size: int = 3, limit: float = SHORT) -> None:
+    """Check a row of the table of failures on ranks that are threads: ``run(fn)`` runs ``fn(comm)`` on each."""
+    meeting = threading.Barrier(size)
+
+    def body(comm: Any) -> None:
+        try:
+            check(comm, row, limit, meet=lambda *_: meeting.wait(2 * TIMEOUT))
+        except BaseException:
+            meeting.abort()
+            raise
+
+    run(body)
 
 
 def receive_in_another_order(comm: kos.Communicator, count: int) -> None:
