@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,11 +33,8 @@ from kos.errors import (
     RendezvousError,
 )
 from kos.testing import Fault, spawn
-from kos.testing.conformance import cases
-from tests.comm.ranks import TIMEOUT, WAITS, MockRanks, closes_because_of_another, on_each_rank, time_is_up
-from tests.comm.shared_ranks import needs_core
-from tests.comm.shared_ranks import run as shared
-from tests.comm.tcp_ranks import TCPRanks, run_threads
+from tests.comm.ranks import TIMEOUT, on_each_rank, time_is_up
+from tests.comm.tcp_ranks import run_threads
 from tests.comm.works import work_of
 
 
@@ -46,23 +42,10 @@ def F4() -> np.ndarray:
     return np.zeros(4, np.float32)
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("case", [case for case in cases() if case.name.startswith("mismatch")], ids=str)
-def test_mismatch_between_hosts_on_mpi(ranks_of_mpi: Any, apart: None, case: Any) -> None:
-    ranks_of_mpi.run(case.call)
-
 
 @pytest.mark.mpi
 def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi: Any, memory: str) -> None:
     """Of a collective that one rank alone gave up, and of a rank that left, also by who waits for a message."""
-
-    def gives_up(comm: kos.Communicator) -> None:
-        if comm.rank == 0:
-            with pytest.raises(CollectiveTimeout, match="all_reduce #0"):
-                comm.all_reduce(np.ones(1), timeout=0.1)
-        else:
-            with pytest.raises(CollectiveTimeout, match="all_reduce #0 .* not complete after 0.1 s"):
-                comm.recv(np.ones(1), 0)
 
     def leaves(comm: kos.Communicator) -> None:
         left = comm.duplicate()
@@ -91,7 +74,6 @@ def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi: Any, memory: str)
         comm.rendezvous.barrier()
         left.abort(0, "it had enough")
 
-    ranks_of_mpi.run(gives_up)
     ranks_of_mpi.run(leaves_for_a_failure)
     ranks_of_mpi.run(leaves)
 
@@ -139,14 +121,6 @@ def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(ranks_of_mp
     ranks_of_mpi.run(body)
 
 
-@pytest.mark.parametrize("other", ["duplicate", "all_reduce"])
-@on_each_rank("several.run")
-def test_split_against_another_call(comm: kos.Communicator, /, other: str) -> None:
-    comm.duplicate().close()
-    message = rf"rank . called .*#1.* operation (split against {other}|{other} against split)"
-    with pytest.raises(CollectiveMismatch, match=message):
-        comm.split(0) if comm.rank == 0 else comm.duplicate() if other == "duplicate" else comm.all_reduce(F4())
-
 
 def test_timeout_names_operation_and_missing_ranks() -> None:
     met = threading.Barrier(2)
@@ -165,27 +139,6 @@ def test_timeout_names_operation_and_missing_ranks() -> None:
 
     spawn(body, 4, timeout=30, faults=[Fault("stall", rank, 1) for rank in (1, 3)])
 
-
-@on_each_rank("several.run")
-def test_asking_whether_it_is_done_times_out_as_waiting_does(comm: kos.Communicator, /) -> None:
-    part = comm.duplicate()
-    others = comm.rendezvous.split(int(comm.rank > 0))
-    assert others is not None
-    if comm.rank > 0:
-        began = time.monotonic()
-        work = part.all_reduce(np.ones(3), async_op=True, timeout=0.3)
-        others.barrier()
-        message = r"all_reduce #0 .*: not complete after 0.3 s; ranks \[0\] did not arrive"
-        with pytest.raises(CollectiveTimeout, match=message):  # noqa: PT012
-            while not work.done():
-                assert time.monotonic() - began < 30
-        assert comm.size > 2 or time.monotonic() - began >= 0.3
-        comm.send(np.ones(1), 0)
-    else:  # asks too: a rank that waited for a later one would itself be late
-        works = [comm.recv(np.zeros(1), rank, async_op=True) for rank in range(1, comm.size)]
-        while not all(work.done() for work in works):
-            time.sleep(0.01)
-    comm.rendezvous.barrier()
 
 
 def test_who_computes_for_longer_than_the_timeout_may_ask_afterwards(
@@ -281,57 +234,27 @@ def test_the_other_ranks_hear_of_an_exception(waiting: str) -> None:
     assert all("rank 1" in text for text in heard), heard
 
 
-@pytest.mark.parametrize("closes", [False, True])
-def test_a_rank_that_returned_or_closed_is_gone(closes: bool) -> None:
-    heard = threading.Event()
-
-    def body(comm: kos.Communicator) -> None:
-        part = comm.split(0)
-        if comm.rank == 1 and closes:
-            comm.close()
-            part.send(np.ones(1), 0)  # another group
-            assert heard.wait(40)
-        elif comm.rank == 0:
-            if closes:
-                assert part.recv(np.zeros(1), 1) == 1
-            for call in (lambda: comm.recv(np.zeros(1), 1), comm.barrier, lambda: comm.rendezvous.allgather(b"")):
-                with pytest.raises(RankLost, match="rank 1 is gone: (its function returned|it closed its comm)"):
-                    call()
-            heard.set()
-
-    spawn(body, 2, timeout=60)
-
-
-@pytest.mark.parametrize("returns", [False, True])
-def test_the_reason_of_an_abort_outlives_the_rank(returns: bool) -> None:
-    """Also for a rank that waits after the thread of the aborted one has ended."""
-
-    def body(comm: kos.Communicator) -> None:
-        part = comm.split(0)
-        if comm.rank == 1:
-            comm.abort(reason="the data are damaged")
-            assert returns or heard.wait(40)
-            return
-        while returns and 1 not in comm.rendezvous.threads.world.ends:
-            time.sleep(0.001)
-        for call in (lambda: part.recv(np.zeros(1), 1), comm.barrier, lambda: comm.rendezvous.allgather(b"")):
-            with pytest.raises(RankLost, match="rank 1 is gone: the data are damaged"):
+@on_each_rank(spawn, 2, timeout=60)
+def test_a_rank_that_returned_is_gone(comm: kos.Communicator, /) -> None:
+    if comm.rank == 0:
+        for call in (lambda: comm.recv(np.zeros(1), 1), comm.barrier, lambda: comm.rendezvous.allgather(b"")):
+            with pytest.raises(RankLost, match="rank 1 is gone: its function returned"):
                 call()
-        heard.set()
-
-    heard = threading.Event()
-    spawn(body, 2, timeout=60)
 
 
-@pytest.mark.parametrize("wait", WAITS)
-def test_closing_a_group_after_a_failure_in_another_names_its_cause(wait: str) -> None:
-    MockRanks(3).run(lambda comm: closes_because_of_another(comm, wait))
+@on_each_rank(spawn, 2, timeout=60)
+def test_the_reason_of_an_abort_outlives_the_rank(comm: kos.Communicator, /) -> None:
+    """Also for a rank that waits after the thread of the aborted one has ended."""
+    part = comm.split(0)
+    if comm.rank == 1:
+        comm.abort(reason="the data are damaged")
+        return
+    while 1 not in comm.rendezvous.threads.world.ends:
+        time.sleep(0.001)
+    for call in (lambda: part.recv(np.zeros(1), 1), comm.barrier, lambda: comm.rendezvous.allgather(b"")):
+        with pytest.raises(RankLost, match="rank 1 is gone: the data are damaged"):
+            call()
 
-
-@pytest.mark.mpi
-def test_closing_a_group_after_a_failure_in_another_names_its_cause_on_mpi(ranks_of_mpi: Any, memory: str) -> None:
-    for wait in [each for each in WAITS if each != "exchange"]:  # MPI's own ends at the timeout
-        ranks_of_mpi.run(lambda comm, wait=wait: closes_because_of_another(comm, wait))
 
 
 def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -623,27 +546,6 @@ def test_the_failure_of_the_earliest_collective_counts() -> None:
     with pytest.raises(RankLost, match="lost in #3"):
         log.ask(3)
 
-
-@pytest.mark.parametrize("kind", ["mock", "tcp", pytest.param("shared", marks=needs_core)])
-def test_a_failure_of_a_later_collective_ends_no_earlier_one(kind: str) -> None:
-    """A rank comes to the earlier one after another has given up the later one."""
-    given_up, done = threading.Event(), threading.Barrier(3)
-
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 2:
-            assert given_up.wait(TIMEOUT)
-        first = comm.all_reduce(np.ones(3), async_op=True)
-        if comm.rank == 1:
-            with pytest.raises(CollectiveTimeout, match="barrier #1"):
-                comm.barrier(timeout=0.1)
-            assert isinstance(comm.failure, CollectiveTimeout)
-            given_up.set()
-        assert (first.wait() == 3).all()
-        done.wait(TIMEOUT)
-        comm.abort()
-        assert comm.failure is not None
-
-    {"mock": MockRanks(3).run, "tcp": TCPRanks(3).run, "shared": partial(shared, size=3, close=False)}[kind](body)
 
 
 def test_a_wait_for_ranks_of_other_groups() -> None:
