@@ -170,7 +170,8 @@ def _fills_ranks(comm: Any) -> bool:
 
 
 def _check_ranks(comm: Any, error: KosError, *ranks: int) -> None:
-    assert error.ranks == ranks or not (_fills_ranks(comm) or error.ranks), f"expected {ranks}, got {error.ranks}: {error}"
+    as_promised = error.ranks == ranks or not (_fills_ranks(comm) or error.ranks)
+    assert as_promised, f"expected {ranks}, got {error.ranks}: {error}"
 
 
 def _words(comm: Any, row: Scenario, culprit: int) -> str:
@@ -258,7 +259,7 @@ def _fails_later(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
 
 
 def _differs(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
-    """All ranks raise, those whose call was complete in one of the next calls, and name two ranks and the difference."""
+    """All ranks raise, in one of the next calls at the latest, and name two ranks and the difference."""
     for odd in (0, comm.size - 1):
         part = comm.duplicate()
         if odd and row.program != "counts" and not _on_gpus(comm):  # calls that are known are compared too
