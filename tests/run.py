@@ -27,6 +27,13 @@ import pytest
 
 from kos import cuda
 
+# As root, and with more ranks than cores: what a user of the Makefile gets, for whatever here starts mpirun.
+for name, value in {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}.items():  # fmt: skip
+    os.environ.setdefault(name, value)
+
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "build" / "test"
 # Seconds, over thrice what 2 busy cores take; a stage has twice as many with --all.

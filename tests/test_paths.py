@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kos import _core
 from kos.dtypes import DTYPES
 from kos.memory import as_buffer
 from tests import paths
@@ -12,13 +13,13 @@ from tests.launcher import needs_mpirun
 
 MOST: dict[str, dict[str, tuple[int, int | None]]] = {
     "mock": {"miss": (16, None), "hit": (14, None)},  # how often its threads return depends on their timing
-    "tcp": {"miss": (17, 17), "hit": (5, 0)},
-    "mpi": {"miss": (17, 17), "hit": (5, 0)},
-    "nccl": {"miss": (15, 16), "hit": (5, 0)},
-    "peer": {"miss": (22, 35), "hit": (5, 0)},
-    "nccl+peer": {"miss": (16, 17), "hit": (6, 0)},
+    "tcp": {"miss": (13, 12), "hit": (0, 0)},
+    "mpi": {"miss": (13, 12), "hit": (0, 0)},
+    "nccl": {"miss": (14, 16), "hit": (4, 0)},
+    "peer": {"miss": (21, 30), "hit": (4, 0)},
+    "nccl+peer": {"miss": (15, 17), "hit": (5, 0)},
 }
-"""Files, and returns to one of them; these numbers only go down."""
+"""Files, and returns to one of them, with the compiled core; these numbers only go down."""
 
 
 def test_the_path_of_a_trace() -> None:
@@ -46,6 +47,7 @@ BACKENDS = [
 ]
 
 
+@pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_files_that_an_all_reduce_passes(backend: str) -> None:
     for kind, passed in paths.TRACED[backend]().items():
