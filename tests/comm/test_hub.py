@@ -24,16 +24,7 @@ from kos.comm.control.wire import Connection, Network, admit_all
 from kos.comm.records import blaming
 from kos.errors import CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost, RendezvousError
 from tests.comm.ranks import on_threads
-from tests.comm.tcp_ranks import (
-    TIMEOUT,
-    come_first,
-    environment,
-    finish,
-    free_port,
-    run_ranks,
-    run_threads,
-    start,
-)
+from tests.comm.tcp_ranks import TIMEOUT, come_first, environment, finish, free_port, run_ranks, run_threads, start
 from tests.forked import python
 
 

@@ -13,12 +13,7 @@ import pytest
 
 import kos
 from kos.comm.host import mpi_messages
-from kos.errors import (
-    CollectiveError,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    KosError,
-)
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError
 from tests.comm.ranks import on_each_rank, time_out_beside_others
 from tests.comm.test_failures import F4
 

@@ -24,10 +24,7 @@ from kos.testing.conformance.values import ALL_DTYPES
 from tests.comm import test_conformance as conformance
 from tests.comm.ranks import on_each_rank
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_threads
-from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on the ranks below
-    test_large,
-    test_shapes_and_scalars,
-)
+from tests.comm.test_conformance import test_large, test_shapes_and_scalars  # noqa: F401 -- collected here, to run on the ranks below
 from tests.comm.test_message_failures import ERRORS, fail_on_one_rank
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
