@@ -14,28 +14,35 @@ from kos.testing.conformance.failures import LATE, SCENARIOS, Scenario, check
 from tests.comm.ranks import MockRanks, check_scenario
 from tests.comm.tcp_ranks import TCPRanks
 
-every_row = pytest.mark.parametrize("row", SCENARIOS, ids=str)
-# Rows whose ranks wait for a timeout are left to `make test-all`, but for these.
-PROMPT = [
-    row if row.error is not LATE or str(row) in ("all_reduce, a rank is late", "barrier, rank 0 gives up")
-    else pytest.param(row, marks=pytest.mark.slow)
-    for row in SCENARIOS
-]  # fmt: skip
-every_prompt_row = pytest.mark.parametrize("row", PROMPT, ids=str)
+# Left to `make test-all`: rows whose ranks wait for a timeout, but for these, and one of both memories of each row.
+WAITING = ("all_reduce, a rank is late", "barrier, rank 0 gives up")
 
 
-@every_row
+def rows() -> list[Any]:
+    found = []
+    for number, row in enumerate(SCENARIOS):
+        waits = row.error is LATE and str(row) not in WAITING
+        for memory in ("shared", "none"):
+            slow = waits or (memory == "none") == (number % 2 == 0)
+            found.append(pytest.param(row, memory, id=f"{memory}-{row}", marks=pytest.mark.slow if slow else ()))
+    return found
+
+
+in_both_memories = pytest.mark.parametrize(("row", "memory"), rows(), indirect=["memory"])
+
+
+@pytest.mark.parametrize("row", SCENARIOS, ids=str)
 def test_on_threads(row: Scenario) -> None:
     check_scenario(MockRanks(3).run, row)
 
 
-@every_prompt_row
+@in_both_memories
 def test_on_tcp(row: Scenario, memory: str) -> None:
     check_scenario(TCPRanks(3).run, row)
 
 
 @pytest.mark.mpi
-@every_prompt_row
+@in_both_memories
 def test_on_mpi(row: Scenario, ranks_of_mpi: Any, memory: str) -> None:
     from mpi4py import MPI
 

@@ -13,10 +13,15 @@ from tests.comm.ranks import check_scenario
 from tests.host_compiler import COMPILER
 
 SIZE = 3
-every_row = pytest.mark.parametrize("row", [row for row in SCENARIOS if not set(GPUS) & set(row.never)], ids=str)
+ROWS = [row for row in SCENARIOS if not set(GPUS) & set(row.never)]
+# Programs that run the kernels of others, or wait as others do.
+ALIKE = (
+    "all_reduce of 300,007", "all_reduce in rank order", "all_gather", "all_gather_v", "all_to_all_v", "recv", "dtype",
+    "count, large and small", "op",
+)  # fmt: skip
 
 
-@every_row
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_on_nccl(row: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
     with quiet(monkeypatch):
         monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600,))
@@ -24,7 +29,9 @@ def test_on_nccl(row: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
-@every_row
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=pytest.mark.slow) if row.program in ALIKE else row for row in ROWS], ids=str
+)
 def test_on_peer(row: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "TICK", 0.03)
     with no_gpus(monkeypatch, SIZE):
