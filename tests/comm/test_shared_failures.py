@@ -36,6 +36,12 @@ pytestmark = needs_core
 
 
 
+def with_the_next(call: Callable[..., Any], comm: kos.Communicator, *arguments: Any) -> None:
+    """Make a call and another: a rank that only gives data, as a broadcast's root, raises in its next call."""
+    call(comm, *arguments)
+    comm.barrier()
+
+
 @pytest.mark.parametrize("start", [run, spawn])
 @pytest.mark.parametrize("other", [lambda c: c.barrier(), lambda c: c.all_gather(np.zeros((), np.int64))])
 @on_each_rank("start", 2)
@@ -54,10 +60,23 @@ def test_a_mismatch_is_seen_before_a_third_rank_comes(call: Callable[[kos.Commun
         if comm.rank == 0:
             assert seen.wait(20)
         with pytest.raises(CollectiveMismatch, match="they differ in count 4 against 5"):
-            call(comm, np.zeros(3 + comm.rank))
+            with_the_next(call, comm, np.zeros(3 + comm.rank))
         seen.set()
 
     run(body, 3)
+
+
+def test_a_mismatch_between_ranks_that_only_give_data_is_found_in_a_later_call() -> None:
+    def body(comm: kos.Communicator) -> str:
+        x = np.zeros(4)
+        comm.barrier()
+        for _ in range(2):  # both are over at once on both ranks
+            comm.broadcast(x, 0) if comm.rank == 0 else comm.reduce(x, 0)
+        with pytest.raises(CollectiveMismatch, match="broadcast #1 .* but rank 1 called reduce #1 .* in oper") as error:
+            comm.all_reduce(x)
+        return str(error.value).split("all_reduce #3: ")[-1]
+
+    assert len(set(run(body, 2))) == 1
 
 
 def test_a_rank_that_comes_while_it_is_looked_for() -> None:
