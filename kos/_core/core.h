@@ -290,6 +290,32 @@ typedef struct {
     uint8_t **slots, **areas;
 } kos_group;
 
+// --- Launches on a GPU ---------------------------------------------------------------------------------------------
+// What one start queues: a kernel, by the driver's cuLaunchKernelEx, or an operation of NCCL, by its function.  Both
+// libraries are loaded by Python, which gives the addresses of their functions and makes all of this.
+
+// As CUDA's CUlaunchConfig.
+typedef struct {
+    uint32_t grid[3], block[3], shared, unused;
+    uint64_t stream, attributes, count;
+} kos_config;
+
+enum kos_source { KOS_SEND_ADDRESS, KOS_RECV_ADDRESS, KOS_STREAM, KOS_SOURCES };
+enum { KOS_MOST_WORDS = 128 };
+
+// The words are the parameters of a kernel, or the arguments of the function.  Patches follow them, which say what
+// differs between two starts: a word is a source plus an offset.
+typedef struct {
+    uint64_t function;  // an address
+    uint64_t kernel;    // a CUfunction, or 0
+    uint64_t words, patches;
+    kos_config config;  // of a kernel
+    uint64_t data[];
+} kos_launch;
+typedef struct {
+    uint64_t word, source, offset;
+} kos_patch;
+
 enum { KOS_SCRATCH_BYTES = 256 << 10, KOS_DTYPE_AT = 48, KOS_KIND_AT = 56 };
 
 extern int kos_forks;  // counts the forks that led to this process; a group of another one is refused
@@ -403,5 +429,9 @@ enum { KOS_AWAITS_READ = 1, KOS_AWAITS_MESSAGE = 2 };  // of a message: its rece
 int kos_missing(const kos_group *g, const kos_work *w, int rank);  // whether it waits for that rank, and for what
 // Leaves the CPU core to others between two polls of a wait that began at `start`.  Needs no GIL, and reads no memory.
 void kos_rest(int64_t start, int yields);
+
+// launch.c
+// Queues it; returns 0, or the error of the function.  It needs no GIL, and may block until the GPU has run others.
+int kos_queue_launch(const kos_launch *launch, const uint64_t sources[KOS_SOURCES]);
 
 #endif

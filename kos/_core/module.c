@@ -136,6 +136,7 @@ static PyMemberDef group_members[] = {
     {"parks", T_ULONGLONG, offsetof(Group, parks), READONLY, NULL},
     {"off", T_BOOL, offsetof(Group, off), 0, NULL},
     {"hits", T_ULONGLONG, offsetof(Group, hits), READONLY, NULL},
+    {"compare_at", T_ULONGLONG, offsetof(Group, compare_at), 0, NULL},
     {0},
 };
 static PyType_Slot group_slots[] = {
@@ -150,11 +151,14 @@ static const struct { const char *name; long value; } constants[] = {
     CONSTANT(LINE), CONSTANT(RING), CONSTANT(TEXTS), CONSTANT(TEXT_BYTES), CONSTANT(MAX_RANKS), CONSTANT(MISMATCH),
     CONSTANT(REPORTED), CONSTANT(FORKED), CONSTANT(CLOSED), CONSTANT(COUNTS), CONSTANT(MESSAGE),
     CONSTANT(REFUSED_MESSAGE), CONSTANT(WORD_SEQUENCE), CONSTANT(AWAITS_READ), CONSTANT(AWAITS_MESSAGE),
+    CONSTANT(MOST_WORDS),
 };
 
 static PyMethodDef functions[] = {
     {"layout", layout, METH_O, NULL},
     {"tensors", take_tensors, METH_O, NULL},
+    {"arrays", take_arrays, METH_O, NULL},
+    {"windows", take_windows, METH_O, NULL},
     {0},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", NULL, -1, functions, NULL, NULL, NULL, NULL};
