@@ -212,8 +212,6 @@ MUTATIONS = [
     Mutation(HOST + "tcp.py", "ABORT, str(self.failures.first or reason)", 'ABORT, ""',
              "tests/comm/test_host_messages.py -k announced_message"),
     # What the table of failures sees.
-    Mutation(HOST + "tcp.py", "str(self.failures.first or reason), self.failures.cause()", "reason, None",
-             ROWS + "on_tcp and none and aborts and elsewhere"),
     Mutation(HOST + "tcp.py", "WHY_CLOSED, self.failures.closing())", "WHY_CLOSED, None)",
              ROWS + "on_tcp and none and elsewhere"),
     Mutation(HOST + "threads.py", "if theirs[1] != mine[1]:", "if False:", ROWS + "on_threads and differ"),
