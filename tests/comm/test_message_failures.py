@@ -56,7 +56,6 @@ def test_message_of_another_size_on_mpi(world: kos.Communicator, /, memory: str,
     comm.close()
 
 
-
 def fail_in_a_group(comm: kos.Communicator) -> None:
     """Ranks that failed are numbered as in the world, arguments as in the group, and the text says which is which."""
     last, group = comm.size - 1, comm.group(range(comm.size)[::-1])
@@ -83,7 +82,6 @@ def fail_in_a_group(comm: kos.Communicator) -> None:
 
 def test_which_ranks_are_of_the_group_and_which_of_the_world(several: Any) -> None:
     several.run(fail_in_a_group)
-
 
 
 def fail_on_one_rank(comm: kos.Communicator, error: BaseException, raised: type[BaseException]) -> None:
@@ -182,7 +180,6 @@ def test_a_rank_that_cannot_make_its_part_of_a_group(several: Any) -> None:
 
 def test_timeout_of_a_message_gives_up_no_other(several: Any) -> None:
     several.run(time_out_beside_others)
-
 
 
 @on_each_rank("several.run")
