@@ -71,7 +71,7 @@ MUTATIONS = [
     Mutation(PHASES, "self._between.enter(frozenset(streams), streams, self.streams)", "pass",
              "tests/comm/test_hierarchical.py -k follow"),
     Mutation(PHASES, "        backend.streams.mark(stream)", "", "tests/comm/test_hierarchical.py -k follow"),
-    Mutation(PHASES, "self.node.inspect(o, self._local)", "pass", "tests/comm/test_hierarchical.py -k not_come"),
+    Mutation(PHASES, "self.node.inspect(o, self._local)", "pass", "tests/comm/test_hierarchical_failures.py -k not_come"),
     Mutation(PHASES, "options.deterministic or ", "", "tests/comm/test_hierarchical.py -k stays"),
     Mutation("kos/comm/gpu/links.py", "- within / links", "", "tests/comm/test_hierarchical.py -k prediction"),
     Mutation("kos/comm/failures.py", "self.reported is None or sequence < self.reported[0]", "self.reported is None",
