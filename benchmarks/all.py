@@ -30,7 +30,6 @@ from kos.bench.report import Row, read, to_json
 from kos.commands import near, program
 from kos.errors import ConfigError
 from kos.files import replace_file
-from kos.train.device.machine import git_commit
 
 LONGEST = 590  # seconds of a piece
 ENVIRONMENT = {
@@ -48,16 +47,30 @@ def machine() -> str:
     return (found[0] if found else name.split()[-1]).lower()
 
 
+def commit_of() -> str | None:
+    """KOS_COMMIT, or the clone's, "-dirty" where it differs from it in other files than those that this writes."""
+    if named := os.environ.get("KOS_COMMIT"):
+        return named
+    written = [":!benchmarks/results", ":!docs", ":!README.md"]
+    status = ("status", "--porcelain", "--untracked-files=no", "--", ".", *written)
+    head, changes = (
+        subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+        for words in (("rev-parse", "--short=8", "HEAD"), status)
+    )
+    return None if head.returncode else head.stdout.strip() + "-dirty" * bool(changes.stdout)
+
+
 def measured_at(path: Path, commit: str | None) -> bool:
     return path.exists() and read(path, "commit")["commit"] == commit
 
 
-def measure(piece: Piece, path: Path, name: str) -> str:
+def measure(piece: Piece, path: Path, name: str, commit: str | None) -> str:
     """Run a piece, whose rows come to ``path``.  What went wrong, or nothing."""
     unfinished = path.parent / "unfinished" / name
     unfinished.unlink(missing_ok=True)
     words = [sys.executable if word == "python" else word for word in shlex.split(piece.command)]
     environment = {**ENVIRONMENT, **os.environ} | ({"LD_PRELOAD": piece.preload} if piece.preload else {})
+    environment |= {"KOS_COMMIT": commit} if commit else {}
     with path.with_suffix(".log").open("w") as log:
         try:
             process = subprocess.Popen([*words, "--json", str(unfinished)], cwd=ROOT, env=environment, stdout=log,
@@ -97,7 +110,7 @@ def join(parts: list[Row]) -> Row:
 
 def run(wanted: Programme, options: argparse.Namespace) -> bool:
     """Whether all subjects are there."""
-    commit, end = os.environ.get("KOS_COMMIT") or git_commit(), time.monotonic() + 60 * options.minutes
+    commit, end = commit_of(), time.monotonic() + 60 * options.minutes
     complete = True
     for subject, pieces in wanted.items():
         parts = [options.parts / f"{subject}.{number}.json" for number in range(len(pieces))]
@@ -109,7 +122,7 @@ def run(wanted: Programme, options: argparse.Namespace) -> bool:
                 print(f"  not begun: expected {piece.seconds} s, which --minutes {options.minutes:g} does not leave")
                 continue
             begun = time.monotonic()
-            failed = measure(piece, part, f"{subject}.json")
+            failed = measure(piece, part, f"{subject}.json", commit)
             print(f"  {f'failed: {failed}; ' * bool(failed)}{time.monotonic() - begun:.0f} s, {piece.seconds} expected")
         if all(measured_at(part, commit) for part in parts):
             whole = join([read(part, "hardware", "commit", "date", "command") for part in parts])

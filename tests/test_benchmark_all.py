@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,12 +22,13 @@ from kos.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 FAKE = """
-import json, sys, time
+import json, os, sys, time
 mark, *more, _, file = sys.argv[1:]
 open(mark, "a").write("x")
 if "fails" in more: sys.exit(3)
 if "waits" in more: time.sleep(600)
-about = {"hardware": "a machine", "driver": None, "commit": "abc", "command": f"fake --json {file}", "date": mark[-1]}
+about = {"hardware": "a machine", "driver": None, "commit": os.environ["KOS_COMMIT"], "date": mark[-1]}
+about["command"] = f"fake --json {file}"
 json.dump({**about, "rows": [{"op": mark[-1]}]}, open(file, "w"))
 """
 
@@ -62,7 +64,28 @@ def test_a_subject_is_measured_once_a_commit(
     assert (fake / "a").read_text() == (fake / "b").read_text() == "x"
     assert capsys.readouterr().out.count("calls 1/2: python ") == 1
     monkeypatch.setenv("KOS_COMMIT", "another")
-    assert begin(fake, monkeypatch, wanted) == 1 and (fake / "a").read_text() == "xx"
+    assert begin(fake, monkeypatch, wanted) == 0 and (fake / "a").read_text() == "xx"
+
+
+def test_what_this_writes_is_no_other_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of results change while subjects are measured; the rest of the clone must not."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    for name in ("README.md", "benchmarks/results/a.json", "docs/a.md", "kos/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.delenv("KOS_COMMIT", raising=False)
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    commit = command.commit_of()
+    assert commit is not None and len(commit) == 8
+    for name in ("README.md", "benchmarks/results/a.json", "docs/a.md"):
+        (tmp_path / name).write_text("after")
+    assert command.commit_of() == commit
+    (tmp_path / "kos" / "a.py").write_text("after")
+    assert command.commit_of() == f"{commit}-dirty"
 
 
 def test_what_fails_is_measured_again(

@@ -24,7 +24,7 @@ typedef struct {
     kos_group core;
     PyObject *objects[OBJECTS];
     Py_buffer memory;
-    Work *spare;               // that of the next call that does not complete at once
+    Work *spare;               // in which the next call begins; it is its own unless that completes at once
     unsigned long long parks;  // waits without the GIL
     // Of module_eager.c.
     char off;                 // in a batch
