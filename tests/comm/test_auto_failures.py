@@ -152,7 +152,7 @@ def test_without_a_backend_for_gpus_the_error_says_why() -> None:
 def test_a_visible_gpu_without_a_backend_is_a_warning(
     visible: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kos.comm.visible_devices", lambda: ("a stand-in",) * visible)
+    monkeypatch.setattr("kos.comm.making.visible_devices", lambda: ("a stand-in",) * visible)
     on_two_ranks(lambda comm: None)
     text = "auto: rank 0 sees a GPU, but no backend can use GPUs: nccl: a stand-in; peer: a stand-in"
     assert [each.message for each in caplog.records if each.levelname == "WARNING"] == [text] * visible
