@@ -16,14 +16,17 @@ from kos.errors import CheckpointError, ConfigError, DataError, KosError, debugg
 from kos.files import printing
 from kos.reporting import report
 from kos.train import missing
-from kos.train.parallel.stopping import Stop, Stopped
+from kos.train.parallel.stopping import Left, Stop, Stopped
 
 CLOSE_SECONDS = 60.0
 """How long a rank may take to close after a failure: to free memory, CUDA waits for a GPU that may never be idle."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; returns 0, also after a request to stop. A failure never returns: it ends the process and the MPI job."""
+    """Train; returns 0, also after a request to stop. A failure never returns: it ends the process and the MPI job.
+
+    Nor does a rank that leaves (``--elastic``), which ends with exit code 75.
+    """
     stop = Stop()
     stop.listen()
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -60,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Stopped:
                 if rank == 0:
                     print("kos: stopped before the first step, nothing to save", file=sys.stderr)
+            except Left as left:
+                logging.getLogger("kos.train").warning("%s", left)
+                _exit(Left.code)
     except (KosError, OSError, MemoryError) as error:
         note = ""
         with contextlib.suppress(ImportError, KosError):
@@ -87,10 +93,15 @@ def _fail(error: Exception, rank: int, note: str, debug: bool) -> None:
     ``sys.exit`` is not used: MPI_Finalize would wait for ranks that do not call it.
     """
     report(error, rank, note, debug)
+    _exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _exit(code: int) -> None:
+    """End the process."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    os._exit(2 if isinstance(error, ConfigError) else 1)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ HEAD_NORM = [b"head_norm", b"head_norm_backward"]
 EMBEDDING = [b"embedding", b"count_from", b"digit_counts", b"scan", b"scatter", b"sum_runs", b"join_runs"]
 ENTROPY = [b"cross_entropy", b"count_targets", b"mean_loss"]
 OF_PARTS = [b"logit_statistics", b"cross_entropy_of_parts"]
-ADAMW = [b"squares", b"largest", b"exact_squares", b"finish_norm", b"prepare", b"adamw"]
+ADAMW = [b"squares", b"largest", b"exact_squares", b"finish_norm", b"agree", b"prepare", b"adamw"]
 CASES = [
     ("elementwise.cu", {**BF16, "COLUMNS": 2048, "SOURCE": "float32"}, [b"add", b"cast", b"swiglu"]),
     (

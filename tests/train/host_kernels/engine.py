@@ -189,6 +189,11 @@ def _finish_norm(partial, stride, state):
         state[SCALARS.index("sum_of_squares") + row] = sums.sum()
 
 
+def _agree(report, reports, ranks, columns, state):
+    if (reports.reshape(ranks, columns)[:, 1:3] != report[1:3]).any():
+        state[SCALARS.index("halted")] = 1
+
+
 def _prepare(state, shape, lr, min_lr, steps, warmup, decay_steps, beta1, beta2, average, max_norm, outlier):
     now = dict(zip(SCALARS, state, strict=True))
     norm = np.sqrt(now["sum_of_squares"] + now["rest"]) * average
@@ -244,7 +249,7 @@ def _adamw(weights, gradients, exp_avg, exp_avg_sq, copy, chunks, groups, state,
 
 _ADAMW = {
     "squares": _squares, "largest": _largest, "exact_squares": _exact_squares, "finish_norm": _finish_norm,
-    "prepare": _prepare, "adamw": _adamw,
+    "agree": _agree, "prepare": _prepare, "adamw": _adamw,
 }  # fmt: skip
 
 
