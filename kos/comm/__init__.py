@@ -1,44 +1,28 @@
-"""Collective communication: ``init`` makes the Communicator of this process."""
+"""Collective communication: ``init``, or ``join``, makes the Communicator of this process."""
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from datetime import datetime
-from functools import partial
-from typing import Any, TypeVar
+import time
+from typing import Any
 
 from kos.comm.arguments import check_bool, check_timeout, number_in
-from kos.comm.backend import UNMADE, Backend, Probe
 from kos.comm.communicator import Communicator
-from kos.comm.control.base import Rendezvous
-from kos.comm.control.bootstrap import default_rendezvous, rendezvous_of
-from kos.comm.gpu.auto import AutoBackend
-from kos.comm.gpu.backend import DeviceBackend
-from kos.comm.gpu.devices import device_of
-from kos.comm.gpu.hierarchical import HierarchicalBackend
+from kos.comm.control.bootstrap import default_rendezvous, join_rendezvous, rendezvous_of
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
+from kos.comm.making import communicator, sees_gpu
 from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder.on_signal import dump_on_env_signal
 from kos.comm.reduction import PremulSum, ReduceOp
-from kos.comm.registry import BACKENDS, make, probe_all, register_backend, register_installed
-from kos.comm.tuning import for_group
-from kos.comm.versions import check as check_versions
+from kos.comm.registry import BACKENDS, register_backend, register_installed
 from kos.comm.versions import versions
-from kos.comm.work import ProgressThread, Work
-from kos.cuda.devices import visible_devices
-from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError, RendezvousError
+from kos.comm.work import Work
+from kos.errors import InvalidArgument, RankLost
 
 __all__ = [
     "BACKENDS", "Batch", "Communicator", "NCCLOptions", "Persistent", "PremulSum", "ReduceOp", "Work", "init",
-    "register_backend",
+    "join", "register_backend",
 ]  # fmt: skip
-
-log = logging.getLogger(__name__)
-Error = TypeVar("Error", bound=KosError)
 
 
 def init(
@@ -109,154 +93,56 @@ def init(
         rendezvous = default_rendezvous(timeout, by_mpi=backend == "mpi", process_hooks=process_hooks)
     else:
         rendezvous = rendezvous_of(rendezvous, timeout)
-    with ExitStack() as undo:  # frees what was made if this fails
-        if rendezvous is not given:
-            undo.push(partial(_end, rendezvous.close, partial(rendezvous.abort, None)))
-        if device is not None:
-            rendezvous.device = device
-        rendezvous.call, rendezvous.nccl = "init", options
-        probes, made = _make(backend, rendezvous, device, progress_thread, undo)
-        comm = Communicator(made, rendezvous, probes, timeout)
-        if progress_thread:
-            comm._progress = ProgressThread(made.engine)
-        undo.pop_all()
-    return comm
+    rendezvous.call, rendezvous.nccl = "init", options
+    return communicator(
+        Communicator, backend, rendezvous, timeout, device, progress_thread, owned=rendezvous is not given
+    )
 
 
-def _end(
-    close: Callable[[], None], abort: Callable[[], None], kind: object, error: BaseException | None, trace: object
-) -> None:
-    """Free a part of an ``init`` that failed: together with the other ranks if all of them raise ``error``."""
-    if isinstance(error, KosError) and error.on_every_rank:
-        with suppress(KosError):  # ``error`` is the one to raise
-            return close()
-    abort()
+def join(
+    address: str | None = None,
+    *,
+    secret: str | bytes | None = None,
+    backend: str | None = None,
+    timeout: float = 120.0,
+    device: int | None = None,
+    progress_thread: bool = False,
+) -> Communicator:
+    """Join the group whose members call ``grow`` or ``replace``; returns the communicator that these return there.
 
+    ``address`` is ``Communicator.address`` of a member: "host:port", several with commas.  With a "/" in it, it is the
+    path of a file that holds the address, and that may be written later.  The default is the variable KOS_JOIN.  If
+    KOS_JOIN is a path on the members too, their leader writes the address there, and again after each change.
+    ``secret`` is that of the group (default: KOS_SECRET, else the user's own, as for ranks of the environment).
+    ``backend`` is that of the group; another one is refused.  ``timeout`` in seconds bounds the wait for the members;
+    later waits have the group's.  ``device`` and ``progress_thread`` are as in ``kos.init``.
 
-def _on_every_rank(error: Error) -> Error:
-    error.on_every_rank = True
-    return error
+    The process has no launcher: it is the rank that the members give it, after theirs.  Sets no hook of the process.
+    Raises InvalidArgument for a wrong argument; RendezvousError if the members refuse this process, with the reason, or
+    if none admits it within the timeout; BackendUnavailable as in ``kos.init``.
 
-
-def _make(
-    backend: str, rendezvous: Rendezvous, device: int | None, progress_thread: bool, undo: ExitStack
-) -> tuple[dict[str, Probe], Backend]:
-    """The probes, and the backend of the communicator of ``init``, whose parts ``undo`` aborts."""
-    probes, requested, gpu_rank = _agree(backend, device, rendezvous)
-    chosen = backend
-    if backend == "auto":
-        usable = [name for name, probe in probes.items() if probe.usable]
-        chosen = next((name for name in usable if not BACKENDS[name].on_gpu), "")
-        if not chosen:
-            raise _on_every_rank(BackendUnavailable(f"auto: no backend can run here: {_reasons(probes)}"))
-    elif requested is not None and not BACKENDS[backend].on_gpu:
-        text = f"device: expected None with backend {backend!r}, which uses no GPU, got {requested}"
-        raise _on_every_rank(InvalidArgument(text))
-    elif not probes[backend].usable:
-        raise _on_every_rank(BackendUnavailable(f"{backend}: {probes[backend].reason}"))
-    log.info("backend %s: %s", chosen, probes[chosen].reason)
-    with rendezvous.reporting():
-        made = make(BACKENDS[chosen], rendezvous)
-    undo.push(partial(_end, made.close, partial(made.abort, UNMADE)))
-    if progress_thread:
-        made.check_threads()
-    if backend == "auto":
-        with rendezvous.reporting():
-            gpus = _for_gpus(rendezvous, probes, made, undo)
-            made = AutoBackend(rendezvous, made, gpus) if gpus else made
-        if not gpus:
-            why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
-            if requested is not None:
-                text = f"auto: expected a backend for GPU {requested}, got none: {why}"
-                raise _on_every_rank(BackendUnavailable(text))
-            made.gpu_array_hint = f"auto found no backend for GPUs: {why}"
-            if gpu_rank is not None and rendezvous.rank == 0:
-                log.warning("auto: rank %d sees a GPU, but no backend can use GPUs: %s", gpu_rank, why)
-    if rendezvous.nccl and "nccl" not in made.name.split("+"):
-        text = f"nccl: expected None without the backend nccl, got {rendezvous.nccl} on {made.name}"
-        raise _on_every_rank(InvalidArgument(text))
-    return probes, made
-
-
-def _reasons(probes: dict[str, Probe]) -> str:
-    return "; ".join(f"{name}: {probe.reason}" for name, probe in probes.items())
-
-
-def _for_gpus(
-    rendezvous: Rendezvous, probes: dict[str, Probe], host: Backend, undo: ExitStack
-) -> list[DeviceBackend]:
-    """The backends for GPUs that all ranks can use beside ``host``; peer only where a table has routes for it."""
-    made: list[DeviceBackend] = []
-    for name, kind in BACKENDS.items():
-        probe = probes[name]
-        if not probe.usable or not issubclass(kind, DeviceBackend):
-            continue
-        if name == "peer" and not for_group(rendezvous, device_of(rendezvous).index).routes:
-            reason = f"{probe.reason}; auto uses it once it was measured here: python -m kos.tune"
-            probes[name] = Probe(True, reason)
-            continue
-        # Off unless asked for: they have not run on GPUs.
-        asked = name == "nccl" and os.environ.get("KOS_PHASES") == "1"
-        between_hosts = asked and rendezvous.local_size < rendezvous.size
-        try:
-            made.append((HierarchicalBackend if between_hosts else kind)(rendezvous, host=host))
-            undo.callback(made[-1].abort, UNMADE)
-        except BackendUnavailable as error:  # on all ranks: bytes did not move as the driver promised
-            probes[name] = Probe(False, str(error))
-        log.info("backend %s for arrays on a GPU: %s", name, probes[name].reason)
-    return made
-
-
-def _agree(
-    wanted: str, device: int | None, rendezvous: Rendezvous
-) -> tuple[dict[str, Probe], str | None, int | None]:
-    """The probes agreed on by all ranks, the first device requested, and the first rank that sees a GPU.
-
-    The requested device is text that names its rank.  A backend that one rank cannot use is unusable on all ranks.
+        comm = kos.join("10.0.0.1:29400", timeout=600)
     """
-    if wrong := rendezvous.wrong_hosts():
-        raise _on_every_rank(RendezvousError(wrong))
-    mine = probe_all(BACKENDS, rendezvous)
-    ballots = [json.loads(each) for each in rendezvous.allgather(json.dumps({
-        "versions": versions(),
-        "backend": wanted,
-        "nccl": dict(rendezvous.nccl),
-        "device": device,
-        "probes": {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()},
-        "sees a GPU": _sees_gpu(),
-        # The time comes first, so that folders sort by it.
-        "job": f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.urandom(4).hex()}",
-    }).encode())]  # fmt: skip
-    try:
-        known = (each.get("versions", {}) if isinstance(each, dict) else {} for each in ballots)  # not by older ones
-        check_versions([*known], warns=rendezvous.rank == 0)
-    except RendezvousError as error:
-        raise _on_every_rank(error) from None
-    rendezvous.job = ballots[0]["job"]
-    for rank, theirs in enumerate(ballots):
-        for what in ("backend", "nccl"):
-            ours = ballots[rendezvous.rank][what]
-            if theirs[what] != ours:
-                text = f"init: rank {rendezvous.rank} requested {what} {ours!r}, rank {rank} {theirs[what]!r}"
-                raise _on_every_rank(RendezvousError(text))
-    # The same order on all ranks; a backend that rank 0 has not registered comes last and is unusable.
-    agreed = {name: mine[name] for name in (*ballots[0]["probes"], *mine) if name in mine}
-    for name in agreed:
-        holders: dict[str, int] = {}  # of each claim, the first rank
-        for rank, theirs in enumerate(ballots):
-            usable, reason, claim = theirs["probes"].get(name, (False, "not registered there", ""))
-            if not usable:
-                agreed[name] = Probe(False, reason if not mine[name].usable else f"rank {rank}: {reason}")
-                break
-            if agreed[name].usable and claim and holders.setdefault(claim, rank) != rank:
-                agreed[name] = Probe(False, f"ranks {holders[claim]} and {rank} share {claim}")
-    requested = (f"{each['device']} of rank {rank}" for rank, each in enumerate(ballots) if each["device"] is not None)
-    gpu_ranks = (rank for rank, each in enumerate(ballots) if each["sees a GPU"])
-    return agreed, next(requested, None), next(gpu_ranks, None)
-
-
-def _sees_gpu() -> bool:
-    try:
-        return bool(visible_devices())
-    except CudaError:
-        return False
+    address = os.environ.get("KOS_JOIN", "") if address is None else address
+    if not isinstance(address, str) or not address:
+        raise InvalidArgument(f"address: expected that of a member, or KOS_JOIN, got {address!r}")
+    if secret is not None and (not secret or not isinstance(secret, str | bytes)):
+        raise InvalidArgument(f"secret: expected a text or bytes, got {type(secret).__name__}")
+    if backend is not None and not isinstance(backend, str):
+        raise InvalidArgument(f"backend: expected the name of a backend, got {backend!r}")
+    deadline = time.monotonic() + check_timeout(timeout)
+    device = None if device is None else number_in("device", device, 0, 1 << 16)
+    progress_thread = check_bool("progress_thread", progress_thread)
+    register_installed()
+    dump_on_env_signal()
+    hello = {"kos": versions()["kos"], "backend": backend, "device": device, "GPU": sees_gpu()}
+    while True:
+        rendezvous, terms = join_rendezvous(address, secret, hello, max(deadline - time.monotonic(), 0.001))
+        rendezvous.nccl = terms["nccl"]
+        try:
+            return communicator(
+                Communicator, terms["backend"], rendezvous, terms["timeout"], device, progress_thread, agreed=True
+            )
+        except RankLost:  # the members begin again
+            if time.monotonic() > deadline:
+                raise

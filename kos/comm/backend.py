@@ -45,7 +45,7 @@ class Probe:
     """A resource that only one rank of the group may use, such as a GPU."""
 
 
-SHRINKS = "it shrinks the communicator"  # why a survivor has closed the old one
+CHANGES = "it changes the membership"  # why a survivor has closed the old one
 UNMADE = "its communicator could not be made"
 
 _SHOWN = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")

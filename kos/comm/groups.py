@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,14 +15,16 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 
 from kos.comm.arguments import check_int, check_ranks, check_shape, check_timeout, number_in
-from kos.comm.backend import SHRINKS, UNMADE, Probe
+from kos.comm.backend import CHANGES, UNMADE, Probe
 from kos.comm.collectives import Operations
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
+from kos.comm.making import communicator
 from kos.comm.operation import Operation
 from kos.comm.recorder import Group, Recorder
 from kos.comm.records import again
-from kos.errors import CollectiveError, InvalidArgument, RendezvousError
+from kos.comm.versions import versions
+from kos.errors import CollectiveError, InvalidArgument, RankLost, RendezvousError
 
 
 class Groups(Operations):
@@ -33,6 +36,10 @@ class Groups(Operations):
     probes: Mapping[str, Probe]
     recorder: Recorder
     timeout: Any
+    device: int | None
+    _requested = "auto", False
+    """The backend that the program asked for, and whether with a progress thread."""
+    _changing = False  # ended by a change of the membership, which is not complete
     _splits: itertools.count[int]
     _groups: weakref.WeakSet[Any]
     """Those split from this one."""
@@ -165,29 +172,132 @@ class Groups(Operations):
 
         This communicator and the groups split from it are aborted.  Ranks that still wait in one of their operations
         raise RankLost.  Split the result to have the groups again.  The launcher must let survivors live (mpirun:
-        ``--with-ft ulfm``); ranks of MPI continue over tcp.  Raises BackendUnavailable under mpirun on hosts that do
-        not reach each other by TCP, RendezvousError if a survivor does not call it within the timeout.  An unreachable
-        rank counts as lost: if a network partitions, both groups continue.
+        ``--with-ft ulfm``); ranks of MPI continue over tcp.  A rank that is stopped, or that the failure names, is left
+        out too if it does not call within the timeout.  When it wakes up, its next call raises.
+
+        Raises BackendUnavailable under mpirun on hosts that do not reach each other by TCP, RendezvousError if another
+        survivor does not call it within the timeout: the program may then call it again.  RankLost on a rank that the
+        others have left out.  An unreachable rank counts as lost: if a network partitions, both groups continue.
 
             try:
                 comm.all_reduce(x)
             except RankLost:
                 comm = comm.shrink()
         """
+        return self._change("shrink", 0, None)
+
+    def grow(self, n: int, *, timeout: float | None = None) -> Self:
+        """The communicator of all ranks of this one, in their order, and of ``n`` newcomers after them.
+
+        Collective; the newcomers call ``kos.join`` with ``address``, before or after.  The result is a world of its
+        own: errors name its ranks.  This communicator and the groups split from it are aborted, but only once the new
+        one is complete: arrays of ``allocate`` are then invalid on GPUs.  Ranks of MPI continue over tcp.  ``timeout``
+        in seconds replaces the communicator's own for this call.
+
+        Raises InvalidArgument for an ``n`` below 1; RankLost if a rank is lost; RendezvousError, which says how many
+        newcomers came, at the timeout; BackendUnavailable, as in ``shrink``, or where the newcomers cannot use the
+        backend.  After an error this communicator is as it was.
+
+            comm = comm.grow(2, timeout=600)
+        """
+        n = number_in("n", n, 1, 1 << 20)
         self._check_open()
-        self.rendezvous.check_shrink()
+        self.synchronize()
+        return self._change(f"grow {n}", n, timeout)
+
+    def replace(self, n: int | None = None, *, timeout: float | None = None) -> Self:
+        """``shrink`` and ``grow`` in one agreement: the surviving ranks, in their order, and newcomers after them.
+
+        All survivors call it; ``n`` newcomers call ``kos.join``, by default as many as ranks were lost.  This
+        communicator and the groups split from it are aborted first, as in ``shrink``.  ``timeout`` and the result are
+        as in ``grow``.
+
+        Raises InvalidArgument for an ``n`` below 0, and the errors of ``shrink`` and ``grow``.  After RendezvousError
+        the program may call ``shrink`` or ``replace`` again.
+
+            try:
+                comm.all_reduce(x)
+            except RankLost:
+                comm = comm.replace(timeout=60)
+        """
+        n = None if n is None else number_in("n", n, 0, 1 << 20)
+        return self._change("replace" if n is None else f"replace {n}", n, timeout)
+
+    @property
+    def address(self) -> str:
+        """Where newcomers call with ``kos.join``: the first ranks, as "host:port", with commas.  Not collective.
+
+        A job on a loopback address can be joined on its host.  It changes with the membership, unless rank 0 stays.
+        "" where ranks cannot join: under mpirun on hosts that do not reach each other by TCP.
+
+            print(comm.address)
+        """
+        return self.rendezvous.address
+
+    def newcomers(self) -> int:
+        """How many newcomers wait at this rank for ``grow`` or ``replace``.  Not collective; does not wait.
+
+        A newcomer calls at the first 8 ranks.  Its handshake takes two calls of this.
+
+            joining = comm.broadcast(np.array(comm.newcomers()), 0)
+        """
+        self._check_open()
+        return self.rendezvous.newcomers()
+
+    def _change(self, call: str, newcomers: int | None, timeout: float | None) -> Self:
+        """The communicator of another membership.  All but ``grow`` end this one first: ranks may wait in it."""
+        if not self._changing:
+            self._check_open()
+        self.rendezvous.check_change(call)
+        grows, reason = call.startswith("grow"), str(self.rendezvous.failures.first or CHANGES)
+        limit = self.rendezvous.timeout if timeout is None else check_timeout(timeout)
+        deadline = time.monotonic() + limit
         with self.rendezvous.failures.status.held():
-            reason = str(self.rendezvous.failures.first or SHRINKS)
+            if not grows:
+                self._change_ends(reason)
+            with self._exchange(call, limit):
+                while True:
+                    rendezvous = self.rendezvous.change(call, newcomers, grows, self._terms())
+                    rendezvous.nccl, rendezvous.timeout = self.rendezvous.nccl, limit
+                    try:
+                        group = self._successor(call, rendezvous)
+                        break
+                    except RankLost:  # again, with the ranks that live
+                        if time.monotonic() > deadline:
+                            raise
+            if grows:
+                self._change_ends(reason)
+            self.rendezvous.close()
+            self._changing = False
+            return group
+
+    def _change_ends(self, reason: str) -> None:
+        """End this communicator, except for its rendezvous."""
+        if not self._changing:
             self._signal_end(reason)
             self._abort_groups(reason)
             self._end(reason)
-            with self._exchange("shrink"):
-                rendezvous = self.rendezvous.shrink()
-                rendezvous.nccl = self.rendezvous.nccl
-                # The name has no number: a split in which a rank was lost has advanced the count on some ranks only.
-                group = self._descendant(f"{self.name}:shrunk", rendezvous, 0, rendezvous.rank)
-                assert group is not None
-                return group
+            self._changing = True
+
+    def _successor(self, call: str, rendezvous: Rendezvous) -> Self:
+        if call == "shrink":
+            # The name has no number: a split in which a rank was lost has advanced the count on some ranks only.
+            group = self._descendant(f"{self.name}:shrunk", rendezvous, 0, rendezvous.rank)
+            assert group is not None
+            group.timeout = self.timeout
+            return group
+        made: Self = communicator(
+            type(self), self._terms()["backend"], rendezvous, self.timeout, self.device, self._requested[1], agreed=True
+        )  # fmt: skip
+        return made
+
+    def _terms(self) -> dict[str, Any]:
+        """What newcomers are told of this communicator, of JSON's types."""
+        backend = "tcp" if self._requested[0] == "mpi" else self._requested[0]
+        return {
+            "kos": versions()["kos"], "backend": backend, "timeout": self.timeout, "GPU": self.device is not None,
+            "nccl": dict(self.rendezvous.nccl),
+        }  # fmt: skip
 
     @contextmanager
     def _exchange(self, call: str, timeout: float | None = None) -> Iterator[None]:
@@ -227,6 +337,7 @@ class Groups(Operations):
             group = Group(self.recorder, name, rendezvous.failures.world, rendezvous.rank, backend.name)
             kind: Any = type(self)
             made: Self = kind(backend, rendezvous, self.probes, self.timeout, group)
+            made._requested = self._requested
             undo.pop_all()
         return made
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm import making
 from kos.comm.backend import Probe
 from kos.comm.control.threads import ThreadRendezvous
 from kos.comm.gpu import auto
@@ -454,12 +455,12 @@ def test_peer_takes_part_where_it_was_measured(
                 raise BackendUnavailable(broken)
 
     kinds = {name: type(name, (Some,), {"name": name}) for name in ("nccl", "peer")}
-    monkeypatch.setattr(kos.comm, "BACKENDS", {"mock": ThreadTransport, **kinds})
-    monkeypatch.setattr(kos.comm, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), ""))
-    monkeypatch.setattr(kos.comm, "device_of", lambda rendezvous: SimpleNamespace(index=0))
+    monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, **kinds})
+    monkeypatch.setattr(making, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), ""))
+    monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
     ranks: Any = SimpleNamespace(size=2, local_size=2)
-    assert [gpu.name for gpu in kos.comm._for_gpus(ranks, probes, None, ExitStack())] == taken  # type: ignore[arg-type]
+    assert [gpu.name for gpu in making._for_gpus(ranks, probes, None, ExitStack())] == taken  # type: ignore[arg-type]
     assert probes["peer"] == Probe(not broken, why)
 
 
@@ -469,11 +470,11 @@ def test_between_hosts_calls_may_go_in_phases(monkeypatch: pytest.MonkeyPatch, l
         def __init__(self, rendezvous: Any, host: Any) -> None: ...
 
     phases = type("Phases", (Made,), {"name": "nccl"})
-    monkeypatch.setattr(kos.comm, "BACKENDS", {"mock": ThreadTransport, "nccl": Made})
-    monkeypatch.setattr(kos.comm, "HierarchicalBackend", phases)
+    monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, "nccl": Made})
+    monkeypatch.setattr(making, "HierarchicalBackend", phases)
     monkeypatch.setenv("KOS_PHASES", "1")
     probes, ranks = {"mock": Probe(True, ""), "nccl": Probe(True, "")}, SimpleNamespace(size=4, local_size=local_size)
-    (made,) = kos.comm._for_gpus(ranks, probes, None, ExitStack())  # type: ignore[arg-type]
+    (made,) = making._for_gpus(ranks, probes, None, ExitStack())  # type: ignore[arg-type]
     assert type(made) is (Made if local_size == 4 else phases)
 
 
@@ -554,7 +555,7 @@ def test_without_a_backend_for_gpus_the_error_says_why() -> None:
 def test_a_visible_gpu_without_a_backend_is_a_warning(
     visible: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kos.comm.visible_devices", lambda: ("a stand-in",) * visible)
+    monkeypatch.setattr("kos.comm.making.visible_devices", lambda: ("a stand-in",) * visible)
     on_two_ranks(lambda comm: None)
     text = "auto: rank 0 sees a GPU, but no backend can use GPUs: nccl: a stand-in; peer: a stand-in"
     assert [each.message for each in caplog.records if each.levelname == "WARNING"] == [text] * visible

@@ -153,4 +153,4 @@ def test_a_backend_that_another_rank_lacks_is_unusable(monkeypatch: pytest.Monke
 
 def test_dir_lists_what_a_user_wants() -> None:
     names = {name for name in dir(kos) if not name.startswith("__")}
-    assert names == {"Communicator", "PremulSum", "ReduceOp", "Work", "errors", "init", "register_backend"}
+    assert names == {"Communicator", "PremulSum", "ReduceOp", "Work", "errors", "init", "join", "register_backend"}

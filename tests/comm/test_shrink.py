@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.backend import SHRINKS
+from kos.comm.backend import CHANGES
 from kos.comm.control import mpi_job
 from kos.comm.control.mpi import wait_for_all
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
@@ -161,7 +161,7 @@ def test_ranks_of_mpi_go_on_without_mpi(comm: kos.Communicator, /, memory: str) 
 def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank may have learned first of the one that failed, and say that it goes on without it."""
     failures = FailureLog([0, 1, 2], rank=2)
-    failures.record_end(0, 3, SHRINKS)
+    failures.record_end(0, 3, CHANGES)
     reads = iter(range(3))
 
     def receive() -> None:
@@ -170,7 +170,7 @@ def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     transport: Any = SimpleNamespace(ring=None, receive_notices=receive, failures=failures)
     monkeypatch.setattr("kos.comm.host.mpi.NAMING_SECONDS", 0.0)
-    assert next(MPITransport.gone(transport)) == (0, SHRINKS)
+    assert next(MPITransport.gone(transport)) == (0, CHANGES)
     monkeypatch.setattr("kos.comm.host.mpi.NAMING_SECONDS", 1000.0)
     assert next(MPITransport.gone(transport)) == (1, "its connection was closed")
 

@@ -42,7 +42,7 @@ def test_the_ranks_that_are_left_meet(gone: list[int], waiting: bool) -> None:
         half.close()
         part.close()
         with pytest.raises(BackendUnavailable, match="got one that was closed"):
-            rendezvous.check_shrink()
+            rendezvous.check_change("shrink")
         return found
 
     expected = [b"%d" % rank for rank in left]
@@ -162,9 +162,16 @@ def test_a_rank_that_joins_a_new_group_late() -> None:
     lost = threading.Event()
 
     def body(rendezvous: JobRendezvous) -> int:
-        join = rendezvous._child
+        unjoined = rendezvous._unjoined
+
+        def late(ranks: list[int]) -> Any:
+            child = unjoined(ranks)
+            join = child._join_at
+            child._join_at = lambda *arguments: (lost.wait(20), join(*arguments))[1]
+            return child
+
         if rendezvous.rank == 2:
-            rendezvous._child = lambda *arguments: (lost.wait(20), join(*arguments))[1]
+            rendezvous._unjoined = late
         part: Any = rendezvous.split(int(rendezvous.rank > 0))
         if rendezvous.rank == 0:
             die(rendezvous)

@@ -161,12 +161,34 @@ class Rendezvous(ABC):
         """The ranks whose process has ended, as far as is known, and how that was found.  Does not wait."""
         return {}
 
-    def check_shrink(self) -> None:  # noqa: B027
-        """Raise BackendUnavailable, with the reason, if this group cannot continue without a rank."""
+    def check_change(self, call: str) -> None:
+        """Raise BackendUnavailable, with the reason, if the membership of this group cannot change by ``call``."""
+        raise BackendUnavailable(f"{call}: expected ranks that can leave and join, got {type(self).__name__}")
 
-    @abstractmethod
+    def change(
+        self, call: str, newcomers: int | None = 0, whole: bool = False, terms: Mapping[str, Any] = MappingProxyType({})
+    ) -> Rendezvous:
+        """The group of the live ranks, in their order, and of ``newcomers`` after them; all live ranks call it.
+
+        ``newcomers`` None: as many as were lost.  ``whole``: raise RankLost if a rank was lost.  ``terms``, of JSON's
+        types, is what newcomers are told.  This group is not closed.
+        """
+        raise NotImplementedError
+
     def shrink(self) -> Rendezvous:
-        """The group of the surviving ranks, in their order; all of them call it."""
+        """The group of the surviving ranks, in their order; all of them call it.  Closes this one."""
+        child = self.change("shrink")
+        self.close()
+        return child
+
+    @property
+    def address(self) -> str:
+        """Where newcomers call, "" if they cannot."""
+        return ""
+
+    def newcomers(self) -> int:
+        """How many newcomers wait at this rank to join.  Does not wait."""
+        return 0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

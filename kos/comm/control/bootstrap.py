@@ -16,10 +16,11 @@ from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.env import JobRendezvous, Place, env_rendezvous
 from kos.comm.control.function import rendezvous_by_function
+from kos.comm.control.join import call_members
 from kos.comm.control.mpi import rendezvous_of_mpi
 from kos.comm.control.secret import load_secret
 from kos.comm.control.store import Store, of_process_group, store_rendezvous
-from kos.comm.control.threads import RANK_THREAD, single_rendezvous
+from kos.comm.control.threads import RANK_THREAD, THREADS, join_threads, single_rendezvous
 from kos.errors import InvalidArgument
 
 _RANK_AND_SIZE = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
@@ -59,6 +60,19 @@ def launched_place() -> tuple[int, int]:
         if rank.isdecimal() and size.isdecimal() and int(size) > 1:
             return int(rank), int(size)
     return 0, 1
+
+
+def join_rendezvous(
+    address: str, secret: str | bytes | None, hello: dict[str, Any], timeout: float
+) -> tuple[Rendezvous, dict[str, Any]]:
+    """The group whose members admit this process at ``address``, and what they tell newcomers; ``hello`` is for them.
+
+    Raises RendezvousError.
+    """
+    if address.startswith(THREADS):
+        return join_threads(address, dict(hello), timeout)
+    known = secret.encode() if isinstance(secret, str) else secret or load_secret(os.environ)
+    return call_members(address, known, hello, timeout)
 
 
 _OPTIONAL: dict[str, tuple[str, ...]] = {"address": ("local_rank", "secret"), "store": ()}

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kos.comm.control.group import TCPRendezvous
+from kos.comm.control.grow import publish
 from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import Network, is_loopback
 from kos.comm.failures import FailureLog
@@ -25,6 +26,7 @@ from kos.errors import RendezvousError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT_PORTS = 16
+OFFER = b"offer"  # the purpose of a group whose secret rank 0 has made
 BUSY_SECONDS = 1.0  # limit for a port that the kernel gave to a connection to become free
 
 
@@ -43,7 +45,8 @@ class JobRendezvous(TCPRendezvous):
         host: str | None = None,
     ) -> None:  # fmt: skip
         loopback = is_loopback(place.host)
-        network = Network(place.secret, place.host if loopback or place.rank else "127.0.0.1", "", loopback)
+        hub = place.host if loopback or place.rank else "127.0.0.1"
+        network = Network(place.secret, hub, "", loopback, name=place.host)
         super().__init__(place.rank, place.size, timeout, network, place.local_rank)
         self._failures, self.host = failures, host
         if self.size > 1:
@@ -51,6 +54,9 @@ class JobRendezvous(TCPRendezvous):
             if self.rank == 0 and listener is None:
                 listener = _listen(network, place)
             self._join("", place.ports, place.purpose, listener)
+            if self.rank == 0:
+                publish(self.address)
+        self.join_secret = b"" if place.purpose == OFFER else place.secret  # that of an offer is not known outside
         self.failures.status.connect(self)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -11,13 +10,15 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.base import Rendezvous, _Place
+from kos.comm.control.grow import CALL_SECONDS, GRACE_SECONDS, Address, Change, publish, to_text
 from kos.comm.control.hub import (
     ABORT,
     CLOSE,
@@ -29,18 +30,30 @@ from kos.comm.control.hub import (
     LOST,
     Hub,
     pair,
+    reporting,
+    send,
+    stop,
 )
 from kos.comm.control.inbox import Inbox
 from kos.comm.control.notices import Channel
+from kos.comm.control.secret import load_secret
 from kos.comm.control.threads import ThreadGroup
-from kos.comm.control.wire import Connection, HandshakeError, Network, admit_all, drive, is_loopback, lacks_files
+from kos.comm.control.wire import (
+    JOIN,
+    Acceptor,
+    Connection,
+    HandshakeError,
+    Network,
+    admit_all,
+    adopt,
+    drive,
+    is_loopback,
+    lacks_files,
+)
 from kos.comm.failures import Late
 from kos.comm.peer_status import PeerStatus
 from kos.comm.records import blaming, from_record, to_record
 from kos.errors import BackendUnavailable, KosError, RendezvousError
-
-GRACE_SECONDS = 2.0  # added to the timeout for the hub's report of the missing ranks
-CALL_SECONDS = 2.0  # limit for the answer of a live host
 
 
 class TCPRendezvous(Rendezvous):
@@ -55,6 +68,11 @@ class TCPRendezvous(Rendezvous):
         self._listener: socket.socket | None = None  # for connections of other ranks, and for shrink
         self._addresses: list[tuple[str, int]] = []  # of the listeners of all ranks
         self._hub: Hub | None = None  # on rank 0
+        self.family = ""  # the same in all epochs of the group
+        self.join_secret = b""  # which newcomers prove to know; empty: that of ``load_secret``
+        self.joining: list[tuple[Connection, dict[str, Any]]] = []  # newcomers that wait, and what they say
+        self._door: Acceptor | None = None  # of newcomers, and of members that change the membership
+        self.newer: tuple[int, list[Address]] | None = None  # a later epoch that this rank knows, and its members
         self.inbox, self._sending = Inbox(), threading.RLock()
         self._channels = 0  # opened
         self._receiving = threading.Lock()
@@ -81,7 +99,7 @@ class TCPRendezvous(Rendezvous):
         """Send a message to the hub, from any thread."""
         with self._sending:
             if self._connection is not None:
-                _send(self._connection, message)
+                send(self._connection, message)
 
     def deaths(self) -> dict[int, str]:
         if (connection := self._connection) is not None:
@@ -166,65 +184,101 @@ class TCPRendezvous(Rendezvous):
         if self.deaths() or self.inbox.failure is not None:
             self.barrier()
 
-    def check_shrink(self) -> None:
-        if self.size > 1 and self._connection is None:
-            raise BackendUnavailable("shrink: expected a group that is open, got one that was closed")
+    # Changes of the membership.
 
-    def shrink(self) -> TCPRendezvous:
-        """The group of the ranks that still listen; the lowest of them runs the hub."""
-        deadline, purpose = time.monotonic() + self.timeout, b"shrink " + self._purpose
-        try:
-            for leader in filter(self._listens, range(self.rank)):
-                with contextlib.suppress(ConnectionError):  # the rank has ended since
-                    return self._follow(leader, purpose, deadline + GRACE_SECONDS)
-            return self._lead(purpose, deadline)
-        finally:
-            self.close()
+    def check_change(self, call: str) -> None:
+        if self._connection is None if self.size > 1 else self.failures.over is not None:
+            raise BackendUnavailable(f"{call}: expected a group that is open, got one that was closed")
 
-    def _follow(self, leader: int, purpose: bytes, deadline: float) -> TCPRendezvous:
-        try:
-            connection = self.network.call(*self._addresses[leader], purpose, self.rank, self.size, deadline)
-            answer = json.loads(drive(connection.receive(), connection.sock, deadline))
-        except TimeoutError as error:
-            raise self.absent([leader], "shrink") from error
-        missing, ranks, hub_address = answer
-        if missing:
-            raise self._unseen(missing)
-        return self._child(ranks, hub_address, None)
+    def change(
+        self, call: str, newcomers: int | None = 0, whole: bool = False, terms: Mapping[str, Any] = MappingProxyType({})
+    ) -> TCPRendezvous:
+        with self.waiting():
+            return Change(self, call, newcomers, whole, terms).run()
 
-    def _lead(self, purpose: bytes, deadline: float) -> TCPRendezvous:
-        above = set(filter(self._listens, range(self.rank + 1, self.size)))
-        if not above:
-            return self._child([self.rank], "", None)
+    @property
+    def members(self) -> list[Address]:
+        """Where each rank listens, by an address that is the same for all."""
+        if not self._addresses:  # a group of one
+            self.network.secret = self.network.secret or os.urandom(32)
+            self._listener = self.network.listen()
+            self._addresses = [(self.network.host, self._listener.getsockname()[1])]
+        return [(host or self.network.name or self.network.hub, port) for host, port in self._addresses]
+
+    @property
+    def address(self) -> str:
+        return to_text(self.members)
+
+    def newcomers(self) -> int:
+        for rank, connection, hello in self.callers(0.0):
+            if rank == JOIN:
+                self.joining.append((connection, hello))
+            else:
+                connection.close()  # it calls again
+        for newcomer in [each for each in self.joining if each[0].is_closed]:
+            self.joining.remove(newcomer)
+            newcomer[0].close()
+        return len(self.joining)
+
+    @property
+    def rejected(self) -> list[str]:
+        """The callers with another secret."""
+        return [] if self._door is None else self._door.rejected
+
+    def callers(self, seconds: float) -> Iterator[tuple[int, Connection, dict[str, Any]]]:
+        """Newcomers, of rank JOIN, and members that call within ``seconds`` to change the membership."""
+        members = self.members
+        if self._door is None:
+            assert self._listener is not None and members
+            self.join_secret = self.join_secret or load_secret(os.environ)
+            keys = self.network.key(b"change"), replace(self.network, secret=self.join_secret).key(b"join")
+            self._door = Acceptor(_copy(self._listener), keys[0], self.epoch, keys[1])
+        while (caller := self._door.admit(seconds)) is not None:
+            rank, _, connection = caller
+            try:
+                hello = json.loads(drive(connection.receive(), connection.sock, time.monotonic() + CALL_SECONDS))
+            except (OSError, RendezvousError, ValueError):
+                connection.close()
+            else:
+                yield rank, connection, hello
+            seconds = 0.0
+
+    def successor(
+        self, plan: Mapping[str, Any], rank: int, connections: Mapping[int, Connection]
+    ) -> TCPRendezvous:
+        """The group of the members of ``plan``."""
+        members, mine = plan["members"], self.members
+        network = replace(self.network, epoch=plan["epoch"], host=mine[self.rank][0])
+        child = TCPRendezvous(rank, len(members), self.timeout, network, self._given_local_rank)
+        child.family, child.join_secret, child.host = self.family, self.join_secret, self.host
+        if plan["call"] == "shrink" and all(tuple(each) in mine for each in members):
+            child._failures = self.failures.of([mine.index(tuple(each)) for each in members], rank)
         assert self._listener is not None
-        key, gone = self.network.key(purpose), lambda rank: not self._listens(rank)
-        try:
-            others, missing = admit_all(self._listener, key, above, self.size, deadline, gone, epoch=self.epoch)
-        except OSError as error:
-            raise self._unable(error) from error
-        ranks, (listener, hub_address) = sorted([self.rank, *others]), self._listen()
-        for connection in others.values():
-            connection.post(json.dumps([missing, ranks, hub_address]).encode())
-            with contextlib.suppress(OSError):  # the rank has ended since: the new group will name it
-                drive(connection.flush(), connection.sock, deadline + GRACE_SECONDS)
-        if missing:
-            listener.close()
-            raise self._unseen(missing)
-        return self._child(ranks, hub_address, listener)
+        child.enter(plan, self._listener, connections)
+        return child
 
-    def _unseen(self, missing: Sequence[int]) -> KosError:
-        """The error of a shrink in which live ranks did not arrive."""
-        text = timeouts.late(f"shrink: {self.failures.names(missing)}", within=self.timeout)
-        return blaming(RendezvousError(text), [self.failures.world[rank] for rank in missing])
-
-    def _listens(self, rank: int) -> bool:
-        """Whether that rank is alive: connections to one that has ended are refused."""
-        host, port = self._addresses[rank]
+    def enter(
+        self, plan: Mapping[str, Any], listener: socket.socket, connections: Mapping[int, Connection]
+    ) -> None:
+        """Begin the group of ``plan``, whose rank 0 has ``connections`` to the others.  Others have one to it."""
+        self.call, self._listener = plan["call"], _copy(listener)
+        self._addresses = [(host, port) for host, port in plan["members"]]
+        for connection in connections.values():
+            connection.epoch = self.epoch
         try:
-            socket.create_connection((host or self.network.hub, port), CALL_SECONDS).close()
-        except OSError:
-            return False
-        return True
+            if self.rank > 0:
+                self._connection = connections[0]
+            elif self.size > 1:
+                self._serve(self.network.listen(), b"", "", True, connections)
+            self._known_places = [
+                _Place(*json.loads(each)) for each in self.allgather(json.dumps(self._own_place()).encode())
+            ]
+        except BaseException:
+            self.abort(None)
+            raise
+        self.failures.status.connect(self)
+        if self.rank == 0:
+            publish(self.address)
 
     def _listen(self) -> tuple[socket.socket, str]:
         """A listener for the hub of another group, and its address as JSON."""
@@ -234,14 +288,6 @@ class TCPRendezvous(Rendezvous):
             raise RendezvousError(f"rendezvous: rank {self.rank} cannot listen: {error}") from error
         hub_address = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
         return listener, json.dumps(hub_address)
-
-    def _child(self, ranks: list[int], hub_address: str, listener: socket.socket | None) -> TCPRendezvous:
-        """The group of the surviving ranks, with the hub at ``hub_address``."""
-        child = self._unjoined(ranks)
-        child.network = replace(self.network, epoch=self.epoch + 1)
-        child._join_at(hub_address, listener)
-        child.failures.status.connect(child)
-        return child
 
     def _unjoined(self, ranks: list[int]) -> TCPRendezvous:
         """The group of these ranks, which this rank has not joined yet."""
@@ -280,21 +326,14 @@ class TCPRendezvous(Rendezvous):
 
     def _join(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
         """Connect to the hub; with ``listener``, this rank runs it."""
-        self._purpose = purpose
+        self._purpose, self.family = purpose, purpose.decode(errors="replace")
         try:
             if listener is not None:
                 port = listener.getsockname()[1]
                 where = f"{host or self.network.hub}:{port}"
                 if not self.network.loopback:
                     where = f"port {port}, which others find by {self._address or 'the address they know'}"
-                self._connection, hubs_end = pair(self.epoch)
-                key, warns = self.network.key(purpose), len(ports) == 1  # at others, other jobs call too
-                known = self.failures.of(range(self.size), 0)  # without links, which hold communicators
-                hub = Hub(hubs_end, listener, key, known, self.timeout, where, warns, self.epoch)
-                hub.start()
-                # At the end of the process, the hub still sends the last answers if the group was not closed.
-                self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
-                self._hub = hub
+                self._serve(listener, self.network.key(purpose), where, len(ports) == 1)  # at others, other jobs call
             else:
                 with nullcontext() if self.failures.over else self.waiting():  # a rank that only reports does not wait
                     self._connection = self._call_hub(host, ports, purpose)
@@ -315,6 +354,19 @@ class TCPRendezvous(Rendezvous):
             if unable:
                 raise failure from error
             raise
+
+    def _serve(
+        self, listener: socket.socket, key: bytes, where: str, warns: bool,
+        connected: Mapping[int, Connection] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Run the hub, to which the other ranks are ``connected``, or connect at ``listener``."""
+        self._connection, hubs_end = pair(self.epoch)
+        known = self.failures.of(range(self.size), 0)  # without links, which hold communicators
+        hub = Hub(hubs_end, listener, key, known, self.timeout, where, warns, self.epoch, connected)
+        hub.start()
+        # At the end of the process, the hub still sends the last answers if the group was not closed.
+        self._stop_hub = weakref.finalize(self, stop, self._connection, hub, os.getpid())
+        self._hub = hub
 
     def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
         """Call at each port until the hub of this group answers."""
@@ -357,12 +409,16 @@ class TCPRendezvous(Rendezvous):
         connection, self._connection = self._connection, None
         if self._listener is not None:
             self._listener.close()
+        if self._door is not None:
+            self._door.close()
+        for newcomer, _ in self.joining:
+            newcomer.close()  # it calls again
         if connection is None:
             return
         last = None if orderly else self.failures.status.last
         why = "it closed the group" if code is None else "it aborted the group"
         with self._sending:
-            _send(connection, CLOSE if code is None and last is None else _abort(why, last))
+            send(connection, CLOSE if code is None and last is None else _abort(why, last))
         connection.close()
         if self._hub is None:
             return
@@ -370,7 +426,7 @@ class TCPRendezvous(Rendezvous):
             self._stop_hub()
         else:
             self._stop_hub.detach()
-            _reporting.add(self._hub)
+            reporting.add(self._hub)
             self._hub.reported.wait(CLOSE_SECONDS)
 
     def _request(self, message: bytes) -> bytes:
@@ -429,35 +485,13 @@ class TCPRendezvous(Rendezvous):
         return place if self._given_local_rank is None else self._given_local_rank, nodes
 
 
+def _copy(listener: socket.socket) -> socket.socket:
+    """The listener for another owner: others reach it until all copies are closed."""
+    copy = listener.dup()
+    adopt(copy)
+    return copy
+
+
 def _abort(why: str, cause: KosError | None) -> bytes:
     """The message to the hub of a rank that leaves the group before the others."""
     return ABORT + json.dumps([why, None if cause is None else to_record(cause)]).encode()
-
-
-def _send(connection: Connection, message: bytes) -> None:
-    connection.post(message)
-    with contextlib.suppress(OSError):  # the other side closed it first
-        drive(connection.flush(), connection.sock, time.monotonic() + GRACE_SECONDS)
-
-
-_reporting: weakref.WeakSet[Hub] = weakref.WeakSet()
-"""The hubs of aborted groups.  Each sends the reason to the other ranks, and runs until they have read it."""
-
-
-@atexit.register
-def _wait_for_reports() -> None:
-    """Wait up to CLOSE_SECONDS until the other ranks have read why a group was aborted."""
-    deadline = time.monotonic() + CLOSE_SECONDS
-    for hub in list(_reporting):
-        hub.join(max(deadline - time.monotonic(), 0.0))
-
-
-def _stop(connection: Connection, hub: Hub, process: int) -> None:
-    """Close the group on rank 0: the hub ends once the others have received their messages."""
-    if os.getpid() != process:
-        return  # a process forked from rank 0 ends, not rank 0
-    if connection.sock.fileno() >= 0:
-        _send(connection, CLOSE)
-        connection.close()
-    if hub is not threading.current_thread():  # the garbage collector may free the group on the hub's thread
-        hub.released.wait(CLOSE_SECONDS)

@@ -7,19 +7,23 @@ a rank whose connection ends to all others.  It serves the group until all ranks
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
+import os
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt
+from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, drive
 from kos.comm.failures import FailureLog
 from kos.comm.records import blaming, to_record
 from kos.errors import RendezvousError
@@ -54,18 +58,18 @@ class _Failure(Exception):
 class Hub(threading.Thread):
     """Serves one group, the one of ``failures``, until its rank 0 closes it.
 
-    ``own`` is the hub's end of rank 0's connection; other ranks call at ``listener``, with ``key``.  ``warns``: log
-    callers with another secret; False where ranks of other jobs call too.
+    ``own`` is the hub's end of rank 0's connection; other ranks call at ``listener``, with ``key``, except the
+    ``connected`` ones.  ``warns``: log callers with another secret; False where ranks of other jobs call too.
     """
 
     def __init__(
         self, own: Connection, listener: socket.socket, key: bytes, failures: FailureLog, timeout: float, where: str,
-        warns: bool = True, epoch: int = 0,
+        warns: bool = True, epoch: int = 0, connected: Mapping[int, Connection] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         super().__init__(name="kos rendezvous", daemon=True)
         self._size, self._failures, self.timeout, self._where = len(failures.world), failures, timeout, where
         self._warns = warns
-        self._members = {0: own}
+        self._members = {0: own, **connected}
         self._reading: dict[int, Waiting[bytes]] = {}  # ranks whose message has arrived in part
         self._closed: set[int] = set()
         self._refused: list[Connection] = []
@@ -335,3 +339,33 @@ def pair(epoch: int = 0) -> tuple[Connection, Connection]:
     for sock in ends:
         adopt(sock)
     return Connection(ends[0], b"rank 0", b"hub", epoch), Connection(ends[1], b"hub", b"rank 0", epoch)
+
+
+def send(connection: Connection, message: bytes) -> None:
+    """Send a message at once, unless the other side has ended."""
+    connection.post(message)
+    with contextlib.suppress(OSError):  # the other side closed it first
+        drive(connection.flush(), connection.sock, time.monotonic() + CLOSE_SECONDS)
+
+
+reporting: weakref.WeakSet[Hub] = weakref.WeakSet()
+"""The hubs of aborted groups.  Each sends the reason to the other ranks, and runs until they have read it."""
+
+
+@atexit.register
+def _wait_for_reports() -> None:
+    """Wait up to CLOSE_SECONDS until the other ranks have read why a group was aborted."""
+    deadline = time.monotonic() + CLOSE_SECONDS
+    for hub in list(reporting):
+        hub.join(max(deadline - time.monotonic(), 0.0))
+
+
+def stop(connection: Connection, hub: Hub, process: int) -> None:
+    """Close the group on rank 0: the hub ends once the others have received their messages."""
+    if os.getpid() != process:
+        return  # a process forked from rank 0 ends, not rank 0
+    if connection.sock.fileno() >= 0:
+        send(connection, CLOSE)
+        connection.close()
+    if hub is not threading.current_thread():  # the garbage collector may free the group on the hub's thread
+        hub.released.wait(CLOSE_SECONDS)

@@ -174,11 +174,8 @@ class MPIRendezvous(Rendezvous):
         child.without_tcp = self.without_tcp
         return child
 
-    def check_shrink(self) -> None:
-        raise BackendUnavailable(f"shrink: expected hosts that reach each other by TCP, got: {self.without_tcp}")
-
-    def shrink(self) -> Rendezvous:
-        raise NotImplementedError
+    def check_change(self, call: str) -> None:
+        raise BackendUnavailable(f"{call}: expected hosts that reach each other by TCP, got: {self.without_tcp}")
 
     def _free(self, orderly: bool, code: int | None) -> None:
         self.mpi.free(orderly, code)

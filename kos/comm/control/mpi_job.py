@@ -24,7 +24,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from kos.comm.control.group import GRACE_SECONDS
+from kos.comm.control.grow import GRACE_SECONDS
 from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install
 
 log = logging.getLogger(__name__)

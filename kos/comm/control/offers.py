@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kos.comm.control.env import Place
+from kos.comm.control.env import OFFER, Place
 from kos.comm.control.wire import Network, is_loopback
 from kos.errors import RendezvousError
 
@@ -41,7 +41,7 @@ def place_by(rank: int, size: int, name: str, offer: Mapping[str, Any]) -> Place
     """The place of a rank by the offer of rank 0.  Raises RendezvousError if rank 0 cannot listen."""
     if "error" in offer:
         raise RendezvousError(f"rendezvous: rank 0 cannot listen: {offer['error']}")
-    return Place(rank, size, None, offer["host"], [offer["port"]], b"offer", offer["secret"].encode(), (name, name))
+    return Place(rank, size, None, offer["host"], [offer["port"]], OFFER, offer["secret"].encode(), (name, name))
 
 
 def _own_address() -> str:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from kos.comm import timeouts
 from kos.comm.control.base import machine_id
 from kos.comm.control.env import JobRendezvous, Place
-from kos.comm.control.group import GRACE_SECONDS
+from kos.comm.control.grow import GRACE_SECONDS
 from kos.comm.control.offers import checked_offer, listen_for, place_by
 from kos.comm.failures import FailureLog, Late
 from kos.errors import InvalidArgument, RendezvousError

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from kos.comm.control.base import Rendezvous
+from kos.comm.control.grow import misfit, too_few, unanswered
 from kos.comm.failures import WHY_CLOSED, FailureLog
 from kos.comm.peer_status import PeerStatus
 from kos.comm.records import again
-from kos.errors import KosError
+from kos.errors import CollectiveMismatch, KosError, RendezvousError
 
 T = TypeVar("T")
+THREADS = "threads:"
+"""The beginning of the address of a group of threads."""
+_numbers = itertools.count()
+_groups: weakref.WeakValueDictionary[str, ThreadGroup] = weakref.WeakValueDictionary()  # by address
 Waits = list[tuple[str, list[int]]]
 """Operations in flight, and for each the world ranks that it waits for."""
 
@@ -38,6 +46,7 @@ class ThreadWorld:
         self.events = [0] * size  # counts wake-ups, so that none is missed between a poll and a wait
         known = PeerStatus()
         self.ends = known.ends  # why a rank has ended
+        self.successors: list[tuple[ThreadWorld, list[int]]] = []  # the worlds of groups that have grown; their ranks
         self.statuses = [PeerStatus(rank, known) for rank in range(size)]  # a rank's groups share its status
 
     def notify(self, ranks: list[int]) -> None:
@@ -66,6 +75,9 @@ class ThreadWorld:
         with self.lock:
             self.ends.setdefault(rank, why)
             self.notify(list(range(len(self.wakeup))))
+        for world, members in self.successors:
+            if rank in members:
+                world.end(members.index(rank), why)
 
 
 class ThreadGroup:
@@ -80,6 +92,10 @@ class ThreadGroup:
         self.over: KosError | None = None  # why exchanges fail
         self._closed: dict[int, tuple[str, KosError | None, float | None]] = {}
         self._shared: dict[Any, Any] = {}
+        self.joining: list[dict[str, Any]] = []  # newcomers that wait: what they say, then what they are told
+        self.answered = threading.Condition(self.world.lock)  # newcomers are told something
+        self.address = f"{THREADS}{next(_numbers)}"
+        _groups[self.address] = self
 
     def shared(self, key: Any, make: Callable[[], T]) -> T:
         """The object of that key, the same on all ranks; the first call makes it."""
@@ -87,6 +103,16 @@ class ThreadGroup:
             if key not in self._shared:
                 self._shared[key] = make()
             return cast(T, self._shared[key])
+
+    def forget(self, key: Any) -> None:
+        """The next call of ``shared`` makes another object of that key; the caller holds the lock of the world."""
+        self._shared.pop(key, None)
+
+    def answer(self, newcomer: dict[str, Any], **answer: Any) -> None:
+        """Tell a newcomer, which no longer waits then; the caller holds the lock of the world."""
+        self.joining = [each for each in self.joining if each is not newcomer]
+        newcomer.update(answer)
+        self.answered.notify_all()
 
     def fail(self, failure: KosError) -> None:
         """Make every rank raise the failure in its exchange, and in later ones; the first is kept."""
@@ -194,30 +220,106 @@ class ThreadRendezvous(Rendezvous):
         parent = self.threads
         members = [parent.members[r] for r in ranks]
         child = parent.shared(("split", self._exchanges, color), lambda: ThreadGroup(len(ranks), parent.world, members))
-        return self._child(child)
+        return self._child(child, child.members.index(self.failures.world[self.rank]))
 
-    def shrink(self) -> Rendezvous:
-        """The group of the surviving ranks, once all of them have called this."""
+    def check_change(self, call: str) -> None:
+        pass
+
+    @property
+    def address(self) -> str:
+        return self.threads.address
+
+    def newcomers(self) -> int:
+        with self.threads.world.lock:
+            return len(self.threads.joining)
+
+    def change(
+        self, call: str, newcomers: int | None = 0, whole: bool = False, terms: Mapping[str, Any] = MappingProxyType({})
+    ) -> Rendezvous:
+        """The first rank that finds all others here, and the newcomers, determines the outcome for all."""
         group, deadline = self.threads, time.monotonic() + self.timeout
-        world, callers = group.world, group.shared("survivors", set)
-        with self.waiting(), world.lock:
-            callers.add(self.rank)
+        with self.waiting(), group.world.lock:
+            attempt: tuple[dict[int, str], list[ThreadGroup | KosError]] = group.shared("change", lambda: ({}, []))
+            calls, outcome = attempt
+            calls[self.rank] = call
             group.notify_all()
-            while missing := [
-                r for r, member in enumerate(group.members) if r not in callers and member not in world.ends
-            ]:
-                if not group.wait(self.rank, deadline, "shrink", missing):
-                    raise self.absent(missing, "shrink")
-                if world.failure is not None:
-                    raise again(world.failure)
-            # The first rank that finds all others here determines the members for all.
-            members = [group.members[rank] for rank in sorted(callers)]
-            return self._child(group.shared("shrunk", lambda: ThreadGroup(len(members), world, members)))
+            late = False
+            while not outcome:
+                try:
+                    if group.world.failure is not None:
+                        raise again(group.world.failure)
+                    if (made := self._outcome(calls, call, newcomers, whole, terms, late)) is None:
+                        late = not group.wait(self.rank, deadline, call, self._missing(calls))
+                    else:
+                        outcome.append(made)
+                except KosError as error:
+                    outcome.append(again(error))
+            if group.shared("change", tuple) is attempt:
+                group.forget("change")
+                group.notify_all()
+            if isinstance(result := outcome[0], KosError):
+                raise again(result)
+            return self._child(result, sorted(calls).index(self.rank))
 
-    def _child(self, group: ThreadGroup) -> Rendezvous:
-        child = ThreadRendezvous(group, group.members.index(self.failures.world[self.rank]), self.timeout, self.host)
-        child.failures.status = self.failures.status
+    def _missing(self, calls: Mapping[int, str]) -> list[int]:
+        members, ends = self.threads.members, self.threads.world.ends
+        return [rank for rank, member in enumerate(members) if rank not in calls and member not in ends]
+
+    def _outcome(
+        self, calls: Mapping[int, str], call: str, newcomers: int | None, whole: bool, terms: Mapping[str, Any],
+        late: bool,
+    ) -> ThreadGroup | None:  # fmt: skip
+        """The new group, once it is complete; ``late``: at the timeout.  The caller holds the lock of the world."""
+        group, missing, name = self.threads, self._missing(calls), call.partition(" ")[0]
+        if other := next((rank for rank, theirs in calls.items() if theirs != call), None):
+            me, them = (self.failures.names([rank], False) for rank in (self.rank, other))
+            raise CollectiveMismatch(f"{me} called {call} but {them} called {calls[other]}")
+        lost = [rank for rank in range(self.size) if rank not in calls and rank not in missing]
+        if whole and lost:
+            raise self.failures.lost(lost[0], group.world.ends[group.members[lost[0]]], name)
+        wanted = len(lost) if newcomers is None else newcomers
+        for each in list(group.joining):
+            if problem := misfit(each, terms):
+                group.answer(each, refused=problem)
+        if late and missing:
+            raise self.absent(missing, name)
+        if late and len(group.joining) < wanted:
+            raise RendezvousError(too_few(call, len(group.joining), wanted, self.address, self.timeout))
+        if missing or len(group.joining) < wanted:
+            return None
+        members = [group.members[rank] for rank in sorted(calls)]
+        if call == "shrink":
+            return ThreadGroup(len(members), group.world, members)
+        made = ThreadGroup(len(members) + wanted)
+        group.world.successors.append((made.world, members))
+        for place, each in enumerate(group.joining[:wanted], len(members)):
+            group.answer(each, group=made, rank=place, terms=terms, timeout=self.timeout, call=call)
+        return made
+
+    def _child(self, group: ThreadGroup, rank: int) -> Rendezvous:
+        child = ThreadRendezvous(group, rank, self.timeout, self.host)
+        child.call = self.call
+        if group.world is self.threads.world:
+            child.failures.status = self.failures.status
         return child
+
+
+def join_threads(address: str, hello: dict[str, Any], timeout: float) -> tuple[ThreadRendezvous, dict[str, Any]]:
+    """The group of threads that admits this one, and what its ranks tell newcomers.  Raises RendezvousError."""
+    if (group := _groups.get(address)) is None:
+        raise RendezvousError(f"join: expected the address of a group of this process, got {address!r}")
+    with group.world.lock:
+        group.joining.append(hello)
+        group.notify_all()
+        group.answered.wait_for(lambda: hello not in group.joining, timeout)
+        if hello in group.joining:
+            group.joining.remove(hello)
+            raise RendezvousError(unanswered(address, timeout))
+    if "refused" in hello:
+        raise RendezvousError(f"join: {hello['refused']}")
+    rendezvous = ThreadRendezvous(hello["group"], hello["rank"], hello["timeout"])
+    rendezvous.call = hello["call"]
+    return rendezvous, dict(hello["terms"])
 
 
 def single_rendezvous(timeout: float = 120.0) -> ThreadRendezvous:

@@ -7,7 +7,8 @@ All three messages have a fixed size, and nothing else is read before the proof 
     caller -> listener   magic, epoch, rank, size, nonce, HMAC-SHA256 over all of it
     listener -> caller   HMAC-SHA256 over all of it (zeros: refused)
 
-The epoch is the number of times that the membership of the job has changed.  Callers of another epoch are refused.
+The epoch is the number of times that the membership of the job has changed.  Callers of another epoch are refused,
+except those of a change of the membership (``grow.py``).  A newcomer, of rank ``JOIN``, has a key of its own.
 
 A message is its length (checked before anything is allocated), its epoch, its HMAC-SHA256 and its bytes.  A message of
 another epoch is dropped.  Keys are derived for each connection and direction from both nonces, and the HMAC covers the
@@ -48,6 +49,7 @@ MAX_PENDING = 256  # callers in their handshakes
 _MAX_REJECTED = 4  # rejected callers in an error
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
+JOIN = 0xFFFFFFFF  # instead of the rank: a newcomer
 _MAGIC = b"kos/tcp3"  # the protocol and its version
 _NONCE = 32
 _GREETING = struct.Struct(f"!8sI{_NONCE}s")
@@ -76,6 +78,7 @@ class Network:
     host: str  # this rank's host as all others know it; empty: the host of rank 0
     loopback: bool  # all ranks are on one host, and only they connect
     epoch: int = 0  # the number of times that the membership has changed
+    name: str = ""  # the host of the job's rank 0, as other hosts know it
 
     def listen(self, port: int = 0) -> socket.socket:
         """A listening socket; on all interfaces unless the job stays on one host.  Raises OSError."""
@@ -174,14 +177,35 @@ class Connection:
             if epoch == self.epoch:
                 return message
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the other side has closed the connection, from which nothing is expected."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def mask(self, data: bytes, sent: bool) -> bytes:
+        """A secret that is ``sent`` or received, encrypted by this connection's keys; the other side decrypts it so.
+
+        One secret for each direction: the key stream is the same each time.
+        """
+        key, blocks = self._send_key if sent else self._receive_key, range(len(data) // _PROOF + 1)
+        stream = b"".join(_mac(key, b"mask", number.to_bytes(4)) for number in blocks)
+        return bytes(a ^ b for a, b in zip(data, stream, strict=False))
+
     def close(self) -> None:
         self.sock.close()
 
 
-def answer(sock: socket.socket, key: bytes, epoch: int = 0) -> Waiting[tuple[int, int, Connection]]:
+def answer(
+    sock: socket.socket, key: bytes, epoch: int = 0, join: bytes = b""
+) -> Waiting[tuple[int, int, Connection]]:
     """The listener's side of the handshake: the caller's rank and size, and the connection.
 
-    Raises ConnectionError, HandshakeError.
+    ``join`` is the key of newcomers, if they are admitted.  Raises ConnectionError, HandshakeError.
     """
     greeting = _GREETING.pack(_MAGIC, epoch, os.urandom(_NONCE))
     sock.send(greeting)  # a whole handshake fits the socket's buffer
@@ -191,6 +215,10 @@ def answer(sock: socket.socket, key: bytes, epoch: int = 0) -> Waiting[tuple[int
     hello = magic + (yield from _read(sock, _HELLO.size - len(_MAGIC)))
     proof = yield from _read(sock, _PROOF)
     _, theirs, rank, size, _ = _HELLO.unpack(hello)
+    if rank == JOIN:
+        if not join:
+            raise HandshakeError("handshake: expected a rank, got a newcomer")  # which calls again
+        key = join
     if not hmac.compare_digest(proof, _mac(key, b"caller", greeting, hello)):
         sock.send(_REFUSED)
         error = HandshakeError("handshake: expected a proof of the secret, got a wrong one")
@@ -211,10 +239,15 @@ def receive_greeting(sock: socket.socket) -> Waiting[bytes]:
 
 
 def authenticate(
-    sock: socket.socket, greeting: bytes, key: bytes, rank: int, size: int, epoch: int = 0
+    sock: socket.socket, greeting: bytes, key: bytes, rank: int, size: int, epoch: int | None = 0
 ) -> Waiting[Connection]:
-    """The caller's side of the handshake, after the greeting.  Raises ConnectionError, HandshakeError."""
-    if (theirs := _GREETING.unpack(greeting)[1]) != epoch:
+    """The caller's side of the handshake, after the greeting.  Raises ConnectionError, HandshakeError.
+
+    ``epoch`` None is that of the listener.
+    """
+    theirs = _GREETING.unpack(greeting)[1]
+    epoch = theirs if epoch is None else epoch
+    if theirs != epoch:
         raise HandshakeError(f"expected epoch {epoch} of the membership, got {theirs}")
     hello = _HELLO.pack(_MAGIC, epoch, rank, size, os.urandom(_NONCE))
     sock.send(hello + _mac(key, b"caller", greeting, hello))
@@ -228,9 +261,9 @@ def authenticate(
 class Acceptor:
     """Accepts callers at a listening socket and returns those that complete the handshake."""
 
-    def __init__(self, listener: socket.socket, key: bytes, epoch: int = 0) -> None:
+    def __init__(self, listener: socket.socket, key: bytes, epoch: int = 0, join: bytes = b"") -> None:
         self._listener, self._key, self._selector = listener, key, selectors.DefaultSelector()
-        self._epoch = epoch
+        self._epoch, self._join = epoch, join
         self._callers: dict[socket.socket, float] = {}  # callers in their handshakes -> deadline, oldest first
         self._admitted: deque[tuple[int, int, Connection]] = deque()
         self.rejected: list[str] = []  # callers with another secret, the first few
@@ -283,7 +316,7 @@ class Acceptor:
         if len(self._callers) >= MAX_PENDING:
             self._reject(next(iter(self._callers)))
         self._callers[sock] = time.monotonic() + HANDSHAKE_SECONDS
-        handshake = answer(sock, self._key, self._epoch)
+        handshake = answer(sock, self._key, self._epoch, self._join)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._advance(sock, host, handshake))
         self._advance(sock, host, handshake)
 
@@ -300,7 +333,8 @@ class Acceptor:
             self._reject(sock)
             rank = error.unproved if isinstance(error, HandshakeError) else None
             if rank is not None and len(self.rejected) < _MAX_REJECTED:
-                caller = f"rank {rank} at {host.removeprefix('::ffff:')}"
+                who = "a newcomer" if rank == JOIN else f"rank {rank}"
+                caller = f"{who} at {host.removeprefix('::ffff:')}"
                 self.rejected += [] if caller in self.rejected else [caller]
 
     def _reject(self, sock: socket.socket) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import SHRINKS, Probe
+from kos.comm.backend import CHANGES, Probe
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi import NAMING_SECONDS, TAGS, await_request
@@ -310,7 +310,7 @@ class MPITransport(Transport):
             late = time.monotonic() > deadline
             self.receive_notices()  # a rank that shrinks is not the lost one: wait for another name
             ends = self.failures.ends.items()
-            yield from ((rank, why) for rank, (_, why, _) in ends if late or why != SHRINKS)
+            yield from ((rank, why) for rank, (_, why, _) in ends if late or why != CHANGES)
             time.sleep(0.001)
 
     def explain(self, work: Work[Any], error: Exception) -> Exception:

@@ -1,0 +1,351 @@
+"""Changes of a membership: lost ranks leave it, newcomers join it.  Shrink, grow and replace are one agreement.
+
+A *view* is what a rank knows of the membership: its epoch, and the address at which each member listens.
+
+1. The lowest live rank leads.  The other members call at its listener, and send their call and their view.  The newest
+   view counts: a member that is not in it is out.
+2. The leader waits for all live members, and admits newcomers until as many have come as are asked for.
+3. It sends the new view on these connections, which belong to the hub of the new group from then on.
+4. All ranks exchange their places through that hub.  Who has the answer knows that every rank has the new view.  If the
+   exchange fails, the members begin again, from the new view.  So do the ranks that had the answer, once they find that
+   a rank is lost: all continue with the same members.
+
+If the leader dies its connections end, and the next live rank leads.  A rank that is stopped is left out after the
+timeout.  When it wakes up, the others have a newer view, or do not answer, so it never continues alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kos.comm import timeouts
+from kos.comm.control.wire import (
+    JOIN,
+    Connection,
+    HandshakeError,
+    authenticate,
+    connect,
+    drive,
+    receive_greeting,
+)
+from kos.comm.records import blaming, from_record, to_record
+from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost, RendezvousError
+from kos.files import replace_file
+
+Address = tuple[str, int]
+CALL_SECONDS = 2.0  # limit for the answer of a live host
+GRACE_SECONDS = 2.0  # added to the timeout for the report of the missing ranks
+POLL_SECONDS = 0.05
+_SHOWN = 8  # addresses at which newcomers call
+
+
+class Change:
+    """One change of the membership of ``group``, on one of its ranks.
+
+    ``call`` is the program's call, the same on all members.  ``newcomers`` are how many join; None: as many as were
+    lost.  ``whole``: no member may be lost.  ``terms`` is what newcomers are told.
+    """
+
+    def __init__(
+        self, group: Any, call: str, newcomers: int | None, whole: bool, terms: Mapping[str, Any]
+    ) -> None:
+        self.group, self.call, self.newcomers, self.whole, self.terms = group, call, newcomers, whole, dict(terms)
+        self.me = group.members[group.rank]
+        self.epoch: int
+        self.members: list[Address]
+        self.epoch, self.members = group.newer or (group.epoch, group.members)
+        self.deadline = time.monotonic() + group.timeout
+        self.came: dict[Address, Connection] = {}  # of the members that have called this leader
+        self.refused = list[str]()  # why newcomers were
+        self._probes: dict[Address, socket.socket] = {}
+        cause = group.failures.cause()
+        blamed = set(() if cause is None else cause.ranks)
+        self.blamed = {each for rank, each in zip(group.failures.world, group.members, strict=True) if rank in blamed}
+        self.left_out = {each for each in self.blamed if self._halted(each)}
+
+    def run(self) -> Any:
+        """The new group, whose ranks have exchanged their places."""
+        group = self.group
+        while True:
+            try:
+                leader = self._leader()
+                rank, plan, connections = self._lead() if leader is None else self._follow(*leader)
+            except (ConnectionError, HandshakeError):  # the leader has ended, or is not ready
+                time.sleep(POLL_SECONDS / 2)
+                if time.monotonic() > self.deadline:
+                    raise self._late([each for each in self.members if each != self.me]) from None
+                continue
+            finally:
+                self._forget_probes()
+            self.epoch, self.members = group.newer = plan["epoch"], _addresses(plan["members"])
+            try:
+                return group.successor(plan, rank, connections)
+            except (CollectiveError, RendezvousError):
+                if time.monotonic() > self.deadline:
+                    raise
+
+    def _leader(self) -> tuple[Address, socket.socket] | None:
+        """The lowest live rank, and a connection to it; None for this one."""
+        for address in self.members:
+            if address == self.me:
+                return None
+            if address not in self.left_out:
+                with contextlib.suppress(OSError):
+                    return address, connect(*address, time.monotonic() + CALL_SECONDS)
+        raise self._out(self.epoch)
+
+    # A member that does not lead.
+
+    def _follow(self, leader: Address, sock: socket.socket) -> tuple[int, dict[str, Any], dict[int, Connection]]:
+        group, answer = self.group, dict[str, Any]()
+        hello = {
+            "family": group.family, "call": self.call, "view": [self.epoch, self.members], "me": self.me,
+            "left out": sorted(self.left_out),
+        }  # fmt: skip
+        until = self.deadline + (1 + len(self.left_out)) * GRACE_SECONDS
+        try:
+            greeting = drive(receive_greeting(sock), sock, until)
+            key = group.network.key(b"change")
+            connection = drive(authenticate(sock, greeting, key, group.rank, group.size, None), sock, until)
+            connection.post(json.dumps(hello).encode())
+            drive(connection.flush(), sock, until)
+            while "plan" not in answer:
+                answer = json.loads(drive(connection.receive(), sock, time.monotonic() + group.timeout + GRACE_SECONDS))
+                if "out" in answer:
+                    raise self._out(answer["out"])
+                if "error" in answer:
+                    raise from_record(answer["error"])
+        except TimeoutError as error:
+            sock.close()
+            if leader in self.blamed or self._halted(leader):
+                self.left_out.add(leader)
+                self.deadline = time.monotonic() + group.timeout
+                raise ConnectionError from error
+            raise self._late([leader]) from None
+        except BaseException:
+            sock.close()
+            raise
+        return answer["rank"], answer["plan"], {0: connection}
+
+    # The leader.
+
+    def _lead(self) -> tuple[int, dict[str, Any], dict[int, Connection]]:
+        group = self.group
+        publish(group.address)
+        try:
+            while (missing := self._missing()) or group.newcomers() < self._wanted():
+                if time.monotonic() <= self.deadline:
+                    self._admit()
+                elif missing:
+                    self._leave_out(missing)
+                else:
+                    raise self._too_few()
+            joining, group.joining = group.joining[: self._wanted()], group.joining[self._wanted() :]
+            return self._send_plan(joining)
+        except BaseException as error:
+            by = f"on {group.failures.names([group.rank], False)} by {type(error).__name__}"
+            failure = error if isinstance(error, KosError) else RendezvousError(f"{self.call} was interrupted {by}")
+            self._post({"error": to_record(failure)})
+            for connection in self.came.values():
+                connection.close()
+            self.came.clear()
+            raise
+
+    def _missing(self) -> list[Address]:
+        """The live members that have not called."""
+        for address in [each for each, connection in self.came.items() if connection.is_closed]:
+            self.came.pop(address).close()
+        others = [each for each in self.members if each != self.me and each not in self.came]
+        missing = [each for each in others if each not in self.left_out and self._lives(each)]
+        gone = {*others}.difference(missing).intersection(self.group.members)
+        if self.whole and gone:
+            rank = min(map(self.group.members.index, gone))
+            raise self.group.failures.lost(rank, "its process ended", self.call)
+        return missing
+
+    def _wanted(self) -> int:
+        """How many newcomers join."""
+        if self.newcomers is not None:
+            return self.newcomers
+        return sum(each not in self.came and each != self.me for each in self.group.members)
+
+    def _lives(self, address: Address) -> bool:
+        """Whether the member still listens: a connection to it ends with its process."""
+        sock = self._probes.get(address)
+        try:
+            if sock is not None and not sock.recv(64):
+                raise ConnectionError
+        except BlockingIOError:
+            return True
+        except OSError:
+            self._probes.pop(address).close()
+            sock = None
+        if sock is None:
+            try:
+                self._probes[address] = connect(*address, time.monotonic() + CALL_SECONDS)
+            except OSError:
+                return False
+        return True
+
+    def _forget_probes(self) -> None:
+        while self._probes:
+            self._probes.popitem()[1].close()
+
+    def _admit(self) -> None:
+        """Admit callers for a moment, and refuse the newcomers that do not fit."""
+        group = self.group
+        for rank, connection, hello in group.callers(POLL_SECONDS):
+            if rank == JOIN:
+                group.joining.append((connection, hello))
+            elif hello["family"] != group.family:
+                connection.close()
+            else:
+                self._admit_member(connection, hello)
+        for newcomer in list(group.joining):
+            if problem := misfit(newcomer[1], self.terms):
+                group.joining.remove(newcomer)
+                self.refused.append(problem)
+                _send(newcomer[0], {"refused": problem})
+                newcomer[0].close()
+
+    def _admit_member(self, connection: Connection, hello: Mapping[str, Any]) -> None:
+        epoch, members = hello["view"]
+        address = _address(hello["me"])
+        if epoch > self.epoch:
+            self.epoch, self.members = self.group.newer = epoch, _addresses(members)
+        if self.me not in self.members:
+            raise self._out(self.epoch)
+        if address not in self.members:
+            _send(connection, {"out": self.epoch})
+            return connection.close()
+        if hello["call"] != self.call:
+            me, other = (self._names([each]) for each in (self.me, address))
+            error = CollectiveMismatch(f"{me} called {self.call} but {other} called {hello['call']}")
+            _send(connection, {"error": to_record(error)})
+            raise error
+        self.came[address] = connection
+        self.left_out.discard(address)
+        self.left_out |= {each for each in _addresses(hello["left out"]) if each not in (self.me, *self.came)}
+
+    def _leave_out(self, missing: Sequence[Address]) -> None:
+        """Continue without the missing ranks that are stopped, or are to blame; raise if there are others."""
+        if self.whole or (others := [each for each in missing if each not in self.blamed and not self._halted(each)]):
+            raise self._late(missing if self.whole else others)
+        self.left_out.update(missing)
+        self.deadline = time.monotonic() + self.group.timeout
+        self._post({})  # the others wait as long
+
+    def _send_plan(self, joining: Sequence[tuple[Connection, Mapping[str, Any]]]) -> tuple[int, Any, Any]:
+        """Send the new view to all ranks: they take no other from this leader."""
+        group = self.group
+        survivors = [each for each in self.members if each == self.me or each in self.came]
+        members = [*survivors, *(_address(hello["me"]) for _, hello in joining)]
+        connections = dict(enumerate([connection for connection, _ in joining], len(survivors)))
+        plan = {"epoch": self.epoch + 1, "members": members, "family": group.family, "call": self.call}
+        plan["timeout"] = group.timeout
+        for rank, connection in connections.items():
+            secret = connection.mask(group.network.secret, sent=True).hex()
+            _send(connection, {"plan": plan, "rank": rank, "terms": self.terms, "secret": secret})
+        for rank, address in enumerate(survivors):
+            if address != self.me:
+                connections[rank] = self.came.pop(address)
+                _send(connections[rank], {"plan": plan, "rank": rank})
+        return survivors.index(self.me), plan, connections
+
+    def _post(self, message: Mapping[str, Any]) -> None:
+        for connection in self.came.values():
+            _send(connection, message)
+
+    def _halted(self, address: Address) -> bool:
+        group = self.group
+        return address in group.members and group.failures.status.halted(
+            group.failures.world[group.members.index(address)]
+        )
+
+    # Errors.
+
+    def _names(self, addresses: Sequence[Address]) -> str:
+        """Members as ranks; newcomers of an attempt that failed have none."""
+        members = self.group.members
+        ranks = [members.index(each) for each in addresses if each in members]
+        return self.group.failures.names(ranks, len(addresses) > 1) if ranks else f"the rank at {addresses[0]}"
+
+    def _late(self, missing: Sequence[Address]) -> KosError:
+        members, world = self.group.members, self.group.failures.world
+        ranks = [members.index(each) for each in missing if each in members]
+        name = self.call.partition(" ")[0]
+        text = timeouts.late(f"{name}: {self.group.failures.names(ranks)}", within=self.group.timeout)
+        return blaming(RendezvousError(text), [world[rank] for rank in ranks])
+
+    def _too_few(self) -> KosError:
+        group = self.group
+        refused = [*self.refused, *(f"another secret: {caller}" for caller in group.rejected)]
+        return RendezvousError(
+            too_few(self.call, len(group.joining), self._wanted(), group.address, group.timeout, refused)
+        )
+
+    def _out(self, epoch: int) -> KosError:
+        group = self.group
+        me = group.failures.names([group.rank], False)
+        text = f"{self.call}: {me} is out: the others continued without it, as it did not answer (epoch {epoch})"
+        return blaming(RankLost(text), [group.failures.world[group.rank]])
+
+
+def misfit(hello: Mapping[str, Any], terms: Mapping[str, Any]) -> str:
+    """Why a newcomer cannot be admitted, or ""."""
+    for what, kind in (("kos", "version {} of kos"), ("backend", "backend {}")):
+        theirs, ours = hello.get(what), terms.get(what)
+        if theirs is not None and theirs != ours:
+            return f"expected {kind.format(ours)}, as the group has, got {kind.format(theirs)}"
+    if terms.get("GPU") and not hello.get("GPU"):
+        return f"expected a GPU, as backend {terms['backend']} of the group uses them, got none"
+    if not terms.get("GPU") and hello.get("device") is not None:
+        return f"expected no device, as backend {terms['backend']} of the group uses no GPU, got {hello['device']}"
+    return ""
+
+
+def too_few(
+    call: str, came: int, wanted: int, address: str, seconds: float, refused: Sequence[str] = ()
+) -> str:
+    """The text of an error: newcomers are missing at the timeout."""
+    why = f"; refused: {'; '.join(dict.fromkeys(refused))}" if refused else ""
+    return f"{call}: {came} of {wanted} newcomers joined at {address} within {seconds:g} s{why}"
+
+
+def unanswered(address: str, seconds: float, problem: str = "") -> str:
+    """The text of an error: no member has admitted a newcomer."""
+    return f"join: expected members at {address} that admit newcomers within {seconds:g} s, got none{problem}"
+
+
+def publish(address: str) -> None:
+    """Write the address to the file that KOS_JOIN names, if it names one."""
+    if os.sep in (path := os.environ.get("KOS_JOIN", "")):
+        with contextlib.suppress(OSError):
+            replace_file(Path(path), address.encode())
+
+
+def to_text(members: Sequence[Address]) -> str:
+    """The address at which newcomers call: the first members."""
+    return ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in members[:_SHOWN])
+
+
+def _address(pair: Sequence[Any]) -> Address:
+    host, port = pair
+    return str(host), int(port)
+
+
+def _addresses(pairs: Sequence[Sequence[Any]]) -> list[Address]:
+    return [_address(pair) for pair in pairs]
+
+
+def _send(connection: Connection, message: Mapping[str, Any]) -> None:
+    connection.post(json.dumps(message).encode())
+    with contextlib.suppress(OSError):  # the other side has ended, which its next reader finds
+        drive(connection.flush(), connection.sock, time.monotonic() + GRACE_SECONDS)

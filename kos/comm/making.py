@@ -1,0 +1,199 @@
+"""Makes the communicator of a group: compares what its ranks can use, chooses a backend, and makes it.
+
+``kos.init`` makes that of a job so, and ``grow``, ``replace`` and ``kos.join`` that of a new membership.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from datetime import datetime
+from functools import partial
+from typing import Any, TypeVar
+
+from kos.comm.backend import UNMADE, Backend, Probe
+from kos.comm.control.base import Rendezvous
+from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu.backend import DeviceBackend
+from kos.comm.gpu.devices import device_of
+from kos.comm.gpu.hierarchical import HierarchicalBackend
+from kos.comm.registry import BACKENDS, make, probe_all
+from kos.comm.tuning import for_group
+from kos.comm.versions import check as check_versions
+from kos.comm.versions import versions
+from kos.comm.work import ProgressThread
+from kos.cuda.devices import visible_devices
+from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError, RendezvousError
+
+log = logging.getLogger("kos.comm")
+Error = TypeVar("Error", bound=KosError)
+
+
+def communicator(
+    kind: Any, backend: str, rendezvous: Rendezvous, timeout: float, device: int | None, progress_thread: bool,
+    owned: bool = True, agreed: bool = False,
+) -> Any:  # fmt: skip
+    """The communicator, of class ``kind``, of the group of ``rendezvous``.  Collective; ``timeout`` is its own.
+
+    An error frees what was made of it, and the rendezvous if it is ``owned``.  ``agreed``: return once all ranks have
+    made it.
+    """
+    with ExitStack() as undo:
+        if owned:
+            undo.push(partial(_end, rendezvous.close, partial(rendezvous.abort, None)))
+        if device is not None:
+            rendezvous.device = device
+        probes, made = _make(backend, rendezvous, device, progress_thread, undo)
+        comm = kind(made, rendezvous, probes, timeout)
+        comm._requested = backend, progress_thread
+        if progress_thread:
+            comm._progress = ProgressThread(made.engine)
+        if agreed:
+            undo.callback(comm._end, UNMADE)
+            rendezvous.barrier()
+            comm.timeout = timeout  # in the rendezvous and the backend, which had that of the call
+        undo.pop_all()
+    return comm
+
+
+def _end(
+    close: Callable[[], None], abort: Callable[[], None], kind: object, error: BaseException | None, trace: object
+) -> None:
+    """Free a part of an ``init`` that failed: together with the other ranks if all of them raise ``error``."""
+    if isinstance(error, KosError) and error.on_every_rank:
+        with suppress(KosError):  # ``error`` is the one to raise
+            return close()
+    abort()
+
+
+def _on_every_rank(error: Error) -> Error:
+    error.on_every_rank = True
+    return error
+
+
+def _make(
+    backend: str, rendezvous: Rendezvous, device: int | None, progress_thread: bool, undo: ExitStack
+) -> tuple[dict[str, Probe], Backend]:
+    """The probes, and the backend of the communicator of ``init``, whose parts ``undo`` aborts."""
+    probes, requested, gpu_rank = _agree(backend, device, rendezvous)
+    chosen = backend
+    if backend == "auto":
+        usable = [name for name, probe in probes.items() if probe.usable]
+        chosen = next((name for name in usable if not BACKENDS[name].on_gpu), "")
+        if not chosen:
+            raise _on_every_rank(BackendUnavailable(f"auto: no backend can run here: {_reasons(probes)}"))
+    elif requested is not None and not BACKENDS[backend].on_gpu:
+        text = f"device: expected None with backend {backend!r}, which uses no GPU, got {requested}"
+        raise _on_every_rank(InvalidArgument(text))
+    elif not probes[backend].usable:
+        raise _on_every_rank(BackendUnavailable(f"{backend}: {probes[backend].reason}"))
+    log.info("backend %s: %s", chosen, probes[chosen].reason)
+    with rendezvous.reporting():
+        made = make(BACKENDS[chosen], rendezvous)
+    undo.push(partial(_end, made.close, partial(made.abort, UNMADE)))
+    if progress_thread:
+        made.check_threads()
+    if backend == "auto":
+        with rendezvous.reporting():
+            gpus = _for_gpus(rendezvous, probes, made, undo)
+            made = AutoBackend(rendezvous, made, gpus) if gpus else made
+        if not gpus:
+            why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
+            if requested is not None:
+                text = f"auto: expected a backend for GPU {requested}, got none: {why}"
+                raise _on_every_rank(BackendUnavailable(text))
+            made.gpu_array_hint = f"auto found no backend for GPUs: {why}"
+            if gpu_rank is not None and rendezvous.rank == 0:
+                log.warning("auto: rank %d sees a GPU, but no backend can use GPUs: %s", gpu_rank, why)
+    if rendezvous.nccl and "nccl" not in made.name.split("+"):
+        text = f"nccl: expected None without the backend nccl, got {rendezvous.nccl} on {made.name}"
+        raise _on_every_rank(InvalidArgument(text))
+    return probes, made
+
+
+def _reasons(probes: dict[str, Probe]) -> str:
+    return "; ".join(f"{name}: {probe.reason}" for name, probe in probes.items())
+
+
+def _for_gpus(
+    rendezvous: Rendezvous, probes: dict[str, Probe], host: Backend, undo: ExitStack
+) -> list[DeviceBackend]:
+    """The backends for GPUs that all ranks can use beside ``host``; peer only where a table has routes for it."""
+    made: list[DeviceBackend] = []
+    for name, kind in BACKENDS.items():
+        probe = probes[name]
+        if not probe.usable or not issubclass(kind, DeviceBackend):
+            continue
+        if name == "peer" and not for_group(rendezvous, device_of(rendezvous).index).routes:
+            reason = f"{probe.reason}; auto uses it once it was measured here: python -m kos.tune"
+            probes[name] = Probe(True, reason)
+            continue
+        # Off unless asked for: they have not run on GPUs.
+        asked = name == "nccl" and os.environ.get("KOS_PHASES") == "1"
+        between_hosts = asked and rendezvous.local_size < rendezvous.size
+        try:
+            made.append((HierarchicalBackend if between_hosts else kind)(rendezvous, host=host))
+            undo.callback(made[-1].abort, UNMADE)
+        except BackendUnavailable as error:  # on all ranks: bytes did not move as the driver promised
+            probes[name] = Probe(False, str(error))
+        log.info("backend %s for arrays on a GPU: %s", name, probes[name].reason)
+    return made
+
+
+def _agree(
+    wanted: str, device: int | None, rendezvous: Rendezvous
+) -> tuple[dict[str, Probe], str | None, int | None]:
+    """The probes agreed on by all ranks, the first device requested, and the first rank that sees a GPU.
+
+    The requested device is text that names its rank.  A backend that one rank cannot use is unusable on all ranks.
+    """
+    if wrong := rendezvous.wrong_hosts():
+        raise _on_every_rank(RendezvousError(wrong))
+    mine = probe_all(BACKENDS, rendezvous)
+    ballots = [json.loads(each) for each in rendezvous.allgather(json.dumps({
+        "versions": versions(),
+        "backend": wanted,
+        "nccl": dict(rendezvous.nccl),
+        "device": device,
+        "probes": {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()},
+        "sees a GPU": sees_gpu(),
+        # The time comes first, so that folders sort by it.
+        "job": f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.urandom(4).hex()}",
+    }).encode())]  # fmt: skip
+    try:
+        known = (each.get("versions", {}) if isinstance(each, dict) else {} for each in ballots)  # not by older ones
+        check_versions([*known], warns=rendezvous.rank == 0)
+    except RendezvousError as error:
+        raise _on_every_rank(error) from None
+    rendezvous.job = ballots[0]["job"]
+    for rank, theirs in enumerate(ballots):
+        for what in ("backend", "nccl"):
+            ours = ballots[rendezvous.rank][what]
+            if theirs[what] != ours:
+                text = f"init: rank {rendezvous.rank} requested {what} {ours!r}, rank {rank} {theirs[what]!r}"
+                raise _on_every_rank(RendezvousError(text))
+    # The same order on all ranks; a backend that rank 0 has not registered comes last and is unusable.
+    agreed = {name: mine[name] for name in (*ballots[0]["probes"], *mine) if name in mine}
+    for name in agreed:
+        holders: dict[str, int] = {}  # of each claim, the first rank
+        for rank, theirs in enumerate(ballots):
+            usable, reason, claim = theirs["probes"].get(name, (False, "not registered there", ""))
+            if not usable:
+                agreed[name] = Probe(False, reason if not mine[name].usable else f"rank {rank}: {reason}")
+                break
+            if agreed[name].usable and claim and holders.setdefault(claim, rank) != rank:
+                agreed[name] = Probe(False, f"ranks {holders[claim]} and {rank} share {claim}")
+    requested = (f"{each['device']} of rank {rank}" for rank, each in enumerate(ballots) if each["device"] is not None)
+    gpu_ranks = (rank for rank, each in enumerate(ballots) if each["sees a GPU"])
+    return agreed, next(requested, None), next(gpu_ranks, None)
+
+
+def sees_gpu() -> bool:
+    """Whether this process can use a GPU."""
+    try:
+        return bool(visible_devices())
+    except CudaError:
+        return False
