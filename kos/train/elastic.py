@@ -230,14 +230,14 @@ class Kept:
 
     def _pieces(self, held: Parameters | OwnedSlices, largest: int) -> Iterator[tuple[slice, set[int]]]:
         """What was held, in pieces of at most so many elements, and by which ranks. It ends where ``held`` does."""
+        end = max(span.stop for span in held.spans.values())  # what is beyond depends on the number of ranks
         whole = [(part, {*range(self.size)}) for part, _ in held.parts()]
         if self._shards is not None:
-            end = max(span.stop for span in held.spans.values())
-            shards = ((slice(part.start, min(part.stop, end)), rank) for part, rank in self._shards)
-            whole = [(part, {rank, (rank + 1) % self.size}) for part, rank in shards if part.start < end]
+            whole = [(part, {rank, (rank + 1) % self.size}) for part, rank in self._shards]
         for part, ranks in whole:
-            for start in range(part.start, part.stop, largest):
-                yield slice(start, min(start + largest, part.stop)), ranks
+            stop = min(part.stop, end)
+            for start in range(part.start, stop, largest):
+                yield slice(start, min(start + largest, stop)), ranks
 
     def _value(self, name: str, piece: slice) -> Any:
         """What this rank has of a piece; None if it has nothing."""
