@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import kos
 from kos.errors import CheckpointError, ConfigError, DataError, KosError, debugging
@@ -17,6 +18,9 @@ from kos.files import printing
 from kos.reporting import report
 from kos.train import missing
 from kos.train.parallel.stopping import Left, Stop, Stopped
+
+if TYPE_CHECKING:
+    from kos.train.config.options import TrainConfig
 
 CLOSE_SECONDS = 60.0
 """How long a rank may take to close after a failure: to free memory, CUDA waits for a GPU that may never be idle."""
@@ -57,15 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(plan.report(arguments))
             return 0
         config = parse(arguments)
+        if config.join is not None:
+            return _join(config, stop, arguments)
         with kos.init(config.backend, timeout=config.timeout) as comm:
             try:
                 Trainer(config, comm, stop).run(lambda error: _fail_later(error, rank, arguments))
             except Stopped:
                 if rank == 0:
                     print("kos: stopped before the first step, nothing to save", file=sys.stderr)
-            except Left as left:
-                logging.getLogger("kos.train").warning("%s", left)
-                _exit(Left.code)
+    except Left as left:
+        logging.getLogger("kos.train").warning("%s", left)
+        _exit(Left.code)
     except (KosError, OSError, MemoryError) as error:
         note = ""
         with contextlib.suppress(ImportError, KosError):
@@ -76,6 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         Stop.ignore()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
         _fail(error, rank, note, debug="--debug" in arguments or debugging())
+    return 0
+
+
+def _join(config: TrainConfig, stop: Stop, arguments: Sequence[str]) -> int:
+    """Join a run."""
+    from kos.train.joining import Newcomer
+
+    Newcomer(config, stop).run(lambda error: _fail_later(error, 0, arguments))
     return 0
 
 

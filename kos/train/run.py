@@ -29,6 +29,7 @@ from kos.errors import (
     TrainingError,
     plural,
 )
+from kos.files import replace_file
 from kos.train.checkpoint import checkpoint, compatibility, huggingface
 from kos.train.checkpoint.extra_files import Extra, dropout, extra_names, read_extra, read_tokenizer_settings
 from kos.train.checkpoint.residuals import Residuals, saved_residuals, warn_of_residuals
@@ -51,8 +52,11 @@ from kos.train.tools.metrics import METRICS, MetricsLog, read_metrics
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import Runner, StepResult, train
 
-PATHS = {"out", "resume", "init_from", "data", "val_data", "tokenizer"}
+PATHS = {"out", "resume", "init_from", "data", "val_data", "tokenizer", "join"}
 """Settings that may differ between ranks."""
+
+ADDRESS = "address"
+"""The file in the folder of an elastic run with the address for ``--join``."""
 
 MOST_NOT_FINITE = 20
 """Steps in a row without a finite gradient that end a run: none of them has changed the weights, none after would."""
@@ -62,9 +66,9 @@ class Trainer:
     """A training run of ``config`` on the ranks of ``comm``. Everything up to the first step is in here."""
 
     def __init__(self, config: TrainConfig, comm: Communicator, stop: Stop | None = None) -> None:
-        self.comm, self.stop, self._asked = comm, stop or Stop(), config.to_json()
+        self._prepare(config, stop)
+        self.comm = comm
         same_on_all(comm, {name: value for name, value in self._asked.items() if name not in PATHS})
-        self.profiler = Profiler()
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
         with raised_on_every_rank():
             layout = layout_of(config, comm.size)
@@ -74,23 +78,10 @@ class Trainer:
             config.check_ranks(comm.size)
         limit_threads(comm, 1 if config.deterministic else None)
         self.console = Console(comm.rank, config.steps)
-        self.stop.announce(lambda text: self.console.warn(text))
         self.stop.leaves = config.elastic is not None
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
         together(comm, lambda: check_folder(self.out, comm.rank))
-        self.checkpoints = self.out / "checkpoints"
-        self._extra: Extra = {}  # on rank 0
-        self.skipped: set[int] = set()  # steps left out, of those of this run
-        self._last_finite: int | None = None  # the last step whose gradients were finite
-        self._row: dict[str, Any] | None = None  # the last that was written
-        self.epoch = 0
-        """How often the ranks have changed (``--elastic``)."""
-        self.untrained: float | None = None  # validation loss before training
-        self._held = contextlib.ExitStack()  # what the end of the run closes
         try:
-            self._found: checkpoint.Checkpoint | None = None  # on rank 0
-            self._saving: Saving | None = None
-            self._held.callback(self._cancel_save)
             self.source, self.start, self.saved_step, self._resumes = alone(comm, self._find_source)
             self.data = self._load_data()
             if config.epochs is not None:
@@ -108,14 +99,38 @@ class Trainer:
             self._announce()
             self._load()
             self.step = self.start
-            self.metrics = together(comm, self._open_output)
-            self._name = check_shared(self.out, comm)
+            self.metrics: MetricsLog | None = together(comm, self._open_output)
+            self.name = check_shared(self.out, comm)
         except BaseException:
             self.console.close()
             if config.out is None and comm.rank == 0:
                 with contextlib.suppress(OSError):
                     self.out.rmdir()  # of runs/, if nothing is in there
             raise
+
+    def _prepare(self, config: TrainConfig, stop: Stop | None) -> None:
+        """What a run has before it knows its ranks."""
+        self.config = config
+        self.stop: Stop = stop or Stop()
+        self._asked: dict[str, Any] = config.to_json()
+        self.profiler: Profiler = Profiler()
+        self.stop.announce(lambda text: self.console.warn(text))
+        self.metrics = None  # on rank 0, as what follows
+        self._extra: Extra = {}
+        self._found: checkpoint.Checkpoint | None = None
+        self.skipped: set[int] = set()  # steps left out, of those of this run
+        self.last_finite: int | None = None  # the last step whose gradients were finite
+        self.row: dict[str, Any] | None = None  # the last that was written
+        self.epoch = 0
+        """How often the ranks have changed (``--elastic``); -1: this rank has not joined them."""
+        self.untrained: float | None = None  # validation loss before training
+        self._saving: Saving | None = None
+        self._held: contextlib.ExitStack = contextlib.ExitStack()  # what the end of the run closes
+        self._held.callback(self._cancel_save)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
 
     def _load_data(self) -> Dataset:
         """Read the data.  One rank of each machine prepares it, and the others read the result."""
@@ -215,17 +230,33 @@ class Trainer:
         if self.source is not None:
             self._extra = {**self._extra, **read_extra(Path(self.source))}
 
+    def facts(self) -> dict[str, Any]:
+        """What a newcomer is told of the run (``kos.train.joining``), of JSON's types."""
+        return {
+            "settings": self._asked, "chosen": self.config.to_json(), "out": str(self.out), "source": self.source,
+            "data": f"{self.data.name} ({self.data.fingerprint[:12]})", "name": self.name, "row": self.row,
+            "start": self.start, "skipped": sorted(self.skipped), "last_finite": self.last_finite,
+            "description": self.description,
+        }  # fmt: skip
+
+    def take(self, facts: dict[str, Any]) -> None:
+        """On a newcomer, take them."""
+        raise NotImplementedError
+
     def move_to(self, comm: Communicator, epoch: int) -> None:
         """Make again what depends on the ranks, which are those of ``comm`` now; weights come later. Collective."""
         if hasattr(self, "device"):  # else a rank was lost while it was made
             self.device.close(failed=True)
             del self.device
-            gc.collect()  # a GPU has no memory for two
+            if self.config.device == "cuda":  # whose memory is too small for two
+                gc.collect()
         self.config = self.config.for_world(comm.size, self.config.device)
         self.mesh = Mesh(comm)
         limit_threads(comm, 1 if self.config.deterministic else None)
-        if comm.rank == 0 and self.metrics is None:
-            self._take_output()
+        if comm.rank == 0:
+            self._publish_address()
+            if self.metrics is None:
+                self._take_output()
         self.device = make_device(self.config, self.model_config, self.data, self.mesh, self.console.progress)
         self.device.epoch = epoch
         self.device.check_stop(lambda: self.stop.wish)
@@ -250,6 +281,8 @@ class Trainer:
                 write_json(self.out / "config.json", self.description)
             if config.profile:
                 return None
+            if config.elastic is not None:
+                self._publish_address()
             metrics = MetricsLog(self.out / METRICS, self.start)
             self._held.callback(metrics.close)
             self._trackers = trackers.start(config.tracker, self.out, self.start, self.description)
@@ -262,8 +295,8 @@ class Trainer:
         """Write metrics and checkpoints instead of the rank that was the first; its last row may be missing."""
         self.console = Console(0, self.config.steps)
         with contextlib.suppress(ConfigError):  # it may be stopped, and hold the lock
-            lock_folder(self.out, self._held, self._name)
-        row, self._row = self._row, None
+            lock_folder(self.out, self._held, self.name)
+        row, self.row = self.row, None
         done = self.start if row is None else row["step"] - 1
         self.metrics = MetricsLog(self.out / METRICS, done)
         self._held.callback(self.metrics.close)
@@ -273,18 +306,27 @@ class Trainer:
         if row is not None:
             self.log(row, last=True)
 
+    def _publish_address(self) -> None:
+        """Write where others can join this run to the file ``ADDRESS``."""
+        if self.comm.address:
+            replace_file(self.out / ADDRESS, self.comm.address.encode())
+
     def drop_save(self) -> None:
         """End the checkpoint that is being written; it is either complete or absent."""
         self._cancel_save()
         self._saving = None
 
-    def _close_groups(self, failed: type[BaseException] | None, *_: object) -> None:
+    def _close_groups(self, failed: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """After a failure the abort of the world ends them: ranks out of step cannot close them together."""
         broken = failed is not None and not issubclass(failed, Stopped)
+        if self.epoch > 0 and broken:
+            self.comm.abort(reason=f"{type(error).__name__}: {error}")
         if hasattr(self, "device"):  # else it could not be made again
             self.device.close(broken)
         if not broken:
             self.mesh.close()
+            if self.epoch > 0:  # others have been closed by whoever made them
+                self.comm.close()
 
     def _close_trackers(self, failed: type[BaseException] | None, *_: object) -> None:
         """A run that failed waits for no tracker: its error comes first."""
@@ -375,9 +417,9 @@ class Trainer:
         if config.skip_outliers and not result.norm <= config.skip_outliers:
             row["skipped"] = True
             self.skipped.add(step)
-        if math.isfinite(result.norm) or self._last_finite is None:
-            self._last_finite = step if math.isfinite(result.norm) else step - 1
-        if step - self._last_finite == MOST_NOT_FINITE:
+        if math.isfinite(result.norm) or self.last_finite is None:
+            self.last_finite = step if math.isfinite(result.norm) else step - 1
+        if step - self.last_finite == MOST_NOT_FINITE:
             raise self._not_finite(step + 1, f"gradient norm in one of {MOST_NOT_FINITE} steps", result.norm)
         row |= device.measures(row["tokens_per_second"])
         if step == 0 and self.untrained is not None:
@@ -393,9 +435,9 @@ class Trainer:
         return loss
 
     def log(self, row: dict[str, Any], last: bool) -> None:
-        if self._row is not None and self._row["step"] == row["step"]:
+        if self.row is not None and self.row["step"] == row["step"]:
             return  # before the ranks changed
-        self._row = row
+        self.row = row
         self.console.step(row, log=self.step % self.config.log_every == 0 or last)
         if self.metrics is not None:
             self.metrics.write(row)
@@ -411,7 +453,7 @@ class Trainer:
             self.stop.plan = f"saving the last step to {self.checkpoints}, then ending"
         self._saving = checkpoint.save(
             self.checkpoints, self.device.state, step=self.step, tokenizer=self.data.tokenizer, config=self.description,
-            keep=self.config.keep, before=max(self.start, self.saved_step), run=self._name, extra=self._extra,
+            keep=self.config.keep, before=max(self.start, self.saved_step), run=self.name, extra=self._extra,
             show=None if self.config.save_async else self.console.progress,
         )  # fmt: skip
         if not self.config.save_async:
@@ -474,8 +516,8 @@ class Trainer:
             f"{config.batch_size} x {config.seq_len} tokens a step{epochs}"
         )
         if config.elastic is not None:
-            again = "a lost or leaving rank ends nothing, others may join"
-            self.console.say(f"--elastic: {config.elastic.replace(':', ' to ')} ranks, {again}")
+            ranks, joins = config.elastic.replace(":", " to "), f"--join {self.out / ADDRESS} or {self.comm.address}"
+            self.console.say(f"--elastic: {ranks} ranks; others join with the flags of this run and {joins}")
         elif self._asked["elastic"] is not None:
             self.console.say("--elastic is for dp: in this layout a lost rank ends the run at the last checkpoint")
         self.console.say("; ".join(filter(None, (self.data.trained_on, self.data.held_out))))

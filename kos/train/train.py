@@ -46,12 +46,14 @@ class StepResult(NamedTuple):
     seconds: float
     stop: bool  # whether all stop, since a rank was asked to
     leaving: tuple[int, ...] = ()  # the ranks that were asked to leave, if others go on
+    joining: int = 0  # newcomers
     ranks: int = 1  # that took part
     epoch: int = 0  # how often they had changed
 
 
-REPORT = 3
-"""What a rank reports of a step besides its losses: whether it was asked to stop, the epoch of the group, the step."""
+REPORT = 4
+"""What a rank reports of a step besides its losses: whether it was asked to stop, the epoch of the group, the step, and
+how many newcomers wait at it."""
 
 
 class Run(Protocol):

@@ -28,7 +28,8 @@ from kos.train.config.presets import PRESETS
 
 METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
-    "elastic": "MIN[:MAX]", "data": "NAME|PATH", "val_data": "NAME|PATH", "tokenizer": "NAME|PATH",
+    "data": "NAME|PATH", "val_data": "NAME|PATH", "tokenizer": "NAME|PATH",
+    "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE",
 }  # fmt: skip
 
 

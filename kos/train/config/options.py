@@ -98,6 +98,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     elastic: str | None = option(None, "a lost rank ends the run")
     """Go on without ranks that are lost or leave, and with ranks that --join: at least MIN (1), at most MAX (as many as
     at the start). For dp alone."""
+    join: str | None = option(None, "start a run", min_length=1)
+    """Join the elastic run at HOST:PORT, or at the address in FILE (the run writes OUT/address). Pass its flags too."""
 
     steps: int = option(ge=1, lt=2**63)
     """Optimizer steps of the whole run, on sequences drawn at random."""

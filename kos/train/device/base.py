@@ -48,6 +48,9 @@ class Device(Runner):
     epoch = 0
     """How often the ranks of the run have changed."""
 
+    newcomers = 0
+    """How many wait at this rank."""
+
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         self.config, self.data, self.mesh, self.comm, self.show = config, data, mesh, mesh.world, show
         assert config.micro_batch_size is not None  # for_world has chosen it
@@ -137,7 +140,8 @@ class Device(Runner):
         for rank in leaves if not stop else ():  # not both that hold the same part of the state: one leaves later
             if not self.step.parallel.twice or not {(rank - 1) % ranks, (rank + 1) % ranks} & {*leaving}:
                 leaving.append(rank)
-        return StepResult(loss, norm, lr, seconds, stop, tuple(leaving), ranks, self.epoch)
+        joining = min(int(reports[:, REPORT - 1].max()), self.config.most_ranks(ranks) - ranks)
+        return StepResult(loss, norm, lr, seconds, stop, tuple(leaving), joining, ranks, self.epoch)
 
     @property
     def report_size(self) -> int:

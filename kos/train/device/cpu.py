@@ -150,7 +150,7 @@ class CpuDevice(Device):
     def start_step(self, step: int, wish: int) -> None:
         """All of it."""
         began, self._number, program = time.perf_counter(), step, self.step
-        program.report[:REPORT] = wish, self.epoch, step + 1
+        program.report[:REPORT] = wish, self.epoch, step + 1, self.newcomers
         whole, program.count[0] = self.data.micro_batches(step, self.micro_batches, self.mesh.dp)
         self._batches = [*map(program.models[0].context.take, whole)]
         program.run()

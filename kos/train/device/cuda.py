@@ -246,7 +246,7 @@ class CudaDevice(Device):
         stream, result, program = self.ops.stream, self._pending[step % len(self._pending)], self.step
         driver.set_device(self.ops.device)
         result.begin(stream, self._newest)
-        result.asked[:] = wish, self.epoch, step + 1
+        result.asked[:] = wish, self.epoch, step + 1, self.newcomers
         self.feed.take(step)
         program.report[:REPORT].copy_from(result.asked, stream)
         if self.config.graph:
