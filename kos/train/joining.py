@@ -6,13 +6,17 @@ boundary of a step they admit it, and tell it of the run (``Trainer.facts``).
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import kos
-from kos.errors import ConfigError
+from kos.comm.communicator import Communicator
+from kos.errors import ConfigError, RendezvousError
 from kos.train.config.options import TrainConfig, flag_of
 from kos.train.data.batches import load_data
+from kos.train.parallel.failures import PATIENCE
 from kos.train.parallel.stopping import Stop
 from kos.train.run import PATHS, Trainer
 from kos.train.tools.console import Console
@@ -37,7 +41,20 @@ class Newcomer(Trainer):
         self.console.close()
         self._held.push(self._close_groups)
         self._held.callback(lambda: self.console.close())
-        self.comm = kos.join(config.join, timeout=config.timeout)
+        self.comm = self._join()
+
+    def _join(self) -> Communicator:
+        """Wait until the run has a place: with a file as long as the run is there, which removes it at its end."""
+        where, timeout, limit = str(self.config.join), self.config.timeout, time.monotonic() + PATIENCE
+        while True:
+            began = time.monotonic()
+            try:
+                with self.stop.at_once():
+                    return kos.join(where, timeout=timeout)
+            except RendezvousError:
+                refused = time.monotonic() - began < timeout  # else nobody has answered
+                if refused or not os.path.isfile(where) or time.monotonic() > limit:
+                    raise
 
     def take(self, facts: dict[str, Any]) -> None:
         for name, theirs in facts["settings"].items():

@@ -307,7 +307,7 @@ class Trainer:
             self.log(row, last=True)
 
     def _publish_address(self) -> None:
-        """Write where others can join this run to the file ``ADDRESS``."""
+        """Write where others can join this run to the file ``ADDRESS``, which is there as long as the run."""
         if self.comm.address:
             replace_file(self.out / ADDRESS, self.comm.address.encode())
 
@@ -324,6 +324,8 @@ class Trainer:
         if hasattr(self, "device"):  # else it could not be made again
             self.device.close(broken)
         if not broken:
+            if self.comm.rank == 0:
+                (self.out / ADDRESS).unlink(missing_ok=True)
             self.mesh.close()
             if self.epoch > 0:  # others have been closed by whoever made them
                 self.comm.close()
