@@ -2,6 +2,9 @@
 
 usage: python -m tests.faults --trials N [--backend tcp|mpi|nccl|peer|auto] [--seed S] [--timeout T] [--jobs J]
                               [--ranks R] [--hosts H] [--out FILE]
+       python -m tests.faults grow --trials N [--seed S] [--timeout T] [--jobs J] [--out FILE]
+
+The second form is in ``grow_faults.py``: memberships change at random.
 
 Each trial starts 2 to 4 ranks as processes: under mpirun for mpi, else by environment.  They run one program of
 collectives, messages, splits and duplicates, chosen by the trial's seed.  One rank sends itself SIGKILL or SIGSTOP
@@ -47,6 +50,7 @@ from kos import cuda
 from kos.cuda import driver
 from kos.errors import KosError, install
 from kos.memory.array import Array
+from tests import grow_faults
 from tests.forked import PATHS, Forked, fork_server, remove_session
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -478,6 +482,8 @@ def campaign(
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["grow"]:
+        return grow_faults.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description="Kill and stop ranks at random.")
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--backend", default="tcp", choices=("tcp", "mpi", *GPU_BACKENDS))

@@ -24,7 +24,7 @@ from kos.comm.operation import Operation
 from kos.comm.recorder import Group, Recorder
 from kos.comm.records import again
 from kos.comm.versions import versions
-from kos.errors import CollectiveError, InvalidArgument, RankLost, RendezvousError
+from kos.errors import CollectiveError, InvalidArgument, KosError, RankLost, RendezvousError
 
 
 class Groups(Operations):
@@ -286,9 +286,14 @@ class Groups(Operations):
             assert group is not None
             group.timeout = self.timeout
             return group
-        made: Self = communicator(
-            type(self), self._terms()["backend"], rendezvous, self.timeout, self.device, self._requested[1], agreed=True
-        )  # fmt: skip
+        backend, progress_thread = self._terms()["backend"], self._requested[1]
+        try:
+            made: Self = communicator(
+                type(self), backend, rendezvous, self.timeout, self.device, progress_thread, agreed=True
+            )
+        except KosError as error:
+            error.ranks = ()  # of the world that was not made
+            raise
         return made
 
     def _terms(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.base import Rendezvous, _Place
-from kos.comm.control.grow import CALL_SECONDS, GRACE_SECONDS, Address, Change, publish, to_text
+from kos.comm.control.grow import CALL_SECONDS, GRACE_SECONDS, Address, Change, publish, tell, to_text
 from kos.comm.control.hub import (
     ABORT,
     CLOSE,
@@ -72,6 +72,7 @@ class TCPRendezvous(Rendezvous):
         self.join_secret = b""  # which newcomers prove to know; empty: that of ``load_secret``
         self.joining: list[tuple[Connection, dict[str, Any]]] = []  # newcomers that wait, and what they say
         self._door: Acceptor | None = None  # of newcomers, and of members that change the membership
+        self.silent = set[Address]()  # the members that did not call in an earlier change
         self.newer: tuple[int, list[Address]] | None = None  # a later epoch that this rank knows, and its members
         self.inbox, self._sending = Inbox(), threading.RLock()
         self._channels = 0  # opened
@@ -214,7 +215,9 @@ class TCPRendezvous(Rendezvous):
             if rank == JOIN:
                 self.joining.append((connection, hello))
             else:
-                connection.close()  # it calls again
+                if tuple(hello["me"]) not in self.members:
+                    tell(connection, {"out": self.epoch})
+                connection.close()  # a member calls again
         for newcomer in [each for each in self.joining if each[0].is_closed]:
             self.joining.remove(newcomer)
             newcomer[0].close()

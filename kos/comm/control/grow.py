@@ -21,7 +21,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from kos.comm.control.wire import (
     authenticate,
     connect,
     drive,
+    epoch_of,
     receive_greeting,
 )
 from kos.comm.records import blaming, from_record, to_record
@@ -65,10 +66,10 @@ class Change:
         self.came: dict[Address, Connection] = {}  # of the members that have called this leader
         self.refused = list[str]()  # why newcomers were
         self._probes: dict[Address, socket.socket] = {}
-        cause = group.failures.cause()
-        blamed = set(() if cause is None else cause.ranks)
-        self.blamed = {each for rank, each in zip(group.failures.world, group.members, strict=True) if rank in blamed}
-        self.left_out = {each for each in self.blamed if self._halted(each)}
+        failures = group.failures.first, group.failures.status.last
+        blamed = {rank for failure in failures if failure is not None for rank in failure.ranks}
+        self.blamed = group.silent | self._addresses(blamed)
+        self.left_out = {each for each in self.blamed if self._stopped(each)}
 
     def run(self) -> Any:
         """The new group, whose ranks have exchanged their places."""
@@ -77,7 +78,10 @@ class Change:
             try:
                 leader = self._leader()
                 rank, plan, connections = self._lead() if leader is None else self._follow(*leader)
-            except (ConnectionError, HandshakeError):  # the leader has ended, or is not ready
+            except RendezvousError as error:
+                group.silent |= self._addresses(error.ranks)
+                raise
+            except ConnectionError:  # the leader has ended, or is not ready
                 time.sleep(POLL_SECONDS / 2)
                 if time.monotonic() > self.deadline:
                     raise self._late([each for each in self.members if each != self.me]) from None
@@ -96,7 +100,7 @@ class Change:
         for address in self.members:
             if address == self.me:
                 return None
-            if address not in self.left_out:
+            if address not in self.left_out | self.group.silent:
                 with contextlib.suppress(OSError):
                     return address, connect(*address, time.monotonic() + CALL_SECONDS)
         raise self._out(self.epoch)
@@ -122,9 +126,12 @@ class Change:
                     raise self._out(answer["out"])
                 if "error" in answer:
                     raise from_record(answer["error"])
+        except HandshakeError as error:  # it waits for the data connections of ranks
+            sock.close()
+            raise ConnectionError from error
         except TimeoutError as error:
             sock.close()
-            if leader in self.blamed or self._halted(leader):
+            if leader in self.blamed or self._stopped(leader):
                 self.left_out.add(leader)
                 self.deadline = time.monotonic() + group.timeout
                 raise ConnectionError from error
@@ -180,8 +187,11 @@ class Change:
         """Whether the member still listens: a connection to it ends with its process."""
         sock = self._probes.get(address)
         try:
-            if sock is not None and not sock.recv(64):
-                raise ConnectionError
+            if sock is not None:
+                if not (greeting := sock.recv(64)):
+                    raise ConnectionError
+                if (epoch := epoch_of(greeting)) > self.epoch:
+                    raise self._out(epoch)
         except BlockingIOError:
             return True
         except OSError:
@@ -212,7 +222,7 @@ class Change:
             if problem := misfit(newcomer[1], self.terms):
                 group.joining.remove(newcomer)
                 self.refused.append(problem)
-                _send(newcomer[0], {"refused": problem})
+                tell(newcomer[0], {"refused": problem})
                 newcomer[0].close()
 
     def _admit_member(self, connection: Connection, hello: Mapping[str, Any]) -> None:
@@ -223,12 +233,12 @@ class Change:
         if self.me not in self.members:
             raise self._out(self.epoch)
         if address not in self.members:
-            _send(connection, {"out": self.epoch})
+            tell(connection, {"out": self.epoch})
             return connection.close()
         if hello["call"] != self.call:
             me, other = (self._names([each]) for each in (self.me, address))
             error = CollectiveMismatch(f"{me} called {self.call} but {other} called {hello['call']}")
-            _send(connection, {"error": to_record(error)})
+            tell(connection, {"error": to_record(error)})
             raise error
         self.came[address] = connection
         self.left_out.discard(address)
@@ -236,7 +246,7 @@ class Change:
 
     def _leave_out(self, missing: Sequence[Address]) -> None:
         """Continue without the missing ranks that are stopped, or are to blame; raise if there are others."""
-        if self.whole or (others := [each for each in missing if each not in self.blamed and not self._halted(each)]):
+        if self.whole or (others := [each for each in missing if each not in self.blamed and not self._stopped(each)]):
             raise self._late(missing if self.whole else others)
         self.left_out.update(missing)
         self.deadline = time.monotonic() + self.group.timeout
@@ -252,22 +262,29 @@ class Change:
         plan["timeout"] = group.timeout
         for rank, connection in connections.items():
             secret = connection.mask(group.network.secret, sent=True).hex()
-            _send(connection, {"plan": plan, "rank": rank, "terms": self.terms, "secret": secret})
+            tell(connection, {"plan": plan, "rank": rank, "terms": self.terms, "secret": secret})
         for rank, address in enumerate(survivors):
             if address != self.me:
                 connections[rank] = self.came.pop(address)
-                _send(connections[rank], {"plan": plan, "rank": rank})
+                tell(connections[rank], {"plan": plan, "rank": rank})
         return survivors.index(self.me), plan, connections
 
     def _post(self, message: Mapping[str, Any]) -> None:
         for connection in self.came.values():
-            _send(connection, message)
+            tell(connection, message)
 
-    def _halted(self, address: Address) -> bool:
-        group = self.group
-        return address in group.members and group.failures.status.halted(
-            group.failures.world[group.members.index(address)]
-        )
+    def _addresses(self, world: Collection[int]) -> set[Address]:
+        """Those of these ranks of the world."""
+        ranks = zip(self.group.failures.world, self.group.members, strict=True)
+        return {each for rank, each in ranks if rank in world}
+
+    def _stopped(self, address: Address) -> bool:
+        """Whether a member of this host is known to be stopped by a signal or a debugger."""
+        group, status = self.group, self.group.failures.status
+        if address not in group.members:
+            return False
+        rank = group.failures.world[group.members.index(address)]
+        return status.halted(rank) and not status.ended(rank)
 
     # Errors.
 
@@ -345,7 +362,8 @@ def _addresses(pairs: Sequence[Sequence[Any]]) -> list[Address]:
     return [_address(pair) for pair in pairs]
 
 
-def _send(connection: Connection, message: Mapping[str, Any]) -> None:
+def tell(connection: Connection, message: Mapping[str, Any]) -> None:
+    """Send a message of JSON's types at once, unless the other side has ended."""
     connection.post(json.dumps(message).encode())
     with contextlib.suppress(OSError):  # the other side has ended, which its next reader finds
         drive(connection.flush(), connection.sock, time.monotonic() + GRACE_SECONDS)

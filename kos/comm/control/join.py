@@ -7,7 +7,8 @@ import os
 import select
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,75 +35,83 @@ def call_members(
 
     Raises RendezvousError if the members refuse this process, or none admits it within ``timeout`` seconds.
     """
-    deadline, problem = time.monotonic() + timeout, ""
-    while time.monotonic() < deadline:
-        listener = None
-        try:
-            places = parse(_published(address))
-            loopback = is_loopback(places[0][0])
-            listener = Network(b"", places[0][0], "", loopback).listen()
-            found, connection, answer = _first_answer(places, secret, hello, listener, deadline)
+    deadline, problem = time.monotonic() + timeout, list[str]()
+    while True:
+        with ExitStack() as undo:
+            connection, answer, listener = _first_answer(address, secret, hello, deadline, problem, undo)
+            if connection is None:
+                raise RendezvousError(unanswered(address, timeout, "".join(f": {each}" for each in problem[-1:])))
             if "refused" in answer:
-                connection.close()
                 raise RendezvousError(f"join: {answer['refused']}")
-            plan, rank = answer["plan"], answer["rank"]
-            mine = plan["members"][rank][0]
+            plan, rank, host = answer["plan"], answer["rank"], answer["plan"]["members"][answer["rank"]][0]
             known = connection.mask(bytes.fromhex(answer["secret"]), sent=False)
-            network = Network(known, found, mine, loopback, plan["epoch"], found)
+            network = Network(known, host, host, is_loopback(host), plan["epoch"], host)
             group = TCPRendezvous(rank, len(plan["members"]), plan["timeout"], network, None)
             group.family, group.join_secret, group.host = plan["family"], secret, os.environ.get("KOS_HOST", "")
-            group.enter(plan, listener, {0: connection})
-        except HandshakeError as error:
-            raise RendezvousError(f"join: {address}: {error}") from error
-        except (OSError, CollectiveError, FileNotFoundError) as error:
-            problem = f": {error}"
-            time.sleep(min(POLL_SECONDS, max(deadline - time.monotonic(), 0.0)))
-        else:
-            return group, answer["terms"]
-        finally:
-            if listener is not None:
-                listener.close()
-    raise RendezvousError(unanswered(address, timeout, problem))
+            try:
+                group.enter(plan, listener, {0: connection})
+            except (CollectiveError, RendezvousError) as error:  # the members begin again
+                problem.append(str(error))
+            else:
+                return group, answer["terms"]  # the group has a copy of the listener
 
 
 def _first_answer(
-    places: Sequence[Address], secret: bytes, hello: dict[str, Any], listener: socket.socket, deadline: float
-) -> tuple[str, Connection, dict[str, Any]]:
-    """Call at all places: the host, the connection and the answer of the first member that answers."""
-    calls = dict[int, tuple[str, socket.socket, Waiting[tuple[Connection, dict[str, Any]]]]]()
-    problem: Exception = ConnectionError("no member was reached")
-    try:
-        for host, port in places:
-            try:
-                sock = connect(host, port, min(deadline, time.monotonic() + CALL_SECONDS))
-            except OSError as error:
-                problem = error
-                continue
-            own = sock.getsockname()[0].removeprefix("::ffff:")
-            me = (host if is_loopback(own) else own), listener.getsockname()[1]
-            calls[sock.fileno()] = host, sock, _knock(sock, secret, {**hello, "me": me})
-        poll = select.poll()
-        for descriptor in calls:
-            poll.register(descriptor, select.POLLIN)
-        ready = list(calls)
-        while calls and time.monotonic() < deadline:
-            for descriptor in ready:
-                host, sock, waiting = calls[descriptor]
+    address: str, secret: bytes, hello: dict[str, Any], deadline: float, problem: list[str], undo: ExitStack
+) -> tuple[Any, dict[str, Any], Any]:
+    """Call at all places, again where a call ends: the first connection with an answer, the answer, and the listener.
+
+    None at the deadline.  ``undo`` closes what is left over, and the listener.
+    """
+    calls = dict[Address, tuple[socket.socket, Waiting[tuple[Connection, dict[str, Any]]]]]()
+    again, listener = dict[Address, float](), None  # when to call again
+    undo.callback(lambda: _close(sock for sock, _ in calls.values()))
+    while time.monotonic() < deadline:
+        try:
+            places = parse(_published(address))
+        except OSError as error:  # the file is not there yet
+            places, problem[:] = [], [str(error)]
+        for place in places:
+            if listener is None:
+                host = place[0]
+                listener = undo.enter_context(Network(b"", host, "", is_loopback(host)).listen())
+            if place not in calls and again.get(place, 0.0) <= (began := time.monotonic()):
                 try:
-                    next(waiting)
-                except StopIteration as end:
-                    del calls[descriptor]
-                    return host, *end.value
-                except ConnectionError as error:
-                    problem = error
-                    poll.unregister(descriptor)
-                    del calls[descriptor]
-                    sock.close()
-            ready = [descriptor for descriptor, _ in poll.poll(POLL_SECONDS * 1000)]
-        raise problem if not calls else ConnectionError("no member answered")
-    finally:
-        for _, sock, _ in calls.values():
-            sock.close()
+                    sock = connect(*place, min(deadline, began + CALL_SECONDS))
+                    me = _own_host(sock, place[0]), listener.getsockname()[1]
+                    calls[place] = sock, _knock(sock, secret, {**hello, "me": me})
+                except OSError as error:
+                    problem[:] = [f"{place[0]}:{place[1]}: {error}"]
+                    again[place] = time.monotonic() + max(POLL_SECONDS, 4 * (time.monotonic() - began))
+        for place, (sock, waiting) in list(calls.items()):
+            try:
+                next(waiting)
+            except StopIteration as end:
+                del calls[place]
+                return *end.value, listener
+            except HandshakeError as error:
+                raise RendezvousError(f"join: {place[0]}:{place[1]}: {error}") from error
+            except OSError as error:
+                problem[:] = [f"{place[0]}:{place[1]}: {error}"]
+                del calls[place]
+                sock.close()
+                again[place] = time.monotonic() + POLL_SECONDS
+        poll = select.poll()
+        for sock, _ in calls.values():
+            poll.register(sock, select.POLLIN)
+        poll.poll(POLL_SECONDS * 1000)
+    return None, {}, None
+
+
+def _own_host(sock: socket.socket, host: str) -> str:
+    """By which address of this host the peer at ``host`` can reach it."""
+    own = str(sock.getsockname()[0]).removeprefix("::ffff:")
+    return host if is_loopback(own) else own
+
+
+def _close(sockets: Iterable[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
 
 
 def _knock(sock: socket.socket, secret: bytes, hello: Mapping[str, Any]) -> Waiting[tuple[Connection, dict[str, Any]]]:

@@ -238,6 +238,11 @@ def receive_greeting(sock: socket.socket) -> Waiting[bytes]:
     return magic + (yield from _read(sock, _GREETING.size - len(_MAGIC)))
 
 
+def epoch_of(greeting: bytes) -> int:
+    """The epoch of a listener, of its greeting or of the first part of it; 0 if that is missing."""
+    return int.from_bytes(greeting[8:12])
+
+
 def authenticate(
     sock: socket.socket, greeting: bytes, key: bytes, rank: int, size: int, epoch: int | None = 0
 ) -> Waiting[Connection]:
@@ -245,7 +250,7 @@ def authenticate(
 
     ``epoch`` None is that of the listener.
     """
-    theirs = _GREETING.unpack(greeting)[1]
+    theirs = epoch_of(greeting)
     epoch = theirs if epoch is None else epoch
     if theirs != epoch:
         raise HandshakeError(f"expected epoch {epoch} of the membership, got {theirs}")
@@ -293,11 +298,14 @@ class Acceptor:
         if not self.is_open:
             time.sleep(seconds)
             return None
-        while not self._admitted and (remaining := deadline - time.monotonic()) > 0:
+        while not self._admitted:
+            remaining = deadline - time.monotonic()
             for sock in [sock for sock, limit in self._callers.items() if limit <= time.monotonic()]:
                 self._reject(sock)
-            for key, _ in self._selector.select(min(remaining, 1.0)):
+            for key, _ in self._selector.select(max(min(remaining, 1.0), 0.0)):
                 key.data()
+            if remaining <= 0:
+                break
         return self._admitted.popleft() if self._admitted else None
 
     def _accept(self) -> None:
