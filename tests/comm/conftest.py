@@ -23,6 +23,7 @@ _SEED = int(np.random.SeedSequence().generate_state(1)[0])
 def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any thread may be held up for seconds: what waits for one beyond a test's own timeout waits for long."""
     monkeypatch.setattr("kos.comm.control.group.GRACE_SECONDS", 30.0)
+    monkeypatch.setattr("kos.comm.control.grow.GRACE_SECONDS", 30.0)
     monkeypatch.setattr("kos.comm.control.wire.HANDSHAKE_SECONDS", 30.0)
 
 

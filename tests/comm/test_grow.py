@@ -1,40 +1,68 @@
-"""Groups that grow: newcomers join, lost ranks are replaced; ranks are threads of the test, with sockets or without."""
+"""Groups that grow: newcomers join, lost ranks are replaced, ranks that did not answer stay out."""
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kos
+from kos.comm import making
+from kos.comm.backend import Probe
 from kos.comm.control.env import env_rendezvous
-from kos.errors import CollectiveError
-from tests.comm.tcp_ranks import SECRET, TIMEOUT, environment, free_port, run_threads
+from kos.comm.control.join import parse
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.wire import JOIN, Connection, Network, authenticate, connect, drive, receive_greeting
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.peer.backend import PeerBackend
+from kos.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    RankLost,
+    RendezvousError,
+)
+from kos.memory.array import Array
+from tests.comm import fake_nccl, fake_peer
+from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES, SECRET, TIMEOUT, environment, free_port, run_threads
+from tests.comm.test_shared_failures import ULFM, job
+from tests.forked import PATHS, Forked, fork_server
+from tests.launcher import needs_mpirun
 
 Body = Callable[[kos.Communicator], Any]
 
 
-def run(backend: str, members: int, body: Body, *newcomers: Callable[[str], Any], timeout: float = 20.0) -> list[Any]:
-    """What ``body(comm)`` returned on the members, then what each newcomer returned, which gets the address."""
-    found, address = threading.Event(), list[str]()
-    port, group = free_port(), None
-    if backend == "mock":
-        from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The secret of newcomers, also where a group of one needs none to begin with."""
+    monkeypatch.setenv("KOS_SECRET", SECRET)
+    monkeypatch.delenv("KOS_JOIN", raising=False)
 
-        group = ThreadGroup(members)
+
+def run(
+    backend: str, members: int, body: Body, *newcomers: Callable[[str], Any], timeout: float = 20.0, **options: Any
+) -> list[Any]:
+    """What ``body(comm)`` returned on the members, then what each newcomer returned, which gets the address.
+
+    The ranks are threads, which meet by sockets if the backend is ``tcp``.  ``options`` are of ``kos.init``.
+    """
+    found, address = threading.Event(), list[str]()
+    port, group = free_port(), ThreadGroup(members)
 
     def member(rank: int) -> Any:
-        place: Any
-        if group is not None:
-            place = ThreadRendezvous(group, rank, timeout)
-        else:
+        place: Any = ThreadRendezvous(group, rank, timeout)
+        if backend == "tcp":
             place = env_rendezvous(TIMEOUT, environment(rank, members, port))
         try:
-            comm = kos.init(backend, rendezvous=place, timeout=timeout)
+            comm = kos.init(backend, rendezvous=place, timeout=timeout, **options)
             if rank == 0:
                 address.append(comm.address)
                 found.set()
@@ -55,29 +83,19 @@ def run(backend: str, members: int, body: Body, *newcomers: Callable[[str], Any]
 
 
 def join(address: str, **options: Any) -> kos.Communicator:
-    options = {"secret": SECRET, "timeout": 20.0, **options}
-    if address.startswith("threads:"):
-        del options["secret"]
-    return kos.join(address, **options)
+    return kos.join(address, **{"timeout": 20.0, **options})
 
 
 def check(comm: kos.Communicator) -> tuple[int, int]:
     """Use the group as a program does; the rank and the size."""
     assert comm.all_gather(np.array(comm.rank)).tolist() == list(range(comm.size))
     assert (comm.all_reduce(np.full(70_000, comm.rank)) == comm.size * (comm.size - 1) // 2).all()
-    half = comm.split(comm.rank % 2)
-    assert half.all_reduce(np.ones(1))[0] == half.size
+    half = comm.group(range(comm.size))
+    assert half is not None and half.all_reduce(np.ones(1))[0] == half.size
     half.close()
     found = comm.rank, comm.size
     comm.close()
     return found
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The secret of newcomers, also where a group of one needs none to begin with."""
-    monkeypatch.setenv("KOS_SECRET", SECRET)
-    monkeypatch.delenv("KOS_JOIN", raising=False)
 
 
 both = pytest.mark.parametrize("backend", ["mock", "tcp"])
@@ -86,20 +104,24 @@ both = pytest.mark.parametrize("backend", ["mock", "tcp"])
 @both
 @pytest.mark.parametrize("members", [1, 3])
 def test_a_group_grows(backend: str, members: int) -> None:
-    """Members keep their order, newcomers come after them; the old communicator is closed."""
+    """Members keep their order, newcomers come after them; the old communicator and its groups are closed."""
 
     def body(comm: kos.Communicator) -> Any:
         comm.barrier()
-        half = comm.split(0)
+        half = comm.duplicate()
         new = comm.grow(2)
         assert type(new) is type(comm) and new.name == "world" and new.timeout == comm.timeout
-        assert new.world_ranks == list(range(members + 2))
+        assert new.world_ranks == list(range(members + 2)) and new.backend_name == backend
         for old in (comm, half):
             with pytest.raises(CollectiveError, match="is closed"):
                 old.barrier()
         return comm.rank, check(new)
 
-    newcomer = lambda address: check(join(address))  # noqa: E731
+    def newcomer(address: str) -> Any:
+        comm = join(address)
+        assert comm.timeout == 20.0 and comm.backend_name == backend
+        return check(comm)
+
     results = run(backend, members, body, newcomer, newcomer)
     size = members + 2
     assert results[:members] == [(rank, (rank, size)) for rank in range(members)]
@@ -114,22 +136,366 @@ def test_it_grows_again(backend: str) -> None:
             comm.barrier()
         return check(comm)
 
-    def newcomer(address: str) -> Any:
+    def first(address: str) -> Any:
         comm = join(address)
-        if comm.size == 3:
-            comm.barrier()
-            addresses.append(comm.address)
-            comm = comm.grow(1)
+        comm.barrier()
+        addresses.append(comm.address)
+        comm = comm.grow(1)
+        comm.barrier()
+        return check(comm)
+
+    def second(address: str) -> Any:
+        while not addresses:
+            time.sleep(0.01)
+        comm = join(addresses[0])
         comm.barrier()
         return check(comm)
 
     addresses = list[str]()
-    second = lambda address: newcomer(address)  # noqa: E731
-    if backend == "mock":
+    assert sorted(run(backend, 2, body, first, second)) == [(rank, 4) for rank in range(4)]
 
-        def second(address: str) -> Any:
-            while not addresses:
-                time.sleep(0.01)
-            return newcomer(addresses[0])
 
-    assert sorted(run(backend, 2, body, newcomer, second)) == [(rank, 4) for rank in range(4)]
+@both
+def test_without_enough_newcomers_the_communicator_is_as_it_was(backend: str) -> None:
+    def body(comm: kos.Communicator) -> Any:
+        while not comm.broadcast(np.array(comm.newcomers()), 0):
+            time.sleep(0.01)
+        with pytest.raises(RendezvousError, match=r"world: grow 2: 1 of 2 newcomers joined at .* within 0.3 s$"):
+            comm.grow(2, timeout=0.3)
+        assert comm.failure is None and comm.timeout == 20.0
+        comm.barrier()
+        return check(comm.grow(1))
+
+    assert sorted(run(backend, 2, body, lambda address: check(join(address)))) == [(rank, 3) for rank in range(3)]
+
+
+@both
+def test_nobody_admits_a_newcomer(backend: str) -> None:
+    def newcomer(address: str) -> None:
+        with pytest.raises(RendezvousError, match=r"^join: expected members at .* within 0.3 s, got none$"):
+            join(address, timeout=0.3)
+        done.set()
+
+    done = threading.Event()
+    run(backend, 2, lambda comm: done.wait(20), newcomer)
+
+
+@both
+def test_calls_that_differ(backend: str) -> None:
+    def body(comm: kos.Communicator) -> None:
+        with pytest.raises(CollectiveMismatch, match="called grow [12] but rank [01] called grow [12]"):
+            comm.grow(1 + comm.rank)
+        comm.barrier()  # nothing else has changed
+        comm.close()
+
+    run(backend, 2, body)
+
+
+@both
+def test_a_member_that_does_not_come_is_named(backend: str) -> None:
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 1:
+            assert done.wait(20)
+        else:
+            with pytest.raises(RendezvousError, match=r"grow: ranks \[1\] did not arrive within 0.3 s") as caught:
+                comm.grow(1, timeout=0.3)
+            assert caught.value.ranks == (1,)
+            done.set()
+        comm.barrier()
+        comm.close()
+
+    done = threading.Event()
+    run(backend, 2, body)
+
+
+def test_a_member_that_is_lost_fails_a_grow_and_is_replaced() -> None:
+    def body(comm: kos.Communicator) -> Any:
+        comm.barrier()
+        if comm.rank == 1:
+            comm.rendezvous.threads.world.end(1, "it is dead")
+            return None
+        with pytest.raises(RankLost, match="world: grow: rank 1 is gone: it is dead"):
+            comm.grow(1)
+        with pytest.raises(RendezvousError, match="replace: 0 of 1 newcomers joined"):
+            comm.replace(timeout=0.2)
+        may_join.set()
+        return check(comm.replace())
+
+    def newcomer(address: str) -> Any:
+        assert may_join.wait(20)
+        return check(join(address))
+
+    may_join = threading.Event()
+    assert run("mock", 3, body, newcomer) == [(0, 3), None, (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"secret": "wrong"}, r"expected the same secret \(KOS_SECRET\) on all ranks, got different ones$"),
+        ({"backend": "nccl"}, "expected backend tcp, as the group has, got backend nccl$"),
+        ({"device": 1}, "expected no device, as backend tcp of the group uses no GPU, got 1$"),
+        ({"version": "0.0.1"}, r"expected version \S+ of kos, as the group has, got version 0.0.1 of kos$"),
+        ({"protocol": b"kos/tcp2"}, r"expected a rank of kos \(kos/tcp3\), got b'kos/tcp2'$"),
+    ],
+    ids=["secret", "backend", "device", "version", "protocol"],
+)
+def test_a_newcomer_that_does_not_fit_is_refused(
+    options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, on its side; the members go on waiting for another one."""
+    refused = threading.Event()
+    if version := options.pop("version", None):
+        known = kos.comm.versions
+        wrong = {**known(), "kos": version}
+        monkeypatch.setattr("kos.comm.versions", lambda: known() if refused.is_set() else wrong)
+
+    def stranger(address: str) -> None:
+        protocol = options.pop("protocol", None)
+        if protocol:
+            listener = socket.create_server(("127.0.0.1", 0))
+            greeter = threading.Thread(target=lambda: listener.accept()[0].sendall(protocol + bytes(36)))
+            greeter.start()
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(RendezvousError, match=f"^join: .*{words}") as caught:
+            join(address, **options)
+        assert "\n" not in str(caught.value)
+        refused.set()
+
+    def newcomer(address: str) -> Any:
+        assert refused.wait(20)
+        return check(join(address))
+
+    results = run("tcp", 2, lambda comm: check(comm.grow(1)), stranger, newcomer)
+    assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
+
+
+def test_the_members_say_who_was_refused() -> None:
+    def stranger(address: str) -> None:
+        for options in ({"secret": "wrong"}, {"backend": "nccl"}):
+            with pytest.raises(RendezvousError):
+                join(address, **options)
+        refused.set()
+
+    def body(comm: kos.Communicator) -> None:
+        words = "0 of 1 newcomers .*; refused: expected backend tcp, .*; another secret: a newcomer at 127.0.0.1$"
+        with pytest.raises(RendezvousError, match=words):
+            comm.grow(1, timeout=1.0)
+        comm.close()
+
+    refused = threading.Event()
+    run("tcp", 2, body, stranger)
+
+
+def raw_newcomer(address: str) -> Connection:
+    """Only the handshake and the first message of a newcomer."""
+    place, deadline = parse(address)[0], time.monotonic() + 20
+    sock = connect(*place, deadline)
+    greeting = drive(receive_greeting(sock), sock, deadline)
+    key = Network(SECRET.encode(), "", "", False).key(b"join")
+    connection = drive(authenticate(sock, greeting, key, JOIN, 0, None), sock, deadline)
+    hello = {"kos": kos.__version__, "me": ["127.0.0.1", 1]}
+    connection.post(json.dumps(hello).encode())
+    drive(connection.flush(), sock, deadline)
+    return connection
+
+
+@pytest.mark.parametrize("when", ["before it is admitted", "once it is admitted"])
+def test_a_newcomer_dies_while_it_joins(when: str) -> None:
+    def dying(address: str) -> None:
+        connection = raw_newcomer(address)
+        if when.startswith("once"):
+            assert b"plan" in drive(connection.receive(), connection.sock, time.monotonic() + 20)
+        connection.close()
+        died.set()
+
+    def newcomer(address: str) -> Any:
+        assert died.wait(20)
+        return check(join(address))
+
+    died = threading.Event()
+    results = run("tcp", 2, lambda comm: check(comm.grow(1)), dying, newcomer)
+    assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "peer"])
+def test_the_backend_of_gpus_is_made_again(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slabs, kernels and communicators of their own: on stand-ins for GPUs."""
+    with fake_nccl.no_gpu(monkeypatch) if backend == "nccl" else fake_peer.no_gpus(monkeypatch, 3):
+        grow_on_gpus(backend, monkeypatch)
+
+
+def grow_on_gpus(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = NCCLBackend if backend == "nccl" else PeerBackend
+    monkeypatch.setattr(kind, "probe", classmethod(lambda kind, rendezvous: Probe(True, "a stand-in")))
+    monkeypatch.setattr(making, "visible_devices", lambda: ["a stand-in"])
+    monkeypatch.setattr("kos.comm.gpu.backend.device_of", lambda rendezvous: SimpleNamespace(index=0))
+
+    def use(comm: kos.Communicator) -> tuple[int, int]:
+        assert comm.backend_name == backend and comm.device == 0
+        x = Array.from_numpy(np.full(3, comm.rank + 1, np.int32), 0)
+        comm.all_reduce(x)
+        comm.synchronize()
+        assert (x.numpy() == comm.size * (comm.size + 1) // 2).all()
+        return comm.rank, comm.size
+
+    def body(comm: kos.Communicator) -> Any:
+        use(comm)
+        new = comm.grow(1)
+        found = use(new)
+        new.close()
+        return found
+
+    def newcomer(address: str) -> Any:
+        comm = join(address, device=0)
+        found = use(comm)
+        comm.close()
+        return found
+
+    assert sorted(run(backend, 2, body, newcomer, device=0)) == [(rank, 3) for rank in range(3)]
+
+
+def processes(members: str, size: int, newcomers: str, joining: int, folder: Path, **more: str) -> list[str]:
+    """What the processes of the two programs printed, in order; each ends by itself, or by SIGKILL."""
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES}
+    env |= {"PYTHONPATH": PATHS, "OPENBLAS_NUM_THREADS": "1", "KOS_JOIN": f"{folder}/address", **more}
+    port, started = free_port(), list[Forked]()
+    begin = fork_server().start
+    try:
+        for rank in range(size):
+            own = env | environment(rank, size, port, **more)
+            started.append(begin("tests.forked:run_program", [members], own, folder / f"{rank}"))
+        for number in range(joining):
+            host = {"KOS_HOST": f"new {number}" if more.get("hosts") else "", "KOS_SECRET": SECRET}
+            started.append(begin("tests.forked:run_program", [newcomers], env | host, folder / f"new {number}"))
+        codes = [process.wait(100) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    texts = [path.read_text() for path in sorted(folder.iterdir()) if path.name != "address"]
+    assert {*codes} <= {0, -9}, (codes, texts)
+    return sorted("".join(texts).splitlines())
+
+
+REPLACED = """
+import os, numpy as np, kos
+{host}
+def play(comm):
+    while True:
+        comm.all_reduce(np.ones(1000))
+def go_on(comm):
+    try:
+        play(comm)
+    except kos.errors.RankLost as error:
+        assert "is gone" in str(error), error
+    comm = comm.replace()
+    assert comm.all_gather(np.array(comm.rank)).tolist() == [0, 1, 2, 3]
+    print(comm.rank, comm.size, comm.rendezvous.epoch, comm.backend.shares_memory, flush=True)
+    comm.close()
+"""
+MEMBER = REPLACED + """
+comm = kos.init(timeout=60)
+comm.barrier()
+if comm.rank in {killed}:
+    os.kill(os.getpid(), 9)
+go_on(comm)
+"""
+NEWCOMER = REPLACED + """
+comm = kos.join(timeout=60)
+assert comm.all_gather(np.array(comm.rank)).tolist() == [0, 1, 2, 3]
+print("joined", comm.rank, flush=True)
+comm.close()
+"""
+
+
+@pytest.mark.parametrize(("killed", "hosts"), [([0], False), ([0, 2], True), ([1, 2, 3], False)], ids=str)
+def test_killed_processes_are_replaced(tmp_path: Path, killed: list[int], hosts: bool) -> None:
+    """Wherever they are, rank 0 included; newcomers find the leader by the file of KOS_JOIN."""
+    host = 'os.environ["KOS_HOST"] = os.environ.get("RANK", str(os.getpid()))' if hosts else ""
+    member, newcomer = (text.format(killed=killed, host=host) for text in (MEMBER, NEWCOMER))
+    left = 4 - len(killed)
+    expected = [f"{rank} 4 1 {not hosts}" for rank in range(left)] + [f"joined {rank}" for rank in range(left, 4)]
+    assert processes(member, 4, newcomer, len(killed), tmp_path) == expected
+
+
+STOPPED = """
+import os, signal, time, numpy as np, kos
+if not {shared}:
+    os.environ["KOS_HOST"] = os.environ["RANK"]
+comm = kos.init(timeout=60)
+pids = [int(pid) for pid in comm.all_gather_bytes(str(os.getpid()).encode())]
+comm.timeout = 1.0
+if comm.rank == {stopped}:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    while True:
+        comm.all_reduce(np.ones(1000))
+except kos.errors.CollectiveError as error:
+    assert comm.rank == {stopped} or not {shared} or error.ranks == ({stopped},), error
+try:
+    try:
+        rest = comm.shrink()
+    except kos.errors.RendezvousError as error:  # between hosts, of a rank that the failure has not named
+        assert not {shared} and error.ranks == ({stopped},), error
+        rest = comm.shrink()
+except kos.errors.RankLost as error:
+    assert comm.rank == {stopped} and error.ranks == (comm.rank,), error
+    print("out:", str(error).partition(" (epoch")[0], flush=True)
+    os._exit(0)
+rest.barrier()
+if rest.rank == 0:
+    os.kill(pids[{stopped}], signal.SIGCONT)
+    while not rest.broadcast(np.array(os.path.exists(f"/proc/{{pids[{stopped}]}}")), 0).any() is np.False_:
+        rest.newcomers()
+else:
+    while not rest.broadcast(np.array(True), 0).any() is np.False_:
+        rest.newcomers()
+print(rest.size, flush=True)
+rest.close()
+"""
+
+
+@pytest.mark.parametrize(("stopped", "shared"), [(0, True), (2, True), (0, False), (1, False)], ids=str)
+def test_a_stopped_rank_wakes_up_and_is_out(tmp_path: Path, stopped: int, shared: bool) -> None:
+    """It learns that the others have continued, whether it would lead them or follow."""
+    lines = processes(STOPPED.format(stopped=stopped, shared=shared), 3, "", 0, tmp_path)
+    out = f"out: world: shrink: rank {stopped} is out: the others continued without it, as it did not answer"
+    assert lines == ["2", "2", out]
+
+
+@needs_mpirun
+def test_ranks_of_mpi_are_replaced_over_tcp(tmp_path: Path) -> None:
+    """The newcomer is no process of the MPI job."""
+    known = f"""
+import os
+os.environ |= {{"KOS_JOIN": "{tmp_path}/address", "KOS_SECRET": "{SECRET}"}}
+"""
+    newcomer = known + """
+import numpy as np, kos
+comm = kos.join(timeout=60)
+print("joined", comm.rank, comm.backend_name, comm.all_reduce(np.ones(1))[0], flush=True)
+comm.close()
+"""
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES}
+    joining = fork_server().start("tests.forked:run_program", [newcomer], env | {"PYTHONPATH": PATHS}, tmp_path / "new")
+    text = known + """
+with kos.init("mpi", timeout=60) as comm:
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), 9)
+    try:
+        while True:
+            comm.all_reduce(np.ones(1000))
+    except kos.errors.RankLost:
+        pass
+    new = comm.replace()
+    print(new.rank, new.backend_name, new.all_reduce(np.ones(1))[0], new.rendezvous.mpi_comm, flush=True)
+    new.close()
+"""
+    try:
+        lines = sorted(job(tmp_path, 3, text, *ULFM))
+        assert joining.wait(20) == 0
+    finally:
+        joining.kill()
+    assert (tmp_path / "new").read_text() == "joined 2 tcp 3.0\n"
+    assert lines == ["0 tcp 3.0 None", "1 tcp 3.0 None"]

@@ -45,7 +45,7 @@ from kos.comm.control.wire import (
     HandshakeError,
     Network,
     admit_all,
-    adopt,
+    copied,
     drive,
     is_loopback,
     lacks_files,
@@ -218,10 +218,14 @@ class TCPRendezvous(Rendezvous):
                 if tuple(hello["me"]) not in self.members:
                     tell(connection, {"out": self.epoch})
                 connection.close()  # a member calls again
+        return len(self.knocking())
+
+    def knocking(self) -> list[tuple[Connection, dict[str, Any]]]:
+        """The newcomers that wait, without those that have ended."""
         for newcomer in [each for each in self.joining if each[0].is_closed]:
             self.joining.remove(newcomer)
             newcomer[0].close()
-        return len(self.joining)
+        return self.joining
 
     @property
     def rejected(self) -> list[str]:
@@ -235,7 +239,7 @@ class TCPRendezvous(Rendezvous):
             assert self._listener is not None and members
             self.join_secret = self.join_secret or load_secret(os.environ)
             keys = self.network.key(b"change"), replace(self.network, secret=self.join_secret).key(b"join")
-            self._door = Acceptor(_copy(self._listener), keys[0], self.epoch, keys[1])
+            self._door = Acceptor(copied(self._listener), keys[0], self.epoch, keys[1])
         while (caller := self._door.admit(seconds)) is not None:
             rank, _, connection = caller
             try:
@@ -264,7 +268,7 @@ class TCPRendezvous(Rendezvous):
         self, plan: Mapping[str, Any], listener: socket.socket, connections: Mapping[int, Connection]
     ) -> None:
         """Begin the group of ``plan``, whose rank 0 has ``connections`` to the others.  Others have one to it."""
-        self.call, self._listener = plan["call"], _copy(listener)
+        self.call, self._listener = plan["call"], copied(listener)
         self._addresses = [(host, port) for host, port in plan["members"]]
         for connection in connections.values():
             connection.epoch = self.epoch
@@ -486,13 +490,6 @@ class TCPRendezvous(Rendezvous):
     def place_on_machine(self) -> tuple[int, list[int | None]]:
         place, nodes = super().place_on_machine
         return place if self._given_local_rank is None else self._given_local_rank, nodes
-
-
-def _copy(listener: socket.socket) -> socket.socket:
-    """The listener for another owner: others reach it until all copies are closed."""
-    copy = listener.dup()
-    adopt(copy)
-    return copy
 
 
 def _abort(why: str, cause: KosError | None) -> bytes:

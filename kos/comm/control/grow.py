@@ -147,7 +147,7 @@ class Change:
         group = self.group
         publish(group.address)
         try:
-            while (missing := self._missing()) or group.newcomers() < self._wanted():
+            while (missing := self._missing()) or self._fitting() < self._wanted():
                 if time.monotonic() <= self.deadline:
                     self._admit()
                 elif missing:
@@ -172,7 +172,7 @@ class Change:
         others = [each for each in self.members if each != self.me and each not in self.came]
         missing = [each for each in others if each not in self.left_out and self._lives(each)]
         gone = {*others}.difference(missing).intersection(self.group.members)
-        if self.whole and gone:
+        if self.whole and gone and not missing:  # now: all that live get this error
             rank = min(map(self.group.members.index, gone))
             raise self.group.failures.lost(rank, "its process ended", self.call)
         return missing
@@ -209,7 +209,7 @@ class Change:
             self._probes.popitem()[1].close()
 
     def _admit(self) -> None:
-        """Admit callers for a moment, and refuse the newcomers that do not fit."""
+        """Admit callers for a moment."""
         group = self.group
         for rank, connection, hello in group.callers(POLL_SECONDS):
             if rank == JOIN:
@@ -218,12 +218,17 @@ class Change:
                 connection.close()
             else:
                 self._admit_member(connection, hello)
-        for newcomer in list(group.joining):
+
+    def _fitting(self) -> int:
+        """How many newcomers wait; refuses those that do not fit."""
+        group = self.group
+        for newcomer in list(group.knocking()):
             if problem := misfit(newcomer[1], self.terms):
                 group.joining.remove(newcomer)
                 self.refused.append(problem)
                 tell(newcomer[0], {"refused": problem})
                 newcomer[0].close()
+        return len(group.joining)
 
     def _admit_member(self, connection: Connection, hello: Mapping[str, Any]) -> None:
         epoch, members = hello["view"]
@@ -338,7 +343,7 @@ def too_few(
 
 def unanswered(address: str, seconds: float, problem: str = "") -> str:
     """The text of an error: no member has admitted a newcomer."""
-    return f"join: expected members at {address} that admit newcomers within {seconds:g} s, got none{problem}"
+    return f"join: expected members at {address} that admit newcomers within {seconds:.3g} s, got none{problem}"
 
 
 def publish(address: str) -> None:

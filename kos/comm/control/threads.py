@@ -104,9 +104,10 @@ class ThreadGroup:
                 self._shared[key] = make()
             return cast(T, self._shared[key])
 
-    def forget(self, key: Any) -> None:
-        """The next call of ``shared`` makes another object of that key; the caller holds the lock of the world."""
-        self._shared.pop(key, None)
+    def forget(self, key: Any, known: object) -> None:
+        """Let ``shared`` make another object of that key than ``known``; the caller holds the lock of the world."""
+        if self._shared.get(key) is known:
+            del self._shared[key]
 
     def answer(self, newcomer: dict[str, Any], **answer: Any) -> None:
         """Tell a newcomer, which no longer waits then; the caller holds the lock of the world."""
@@ -254,9 +255,8 @@ class ThreadRendezvous(Rendezvous):
                         outcome.append(made)
                 except KosError as error:
                     outcome.append(again(error))
-            if group.shared("change", tuple) is attempt:
-                group.forget("change")
-                group.notify_all()
+            group.forget("change", attempt)
+            group.notify_all()
             if isinstance(result := outcome[0], KosError):
                 raise again(result)
             return self._child(result, sorted(calls).index(self.rank))
@@ -275,7 +275,7 @@ class ThreadRendezvous(Rendezvous):
             me, them = (self.failures.names([rank], False) for rank in (self.rank, other))
             raise CollectiveMismatch(f"{me} called {call} but {them} called {calls[other]}")
         lost = [rank for rank in range(self.size) if rank not in calls and rank not in missing]
-        if whole and lost:
+        if whole and lost and not missing:  # now: all that live get this error
             raise self.failures.lost(lost[0], group.world.ends[group.members[lost[0]]], name)
         wanted = len(lost) if newcomers is None else newcomers
         for each in list(group.joining):

@@ -445,6 +445,13 @@ def adopt(sock: socket.socket) -> None:
     sock.setblocking(False)
 
 
+def copied(listener: socket.socket) -> socket.socket:
+    """The listener for another owner: callers reach it until all copies are closed."""
+    copy = listener.dup()
+    adopt(copy)
+    return copy
+
+
 def _prepare(sock: socket.socket) -> None:
     adopt(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
