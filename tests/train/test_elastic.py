@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,11 @@ from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from kos.train.train import Step
 from tests.train import elastic_faults
+from tests.train.emulated_runs import emulated
+from tests.train.host_kernels.engine import DeviceComm
 from tests.train.sharded import tensors_of_run
+
+__all__ = ["emulated"]
 
 RANKS, STEPS = 4, 6
 SHAPE = {
@@ -132,15 +137,15 @@ def test_every_operation(rank: int, zero: int, text: Path, tmp_path: Path, unhur
         assert train(text, tmp_path / str(operation), [Fault("crash", rank, operation)], zero=zero) == unhurt, operation
 
 
-def interrupt(rank: int, steps: Sequence[int], ranks: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def interrupt(steps: Sequence[int], ranks: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have these ranks lose the others right before the update of these steps; returns who applied one afterwards."""
-    applied, left = list[int](), {(each, step) for each in ranks for step in steps}
+    applied, left, calls = list[int](), {(each, step) for each in ranks for step in steps}, Counter[int]()
     whole, device_apply = Step.apply, Device.apply
 
     def apply(self: Step) -> None:
-        key = self.mesh.world.rank, int(self.report[2]) - 1
-        if key in left:
-            left.discard(key)
+        rank = self.mesh.world.rank
+        calls[rank] += 1
+        if (rank, calls[rank] - 1) in left:
             raise RankLost("as the test wants")
         whole(self)
 
@@ -153,11 +158,31 @@ def interrupt(rank: int, steps: Sequence[int], ranks: Sequence[int], monkeypatch
     return applied
 
 
+def on_gpus(text: Path, out: Path, faults: Sequence[Fault] = (), **changes: Any) -> tuple[Any, Any]:
+    """A run on emulated GPUs."""
+    config = config_of(text, out, device="cuda", dtype="float32", steps=4, **changes)
+    spawn(lambda comm: Trainer(config, DeviceComm(comm)).run(), RANKS, timeout=60, faults=faults)
+    return result(out / "metrics.jsonl")
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("zero", "graph"), [(0, True), (1, True), (1, False)])
+def test_gpus(zero: int, graph: bool, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost rank; without a graph, also ranks that are behind by a step."""
+    plain = on_gpus(text, tmp_path / "plain", zero=zero, graph=graph)
+    how: dict[str, Any] = {"zero": zero, "graph": graph, "elastic": "1"}
+    assert on_gpus(text, tmp_path / "hurt", [Fault("crash", 1, 4, call="all_to_all")], **how) == plain
+    assert ranks_of(tmp_path / "hurt")[-1] == (3, 1)
+    if not graph:
+        applied = interrupt([2], [0, 3], monkeypatch)
+        assert on_gpus(text, tmp_path / "behind", **how) == plain and sorted(applied) == [0, 3]
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_who_is_behind_applies_the_step_from_its_own_sums(
     zero: int, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    applied = interrupt(1, [3], [1, 2], monkeypatch)
+    applied = interrupt([3], [1, 2], monkeypatch)
     assert train(text, tmp_path, zero=zero) == unhurt
     assert sorted(applied) == [1, 2] and ranks_of(tmp_path) == [(4, 0)] * 4 + [(4, 1)] * 2
 
@@ -165,7 +190,7 @@ def test_who_is_behind_applies_the_step_from_its_own_sums(
 def test_a_step_that_nobody_applied_is_computed_again(
     text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    applied = interrupt(0, [3], range(RANKS), monkeypatch)
+    applied = interrupt([3], range(RANKS), monkeypatch)
     assert train(text, tmp_path) == unhurt
     assert not applied and ranks_of(tmp_path) == [(4, 0)] * 3 + [(4, 1)] * 3
 
@@ -322,7 +347,7 @@ def test_uneven_runs_are_the_same_batch(text: Path, tmp_path: Path, unhurt: Any)
 
 def test_without_deterministic_the_curve_is_the_same(text: Path, tmp_path: Path) -> None:
     plain, _ = train(text, tmp_path / "plain", deterministic=False, micro_batch_size=1, elastic=None)
-    hurt, _ = train(text, tmp_path / "hurt", [Fault("crash", 2, 8, call="all_reduce")], deterministic=False)
+    hurt, _ = train(text, tmp_path / "hurt", [Fault("crash", 2, 2, call="all_reduce")], deterministic=False)
     np.testing.assert_allclose([row[1] for row in hurt], [row[1] for row in plain], rtol=1e-5)
     assert min(ranks for ranks, _ in ranks_of(tmp_path / "hurt")) == 3
 

@@ -285,6 +285,10 @@ class DeviceComm:
         comm = self._comm.split(color, key)
         return None if comm is None else DeviceComm(comm)
 
+    def shrink(self):
+        not_captured("shrinking")
+        return DeviceComm(self._comm.shrink())
+
     def synchronize(self, until=None):
         not_captured("waiting")
         assert until is None or until()
