@@ -142,6 +142,12 @@ ERRORS: dict[str, Callable[[], Any]] = {
     ),
     "RankLost: …: rank … is gone: …": lambda: spawn(lambda comm: comm.barrier(), 2, faults=[Fault("crash", 1)]),
     "RendezvousError: …: shrink: ranks … did not arrive within … s": lambda: spawn(shrink_alone, 2),
+    "RendezvousError: …: grow …: … of … newcomers joined at … within … s": lambda: spawn(
+        lambda comm: comm.grow(1, timeout=0.2), 2, check_deadlock=False
+    ),
+    "RendezvousError: join: expected members at … that admit newcomers within … s, got none": lambda: spawn(
+        lambda comm: kos.join(comm.address, timeout=0.2), 1
+    ),
     "Deadlock: deadlock: every rank waits, and none can continue:…": lambda: spawn(both_send, 2),
     "CollectiveError: spawn: messages that no rank received: …": lambda: spawn(
         unreceived, 2, buffer_bytes=float("inf")

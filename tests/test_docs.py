@@ -277,7 +277,7 @@ def test_help_names_every_argument_and_the_errors(thing: Any) -> None:
 def test_help_of_a_method_or_function_is_complete() -> None:
     """Its docstring names every argument and the errors, and has an example that compiles."""
     methods, lacking = [pair for pair in public(kos.Communicator) if inspect.isroutine(pair[1])], []
-    functions = [(call.__name__, call) for call in (kos.init, kos.register_backend, spawn)]
+    functions = [(call.__name__, call) for call in (kos.init, kos.join, kos.register_backend, spawn)]
     for name, value in methods + functions:
         text = inspect.getdoc(value) or ""
         code = re.findall(r"(?<=\n\n)(?: {4}.+(?:\n|$))+", text)

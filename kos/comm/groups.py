@@ -237,7 +237,8 @@ class Groups(Operations):
     def newcomers(self) -> int:
         """How many newcomers wait at this rank for ``grow`` or ``replace``.  Not collective; does not wait.
 
-        A newcomer calls at the first 8 ranks.  Its handshake takes two calls of this.
+        A newcomer calls at the first 8 ranks.  Its handshake takes two calls of this.  Raises CollectiveError if the
+        communicator is closed.
 
             joining = comm.broadcast(np.array(comm.newcomers()), 0)
         """
@@ -252,28 +253,29 @@ class Groups(Operations):
         grows, reason = call.startswith("grow"), str(self.rendezvous.failures.first or CHANGES)
         limit = self.rendezvous.timeout if timeout is None else check_timeout(timeout)
         deadline = time.monotonic() + limit
-        with self.rendezvous.failures.status.held():
-            if not grows:
-                self._change_ends(reason)
-            with self._exchange(call, limit):
-                while True:
-                    rendezvous = self.rendezvous.change(call, newcomers, grows, self._terms())
-                    rendezvous.nccl, rendezvous.timeout = self.rendezvous.nccl, limit
-                    try:
-                        group = self._successor(call, rendezvous)
-                        break
-                    except RankLost:  # again, with the ranks that live
-                        if time.monotonic() > deadline:
-                            raise
-            if grows:
-                self._change_ends(reason)
-            self.rendezvous.close()
-            self._changing = False
-            return group
+        if not grows:
+            self._change_ends(reason)
+        with self._exchange(call, limit):
+            while True:
+                rendezvous = self.rendezvous.change(call, newcomers, grows, self._terms())
+                rendezvous.nccl, rendezvous.timeout = self.rendezvous.nccl, limit
+                try:
+                    group = self._successor(call, rendezvous)
+                    break
+                except RankLost:  # again, with the ranks that live
+                    if time.monotonic() > deadline:
+                        raise
+        if grows:
+            self._change_ends(reason)
+        self.rendezvous.close()
+        self.rendezvous.failures.status.release()
+        self._changing = False
+        return group
 
     def _change_ends(self, reason: str) -> None:
-        """End this communicator, except for its rendezvous."""
+        """End this communicator, except for its rendezvous and what it knows of the processes of the host."""
         if not self._changing:
+            self.rendezvous.failures.status.hold()
             self._signal_end(reason)
             self._abort_groups(reason)
             self._end(reason)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kos.comm.records import again
@@ -69,15 +68,6 @@ class PeerStatus:
         self._users -= 1
         if not self._users:
             self.free()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold a reference while one communicator replaces another."""
-        self.hold()
-        try:
-            yield
-        finally:
-            self.release()
 
     def free(self) -> None:
         """Free the memory; waits and failures are no longer shared."""

@@ -6,6 +6,8 @@ The caller passes the names of the late ranks.  ``FailureLog`` (failures.py) dec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 ARRIVE, CONNECT, ANSWER, REPLY = "did not arrive", "did not connect", "did not answer", "gave no answer"
 JOIN = "did not join the store"
 UNKNOWN = "which ranks did not arrive is not known"
@@ -84,3 +86,14 @@ def waited(me: str, seconds: float, others: str) -> str:
 def running(ranks: list[int], size: int, seconds: float) -> str:
     """Threads of ``kos.testing.spawn`` that have not returned."""
     return f"ranks {ranks} of {size} are still running after {seconds:g} s"
+
+
+def too_few(call: str, came: int, wanted: int, address: str, seconds: float, refused: Sequence[str] = ()) -> str:
+    """Newcomers are missing; ``refused`` is why others were refused."""
+    why = f"; refused: {'; '.join(dict.fromkeys(refused))}" if refused else ""
+    return f"{call}: {came} of {wanted} newcomers joined at {address} within {seconds:g} s{why}"
+
+
+def not_admitted(address: str, seconds: float, problem: str = "") -> str:
+    """No member has admitted a newcomer."""
+    return f"join: expected members at {address} that admit newcomers within {seconds:.3g} s, got none{problem}"

@@ -306,6 +306,7 @@ WRONG: dict[str, list[Any]] = {
     "code": NO_NUMBER,
     "ranks": [None, 5, "ab", [], [0, 0], [2], [-1], [True], [0.0], np.zeros((2, 2), int)],
     "nccl": [5, "x", [1], {"max_cta": 8}, {1: 2}, {"max_ctas": 8}],
+    "n": ["1", 1.5, True, [1], NAN, -1],
 }
 WRONG |= {"send_counts": WRONG["counts"], "recv_counts": WRONG["counts"]}
 RIGHT: dict[str, dict[str, Any]] = {
@@ -322,7 +323,7 @@ RIGHT |= {f"{name}_init": given for name, given in RIGHT.items()} | {
     **{name: {"data": b"abc"} for name in ("all_gather_bytes", "gather_bytes", "broadcast_bytes")},
     "batch": {}, "split": {"color": 0}, "synchronize": {},
     "allocate": {"shape": 3, "dtype": "float32"}, "abort": {}, "register": {"x": F},
-    "group": {"ranks": [0, 1]}, "grid": {"shape": 2},
+    "group": {"ranks": [0, 1]}, "grid": {"shape": 2}, "grow": {"n": 1}, "replace": {"n": 0},
 }  # fmt: skip
 
 
@@ -363,6 +364,12 @@ def test_every_parameter(comm: kos.Communicator, name: str, parameter: str) -> N
     (kos.init, "device", ["0", -1, 1.5, True]),
     (kos.init, "progress_thread", [None, 2, "yes"]),
     (kos.init, "process_hooks", [None, 2, "no"]),
+    (kos.join, "address", ["", 5, ["localhost:1"]]),
+    (kos.join, "secret", ["", b"", 5]),
+    (kos.join, "backend", [5, ["tcp"]]),
+    (kos.join, "timeout", [None, *WRONG["timeout"]]),
+    (kos.join, "device", ["0", -1, 1.5, True]),
+    (kos.join, "progress_thread", [None, 2, "yes"]),
     (spawn, "fn", [None, 5, "f", _a_coroutine, _a_generator]),
     *((spawn, f"check_{what}", [None, 2, "no"]) for what in ("deadlock", "messages", "arrays")),
     (spawn, "world_size", [*NO_NUMBER, 0, -1]),
@@ -374,7 +381,8 @@ def test_every_parameter(comm: kos.Communicator, name: str, parameter: str) -> N
     (Fault, "seconds", ["1", 0, -1.0, NAN, float("inf")]),
 ])  # fmt: skip
 def test_every_parameter_of_functions(call: Callable[..., Any], parameter: str, wrong: list[Any]) -> None:
-    rights = {kos.init: {}, spawn: {"fn": lambda comm: None, "world_size": 2}, Fault: {"kind": "delay", "rank": 0}}
+    joins = {"address": "threads:none"}
+    rights = {kos.init: {}, kos.join: joins, spawn: {"fn": lambda comm: None, "world_size": 2}, Fault: {"kind": "delay", "rank": 0}}
     given: dict[str, Any] = rights[call]
     for value in wrong:
         with pytest.raises(InvalidArgument, match=f"^({'fault.*' if call is Fault else parameter}): expected .*, got "):

@@ -76,6 +76,10 @@ def groups(comm: kos.Communicator) -> Sequence[kos.Communicator]:
     assert_type(comm.group(range(2), nccl={"max_ctas": 4}), kos.Communicator | None)
     assert_type(comm.duplicate(), kos.Communicator)
     assert_type(comm.shrink(), kos.Communicator)
+    assert_type(comm.grow(1, timeout=5.0), kos.Communicator)
+    assert_type(comm.replace(), kos.Communicator)
+    assert_type(kos.join(comm.address), kos.Communicator)
+    assert_type(comm.newcomers(), int)
     assert_type(comm.node, list[int])
     assert_type(comm.rank + comm.size + comm.local_rank + comm.local_size, int)
     comm.split("rack")  # type: ignore[call-overload]

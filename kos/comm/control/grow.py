@@ -62,7 +62,6 @@ class Change:
         self.epoch: int
         self.members: list[Address]
         self.epoch, self.members = group.newer or (group.epoch, group.members)
-        self.deadline = time.monotonic() + group.timeout
         self.came: dict[Address, Connection] = {}  # of the members that have called this leader
         self.refused = list[str]()  # why newcomers were
         self._probes: dict[Address, socket.socket] = {}
@@ -70,6 +69,8 @@ class Change:
         blamed = {rank for failure in failures if failure is not None for rank in failure.ranks}
         self.blamed = group.silent | self._addresses(blamed)
         self.left_out = {each for each in self.blamed if self._stopped(each)}
+        # Others may first wait for those that this rank has waited for before.
+        self.deadline = time.monotonic() + group.timeout * (1 + len(self.left_out | group.silent))
 
     def run(self) -> Any:
         """The new group, whose ranks have exchanged their places."""
@@ -310,7 +311,7 @@ class Change:
         group = self.group
         refused = [*self.refused, *(f"another secret: {caller}" for caller in group.rejected)]
         return RendezvousError(
-            too_few(self.call, len(group.joining), self._wanted(), group.address, group.timeout, refused)
+            timeouts.too_few(self.call, len(group.joining), self._wanted(), group.address, group.timeout, refused)
         )
 
     def _out(self, epoch: int) -> KosError:
@@ -331,19 +332,6 @@ def misfit(hello: Mapping[str, Any], terms: Mapping[str, Any]) -> str:
     if not terms.get("GPU") and hello.get("device") is not None:
         return f"expected no device, as backend {terms['backend']} of the group uses no GPU, got {hello['device']}"
     return ""
-
-
-def too_few(
-    call: str, came: int, wanted: int, address: str, seconds: float, refused: Sequence[str] = ()
-) -> str:
-    """The text of an error: newcomers are missing at the timeout."""
-    why = f"; refused: {'; '.join(dict.fromkeys(refused))}" if refused else ""
-    return f"{call}: {came} of {wanted} newcomers joined at {address} within {seconds:g} s{why}"
-
-
-def unanswered(address: str, seconds: float, problem: str = "") -> str:
-    """The text of an error: no member has admitted a newcomer."""
-    return f"join: expected members at {address} that admit newcomers within {seconds:.3g} s, got none{problem}"
 
 
 def publish(address: str) -> None:

@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from kos.comm import timeouts
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.grow import CALL_SECONDS, POLL_SECONDS, Address, unanswered
+from kos.comm.control.grow import CALL_SECONDS, POLL_SECONDS, Address
 from kos.comm.control.wire import (
     JOIN,
     Connection,
@@ -40,7 +41,8 @@ def call_members(
         with ExitStack() as undo:
             connection, answer, listener = _first_answer(address, secret, hello, deadline, problem, undo)
             if connection is None:
-                raise RendezvousError(unanswered(address, timeout, "".join(f": {each}" for each in problem[-1:])))
+                why = "".join(f": {each}" for each in problem[-1:])
+                raise RendezvousError(timeouts.not_admitted(address, timeout, why))
             if "refused" in answer:
                 raise RendezvousError(f"join: {answer['refused']}")
             plan, rank, host = answer["plan"], answer["rank"], answer["plan"]["members"][answer["rank"]][0]

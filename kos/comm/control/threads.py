@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
+from kos.comm import timeouts
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.grow import misfit, too_few, unanswered
+from kos.comm.control.grow import misfit
 from kos.comm.failures import WHY_CLOSED, FailureLog
 from kos.comm.peer_status import PeerStatus
 from kos.comm.records import again
@@ -284,7 +285,7 @@ class ThreadRendezvous(Rendezvous):
         if late and missing:
             raise self.absent(missing, name)
         if late and len(group.joining) < wanted:
-            raise RendezvousError(too_few(call, len(group.joining), wanted, self.address, self.timeout))
+            raise RendezvousError(timeouts.too_few(call, len(group.joining), wanted, self.address, self.timeout))
         if missing or len(group.joining) < wanted:
             return None
         members = [group.members[rank] for rank in sorted(calls)]
@@ -314,7 +315,7 @@ def join_threads(address: str, hello: dict[str, Any], timeout: float) -> tuple[T
         group.answered.wait_for(lambda: hello not in group.joining, timeout)
         if hello in group.joining:
             group.joining.remove(hello)
-            raise RendezvousError(unanswered(address, timeout))
+            raise RendezvousError(timeouts.not_admitted(address, timeout))
     if "refused" in hello:
         raise RendezvousError(f"join: {hello['refused']}")
     rendezvous = ThreadRendezvous(hello["group"], hello["rank"], hello["timeout"])
