@@ -49,6 +49,9 @@ from kos.train.train import Run, Runner, StepResult
 JOIN_SECONDS = 30.0
 """How long the ranks wait for newcomers that have called."""
 
+TRIES = 3
+"""How often ``shrink`` may fail before this rank gives up: the first time, it may only name a rank that is stopped."""
+
 Error = TypeVar("Error", bound=KosError)
 
 
@@ -137,7 +140,7 @@ class Elastic(Runner):
     def _change(self, change: CollectiveError) -> None:
         """Go on with the ranks that are there, and with newcomers; again, if some are lost meanwhile."""
         run, since, grows = self.run, time.perf_counter(), isinstance(change, _Changed) and change.joining
-        size, gone, joins = run.comm.size, set[int](), run.epoch < 0
+        size, gone, joins, tries = run.comm.size, set[int](), run.epoch < 0, TRIES
         run.drop_save()
         while True:
             try:
@@ -147,15 +150,14 @@ class Elastic(Runner):
                 elif not joins:
                     run.comm = before.shrink()
                     gone |= {*before.world_ranks} - {*run.comm.world_ranks}
-                joins = False
+                joins, tries = False, TRIES
                 self._regroup()
                 break
-            except RendezvousError as error:
-                if not grows:
-                    raise
-                return run.console.say(f"no rank joined: {error}")  # and the group is as it was
-            except CollectiveError as error:
-                if not _is_loss(error):
+            except (CollectiveError, RendezvousError) as error:
+                if grows and isinstance(error, RendezvousError):
+                    return run.console.say(f"no rank joined: {error}")  # and the group is as it was
+                tries -= 1
+                if not _is_loss(error) or not tries:
                     raise
                 grows = 0
         self._report(size, gone, "left" if isinstance(change, _Changed) else "lost", time.perf_counter() - since)
@@ -227,7 +229,7 @@ def _exchange(comm: Communicator, mine: Any) -> list[Any]:
     return [json.loads(each) for each in comm.all_gather_bytes(json.dumps(mine).encode())]
 
 
-def _is_loss(error: CollectiveError) -> bool:
+def _is_loss(error: KosError) -> bool:
     """Whether the ranks that are left can go on: none of them has failed or disagreed."""
     return not error.on_every_rank and not isinstance(error, CollectiveMismatch | Interrupted)
 

@@ -26,6 +26,7 @@ from kos.errors import (
     DataError,
     KosError,
     OutOfMemory,
+    RendezvousError,
     TrainingError,
     plural,
 )
@@ -366,7 +367,7 @@ class Trainer:
                 self._conclude(stopped)
             except CompileError:
                 raise
-            except (CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory) as error:
+            except (CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory, RendezvousError) as error:
                 failing(failure := self._interrupted(error))
                 raise failure from error
 
