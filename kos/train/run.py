@@ -320,7 +320,7 @@ class Trainer:
     def _close_groups(self, failed: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """After a failure the abort of the world ends them: ranks out of step cannot close them together."""
         broken = failed is not None and not issubclass(failed, Stopped)
-        if self.epoch > 0 and broken:
+        if self.epoch and broken:
             self.comm.abort(reason=f"{type(error).__name__}: {error}")
         if hasattr(self, "device"):  # else it could not be made again
             self.device.close(broken)
@@ -328,7 +328,7 @@ class Trainer:
             if self.comm.rank == 0:
                 (self.out / ADDRESS).unlink(missing_ok=True)
             self.mesh.close()
-            if self.epoch > 0:  # others have been closed by whoever made them
+            if self.epoch:  # others have been closed by whoever made them
                 self.comm.close()
 
     def _close_trackers(self, failed: type[BaseException] | None, *_: object) -> None:
@@ -456,8 +456,8 @@ class Trainer:
             self.stop.plan = f"saving the last step to {self.checkpoints}, then ending"
         self._saving = checkpoint.save(
             self.checkpoints, self.device.state, step=self.step, tokenizer=self.data.tokenizer, config=self.description,
-            keep=self.config.keep, before=max(self.start, self.saved_step), run=self.name, extra=self._extra,
-            show=None if self.config.save_async else self.console.progress,
+            keep=self.config.keep, before=max(self.start, self.saved_step), run=f"{self.name}-{self.epoch}",
+            extra=self._extra, show=None if self.config.save_async else self.console.progress,
         )  # fmt: skip
         if not self.config.save_async:
             self.finish_save()

@@ -31,7 +31,7 @@ from kos.cuda.driver import call, cu
 from kos.cuda.graphs import Graph, capture
 from kos.cuda.streams import Event
 from kos.dtypes import DTYPES
-from kos.errors import CollectiveMismatch, ConfigError
+from kos.errors import CollectiveError, ConfigError
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
 from kos.train.checkpoint.write_plan import WritePlan
@@ -294,7 +294,7 @@ class CudaDevice(Device):
             self._newest = None
         after = dict(zip(SCALARS, map(float, result.scalars), strict=True))
         if after["halted"] and math.isfinite(after["norm"]):
-            raise CollectiveMismatch(f"step {step + 1}: expected the same epoch and step on every rank, got others")
+            raise CollectiveError(f"step {step + 1}: expected the same epoch and step of every rank, got others")
         return self.result(result.answers, after["norm"], after["lr"], result.seconds())
 
     def gradient_not_finite(self, step: int) -> str | None:
