@@ -381,8 +381,10 @@ def test_every_parameter(comm: kos.Communicator, name: str, parameter: str) -> N
     (Fault, "seconds", ["1", 0, -1.0, NAN, float("inf")]),
 ])  # fmt: skip
 def test_every_parameter_of_functions(call: Callable[..., Any], parameter: str, wrong: list[Any]) -> None:
-    joins = {"address": "threads:none"}
-    rights = {kos.init: {}, kos.join: joins, spawn: {"fn": lambda comm: None, "world_size": 2}, Fault: {"kind": "delay", "rank": 0}}
+    rights = {
+        kos.init: {}, kos.join: {"address": "threads:none"}, spawn: {"fn": lambda comm: None, "world_size": 2},
+        Fault: {"kind": "delay", "rank": 0},
+    }  # fmt: skip
     given: dict[str, Any] = rights[call]
     for value in wrong:
         with pytest.raises(InvalidArgument, match=f"^({'fault.*' if call is Fault else parameter}): expected .*, got "):

@@ -355,6 +355,28 @@ def grow_on_gpus(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(run(backend, 2, body, newcomer, device=0)) == [(rank, 3) for rank in range(3)]
 
 
+def test_a_leader_that_came_too_late_leads_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others know it as silent, and give way as soon as it answers."""
+    monkeypatch.setattr("kos.comm.control.grow.GRACE_SECONDS", 0.1)
+
+    def body(comm: kos.Communicator) -> Any:
+        comm.barrier()
+        if comm.rank == 0:
+            failed.wait()
+        else:
+            with pytest.raises(RendezvousError, match=r"grow: ranks \[0\] did not arrive within 0.3 s"):
+                comm.grow(1, timeout=0.3)
+            failed.wait()
+        began.wait()
+        if comm.rank == 0:
+            time.sleep(0.3)  # the next one leads already
+        return check(comm.grow(1))
+
+    failed, began = threading.Barrier(3, timeout=20), threading.Barrier(3, timeout=20)
+    results = run("tcp", 3, body, lambda address: check(join(address)))
+    assert results == [(rank, 4) for rank in range(4)]
+
+
 def processes(members: str, size: int, newcomers: str, joining: int, folder: Path, **more: str) -> list[str]:
     """What the processes of the two programs printed, in order; each ends by itself, or by SIGKILL."""
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES}
@@ -377,30 +399,26 @@ def processes(members: str, size: int, newcomers: str, joining: int, folder: Pat
     return sorted("".join(texts).splitlines())
 
 
-REPLACED = """
+NEW = """
 import os, numpy as np, kos
 {host}
-def play(comm):
+"""
+MEMBER = NEW + """
+comm = kos.init(timeout=60)
+try:
+    comm.barrier()  # which a rank may have left before others
+    if comm.rank in {killed}:
+        os.kill(os.getpid(), 9)
     while True:
         comm.all_reduce(np.ones(1000))
-def go_on(comm):
-    try:
-        play(comm)
-    except kos.errors.RankLost as error:
-        assert "is gone" in str(error), error
-    comm = comm.replace()
-    assert comm.all_gather(np.array(comm.rank)).tolist() == [0, 1, 2, 3]
-    print(comm.rank, comm.size, comm.rendezvous.epoch, comm.backend.shares_memory, flush=True)
-    comm.close()
+except kos.errors.RankLost as error:
+    assert "is gone" in str(error), error
+comm = comm.replace()
+assert comm.all_gather(np.array(comm.rank)).tolist() == [0, 1, 2, 3]
+print(comm.rank, comm.size, comm.rendezvous.epoch, comm.backend.shares_memory, flush=True)
+comm.close()
 """
-MEMBER = REPLACED + """
-comm = kos.init(timeout=60)
-comm.barrier()
-if comm.rank in {killed}:
-    os.kill(os.getpid(), 9)
-go_on(comm)
-"""
-NEWCOMER = REPLACED + """
+NEWCOMER = NEW + """
 comm = kos.join(timeout=60)
 assert comm.all_gather(np.array(comm.rank)).tolist() == [0, 1, 2, 3]
 print("joined", comm.rank, flush=True)

@@ -54,8 +54,8 @@ class JobRendezvous(TCPRendezvous):
             if self.rank == 0 and listener is None:
                 listener = _listen(network, place)
             self._join("", place.ports, place.purpose, listener)
-            if self.rank == 0:
-                publish(self.address)
+        if self.rank == 0:
+            publish(self)
         self.join_secret = b"" if place.purpose == OFFER else place.secret  # that of an offer is not known outside
         self.failures.status.connect(self)
 

@@ -267,7 +267,7 @@ class TCPRendezvous(Rendezvous):
     def enter(
         self, plan: Mapping[str, Any], listener: socket.socket, connections: Mapping[int, Connection]
     ) -> None:
-        """Begin the group of ``plan``, whose rank 0 has ``connections`` to the others.  Others have one to it."""
+        """Begin the group of ``plan``; rank 0 has ``connections`` to the others, these have one to it."""
         self.call, self._listener = plan["call"], copied(listener)
         self._addresses = [(host, port) for host, port in plan["members"]]
         for connection in connections.values():
@@ -277,15 +277,18 @@ class TCPRendezvous(Rendezvous):
                 self._connection = connections[0]
             elif self.size > 1:
                 self._serve(self.network.listen(), b"", "", True, connections)
-            self._known_places = [
-                _Place(*json.loads(each)) for each in self.allgather(json.dumps(self._own_place()).encode())
-            ]
-        except BaseException:
+            places = self.allgather(json.dumps(self._own_place()).encode())
+            self._known_places = [_Place(*json.loads(each)) for each in places]
+        except BaseException as error:
             self.abort(None)
+            for connection in connections.values() if self._hub is None else ():
+                connection.close()
+            if lacks_files(error):
+                raise self._unable(error) from error
             raise
         self.failures.status.connect(self)
         if self.rank == 0:
-            publish(self.address)
+            publish(self)
 
     def _listen(self) -> tuple[socket.socket, str]:
         """A listener for the hub of another group, and its address as JSON."""

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kos.comm import timeouts
 from kos.comm.control.wire import (
@@ -40,10 +41,12 @@ from kos.comm.records import blaming, from_record, to_record
 from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost, RendezvousError
 from kos.files import replace_file
 
+log = logging.getLogger(__name__)
 Address = tuple[str, int]
 CALL_SECONDS = 2.0  # limit for the answer of a live host
 GRACE_SECONDS = 2.0  # added to the timeout for the report of the missing ranks
 POLL_SECONDS = 0.05
+_BEAT_SECONDS = 0.5  # between two signs of life of a leader
 _SHOWN = 8  # addresses at which newcomers call
 
 
@@ -69,8 +72,9 @@ class Change:
         blamed = {rank for failure in failures if failure is not None for rank in failure.ranks}
         self.blamed = group.silent | self._addresses(blamed)
         self.left_out = {each for each in self.blamed if self._stopped(each)}
+        self.began = time.monotonic()
         # Others may first wait for those that this rank has waited for before.
-        self.deadline = time.monotonic() + group.timeout * (1 + len(self.left_out | group.silent))
+        self.deadline = self.began + group.timeout * (1 + len(self.left_out | group.silent))
 
     def run(self) -> Any:
         """The new group, whose ranks have exchanged their places."""
@@ -127,6 +131,8 @@ class Change:
                     raise self._out(answer["out"])
                 if "error" in answer:
                     raise from_record(answer["error"])
+                if "leads" in answer:
+                    self._follow_again(_address(answer["leads"]))
         except HandshakeError as error:  # it waits for the data connections of ranks
             sock.close()
             raise ConnectionError from error
@@ -146,10 +152,16 @@ class Change:
 
     def _lead(self) -> tuple[int, dict[str, Any], dict[int, Connection]]:
         group = self.group
-        publish(group.address)
+        publish(group)
+        beat = 0.0
         try:
             while (missing := self._missing()) or self._fitting() < self._wanted():
-                if time.monotonic() <= self.deadline:
+                now = time.monotonic()
+                if now > beat:  # the others wait as long as this rank leads
+                    self._post({})
+                    beat = now + _BEAT_SECONDS
+                known = missing and self.blamed.issuperset(missing)
+                if now <= (self.began + group.timeout if known else self.deadline):
                     self._admit()
                 elif missing:
                     self._leave_out(missing)
@@ -157,13 +169,14 @@ class Change:
                     raise self._too_few()
             joining, group.joining = group.joining[: self._wanted()], group.joining[self._wanted() :]
             return self._send_plan(joining)
+        except ConnectionError:
+            self._close_all()
+            raise
         except BaseException as error:
             by = f"on {group.failures.names([group.rank], False)} by {type(error).__name__}"
             failure = error if isinstance(error, KosError) else RendezvousError(f"{self.call} was interrupted {by}")
             self._post({"error": to_record(failure)})
-            for connection in self.came.values():
-                connection.close()
-            self.came.clear()
+            self._close_all()
             raise
 
     def _missing(self) -> list[Address]:
@@ -186,24 +199,35 @@ class Change:
 
     def _lives(self, address: Address) -> bool:
         """Whether the member still listens: a connection to it ends with its process."""
-        sock = self._probes.get(address)
+        greeting, sock = b"", self._probes.get(address)
         try:
-            if sock is not None:
-                if not (greeting := sock.recv(64)):
-                    raise ConnectionError
-                if (epoch := epoch_of(greeting)) > self.epoch:
-                    raise self._out(epoch)
+            if sock is not None and not (greeting := sock.recv(64)):
+                raise ConnectionError
         except BlockingIOError:
             return True
         except OSError:
             self._probes.pop(address).close()
             sock = None
+        if greeting and (epoch := epoch_of(greeting)) > self.epoch:
+            raise self._out(epoch)
+        if greeting and self.members.index(address) < self.members.index(self.me):
+            self._give_way(address)
         if sock is None:
             try:
                 self._probes[address] = connect(*address, time.monotonic() + CALL_SECONDS)
             except OSError:
                 return False
         return True
+
+    def _give_way(self, leader: Address) -> NoReturn:
+        """A lower rank that did not call before is there, and leads."""
+        self._post({"leads": leader})
+        self._follow_again(leader)
+
+    def _follow_again(self, leader: Address) -> NoReturn:
+        self.group.silent.discard(leader)
+        self.left_out.discard(leader)
+        raise ConnectionError
 
     def _forget_probes(self) -> None:
         while self._probes:
@@ -256,7 +280,6 @@ class Change:
             raise self._late(missing if self.whole else others)
         self.left_out.update(missing)
         self.deadline = time.monotonic() + self.group.timeout
-        self._post({})  # the others wait as long
 
     def _send_plan(self, joining: Sequence[tuple[Connection, Mapping[str, Any]]]) -> tuple[int, Any, Any]:
         """Send the new view to all ranks: they take no other from this leader."""
@@ -274,6 +297,10 @@ class Change:
                 connections[rank] = self.came.pop(address)
                 tell(connections[rank], {"plan": plan, "rank": rank})
         return survivors.index(self.me), plan, connections
+
+    def _close_all(self) -> None:
+        while self.came:
+            self.came.popitem()[1].close()
 
     def _post(self, message: Mapping[str, Any]) -> None:
         for connection in self.came.values():
@@ -334,11 +361,13 @@ def misfit(hello: Mapping[str, Any], terms: Mapping[str, Any]) -> str:
     return ""
 
 
-def publish(address: str) -> None:
-    """Write the address to the file that KOS_JOIN names, if it names one."""
+def publish(group: Any) -> None:
+    """Write the address of the group to the file that KOS_JOIN names, if it names one."""
     if os.sep in (path := os.environ.get("KOS_JOIN", "")):
-        with contextlib.suppress(OSError):
-            replace_file(Path(path), address.encode())
+        try:
+            replace_file(Path(path), group.address.encode())
+        except OSError as error:
+            log.warning("KOS_JOIN: %s: expected a file to write, got: %s", path, error)
 
 
 def to_text(members: Sequence[Address]) -> str:
