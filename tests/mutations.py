@@ -74,7 +74,7 @@ MUTATIONS = [
     Mutation(PHASES, "options.deterministic or ", "", "tests/comm/test_hierarchical.py -k stays"),
     Mutation("kos/comm/gpu/links.py", "- within / links", "", "tests/comm/test_hierarchical.py -k prediction"),
     Mutation("kos/comm/failures.py", "self.reported is None or sequence < self.reported[0]", "self.reported is None",
-             "tests/comm/test_failures.py -k earliest"),
+             "tests/comm/test_failure_log.py -k earliest"),
     Mutation("kos/comm/host/shared/calls.py", "and word & native.WORD_SEQUENCE <= sequence", "",
              "tests/comm/test_shared_failures.py -k earlier_call"),
     Mutation("kos/comm/host/mpi.py", "MPI.SUM if o.reduction.op in _SUMS", "MPI.MAX if o.reduction.op in _SUMS",
@@ -194,7 +194,7 @@ MUTATIONS = [
              "tests/train/test_data_parallel.py -k tree"),
     # What one kind of host memory, or one backend, sees for the others.
     Mutation(HOST + "shared/calls.py", "self.raise_mismatch(o.group, sequence, local)", "pass",
-             "tests/comm/test_shared_failures.py -k mismatch_on_mpi", 2),
+             "tests/comm/test_scenarios.py -k on_mpi and shared and calls", 2),
     Mutation(HOST + "shared/calls.py", "self.mark_closed(CLOSED_ORDERLY)", "pass", "tests/comm/test_calls.py -k gone"),
     Mutation("kos/comm/failures.py", "self.first or next(filter(None, (link.find_failure() for link in self.links))",
              "self.first or next(filter(None, ())", "tests/comm/test_on_failure.py -k is_reported"),

@@ -57,7 +57,7 @@ enum {
     KOS_RING = 1024,             // calls of a rank that is further ahead are not compared
     KOS_TEXTS = 256,             // descriptions of calls per rank, by fingerprint % KOS_TEXTS
     KOS_TEXT_BYTES = 1024,
-    KOS_SLOT_DEPTH = 16,         // slots of a rank: so far it may be ahead, if its payloads are in the slots
+    KOS_SLOT_DEPTH = 64,         // slots of a rank: so far it may be ahead, if its payloads are in the slots
     KOS_AREA_DEPTH = 2,          // areas of a rank, for larger payloads: one is filled while the other is read
     KOS_AREA_BYTES = 128 << 10,  // the largest payload of a stage, unless there are many ranks
     KOS_AREAS_BYTES = 16 << 20,  // all areas

@@ -354,6 +354,23 @@ def test_graphs_keep_windows(nccl: FakeNCCL) -> None:
     FakeRanks(2).run(body)
 
 
+def test_a_captured_call_says_nothing_of_eager_ones(nccl: FakeNCCL) -> None:
+    """Whose route may be another one."""
+
+    def body(gpu: Any) -> None:
+        comm, x, stream = gpu.comm, on_gpu([1.0]), Stream(40)
+        known(comm, x)
+        with captures(), by(comm, 0):
+            for _ in range(3):
+                comm.all_reduce(x, stream=stream)
+        with by(comm, 0):
+            comm.all_reduce(x, stream=stream)
+        with by(comm, 1):
+            comm.all_reduce(x, stream=stream)
+
+    FakeRanks(2).run(body)
+
+
 def test_an_early_end_of_a_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(gpu: Any) -> None:
         comm, x = gpu.comm, on_gpu([1.0])

@@ -239,9 +239,9 @@ def test_a_rank_s_counts_of_its_own_part_that_differ_are_found() -> None:
 
 
 def test_who_only_gives_data_is_ahead_of_the_others() -> None:
-    """By 16 calls whose data is beside the stamps, by 2 of larger ones.  Then it waits, until half of the 16 are read,
+    """By 64 calls whose data is beside the stamps, by 2 of larger ones.  Then it waits, until half of the 64 are read,
     and names who is behind."""
-    for count, ahead, read in ((6, 16, 9), (7, 2, 1), (1000, 2, 1)):
+    for count, ahead, read in ((6, 64, 33), (7, 2, 1), (1000, 2, 1)):
         with groups(3) as made:
             calls = [group.prepare("broadcast", "float64", count, root=1) for group in made]
             works = [calls[1].start(np.full(count, float(number))) for number in range(ahead + 1)]

@@ -17,7 +17,7 @@ from kos._core import native
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Work
 from kos.cuda import driver
-from kos.cuda.streams import LEGACY, PER_THREAD
+from kos.cuda.streams import LEGACY, PER_THREAD, is_captured
 from kos.memory import windows
 from kos.memory.array import Array
 from kos.memory.libraries import library_of
@@ -78,6 +78,8 @@ class EagerCalls:
             return None
         work, prepared = last[1], last[1].prepared
         if prepared.name != name or not prepared.lasting:
+            return None
+        if work.stream > LEGACY and is_captured(work.stream):  # graphs may have other routes
             return None
         arguments, stream = (*positional, *keywords.values()), keywords.get("stream")
         streams = (id(stream),) if stream is not None and not library_of(stream) else ()  # torch's are new each time
