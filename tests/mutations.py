@@ -126,7 +126,7 @@ MUTATIONS = [
     Mutation(TRAIN_KERNELS + "adamw.cu", "(1 - beta2) * (g * g)", "(1 - beta2) * g", KERNELS + " -k adamw"),
     Mutation(TRAIN + "optim/adamw.py", "root = 1 / math.sqrt(1 - beta2**number)", "root = 1.0",
              KERNELS + " -k adamw"),
-    Mutation(TRAIN + "train.py", "self.micro_batches = mesh.dp.size * steps", "self.micro_batches = steps",
+    Mutation(TRAIN + "train.py", "total = config.batch_size // config.micro_batch_size", "total = 1",
              "tests/train/test_loop.py -k number_of_ranks"),
     Mutation(PARALLEL + "gradients.py", "micro_batch > 0, final", "False, final",
              "tests/train/test_step.py -k gradient"),
