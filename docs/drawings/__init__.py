@@ -42,6 +42,7 @@ def pictures() -> dict[str, str]:
         "messages": protocols.messages(),
         "rendezvous": protocols.rendezvous(),
         "failures": protocols.failures(),
+        "replacement": protocols.replacement(),
         "watchdog": protocols.watchdog(),
         "gpu-step": gpu_step(zero=0),
         "gpu-step-zero": gpu_step(zero=1),

@@ -68,6 +68,28 @@ def failures() -> str:
     ])  # fmt: skip
 
 
+def replacement() -> str:
+    """A rank of an elastic run is lost within a step, and another one joins (``kos.train.elastic``)."""
+    events = [
+        (1, 0, "epoch 0, step 7"),
+        (2, 0, "epoch 0, step 7"),
+        (0, 0, "all alike: update 7"),
+        (2, 2, "is killed"),
+        (1, 1, "RankLost: no update"),
+        (0, 1, "shrink: applied 7"),
+        (1, 0, "shrink: applied 6"),
+        (1, 1, "update 7, own sums"),
+        (0, 0, "epoch 1: 2 ranks"),
+        (3, 0, "join"),
+        (0, 1, "step 8, 1 newcomer"),
+        (0, 3, "grow: settings, step 8, weights, state"),
+        (0, 0, "epoch 2: 3 ranks"),
+    ]
+    actors = ["rank 0", "rank 1", "rank 2", "newcomer"]
+    about = "each rank's entry reaches all others; some of them are left out"
+    return exchange("A rank is replaced", about, actors, events)
+
+
 def watchdog() -> str:
     """``kos.comm.watchdog``, ``kos.comm.gpu.backend`` and ``kos/comm/gpu/kernels/channel.cuh``."""
     return exchange("The watchdog", f"a thread of each process; it looks every {TICK:g} s",

@@ -10,20 +10,27 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import kos
 from kos.errors import CheckpointError, ConfigError, DataError, KosError, debugging
 from kos.files import printing
 from kos.reporting import report
 from kos.train import missing
-from kos.train.parallel.stopping import Stop, Stopped
+from kos.train.parallel.stopping import Left, Stop, Stopped
+
+if TYPE_CHECKING:
+    from kos.train.config.options import TrainConfig
 
 CLOSE_SECONDS = 60.0
 """How long a rank may take to close after a failure: to free memory, CUDA waits for a GPU that may never be idle."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; returns 0, also after a request to stop. A failure never returns: it ends the process and the MPI job."""
+    """Train; returns 0, also after a request to stop. A failure never returns: it ends the process and the MPI job.
+
+    Nor does a rank that leaves (``--elastic``), which ends with exit code 75.
+    """
     stop = Stop()
     stop.listen()
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -54,12 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(plan.report(arguments))
             return 0
         config = parse(arguments)
+        if config.join is not None:
+            return _join(config, stop, arguments)
         with kos.init(config.backend, timeout=config.timeout) as comm:
             try:
                 Trainer(config, comm, stop).run(lambda error: _fail_later(error, rank, arguments))
             except Stopped:
                 if rank == 0:
                     print("kos: stopped before the first step, nothing to save", file=sys.stderr)
+    except Left as left:
+        logging.getLogger("kos.train").warning("%s", left)
+        _exit(Left.code)
     except (KosError, OSError, MemoryError) as error:
         note = ""
         with contextlib.suppress(ImportError, KosError):
@@ -70,6 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         Stop.ignore()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
         _fail(error, rank, note, debug="--debug" in arguments or debugging())
+    return 0
+
+
+def _join(config: TrainConfig, stop: Stop, arguments: Sequence[str]) -> int:
+    """Join a run."""
+    from kos.train.joining import Newcomer
+
+    Newcomer(config, stop).run(lambda error: _fail_later(error, 0, arguments))
     return 0
 
 
@@ -87,10 +107,15 @@ def _fail(error: Exception, rank: int, note: str, debug: bool) -> None:
     ``sys.exit`` is not used: MPI_Finalize would wait for ranks that do not call it.
     """
     report(error, rank, note, debug)
+    _exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _exit(code: int) -> None:
+    """End the process."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    os._exit(2 if isinstance(error, ConfigError) else 1)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ resumed run continues bit for bit.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import shutil
@@ -25,9 +26,11 @@ from kos.errors import (
     DataError,
     KosError,
     OutOfMemory,
+    RendezvousError,
     TrainingError,
     plural,
 )
+from kos.files import replace_file
 from kos.train.checkpoint import checkpoint, compatibility, huggingface
 from kos.train.checkpoint.extra_files import Extra, dropout, extra_names, read_extra, read_tokenizer_settings
 from kos.train.checkpoint.residuals import Residuals, saved_residuals, warn_of_residuals
@@ -38,6 +41,7 @@ from kos.train.data.batches import Dataset, load_data
 from kos.train.data.tokenizers import HuggingFaceTokenizer
 from kos.train.device.choose import choose_device, layout_of, make_device
 from kos.train.device.machine import limit_threads, provenance
+from kos.train.elastic import Elastic
 from kos.train.model.generate import sample_text
 from kos.train.parallel.failures import alone, raised_on_every_rank, same_on_all, stop_together, together
 from kos.train.parallel.mesh import Mesh
@@ -47,10 +51,13 @@ from kos.train.tools.console import Console, duration
 from kos.train.tools.folders import check_folder, check_shared, check_unlocked, lock_folder, run_folder, unwritable
 from kos.train.tools.metrics import METRICS, MetricsLog, read_metrics
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
-from kos.train.train import StepResult, train
+from kos.train.train import Runner, StepResult, train
 
-PATHS = {"out", "resume", "init_from", "data", "val_data", "tokenizer"}
+PATHS = {"out", "resume", "init_from", "data", "val_data", "tokenizer", "join"}
 """Settings that may differ between ranks."""
+
+ADDRESS = "address"
+"""The file in the folder of an elastic run with the address for ``--join``."""
 
 MOST_NOT_FINITE = 20
 """Steps in a row without a finite gradient that end a run: none of them has changed the weights, none after would."""
@@ -60,30 +67,22 @@ class Trainer:
     """A training run of ``config`` on the ranks of ``comm``. Everything up to the first step is in here."""
 
     def __init__(self, config: TrainConfig, comm: Communicator, stop: Stop | None = None) -> None:
-        self.comm, self.stop, self._asked = comm, stop or Stop(), config.to_json()
+        self._prepare(config, stop)
+        self.comm = comm
         same_on_all(comm, {name: value for name, value in self._asked.items() if name not in PATHS})
-        self.profiler = Profiler()
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
         with raised_on_every_rank():
             layout = layout_of(config, comm.size)
         self.mesh, kind = Mesh(world, layout), choose_device(config.device, comm)
         with raised_on_every_rank():
             self.config = config = config.for_world(layout.dp, kind)
+            config.check_ranks(comm.size)
         limit_threads(comm, 1 if config.deterministic else None)
         self.console = Console(comm.rank, config.steps)
-        self.stop.announce(self.console.warn)
+        self.stop.leaves = config.elastic is not None
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
         together(comm, lambda: check_folder(self.out, comm.rank))
-        self.checkpoints = self.out / "checkpoints"
-        self._extra: Extra = {}  # on rank 0
-        self.skipped = 0  # steps left out, of those of this run
-        self._not_finite_in_a_row = 0  # the last of them whose gradients were not finite
-        self._untrained: float | None = None  # validation loss before training
-        self._held = contextlib.ExitStack()  # what the end of the run closes
         try:
-            self._found: checkpoint.Checkpoint | None = None  # on rank 0
-            self._saving: Saving | None = None
-            self._held.callback(self._cancel_save)
             self.source, self.start, self.saved_step, self._resumes = alone(comm, self._find_source)
             self.data = self._load_data()
             if config.epochs is not None:
@@ -95,20 +94,44 @@ class Trainer:
                 self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             alone(comm, self._check_source)
             self.device = make_device(config, self.model_config, self.data, self.mesh, self.console.progress)
-            self.device.check_stop(lambda: self.stop.asked)
+            self.device.check_stop(lambda: self.stop.wish)
             self._held.push(self._close_groups)
             self._held.callback(self.console.close)
             self._announce()
             self._load()
             self.step = self.start
-            self.metrics = together(comm, self._open_output)
-            self._name = check_shared(self.out, comm)
+            self.metrics: MetricsLog | None = together(comm, self._open_output)
+            self.name = check_shared(self.out, comm)
         except BaseException:
             self.console.close()
             if config.out is None and comm.rank == 0:
                 with contextlib.suppress(OSError):
                     self.out.rmdir()  # of runs/, if nothing is in there
             raise
+
+    def _prepare(self, config: TrainConfig, stop: Stop | None) -> None:
+        """What a run has before it knows its ranks."""
+        self.config = config
+        self.stop: Stop = stop or Stop()
+        self._asked: dict[str, Any] = config.to_json()
+        self.profiler: Profiler = Profiler()
+        self.stop.announce(lambda text: self.console.warn(text))
+        self.metrics = None  # on rank 0, as what follows
+        self._extra: Extra = {}
+        self._found: checkpoint.Checkpoint | None = None
+        self.skipped: set[int] = set()  # steps left out, of those of this run
+        self.last_finite: int | None = None  # the last step whose gradients were finite
+        self.row: dict[str, Any] | None = None  # the last that was written
+        self.epoch = 0
+        """How often the ranks have changed (``--elastic``); -1: this rank has not joined them."""
+        self.untrained: float | None = None  # validation loss before training
+        self._saving: Saving | None = None
+        self._held: contextlib.ExitStack = contextlib.ExitStack()  # what the end of the run closes
+        self._held.callback(self._cancel_save)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
 
     def _load_data(self) -> Dataset:
         """Read the data.  One rank of each machine prepares it, and the others read the result."""
@@ -189,9 +212,8 @@ class Trainer:
         return saved_residuals(path, shapes, self.config, replicas.rank, replicas.size)
 
     def _check_source(self) -> None:
-        """Check that the weights fit the run, and read the files that checkpoints keep of them and of the tokenizer."""
-        if self.data.tokenizer.kind == HuggingFaceTokenizer.kind and self.config.tokenizer != "auto":
-            self._extra = read_tokenizer_settings(self.config.tokenizer)
+        """Check that the weights fit the run, and read the files that checkpoints keep."""
+        self._read_extra()
         if self.source is None:
             return
         source = Path(self.source)
@@ -201,7 +223,44 @@ class Trainer:
         compatibility.check_model(source, huggingface.read_config(source), self.model_config)
         if self._found is not None:
             warn_of_residuals(source, self._residuals(source), self.config, self.mesh.replicas.size)
-        self._extra = {**self._extra, **read_extra(source)}
+
+    def _read_extra(self) -> None:
+        """The files that checkpoints keep of the source and of the tokenizer."""
+        if self.data.tokenizer.kind == HuggingFaceTokenizer.kind and self.config.tokenizer != "auto":
+            self._extra = read_tokenizer_settings(self.config.tokenizer)
+        if self.source is not None:
+            self._extra = {**self._extra, **read_extra(Path(self.source))}
+
+    def facts(self) -> dict[str, Any]:
+        """What a newcomer is told of the run (``kos.train.joining``), of JSON's types."""
+        return {
+            "settings": self._asked, "chosen": self.config.to_json(), "out": str(self.out), "source": self.source,
+            "data": f"{self.data.name} ({self.data.fingerprint[:12]})", "name": self.name, "row": self.row,
+            "start": self.start, "skipped": sorted(self.skipped), "last_finite": self.last_finite,
+            "description": self.description,
+        }  # fmt: skip
+
+    def take(self, facts: dict[str, Any]) -> None:
+        """On a newcomer, take them."""
+        raise NotImplementedError
+
+    def move_to(self, comm: Communicator, epoch: int) -> None:
+        """Make again what depends on the ranks, which are those of ``comm`` now; weights come later. Collective."""
+        if hasattr(self, "device"):  # else a rank was lost while it was made
+            self.device.close(failed=True)
+            del self.device
+            if self.config.device == "cuda":  # whose memory is too small for two
+                gc.collect()
+        self.config = self.config.for_world(comm.size, self.config.device)
+        self.mesh = Mesh(comm)
+        limit_threads(comm, 1 if self.config.deterministic else None)
+        if comm.rank == 0:
+            self._publish_address()
+            if self.metrics is None:
+                self._take_output()
+        self.device = make_device(self.config, self.model_config, self.data, self.mesh, self.console.progress)
+        self.device.epoch = epoch
+        self.device.check_stop(lambda: self.stop.wish)
 
     def _open_output(self) -> MetricsLog | None:
         if self.comm.rank != 0:
@@ -223,6 +282,8 @@ class Trainer:
                 write_json(self.out / "config.json", self.description)
             if config.profile:
                 return None
+            if config.elastic is not None:
+                self._publish_address()
             metrics = MetricsLog(self.out / METRICS, self.start)
             self._held.callback(metrics.close)
             self._trackers = trackers.start(config.tracker, self.out, self.start, self.description)
@@ -231,12 +292,44 @@ class Trainer:
         except OSError as error:
             raise unwritable(self.out, error) from error
 
-    def _close_groups(self, failed: type[BaseException] | None, *_: object) -> None:
+    def _take_output(self) -> None:
+        """Write metrics and checkpoints instead of the rank that was the first; its last row may be missing."""
+        self.console = Console(0, self.config.steps)
+        with contextlib.suppress(ConfigError):  # it may be stopped, and hold the lock
+            lock_folder(self.out, self._held, self.name)
+        row, self.row = self.row, None
+        done = self.start if row is None else row["step"] - 1
+        self.metrics = MetricsLog(self.out / METRICS, done)
+        self._held.callback(self.metrics.close)
+        self._trackers = trackers.start(self.config.tracker, self.out, done, self.description)
+        self._held.push(self._close_trackers)
+        self._read_extra()
+        if row is not None:
+            self.log(row, last=True)
+
+    def _publish_address(self) -> None:
+        """Write where others can join this run to the file ``ADDRESS``, which is there as long as the run."""
+        if self.comm.address:
+            replace_file(self.out / ADDRESS, self.comm.address.encode())
+
+    def drop_save(self) -> None:
+        """End the checkpoint that is being written; it is either complete or absent."""
+        self._cancel_save()
+        self._saving = None
+
+    def _close_groups(self, failed: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """After a failure the abort of the world ends them: ranks out of step cannot close them together."""
         broken = failed is not None and not issubclass(failed, Stopped)
-        self.device.close(broken)
+        if self.epoch and broken:
+            self.comm.abort(reason=f"{type(error).__name__}: {error}")
+        if hasattr(self, "device"):  # else it could not be made again
+            self.device.close(broken)
         if not broken:
+            if self.comm.rank == 0:
+                (self.out / ADDRESS).unlink(missing_ok=True)
             self.mesh.close()
+            if self.epoch:  # others have been closed by whoever made them
+                self.comm.close()
 
     def _close_trackers(self, failed: type[BaseException] | None, *_: object) -> None:
         """A run that failed waits for no tracker: its error comes first."""
@@ -269,26 +362,34 @@ class Trainer:
                     return self.console.say(
                         profile_steps(self.profiler, self.device, self.start, config.profile, self.out)
                     )
-                if self.start == 0 and config.eval_batches:
-                    self._validate_untrained()
-                stop_together(self.comm, self.stop)
-                self.stop.plan = f"stopping after this step, then saving to {self.checkpoints}"
-                if self.comm.rank == 0:
-                    self.stop.advice = f"; resume with: {commands.resume(self.out, self.comm.size)}"
-                self.console.close()
-                stopped = train(self.device, config, self)
-                self._finish_save()
+                stopped = self.train(self.device) if config.elastic is None else Elastic(self).train()
                 self.console.close()
                 self._conclude(stopped)
             except CompileError:
                 raise
-            except (CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory) as error:
+            except (CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory, RendezvousError) as error:
                 failing(failure := self._interrupted(error))
                 raise failure from error
 
+    def train(self, device: Runner) -> bool:
+        """Train on the device from the current step; returns whether a stop was requested."""
+        if self.step == self.start:
+            if self.step == 0 and self.config.eval_batches and self.untrained is None:
+                self._validate_untrained()
+            stop_together(self.comm, self.stop)
+        self.stop.plan = f"stopping after this step, then saving to {self.checkpoints}"
+        if self.stop.leaves:
+            self.stop.plan = f"this rank leaves after this step; if the run stops, it saves to {self.checkpoints}"
+        if self.comm.rank == 0:
+            self.stop.advice = f"; resume with: {commands.resume(self.out, self.comm.size)}"
+        self.console.close()
+        stopped = train(device, self.config, self)
+        self.finish_save()
+        return stopped
+
     def _validate_untrained(self) -> None:
         with self.stop.at_once() if self.comm.size == 1 else contextlib.nullcontext():  # several ranks: one may wait
-            self._untrained = loss = self.device.evaluate()
+            self.untrained = loss = self.device.evaluate()
         self.console.say(f"validation loss before training: {loss:.4f}")
         if not math.isfinite(loss):
             whose = self.config.init_from or "this model before its first step"
@@ -318,13 +419,16 @@ class Trainer:
         }
         if config.skip_outliers and not result.norm <= config.skip_outliers:
             row["skipped"] = True
-            self.skipped += 1
-        self._not_finite_in_a_row = 0 if math.isfinite(result.norm) else self._not_finite_in_a_row + 1
-        if self._not_finite_in_a_row == MOST_NOT_FINITE:
+            self.skipped.add(step)
+        if math.isfinite(result.norm) or self.last_finite is None:
+            self.last_finite = step if math.isfinite(result.norm) else step - 1
+        if step - self.last_finite == MOST_NOT_FINITE:
             raise self._not_finite(step + 1, f"gradient norm in one of {MOST_NOT_FINITE} steps", result.norm)
         row |= device.measures(row["tokens_per_second"])
-        if step == 0 and self._untrained is not None:
-            row["val_loss_before"] = self._untrained
+        if step == 0 and self.untrained is not None:
+            row["val_loss_before"] = self.untrained
+        if config.elastic is not None:
+            row |= {"ranks": result.ranks, "epoch": result.epoch}
         return row
 
     def validate(self) -> float:
@@ -334,6 +438,9 @@ class Trainer:
         return loss
 
     def log(self, row: dict[str, Any], last: bool) -> None:
+        if self.row is not None and self.row["step"] == row["step"]:
+            return  # before the ranks changed
+        self.row = row
         self.console.step(row, log=self.step % self.config.log_every == 0 or last)
         if self.metrics is not None:
             self.metrics.write(row)
@@ -342,18 +449,18 @@ class Trainer:
 
     def save(self) -> None:
         """Save this step after the previous checkpoint is complete. ``--save-async``: files are written meanwhile."""
-        self._finish_save()
+        self.finish_save()
         if self.step == self.saved_step:
             return
         if self.step == self.config.steps:
             self.stop.plan = f"saving the last step to {self.checkpoints}, then ending"
         self._saving = checkpoint.save(
             self.checkpoints, self.device.state, step=self.step, tokenizer=self.data.tokenizer, config=self.description,
-            keep=self.config.keep, before=max(self.start, self.saved_step), run=self._name, extra=self._extra,
-            show=None if self.config.save_async else self.console.progress,
+            keep=self.config.keep, before=max(self.start, self.saved_step), run=f"{self.name}-{self.epoch}",
+            extra=self._extra, show=None if self.config.save_async else self.console.progress,
         )  # fmt: skip
         if not self.config.save_async:
-            self._finish_save()
+            self.finish_save()
 
     # --- errors and the end ------------------------------------------------------------------------------
 
@@ -375,7 +482,7 @@ class Trainer:
         return failure
 
     def _not_finite(self, step: int, name: str, value: float, where: str = "") -> TrainingError:
-        self._finish_save()
+        self.finish_save()
         saved = "the checkpoints before it are of finite weights, " if max(self.start, self.saved_step) > 0 else ""
         skip = ", --skip-outliers X leaves out such steps and those of a gradient norm over X"
         return self._for_all(
@@ -389,7 +496,7 @@ class Trainer:
         error.on_every_rank = True
         return error
 
-    def _finish_save(self) -> None:
+    def finish_save(self) -> None:
         """Wait for the checkpoint that is being written; the error of one rank is raised on all. Collective."""
         if self._saving is not None:
             self._saving.finish()
@@ -406,10 +513,16 @@ class Trainer:
             epochs = f", {plural(config.epochs, 'epoch')} of {plural(self.data.steps_per_epoch, 'step')}"
         self.console.say(
             f"kos: {model.num_parameters():,} parameters ({layers} x {model.hidden_size}), "
-            f"{self.data.describe()}, {self.mesh.layout.describe()}{', ZeRO-1' * parallel.sharded}"
+            f"{self.data.describe()}, {self.mesh.layout.describe()}"
+            f"{', ZeRO-1' * parallel.sharded}{', held twice' * parallel.twice}"
             f"{f', gradients sent as {parallel.compress}' * (parallel.residual is not None)}, "
             f"{config.batch_size} x {config.seq_len} tokens a step{epochs}"
         )
+        if config.elastic is not None:
+            ranks, joins = config.elastic.replace(":", " to "), f"--join {self.out / ADDRESS} or {self.comm.address}"
+            self.console.say(f"--elastic: {ranks} ranks; others join with the flags of this run and {joins}")
+        elif self._asked["elastic"] is not None:
+            self.console.say("--elastic is for dp: in this layout a lost rank ends the run at the last checkpoint")
         self.console.say("; ".join(filter(None, (self.data.trained_on, self.data.held_out))))
         if self.data.note:
             self.console.say(self.data.note)
@@ -458,7 +571,7 @@ class Trainer:
         say, out = self.console.say, self.out
         if self.skipped:
             done = plural(step - self.start, "step")
-            say(f"{self.skipped} of {done} left out (--skip-outliers {self.config.skip_outliers:g})")
+            say(f"{len(self.skipped)} of {done} left out (--skip-outliers {self.config.skip_outliers:g})")
         if early := step < self.config.steps:
             say(f"stopped on request after step {step}; resume with: {commands.resume(out, self.comm.size)}")
         elif text:

@@ -44,7 +44,16 @@ class StepResult(NamedTuple):
     norm: float  # of the gradient, before clipping
     lr: float
     seconds: float
-    stop: bool  # whether any rank was asked to stop
+    stop: bool  # whether all stop, since a rank was asked to
+    leaving: tuple[int, ...] = ()  # the ranks that were asked to leave, if others go on
+    joining: int = 0  # newcomers
+    ranks: int = 1  # that took part
+    epoch: int = 0  # how often they had changed
+
+
+REPORT = 4
+"""What a rank reports of a step besides its losses: whether it was asked to stop, the epoch of the group, the step, and
+how many newcomers wait at it."""
 
 
 class Run(Protocol):
@@ -74,8 +83,8 @@ class Runner:
     lag: int
     """How many steps may be started before the first of them is finished, so that the device never waits."""
 
-    def start_step(self, step: int, stop: bool) -> None:
-        """Begin the step (counted from 0). ``stop``: a stop was requested on this rank."""
+    def start_step(self, step: int, wish: int) -> None:
+        """Begin the step (counted from 0). ``wish``: what was requested on this rank, as ``Stop.wish`` says."""
         raise NotImplementedError
 
     def finish_step(self, step: int) -> StepResult:
@@ -92,7 +101,7 @@ def train(device: Runner, config: TrainConfig, run: Run) -> bool:
     started, stopped = run.step, False
     while run.step < started or (run.step < config.steps and not stopped):
         while not stopped and started < min(run.step + 1 + device.lag, _next_pause(config, run.step)):
-            device.start_step(started, run.stop.asked)
+            device.start_step(started, run.stop.wish)
             started += 1
         result = device.finish_step(run.step)
         row = run.measure(result)
@@ -133,7 +142,7 @@ class Step:
     """(1,): the divisor of sums over a micro-batch's targets, ``Dataset.micro_batches``."""
 
     report: Array
-    """(1 + micro-batches,), float64: whether this rank was asked to stop, and its losses."""
+    """(REPORT + most micro-batches of a rank,), float64: as ``REPORT`` says, and this rank's losses."""
 
     reports: Array
     """The same of every rank of the world."""
@@ -141,8 +150,8 @@ class Step:
     micro_batch: Callable[[int], Batch]
     """This rank's rows and columns of a micro-batch, (B, T)."""
 
-    asked: Callable[[], bool] | None = None
-    """Whether this rank was asked to stop: looked at again at the end of a step that takes long."""
+    asked: Callable[[], int] | None = None
+    """What was requested on this rank (``Stop.wish``): looked at again at the end of a step that takes long."""
 
     def __init__(
         self, config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, pipeline: Pipeline,
@@ -163,17 +172,17 @@ class Step:
         self._in_flight: dict[tuple[int, int], InFlight] = {}  # by micro-batch and chunk
         self.pipeline.make_buffers(lambda: ops.zeros(*self.message))
         steps, lookups = pipeline.schedule.micro_batches, None
-        self.micro_batches = mesh.dp.size * steps  # of all ranks
+        self.micro_batches = total = config.batch_size // config.micro_batch_size  # of all ranks
         self.parallel = DataParallel(
-            mesh.dense, gradients, ops, in_order=steps if config.deterministic else None,
+            mesh.dense, gradients, ops, in_order=total if config.deterministic else None,
             bucket_bytes=buckets.nbytes, least_bytes=buckets.least, sharded=buckets.sharded, uncut=buckets.uncut,
-            compress=config.compress,
+            compress=config.compress, twice=buckets.twice,
         )  # fmt: skip
         if config.deterministic and model.tie_word_embeddings and first:  # as on two ends of a pipeline
             table, multiple = {LOOKUPS: gradients[model.embedding].shape}, gradients.multiple
             apart = Parameters(table, gradients.flat.dtype, None, gradients.zeros, multiple)
             longest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
-            lookups = TreeSum(mesh.dp, steps, apart, make_buckets(apart.flat.size, multiple, longest, longest), ops)
+            lookups = TreeSum(mesh.dp, total, apart, make_buckets(apart.flat.size, multiple, longest, longest), ops)
         self.store = weight_store(self.models, gradients, ops) if config.dtype == "fp8" else {}
         """Memory for the weights of linear layers in 8 bits, if they are."""
         tied_apart = model.tie_word_embeddings and first != last
@@ -187,13 +196,18 @@ class Step:
         return set(self.gradients) - twice
 
     def run(self) -> None:
-        """The whole step."""
+        """The whole step. All ranks report in the last exchange before the update, which needs the same step of all."""
         self.passes()
+        self.norm()
         if self.asked is not None:
             self.report[0] = self.report[0] or self.asked()
         if self.mesh.world.size > 1:
             self.mesh.world.all_gather(self.report, self.reports)
-        self.norm()
+            self.optimizer.agree(self.gradients, self.report, self.reports)
+        self.apply()
+
+    def apply(self) -> None:
+        """The update of the step, from the sums and the norm that this rank has of it."""
         self.optimizer.update(self.gradients, self.micro_batches)
 
     def as_read(self, weights: Weights) -> Weights:
@@ -250,7 +264,7 @@ class Step:
         into, deferred = self.sums.of(action.micro_batch), action.kind == "I"
         with model.ops.step(model.arena):
             if model.local.last:
-                loss = self.report[1 + action.micro_batch : 2 + action.micro_batch]
+                loss = self.report[REPORT + action.micro_batch :][:1]
                 model.backward(weights, flight, into, buffer.array, loss=loss, count=self.count, deferred=deferred)
             else:
                 model.backward(weights, flight, into, buffer.array, deferred=deferred)

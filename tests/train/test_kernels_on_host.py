@@ -291,6 +291,31 @@ def test_outliers_are_skipped_or_stop_all(ops, rng):
         assert (optimizer.step_count, optimizer.read()["halted"]) == ((5, 0) if skip else (1, 1))
 
 
+def test_an_update_needs_the_same_step_of_all_ranks(ops):
+    """A rank whose collectives were ended has others' reports of an earlier step, or none; what it has counts later."""
+    weights = Parameters({"a": (9, 11)}, "float32", None, ops.zeros)
+    gradients = weights.like()
+    gradients["a"].copy_from(np.full((9, 11), 0.5, np.float32))
+    optimizer = CudaOptimizer(AdamW(), ops, weights, None, LearningRate("constant", 1e-2, 0, 9, 0))
+    moved, report = [], np.array([0.0, 2.0, 7.0, 0.0, 1.5])
+    for column, value in ((0, 1.0), (1, 1.0), (2, 6.0), (2, 0.0), (3, 2.0)):
+        reports = np.stack([report, report, report])
+        reports[2, column] = value
+        own, all_of_them = (ops.zeros(each.shape, np.float64) for each in (report, reports))
+        own.copy_from(report)
+        all_of_them.copy_from(reports)
+        before = weights.flat.numpy()
+        optimizer.norm(gradients)
+        optimizer.agree(gradients, own, all_of_them)
+        optimizer.update(gradients)
+        moved.append(not np.array_equal(before, weights.flat.numpy()))
+        if not moved[-1]:
+            optimizer.resume()
+            optimizer.update(gradients)
+            assert not np.array_equal(before, weights.flat.numpy())
+    assert moved == [True, False, False, False, True] and optimizer.step_count == 5
+
+
 def test_adamw_without_master_weights(ops):
     on_models.test_adamw_without_master_weights(ops)
     on_models.test_weights_are_rounded_at_random(ops)

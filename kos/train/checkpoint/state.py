@@ -107,7 +107,7 @@ class ShardedState:
             buffer = self.arena.take((max(largest, tp) if tp > 1 else 0,), FLOAT32)
             for bucket in parallel.buckets:
                 values = whole[: bucket.stop - bucket.start]
-                for start, stop, at in self._held(held, bucket):
+                for start, stop, at in self.held(held, bucket):
                     ops.copy(held.flat[at : at + stop - start], values[start - bucket.start : stop - bucket.start])
                 if parallel.sharded and held is not parallel.residual:
                     parallel.all_gather(bucket, values)
@@ -141,7 +141,7 @@ class ShardedState:
     def _read(self, held: Parameters | OwnedSlices, tensors: Tensors, prefix: str, name: str) -> None:
         placement, dtype = self.placements[name], as_dtype(held.flat.dtype).numpy
         first, row = self.spans[name].start, max(1, int(np.prod(placement.local[1:])))
-        for start, stop, at in self._held(held, self.spans[name]):
+        for start, stop, at in self.held(held, self.spans[name]):
             rows = range((start - first) // row, -(-(stop - first) // row))
             values = tensors.read(prefix + name, placement.rows(rows.start, rows.stop))
             flat = np.ascontiguousarray(values, dtype).reshape(-1)
@@ -149,7 +149,7 @@ class ShardedState:
             self.ops.copy(flat[skipped : skipped + stop - start], held.flat[at : at + stop - start])
 
     @staticmethod
-    def _held(held: Parameters | OwnedSlices, span: slice) -> Iterator[tuple[int, int, int]]:
+    def held(held: Parameters | OwnedSlices, span: slice) -> Iterator[tuple[int, int, int]]:
         """What is held of a span of the layout: from where to where, and its place in ``held.flat``."""
         for part, local in held.parts():
             start, stop = max(span.start, part.start), min(span.stop, part.stop)

@@ -38,6 +38,7 @@ from kos.train.config.presets import PRESETS
 METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
     "data": "NAME|PATH", "val_data": "NAME|PATH", "tokenizer": "NAME|PATH",
+    "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE",
 }  # fmt: skip
 
 
@@ -124,6 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
             metavar = METAVARS.get(key, {int: "N", float: "X", Path: "DIR"}.get(_type_of(field), "NAME"))
             action = {"tracker": "append", "data": _Once, "val_data": _Once}.get(key, "store")
             kind = {"metavar": metavar, "type": functools.partial(_value, field), "action": action}
+            kind |= {"nargs": "?", "const": "1"} if key == "elastic" else {}
         group.add_argument(flag_of(key), dest=key, help=_help(field, attrgetter(key)(defaults)), **kind)
     config = "Read settings from a TOML or JSON file, or from the config.json of a run. Default: none."
     groups["preset"].add_argument("--config", metavar="FILE", help=config)

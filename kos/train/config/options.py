@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -93,6 +94,12 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Split the optimizer's state over the data-parallel ranks (ZeRO-1): 1, or 0."""
     backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option("auto")
     """Carry collectives by mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works."""
+
+    elastic: str | None = option(None, "a lost rank ends the run")
+    """Go on without ranks that are lost or leave, and with ranks that --join: at least MIN (1), at most MAX (as many as
+    at the start). For dp alone."""
+    join: str | None = option(None, "start a run", min_length=1)
+    """Join the elastic run at HOST:PORT, or at the address in FILE (the run writes OUT/address). Pass its flags too."""
 
     steps: int = option(ge=1, lt=2**63)
     """Optimizer steps of the whole run, on sequences drawn at random."""
@@ -204,6 +211,13 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     def _check(self) -> TrainConfig:
         if self.min_lr is not None and self.min_lr > self.lr and self.schedule != "constant":
             raise SettingError("min_lr", f"at most {self.lr:g}", f"{self.min_lr:g}", "lr")
+        if self.elastic is not None:
+            match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", self.elastic)
+            if match is None or int(match[1]) > int(match[2] or match[1]):
+                raise SettingError("elastic", "MIN or MIN:MAX ranks, such as 2:4", self.elastic)
+            if self.compress != "none" or (self.optimizer == "muon" and self.zero):
+                other = "optimizer" if self.compress == "none" else "compress"
+                raise SettingError("elastic", "none", self.elastic, other)
         longest = self.model.max_position_embeddings
         if longest is not None and self.seq_len > longest:
             raise SettingError("seq_len", f"at most {longest}", self.seq_len, "max_position_embeddings")
@@ -218,6 +232,20 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         """Plain values for a JSON file: every field."""
         return self.model_dump(mode="json")
 
+    @property
+    def least_ranks(self) -> int:
+        """Fewer of them end an elastic run."""
+        return int((self.elastic or "1").partition(":")[0])
+
+    def most_ranks(self, size: int) -> int:
+        """How many may take part in a run that began, or begins, with ``size`` of them."""
+        return int((self.elastic or "").partition(":")[2] or size)
+
+    def check_ranks(self, size: int) -> None:
+        """ConfigError unless an elastic run may begin with so many ranks."""
+        if self.elastic is not None and not self.least_ranks <= size <= (most := self.most_ranks(size)):
+            raise ConfigError(f"--elastic: expected {self.least_ranks} to {most} ranks, got {size}")
+
     def for_world(self, size: int, device: str = "cpu") -> TrainConfig:
         """This configuration as ``size`` data-parallel ranks run it on ``device``: its dtypes and micro-batch size.
 
@@ -226,6 +254,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         ``MICRO_BATCH_TOKENS`` tokens.  With ``deterministic`` it depends on the batch alone: the largest
         divisor of ``batch_size`` that leaves ``DETERMINISTIC_MICRO_BATCHES`` micro-batches.  A pipeline has two
         micro-batches a stage at least, and an interleaved one a multiple of its ranks, where the batch allows it.
+        With ``elastic`` it leaves one for each of the most ranks, which need not divide them evenly.
 
         ConfigError: the batch cannot be split evenly; an option that the device does not have.
         """
@@ -246,14 +275,19 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             raise ConfigError(f"--compress: expected none with {other}, got {self.compress}")
         batch, micro = self.batch_size, self.micro_batch_size
         ranks = "ranks" if self.tp * self.pp * self.cp == 1 else "data-parallel ranks"
+        most, even = self.most_ranks(size), self.elastic is None or ranks != "ranks"
         if micro is None:
-            whole = batch if self.deterministic else batch // size
+            whole = batch if self.deterministic or not even else batch // size
             parts = DETERMINISTIC_MICRO_BATCHES if self.deterministic else 1 if self.pp == 1 else 2 * self.pp
+            parts = parts if even else max(parts, most)
             limit = min(whole // parts, (MICRO_BATCH_TOKENS if on_cpu else CUDA_MICRO_BATCH_TOKENS) // self.seq_len)
             in_groups = self.pp_schedule == "interleaved" and whole % self.pp == 0 and not self.deterministic
-            whole = 1 if batch % size else whole // self.pp if in_groups else whole
+            whole = 1 if even and batch % size else whole // self.pp if in_groups else whole
             micro = next((n for n in range(limit, 1, -1) if whole % n == 0), 1)
-        if batch % (micro * size):
+        if not even and (batch % micro or batch // micro < most):
+            expected = f"a multiple of --micro-batch-size {micro} with at least {most} micro-batches (--elastic)"
+            raise ConfigError(f"--batch-size: expected {expected}, got {batch}")
+        if even and batch % (micro * size):
             why = f"--micro-batch-size {micro} × {size} {ranks}" if micro > 1 else ranks
             raise ConfigError(f"--batch-size: expected a multiple of {micro * size} ({why}), got {batch}")
         if self.pp_schedule == "interleaved" and (steps := batch // (micro * size)) % self.pp:
@@ -262,6 +296,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             raise ConfigError(f"--pp-schedule interleaved: expected {expected}, got {got}")
         grad_dtype = self.grad_dtype if batch == micro * size else "float32"
         chosen = {"micro_batch_size": micro, "device": device, "dtype": dtype, "grad_dtype": grad_dtype}
+        chosen |= {"elastic": None if even else f"{self.least_ranks}:{most}"}
         return self.model_copy(update=chosen)
 
     @property

@@ -186,7 +186,7 @@ class Dataset:
         count = rows * self.seq_len
         if self.masks_targets:
             count = max(1, sum_over(dp, sum(map(counted, own))))
-        return own, count / (len(own) * dp.size)
+        return own, count * len(rows_of_each[0]) / self.batch_size
 
     def val_starts(self) -> NDArray[np.int64]:
         """The starts of the windows of each validation batch in ``val``, (batches, sequences); the same on all ranks.

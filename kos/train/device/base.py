@@ -28,8 +28,9 @@ from kos.train.parallel.failures import raised_on_every_rank
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action, forward_only
+from kos.train.parallel.stopping import LEAVE, STOP
 from kos.train.parallel.tensor import TensorParallel
-from kos.train.train import Runner, Step, StepResult
+from kos.train.train import REPORT, Runner, Step, StepResult
 
 
 class Device(Runner):
@@ -44,6 +45,12 @@ class Device(Runner):
 
     step: Step
 
+    epoch = 0
+    """How often the ranks of the run have changed."""
+
+    newcomers = 0
+    """How many wait at this rank."""
+
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         self.config, self.data, self.mesh, self.comm, self.show = config, data, mesh, mesh.world, show
         assert config.micro_batch_size is not None  # for_world has chosen it
@@ -55,8 +62,24 @@ class Device(Runner):
             self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
         self.pipeline = Pipeline(mesh.pp, schedule)
 
-    def check_stop(self, asked: Callable[[], bool]) -> None:
-        """Look again at the end of each step whether this rank was asked to stop, if the host runs them."""
+    def check_stop(self, asked: Callable[[], int]) -> None:
+        """Look again at the end of each step what was requested on this rank, if the host runs them."""
+
+    @property
+    def applied(self) -> int:
+        """How many steps have changed this rank's weights."""
+        return int(self.step.optimizer.step_count)
+
+    def apply(self) -> None:
+        """Make the update that another rank has made, from this rank's sums and norm."""
+        self.step.apply()
+
+    def result_of(self, step: int) -> StepResult:
+        """That of a step whose update is over, without a collective."""
+        raise NotImplementedError
+
+    def loaded(self) -> None:
+        """To be called when weights and state have been filled."""
 
     def describe(self) -> str:
         """Lines for the log: the device, and the memory in use."""
@@ -108,9 +131,22 @@ class Device(Runner):
 
     def result(self, reports: np.ndarray, norm: float, lr: float, seconds: float) -> StepResult:
         """The result of a step, computed on the host from the ``reports`` of all ranks."""
-        losses = reports[self.reporters(), 1:]
+        losses, asked = reports[self.reporters(), REPORT:], reports[:, 0]
         total = math.fsum(losses.flat) if np.isfinite(losses).all() else float(losses.sum())
-        return StepResult(total / self.step.micro_batches, norm, lr, seconds, bool(reports[:, 0].any()))
+        loss, ranks = total / self.step.micro_batches, self.comm.size
+        leaves: list[int] = np.flatnonzero(asked == LEAVE).tolist()
+        stop = bool((asked == STOP).any()) or ranks - len(leaves) < self.config.least_ranks
+        leaving: list[int] = []
+        for rank in leaves if not stop else ():  # not both that hold the same part of the state: one leaves later
+            if not self.step.parallel.twice or not {(rank - 1) % ranks, (rank + 1) % ranks} & {*leaving}:
+                leaving.append(rank)
+        joining = min(int(reports[:, REPORT - 1].max()), self.config.most_ranks(ranks) - ranks)
+        return StepResult(loss, norm, lr, seconds, stop, tuple(leaving), joining, ranks, self.epoch)
+
+    @property
+    def report_size(self) -> int:
+        """The numbers that a rank reports, the same on all ranks."""
+        return REPORT + -(-self.step.micro_batches // self.mesh.dp.size)
 
     def synchronize(self, until: Callable[[], bool] | None = None) -> None:
         """Wait for all queued work of all communicators, or until ``until()`` is true; raises the error of any of it.
@@ -240,6 +276,7 @@ class Device(Runner):
         """Fill this rank's weights, optimizer state and residual, those of ``step``; waits for no other rank."""
         what = "preparing the weights" if state is None else "loading the checkpoint"
         self.state.read(weights, state, step, partial(self.show, what), residual)
+        self.loaded()
 
     def draw_weights(self) -> None:
         """Draw this rank's initial weights; waits for no other rank."""

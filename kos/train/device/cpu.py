@@ -27,8 +27,8 @@ from kos.train.optim.base import Optimizer
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.schedules import Schedule
-from kos.train.parallel.tree_sum import waiting_subtrees
-from kos.train.train import Step, StepResult
+from kos.train.parallel.tree_sum import run_of, waiting_subtrees
+from kos.train.train import REPORT, Step, StepResult
 
 _WARM_SECONDS = 1.0  # of work, after which a step takes as long as later ones
 
@@ -42,8 +42,9 @@ def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: S
     scratch, slot = run.peaks()
     activations = scratch + slot * len(run.free)
     count = model.num_parameters(*run.parts)
-    waiting = waiting_subtrees(mesh.dp.rank, schedule.micro_batches) if config.deterministic else 0
+    waiting = waiting_subtrees(run_of(run.micro_batches, mesh.dp.rank, mesh.dp.size)) if config.deterministic else 0
     about, state = run.state_bytes()
+    about += ", held twice" * run.parallel.twice
     files = WritePlan(model, mesh.layout, schedule.stages_of_ranks, config.state_of(model), config.compress)
     saved = files.host_bytes(mesh.world.rank, config.save_async)
     uses = {
@@ -106,15 +107,17 @@ class CpuDevice(Device):
         buckets = plan_buckets(config, model, parts, mesh.dense, reaches=False)
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         weights = Parameters(shapes, self.dtype, groups, multiple=buckets.multiple)
-        gradients, reports = weights.like(), np.zeros((self.comm.size, 1 + len(self.micro_batches)))
+        gradients = weights.like()
         self.step = step = Step(
             config, model, parts, mesh, self.pipeline, numpy_ops, gradients, self.dtype, buckets
         )
+        reports = np.zeros((self.comm.size, self.report_size))
         step.weights, step.count, step.micro_batch = weights, np.zeros(1, self.dtype), self.micro_batch
         step.reports, step.report = reports, reports[0] if self.comm.size == 1 else np.zeros(reports.shape[1])
         step.optimizer = Optimizer(
             config.update_rule(), weights, groups=config.groups(model, *parts),
-            parts=step.parallel.parts() if buckets.sharded else None, learning_rate=config.learning_rate(),
+            parts=step.parallel.parts() if buckets.sharded else None,
+            normed=step.parallel.own() if buckets.sharded else None, learning_rate=config.learning_rate(),
             grad_clip=config.grad_clip, skip_outliers=config.skip_outliers, counted=step.counted(),
             exact=model.num_parameters() if config.deterministic else 0, tp=mesh.tp, arena=step.models[0].arena,
         )  # fmt: skip
@@ -123,7 +126,7 @@ class CpuDevice(Device):
         emulated = "; products in 8 bits are emulated, slower than float32" * (self.config.dtype == "fp8")
         return f"about {self.plan.total / GIB:.2f} GiB of memory a rank{emulated}"
 
-    def check_stop(self, asked: Callable[[], bool]) -> None:
+    def check_stop(self, asked: Callable[[], int]) -> None:
         self.step.asked = asked
 
     def trial(self) -> tuple[float, float]:
@@ -141,13 +144,13 @@ class CpuDevice(Device):
         for held in (self.step.weights, *self.step.optimizer.state.values()):
             held.flat[:] = 0
         self._trial += 1
-        self.start_step(0, False)
+        self.start_step(0, 0)
         return self._result.seconds
 
-    def start_step(self, step: int, stop: bool) -> None:
+    def start_step(self, step: int, wish: int) -> None:
         """All of it."""
         began, self._number, program = time.perf_counter(), step, self.step
-        program.report[0] = stop
+        program.report[:REPORT] = wish, self.epoch, step + 1, self.newcomers
         whole, program.count[0] = self.data.micro_batches(step, self.micro_batches, self.mesh.dp)
         self._batches = [*map(program.models[0].context.take, whole)]
         program.run()
@@ -160,6 +163,9 @@ class CpuDevice(Device):
         return self._batches[index]
 
     def finish_step(self, step: int) -> StepResult:
+        return self._result
+
+    def result_of(self, step: int) -> StepResult:
         return self._result
 
     def gradient_not_finite(self, step: int) -> str | None:

@@ -31,10 +31,9 @@ from kos.cuda.driver import call, cu
 from kos.cuda.graphs import Graph, capture
 from kos.cuda.streams import Event
 from kos.dtypes import DTYPES
-from kos.errors import ConfigError
+from kos.errors import CollectiveError, ConfigError
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
-from kos.train.checkpoint.state import Tensors
 from kos.train.checkpoint.write_plan import WritePlan
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
@@ -55,7 +54,7 @@ from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.optim.cuda import SCALARS, CudaOptimizer
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Axis, Mesh
-from kos.train.train import Step, StepResult
+from kos.train.train import REPORT, Step, StepResult
 
 DRAWN = 250_000  # elements of the weights drawn for the search; no power of two, or rows were each other's copies
 _LOOK_EVERY = 2e-4  # seconds between two looks at whether a step is over
@@ -65,6 +64,7 @@ class CudaDevice(Device):
     """The GPU of this rank; with ``--zero 1`` it holds only its shard of master weights and state."""
 
     lag = 1
+    """With ``--elastic`` there are none (``Elastic``)."""
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         super().__init__(config, model, data, mesh, show)
@@ -116,13 +116,13 @@ class CudaDevice(Device):
             groups=config.groups(model, *parts), grad_clip=config.grad_clip, tp=mesh.tp, arena=step.models[0].arena,
             skip_outliers=config.skip_outliers, seed=config.seed,
             counted=step.counted() if step.parallel.others.size > 1 else None,
+            normed=step.parallel.own() if buckets.twice else None,
             places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),
             exact=sum(sizes.values()) if config.deterministic else 0,
         )  # fmt: skip
         self.feed = Feed(data, self.micro_batches, mesh.dp, step.models[0].context, ops)
         step.count, step.micro_batch = self.feed.count, self.feed.micro_batch
-        # What a rank knows after a step: whether it was asked to stop, and its losses.
-        step.report = ops.zeros(1 + accumulation_steps, np.float64)
+        step.report = ops.zeros(self.report_size, np.float64)
         several = comm.size > 1
         step.reports = ops.zeros((comm.size, step.report.size), np.float64) if several else step.report.reshape(1, -1)
         self._graph: Graph | None = None
@@ -228,19 +228,20 @@ class CudaDevice(Device):
 
     # --- steps ---------------------------------------------------------------------------------------
 
-    def read(
-        self, weights: Tensors, state: Tensors | None = None, step: int = 0, residual: Tensors | None = None
-    ) -> None:
-        super().read(weights, state, step, residual)
+    def loaded(self) -> None:
         self.step.optimizer.refresh_copy()
 
-    def start_step(self, step: int, stop: bool) -> None:
+    def apply(self) -> None:
+        self.step.optimizer.resume()
+        super().apply()
+
+    def start_step(self, step: int, wish: int) -> None:
         stream, result, program = self.ops.stream, self._pending[step % len(self._pending)], self.step
         driver.set_device(self.ops.device)
         result.begin(stream, self._newest)
-        result.asked[0] = stop
+        result.asked[:] = wish, self.epoch, step + 1, self.newcomers
         self.feed.take(step)
-        program.report[:1].copy_from(result.asked, stream)
+        program.report[:REPORT].copy_from(result.asked, stream)
         if self.config.graph:
             self._graph = self._graph or self._capture()
             self._graph.replay(stream)
@@ -258,6 +259,7 @@ class CudaDevice(Device):
         optimizer.halt()
         with self.step.parallel.rehearsal():
             self.step.run()
+        self.ops.zero(self.step.reports)  # those of this very step: none may count before it comes again
         optimizer.step_count = count
         with capture(self.ops.stream) as graph:
             self.step.run()
@@ -276,9 +278,16 @@ class CudaDevice(Device):
             self.synchronize(until=over)
         while not over():
             pass
+        return self.result_of(step)
+
+    def result_of(self, step: int) -> StepResult:
+        result = self._pending[step % len(self._pending)]
+        result.there.synchronize()
         if self._newest is result:
             self._newest = None
         after = dict(zip(SCALARS, map(float, result.scalars), strict=True))
+        if after["halted"] and math.isfinite(after["norm"]):
+            raise CollectiveError(f"step {step + 1}: expected the same epoch and step of every rank, got others")
         return self.result(result.answers, after["norm"], after["lr"], result.seconds())
 
     def gradient_not_finite(self, step: int) -> str | None:
@@ -323,7 +332,7 @@ class _PendingResult:
     def __init__(self, answers: Array, scalars: Array) -> None:
         device = answers.device
         self.asked, self.answers, self.scalars = (
-            pinned_empty(shape, np.float64, device) for shape in (1, answers.shape, scalars.shape)
+            pinned_empty(shape, np.float64, device) for shape in (REPORT, answers.shape, scalars.shape)
         )
         self.there, self._began = Event(device, timed=True), Event(device, timed=True)
         self._since = self._began

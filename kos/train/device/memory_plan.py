@@ -30,8 +30,8 @@ from kos.train.parallel.data import Buckets
 from kos.train.parallel.mesh import Mesh, Reduction
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Schedule
-from kos.train.parallel.tree_sum import waiting_subtrees
-from kos.train.train import Step
+from kos.train.parallel.tree_sum import run_of, waiting_subtrees
+from kos.train.train import REPORT, Step
 
 BUCKET_BYTES = 64 << 20  # at least
 HOST_BUCKET_BYTES = 4 << 20  # on CPUs
@@ -90,19 +90,20 @@ def plan_buckets(
     ranks, nbytes = reduction.replicas.size, BUCKET_BYTES
     sharded = config.zero == 1 and ranks > 1
     uncut = frozenset(name for group in config.groups(model, *parts) if group.rule for name in group.names)
+    twice = sharded and config.elastic is not None and reduction.batch.size == ranks and reduction.others.size == 1
     if config.device == "cpu":
         least = reduction.batch.size if config.compress == "none" else math.lcm(reduction.batch.size, compression.BLOCK)
         multiple = BLOCK * ranks if sharded else least
-        return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut)
+        return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut, twice)
     itemsize = DTYPES[config.grad_dtype].itemsize
     if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
         nbytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
     multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
     if ranks > 1 and config.compress != "none":
         staging = ENCODED * compression.FORMATS[config.compress].nbytes(nbytes // itemsize)
-        return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, staging)
+        return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, staging)
     staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
-    return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, staging)
+    return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, staging)
 
 
 class DryRun(Step):
@@ -131,7 +132,7 @@ class DryRun(Step):
         tokens, self.count = dry.zeros(shape, np.int32), dry.zeros((1,), np.float32)
         self._batch = Batch(tokens, tokens, document_starts=tokens if config.documents == "pack" else None)
         self.micro_batch = lambda index: self._batch
-        self.report = self.reports = dry.zeros((1 + schedule.micro_batches,), np.float64)
+        self.report = self.reports = dry.zeros((REPORT + schedule.micro_batches,), np.float64)
         self.held = self.parallel.parts() if self.parallel.sharded else [slice(0, gradients.flat.size)]
         """The parts of the layout whose state this rank keeps."""
         self.state = state_of(config.update_rule(), config.groups(model, *parts), gradients.spans, self.held)
@@ -179,10 +180,11 @@ def plan_memory(
     buckets = plan_buckets(config, model, run.parts, mesh.dense, reaches)
     assert config.micro_batch_size is not None
     ranks, accumulation_steps = mesh.dense.replicas.size, schedule.micro_batches
-    waiting = waiting_subtrees(mesh.dp.rank, accumulation_steps) if config.deterministic else 0
+    waiting = waiting_subtrees(run_of(run.micro_batches, mesh.dp.rank, mesh.dp.size)) if config.deterministic else 0
     count, itemsize = run.gradients.flat.size, DTYPES[config.compute_dtype].itemsize
     lookups = 0 if run.sums.lookups is None else run.sums.lookups.gradients.flat.size
-    held, share = elements(run.held), f", 1/{ranks} (ZeRO-1)" * buckets.sharded
+    share = f", {1 + buckets.twice}/{ranks} (ZeRO-1{', held twice' * buckets.twice})" * buckets.sharded
+    held = elements(run.held)
     master, (about, state) = config.master_dtype, run.state_bytes()
     has_copy = buckets.sharded or config.compute_dtype != master
     tokens = config.micro_batch_size * config.seq_len // mesh.cp.size

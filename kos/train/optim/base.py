@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from kos.dtypes import DTYPES
-from kos.errors import InvalidArgument
+from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.model.parameters import OwnedSlices, Parameters, Shape, packed
 from kos.train.parallel.mesh import ALONE, Axis
@@ -142,7 +142,8 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 class Optimizer:
     """``rule`` over ``weights.flat``, on a host.  ``state`` has by name what the rules keep.
 
-    With ``parts`` only those are updated, and have state (ZeRO-1).  ``groups``: default ``decay_matrices``.
+    With ``parts`` only those are updated, and have state (ZeRO-1).  ``normed``: those that count in this rank's part of
+    the norm, by default all.  ``groups``: default ``decay_matrices``.
     ``counted`` names the tensors that count in this rank's part of the norm; None: all.  ``exact`` > 0, the elements of
     the whole model: the norm has the same bits for every split into ranks and blocks.
     ``tp`` has the shards of matrices; ``arena``, idle between steps, takes some of them.
@@ -150,7 +151,8 @@ class Optimizer:
 
     def __init__(
         self, rule: UpdateRule, weights: Parameters, *, learning_rate: Callable[[int], float] = lambda step: 0.0,
-        groups: Sequence[Group] | None = None, parts: Sequence[slice] | None = None, grad_clip: float = 0.0,
+        groups: Sequence[Group] | None = None, parts: Sequence[slice] | None = None,
+        normed: Sequence[slice] | None = None, grad_clip: float = 0.0,
         skip_outliers: float = 0.0, counted: Collection[str] | None = None, exact: int = 0, tp: Axis = ALONE,
         arena: Arena | None = None,
     ) -> None:  # fmt: skip
@@ -168,7 +170,8 @@ class Optimizer:
         }
         """What the rules keep, by name; ``names_of_state``: of which tensors."""
         self.names_of_state = {name: kept.names for name, kept in held.items()}
-        rows, names, starts = split(weights, self.parts, BLOCK, self.groups)
+        of_norm = self.parts if normed is None else packed(normed)
+        rows, names, starts = split(weights, of_norm, BLOCK, self.groups)
         self._count = len(starts)
         self._blocks = [
             (int(index), str(name), slice(start, start + length))
@@ -215,6 +218,13 @@ class Optimizer:
             self.step_count += 1
         else:
             self.step(gradients, lr, clip_coefficient(norm, self.grad_clip) / micro_batches)
+
+    def agree(self, gradients: Parameters, report: np.ndarray, reports: np.ndarray) -> None:
+        """CollectiveMismatch unless all ranks report the same epoch and step (``kos.train.train.REPORT``)."""
+        if not (reports[:, 1:3] == report[1:3]).all():
+            got = "; ".join(f"{step:.0f} of epoch {epoch:.0f}" for epoch, step in reports[:, 1:3])
+            expected = f"step {report[2]:.0f} of epoch {report[1]:.0f} on every rank"
+            raise CollectiveMismatch(f"the update: expected {expected}, got {got}")
 
     def squares(self, gradients: Parameters, counted: Container[str]) -> np.ndarray:
         """The sum of squares of each block of the layout, fp32 within it; 0 for those of others and not ``counted``."""

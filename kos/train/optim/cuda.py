@@ -34,7 +34,7 @@ class CudaOptimizer:
     begin and end at multiples of CHUNK or where tensors do; gradients and copy are whole.  ``groups``: default
     ``decay_matrices``.
     ``places``: where each tensor begins in the layout of the whole model, if ``weights`` are a stage of it.
-    ``counted`` names the tensors that count in this rank's part of the norm; None: all.
+    ``counted`` names the tensors that count in this rank's part of the norm; None: all.  ``normed``: the parts that do.
     ``exact`` > 0, the elements of the whole model: the norm has the same bits for every split into ranks and chunks.
     ``skip_outliers`` > 0 skips steps whose norm exceeds it or is not finite; otherwise a norm that is not finite stops.
     ``state`` has by name what the rules keep.  ``tp`` has the shards of matrices, and ``arena``, idle between steps,
@@ -45,6 +45,7 @@ class CudaOptimizer:
         self, rule: UpdateRule, ops: CudaOps, weights: Parameters | OwnedSlices, copy: Parameters | None,
         learning_rate: LearningRate, *, groups: Sequence[Group] | None = None, grad_clip: float = 0.0,
         skip_outliers: float = 0.0, seed: int = 0, counted: Collection[str] | None = None,
+        normed: Sequence[slice] | None = None,
         places: Mapping[str, int] | None = None, exact: int = 0, tp: Axis = ALONE, arena: Arena | None = None,
     ) -> None:  # fmt: skip
         if copy is not None and (copy.spans != weights.spans or copy.flat.dtype.itemsize > weights.flat.dtype.itemsize):
@@ -65,6 +66,9 @@ class CudaOptimizer:
         chunks, _, _ = split(weights, own, CHUNK, groups, places)
         chunks["local"] = of_all["local"][np.searchsorted(of_all["index"], chunks["index"])]
         of_norm = of_all if counted is None else of_all[np.isin(names, [*counted])]
+        if normed is not None:
+            mine, _, _ = split(weights, packed(normed), CHUNK, groups, places)
+            of_norm = of_norm[np.isin(of_norm["index"], mine["index"])]
         self._chunk_count, self._norm_count, self._sparse = len(chunks), len(of_norm), counted is not None
         numbers = np.array([(group.decay, group.lr_scale) for group in groups])
         self._chunks, self._norm_chunks, self._groups = (
@@ -86,6 +90,12 @@ class CudaOptimizer:
     def halt(self) -> None:
         """Make updates change nothing until ``step_count`` is set."""
         self._set(halted=1)
+
+    def resume(self) -> None:
+        """Let updates change something again; step and norm stay. Waits for the device."""
+        scalars = self.ops.to_host(self.scalars)
+        scalars[SCALARS.index("halted")] = 0
+        self.scalars.copy_from(scalars, self.ops.stream)
 
     def _set(self, **scalars: float) -> None:
         self.scalars.copy_from(np.array([scalars.get(name, 0) for name in SCALARS], np.float64), self.ops.stream)
@@ -118,6 +128,13 @@ class CudaOptimizer:
         self._launch("finish_norm", flat, rows, 1024, self.partial, stride, self.scalars)
         if others.size > 1:
             others.comm.all_reduce(self.scalars[SCALARS.index("sum_of_squares") :][:rows])
+
+    def agree(self, gradients: Parameters, report: Array, reports: Array) -> None:
+        """Updates change nothing any more unless all ranks report the same epoch and step (``kos.train.train.REPORT``).
+
+        The reports of a step whose collectives were ended are those of an earlier step, or zeros.
+        """
+        self._launch("agree", gradients.flat, 1, 32, report, reports, *reports.shape, self.scalars)
 
     def update(self, gradients: Parameters, micro_batches: float = 1) -> None:
         """One update with the mean over ``micro_batches``, clipped by its norm; the gradients are left as they are."""

@@ -1,6 +1,7 @@
 """Data parallelism: every rank holds the whole model and works on its shard of the batch.
 
-A step's batch is split into micro-batches, of which each rank works on a run of equal length.
+A step's batch is split into micro-batches, of which each rank works on a run. Runs are equally long if the ranks divide
+the batch, as they must at the start; with ``--elastic`` some may be longer by one later.
 
 *Default*: a rank adds up its own gradients over its micro-batches, and during the last one buckets of the flat
 gradient are summed over the ranks as the backward finishes them.
@@ -13,6 +14,9 @@ residual, and adds it to those of the next step (error feedback).
 *ZeRO-1* (Rajbhandari et al. 2020, arXiv:1910.02054): each bucket is reduce-scattered, and a rank updates its part with
 its shard of the optimizer's state. The new weights are gathered while the next step begins, bucket by bucket in the
 order of the forward.
+
+*Held twice* (``--elastic``): the next rank receives a rank's reduced part too, and computes the same update of it, so
+that nothing of the state is lost with a rank.
 """
 
 from __future__ import annotations
@@ -29,14 +33,13 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import Array
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Reduction
-from kos.train.parallel.tree_sum import TreeSum
+from kos.train.parallel.tree_sum import TreeSum, run_of
 
 
 def shard_batch(batch_size: int, micro_batch_size: int, rank: int, size: int) -> list[range]:
-    """The rows of the batch that ``rank`` works on, one range per micro-batch; ``batch_size`` is divided evenly."""
-    rows = batch_size // size
-    starts = range(rank * rows, (rank + 1) * rows, micro_batch_size)
-    return [range(start, start + micro_batch_size) for start in starts]
+    """The rows of the batch that ``rank`` works on, one range per micro-batch, which divides ``batch_size``."""
+    numbers = run_of(batch_size // micro_batch_size, rank, size)
+    return [range(micro_batch_size * number, micro_batch_size * (number + 1)) for number in numbers]
 
 
 def make_buckets(total: int, multiple: int, largest: int, least: int) -> list[slice]:
@@ -77,6 +80,7 @@ class Buckets(NamedTuple):
     least: int  # bytes of the last buckets
     sharded: bool  # whether each rank holds a part of the optimizer's state (ZeRO-1)
     uncut: frozenset[str] = frozenset()  # tensors that one rank holds whole, if they are sharded
+    twice: bool = False  # whether the next rank holds a rank's part too
     staging: int = 0  # bytes that a sum takes beside: its terms, as copy engines write them, or compressed
 
 
@@ -85,19 +89,20 @@ class DataParallel:
 
     ``reduction`` has the group's axes, ``ops`` is the dialect whose arrays they are.  With ``sharded`` (ZeRO-1) only
     this rank's parts of the buckets, ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of the ranks.
-    ``uncut`` names tensors that one rank holds whole: its parts are then whole buckets.
+    ``uncut`` names tensors that one rank holds whole: its parts are then whole buckets. With ``twice`` a rank holds the
+    parts of the rank before it too; ``own`` are those without them.
     ``compress`` names the format in which buckets are sent; ``residual`` is then what this rank has lost so far.
-    ``in_order``, the number of this rank's micro-batches, makes ``tree``, whose ``add`` is then called in place of
+    ``in_order``, the number of all ranks' micro-batches, makes ``tree``, whose ``add`` is then called in place of
     ``gradient_ready``.
     """
 
     def __init__(
         self, reduction: Reduction, gradients: Parameters, ops: Any = numpy_ops, *, in_order: int | None = None,
         bucket_bytes: int = 4 << 20, least_bytes: int | None = None, sharded: bool = False,
-        uncut: Collection[str] = (), compress: str = "none",
+        uncut: Collection[str] = (), compress: str = "none", twice: bool = False,
     ) -> None:  # fmt: skip
         self.replicas, self.others, self.gradients, self.ops = reduction.replicas, reduction.others, gradients, ops
-        self.sharded = sharded
+        self.sharded, self.twice = sharded, twice
         total, spans = gradients.flat.size, gradients.spans
         sizes = [size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes)]
         self.buckets = even = make_buckets(total, gradients.multiple, *sizes)
@@ -163,6 +168,11 @@ class DataParallel:
         for work in self._in_flight:
             work.wait()
         self._in_flight, self._missing = [], []
+        if self.twice:
+            comm, rank, size, flat = self.replicas.comm, self.replicas.rank, self.replicas.size, self.gradients.flat
+            after, before = (rank + 1) % size, (rank - 1) % size
+            for bucket in self.buckets:
+                comm.send_recv(flat[self.part(bucket, rank)], flat[self.part(bucket, before)], after, before)
 
     def sum_shards(self, squares: Array) -> None:
         """Sum over ``replicas`` what each has of its own shard; nothing if each has the whole."""
@@ -172,10 +182,17 @@ class DataParallel:
     # ZeRO-1.
 
     def parts(self) -> list[slice]:
+        """This rank's part of each bucket, in order; with ``twice`` that of the rank before it too."""
+        if not self.twice:
+            return self.own()
+        ranks = sorted({self.replicas.rank, (self.replicas.rank - 1) % self.replicas.size})
+        return [self.part(bucket, rank) for bucket in self.buckets for rank in ranks]
+
+    def own(self) -> list[slice]:
         """This rank's part of each bucket."""
         if self._owners:
             return [bucket for bucket in self.buckets if self._owners[bucket.start] == self.replicas.rank]
-        return [self._part(bucket) for bucket in self.buckets]
+        return [self.part(bucket, self.replicas.rank) for bucket in self.buckets]
 
     def gather(self, weights: Parameters) -> GatheredWeights:
         """Start to gather the parts of ``weights``; the first read of a tensor waits for it."""
@@ -193,10 +210,13 @@ class DataParallel:
         mine = values[part.start - bucket.start : part.stop - bucket.start]
         return comm.all_gather(mine, values, async_op=async_op)
 
-    def _part(self, bucket: slice) -> slice:
+    def part(self, bucket: slice, rank: int) -> slice:
+        """The part of a bucket that ``rank`` updates."""
         length = (bucket.stop - bucket.start) // self.replicas.size
-        start = bucket.start + self.replicas.rank * length
-        return slice(start, start + length)
+        return slice(bucket.start + rank * length, bucket.start + (rank + 1) * length)
+
+    def _part(self, bucket: slice) -> slice:
+        return self.part(bucket, self.replicas.rank)
 
 
 class GatheredWeights(Mapping[str, Array]):

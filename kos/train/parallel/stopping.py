@@ -24,10 +24,21 @@ KILLED = (
 """What Open MPI does after it has sent SIGTERM to its ranks."""
 
 
+STOP, LEAVE = 1, 2
+"""What a signal asks for: that the run stops, or with ``--elastic`` that this rank leaves it and the others go on."""
+
+
 class Stopped(KosError):
     """Raised on all ranks at once, where nothing is half done."""
 
     on_every_rank = True
+
+
+class Left(KosError):
+    """Raised on a rank that leaves the run, as it was asked to; the others go on."""
+
+    code = 75
+    """The exit code, EX_TEMPFAIL of sysexits.h: whoever started the rank may start it again."""
 
 
 class Stop:
@@ -36,12 +47,19 @@ class Stop:
     def __init__(self) -> None:
         self.asked = self._at_once = False
         self._number = SIGNALS[0]  # of the signal
+        self.leaves = False
+        """Whether this rank may leave while others go on."""
         self.plan = "stopping before the first step"
         """What a stop does now."""
         self.advice = ""
         """How to resume; printed if mpirun is about to kill the ranks."""
         self.advised = False  # whether it was printed
         self._listens = False
+
+    @property
+    def wish(self) -> int:
+        """What was asked for: nothing (0), STOP or LEAVE. Ctrl-C always asks for the end of the run."""
+        return (LEAVE if self.leaves and self._number != signal.SIGINT else STOP) if self.asked else 0
 
     def listen(self) -> None:
         self._listens = True

@@ -18,6 +18,11 @@ from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Axis
 
 
+def run_of(total: int, rank: int, size: int) -> range:
+    """The micro-batches of ``rank``, of ``total``: a run, as long as any other or one longer or shorter."""
+    return range(rank * total // size, (rank + 1) * total // size)
+
+
 def subtrees(first: int, count: int) -> tuple[list[int], list[tuple[int, int]]]:
     """The largest subtrees of a binary tree that consist of the ``count`` leaves from ``first`` on.
 
@@ -43,23 +48,25 @@ def places(completes: Sequence[int]) -> list[int]:
     return [leaf - done for leaf, done in enumerate(accumulate(completes[:-1], initial=0))]
 
 
-def waiting_subtrees(rank: int, count: int) -> int:
-    """Number of copies of the gradients that ``TreeSum`` needs on ``rank`` for ``count`` micro-batches on each rank."""
-    return max(places(subtrees(rank * count, count)[0]))
+def waiting_subtrees(run: range) -> int:
+    """Number of copies of the gradients that ``TreeSum`` needs on a rank with this run of micro-batches."""
+    return max(places(subtrees(run.start, len(run))[0]))
 
 
 class TreeSum:
-    """Sums ``gradients`` over the micro-batches of all ranks of ``axis``, ``count`` on each, as one binary tree.
+    """Sums ``gradients`` over the ``total`` micro-batches of all ranks of ``axis``, as one binary tree.
 
-    The lengths of ``gradients.flat`` and of each bucket must be multiples of the number of ranks.
+    Ranks have a run of them each (``run_of``).  The lengths of ``gradients.flat`` and of each bucket must be multiples
+    of the number of ranks.
     """
 
     def __init__(
-        self, axis: Axis, count: int, gradients: Parameters, buckets: Sequence[slice], ops: Any = numpy_ops
+        self, axis: Axis, total: int, gradients: Parameters, buckets: Sequence[slice], ops: Any = numpy_ops
     ) -> None:
         self.axis, self.gradients, self.buckets, self.ops = axis, gradients, buckets, ops
-        self._roots = [subtrees(rank * count, count)[1] for rank in range(axis.size)]
-        self._completes, _ = subtrees(axis.rank * count, count)
+        runs = [run_of(total, rank, axis.size) for rank in range(axis.size)]
+        self._roots = [subtrees(run.start, len(run))[1] for run in runs]
+        self._completes, _ = subtrees(runs[axis.rank].start, len(runs[axis.rank]))
         self._places = places(self._completes)  # of each micro-batch in ``_sums``
         self._sums = [gradients, *(gradients.like() for _ in range(max(self._places)))]
         longest, most = max(b.stop - b.start for b in buckets), max(len(each) for each in self._roots)

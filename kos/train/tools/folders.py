@@ -67,15 +67,15 @@ def check_folder(out: Path, rank: int) -> None:
             raise unwritable(out, f"{got}{where}") from error
 
 
-def lock_folder(out: Path, held: contextlib.ExitStack) -> None:
-    """Lock ``out`` until ``held`` closes, and write a random name of this run to the lock file.
+def lock_folder(out: Path, held: contextlib.ExitStack, name: str = "") -> None:
+    """Lock ``out`` until ``held`` closes, and write the name of this run to the lock file, by default a random one.
 
     Raises ConfigError if another run holds the lock.
     """
     lock = held.enter_context((out / LOCK).open("a"))
     _take(lock, out)
     lock.truncate(0)
-    lock.write(secrets.token_hex(8))
+    lock.write(name or secrets.token_hex(8))
     lock.flush()
 
 

@@ -199,6 +199,11 @@ def _finish_norm(partial, stride, state):
         state[SCALARS.index("sum_of_squares") + row] = sums.sum()
 
 
+def _agree(report, reports, ranks, columns, state):
+    if (reports.reshape(ranks, columns)[:, 1:3] != report[1:3]).any():
+        state[SCALARS.index("halted")] = 1
+
+
 def _prepare(state, shape, lr, min_lr, steps, warmup, decay_steps, beta1, beta2, average, max_norm, outlier):
     now = dict(zip(SCALARS, state, strict=True))
     norm = np.sqrt(now["sum_of_squares"] + now["rest"]) * average
@@ -252,7 +257,7 @@ def _update(rule, weights, gradients, state, copy, chunks, groups, scalars, seed
 
 _OPTIMIZER = {
     "squares": _squares, "largest": _largest, "exact_squares": _exact_squares, "finish_norm": _finish_norm,
-    "prepare": _prepare,
+    "agree": _agree, "prepare": _prepare,
 }  # fmt: skip
 
 
@@ -287,6 +292,10 @@ class DeviceComm:
         not_captured("splitting")
         comm = self._comm.split(color, key)
         return None if comm is None else DeviceComm(comm)
+
+    def shrink(self):
+        not_captured("shrinking")
+        return DeviceComm(self._comm.shrink())
 
     def synchronize(self, until=None):
         not_captured("waiting")

@@ -108,6 +108,16 @@ __device__ double learning_rate(long step, int shape, double lr, double min_lr, 
     return min_lr + share * (lr - min_lr);
 }
 
+// reports (ranks, columns): of each rank whether it stops, its epoch and its step, as in this rank's own `report`.  No
+// step counts any more once one differs: a collective that was ended leaves the report of an earlier step, or none.
+extern "C" __global__ void __launch_bounds__(32)
+agree(const double* report, const double* reports, int ranks, int columns, State* state) {
+    for (int rank = threadIdx.x; rank < ranks; rank += 32) {
+        const double* theirs = reports + long(rank) * columns;
+        if (theirs[1] != report[1] || theirs[2] != report[2]) state->halted = 1;
+    }
+}
+
 // One thread.  `average`: what the summed gradients are multiplied by; max_norm 0 turns clipping off.  Steps of a norm
 // beyond `outlier` are skipped; 0: none are.
 extern "C" __global__ void prepare(State* state, int shape, double lr, double min_lr, long steps, long warmup,

@@ -1,0 +1,339 @@
+"""``--elastic``: a run of data-parallel ranks goes on when some of them are lost, leave or join.
+
+Between two steps all ranks hold the same weights. What is to be decided after a loss is only whether the step under way
+counts:
+
+1. The last exchange of a step, before its update, has the epoch and the step of every rank (``Step.run``). A rank makes
+   the update only if all entries are alike. So if one rank has made it, all ranks had their sums.
+2. The next step is not begun before: what an update reads (sums and norm) stays until all have passed that exchange.
+3. The ranks that are left agree on the last step that any of them has applied. Who is behind applies it from its own
+   sums. If none has applied the step under way, all discard it, and compute it again.
+4. With ZeRO-1 the next rank holds each part of the state too (``DataParallel.twice``), with the same updates.
+5. Weights and state go to host memory, and everything that depends on the ranks is made again, as at the start of a
+   run. Then each rank takes what it now holds, from its own host memory or from a rank that has it.
+
+The loss of a rank meanwhile begins this again. What is in host memory is kept until all ranks have loaded; from then on
+a rank that has not heard of it is told so by the others' epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from kos.comm.communicator import Communicator
+from kos.errors import (
+    CheckpointError,
+    CollectiveError,
+    CollectiveMismatch,
+    Interrupted,
+    KosError,
+    RendezvousError,
+    plural,
+    ranks_in_words,
+)
+from kos.memory.array import as_dtype
+from kos.train.checkpoint.state import FLOAT32, ShardedState
+from kos.train.config.options import TrainConfig
+from kos.train.device.base import Device
+from kos.train.model.parameters import OwnedSlices, Parameters
+from kos.train.parallel.mesh import Mesh
+from kos.train.parallel.stopping import Left
+from kos.train.tools.console import Console
+from kos.train.train import Run, Runner, StepResult
+
+JOIN_SECONDS = 30.0
+"""How long the ranks wait for newcomers that have called."""
+
+TRIES = 3
+"""How often ``shrink`` may fail before this rank gives up: the first time, it may only name a rank that is stopped."""
+
+Error = TypeVar("Error", bound=KosError)
+
+
+class _Changed(CollectiveError):
+    """All ranks are at the boundary of a step. Some leave, or so many are ``joining``."""
+
+    joining = 0
+
+
+class Moving(Run, Protocol):
+    """A run whose ranks may change: ``kos.train.run.Trainer``."""
+
+    comm: Communicator
+    config: TrainConfig
+    mesh: Mesh
+    device: Device
+    console: Console
+    epoch: int
+    saved_step: int
+    untrained: float | None
+    row: dict[str, Any] | None
+
+    def facts(self) -> dict[str, Any]:
+        """What a newcomer is told of the run, of JSON's types."""
+
+    def take(self, facts: dict[str, Any]) -> None:
+        """On a newcomer, take them. ConfigError where its settings or data are others."""
+
+    def train(self, device: Runner) -> bool:
+        """Train from the current step; returns whether a stop was requested."""
+
+    def drop_save(self) -> None:
+        """End the checkpoint that is being written."""
+
+    def finish_save(self) -> None:
+        """Wait for the checkpoint that is being written."""
+
+    def move_to(self, comm: Communicator, epoch: int) -> None:
+        """Make again what depends on the ranks, which are those of ``comm`` now."""
+
+
+class Elastic(Runner):
+    """The device of ``run``, whatever ranks there are: what the loop of ``train`` drives. Collective."""
+
+    lag = 0
+
+    def __init__(self, run: Moving) -> None:
+        self.run, self._began = run, run.step if run.epoch >= 0 else 1 << 62
+        """The last step that this rank has begun: all that belongs to those before it is over."""
+        self._last: tuple[int, StepResult] | None = None  # the last step that is over, and its result
+        self._kept: Kept | None = None  # until all ranks have loaded it
+
+    def train(self) -> bool:
+        """As ``Trainer.train``. CheckpointError if a part of the state is lost, CollectiveError if too few are left."""
+        change: CollectiveError | None = _Changed() if self.run.epoch < 0 else None
+        while True:
+            if change is not None:
+                self._change(change)
+            try:
+                return self.run.train(self)
+            except CollectiveError as error:
+                if not _is_loss(error):
+                    raise
+                change = error
+
+    def start_step(self, step: int, wish: int) -> None:
+        if self._last is not None and step == self._last[0]:
+            return  # it was applied before the ranks changed
+        self._began = step
+        if self._last is not None and ((last := self._last[1]).leaving or last.joining):
+            self._last, change = (self._last[0], last._replace(leaving=(), joining=0)), _Changed("ranks leave or join")
+            if self.run.comm.rank in last.leaving:
+                self.run.comm.abort(Left.code, "it left the run, as asked")
+                raise Left(f"left the run after step {step}, as asked")
+            change.joining = 0 if last.leaving else last.joining
+            raise change
+        comm, device = self.run.comm, self.run.device
+        device.newcomers = comm.newcomers() if comm.size < self.run.config.most_ranks(comm.size) else 0
+        device.start_step(step, wish)
+
+    def finish_step(self, step: int) -> StepResult:
+        if self._last is None or step != self._last[0]:
+            self._last = step, self.run.device.finish_step(step)
+        return self._last[1]
+
+    def _change(self, change: CollectiveError) -> None:
+        """Go on with the ranks that are there, and with newcomers; again, if some are lost meanwhile."""
+        run, since, grows = self.run, time.perf_counter(), isinstance(change, _Changed) and change.joining
+        size, gone, joins, tries = run.comm.size, set[int](), run.epoch < 0, TRIES
+        run.drop_save()
+        while True:
+            try:
+                before = run.comm
+                if grows:
+                    run.comm, grows = before.grow(grows, timeout=JOIN_SECONDS), 0
+                elif not joins:
+                    run.comm = before.shrink()
+                    gone |= {*before.world_ranks} - {*run.comm.world_ranks}
+                joins, tries = False, TRIES
+                self._regroup()
+                break
+            except (CollectiveError, RendezvousError) as error:
+                if grows and isinstance(error, RendezvousError):
+                    return run.console.say(f"no rank joined: {error}")  # and the group is as it was
+                tries -= 1
+                if not _is_loss(error) or not tries:
+                    raise
+                grows = 0
+        self._report(size, gone, "left" if isinstance(change, _Changed) else "lost", time.perf_counter() - since)
+        if run.comm.size < run.config.least_ranks:
+            run.save()
+            run.finish_save()
+            least, got = plural(run.config.least_ranks, "rank"), run.comm.size
+            raise _on_every_rank(CollectiveError(f"expected at least {least} (--elastic), got {got}"))
+
+    def _report(self, before: int, gone: set[int], how: str, seconds: float) -> None:
+        """Say how the ranks have changed."""
+        now, what = self.run.comm.size, f"{ranks_in_words([*gone])} {how}" if gone else ""
+        if joined := now - (before - len(gone)):
+            what += f"{' and ' * bool(gone)}{plural(joined, 'rank')} joined"
+        self.run.console.say(f"{what} after step {self.run.step}: {plural(now, 'rank')} now, {seconds:.2f} s later")
+
+    def _regroup(self) -> None:
+        """Agree on the last step, and move to the ranks of ``run.comm``."""
+        run, comm, kept = self.run, self.run.comm, self._kept
+        epochs = _exchange(comm, run.epoch)
+        if max(epochs) > run.epoch >= 0:
+            self._commit()
+            kept = None
+        every = _exchange(comm, self._facts(newcomers=min(epochs) < 0))
+        if all(each["rank"] is None for each in every):
+            raise _on_every_rank(CollectiveError("expected a rank that has the state of the run, got newcomers alone"))
+        applied = max(each["applied"] for each in every)
+        if run.epoch < 0:
+            run.take(every[0]["run"])
+            run.epoch, kept = max(epochs), Kept(Layout(*every[0]["layout"]), None, applied, {})
+        elif kept is None:
+            if run.device.applied < applied:
+                run.device.apply()
+            kept = Kept.of(run.device)
+        self._kept, present = kept, [each["rank"] for each in every]
+        unfinished = min(each["began"] for each in every) < applied
+        if unfinished:  # what belongs to the last step, such as a validation
+            number, last = next(each["last"] for each in every if each["last"] and each["last"][0] == applied - 1)
+            self._last = number, StepResult(*last)._replace(leaving=(), joining=0)
+        run.step = applied - unfinished
+        run.saved_step = max(each["saved"] for each in every)
+        run.untrained = next((each["untrained"] for each in every if each["untrained"] is not None), None)
+        kept.check(present)
+        run.move_to(comm, run.epoch + 1)
+        kept.load(run.device, comm, present)
+        _exchange(comm, None)
+        self._commit()
+
+    def _facts(self, newcomers: bool) -> dict[str, Any]:
+        """What this rank knows, of JSON's types."""
+        run, kept = self.run, self._kept
+        if run.epoch < 0:
+            return {"rank": None, "applied": 0, "began": self._began, "last": None, "saved": -1, "untrained": None}
+        rank, done = (run.mesh.world.rank, run.device.applied) if kept is None else (kept.rank, kept.step)
+        if done == self._began + 1 and (self._last is None or self._last[0] != self._began):
+            self._last = self._began, run.device.result_of(self._began)
+        facts: dict[str, Any] = {"rank": rank, "applied": done, "began": self._began, "last": self._last}
+        if newcomers and rank is not None:
+            facts |= {"run": run.facts(), "layout": layout_of(run.device) if kept is None else kept.layout}
+        return facts | {"saved": run.saved_step, "untrained": run.untrained}
+
+    def _commit(self) -> None:
+        """All ranks have loaded what was kept, which is no more needed."""
+        self.run.epoch, self._kept = self.run.epoch + 1, None
+
+
+def _exchange(comm: Communicator, mine: Any) -> list[Any]:
+    """Every rank's JSON."""
+    return [json.loads(each) for each in comm.all_gather_bytes(json.dumps(mine).encode())]
+
+
+def _is_loss(error: KosError) -> bool:
+    """Whether the ranks that are left can go on: none of them has failed or disagreed."""
+    return not error.on_every_rank and not isinstance(error, CollectiveMismatch | Interrupted)
+
+
+def _on_every_rank(error: Error) -> Error:
+    error.on_every_rank = True
+    return error
+
+
+class Layout(NamedTuple):
+    """How state lay on ranks: their number, and with ZeRO-1 the parts [start, stop, rank that updates it]."""
+
+    size: int
+    shards: Sequence[tuple[int, int, int]] | None
+
+
+def layout_of(device: Device) -> Layout:
+    parallel, size, shards = device.step.parallel, device.mesh.world.size, None
+    if parallel.sharded:
+        each = [(parallel.part(bucket, rank), rank) for bucket in parallel.buckets for rank in range(size)]
+        shards = [(part.start, part.stop, rank) for part, rank in each]
+    return Layout(size, shards)
+
+
+class Kept:
+    """The weights and the optimizer's state that a rank held, in host memory, after ``step`` steps.
+
+    ``rank`` is its rank in ``layout``; None: a newcomer, which has nothing. ``values`` are, by name, where each piece
+    begins, and the piece.
+    """
+
+    def __init__(
+        self, layout: Layout, rank: int | None, step: int, values: Mapping[str, Sequence[tuple[int, np.ndarray]]]
+    ) -> None:
+        self.layout, self.rank, self.step, self._values = layout, rank, step, values
+
+    @classmethod
+    def of(cls, device: Device) -> Kept:
+        """What a device holds."""
+        state, parallel = device.state, device.step.parallel
+        mine = parallel.parts() if parallel.sharded else [slice(0, parallel.gradients.flat.size)]
+        values = {
+            name: [
+                (start, state.ops.to_host(held.flat[at : at + stop - start]).astype(np.float32, copy=False))
+                for part in mine for start, stop, at in ShardedState.held(held, part)
+            ]
+            for name, held in _arrays(device).items()
+        }  # fmt: skip
+        return cls(layout_of(device), device.mesh.world.rank, device.applied, values)
+
+    def check(self, present: Sequence[int | None]) -> None:
+        """CheckpointError if both ranks that hold a part of the state (``twice``) are lost."""
+        for rank in range(self.layout.size) if self.layout.shards else ():
+            if not {rank, (rank + 1) % self.layout.size} & {*present}:
+                both = ranks_in_words([rank, (rank + 1) % self.layout.size])
+                text = f"expected one of {both}, which hold a part of the state, got neither"
+                raise _on_every_rank(CheckpointError(text))
+
+    def load(self, device: Device, comm: Communicator, present: Sequence[int | None]) -> None:
+        """Fill another device's weights and state; ``present`` are the ranks of ``comm`` as they were here."""
+        state, parallel, optimizer = device.state, device.step.parallel, device.step.optimizer
+        largest = max(bucket.stop - bucket.start for bucket in parallel.buckets)
+        with state.ops.step(state.arena):
+            staging = state.arena.take((largest,), FLOAT32)
+            for name, held in _arrays(device).items():
+                for piece, holders in self._pieces(held, largest):
+                    values = self._value(name, piece)
+                    if not holders.issuperset(present):
+                        root = next(new for new, old in enumerate(present) if old in holders)
+                        part = staging[: piece.stop - piece.start]
+                        if comm.rank == root:
+                            state.ops.copy(values, part)
+                        comm.broadcast(part, root)
+                        comm.synchronize()
+                        values = part
+                    for start, stop, at in ShardedState.held(held, piece):
+                        mine, out = values[start - piece.start : stop - piece.start], held.flat[at : at + stop - start]
+                        if isinstance(mine, np.ndarray):
+                            mine = mine.astype(as_dtype(out.dtype).numpy, copy=False)
+                        state.ops.copy(mine, out)
+        optimizer.step_count = self.step
+        device.loaded()
+
+    def _pieces(self, held: Parameters | OwnedSlices, largest: int) -> Iterator[tuple[slice, set[int]]]:
+        """What was held, in pieces of at most so many elements, and by which ranks. It ends where ``held`` does."""
+        end = max(span.stop for span in held.spans.values())  # what is beyond depends on the number of ranks
+        size, shards = self.layout
+        whole = [(part, {*range(size)}) for part, _ in held.parts()]
+        if shards is not None:
+            whole = [(slice(start, stop), {rank, (rank + 1) % size}) for start, stop, rank in shards]
+        for part, ranks in whole:
+            stop = min(part.stop, end)
+            for start in range(part.start, stop, largest):
+                yield slice(start, min(start + largest, stop)), ranks
+
+    def _value(self, name: str, piece: slice) -> Any:
+        """What this rank has of a piece; None if it has nothing."""
+        for start, values in self._values.get(name, ()):
+            if start <= piece.start < start + len(values):
+                return values[piece.start - start : piece.stop - start]
+        return None
+
+
+def _arrays(device: Device) -> dict[str, Parameters | OwnedSlices]:
+    """What the optimizer holds, by name; the weights are ``weights``."""
+    optimizer = device.step.optimizer
+    return {"weights": optimizer.weights, **optimizer.state}

@@ -1,0 +1,71 @@
+"""``kos train --join``: a process that joins an elastic run, with weights and state from its ranks.
+
+It reads the settings and the data as the run did, before it calls: the ranks wait for what is left alone. At the
+boundary of a step they admit it, and tell it of the run (``Trainer.facts``).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import kos
+from kos.comm.communicator import Communicator
+from kos.errors import ConfigError, RendezvousError
+from kos.train.config.options import TrainConfig, flag_of
+from kos.train.data.batches import load_data
+from kos.train.parallel.failures import PATIENCE
+from kos.train.parallel.stopping import Stop
+from kos.train.run import PATHS, Trainer
+from kos.train.tools.console import Console
+
+CHOSEN = {"micro_batch_size", "device", "dtype", "grad_dtype", "elastic", "steps"}
+"""Settings that the run has chosen, and a newcomer takes."""
+
+
+class Newcomer(Trainer):
+    """The run of ``config`` that this process joins, at ``config.join``. What it makes is known to the run's ranks.
+
+    ConfigError if its settings or data are others than those of the run; RendezvousError if the run does not admit it.
+    """
+
+    def __init__(self, config: TrainConfig, stop: Stop | None = None) -> None:
+        self._prepare(config, stop)
+        self.console, self.epoch, self.step, self._trains = Console(0, config.steps), -1, 0, True
+        self.stop.leaves, self.start = True, 0
+        with self.stop.at_once():
+            self.data = load_data(config, self.console.progress)
+        self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
+        self.console.close()
+        self._held.push(self._close_groups)
+        self._held.callback(lambda: self.console.close())
+        self.comm = self._join()
+
+    def _join(self) -> Communicator:
+        """Wait until the run has a place: with a file as long as the run is there, which removes it at its end."""
+        where, timeout, limit = str(self.config.join), self.config.timeout, time.monotonic() + PATIENCE
+        while True:
+            began = time.monotonic()
+            try:
+                with self.stop.at_once():
+                    return kos.join(where, timeout=timeout)
+            except RendezvousError:
+                refused = time.monotonic() - began < timeout  # else nobody has answered
+                if refused or not os.path.isfile(where) or time.monotonic() > limit:
+                    raise
+
+    def take(self, facts: dict[str, Any]) -> None:
+        for name, theirs in facts["settings"].items():
+            if name not in PATHS | CHOSEN and (ours := self._asked.get(name)) != theirs:
+                raise ConfigError(f"{flag_of(name)}: expected {theirs}, which the run has, got {ours}")
+        ours = f"{self.data.name} ({self.data.fingerprint[:12]})"
+        if ours != facts["data"]:
+            raise ConfigError(f"--data: expected {facts['data']}, which the run has, got {ours}")
+        self._asked = facts["settings"]
+        self.config = self.config.model_copy(update={name: facts["chosen"][name] for name in CHOSEN})
+        self.out, self.source, self.name, self.row = Path(facts["out"]), facts["source"], facts["name"], facts["row"]
+        self.start, self.skipped, self.last_finite = facts["start"], set(facts["skipped"]), facts["last_finite"]
+        vars(self)["description"] = facts["description"]
+        self.console = Console(self.comm.rank, self.config.steps)
