@@ -36,7 +36,7 @@ __device__ __forceinline__ float dot(const float (&a)[EACH], const float (&b)[EA
 
 // x and raw begin at the first of `heads` heads; count = tokens x heads.
 extern "C" __global__ void head_norm(T* x, const T* weight, float eps, T* raw, int heads, long count) {
-    const long item = long(blockIdx.x) * HEADS + threadIdx.x / THREADS;
+    const long item = long(blockIdx.x) * (blockDim.x / THREADS) + threadIdx.x / THREADS;
     if (item >= count) return;
     const long token = item / heads, head = item % heads;
     float v[EACH], w[EACH];
