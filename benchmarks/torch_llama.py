@@ -25,6 +25,8 @@ from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.parallel.data import shard_batch
 
+RECIPES = {"tensorwise", "rowwise"}  # of torchao.float8
+
 
 class Block(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
@@ -117,12 +119,21 @@ def make_optimizer(config: TrainConfig, parameters: list[torch.Tensor]) -> torch
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
+def in_8_bits(model: TorchLlama, recipe: str) -> None:
+    """Replace the linear layers of the blocks by torchao's, whose products are in 8 bits; their weights stay."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(model.blocks, config=config)
+
+
 class TorchTraining:
     """Training as ``config`` says, from the weights that kos begins with, on this rank's share of the batches.
 
     Words of ``variant``: ``flash`` or ``cudnn`` attention; ``autocast`` of fp32 weights, ``master`` (bf16 weights
     with an fp32 copy) or ``fsdp`` (FSDP2, bf16 with sharded fp32 weights); ``graphs`` (compiled with CUDA graphs)
-    or ``eager``, else compiled; ``whole``: no micro-batches; ``checkpoint``: the backward recomputes each block.
+    or ``eager``, else compiled; ``whole``: no micro-batches; ``checkpoint``: the backward recomputes each block;
+    ``tensorwise`` or ``rowwise``: the blocks' products in 8 bits, by this recipe of torchao.
     """
 
     axis = "dp"  # the axis of the layout along which the ranks lie
@@ -147,6 +158,8 @@ class TorchTraining:
         self.replica = (self.rank, self.size) if self.axis == "dp" else (0, 1)  # the part, and of how many
         self.model, self.masters = self._make_model(model, words), []
         self.model.checkpoint = "checkpoint" in words
+        for recipe in RECIPES & words:
+            in_8_bits(self.model, recipe)
         trained = list(self.model.parameters())
         if "master" in words or self.axis == "tp":
             self.masters = [self._local(p.detach(), p).float().requires_grad_() for p in trained]

@@ -2,7 +2,8 @@
 
 The same model, weights, tokens and work in every row: forward, backward, clipping by global norm and AdamW.  kos is
 the device that ``python -m kos.train`` runs, whose flags are taken here too (``--tp 2`` is a layout); torch are the
-``--torch`` variants of ``benchmarks.torch_llama``.  With ``--compare fp8`` the other is kos with ``--dtype fp8``.
+``--torch`` variants of ``benchmarks.torch_llama``.  With ``--compare fp8`` the other is kos with ``--dtype fp8``;
+``--torch fp8,cudnn-master-tensorwise,cudnn-master-rowwise`` adds torchao's float8.
 Each is a group of processes of its own, one a rank, which begins with the same weights and has a time limit: what fails
 loses its row only, and ``--json`` is written after each.  kos is measured between the variants of torch, each
 ``--repeats`` times, the median step of ``--steps``; a row's figure is the median.  Losses are compared step by step.
@@ -56,8 +57,9 @@ HEADER = ("hardware", "driver", "versions", "commit")  # what rows of one file h
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3, "fp8": 1e-2}  # relative difference of losses
 WORDS = {
     "flash", "cudnn", "autocast", "master", "fsdp", "graphs", "eager", "compile", "whole", "checkpoint", "async",
-    "alltoall", "fused", "fp8",
+    "alltoall", "fused", "fp8", "tensorwise", "rowwise",
 }  # fmt: skip
+EIGHT_BITS = {"fp8", "tensorwise", "rowwise"}  # of WORDS: whose flops have no peak here
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")  # what begins variables that the ranks must not see
 ROW_KEYS = (
     "preset", "batch_size", "seq_len", "ranks", "layout", "implementation", "variant", "tokens_per_second", "step_ms",
@@ -314,19 +316,20 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
     flops, rows = model.flops_per_token(config.seq_len), []
     variant = config.dtype + "-grads" * (config.grad_dtype == "bfloat16") + "-deterministic" * config.deterministic
     steps = min(len(group.losses) for group in groups)
+    other = options.compare
     for group in groups:
         pairs = list(zip(groups[0].losses, group.losses, strict=False))
         if first_step_only(options, config.dtype):
             pairs = [pair for step, pair in enumerate(pairs) if step == 0 or not np.isfinite(pair[1])]
         seconds = median(group.seconds)
         speed = config.batch_size * config.seq_len / seconds
-        each = speed / options.ranks / peak if peak and group.name != "fp8" else None
+        each = speed / options.ranks / peak if peak and not EIGHT_BITS & set(group.name.split("-")) else None
         row = {
             "preset": options.name or config.preset,
             "batch_size": config.batch_size // layout.dp,
             "seq_len": config.seq_len,
             "ranks": options.ranks,
-            "implementation": "kos" if group.name in ("kos", "fp8") else options.compare,
+            "implementation": "kos" if group.name in ("kos", "fp8") else {"fp8": "torch"}.get(other, other),
             "variant": variant if group.name == "kos" else group.name,
             "tokens_per_second": speed,
             "step_ms": 1e3 * seconds,

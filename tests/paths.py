@@ -30,8 +30,10 @@ from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
+from kos.cuda.kernels import BoundKernel
 from kos.memory import Array
 from kos.testing import spawn
+from tests.comm import fake_driver
 from tests.comm.fake_nccl import WAIT, Comm, Group
 from tests.comm.fake_peer import HostKernel, no_gpus
 from tests.comm.ranks import on_threads
@@ -172,10 +174,17 @@ def on_gpus(*names: str) -> dict[str, Path_]:
 class NoKernel(HostKernel):
     """A kernel that computes nothing."""
 
-    def __init__(self, *_: Any, **defines: Any) -> None: ...
+    def __init__(self, *_: Any, **defines: Any) -> None:
+        self._function = fake_driver.number(self)
 
-    def bind(self, *_: Any, **__: Any) -> Callable[..., None]:
-        return lambda stream, *arrays: None
+    def bind(self, blocks: int, threads: int, *arguments: Any, **_: Any) -> BoundKernel:
+        return NoLaunch(self, fake_driver.Config(blocks, threads), arguments)
+
+    def run(self, config: Any, parameters: int) -> None: ...
+
+
+class NoLaunch(BoundKernel):
+    def __call__(self, stream: Any, *arrays: int) -> None: ...
 
 
 def _of_ranks(ranks: list[dict[str, Path_]]) -> dict[str, Path_]:

@@ -8,17 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.bench.cases import (
-    IN_PLACE,
-    OPERATIONS,
-    PERIOD,
-    STRIDE,
-    Case,
-    Data,
-    bandwidths,
-    busbw_factor,
-    uneven,
-)
+from kos.bench.cases import IN_PLACE, OPERATIONS, PERIOD, STRIDE, Case, Data, bandwidths, busbw_factor, uneven
 from kos.bench.implementations import Ours
 from kos.bench.measure import HostTimer, Job, Run, measure
 from kos.bench.memory import HostMemory, Space

@@ -19,9 +19,7 @@ from benchmarks import compare, recorder
 from kos import cuda
 from kos.bench import __main__ as command
 from kos.bench import report
-from kos.bench.cases import (
-    OPERATIONS,
-)
+from kos.bench.cases import OPERATIONS
 from kos.bench.implementations import Ours
 from kos.bench.measure import Run
 from kos.bench.options import parse

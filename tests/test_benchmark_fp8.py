@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import fp8
+from benchmarks import fp8, fp8_losses
 from kos.bench import report
-from kos.errors import BackendUnavailable
+from kos.errors import BackendUnavailable, ConfigError
 from kos.train.config.presets import PRESETS
 from kos.train.ops.cuda.cublaslt import scale_mode
 from tests.host_compiler import COMPILER
@@ -23,18 +23,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Ops(emulator.HostOps):
-    """Without products of finer scales than one a row."""
+    """Without products of two operands of fine scales."""
 
     def __init__(self, device: int, search: bool) -> None:
         super().__init__()
         self.modes = set[int]()
 
     def matmul(self, a: Any, b: Any, out: Any, *, scales: Any = (), **options: Any) -> None:
-        for x, scale in zip((a, b), scales, strict=False):
-            self.modes.add(mode := scale_mode(scale.shape, *x.shape))
-            if mode > 3:
-                raise BackendUnavailable("cuBLASLt has no algorithm")
-        super().matmul(a, b, out, scales=scales if scales and scales[0].shape == (1,) else (), **options)
+        modes = [scale_mode(scale.shape, *x.shape) for x, scale in zip((a, b), scales, strict=False)]
+        self.modes.update(modes)
+        if modes == [4, 4]:
+            raise BackendUnavailable("cuBLASLt has no algorithm")
+        super().matmul(a, b, out, scales=scales if 5 in modes else (), **options)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
@@ -53,8 +53,8 @@ def test_all_tables(monkeypatch, tmp_path, capsys):
     assert fp8.main() == 0
     result = json.loads(path.read_text())
     tables = [row["table"] for row in result["rows"]]
-    assert [tables.count(name) for name in ("products", "casts", "layers")] == [12, 3, 5]
-    assert made[0].modes == {0, 3, 4} and set(result["reasons"]) == {"1x128 128x128", "1x128 1x128"}
+    assert [tables.count(name) for name in ("products", "casts", "layers")] == [12, 9, 5]
+    assert made[0].modes == {0, 3, 4, 5} and set(result["reasons"]) == {"1x128 1x128"}
     first, last = result["rows"][0], result["rows"][-1]
     assert (first["name"], first["shape"]) == ("qkv forward", [128, 256, 128])
     assert first["bf16"] == pytest.approx(2e-9 * 128 * 256 * 128) and first["1x128 1x128"] is None
@@ -74,6 +74,37 @@ def test_training_beside_bfloat16(tmp_path):
     rows = json.loads(path.read_text())["rows"]
     assert [(row["implementation"], row["variant"]) for row in rows] == [("kos", "float32"), ("kos", "fp8")]
     assert 0 < rows[1]["loss_difference"] < 1e-2 and rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-2)
+
+
+def test_losses_in_pairs(tmp_path, capsys):
+    """Here beside float32, and rounded otherwise; a file that lacks some runs is completed with the same numbers."""
+    lines = [json.dumps({"text": f"the {number} ranks of a ring\n" * (number % 7 + 3)}) + "\n" for number in range(99)]
+    (corpus := tmp_path / "corpus.jsonl").write_text("".join(lines))
+    shape = "--hidden-size 16 --intermediate-size 24 --num-hidden-layers 2 --num-attention-heads 2"
+    flags = "--num-key-value-heads 2 --seq-len 16 --batch-size 4 --micro-batch-size 2 --lr 1e-2 --device cpu --seeds 2"
+    path = tmp_path / "losses.json"
+    arguments = ["--corpus", str(corpus), "--json", str(path), "--tokens", "640", *shape.split(), *flags.split()]
+    fp8_losses.main([*arguments, "--again"])
+    said, whole = capsys.readouterr().out, json.loads(path.read_text())
+    keys = [(row["dtype"], row["micro_batch_size"], row["seed"], row["steps"]) for row in whole["rows"]]
+    assert keys == [(dtype, micro, seed, 10) for seed in (1, 2) for dtype, micro in (
+        ("float32", 2), ("fp8", 2), ("float32", 1))]  # fmt: skip
+    for number, row in enumerate(whole["summary"]):
+        one, fp8_, again = (each["val_loss"] for each in whole["rows"][3 * number : 3 * number + 3])
+        assert row == {"seed": number + 1, "float32": one, "fp8": fp8_, "again": again,
+                       "fp8 differs": fp8_ / one - 1, "again differs": again / one - 1}  # fmt: skip
+        assert 1e-7 < abs(row["fp8 differs"]) < 0.02 and abs(row["again differs"]) < 1e-4
+        assert f"{row['fp8 differs']:+.3%}" in said
+    mean = sum(row["fp8 differs"] for row in whole["summary"]) / 2
+    error = abs(whole["summary"][0]["fp8 differs"] - mean)  # of two values: half their distance
+    assert f"fp8 differs by {mean:+.3%} +- {error:.3%}, 2 seeds" in said
+    path.write_text(json.dumps({**whole, "rows": whole["rows"][2:5]}))
+    fp8_losses.main([*arguments, "--again"])
+    completed = json.loads(path.read_text())["rows"]
+    for row in whole["rows"]:
+        assert row["curve"] in [each["curve"] for each in completed]
+    with pytest.raises(ConfigError, match="--again: expected a --micro-batch-size of at least 2, got 1"):
+        fp8_losses.main([*arguments, "--again", "--micro-batch-size", "1"])
 
 
 def test_shapes_of_a_preset():

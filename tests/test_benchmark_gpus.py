@@ -11,10 +11,7 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 
-from kos.bench.cases import (
-    Case,
-    Data,
-)
+from kos.bench.cases import Case, Data
 from kos.bench.implementations import Ours
 from kos.bench.limits import DeviceLimits
 from kos.bench.measure import DeviceTimer, Job, Run, measure

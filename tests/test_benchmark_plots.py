@@ -12,10 +12,11 @@ import pytest
 
 from benchmarks import loss_curve
 from benchmarks.plots import __main__ as command
-from benchmarks.plots import results, tables
+from benchmarks.plots import measured, results, tables, tables_hosts, tables_slower
+from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots.pictures import PICTURES
 from benchmarks.plots.results import RESULTS, ROOT, us
-from benchmarks.plots.tables_slower import spans
+from benchmarks.plots.tables_slower import REASONS, summary
 from kos.bench.report import size
 
 README = ROOT / "README.md"
@@ -73,7 +74,7 @@ def test_readme_quotes_the_run_that_was_recorded() -> None:
 
 
 def test_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 120
+    assert len(README.read_text().splitlines()) <= 130
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
@@ -136,11 +137,58 @@ def test_sizes_and_times() -> None:
     ]  # fmt: skip
 
 
-def test_sizes_at_which_kos_is_slower() -> None:
-    peer = dict.fromkeys((8, 64, 1024, 4096, 1 << 20), 10.0)
-    kos = {8: 20.0, 64: 22.0, 1024: 10.1, 4096: 15.0, 1 << 20: 5.0, 1 << 30: 99.0}
-    assert spans(kos, peer) == "8 B to 64 B: 2.00 to 2.20; 4 KB: 1.50"
-    assert spans(peer, peer) == "" and spans(kos, {}) == ""
+def test_sizes_at_which_kos_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On hosts: by more than two measurements of Open MPI differ, with the reason of each kind of call."""
+    assert summary([("scan", 1 << 20, 1.5), ("scan", 8, 1.1)]) == ["scan", "8 B to 1 MB", "1.10 to 1.50"]
+    values = {"same array": 1.0, "arrays in rotation": 1.0, "persistent": 0.6, "noise": 1.0}
+    cells: list[tuple[str, int, dict[str, float | None]]] = [
+        ("send_recv", 8, values),
+        ("reduce", 8, {**values, "same array": 1.3}),
+        ("scatter", 8, {**values, "arrays in rotation": 1.3, "noise": 0.7}),
+        ("gather_v", 1024, {**values, "arrays in rotation": 2.0}),
+        ("broadcast", 16 << 20, {**values, "same array": 1.05, "noise": 1.04}),
+        ("reduce", 16 << 20, {**values, "same array": 3.0}),
+        ("exscan", 16 << 20, {**values, "same array": 1.4, "persistent": 1.4}),
+    ]
+    monkeypatch.setattr(tables_hosts, "recorded", lambda ranks: cells)
+    monkeypatch.setattr(measured, "HOST_RANKS", (2,))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables_slower.hosts().splitlines()[2:]]
+    reasons = [REASONS[name] for name in ("counts", "copies", "plain", "slots")]
+    assert [row[:4] for row in rows] == [
+        ["2", "reduce", "8 B", "1.30"], ["2", "gather_v", "1 KB", "2.00"], ["2", "broadcast", "16 MB", "1.05"],
+        ["2", "reduce", "16 MB", "3.00"], ["2", "exscan", "16 MB", "1.40"],
+    ]  # fmt: skip
+    assert [row[4] for row in rows[1:]] == reasons and "each rank waits" in rows[0][4]
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder in place of benchmarks/results."""
+    for module in (results, measured):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    for cached in (results.load, results.newest):
+        cached.cache_clear()
+    yield tmp_path
+    for cached in (results.load, results.newest):
+        cached.cache_clear()
+
+
+def test_tables_are_of_the_newest_file_and_show_another_nccl(recorded: Path) -> None:
+    row = {"op": "broadcast", "mode": "graph", "in_place": False, "bytes": 1024, "time_us": 4.0}
+    kos = {**row, "backend": "auto", "algorithm": "auto", "call": "function", "time_us": 2.0}
+
+    def write(name: str, gpu: str, date: str, *rows: dict[str, object]) -> None:
+        about = {"hardware": f"2 x NVIDIA {gpu}", "date": date}
+        (recorded / f"{name}.json").write_text(json.dumps({**about, "rows": rows}))
+
+    write("collectives-h200-2", "H200", "2026-11-20", {**row, "backend": "nccl", "time_us": 99.0})
+    write("collectives-h100-2", "H100 80GB HBM3", "2026-11-25", kos, {**row, "backend": "nccl"})
+    assert measured.on(2) == "2 H100"
+    assert collectives.every_operation(2, "graph", (1024, 2048)).splitlines()[2] == "| broadcast | 2.00 (2.00) |  |"
+    write("other-nccl-h100-2", "H100 80GB HBM3", "2026-11-25", {**row, "backend": "nccl", "time_us": 3.0})
+    assert "| broadcast | 2.00 (2.00; 1.50) |  |" in collectives.every_operation(2, "graph", (1024, 2048))
+    with pytest.raises(LookupError, match=r"expected a file torch-GPU-4\.json"):
+        results.newest("torch", 4)
 
 
 def test_the_command_checks_and_writes(

@@ -287,6 +287,20 @@ def test_a_gpu_gives_the_losses_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-5) and losses["cpu"][-1] < losses["cpu"][0]
 
 
+def test_torchao_takes_the_weights_of_the_model() -> None:
+    """Of the blocks' products, which alone are in 8 bits."""
+    pytest.importorskip("torchao.float8")
+    from benchmarks.torch_llama import RECIPES, TorchLlama, in_8_bits
+    from kos.train.config.options import TrainConfig
+
+    for recipe in RECIPES:
+        model = TorchLlama(TrainConfig.from_preset("tiny").model_config_for(256))
+        before = {name: id(parameter) for name, parameter in model.names().items()}
+        in_8_bits(model, recipe)
+        assert {name: id(parameter) for name, parameter in model.names().items()} == before
+        assert type(model.head).__name__ == "Linear" and type(model.blocks[0].down).__name__ == "Float8Linear"
+
+
 def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = SimpleNamespace(statistics=lambda: SimpleNamespace(peak=100))
     monkeypatch.setattr(pool_module, "pool_of", lambda device: pool)

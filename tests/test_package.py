@@ -213,6 +213,22 @@ def test_both_hold_every_file_of_kos_and_no_other(dist: tuple[Path, Path]) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("make") is None or shutil.which("cc") is None, reason="needs make and a C compiler")
+def test_make_wheels_builds_one_with_the_core_and_a_pure_one() -> None:
+    """The same files but the core; no symbol is newer than manylinux allows."""
+    made = run("make", "wheels", f"PYTHON={sys.executable}", limit=280)
+    assert made.returncode == 0, made.stdout + made.stderr
+    core, pure = sorted((ROOT / "dist").glob("kos-*.whl"))
+    assert core.name.startswith(f"kos-{kos.__version__}-cp311-abi3-manylinux")
+    assert pure.name == f"kos-{kos.__version__}-py3-none-any.whl"
+    files = [
+        {name for name in zipfile.ZipFile(path).namelist() if name.startswith("kos/") and name[-1] != "/"}
+        for path in (core, pure)
+    ]
+    assert files[0] - files[1] == {"kos/_core/native.abi3.so"} and files[1] < files[0]
+
+
+@pytest.mark.slow
 def test_a_wheel_built_without_a_compiler_works_without_the_core(dist: tuple[Path, Path], tmp_path: Path) -> None:
     [unpacked] = (dist[0].parent / "unpacked").iterdir()
     for built in ("build", "kos/_core/native.abi3.so"):

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
         limit = row["limit_us"] = max(row["bytes"] / speed, row["flops"] / peak if peak else 0) * 1e6
         if "fast_us" in row:
             row["of_limit"] = limit / row["fast_us"]
-        rows.append({**row, "errors": errors})
+        rows.append({**row, "errors": errors, "preset": arguments.preset, "tokens": arguments.tokens})
         percent = 100 * row["of_limit"] if "of_limit" in row else None
         numbers = (row.get("naive_us"), row.get("fast_us"), limit, percent, row["torch_us"],
                    row.get("torch_compiled_us"), errors.get("fast"), errors.get("naive"))  # fmt: skip

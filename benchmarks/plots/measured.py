@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from benchmarks.plots.results import Row, load, one, select
+from benchmarks.plots.results import RESULTS, Row, gpus, load, newest, one, select
 
 GPU_LINES = {
     "kos, symmetric buffers": {"backend": "auto", "algorithm": "window", "call": "function"},
@@ -21,21 +21,42 @@ HOST_LINES = {
     "kos": {"backend": "mpi", "call": "function"},
     "kos, persistent": {"backend": "mpi", "call": "persistent"},
     "Open MPI": {"backend": "mpi-native"},
-    "Gloo": {"backend": "gloo"},
+    "Open MPI from C": {"backend": "mpi-c"},
 }
+HOST_RANKS = (2, 4)
+"""Numbers of ranks on 2 cores of which there is a file, written by ``kos bench --arrays``."""
 
 Series = dict[int, float]
 """A value by the size in bytes."""
 
 
-def on_gpus(ranks: int, name: str, op: str = "all_reduce", mode: str = "graph", value: str = "time_us") -> Series:
+def on_gpus(
+    ranks: int, name: str, op: str = "all_reduce", mode: str = "graph", value: str = "time_us", file: str = ""
+) -> Series:
     """Values of an operation by size, out of place if the implementation can do that."""
     wanted: dict[str, Any] = {**GPU_LINES[name], "op": op, "mode": mode, "in_place": name in IN_PLACE_ONLY}
-    file = f"collectives-h200-{ranks}"
+    file = file or newest("collectives", ranks)
     rows = select(file, **wanted)
     if not rows and name == "NCCL" and op in ("gather", "scatter", "send_recv"):  # grouped by kos' backend ``nccl``
         rows = select(file, **{**wanted, "backend": "kos-nccl", "algorithm": "auto"})
     return {row["bytes"]: row[value] for row in rows}
+
+
+def on(ranks: int) -> str:
+    """The GPUs of the file of collectives: 2 H100."""
+    return gpus(newest("collectives", ranks))
+
+
+def other_nccl(ranks: int) -> str | None:
+    """The file of another NCCL on the GPUs of the file of collectives, if that was measured."""
+    name = newest("collectives", ranks).replace("collectives", "other-nccl")
+    return name if (RESULTS / f"{name}.json").exists() else None
+
+
+def torch_file() -> str:
+    """The newest file of torch.distributed over kos, of 2 or of 4 GPUs."""
+    names = [path.stem for path in RESULTS.glob("torch-backend-h*.json")]
+    return max(names, key=lambda name: str(load(name)["date"]))
 
 
 def faster_nccl(ranks: int, mode: str = "graph") -> Series:
@@ -45,33 +66,24 @@ def faster_nccl(ranks: int, mode: str = "graph") -> Series:
 
 
 def gpu_limits(ranks: int, op: str = "all_reduce") -> Series:
-    return limits(f"collectives-h200-{ranks}", "graph", False, op=op)
+    return limits(newest("collectives", ranks), "graph", False, op=op)
 
 
 def others(ranks: int) -> list[str]:
     """The operations besides all_reduce that were measured on ``ranks`` GPUs."""
-    rows = load(f"collectives-h200-{ranks}")["rows"]
+    rows = load(newest("collectives", ranks))["rows"]
     found = {row["op"]: None for row in rows}
     return [op for op in dict.fromkeys((*SHOWN_OPERATIONS, *found)) if op in found and op != "all_reduce"]
 
 
-def all_reduce_host(machine: str, ranks: int, name: str, mode: str = "eager", in_place: bool = True) -> Series:
-    wanted: dict[str, Any] = {**HOST_LINES[name], "mode": mode, "in_place": in_place, "ranks": ranks}
-    return {row["bytes"]: row["time_us"] for row in select(f"collectives-{machine}-{ranks}", **wanted)}
+def on_host(ranks: int, name: str, op: str = "all_reduce") -> Series:
+    """Microseconds of calls back to back on the same array, by size."""
+    wanted: dict[str, Any] = {**HOST_LINES[name], "op": op, "mode": "eager", "arrays": 1}
+    return {row["bytes"]: row["time_us"] for row in select(f"host-calls-{ranks}", **wanted)}
 
 
 def limits(file: str, mode: str, in_place: bool, **wanted: Any) -> Series:
     return {row["bytes"]: row["limit_us"] for row in select(file, mode=mode, in_place=in_place, **wanted)}
-
-
-HOST_LIMIT_FROM = 64 << 10
-"""Below so many bytes a host's limit is mostly the cost of calling NumPy, and no bound."""
-
-
-def host_limits(machine: str, ranks: int) -> Series:
-    """Of all_reduce in place, where it is a bound."""
-    found = limits(f"collectives-{machine}-{ranks}", "eager", True, ranks=ranks)
-    return {nbytes: bound for nbytes, bound in found.items() if nbytes >= HOST_LIMIT_FROM}
 
 
 class Trained(NamedTuple):
@@ -97,11 +109,15 @@ MODELS = [  # preset, sequences of a GPU, tokens of a sequence, label
 ]
 
 
+TRAINED_ON = tuple(ranks for ranks in (1, 2, 4, 8) if any(RESULTS.glob(f"train-h*-{ranks}.json")))
+"""Numbers of GPUs of which there is a file."""
+
+
 def trained(ranks: int) -> list[Trained]:
-    """Every model that was measured with kos and PyTorch on this number of H200."""
+    """Every model that was measured with kos and PyTorch on this number of GPUs."""
     found = []
     for preset, batch, tokens, label in MODELS:
-        rows = select(f"train-h200-{ranks}", preset=preset, batch_size=batch, seq_len=tokens)
+        rows = select(newest("train", ranks), preset=preset, batch_size=batch, seq_len=tokens)
         theirs = [row for row in rows if row["implementation"] == "torch"]
         if not theirs:
             continue
@@ -114,7 +130,7 @@ def trained(ranks: int) -> list[Trained]:
 def variant(row: Row) -> str:
     """How PyTorch was set up, in words."""
     words = {
-        "flash": "flash", "cudnn": "cuDNN", "master": "bf16 weights and fp32 copy", "autocast": "autocast",
+        "flash": "flash", "cudnn": "cuDNN", "master": "fp32 masters", "autocast": "autocast",
         "graphs": "CUDA graphs", "fsdp": "FSDP2", "eager": "eager", "whole": "one batch",
     }  # fmt: skip
     said = ", ".join(words[word] for word in row["variant"].split("-"))
@@ -137,27 +153,22 @@ ATTENTION = [  # preset of the file, label
 ]
 
 
+def attention_file() -> str:
+    """The newest file that has every shape of ``ATTENTION``."""
+    names = [path.stem for path in RESULTS.glob("attention-h*-1.json")]
+    whole = [
+        name for name in names if {row.get("preset") for row in load(name)["rows"]} >= {key for key, _ in ATTENTION}
+    ]
+    return max(whole, key=lambda name: str(load(name)["date"]))
+
+
 def attention(preset: str, way: str) -> dict[str, float]:
     """TFLOP/s by implementation, ``way`` being "" (forward) or "_backward"."""
-    ours = one("attention-h200-1", op=f"attention{way}", preset=preset)
-    cudnn = one("attention-h200-1", op=f"attention_cudnn{way}", preset=preset)
-    times = {"kos": ours["fast_us"], "PyTorch's choice": ours["torch_us"], "cuDNN through kos": cudnn["fast_us"]}
-    return {name: ours["flops"] / time * 1e-6 for name, time in times.items()}
-
-
-LAYOUTS = [  # preset, layout, commit of the row, whether a later one follows, label
-    ("1b", "dp2", "3583f2d", "dp 2"),
-    ("1b", "tp2", "ab04e75 with the change of de429d5", "tp 2"),
-    ("1b", "pp2 zero-bubble-v", "3583f2d", "pp 2, zero-bubble-v"),
-    ("1b", "cp2", "ab04e75", "cp 2"),
-    ("8b", "dp2 zero1", "ab04e75", "dp 2, ZeRO-1"),
-    ("8b", "tp2", "ab04e75 with the change of de429d5", "tp 2"),
-]
+    row = one(attention_file(), op=f"attention{way}", preset=preset)
+    times = {"kos": row["fast_us"], "PyTorch's choice": row["torch_us"]}
+    return {name: row["flops"] / time * 1e-6 for name, time in times.items()}
 
 
 def layout_rows() -> list[tuple[str, Row]]:
     """On 2 GPUs: label and row."""
-    return [
-        (label, one("layouts-h200-2", preset=preset, layout=layout, commit=commit))
-        for preset, layout, commit, label in LAYOUTS
-    ]
+    return [(row["layout"], row) for row in load(newest("layouts", 2))["rows"]]

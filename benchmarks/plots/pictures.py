@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.plots import measured
-from benchmarks.plots.results import PEAK_TFLOPS, load, one, select
+from benchmarks.plots.results import PEAK_TFLOPS, gpus, load, newest, one, select
 from benchmarks.plots.style import (
     KOS,
     KOS_LIGHT,
@@ -13,7 +13,6 @@ from benchmarks.plots.style import (
     LIMIT_LINE,
     PEER,
     PEER_LIGHT,
-    PEER_THIRD,
     bars,
     limit,
     line,
@@ -34,23 +33,54 @@ def faster(axes: Any, ours: dict[int, float], theirs: dict[int, float], name: st
     axes.axhline(1.0, color=LIMIT, linewidth=0.9)
 
 
-def all_reduce_nccl() -> Any:
-    """For README: 8 GPUs, times and the ratio to the faster of NCCL's two kinds of buffers."""
-    figure, [[times, ratios]] = new(3.1, columns=2, width_ratios=[3, 2])
-    lines = {name: measured.on_gpus(8, name) for name in GPU_NAMES}
+def latency() -> Any:
+    """For README: an all_reduce of 2 ranks on a host, and on GPUs in a graph and eager, beside peers."""
+    figure, [panels] = new(3.1, columns=3)
+    host = {name: measured.on_host(2, name) for name in measured.HOST_LINES if name != "kos, persistent"}
+    draw(panels[0], host, "2 ranks on 2 EPYC cores, float32")
+    names = (*GPU_NAMES, "torch one-shot")
+    for axes, mode, title in ((panels[1], "graph", "in a CUDA graph"), (panels[2], "eager", "eager")):
+        lines = {name: measured.on_gpus(2, name, mode=mode) for name in names}
+        draw(axes, {name: series for name, series in lines.items() if series}, f"{measured.on(2)}, bfloat16, {title}")
+    panels[0].set_ylabel("microseconds (lower is better)")
+    return figure
+
+
+def draw(axes: Any, lines: dict[str, dict[int, float]], title: str) -> None:
+    """Up to 1 MB, where latency counts."""
     for name, series in lines.items():
-        line(times, name, series)
-    bound = measured.gpu_limits(8)
-    limit(times, bound)
-    sizes_along(times, bound)
-    times_up(times)
-    times.set(title="all_reduce on 8 H200, bfloat16, CUDA graph", ylabel="microseconds (lower is better)")
-    times.legend()
-    for name, color in (("kos, symmetric buffers", KOS), ("kos, any buffers", KOS_LIGHT)):
-        faster(ratios, lines[name], measured.faster_nccl(8), name, color)
-    sizes_along(ratios, bound)
-    ratios.set(title="times as fast as NCCL's faster buffers", ylim=(0, None))
-    ratios.legend()
+        line(axes, name, {nbytes: time for nbytes, time in series.items() if nbytes <= 1 << 20})
+    sizes_along(axes, [nbytes for nbytes in next(iter(lines.values())) if nbytes <= 1 << 20], apart=4)
+    times_up(axes)
+    axes.set_title(title)
+    axes.legend(fontsize=6)
+    low, high = axes.get_ylim()
+    axes.set_yticks([tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100) if low <= tick <= high])
+
+
+def training_types() -> Any:
+    """For README: speeds on one GPU as parts of that of kos in bfloat16: of PyTorch in bfloat16, of kos in 8 bits."""
+    figure, [panels] = new(2.8, columns=2, sharey=True)
+    models = [row for row in measured.trained(1) if not row.label.startswith("124m, 4 ")]
+    eight = newest("train-fp8", 1)
+    pairs = [(row.kos, row.torch) for row in models]
+    types = [
+        tuple(one(eight, preset=row.kos["preset"], variant=kind) for kind in ("bfloat16", "fp8")) for row in models
+    ]
+    for axes, found, name, color, file in (
+        (panels[0], pairs, "PyTorch, torch.compile, bfloat16", PEER, newest("train", 1)),
+        (panels[1], types, "kos, fp8", KOS_LIGHT, eight),
+    ):
+        speeds = [[row["tokens_per_second"] for row in rows] for rows in zip(*found, strict=True)]
+        parts = [[speed / ours for speed, ours in zip(each, speeds[0], strict=True)] for each in speeds]
+        labels = [row.label.replace(", ", "\n", 1) for row in models]
+        bars(axes, labels, {"kos, bfloat16": parts[0], name: parts[1]}, [KOS, color], texts=False)
+        for index, each in enumerate(speeds):
+            for at, speed in enumerate(each):
+                axes.text(at + 0.4 * index - 0.2, parts[index][at] + 0.02, f"{speed:,.0f}", ha="center", fontsize=7)
+        axes.set(title=f"training on {gpus(file)}, tokens a second", ylim=(0, 1.6))
+        axes.legend(loc="upper left")
+    panels[0].set_ylabel("part of kos in bfloat16")
     return figure
 
 
@@ -70,8 +100,8 @@ def all_reduce_gpus() -> Any:
             faster(ratios, lines[name], measured.faster_nccl(ranks), name, color)
         for axes in (times, ratios):
             sizes_along(axes, bound, apart=8)
-        times.set_title(f"{ranks} GPUs: time of a call")
-        ratios.set_title(f"{ranks} GPUs: times as fast as NCCL")
+        times.set_title(f"{measured.on(ranks)}: time of a call")
+        ratios.set_title(f"{measured.on(ranks)}: times as fast as NCCL")
     panels[1][0].set_ylim(0, None)
     panels[0][0].set_ylabel("microseconds (lower is better)")
     panels[1][0].set_ylabel("NCCL's faster buffers / kos")
@@ -81,15 +111,15 @@ def all_reduce_gpus() -> Any:
 
 
 def all_reduce_hosts() -> Any:
-    """2 and 4 ranks on two cores, in place and back to back, beside Open MPI and Gloo."""
-    figure, panels = new(3.5, columns=2)
-    for ranks, axes in zip((2, 4), panels[0], strict=True):
-        for name in measured.HOST_LINES:
-            line(axes, name, measured.all_reduce_host("xeon", ranks, name))
-        limit(axes, measured.host_limits("xeon", ranks))
-        sizes_along(axes, measured.all_reduce_host("xeon", ranks, "kos"))
+    """2 and 4 ranks on two cores, back to back on the same array, beside Open MPI."""
+    figure, panels = new(3.3, columns=2)
+    for ranks, axes in zip(measured.HOST_RANKS, panels[0], strict=True):
+        lines = {name: measured.on_host(ranks, name) for name in measured.HOST_LINES}
+        for name, series in lines.items():
+            line(axes, name, series)
+        sizes_along(axes, lines["kos"])
         times_up(axes)
-        axes.set(title=f"{ranks} ranks on 2 Xeon cores: all_reduce, float32")
+        axes.set(title=f"{ranks} ranks on 2 EPYC cores: all_reduce, float32")
     panels[0][0].set_ylabel("microseconds (lower is better)")
     panels[0][0].legend()
     return figure
@@ -105,7 +135,7 @@ def collectives() -> Any:
         limit(axes, bound)
         sizes_along(axes, bound, apart=8)
         times_up(axes)
-        axes.set_title(f"{op}, 4 H200")
+        axes.set_title(f"{op}, {measured.on(4)}")
     for axes in panels[:, 0]:
         axes.set_ylabel("microseconds")
     handles, labels = panels[0][0].get_legend_handles_labels()
@@ -116,18 +146,24 @@ def collectives() -> Any:
 def training() -> Any:
     """Tokens per second and GPU of kos and compiled PyTorch, by model and number of GPUs."""
     figure, panels = new(3.9, columns=len(measured.MODELS), sharey=False)
-    every = [measured.trained(ranks) for ranks in (1, 4, 8)]
+    every = [measured.trained(ranks) for ranks in measured.TRAINED_ON]
     for axes, (*_, label) in zip(panels[0], measured.MODELS, strict=True):
         rows = [row for rows in every for row in rows if row.label == label]
         speeds = {
             "kos": [row.kos["tokens_per_second"] / row.ranks / 1e3 for row in rows],
             "PyTorch, torch.compile": [row.torch["tokens_per_second"] / row.ranks / 1e3 for row in rows],
         }
-        bars(axes, [str(row.ranks) for row in rows], speeds, [KOS, PEER], texts=False)
+        bars(
+            axes,
+            [gpus(newest("train", row.ranks)).replace(" ", "\n") for row in rows],
+            speeds,
+            [KOS, PEER],
+            texts=False,
+        )
         top = max(max(values) for values in speeds.values())
         for at, row in enumerate(rows):
             axes.text(at, top * 1.02, f"{row.ratio:.2f}x", ha="center", fontsize=7.5)
-        axes.set(title=label.replace(", ", "\n", 1), xlabel="H200", ylim=(0, top * 1.12),
+        axes.set(title=label.replace(", ", "\n", 1), ylim=(0, top * 1.12),
                  xlim=(len(rows) / 2 - 2.1, len(rows) / 2 + 1.1))  # fmt: skip
     panels[0][0].set_ylabel("thousand tokens a second and GPU (higher is better)")
     handles, labels = panels[0][0].get_legend_handles_labels()
@@ -177,7 +213,7 @@ def kernels() -> Any:
     """How much of the physical limit each operation reaches."""
     figure, [[axes]] = new(5.6)
     for index, op in enumerate(KERNELS):
-        row = one("kernels-h200-1", op=op)
+        row = one(newest("kernels", 1), op=op)
         reached = {"kos": row["fast_us"], "PyTorch, eager": row["torch_us"]}
         if "torch_compiled_us" in row:
             reached["PyTorch, torch.compile"] = row["torch_compiled_us"]
@@ -189,7 +225,7 @@ def kernels() -> Any:
     axes.invert_yaxis()
     axes.axvline(100, **LIMIT_LINE, label="physical limit")
     axes.grid(axis="y", visible=False)
-    axes.set(title="Operations of a training step: preset 1b, 8,192 tokens, bfloat16, one H200",
+    axes.set(title=f"Operations of a training step: preset 1b, 8,192 tokens, bfloat16, {gpus(newest('kernels', 1))}",
              xlabel="percent of the physical limit (higher is better)", xlim=(0, 104))  # fmt: skip
     figure.legend(loc="outside lower center", ncols=4)
     return figure
@@ -202,9 +238,9 @@ def attention() -> Any:
         by_shape = [measured.attention(preset, way) for preset, _ in measured.ATTENTION]
         series = {name: [shape[name] for shape in by_shape] for name in by_shape[0]}
         labels = [label.replace(": ", "\n").replace(", head", "\nhead") for _, label in measured.ATTENTION]
-        bars(axes, labels, series, [KOS, PEER, PEER_THIRD])
+        bars(axes, labels, series, [KOS, PEER])
         axes.axhline(PEAK_TFLOPS, **LIMIT_LINE, label="data sheet's peak")
-        axes.set_title(f"causal attention on one H200, {title}")
+        axes.set_title(f"causal attention on {gpus(measured.attention_file())}, {title}")
     panels[0][0].set_ylabel("TFLOP/s (higher is better)")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4)
@@ -214,14 +250,16 @@ def attention() -> Any:
 def torch_backend() -> Any:
     """All-reduce of torch.distributed: over kos and over NCCL's process group."""
     figure, panels = new(3.1, columns=2, sharey=True)
-    rows = load("torch-backend-h200-4")["all_reduce"]
+    rows = load(measured.torch_file())["all_reduce"]
     for axes, mode in zip(panels[0], ("graph", "eager"), strict=True):
         for name, label, color, marker in (("kos", "kos", KOS, "o"), ("nccl", "ProcessGroupNCCL", PEER, "^")):
             axes.plot([row["bytes"] for row in rows], [row[f"{name} {mode}"]["us"] for row in rows], color=color,
                       marker=marker, label=label)  # fmt: skip
         sizes_along(axes, [row["bytes"] for row in rows])
         times_up(axes)
-        axes.set_title(f"dist.all_reduce on 4 H200, {'CUDA graph' if mode == 'graph' else 'eager'}")
+        axes.set_title(
+            f"dist.all_reduce on {gpus(measured.torch_file())}, {'CUDA graph' if mode == 'graph' else 'eager'}"
+        )
     panels[0][0].set_ylabel("microseconds (lower is better)")
     panels[0][0].legend()
     return figure
@@ -241,7 +279,8 @@ def baby() -> Any:
 
 
 PICTURES = {
-    "all-reduce-nccl": all_reduce_nccl,
+    "latency": latency,
+    "training-types": training_types,
     "all-reduce-gpus": all_reduce_gpus,
     "all-reduce-hosts": all_reduce_hosts,
     "collectives": collectives,

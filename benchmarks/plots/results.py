@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,22 @@ def load(name: str) -> Row:
     """The JSON object of ``benchmarks/results/NAME.json``."""
     result: Row = json.loads((RESULTS / f"{name}.json").read_text())
     return result
+
+
+@cache
+def newest(subject: str, ranks: int) -> str:
+    """The name of the newest file of a subject on so many GPUs, whichever GPUs; LookupError if there is none."""
+    named = re.compile(rf"{subject}-[a-z]+\d+-{ranks}\.json")
+    found = [path.stem for path in RESULTS.iterdir() if named.fullmatch(path.name)]
+    if not found:
+        raise LookupError(f"benchmarks/results: expected a file {subject}-GPU-{ranks}.json")
+    return max(found, key=lambda name: str(load(name)["date"]))
+
+
+def gpus(name: str) -> str:
+    """On what a file was measured: 2 H100."""
+    words: list[str] = load(name)["hardware"].split()  # 2 x NVIDIA H100 80GB HBM3
+    return f"{words[0]} {words[3]}"
 
 
 def select(name: str, **wanted: Any) -> list[Row]:

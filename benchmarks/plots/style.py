@@ -23,7 +23,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "NCCL": {"color": PEER, "marker": "^"},
     "Open MPI": {"color": PEER, "marker": "^"},
     "NCCL, symmetric windows": {"color": PEER_LIGHT, "marker": "v"},
-    "Gloo": {"color": PEER_THIRD, "marker": "D"},
+    "Open MPI from C": {"color": PEER_LIGHT, "marker": "v"},
     "torch two-shot": {"color": PEER_THIRD, "marker": "D"},
     "torch one-shot": {"color": PEER_FOURTH, "marker": "x"},
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.plots import measured, tables_hosts, tables_slower
 from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots import tables_training as training
-from benchmarks.plots.results import RESULTS, ROOT, load, ratio, table, us
+from benchmarks.plots.results import RESULTS, ROOT, gpus, load, newest, ratio, table, us
 from kos.bench.report import size
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
@@ -22,10 +22,13 @@ def link(name: str) -> str:
     return f"[{name}](benchmarks/results/{name})"
 
 
-def provenance(*names: str) -> str:
-    """Files of results by hardware and software, with their dates; they hold the commit and the command too."""
+def provenance(*names: str | tuple[str, int]) -> str:
+    """Files of results by hardware and software, with their dates; they hold the commit and the command too.
+
+    A pair is a subject and a number of GPUs, and stands for the newest file.
+    """
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for name in names:
+    for name in (each if isinstance(each, str) else newest(*each) for each in names):
         result = load(name)
         versions = result["versions"]
         libraries = {"NCCL": "libnccl", "Open MPI": "openmpi", "PyTorch": "torch"}
@@ -45,26 +48,28 @@ def provenance(*names: str) -> str:
 def readme() -> str:
     """The figures of README."""
     rows = []
-    for nbytes, kind, mode, how in (
-        (1 << 10, "symmetric", "graph", "in a CUDA graph"), (1 << 10, "any", "graph", "in a CUDA graph"),
-        (1 << 20, "symmetric", "graph", "in a CUDA graph"), (1 << 10, "symmetric", "eager", "without a graph"),
+    for ranks, nbytes, kind, mode, how in (
+        (2, 1 << 10, "symmetric", "graph", "in a CUDA graph"), (2, 1 << 20, "any", "graph", "in a CUDA graph"),
+        (2, 1 << 10, "symmetric", "eager", "without a graph"), (8, 1 << 10, "symmetric", "graph", "in a CUDA graph"),
     ):  # fmt: skip
-        ours = measured.on_gpus(8, f"kos, {kind} buffers", mode=mode)[nbytes]
+        ours = measured.on_gpus(ranks, f"kos, {kind} buffers", mode=mode)[nbytes]
         name = "NCCL" if kind == "any" else "NCCL, symmetric windows"
-        theirs = measured.on_gpus(8, name, mode=mode)[nbytes]
-        rows.append([f"all_reduce of {size(nbytes)}, 8 H200, {kind} buffers, µs {how}", us(ours),
-                     f"{us(theirs)} ({name})", ratio(theirs / ours), link("collectives-h200-8.json")])  # fmt: skip
-    host, mpi = (measured.all_reduce_host("xeon", 2, name) for name in ("kos", "Open MPI"))
+        theirs = measured.on_gpus(ranks, name, mode=mode)[nbytes]
+        rows.append([f"all_reduce of {size(nbytes)}, {measured.on(ranks)}, {kind} buffers, µs {how}", us(ours),
+                     f"{us(theirs)} ({name})", ratio(theirs / ours),
+                     link(f"{newest('collectives', ranks)}.json")])  # fmt: skip
+    host, mpi = (measured.on_host(2, name) for name in ("kos", "Open MPI"))
     for nbytes in (8, 1 << 20):
-        rows.append([f"all_reduce of {size(nbytes)}, 2 ranks on 2 Xeon cores, µs", us(host[nbytes]),
+        rows.append([f"all_reduce of {size(nbytes)}, 2 ranks on 2 EPYC cores, µs", us(host[nbytes]),
                      f"{us(mpi[nbytes])} (Open MPI)", ratio(mpi[nbytes] / host[nbytes]),
-                     link("collectives-xeon-2.json")])  # fmt: skip
-    for ranks, label, title in ((1, "124m, 32 x 1,024", "124m on one H200"), (8, "8b, 2 x 8,192", "8b on 8 H200")):
+                     link("host-calls-2.json")])  # fmt: skip
+    for ranks, label, preset in ((1, "124m, 32 x 1,024", "124m"), (8, "8b, 2 x 8,192", "8b")):
+        file = newest("train", ranks)
         row = next(row for row in measured.trained(ranks) if row.label == label)
         how = "compiled" + ", FSDP2" * ("fsdp" in row.torch["variant"])
-        rows.append([f"training {title}, tokens/s", training.tokens(row.kos),
+        rows.append([f"training {preset} on {gpus(file)}, tokens/s", training.tokens(row.kos),
                      f"{training.tokens(row.torch)} (PyTorch, {how})", ratio(row.ratio),
-                     link(f"train-h200-{ranks}.json")])  # fmt: skip
+                     link(f"{file}.json")])  # fmt: skip
     kos, torch = (
         max(row["tokens_per_second"] for row in load("train-epyc-zen4-2")["rows"] if row["implementation"] == name)
         for name in ("kos", "torch")
@@ -79,31 +84,32 @@ TABLES: dict[str, Callable[[], str]] = {
     "all-reduce": collectives.all_reduce_gpus,
     "outside-graphs": collectives.outside_graphs,
     "auto": collectives.auto_routes,
-    "call-cost": collectives.call_cost,
     "all-reduce-files": partial(
-        provenance, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
+        provenance, ("collectives", 2), ("collectives", 4), ("collectives", 8)
     ),
     "collectives-2": partial(collectives.every_operation, 2, "graph", collectives.GRAPH_SIZES),
     "collectives-eager": partial(collectives.every_operation, 2, "eager", collectives.EAGER_SIZES),
+    "compressed": collectives.compressed,
+    "routing": collectives.routing,
     "collectives-files": partial(
-        provenance, "collectives-h200-1", "collectives-h200-2", "collectives-h200-4", "collectives-h100-2"
+        provenance, ("collectives", 1), ("collectives", 2), *filter(None, [measured.other_nccl(2)]),
+        ("collectives", 4), ("compressed", 2),
     ),
     "slower-gpus": tables_slower.gpus,
     "slower-hosts": tables_slower.hosts,
-    "hosts": collectives.hosts,
-    "hosts-others": collectives.hosts_others,
-    "hosts-one-rank": collectives.one_rank,
+    "hosts-ratios-2": partial(tables_hosts.every_operation, 2),
+    "hosts-ratios-4": partial(tables_hosts.every_operation, 4),
+    "hosts-means": tables_hosts.means,
     "hosts-instructions": tables_hosts.instructions,
-    **{name: partial(tables_hosts.host_ratios, file) for name, file in tables_hosts.recorded().items()},
-    "hosts-files": partial(
-        provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-1",
-        "collectives-epyc-2", "collectives-epyc-4", "collectives-others-epyc-2",
-    ),
+    "hosts-files": partial(provenance, "host-calls-2", "host-calls-4"),
     "training": training.training,
+    "training-types": training.training_types,
+    "optimizer-losses": training.optimizer_losses,
     "training-cpu": training.training_cpu,
     "training-files": partial(
-        provenance, "train-h200-1", "train-h200-4", "train-h200-8", "train-h200-8-float32-grads", "train_cpu-epyc",
-        "train-epyc-zen4-1", "train-epyc-zen4-2", "train-tiny-epyc-2", "baby-h200", "power-h200-1",
+        provenance, *(("train", ranks) for ranks in measured.TRAINED_ON), ("train-fp8", 1),
+        "train-h200-8-float32-grads", "train-epyc-zen4-1", "train-epyc-zen4-2", "train-tiny-epyc-2", "baby-h200",
+        "optimizer-losses-h100-1", "power-h200-1",
     ),
     "profiles": training.profiles,
     "power": training.power,
@@ -111,15 +117,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "layouts": training.layouts,
     "layouts-of-four": training.layouts_of_four,
     "layouts-peers": training.layouts_peers,
-    "layouts-files": partial(provenance, "layouts-h200-2", "layouts-h200-4", "layouts-peers-h200-2"),
+    "layouts-files": partial(provenance, ("layouts", 2), "layouts-h200-4", ("layouts-peers", 2)),
     "attention": training.attention,
-    "attention-families": training.attention_families,
     "kernels-files": partial(
-        provenance, "kernels-h200-1", "kernels-h200-1-124m", "attention-h200-1", "attention-1xH200"
+        provenance, ("kernels", 1), ("kernels-124m", 1), measured.attention_file()
     ),
     "torch-backend": collectives.torch_backend,
     "torch-steps": collectives.torch_steps,
-    "torch-files": partial(provenance, "torch-backend-h200-4"),
+    "torch-files": partial(provenance, measured.torch_file()),
 }  # fmt: skip
 
 

@@ -1,22 +1,17 @@
-"""The tables of all_reduce, of the other collectives, of hosts, and of torch.distributed over kos."""
+"""The tables of all_reduce and of the other collectives on GPUs, and of torch.distributed over kos."""
 
 from __future__ import annotations
 
 from benchmarks.plots import measured
 from benchmarks.plots.measured import Series
-from benchmarks.plots.results import Row, load, one, ratio, select, table, us
+from benchmarks.plots.results import gpus, load, newest, one, ratio, select, table, us
 from kos.bench.report import size
 
 AUTO_WITHIN = 1.03
 ALL_REDUCE_SIZES = (1 << 10, 128 << 10, 1 << 20, 256 << 20)
 GRAPH_SIZES = (1 << 10, 128 << 10, 1 << 20, 256 << 20)
-EAGER_SIZES = (8 << 10, 1 << 20, 256 << 20)
-HOST_SIZES = (8, 16 << 10, 64 << 10, 1 << 20, 16 << 20)
+EAGER_SIZES = (8 << 10, 1 << 20)
 """Sizes in bytes that the tables show: the files hold more."""
-
-
-def cell(series: Series, nbytes: int) -> str:
-    return us(series[nbytes]) if nbytes in series else ""
 
 
 def all_reduce_gpus() -> str:
@@ -30,7 +25,7 @@ def all_reduce_gpus() -> str:
         for nbytes in ALL_REDUCE_SIZES:
             bound, ours, others = limits[nbytes], lines[0][nbytes], lines[1][nbytes]
             rows.append([
-                str(ranks), size(nbytes), *(us(line[nbytes]) for line in lines),
+                measured.on(ranks), size(nbytes), *(us(line[nbytes]) for line in lines),
                 us(min(each[nbytes] for each in torch)), us(bound), ratio(theirs[nbytes] / ours),
                 ratio(theirs[nbytes] / others),
             ])  # fmt: skip
@@ -48,7 +43,7 @@ def outside_graphs() -> str:
         lines = {mode: [measured.on_gpus(ranks, name, mode=mode) for name in measured.COMPARED[:2]]
                  for mode in ("eager", "single_shot")}  # fmt: skip
         for nbytes in ALL_REDUCE_SIZES:
-            row = [str(ranks), size(nbytes)]
+            row = [measured.on(ranks), size(nbytes)]
             for mode, both in lines.items():
                 ours, theirs = min(line[nbytes] for line in both), measured.faster_nccl(ranks, mode)[nbytes]
                 row += [us(ours), us(theirs), ratio(theirs / ours)]
@@ -63,7 +58,7 @@ def auto_routes() -> str:
     rows = []
     for ranks in (2, 4, 8):
         excess: list[float] = []
-        file = f"collectives-h200-{ranks}"
+        file = newest("collectives", ranks)
         for row in select(file, op="all_reduce", backend="auto", mode="graph"):
             if row["algorithm"] == "deterministic":
                 continue
@@ -71,95 +66,64 @@ def auto_routes() -> str:
             parts = [one(file, backend=name, **alike)["time_us"] for name in ("peer", "kos-nccl")]
             excess.append(row["time_us"] / min(parts))
         near = sum(each <= AUTO_WITHIN for each in excess)
-        rows.append([str(ranks), str(len(excess)), str(near), f"{max(excess) - 1:.1%}"])
+        rows.append([measured.on(ranks), str(len(excess)), str(near), f"{max(excess) - 1:.1%}"])
     return table(["GPUs", "rows", "within 3% of the faster backend", "furthest"], rows)
 
 
-def call_cost() -> str:
-    """Microseconds until a call returns, in a loop."""
-    calls = "NCCL's function", "kos nccl", "kos nccl persistent", "kos auto", "kos auto persistent", "torch.distributed"
-    rows = []
-    for call in calls:
-        line = [call]
-        for process in ("without torch", "with torch in the process"):
-            for nbytes in (1 << 10, 16 << 20):
-                found = select("call-cost-h200-8", call=call, process=process, bytes=nbytes)
-                line.append(us(found[0]["cpu_us"]) if found else "")
-        rows.append(line)
-    return table(["call", "1 KB", "16 MB", "1 KB, torch in the process", "16 MB, torch in the process"], rows)
-
-
 def every_operation(ranks: int, mode: str, sizes: tuple[int, ...]) -> str:
-    """Operations by size: the time of kos with its faster buffers, and NCCL's time divided by it."""
+    """Operations by size: the time of kos with its faster buffers, and NCCL's time divided by it; of each NCCL."""
+    other = measured.other_nccl(ranks)
     rows = []
     for op in ("all_reduce", *measured.others(ranks)):
         lines = {name: measured.on_gpus(ranks, name, op, mode) for name in measured.COMPARED}
         if op == "routing" or not lines["kos, any buffers"]:
             continue
-        line = [op]
-        for nbytes in sizes:
-            if nbytes not in lines["kos, any buffers"]:
-                line.append("")
-                continue
-            best, peer = _best(lines, nbytes)
-            line.append(us(best) + (f" ({ratio(peer / best)})" if peer else ""))
-        rows.append(line)
+        kos, *peers = (fastest(lines, who) for who in ("kos", "NCCL"))
+        if other:
+            again = {name: measured.on_gpus(ranks, name, op, mode, file=other) for name in lines if name[:4] == "NCCL"}
+            peers.append(fastest(again, "NCCL"))
+        cells = (
+            (us(kos[nbytes]), "; ".join(ratio(peer[nbytes] / kos[nbytes]) for peer in peers if nbytes in peer))
+            if nbytes in kos
+            else ("", "")
+            for nbytes in sizes
+        )
+        rows.append([op, *(time + f" ({ratios})" * bool(ratios) for time, ratios in cells)])
     return table(["operation", *map(size, sizes)], rows)
 
 
-def _best(lines: dict[str, Series], nbytes: int) -> tuple[float, float | None]:
-    """The shortest time of kos, and of NCCL where it has the operation."""
-    kos, nccl = (
-        [line[nbytes] for name, line in lines.items() if name.startswith(who) and nbytes in line]
-        for who in ("kos", "NCCL")
-    )
-    return min(kos), min(nccl, default=None)
+def routing() -> str:
+    """Tokens to experts on 2 GPUs: microseconds, and what the busiest rank sends or receives."""
+    names = ("kos, any buffers", "NCCL", "NCCL, symmetric windows")
+    lines = [
+        [measured.on_gpus(2, name, "routing", value=value) for value in ("time_us", "busbw_gbps")] for name in names
+    ]
+    rows = [
+        [f"{nbytes // 14336:,}", *(f"{us(times[nbytes])} µs, {rates[nbytes]:.0f} GB/s" for times, rates in lines)]
+        for nbytes in sorted(lines[0][0], reverse=True)
+    ]
+    return table([f"tokens a rank, {measured.on(2)}", *names], rows)
 
 
-def hosts() -> str:
-    """all_reduce beside Open MPI and Gloo."""
-    rows = []
-    for machine, title in (("xeon", "Xeon"), ("epyc", "EPYC")):
-        for ranks in (2, 4):
-            lines = {name: measured.all_reduce_host(machine, ranks, name) for name in measured.HOST_LINES}
-            bounds = measured.host_limits(machine, ranks)
-            for nbytes in sorted(lines["kos"].keys() & set(HOST_SIZES)):
-                kos, mpi = lines["kos"][nbytes], lines["Open MPI"][nbytes]
-                rows.append([f"{ranks}, {title}", size(nbytes), *(cell(line, nbytes) for line in lines.values()),
-                             cell(bounds, nbytes), ratio(mpi / kos)])  # fmt: skip
-    return table(["ranks", "size", *measured.HOST_LINES, "limit", "Open MPI / kos"], rows)
+def compressed() -> str:
+    """Times of operations with ``compress=`` over those of the exact call, by size."""
+    rows = load(newest("compressed", 2))["rows"]
+    sizes = sorted({row["bytes"] for row in rows})
+    lines = []
+    for op in dict.fromkeys(row["operation"] for row in rows):
+        found = {row["bytes"]: row for row in rows if row["operation"] == op}
+        cells = (" / ".join(ratio(found[n][f"{kind} / exact"]) for kind in ("fp8", "int4")) for n in sizes)
+        lines.append([op, *cells])
+    return table(["operation, fp8 / int4", *map(size, sizes)], lines)
 
 
-def hosts_others() -> str:
-    """Operations other than all_reduce: the time of kos, and Open MPI's divided by it."""
-    file = "collectives-others-epyc-2"
-    rows = []
-    for op in dict.fromkeys(row["op"] for row in select(file)):
-        line = [op]
-        for nbytes in HOST_SIZES:
-            wanted = {"op": op, "bytes": nbytes, "in_place": op == "broadcast", "mode": "eager"}
-            kos = one(file, **wanted, backend="mpi", call="function")["time_us"]
-            line.append(f"{us(kos)} ({ratio(one(file, **wanted, backend='mpi-native')['time_us'] / kos)})")
-        rows.append(line)
-    return table(["operation", *map(size, HOST_SIZES)], rows)
+def fastest(lines: dict[str, Series], who: str) -> Series:
+    """By size the shortest time of the lines whose names begin so."""
+    found = [line for name, line in lines.items() if name.startswith(who)]
+    sizes = sorted({nbytes for line in found for nbytes in line})
+    return {nbytes: min(line[nbytes] for line in found if nbytes in line) for nbytes in sizes}
 
 
-def one_rank() -> str:
-    """A call in a group of one rank, which moves nothing."""
-    lines = {
-        "kos": ("mpi", "function"),
-        "kos, persistent": ("mpi", "persistent"),
-        "Open MPI": ("mpi-native", "function"),
-    }
-    rows = []
-    for machine, title in (("xeon-1", "Xeon, 8 bytes"), ("epyc-1", "EPYC, 8 bytes")):
-        row = {"ranks": 1, "mode": "eager", "in_place": True, "bytes": 8}
-        found = (one(f"collectives-{machine}", **row, backend=name, call=call) for name, call in lines.values())
-        rows.append([title, *(us(each["time_us"]) for each in found)])
-    return table(["µs a call of one rank", *lines], rows)
-
-
-TORCH = "torch-backend-h200-4"
 TORCH_SIZES = (8 << 10, 1 << 20, 16 << 20)
 TORCH_MODES = ("graph", "eager")
 TORCH_CALLS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
@@ -169,7 +133,7 @@ def torch_backend() -> str:
     """torch.distributed over kos and over ProcessGroupNCCL."""
     rows = []
     for call in TORCH_CALLS:
-        for row in load(TORCH)[call]:
+        for row in load(measured.torch_file())[call]:
             if row["bytes"] not in TORCH_SIZES:
                 continue
             line = [call, size(row["bytes"])]
@@ -177,13 +141,13 @@ def torch_backend() -> str:
                 line += [us(row[f"kos {mode}"]["us"]), us(row[f"nccl {mode}"]["us"])]
             rows.append([*line, us(row["kos eager"]["cpu_us"]), us(row["nccl eager"]["cpu_us"])])
     head = [f"{name} {mode}" for mode in TORCH_MODES for name in ("kos", "NCCL")]
-    return table(["call", "size", *head, "CPU, kos eager", "CPU, NCCL eager"], rows)
+    return table([f"call, {gpus(measured.torch_file())}", "size", *head, "CPU, kos eager", "CPU, NCCL eager"], rows)
 
 
 def torch_steps() -> str:
     """A step of what is built on torch.distributed."""
     rows = []
-    for key, label in (("ddp_ms", "DDP, small model"), ("fsdp_ms", "FSDP2, 1b")):
-        steps: Row = load(TORCH)[key]
-        rows.append([label, f"{steps['kos']:.1f}", f"{steps['nccl']:.1f}"])
+    for key, label in (("ddp_ms", "DDP, small model"), ("fsdp_ms", "FSDP2, 1b"), ("tp_ms", "tensor parallel, MLPs")):
+        if steps := load(measured.torch_file()).get(key):
+            rows.append([label, f"{steps['kos']:.1f}", f"{steps['nccl']:.1f}"])
     return table(["ms a step", "over kos", "over NCCL"], rows)

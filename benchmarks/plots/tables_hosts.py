@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
-from benchmarks.plots.results import RESULTS, load, ratio, select, table
+from math import exp, log
+
+from benchmarks.plots import measured
+from benchmarks.plots.results import load, ratio, select, table
 from kos.bench.ratios import COLUMNS, ratios
 from kos.bench.report import size
 
-RECORDED = {f"hosts-ratios-{ranks}": f"host-calls-{ranks}" for ranks in (2, 4)}
-"""Tables by name, and their files, which ``kos bench --arrays`` writes: of 2 and of 4 ranks on 2 cores."""
+Ratios = list[tuple[str, int, dict[str, float | None]]]
+"""Operation, bytes, and by column of ``kos.bench.ratios`` the time of kos / Open MPI."""
 
 
-def recorded() -> dict[str, str]:
-    """Those of which there is a file."""
-    return {name: file for name, file in RECORDED.items() if (RESULTS / f"{file}.json").exists()}
-
-
-def host_ratios(file: str) -> str:
-    """Every operation and size: time of kos / Open MPI."""
-    rows = [
-        [op, size(nbytes), *("" if value is None else ratio(value) for value in values)]
-        for op, nbytes, values in ratios(load(file)["rows"])
+def recorded(ranks: int) -> Ratios:
+    return [
+        (op, nbytes, dict(zip(COLUMNS, values, strict=True)))
+        for op, nbytes, values in ratios(load(f"host-calls-{ranks}")["rows"])
     ]
-    return table(["operation", "size", *COLUMNS], rows)
+
+
+def every_operation(ranks: int) -> str:
+    """Operations by size: the ratio on the same array, and on arrays in rotation."""
+    cells = {
+        (op, nbytes): f"{ratio(values['same array'])} ({ratio(values['arrays in rotation'])})"
+        for op, nbytes, values in recorded(ranks)
+        if values["same array"] and values["arrays in rotation"]
+    }
+    sizes = sorted({nbytes for op, nbytes in cells if op != "barrier"})
+    operations = dict.fromkeys(op for op, _ in cells if op != "barrier")
+    rows = [[op, *(cells.get((op, nbytes), "") for nbytes in sizes)] for op in operations]
+    rows += [["barrier", cell, *[""] * (len(sizes) - 1)] for (op, _), cell in cells.items() if op == "barrier"]
+    return table(["operation", *map(size, sizes)], rows)
+
+
+def means() -> str:
+    """Of each column the geometric mean over all operations and sizes, and its largest value."""
+    rows = []
+    for ranks in measured.HOST_RANKS:
+        found = recorded(ranks)
+        line = [str(ranks)]
+        for column in COLUMNS:
+            values = [value for *_, each in found if (value := each[column])]
+            line.append(f"{ratio(exp(sum(map(log, values)) / len(values)))} ({ratio(max(values))})")
+        rows.append(line)
+    return table(["ranks", *COLUMNS], rows)
 
 
 def instructions() -> str:
-    """Instructions of a known call: of the core, and with Python's functions and the copies."""
+    """Instructions of a known call in the core: without Python's functions and the C library's."""
     rows = select("instructions")
     sizes = sorted({row["bytes"] for row in rows})
     lines = []
     for op in dict.fromkeys(row["op"] for row in rows):
         found = {row["bytes"]: row for row in rows if row["op"] == op}
-        lines.append([op, *(f"{found[n]['core']:,} / {found[n]['all']:,}" if n in found else "" for n in sizes)])
-    return table(["core / all", *map(size, sizes)], lines)
+        lines.append([op, *(f"{found[n]['core']:,}" if n in found else "" for n in sizes)])
+    return table(["operation", *map(size, sizes)], lines)

@@ -2,66 +2,92 @@
 
 from __future__ import annotations
 
-from benchmarks.plots import measured
-from benchmarks.plots.measured import Series
-from benchmarks.plots.results import select, table
+from benchmarks.plots import measured, tables_hosts
+from benchmarks.plots.results import load, table
+from benchmarks.plots.tables_collectives import fastest
 from kos.bench.report import size
 
 FROM = 1.02
 """The smallest ratio of times that is listed: smaller ones may be noise."""
 
 
+GPU_REASONS = {
+    "call": "CPU time of a call. Limit: the launch of a kernel",
+    "rate": "both are near the rate of NVLink, which is the limit",
+}
+"""Why calls on GPUs are slower than NCCL's."""
+
+
 def gpus() -> str:
+    """The worse of two comparisons: of ordinary buffers, and of the faster kind of buffers of each library."""
     rows = []
     for ranks in (2, 4, 8):
+        found: dict[tuple[str, str], list[tuple[str, int, float]]] = {}
         for op in ("all_reduce", *measured.others(ranks)):
             for mode, words in (("graph", "in a graph"), ("eager", "eager")):
-                ours, window, nccl, theirs = (measured.on_gpus(ranks, name, op, mode) for name in measured.COMPARED)
-                found = [spans(fastest(ours, window), fastest(nccl, theirs)), spans(ours, nccl)]
-                if any(found):
-                    rows.append([str(ranks), op, words, *found])
-    return table(["H200", "operation", "calls", "faster buffers of each", "ordinary buffers"], rows)
+                lines = {name: measured.on_gpus(ranks, name, op, mode) for name in measured.COMPARED}
+                pairs = (
+                    (fastest(lines, "kos"), fastest(lines, "NCCL")),
+                    (lines["kos, any buffers"], lines["NCCL"]),
+                )
+                for nbytes in sorted(set(pairs[0][0]) & set(pairs[0][1])):
+                    slowest = max(kos[nbytes] / peer[nbytes] for kos, peer in pairs if nbytes in kos and nbytes in peer)
+                    if slowest >= FROM:
+                        why = "call" if nbytes <= 1 << 20 and mode == "eager" else "rate"
+                        found.setdefault((words, why), []).append((op, nbytes, slowest))
+        rows += [
+            [measured.on(ranks), words, *summary(cells), GPU_REASONS[why]] for (words, why), cells in found.items()
+        ]
+    return table(["GPUs", "calls", "operations", "sizes", "times as long as NCCL", "reason and limit"], rows)
+
+
+REASONS = {
+    "counts": "Python compares the counts at every call; persistent calls are faster",
+    "waits": "each rank waits for all others, and so finds calls that differ; in Open MPI a rank that only sends does "
+    "not wait. Limit: a flag's way to another rank and back, {round_trip:.2f} µs",
+    "plain": "only plain calls: persistent calls are faster. Not explained. Limit: memory",
+    "slots": "reductions copy through slots; Open MPI's exscan of 2 ranks is one message in one copy. Limit: memory",
+    "copies": "both libraries copy once. Limit: memory",
+}
+"""Why calls on a host are slower than Open MPI's, by kind of call."""
+REDUCE = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan")
+SMALL, LARGE = 64 << 10, 16 << 20
+"""Up to so many bytes the cost of a call decides; from so many on a call takes milliseconds."""
+
+
+def kind(op: str, nbytes: int, slowest: float, persistent: float) -> str:
+    """The key of ``REASONS``, from the time of the slower plain call and of the persistent call over Open MPI's."""
+    if nbytes <= SMALL:
+        return "counts" if op.endswith("_v") else "waits"
+    if op not in REDUCE:
+        return "copies"
+    return "plain" if nbytes >= LARGE and slowest > 1.5 * persistent else "slots"
 
 
 def hosts() -> str:
-    """Calls back to back beside Open MPI.  all_reduce and broadcast are in place, the others out of place."""
+    """Calls back to back that take longer than Open MPI's, by more than two measurements of Open MPI differ."""
+    found: dict[tuple[int, str], list[tuple[str, int, float]]] = {}
+    for ranks in measured.HOST_RANKS:
+        for op, nbytes, values in tables_hosts.recorded(ranks):
+            noise = values["noise"] or 1.0
+            slowest = max(values[column] or 0.0 for column in ("same array", "arrays in rotation"))
+            if slowest >= max(FROM, noise, 1 / noise):
+                why = kind(op, nbytes, slowest, values["persistent"] or slowest)
+                found.setdefault((ranks, why), []).append((op, nbytes, slowest))
     rows = []
-    for machine, title in (("xeon", "Xeon"), ("epyc", "EPYC")):
-        for ranks in (2, 4):
-            kos, mpi = (measured.all_reduce_host(machine, ranks, name) for name in ("kos", "Open MPI"))
-            rows.append([f"{ranks} on {title}", "all_reduce", spans(kos, mpi)])
-    file = "collectives-others-epyc-2"
-    for op in dict.fromkeys(row["op"] for row in select(file)):
-        wanted = {"op": op, "mode": "eager", "call": "function", "in_place": op == "broadcast"}
-        kos, mpi = (
-            {row["bytes"]: row["time_us"] for row in select(file, **wanted, backend=name)}
-            for name in ("mpi", "mpi-native")
-        )
-        rows.append(["2 on EPYC", op, spans(kos, mpi)])
-    return table(["ranks", "operation", "times as long as Open MPI"], [row for row in rows if row[-1]])
+    for (ranks, why), cells in found.items():
+        round_trip = load(f"host-calls-{ranks}")["limits"]["flag_round_trip_us"]
+        rows.append([str(ranks), *summary(cells), REASONS[why].format(round_trip=round_trip)])
+    return table(["ranks", "operations", "sizes", "times as long as Open MPI", "reason and limit"], rows)
 
 
-def fastest(*lines: Series) -> Series:
-    """By size the shortest time."""
-    sizes = sorted({nbytes for line in lines for nbytes in line})
-    return {nbytes: min(line[nbytes] for line in lines if nbytes in line) for nbytes in sizes}
-
-
-def spans(kos: Series, peer: Series) -> str:
-    """Ranges of sizes at which kos takes longer, and how many times as long."""
-    found: list[list[tuple[int, float]]] = [[]]
-    for nbytes in sorted(set(kos) & set(peer)):
-        ratio = kos[nbytes] / peer[nbytes]
-        if ratio >= FROM:
-            found[-1].append((nbytes, ratio))
-        elif found[-1]:
-            found.append([])
-    return "; ".join(
-        f"{_range(size(span[0][0]), size(span[-1][0]))}: "
-        + _range(*(f"{pick(ratio for _, ratio in span):.2f}" for pick in (min, max)))
-        for span in found
-        if span
-    )
+def summary(cells: list[tuple[str, int, float]]) -> list[str]:
+    """Of operations, sizes and ratios: the operations, the range of sizes, the range of ratios."""
+    ops, sizes, ratios = zip(*cells, strict=True)
+    return [
+        ", ".join(dict.fromkeys(ops)), _range(size(min(sizes)), size(max(sizes))),
+        _range(f"{min(ratios):.2f}", f"{max(ratios):.2f}"),
+    ]  # fmt: skip
 
 
 def _range(first: str, last: str) -> str:

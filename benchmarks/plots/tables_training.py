@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from benchmarks.plots import measured
-from benchmarks.plots.results import GIB, RESULTS, Row, load, one, ratio, select, table
+from benchmarks.plots.results import GIB, RESULTS, Row, gpus, load, newest, one, ratio, select, table
+from kos.train.tools.profile import OPTIMIZER
 
 
 def tokens(row: Row) -> str:
@@ -19,34 +20,54 @@ def gib(row: Row) -> str:
 def training() -> str:
     """Every model beside the fastest PyTorch."""
     rows = []
-    for ranks in (1, 4, 8):
+    for ranks in measured.TRAINED_ON:
+        where = gpus(newest("train", ranks))
         for row in measured.trained(ranks):
             rows.append([
-                str(ranks), row.label, tokens(row.kos), f"{row.kos['mfu_causal']:.1%}", gib(row.kos), tokens(row.torch),
-                f"{row.torch['mfu_causal']:.1%}", gib(row.torch), measured.variant(row.torch), ratio(row.ratio),
+                where, row.label, tokens(row.kos), f"{row.kos['mfu_causal']:.1%}", gib(row.kos), tokens(row.torch),
+                gib(row.torch), measured.variant(row.torch), ratio(row.ratio),
             ])  # fmt: skip
     return table(
-        ["H200", "model, sequences x tokens of a GPU", "kos, tokens/s", "MFU", "GiB", "PyTorch, tokens/s", "MFU", "GiB",
+        ["GPUs", "model, sequences x tokens of a GPU", "kos, tokens/s", "MFU", "GiB", "PyTorch, tokens/s", "GiB",
          "PyTorch's variant", "kos / PyTorch"],
         rows,
     )  # fmt: skip
 
 
-def training_cpu() -> str:
-    """Two cores of two machines."""
+def training_types() -> str:
+    """In 8 bits beside bfloat16."""
     rows = []
-    for label, name in (("1 process, 1 thread", "1 process x 1"), ("1 process, 2 threads", "1 process x 2"),
-                        ("2 ranks", "2 ranks x 1 (torch: DDP over gloo)")):  # fmt: skip
-        found = {row["worker"]: row["tokens_per_second"] for row in select("train_cpu-epyc", label=name)}
-        torch = max(found["torch"], found["torch-whole"])
-        rows.append(["EPYC, Zen 5", label, f"{found['kos']:,.0f}", f"{torch:,.0f}", ratio(found["kos"] / torch)])
+    for row in select(newest("train-fp8", 1), variant="bfloat16"):
+        eight = one(newest("train-fp8", 1), variant="fp8", preset=row["preset"])
+        model = f"{row['preset']}, {row['batch_size']} x {row['seq_len']:,}"
+        rows.append([model, tokens(row), tokens(eight), gib(row), gib(eight), ratio(row["step_ms"] / eight["step_ms"])])
+    where = gpus(newest("train-fp8", 1))
+    head = ["bfloat16, tokens/s", "fp8, tokens/s", "bfloat16, GiB", "fp8, GiB", "fp8 / bfloat16"]
+    return table([f"{where}, sequences x tokens", *head], rows)
+
+
+def optimizer_losses() -> str:
+    """AdamW and Muon on equal text: the runs after the tuning, which has the fewest tokens."""
+    rows = load("optimizer-losses-h100-1")["rows"]
+    tuning = min(row["tokens"] for row in rows)
+    lines = []
+    for row in sorted((row for row in rows if row["tokens"] > tuning), key=lambda row: (row["seed"], row["optimizer"])):
+        rates = ", ".join(f"{row[key]:g}" for key in ("lr", "muon_lr") if row.get(key))
+        tokens_seen = f"{row['tokens'] / 1e6:.0f}"
+        lines.append([str(row["seed"]), row["optimizer"], rates, tokens_seen, f"{row['val_loss']:.4f}"])
+    return table(["seed", "optimizer", "learning rates", "million tokens", "validation loss"], lines)
+
+
+def training_cpu() -> str:
+    """Two cores of a machine."""
+    rows = []
     for ranks, label in ((1, "1 process, 2 threads"), (2, "2 ranks")):
         kos = one(f"train-epyc-zen4-{ranks}", implementation="kos")
         torch_rows = select(f"train-epyc-zen4-{ranks}", implementation="torch")
         best = max(torch_rows, key=lambda row: row["tokens_per_second"])
         speed = kos["tokens_per_second"] / best["tokens_per_second"]
-        rows.append(["EPYC, Zen 4", label, tokens(kos), tokens(best), ratio(speed)])
-    return table(["2 cores of", "", "kos, tokens/s", "PyTorch eager, tokens/s", "kos / PyTorch"], rows)
+        rows.append([label, tokens(kos), tokens(best), ratio(speed)])
+    return table(["2 cores of EPYC, Zen 4", "kos, tokens/s", "PyTorch eager, tokens/s", "kos / PyTorch"], rows)
 
 
 def power() -> str:
@@ -69,7 +90,7 @@ GROUPS = [
     ("matrix products", "linear"),
     ("attention, forward", "attention(_to)?$"),
     ("attention, backward", "attention(_to)?_backward"),
-    ("optimizer and norm", "adamw|squares|finish_norm"),
+    ("optimizer and norm", f"{OPTIMIZER}|adamw|squares|finish_norm"),  # in older files, kernels
     ("collectives, beside other work", ".*, collective"),
 ]
 
@@ -104,15 +125,12 @@ def profile(name: str) -> dict[str, float]:
 
 
 def layouts() -> str:
-    predicted = load("layouts-h200-2")["predicted_ms"]
-    keys = {"dp 2": "dp2", "tp 2": "tp2", "pp 2, zero-bubble-v": "pp2 zero-bubble-v, micro-batches of 1",
-            "cp 2": "cp2", "dp 2, ZeRO-1": "dp2 zero1"}  # fmt: skip
     rows = []
     for label, row in measured.layout_rows():
-        said = predicted[f"{row['preset']} {keys[label]}"]
         mfu = f"{row['mfu_causal']:.1%}" if row.get("mfu_causal") else ""
         memory = gib(row) if row.get("peak_memory_bytes") else ""
-        rows.append([row["preset"], label, tokens(row), f"{row['step_ms']:,.0f}", mfu, memory, f"{said:,.0f}"])
+        predicted = f"{row['predicted_ms']:,.0f}" if "predicted_ms" in row else ""
+        rows.append([row["preset"], label, tokens(row), f"{row['step_ms']:,.0f}", mfu, memory, predicted])
     return table(["model", "layout", "tokens/s", "ms a step", "MFU", "GiB", "`--plan` predicted, ms"], rows)
 
 
@@ -134,7 +152,7 @@ def layouts_peers() -> str:
              "PyTorch, all-to-all", "flash-master": "PyTorch, its flash attention", "flash": "picotron",
              "flash-fused": "picotron, fused"}  # fmt: skip
     rows: list[list[str]] = []
-    for row in load("layouts-peers-h200-2")["rows"]:
+    for row in load(newest("layouts-peers", 2))["rows"]:
         if row["implementation"] == "kos":
             ours = row
         what = [row["preset"], ours["layout"], f"{row['batch_size']} x {row['seq_len']:,}"]
@@ -150,22 +168,10 @@ def attention() -> str:
     rows = []
     for preset, label in measured.ATTENTION:
         ways = {way: measured.attention(preset, way) for way in ("", "_backward")}
-        limits = {way: one("attention-h200-1", op=f"attention{way}", preset=preset)["of_limit"] for way in ways}
+        limits = {way: one(measured.attention_file(), op=f"attention{way}", preset=preset)["of_limit"] for way in ways}
         rows.append([label, *(f"{ways[''][name]:.0f} / {ways['_backward'][name]:.0f}" for name in ways[""]),
                      f"{limits['']:.0%} / {limits['_backward']:.0%}"])  # fmt: skip
     return table(["TFLOP/s, forward / backward", *measured.attention("8b", ""), "kos of the peak"], rows)
-
-
-def attention_families() -> str:
-    """The kernels of other GPUs, and torch's backends one by one."""
-    names = ("kos mma", "torch flash", "torch cuDNN")
-    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in select("attention-1xH200") if "forward_tflops" in row))
-    rows = []
-    for shape in shapes:
-        found = [one("attention-1xH200", shape=list(shape), implementation=name) for name in names]
-        speeds = [f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}" for row in found]
-        rows.append([", ".join(f"{each:,}" for each in shape), *speeds])
-    return table(["B, T, query heads, kv heads, head size", *names], rows)
 
 
 def baby() -> str:

@@ -38,6 +38,7 @@ def pictures() -> dict[str, str]:
         "batches": protocols.batches(),
         "shared-memory": protocols.shared_memory(),
         "core": protocols.core(),
+        "core-gpu": protocols.core_gpu(),
         "messages": protocols.messages(),
         "rendezvous": protocols.rendezvous(),
         "failures": protocols.failures(),

@@ -8,7 +8,7 @@ import numpy as np
 
 from docs.drawings.svg import COLOURS, GREY, LIGHT, PALE, Picture
 from kos.memory.arena import Arena
-from kos.train.layers.fp8 import BACKWARD, FORWARD, Fp8Linear, Fp8Weights, Quantized
+from kos.train.layers.fp8 import BACKWARD, FORWARD, WEIGHTS, Fp8Linear, Fp8Weights, Quantized
 from kos.train.layers.products import Products
 from kos.train.ops import numpy as ops
 from kos.train.parallel.tensor import TensorParallel
@@ -22,19 +22,21 @@ NAMES = {N: "N", D: "D", F: "F"}
 class Recorder:
     """The operations of a layer, which notes what is quantized, and which copies are multiplied."""
 
+    one_scale = False
+
     def __init__(self, tensors: dict[str, Any]) -> None:
         self.of = {id(x): name for name, x in tensors.items()}
         self.copies: dict[tuple[str, str], np.ndarray] = {}
         self.products: list[list[tuple[str, str]]] = []
 
-    def quantize(self, x: Any, rows: Any, columns: Any, scale: Any, arena: Arena) -> None:
+    def quantize(self, x: Any, rows: Any, columns: Any, arena: Arena) -> None:
         for kind, made in (("rows", rows), ("columns", columns)):
             if made is not None:
-                self.copies[self.of[id(x)], kind] = made
+                self.copies[self.of[id(x)], kind] = made.values
 
-    def scaled_product(self, a: Any, scale_a: Any, b: Any, scale_b: Any, out: Any, *more: Any) -> None:
+    def scaled_product(self, a: Any, b: Any, out: Any, *more: Any) -> None:
         copy_of = {id(made): copy for copy, made in self.copies.items()}
-        self.products.append([copy_of[id(a)], copy_of[id(b)]])
+        self.products.append([copy_of[id(a.values)], copy_of[id(b.values)]])
 
 
 def recorded() -> Recorder:
@@ -44,7 +46,7 @@ def recorded() -> Recorder:
     recorder, arena = Recorder(tensors), Arena(1 << 16)
     products = Products(recorder, TensorParallel(ops), arena)  # type: ignore[arg-type]
     products.fp8 = Fp8Linear(products)
-    store = {"w": Quantized(np.zeros((F, D), FORWARD), np.zeros((D, F), FORWARD), np.ones(1, np.float32))}
+    store = {"w": Quantized.empty((F, D), WEIGHTS, ops, np.zeros, np.zeros)}
     weights = Fp8Weights({"w": weight}, store, recorder, arena)  # type: ignore[arg-type]
     saved = products.empty_transposed((N, D), arena)
     products.linear(weights["w"], x, np.zeros((N, F)), None, transposed=saved)

@@ -44,6 +44,19 @@ def core() -> str:
     ])  # fmt: skip
 
 
+def core_gpu() -> str:
+    """``kos/_core/module_launch.c`` and ``kos.comm.gpu.eager``."""
+    return exchange("A call on a GPU through the core", "Python makes the first call, and those with a changed guard",
+                    ["rank 0: Python", "rank 0: core", "segment", "driver or NCCL"], [
+        (0, 1, "first all_reduce(x)"), (1, 0, "unknown"), (0, 3, "orders the stream, launches"),
+        (0, 1, "the launch and its guards"),
+        (0, 1, "all_reduce(x)"), (1, 1, "guards as they were"), (1, 2, "fingerprint"),
+        (1, 3, "launch, without the GIL"), (1, 0, "x"),
+        (0, 1, "all_reduce(y), another stream"), (1, 0, "a guard has changed"), (0, 3, "event, wait, launch"),
+        (0, 1, "every 64th all_reduce(x)"), (1, 0, "Python's turn"), (0, 2, "compares the fingerprints so far"),
+    ])  # fmt: skip
+
+
 def failures() -> str:
     """``kos.comm.failures`` and ``kos.comm.host.shared``."""
     return exchange("The first cause travels", "rank 1 waits for rank 2, which waits for rank 3; all are on one host",

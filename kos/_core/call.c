@@ -43,12 +43,11 @@ int kos_missing(const kos_group *g, const kos_work *w, int rank) {
 }
 
 // FAILED if this Work cannot complete; else PENDING.
-static kos_result check_failure(const kos_group *g, const kos_work *w) {
+static kos_result check_failure(kos_group *g, const kos_work *w) {
     kos_result result = kos_failure(g, w->sequence);
     if (result.status == KOS_FAILED || is_message(w))
         return result;
-    int rank = kos_compare(g, w->sequence, w->prepared->fingerprint);
-    return rank < 0 ? result : (kos_result){KOS_FAILED, KOS_MISMATCH, (uint16_t)rank, w->sequence};
+    return kos_compare(g, w->sequence, w->prepared->fingerprint);
 }
 
 // As check_failure, and advances a message once more: what a rank has sent before it failed is received.
@@ -76,7 +75,7 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
     w->send = send;
     w->recv = recv;
     w->stages = p->stages;
-    w->unreadable = w->drains = w->posted = 0;
+    w->unreadable = w->drains = 0;
     w->next = NULL;
     kos_set(w, 0, KOS_NOT_PUT);
     if (p->algorithm == KOS_MAIL) {
@@ -85,6 +84,7 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
         return outcome(g, w, r.status == KOS_PENDING && failed ? result : r);
     }
     kos_publish(g, sequence, p->fingerprint);
+    w->mark = g->mark = (g->mark * UINT64_C(0x9E3779B97F4A7C15) + p->fingerprint) % (UINT64_C(1) << 56);
     if ((!g->tail || has_put_all(g->tail)) && kos_may_put(g, w))
         kos_put(g, w);
     return result;
@@ -121,7 +121,6 @@ kos_result kos_spin(kos_group *g, kos_work *w, int64_t most) {
 
 void kos_enqueue(kos_group *g, kos_work *w) {
     if (is_message(w)) {
-        kos_mail_post(g, w);
         w->next = g->messages;
         g->messages = w;
         return;
@@ -162,16 +161,11 @@ static void break_work(kos_work *w, kos_result result) {
 }
 
 void kos_spin_queued(kos_group *g, kos_work *w) {
-    kos_work **first = is_message(w) ? &g->messages : &g->head;
-    *first = g->tail = NULL;
     const kos_result result = kos_spin(g, w, g->spin_ns);
-    *first = w;
     if (result.status == KOS_FAILED)
         break_work(w, result);
     if (result.status != KOS_PENDING)
-        end(g, first);
-    else if (!is_message(w))
-        g->tail = w;
+        is_message(w) ? end(g, &g->messages) : end_first(g);
     report_ends(g);
 }
 
@@ -247,9 +241,8 @@ static void advance_collectives(kos_group *g) {
 }
 
 void kos_advance(kos_group *g) {
-    kos_result result = kos_failure(g, KOS_WORD_SEQUENCE);
-    if (result.code == KOS_CLOSED || result.code == KOS_FORKED)
-        fail_all(g, result);
+    if (kos_is_over(g))
+        fail_all(g, kos_failure(g, 0));
     else {
         advance_messages(g);
         advance_collectives(g);

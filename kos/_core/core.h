@@ -48,7 +48,7 @@ typedef struct {
 
 // --- The segment ---------------------------------------------------------------------------------------------------
 // header | a line of flags per rank | a ring of fingerprints per rank | descriptions of calls per rank (Python's) |
-// slots | a mailbox per pair of ranks.  Python makes the memory and maps it; offsets are in kos_layout.
+// slots | areas | a mailbox per pair of ranks.  Python makes the memory and maps it; offsets are in kos_layout.
 
 enum {
     KOS_MAX_RANKS = 256,
@@ -57,13 +57,13 @@ enum {
     KOS_RING = 1024,             // calls of a rank that is further ahead are not compared
     KOS_TEXTS = 256,             // descriptions of calls per rank, by fingerprint % KOS_TEXTS
     KOS_TEXT_BYTES = 1024,
-    KOS_DEPTH = 2,               // slots of a rank: one is filled while the other is read
-    KOS_SLOT_PERIOD = 2 * KOS_DEPTH,  // stages after which a rank uses the same slot again (kos_group.slots)
-    KOS_SLOT_BYTES = 128 << 10,  // the largest payload of a stage, unless there are many ranks
-    KOS_SLOTS_BYTES = 16 << 20,  // all slots
+    KOS_SLOT_DEPTH = 64,         // slots of a rank: so far it may be ahead, if its payloads are in the slots
+    KOS_AREA_DEPTH = 2,          // areas of a rank, for larger payloads: one is filled while the other is read
+    KOS_AREA_BYTES = 128 << 10,  // the largest payload of a stage, unless there are many ranks
+    KOS_AREAS_BYTES = 16 << 20,  // all areas
     KOS_INLINE_BYTES = 48,       // a payload up to this shares the cache line of its stamp: one line is transferred
     KOS_MARKED_BYTES = 8 << 10,  // kos_mark
-    KOS_APART = 2048,            // from a page to a slot: EPYC copies slowly to 1 to 31 bytes above the source mod 4096
+    KOS_APART = 2048,            // from a page to an area: EPYC copies slowly to 1 to 31 bytes above the source % 4096
     KOS_HEADERS = 64,            // messages of a mailbox that the receiver has not taken
     KOS_ANSWERS = 64 << 10,      // large messages of a mailbox that are not read yet, unless there are many ranks
     KOS_ANSWERS_BYTES = 256 << 20,
@@ -81,14 +81,13 @@ typedef struct {
     _Atomic uint64_t closed, pid, started;
 } kos_line;
 
-// One rank's data of one stage.  stamp = fingerprint + sequence + (stage of the call << 56).  So one load shows that
-// the rank has arrived, that its call is the same, and that its payload is there.  `stages_read` is a copy of the
-// line's flag, which saves a transfer of the line.
+// One rank's data of one stage: here, or in an area.  stamp = mark + sequence + (stage of the call << 56); the mark
+// stands for this call and all before it.  So one load shows that the rank has arrived, that its calls are the same,
+// and that its payload is there.  `stages_read` is a copy of the line's flag, which saves a transfer of the line.
 typedef struct {
     _Atomic uint64_t stamp;
     uint64_t stages_read;
     uint8_t small[KOS_INLINE_BYTES];
-    uint8_t large[];
 } kos_slot;
 
 // What a rank offers the others in the first stage of KOS_OFFER (direct.c).  Then comes data.
@@ -126,7 +125,7 @@ typedef struct {
 } kos_mailbox;
 
 typedef struct {
-    size_t lines, rings, texts, slots, slot_bytes, slot_pitch, mailboxes, room_at, room, mailbox_pitch, total;
+    size_t lines, rings, texts, slots, areas, area_bytes, area_pitch, mailboxes, room_at, room, mailbox_pitch, total;
     uint32_t answers;  // words of a mailbox
 } kos_layout;  // bytes; the places from the start, that of the room in its mailbox
 
@@ -199,7 +198,8 @@ typedef struct {
     unsigned alignment;
     uint8_t operation, algorithm;
     uint8_t small;                   // the payload shares the cache line of the stamp
-    uint8_t varies;
+    uint8_t meets;                   // all ranks wait for all
+    uint8_t sees_all;                // this rank waits for all in its first stage
     int root, dst, src;
     uint64_t tag, recv_tag;          // of messages, with the dtype
     kos_part parts[];                // send parts by rank, then those received
@@ -224,12 +224,12 @@ typedef struct kos_work {
     const kos_prepared *prepared;  // lives as long as the Work
     const uint8_t *send;
     uint8_t *recv;
-    uint64_t sequence;
+    uint64_t sequence, mark;     // of its stamps
     uint64_t first, stages;      // the number of its first stage, and how many there are; 0: not known yet
     uint64_t progress;           // stage of the call << 3 | phase
     int peer;                    // the first rank whose payload has not been seen
     int unreadable;              // 1 + a rank whose memory could not be read, or 0
-    uint8_t drains, posted;      // ends when all ranks have read; a message is in the queues of its box
+    uint8_t drains;              // ends when all ranks have read
     kos_result result;           // of a KOS_BROKEN one
     struct kos_work *next;
     kos_message send_end, recv_end;
@@ -275,17 +275,46 @@ typedef struct {
     int yields;        // whether ranks exceed the cores: a wait leaves its core to others
     uint64_t counts[3];  // of the last KOS_COUNTS: the receiver, the bytes that it expects, those that are sent
     uint64_t stage;    // of the next call that uses slots
-    uint64_t free;     // stages below this have a free slot
+    uint64_t read;     // stages that all ranks have read, as far as this one knows
+    uint64_t mark;     // of the last call
+    uint64_t same;     // the calls below this are the same on all ranks
     kos_work *head, *tail;     // the outstanding collectives, in the order of their start
     kos_work *messages;        // the outstanding messages
     kos_work *over;            // Works of which `ended` is not called yet
     void (*ended)(kos_work *);  // called once for each Work when it is no longer outstanding; may call the core
     kos_box *boxes;            // by rank
     uint8_t *scratch;          // KOS_SCRATCH_BYTES
-    // A rank's slot of a stage, by stage % KOS_SLOT_PERIOD.  The slot of rank r now is that of rank r - 1 KOS_DEPTH
-    // stages later: a CPU core writes cache lines that it has read faster than lines that others have read.
-    kos_slot *slots[KOS_SLOT_PERIOD][KOS_MAX_RANKS];
+    // The slots of all ranks for stages 0, 1, ..., 2 * KOS_SLOT_DEPTH - 1, and their areas, alike.  The place of rank r
+    // is that of rank r - 1 KOS_SLOT_DEPTH stages later: a CPU core writes cache lines that it has read faster than
+    // lines that others have read.
+    uint8_t **slots, **areas;
 } kos_group;
+
+// --- Launches on a GPU ---------------------------------------------------------------------------------------------
+// What one start queues: a kernel, by the driver's cuLaunchKernelEx, or an operation of NCCL, by its function.  Both
+// libraries are loaded by Python, which gives the addresses of their functions and makes all of this.
+
+// As CUDA's CUlaunchConfig.
+typedef struct {
+    uint32_t grid[3], block[3], shared, unused;
+    uint64_t stream, attributes, count;
+} kos_config;
+
+enum kos_source { KOS_SEND_ADDRESS, KOS_RECV_ADDRESS, KOS_STREAM, KOS_SOURCES };
+enum { KOS_MOST_WORDS = 128 };
+
+// The words are the parameters of a kernel, or the arguments of the function.  Patches follow them, which say what
+// differs between two starts: a word is a source plus an offset.
+typedef struct {
+    uint64_t function;  // an address
+    uint64_t kernel;    // a CUfunction, or 0
+    uint64_t words, patches;
+    kos_config config;  // of a kernel
+    uint64_t data[];
+} kos_launch;
+typedef struct {
+    uint64_t word, source, offset;
+} kos_patch;
 
 enum { KOS_SCRATCH_BYTES = 256 << 10, KOS_DTYPE_AT = 48, KOS_KIND_AT = 56 };
 
@@ -296,6 +325,18 @@ static inline kos_line *kos_line_of(const kos_group *g, int rank) {
     return (kos_line *)(g->memory + g->layout.lines + (size_t)rank * KOS_LINE);
 }
 
+static inline kos_slot *kos_slot_of(const kos_group *g, uint64_t stage, int rank) {
+    return (kos_slot *)g->slots[stage % (2 * KOS_SLOT_DEPTH) * (uint64_t)g->size + (uint64_t)rank];
+}
+
+static inline uint8_t *kos_area_of(const kos_group *g, uint64_t stage, int rank) {
+    return g->areas[stage % (2 * KOS_AREA_DEPTH) * (uint64_t)g->size + (uint64_t)rank];
+}
+
+// Whether this process may not use the memory: the group is closed, or another process made it.
+static inline int kos_is_over(const kos_group *g) { return g->closed || g->generation != kos_forks; }
+
+static inline uint64_t kos_min(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static inline size_t kos_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
 
 static inline int kos_is_in(int who, int rank, int root) {
@@ -339,7 +380,8 @@ kos_layout kos_layout_of(int size);
 int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size);  // 0, -1: unfit memory, -2: no memory
 void kos_free(kos_group *g);  // what kos_open has allocated
 void kos_publish(kos_group *g, uint64_t sequence, uint64_t fingerprint);  // that this rank begins that call
-int kos_compare(const kos_group *g, uint64_t sequence, uint64_t fingerprint);  // a rank whose call differs, or -1
+// FAILED if a rank has begun another call with this number or an earlier one; else PENDING.
+kos_result kos_compare(kos_group *g, uint64_t sequence, uint64_t fingerprint);
 void kos_fail(const kos_group *g, uint64_t sequence);  // sets the failure word, unless that of an earlier call is
 kos_result kos_failure(const kos_group *g, uint64_t sequence);  // FAILED if that call cannot go on, or PENDING
 int64_t kos_clock(void);
@@ -356,24 +398,24 @@ size_t kos_prepared_bytes(int size);
 int kos_prepare(const kos_group *g, const kos_request *request, kos_prepared *p);
 
 // slots.c: the stages of a collective.
-int kos_may_put(const kos_group *g, const kos_work *w);
+int kos_may_put(kos_group *g, const kos_work *w);
 void kos_put(kos_group *g, kos_work *w);
 int kos_step(kos_group *g, kos_work *w);  // KOS_DONE, KOS_PENDING, KOS_FAILED: w->result
 int kos_awaits(const kos_group *g, const kos_work *w, int rank);
 
 // direct.c
 int kos_read(const kos_group *g, int rank, void *to, uint64_t from, size_t bytes);  // 0, or an errno
-void kos_put_offer(kos_group *g, kos_work *w, kos_slot *slot);
-int kos_take_offers(kos_group *g, kos_work *w, kos_slot **slots);  // as kos_step
+void kos_put_offer(kos_group *g, kos_work *w);
+int kos_take_offers(kos_group *g, kos_work *w);  // as kos_step
 
 // mailbox.c
 void kos_mail_start(kos_group *g, kos_work *w);
 int kos_mail_step(kos_group *g, kos_work *w);  // as kos_step
-void kos_mail_post(kos_group *g, kos_work *w);  // a Work that will not move in memory any more
 void kos_mail_cancel(kos_group *g, kos_work *w);
 void kos_mail_advance(kos_group *g);            // takes what has arrived
 
 // call.c
+// A Work of a message does not move in memory until it ends.
 kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, const void *send, void *recv, kos_work *w);
 // For a Work that is the only one: advances it once, and then for at most so many nanoseconds.
 kos_result kos_spin(kos_group *g, kos_work *w, int64_t most);
@@ -387,5 +429,9 @@ enum { KOS_AWAITS_READ = 1, KOS_AWAITS_MESSAGE = 2 };  // of a message: its rece
 int kos_missing(const kos_group *g, const kos_work *w, int rank);  // whether it waits for that rank, and for what
 // Leaves the CPU core to others between two polls of a wait that began at `start`.  Needs no GIL, and reads no memory.
 void kos_rest(int64_t start, int yields);
+
+// launch.c
+// Queues it; returns 0, or the error of the function.  It needs no GIL, and may block until the GPU has run others.
+int kos_queue_launch(const kos_launch *launch, const uint64_t sources[KOS_SOURCES]);
 
 #endif

@@ -1,8 +1,8 @@
 // One copy from another process's memory, by process_vm_readv ("cross memory attach"), which Linux allows to processes
 // that may debug each other.  A slot would need two copies, and its lines would come from the core that wrote them.
 //
-// In the first stage of a call each rank offers its data: it writes to its slot, for every rank, where the data is.
-// Data that fits is in the slot; for the rest the offer has its address, or says that it comes in later stages, if the
+// In the first stage of a call each rank offers its data: it writes to its area, for every rank, where the data is.
+// Data that fits is in the area; for the rest the offer has its address, or says that it comes in later stages, if the
 // memory cannot be read.  A rank whose memory is read ends the call when all ranks have counted the stage as read.
 #define _GNU_SOURCE
 #include "core.h"
@@ -30,23 +30,21 @@ int kos_read(const kos_group *g, int rank, void *to, uint64_t from, size_t bytes
     return 0;
 }
 
-static const kos_offer *offer_of(const kos_slot *slot) { return (const kos_offer *)slot->large; }
+// That of a rank to a call whose first stage is now.
+static kos_offer *offer_of(const kos_group *g, const kos_work *w, int rank) {
+    return (kos_offer *)kos_area_of(g, w->first, rank);
+}
 
 static int takes(const kos_prepared *p, int rank) { return kos_is_in(p->patterns[0]->takers, rank, p->root); }
 
-static int is_rooted(const kos_prepared *p) {
-    return p->operation == KOS_BROADCAST || p->operation == KOS_GATHER || p->operation == KOS_SCATTER;
-}
-
-void kos_put_offer(kos_group *g, kos_work *w, kos_slot *slot) {
+void kos_put_offer(kos_group *g, kos_work *w) {
     const kos_prepared *p = w->prepared;
     const kos_pattern *pattern = p->patterns[0];
-    kos_offer *offer = (kos_offer *)slot->large;
+    kos_offer *offer = offer_of(g, w, g->rank);
     const int puts = kos_is_in(pattern->putters, g->rank, p->root);
     size_t end = kos_up(sizeof *offer + g->size * sizeof *offer->parts, KOS_CACHE_LINE);
     uint64_t later = 0, shared = 0;
     int readable = -1;  // not known yet
-    w->drains = p->varies && !is_rooted(p);  // if counts differ, one rank finds it, and counts no stage as read
     for (int r = 0; r < g->size; r++) {
         kos_part mine = p->parts[r];
         uint8_t byte;
@@ -56,8 +54,8 @@ void kos_put_offer(kos_group *g, kos_work *w, kos_slot *slot) {
             offer->parts[r].at = KOS_IN_SLOT;
         else if (!pattern->parted && shared)
             offer->parts[r].at = shared;
-        else if (!pattern->reduces && end + mine.bytes <= g->layout.slot_bytes) {
-            memcpy(slot->large + end, w->send + mine.at, mine.bytes);
+        else if (!pattern->reduces && end + mine.bytes <= g->layout.area_bytes) {
+            memcpy((uint8_t *)offer + end, w->send + mine.at, mine.bytes);
             offer->parts[r].at = shared = KOS_IN_SLOT + end;
             end += kos_up(mine.bytes, KOS_CACHE_LINE);
         } else {
@@ -72,54 +70,41 @@ void kos_put_offer(kos_group *g, kos_work *w, kos_slot *slot) {
     offer->later = later;
 }
 
-// Whether a rank is sent what it expects; if not, the group has the counts.
-static int agree(kos_group *g, int to, uint64_t expected, uint64_t sent) {
-    if (sent == expected)
-        return 1;
-    g->counts[0] = (uint64_t)to;
-    g->counts[1] = expected;
-    g->counts[2] = sent;
-    return 0;
-}
-
-// Copies what rank r offers this one; returns an errno, or -1 if it offers another number of bytes.
-static int take_part(kos_group *g, kos_work *w, int r, const kos_slot *slot) {
-    const kos_prepared *p = w->prepared;
-    const kos_part mine = p->parts[g->size + r];
-    const uint64_t at = offer_of(slot)->parts[g->rank].at;
-    uint8_t *to = w->recv + mine.at;
-    if (r == g->rank) {
-        const uint8_t *own = w->send ? w->send + p->parts[r].at : NULL;
-        if (own && w->recv && own != to && p->parts[r].bytes == mine.bytes)
-            memmove(to, own, mine.bytes);
-        return p->send_bytes && !agree(g, r, mine.bytes, p->parts[r].bytes) ? -1 : 0;
-    }
-    if (!agree(g, g->rank, mine.bytes, offer_of(slot)->parts[g->rank].bytes))
-        return -1;
-    if (at == KOS_LATER || !mine.bytes)
-        return 0;
-    if (at & KOS_IN_SLOT) {
-        memcpy(to, slot->large + (at ^ KOS_IN_SLOT), mine.bytes);
-        if (is_rooted(p) && p->operation != KOS_BROADCAST)
-            kos_mark(slot->large + (at ^ KOS_IN_SLOT), mine.bytes);
-        return 0;
-    }
-    return kos_read(g, r, to, at, mine.bytes);
-}
-
-// A rank whose bytes to or from the root differ from what the other end expects, or -1.  All ranks find the same one.
-static int differing(kos_group *g, const kos_prepared *p, kos_slot **slots) {
-    for (int r = 0; r < g->size; r++) {
-        const int gathers = p->operation == KOS_GATHER, from = gathers ? r : p->root, to = gathers ? p->root : r;
-        const kos_offer *sender = offer_of(slots[from]), *receiver = offer_of(slots[to]);
-        if (r != p->root && !agree(g, to, receiver->parts[from].expects, sender->parts[to].bytes))
-            return from;
-    }
+// A rank that sends another number of bytes than its receiver expects, or -1; the group has the counts.  Each rank
+// compares all, so that all find the same one, and before any of them has read data.
+static int differing(kos_group *g, const kos_work *w) {
+    for (int from = 0; from < g->size; from++)
+        for (int to = 0; to < g->size; to++) {
+            const uint64_t expected = offer_of(g, w, to)->parts[from].expects;
+            const uint64_t sent = offer_of(g, w, from)->parts[to].bytes;
+            if (sent != expected) {
+                memcpy(g->counts, (uint64_t[]){(uint64_t)to, expected, sent}, sizeof g->counts);
+                return from;
+            }
+        }
     return -1;
 }
 
+// Copies what rank r offers this one; returns an errno.
+static int take_part(kos_group *g, kos_work *w, int r) {
+    const kos_part mine = w->prepared->parts[g->size + r];
+    const kos_offer *offer = offer_of(g, w, r);
+    const uint64_t at = offer->parts[g->rank].at;
+    uint8_t *to = w->recv + mine.at;
+    if (r == g->rank) {
+        const uint8_t *own = w->send ? w->send + w->prepared->parts[r].at : NULL;
+        if (own && w->recv && own != to)
+            memmove(to, own, mine.bytes);
+    } else if (at != KOS_LATER && mine.bytes) {
+        if (!(at & KOS_IN_SLOT))
+            return kos_read(g, r, to, at, mine.bytes);
+        memcpy(to, (const uint8_t *)offer + (at ^ KOS_IN_SLOT), mine.bytes);
+    }
+    return 0;
+}
+
 // Reads and reduces in chunks that stay in the cache.
-static int reduce_parts(kos_group *g, kos_work *w, kos_slot **slots) {
+static int reduce_parts(kos_group *g, kos_work *w) {
     const kos_prepared *p = w->prepared;
     const size_t most = KOS_SCRATCH_BYTES / (size_t)g->size / KOS_CACHE_LINE * KOS_CACHE_LINE;
     const kos_part mine = p->parts[g->rank];
@@ -129,7 +114,7 @@ static int reduce_parts(kos_group *g, kos_work *w, kos_slot **slots) {
         for (int r = 0; r < g->size; r++) {
             uint8_t *to = g->scratch + most * (size_t)r;
             in[r] = r == g->rank ? w->send + mine.at + at : to;
-            int error = r == g->rank ? 0 : kos_read(g, r, to, offer_of(slots[r])->parts[g->rank].at + at, bytes);
+            int error = r == g->rank ? 0 : kos_read(g, r, to, offer_of(g, w, r)->parts[g->rank].at + at, bytes);
             if (error) {
                 w->unreadable = r + 1;
                 return error;
@@ -140,13 +125,13 @@ static int reduce_parts(kos_group *g, kos_work *w, kos_slot **slots) {
     return 0;
 }
 
-int kos_take_offers(kos_group *g, kos_work *w, kos_slot **slots) {
+int kos_take_offers(kos_group *g, kos_work *w) {
     const kos_prepared *p = w->prepared;
     uint64_t later = 0;
-    int error = 0, r;
+    int error = 0;
     w->unreadable = 0;
     for (int r = 0; r < g->size; r++) {
-        uint64_t theirs = offer_of(slots[r])->later;
+        uint64_t theirs = offer_of(g, w, r)->later;
         later = theirs > later ? theirs : later;
     }
     if (p->patterns[0]->reduces && later) {
@@ -154,15 +139,13 @@ int kos_take_offers(kos_group *g, kos_work *w, kos_slot **slots) {
             later = p->parts[r].bytes > later ? p->parts[r].bytes : later;
         w->drains = 0;
     } else if (p->patterns[0]->reduces)
-        error = reduce_parts(g, w, slots);
+        error = reduce_parts(g, w);
+    else if (p->operation == KOS_ALL_TO_ALL && (w->unreadable = 1 + differing(g, w)))
+        error = -1;
     else if (takes(p, g->rank))
         for (int r = 0; r < g->size && !error; r++)
-            if (kos_is_in(p->patterns[0]->sources, r, p->root) && (error = take_part(g, w, r, slots[r])))
+            if (kos_is_in(p->patterns[0]->sources, r, p->root) && (error = take_part(g, w, r)))
                 w->unreadable = r + 1;
-    if (p->varies && is_rooted(p) && error <= 0 && (r = differing(g, p, slots)) >= 0) {
-        w->unreadable = r + 1;
-        error = -1;
-    }
     if (error > 0)  // its process has ended, or it has failed and freed its memory: the checks find it
         return KOS_PENDING;
     // A rank that has failed may have changed its memory while it was read.

@@ -148,8 +148,8 @@ static void send_pieces(kos_group *g, kos_box *box, kos_message *m) {
     }
 }
 
-static void step_send(kos_group *g, kos_box *box, kos_message *m, int posted) {
-    if (m->state == KOS_QUEUED && (!box->queued.first || box->queued.first == m) && send(g, box, m) && posted)
+static void step_send(kos_group *g, kos_box *box, kos_message *m) {
+    if (m->state == KOS_QUEUED && (!box->queued.first || box->queued.first == m) && send(g, box, m))
         drop(&box->queued, m);
     if (m->state != KOS_UNANSWERED)
         return;
@@ -226,12 +226,10 @@ static int keep(kos_box *box, const kos_arrival *a, const uint8_t *data) {
 }
 
 // A piece of a message.  If its receive was cancelled it is dropped.
-static void take_piece(kos_box *box, kos_message *extra, const kos_mail *mail) {
+static void take_piece(kos_box *box, const kos_mail *mail) {
     kos_message *m = box->streamed.first;
     while (m && m->answer != mail->answer)
         m = m->next;
-    if (!m && extra && extra->state == KOS_STREAMED && extra->answer == mail->answer)
-        m = extra;
     if (!m || m->moved + mail->bytes > m->bytes)
         return;
     memcpy(m->data + m->moved, box->in_room + mail->where, mail->bytes);
@@ -249,32 +247,29 @@ static const kos_mail *next_mail(const kos_box *box, uint64_t taken) {
     return atomic_load_explicit(&mail->number, memory_order_acquire) == taken + 1 ? mail : NULL;
 }
 
-static kos_message *match(kos_box *box, kos_message *extra, uint64_t tag) {
-    for (kos_message *m = box->expected.first; m; m = m->next)
-        if (!((m->what ^ tag) << (64 - KOS_DTYPE_AT)))
-            return m;
-    return extra && extra->state == KOS_EXPECTED && !((extra->what ^ tag) << (64 - KOS_DTYPE_AT)) ? extra : NULL;
-}
+static int is_for(const kos_message *m, uint64_t what) { return !((m->what ^ what) << (64 - KOS_DTYPE_AT)); }
 
-// Takes what has arrived.  `extra` is a receive that is in no queue; with it only what comes before its message.
-static void take(kos_group *g, kos_box *box, kos_message *extra) {
+// Takes what has arrived, until that receive is complete, if one is given.
+static void take(kos_group *g, kos_box *box, const kos_message *last) {
     const kos_mail *mail;
-    while ((!extra || extra->state != KOS_COMPLETE) && (mail = next_mail(box, box->taken))) {
+    while ((!last || last->state != KOS_COMPLETE) && (mail = next_mail(box, box->taken))) {
         const int kind = (int)(mail->what >> KOS_KIND_AT);
         const uint8_t *data = kind == ROOM || kind == PIECE ? box->in_room + mail->where : mail->small;
         if (kind == PIECE)
-            take_piece(box, extra, mail);
+            take_piece(box, mail);
         else {
             kos_arrival a = {.what = mail->what, .bytes = mail->bytes};
             if (kind != INLINE) {
                 a.where = mail->where;
                 a.answer = mail->answer;
             }
-            kos_message *m = match(box, extra, mail->what);
+            kos_message *m = box->expected.first;
+            while (m && !is_for(m, mail->what))
+                m = m->next;
             if (!m) {
                 if (keep(box, &a, data))
                     return;
-            } else if (deliver(g, box, m, &a, data) && m != extra) {
+            } else if (deliver(g, box, m, &a, data)) {
                 drop(&box->expected, m);
                 if (m->state == KOS_STREAMED)
                     push(&box->streamed, m);
@@ -287,10 +282,10 @@ static void take(kos_group *g, kos_box *box, kos_message *extra) {
     }
 }
 
-// Receives a message that has arrived before.
+// Receives a message that has arrived before: then no other receive expects it.
 static void find_arrival(kos_group *g, kos_box *box, kos_message *m) {
     for (kos_arrival **at = &box->arrived, *each; (each = *at) && m->state == KOS_EXPECTED;) {
-        if (match(box, m, each->what) != m) {
+        if (!is_for(m, each->what)) {
             at = &each->next;
             continue;
         }
@@ -310,28 +305,33 @@ void kos_mail_start(kos_group *g, kos_work *w) {
     if (p->operation != KOS_RECV) {
         w->send_end = (kos_message){.data = (uint8_t *)(uintptr_t)w->send, .what = p->tag, .bytes = p->send_bytes,
                                     .sequence = w->sequence, .peer = p->dst, .state = KOS_QUEUED};
-        step_send(g, &g->boxes[p->dst], &w->send_end, 0);
+        step_send(g, &g->boxes[p->dst], &w->send_end);
+        if (w->send_end.state == KOS_QUEUED)
+            push(&g->boxes[p->dst].queued, &w->send_end);
     }
     if (p->operation != KOS_SEND) {
-        w->recv_end = (kos_message){.data = w->recv, .what = p->recv_tag, .bytes = p->recv_bytes,
-                                    .sequence = w->sequence, .peer = p->src, .state = KOS_EXPECTED};
-        if (g->boxes[p->src].arrived)
-            find_arrival(g, &g->boxes[p->src], &w->recv_end);
+        kos_box *from = &g->boxes[p->src];
+        kos_message *r = &w->recv_end;
+        *r = (kos_message){.data = w->recv, .what = p->recv_tag, .bytes = p->recv_bytes, .sequence = w->sequence,
+                           .peer = p->src, .state = KOS_EXPECTED};
+        find_arrival(g, from, r);
+        if (kos_is_open(r))
+            push(r->state == KOS_EXPECTED ? &from->expected : &from->streamed, r);
     }
 }
 
 // Receives the next message instead of one in pieces, which is cancelled.
-static void receive_next(kos_group *g, kos_box *box, kos_message *m, int posted) {
+static void receive_next(kos_group *g, kos_box *box, kos_message *m) {
     drop(&box->streamed, m);
     atomic_store_explicit(&box->in->answers[m->answer], DROPPED, memory_order_release);
     m->state = KOS_EXPECTED;
-    find_arrival(g, box, m);  // if one with this tag has arrived, no other receive expects it
-    if (posted && m->state == KOS_EXPECTED) {  // before those of this tag that were posted later
+    find_arrival(g, box, m);
+    if (m->state == KOS_EXPECTED) {  // before those of this tag that were posted later
         m->next = box->expected.first;
         box->expected.first = m;
         if (!m->next)
             box->expected.end = &m->next;
-    } else if (posted && m->state == KOS_STREAMED)
+    } else if (m->state == KOS_STREAMED)
         push(&box->streamed, m);
 }
 
@@ -342,12 +342,12 @@ int kos_mail_step(kos_group *g, kos_work *w) {
         // Before what arrives is taken: else the word may be that of a later message.
         const int cancelled = r->state == KOS_STREAMED && r->answer != NO_ANSWER
             && atomic_load_explicit(&from->in->answers[r->answer], memory_order_acquire) == CANCELLED;
-        take(g, from, w->posted ? NULL : r);
+        take(g, from, r);
         if (cancelled && r->state == KOS_STREAMED)
-            receive_next(g, from, r, w->posted);
+            receive_next(g, from, r);
     }
     if (s->state == KOS_QUEUED || s->state == KOS_UNANSWERED)
-        step_send(g, &g->boxes[s->peer], s, w->posted);
+        step_send(g, &g->boxes[s->peer], s);
     if (r->state == KOS_COMPLETE && s->state == KOS_COMPLETE) {
         kos_set(w, 0, KOS_ENDED);
         return KOS_DONE;
@@ -361,17 +361,6 @@ int kos_mail_step(kos_group *g, kos_work *w) {
     return KOS_FAILED;
 }
 
-void kos_mail_post(kos_group *g, kos_work *w) {
-    kos_message *r = &w->recv_end, *s = &w->send_end;
-    if (r->state == KOS_EXPECTED)
-        push(&g->boxes[r->peer].expected, r);
-    else if (r->state == KOS_STREAMED)
-        push(&g->boxes[r->peer].streamed, r);
-    if (s->state == KOS_QUEUED)
-        push(&g->boxes[s->peer].queued, s);
-    w->posted = 1;
-}
-
 // Ends what is not complete.  The receiver of a cancelled message receives the next one.
 void kos_mail_cancel(kos_group *g, kos_work *w) {
     kos_message *r = &w->recv_end, *s = &w->send_end;
@@ -381,8 +370,10 @@ void kos_mail_cancel(kos_group *g, kos_work *w) {
         drop(&from->expected, r);
     else if (r->state == KOS_STREAMED)
         drop(&from->streamed, r);
-    if (own && r->state == KOS_STREAMED && r->answer != NO_ANSWER)
-        replace(&from->in->answers[r->answer], READY, READ);  // not DROPPED: the sender uses the word until then
+    // If the sender has not cancelled it too, it uses the word until it finds READ.
+    if (own && r->state == KOS_STREAMED && r->answer != NO_ANSWER
+        && replace(&from->in->answers[r->answer], READY, READ) == CANCELLED)
+        atomic_store_explicit(&from->in->answers[r->answer], DROPPED, memory_order_release);
     if (s->state == KOS_QUEUED)
         drop(&to->queued, s);
     if (!own || s->state != KOS_UNANSWERED)

@@ -6,21 +6,13 @@
 
 #include <pthread.h>
 
-// Whether this process may not use the memory: the group is closed, or another process made it.
-static int is_over(const kos_group *g) {
-    const int code = kos_failure(g, 0).code;
-    return code == KOS_CLOSED || code == KOS_FORKED;
-}
-
 // publish(sequence, fingerprint): this rank begins a call that the core does not run.
-static PyObject *group_publish(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *group_publish(PyObject *self, PyObject *args) {
     kos_group *g = &((Group *)self)->core;
-    if (count != 2)
-        return PyErr_Format(PyExc_TypeError, "publish: expected a number and a fingerprint, got %zd arguments", count);
-    const uint64_t sequence = PyLong_AsUnsignedLongLong(args[0]), fingerprint = PyLong_AsUnsignedLongLong(args[1]);
-    if (PyErr_Occurred())
+    unsigned long long sequence, fingerprint;
+    if (!PyArg_ParseTuple(args, "KK:publish", &sequence, &fingerprint))
         return NULL;
-    if (is_over(g))
+    if (kos_is_over(g))
         return raise_failure((Group *)self, kos_failure(g, 0));
     kos_publish(g, sequence, fingerprint);
     Py_RETURN_NONE;
@@ -32,7 +24,7 @@ static PyObject *group_fail(PyObject *self, PyObject *argument) {
     const uint64_t sequence = PyLong_AsUnsignedLongLong(argument);
     if (PyErr_Occurred())
         return NULL;
-    if (!is_over(g)) {
+    if (!kos_is_over(g)) {
         kos_fail(g, sequence);
         kos_advance(g);  // releases the arrays of what has failed
     }
@@ -127,7 +119,7 @@ static PyObject *layout(PyObject *self, PyObject *argument) {
 static PyMethodDef group_methods[] = {
     {"prepare", group_prepare, METH_VARARGS, NULL},
     {"start", (PyCFunction)(void *)group_start, METH_FASTCALL, NULL},
-    {"publish", (PyCFunction)(void *)group_publish, METH_FASTCALL, NULL},
+    {"publish", group_publish, METH_VARARGS, NULL},
     {"fail", group_fail, METH_O, NULL},
     {"failure", group_failure, METH_NOARGS, NULL},
     {"held", group_held, METH_NOARGS, NULL},
@@ -144,6 +136,7 @@ static PyMemberDef group_members[] = {
     {"parks", T_ULONGLONG, offsetof(Group, parks), READONLY, NULL},
     {"off", T_BOOL, offsetof(Group, off), 0, NULL},
     {"hits", T_ULONGLONG, offsetof(Group, hits), READONLY, NULL},
+    {"compare_at", T_ULONGLONG, offsetof(Group, compare_at), 0, NULL},
     {0},
 };
 static PyType_Slot group_slots[] = {
@@ -158,11 +151,14 @@ static const struct { const char *name; long value; } constants[] = {
     CONSTANT(LINE), CONSTANT(RING), CONSTANT(TEXTS), CONSTANT(TEXT_BYTES), CONSTANT(MAX_RANKS), CONSTANT(MISMATCH),
     CONSTANT(REPORTED), CONSTANT(FORKED), CONSTANT(CLOSED), CONSTANT(COUNTS), CONSTANT(MESSAGE),
     CONSTANT(REFUSED_MESSAGE), CONSTANT(WORD_SEQUENCE), CONSTANT(AWAITS_READ), CONSTANT(AWAITS_MESSAGE),
+    CONSTANT(MOST_WORDS),
 };
 
 static PyMethodDef functions[] = {
     {"layout", layout, METH_O, NULL},
     {"tensors", take_tensors, METH_O, NULL},
+    {"arrays", take_arrays, METH_O, NULL},
+    {"windows", take_windows, METH_O, NULL},
     {0},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", NULL, -1, functions, NULL, NULL, NULL, NULL};

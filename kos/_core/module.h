@@ -9,16 +9,10 @@
 
 #include "core.h"
 
-// The arrays of a call; `obj` NULL: none.
-typedef struct {
-    Py_buffer send, recv;
-} arrays;
-
 typedef struct {
     PyObject_HEAD
     kos_work core;
-    PyObject *group, *prepared;
-    arrays held;
+    PyObject *group, *prepared, *send, *recv;
 } Work;
 
 // What a Group refers to.  All but its owner are those of the communicator that it is bound to; ACTIVE: the Works of
@@ -36,6 +30,7 @@ typedef struct {
     char off;                 // in a batch
     unsigned generation;      // how often all calls were forgotten
     unsigned long long hits;  // calls that were started there
+    uint64_t compare_at;      // the collective on a GPU at which Python compares calls again
 } Group;
 
 // Of module_state.c.  CONVERT: makes the result of the array.
@@ -49,7 +44,24 @@ typedef struct {
 enum { NUMBER = 4, COMPLETED };  // of an entry of the recorder
 PyObject *nanoseconds(void);     // for it
 
-extern PyTypeObject *work_type, *state_type, *operation_type;
+// DLPack's DLTensor.
+enum { CPU = 1, CUDA, DIMENSIONS = 4 };
+typedef struct {
+    char *data;
+    int32_t device, index, nd;
+    uint8_t code, bits;
+    uint16_t lanes;
+    const int64_t *shape, *strides;
+    uint64_t offset;
+} tensor;
+
+// An array in the key of a call: what its elements are, all else that is no number of elements, and the stream that it
+// is used on.
+typedef struct {
+    uint64_t what, kind, stream;
+} array_words;
+
+extern PyTypeObject *work_type, *state_type, *operation_type, *array_type;
 extern PyType_Spec work_spec, state_spec, operation_spec;
 
 void work_ended(kos_work *w);
@@ -61,13 +73,24 @@ PyObject *group_start(PyObject *g, PyObject *const *args, Py_ssize_t count);
 // goes on, where it spins if it `waits`.  Returns None if it is complete while this thread holds the GIL, or a Work of
 // these arrays, or None, perhaps of a call that has failed.
 int has_spare(Group *g);
-kos_result begin(Group *g, const kos_prepared *p, uint64_t sequence, const void *from, void *to, kos_work *begun);
-PyObject *go_on(Group *g, PyObject *prepared, kos_result r, kos_work *begun, PyObject *send, PyObject *recv, int waits);
+kos_result begin(Group *g, const kos_prepared *p, uint64_t sequence, const void *from, void *to);
+PyObject *go_on(Group *g, PyObject *prepared, kos_result r, PyObject *send, PyObject *recv, int waits);
 int is_pending(PyObject *work);
 int spin_only(Work *work);  // whether it is complete after some microseconds; not while there are others
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
 PyObject *group_method(PyObject *g, PyObject *args);
 PyObject *take_tensors(PyObject *self, PyObject *type);
+extern PyObject *s_active, *s_last, *s_last_work, *s_closed;
+const PyObject *peek(PyObject *x, PyObject *name, int is_method);
+PyObject *note(PyObject *const *objects, PyObject *description, PyObject *sequence, PyObject *frame);
+// Of module_launch.c.
+PyObject *take_arrays(PyObject *self, PyObject *example);
+PyObject *take_windows(PyObject *self, PyObject *ranges);
+int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
+uint64_t place_of(const char *data);  // what a call depends on of an address: as kos.memory.windows.place
+// Queues a call that is described by `how`; NULL without an exception: the method must.  `result` is its result.
+PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv);
+void set_field(State *s, int field, PyObject *value);
 // A Work; `old`, a former start of the same Prepared on the same arrays, if it is complete and nobody else has it.
 State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
                  PyObject *sequence, PyObject *record);

@@ -9,8 +9,8 @@ static uint8_t nothing[64];  // the memory of no array: C forbids copies of no b
 
 void work_ended(kos_work *w) {
     Work *work = (Work *)((char *)w - offsetof(Work, core));
-    PyBuffer_Release(&work->held.send);
-    PyBuffer_Release(&work->held.recv);
+    Py_CLEAR(work->send);
+    Py_CLEAR(work->recv);
     Py_DECREF((PyObject *)work);  // the reference of the queue
 }
 
@@ -28,6 +28,15 @@ static int is_only(const kos_group *g, const kos_work *w) {
     return ((g->head == w && !g->messages) || (g->messages == w && !g->head)) && !w->next;
 }
 
+// Advances all Works; returns whether this one is complete, or -1 with an exception.
+static int advance(Work *work) {
+    Group *g = (Group *)work->group;
+    kos_advance(&g->core);
+    if (kos_phase_of(&work->core) == KOS_BROKEN)
+        raise_failure(g, work->core.result);
+    return kos_phase_of(&work->core) == KOS_BROKEN ? -1 : kos_phase_of(&work->core) == KOS_ENDED;
+}
+
 // wait(): advances a Work for KOS_WAIT_NS at most, and not while there are others, which Python advances too.  Returns
 // None if it is complete, or the Work.  A signal's handler may raise: nobody would have the Work of a message then, so
 // it is cancelled.
@@ -35,13 +44,9 @@ static PyObject *work_wait(PyObject *work, PyObject *unused) {
     Group *g = (Group *)((Work *)work)->group;
     kos_work *w = &((Work *)work)->core;
     const int64_t start = kos_clock();
-    for (int polls = 0;; polls++) {
-        kos_advance(&g->core);
-        const int phase = kos_phase_of(w);
-        if (phase == KOS_BROKEN)
-            return raise_failure(g, w->result);
-        if (phase == KOS_ENDED)
-            return Py_NewRef(Py_None);
+    for (int polls = 0, ended;; polls++) {
+        if ((ended = advance((Work *)work)))
+            return ended < 0 ? NULL : Py_NewRef(Py_None);
         if (!is_only(&g->core, w) || kos_clock() - start >= KOS_WAIT_NS)
             break;
         g->parks += !polls;
@@ -65,13 +70,8 @@ int spin_only(Work *work) {
 }
 
 static PyObject *work_done(PyObject *self, PyObject *unused) {
-    Work *work = (Work *)self;
-    Group *g = (Group *)work->group;
-    kos_advance(&g->core);
-    int phase = kos_phase_of(&work->core);
-    if (phase == KOS_BROKEN)
-        return raise_failure(g, work->core.result);
-    return PyBool_FromLong(phase == KOS_ENDED);
+    const int ended = advance((Work *)self);
+    return ended < 0 ? NULL : PyBool_FromLong(ended);
 }
 
 static PyObject *work_cancel(PyObject *self, PyObject *unused) {
@@ -103,44 +103,30 @@ const kos_prepared *prepared_of(PyObject *capsule) { return PyCapsule_GetPointer
 
 static void free_prepared(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, NAME)); }
 
-// Keeps the memory of an array; of anything else the object.  Calls no Python: the call has begun, and is not in the
-// queue yet, so no other thread may run.
-static void keep(PyObject *x, Py_buffer *array) {
-    if (!PyObject_CheckBuffer(x) || PyObject_GetBuffer(x, array, PyBUF_SIMPLE)) {
-        PyErr_Clear();
-        array->obj = Py_NewRef(x);
-    }
-}
-
 int has_spare(Group *g) { return g->spare || (g->spare = PyObject_New(Work, work_type)); }
 
-kos_result begin(Group *g, const kos_prepared *p, uint64_t sequence, const void *from, void *to, kos_work *begun) {
-    return kos_start(&g->core, p, sequence, from ? from : to ? to : nothing, to, begun);
+kos_result begin(Group *g, const kos_prepared *p, uint64_t sequence, const void *from, void *to) {
+    return kos_start(&g->core, p, sequence, from ? from : to ? to : nothing, to, &g->spare->core);
 }
 
-PyObject *go_on(Group *g, PyObject *prepared, kos_result r, kos_work *begun, PyObject *send, PyObject *recv,
-                int waits) {
+PyObject *go_on(Group *g, PyObject *prepared, kos_result r, PyObject *send, PyObject *recv, int waits) {
+    Work *work = g->spare;
     if (r.status == KOS_PENDING && kos_alone(&g->core))
-        r = kos_spin(&g->core, begun, waits ? g->core.spin_ns : 0);
+        r = kos_spin(&g->core, &work->core, waits ? g->core.spin_ns : 0);
     if (r.status == KOS_DONE)
         return Py_NewRef(Py_None);
-    Work *work = g->spare;
-    kos_work *w = &work->core;
     g->spare = NULL;
-    *w = *begun;
     work->group = Py_NewRef((PyObject *)g);
     work->prepared = Py_NewRef(prepared);
-    work->held.send.obj = work->held.recv.obj = NULL;
+    work->send = work->recv = NULL;
     if (r.status == KOS_FAILED) {
-        w->result = r;
-        kos_set(w, 0, KOS_BROKEN);
+        work->core.result = r;
+        kos_set(&work->core, 0, KOS_BROKEN);
         return (PyObject *)work;
     }
-    if (send != Py_None && send != recv)
-        keep(send, &work->held.send);
-    if (recv != Py_None)
-        keep(recv, &work->held.recv);
-    kos_enqueue(&g->core, w);
+    work->send = Py_NewRef(send);
+    work->recv = Py_NewRef(recv);
+    kos_enqueue(&g->core, &work->core);
     return Py_NewRef((PyObject *)work);  // the queue has the other reference
 }
 
@@ -179,10 +165,9 @@ PyObject *group_start(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     if ((in_place ? p->recv_bytes > 0 : recv != Py_None || (p->recv_bytes && !copies))
         && locate(p, in_place ? "x" : "out", recv, p->recv_bytes, PyBUF_WRITABLE, &to))
         return NULL;
-    kos_work begun;
     if (!has_spare(g))
         return NULL;
-    PyObject *left = go_on(g, args[0], begin(g, p, sequence, from, to, &begun), &begun, send, recv, waits);
+    PyObject *left = go_on(g, args[0], begin(g, p, sequence, from, to), send, recv, waits);
     if (left == Py_None)
         return left;
     if (is_pending(left) && !waits) {

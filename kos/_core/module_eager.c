@@ -1,14 +1,15 @@
 // The calls that need no Python: an operation of a communicator on NumPy arrays whose signature is known.
 //
 // An Operation stands where the method of the communicator was.  It compares its arguments with those of earlier calls:
-// arrays by dtype, shape and flags, all others by identity.  A call that it knows is numbered, recorded and started
-// here.  If that completes while it holds the GIL, nothing else runs; what is left goes to Communicator._finish.  All
-// other calls go to the method, and after that to Node.remember, which says how the next such call runs.
+// arrays by dtype, shape and flags, integers and lists of them by value, all others by identity.  A call that it knows
+// is numbered, recorded and started here.  If that completes while it holds the GIL, nothing else runs; what is left
+// goes to Communicator._finish.  All other calls go to the method, and after that to Node.remember, which says how the
+// next such call runs.
 #include "module.h"
 
 #include <string.h>
 
-enum { ARGUMENTS = 8, DIMENSIONS = 4, KNOWN = 64, MOST_WORDS = 1 + ARGUMENTS * (3 + DIMENSIONS) };
+enum { ARGUMENTS = 8, KNOWN = 64, MOST_WORDS = 3 * KOS_MAX_RANKS };
 
 // The start of NumPy's PyArrayObject, which is the same in all versions; group_bind checks it.
 typedef struct {
@@ -20,37 +21,33 @@ typedef struct {
     int flags;
 } ndarray;
 
-enum { FLAGS = 0x1 | 0x100 | 0x400, CPU = 1, COMPLEX = 5 };  // of NumPy: contiguous, aligned, writable; of DLPack
+enum { FLAGS = 0x1 | 0x100 | 0x400, COMPLEX = 5 };  // of NumPy: contiguous, aligned, writable; of DLPack
 
-// DLPack's DLTensor, and the start of its C exchange API of version 1.
-typedef struct {
-    char *data;
-    int32_t device, index, nd;
-    uint8_t code, bits;
-    uint16_t lanes;
-    const int64_t *shape, *strides;
-    uint64_t offset;
-} tensor;
+// The start of DLPack's C exchange API of version 1.
 typedef struct {
     uint32_t major, minor;
     const void *former, *functions[3];
     int (*read)(void *, tensor *);
+    int (*current_stream)(int32_t device, int32_t index, uint64_t *stream);
 } exchange_api;
 
-// What makes calls the same, in words: how many arguments there are; of each its keyword, if it has one, then the
-// object, or of an array the dtype, the dimensions and flags, and the shape.  Objects are compared by identity.
+// What makes calls the same, in words: how many arguments there are; of each its keyword, if it has one, then what and
+// of which kind: the object, the value of an integer, the length of a list and its integers, or of an array the dtype,
+// the dimensions and flags, and the shape.  Objects are compared by identity.
 typedef struct {
     size_t words;  // 0: of a call that cannot be known
     uint64_t word[MOST_WORDS];
 } call_key;
+enum { OBJECT, INTEGER, COUNTS };  // kinds but those of arrays, which have 1 + the dimensions << 16
 
 typedef struct {
-    call_key key;
     PyObject *how;  // what Node.remember has said of it, which keeps all objects of this call and of its key
     PyObject *call, *prepared, *description;  // of group_prepare, of kos.comm.prepared, of the recorder
     PyObject *work, *fixed[3];                // the class of its Works, None if it waits; arguments of a Persistent
-    const kos_prepared *core;                 // that of `call`
+    const kos_prepared *core;                 // that of `call`; NULL of a call on a GPU
     int send, recv, result;                   // arguments, or -1
+    size_t words;                             // of its key
+    uint64_t word[];
 } known;
 
 // What stands for one method of a communicator; or the base of CorePersistent, whose arguments are fixed.
@@ -68,8 +65,8 @@ typedef struct {
 static PyTypeObject *ndarray_type, *tensor_type;
 static const exchange_api *tensor_api;  // of that type
 PyTypeObject *operation_type;
-static PyObject *s_active, *s_first, *s_last, *s_count, *s_lasti, *s_remember, *s_finish, *s_asked, *s_start,
-    *s_requires_grad, *s_is_neg;
+PyObject *s_active, *s_last, *s_last_work, *s_closed;
+static PyObject *s_first, *s_count, *s_lasti, *s_remember, *s_finish, *s_asked, *s_start, *s_requires_grad, *s_is_neg;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
@@ -81,12 +78,12 @@ static void forget(Operation *o) {
             Py_DECREF(k->how);
         PyMem_Free(k);
     }
-    o->found = o->calls;
+    o->found = NULL;
     o->used = 0;
 }
 
 // An attribute, or what a method returns, to be compared with a constant: NULL on an error.
-static const PyObject *peek(PyObject *x, PyObject *name, int is_method) {
+const PyObject *peek(PyObject *x, PyObject *name, int is_method) {
     PyObject *value = is_method ? PyObject_CallMethodObjArgs(x, name, NULL) : PyObject_GetAttr(x, name);
     if (!value)
         PyErr_Clear();
@@ -94,11 +91,12 @@ static const PyObject *peek(PyObject *x, PyObject *name, int is_method) {
     return value;
 }
 
-// Reads a tensor that is contiguous in memory of the host, and as Python takes it; returns 0 for any other.
-static int read_tensor(PyObject *x, tensor *t) {
+// Reads a tensor that is contiguous, and as Python takes it; returns 0 for any other.
+static int read_tensor(PyObject *x, array_words *words, tensor *t) {
     int64_t stride = 1;
-    if (tensor_api->read(x, t) || t->device != CPU || t->code == COMPLEX || peek(x, s_requires_grad, 0) != Py_False
-        || peek(x, s_is_neg, 1) != Py_False) {
+    if (tensor_api->read(x, t) || (t->device != CPU && t->device != CUDA) || t->code == COMPLEX
+        || peek(x, s_requires_grad, 0) != Py_False || peek(x, s_is_neg, 1) != Py_False
+        || (t->device == CUDA && tensor_api->current_stream(CUDA, t->index, &words->stream))) {
         PyErr_Clear();
         return 0;
     }
@@ -106,7 +104,32 @@ static int read_tensor(PyObject *x, tensor *t) {
         if (t->strides && t->shape[d] != 1 && t->strides[d] != stride)
             return 0;
     t->data += t->offset;
+    words->what = (uintptr_t)tensor_type;
+    words->kind = (uint64_t)t->code << 48 | (uint64_t)t->bits << 40 | (uint64_t)t->lanes << 24 | (uint16_t)t->index;
     return t->bits < 8 || (uintptr_t)t->data % (t->bits / 8) == 0;
+}
+
+static int is_integer(PyObject *x, uint64_t *value) {
+    int overflow = 1;
+    if (Py_TYPE(x) == &PyLong_Type)
+        *value = (uint64_t)PyLong_AsLongLongAndOverflow(x, &overflow);
+    return !overflow;
+}
+
+// The words of an argument that is no array.  Counts are compared by value: the program may change the list.
+static uint64_t *add_plain(uint64_t *word, PyObject *x) {
+    const int is_list = Py_TYPE(x) == &PyList_Type, is_tuple = Py_TYPE(x) == &PyTuple_Type;
+    const Py_ssize_t length = is_list ? PyList_Size(x) : is_tuple ? PyTuple_Size(x) : 0;
+    word[0] = (uintptr_t)x;
+    word[1] = is_integer(x, word) ? INTEGER : OBJECT;
+    if (!length || length > KOS_MAX_RANKS)
+        return word + 2;
+    for (Py_ssize_t i = 0; i < length; i++)
+        if (!is_integer(is_list ? PyList_GetItem(x, i) : PyTuple_GetItem(x, i), &word[2 + i]))
+            return word + 2;
+    word[0] = (uint64_t)length;
+    word[1] = COUNTS;
+    return word + 2 + length;
 }
 
 // The key of a call, and where its arrays are.
@@ -118,25 +141,33 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
         return;
     *word++ = (uint64_t)(positional << 8 | count);
     for (Py_ssize_t a = 0; a < count; a++) {
-        tensor t = {.nd = -1};  // not an array
-        uint64_t what = (uintptr_t)args[a], kind = 0;
-        if (Py_TYPE(args[a]) == ndarray_type) {
-            const ndarray *array = (ndarray *)args[a];
-            t = (tensor){.data = array->data, .nd = array->nd, .shape = (const int64_t *)array->dimensions};
-            what = (uintptr_t)array->descr;
-            kind = array->flags & FLAGS;
-        } else if (Py_TYPE(args[a]) == tensor_type) {
-            if (!read_tensor(args[a], &t))
-                return;
-            what = (uintptr_t)tensor_type;
-            kind = (uint64_t)t.code << 48 | (uint64_t)t.bits << 40 | (uint64_t)t.lanes << 24;
-        }
+        tensor t;
+        array_words array;
+        int64_t shape[DIMENSIONS];
+        if (key->word + MOST_WORDS - word < 3 + KOS_MAX_RANKS)
+            return;
         if (a >= positional)
             *word++ = (uintptr_t)PyTuple_GetItem(names, a - positional);
+        if (Py_TYPE(args[a]) == ndarray_type) {
+            const ndarray *x = (ndarray *)args[a];
+            t = (tensor){.data = x->data, .nd = x->nd, .shape = (const int64_t *)x->dimensions};
+            array = (array_words){(uintptr_t)x->descr, x->flags & FLAGS, 0};
+        } else if (Py_TYPE(args[a]) == tensor_type || Py_TYPE(args[a]) == array_type) {
+            if (!(Py_TYPE(args[a]) == tensor_type ? read_tensor(args[a], &array, &t)
+                                                  : read_array(args[a], &array, &t, shape)))
+                return;
+        } else {
+            word = add_plain(word, args[a]);
+            continue;
+        }
         if (t.nd > DIMENSIONS)
             return;
-        *word++ = what;
-        *word++ = kind | (uint64_t)(t.nd + 1) << 16;
+        *word++ = array.what;
+        *word++ = array.kind | (uint64_t)(t.nd + 1) << 16;
+        if (t.device == CUDA) {
+            *word++ = array.stream;
+            *word++ = place_of(t.data);
+        }
         for (int d = 0; d < t.nd; d++)
             *word++ = (uint64_t)t.shape[d];
         data[a] = t.data;
@@ -144,41 +175,44 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
     key->words = (size_t)(word - key->word);
 }
 
-static int is_same(const call_key *a, const call_key *b) {
-    return a->words == b->words && !memcmp(a->word, b->word, a->words * sizeof *a->word);
+static int is_same(const known *k, const call_key *key) {
+    return k->words == key->words && !memcmp(k->word, key->word, key->words * sizeof *key->word);
 }
 
 // The place of the call with this key; it is empty if the call is not known.
 static known **find(Operation *o, const call_key *key) {
-    if (*o->found && is_same(&(*o->found)->key, key))
+    if (o->found && *o->found && is_same(*o->found, key))
         return o->found;
     uint64_t hash = 0;
     for (size_t w = 0; w < key->words; w++)
         hash = (hash ^ key->word[w]) * UINT64_C(0xC2B2AE3D27D4EB4F);
     unsigned at = (unsigned)(hash >> 40) % KNOWN;
-    while (o->calls[at] && !is_same(&o->calls[at]->key, key))
+    while (o->calls[at] && !is_same(o->calls[at], key))
         at = (at + 1) % KNOWN;
     return o->found = &o->calls[at];
 }
 
 // Keeps a call as Node.remember describes it:
-// (native Prepared, Prepared, description, class of the Works or None, send, recv, result, objects).
+// (native Prepared, Prepared, description, class of the Works or None, send, recv, result, objects); on a GPU
+// EagerCalls.remember, which gives False for one that the core will never make.
 static void remember(Operation *o, const call_key *key, PyObject *how) {
     if (*find(o, key))
         return;  // a call within this one has been kept
     if (o->used == KNOWN / 2)
         forget(o);
-    PyObject *objects;
-    known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k);
-    if (!k || !PyArg_ParseTuple(how, "OOOOiiiO", &k->call, &k->prepared, &k->description, &k->work, &k->send,
-                                &k->recv, &k->result, &objects)) {
+    PyObject *objects, *unused;
+    known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k + key->words * sizeof *k->word);
+    if (!k || (how != Py_False
+               && !PyArg_ParseTuple(how, "OOOOiiiO|OOO", &k->call, &k->prepared, &k->description, &k->work, &k->send,
+                                    &k->recv, &k->result, &objects, &unused, &unused, &unused))) {
         PyMem_Free(k);
         return;
     }
-    for (int i = 0; !o->name && i < 3; i++)
+    for (int i = 0; !o->name && how != Py_False && i < 3; i++)
         k->fixed[i] = PyTuple_GetItem(objects, i);
-    k->key = *key;
-    k->core = prepared_of(k->call);
+    k->words = key->words;
+    memcpy(k->word, key->word, key->words * sizeof *k->word);
+    k->core = how == Py_False || PyBytes_Check(k->call) ? NULL : prepared_of(k->call);
     k->how = Py_NewRef(how);
     *place = k;
     o->used++;
@@ -188,12 +222,12 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
 
 // Writes the next entry of the flight recorder, as kos.comm.prepared.note does; returns it, borrowed.  The call has
 // begun: what there is no memory for is None.
-static PyObject *note(PyObject *const *objects, const known *k, PyObject *sequence, PyObject *frame) {
+PyObject *note(PyObject *const *objects, PyObject *description, PyObject *sequence, PyObject *frame) {
     PyObject *count = PyObject_GetAttr(objects[RECORDER], s_count), *slots = objects[SLOTS];
     const long long number = count ? PyLong_AsLongLong(count) : 0;
     PyObject *slot = PyList_GetItem(slots, number % PyList_Size(slots)), *next = PyLong_FromLongLong(number + 1);
     PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame), *at = PyObject_GetAttr(frame, s_lasti);
-    PyObject *entry[] = {Py_NewRef(k->description), nanoseconds(), code, at, Py_NewRef(sequence), Py_NewRef(Py_None),
+    PyObject *entry[] = {Py_NewRef(description), nanoseconds(), code, at, Py_NewRef(sequence), Py_NewRef(Py_None),
                          Py_NewRef(Py_None)};
     if (!next || PyObject_SetAttr(objects[RECORDER], s_count, next) || !at)
         PyErr_Clear();
@@ -221,10 +255,6 @@ static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObjec
         if (PyList_Append(o->group->objects[ACTIVE], (PyObject *)s))
             Py_CLEAR(s);
     }
-    if (!o->name && s != o->last) {
-        Py_XDECREF((PyObject *)o->last);
-        o->last = (State *)Py_XNewRef((PyObject *)s);
-    }
     return (PyObject *)s;
 }
 
@@ -232,6 +262,10 @@ static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObjec
 static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *const *data) {
     Group *g = o->group;
     PyObject *const *objects = g->objects;
+    if (!k->core)
+        return k->how == Py_False ? NULL
+            : queue_call(g, k->how, k->result < 0 ? Py_None : args[k->result], k->send < 0 ? NULL : data[k->send],
+                         k->recv < 0 ? NULL : data[k->recv]);
     const int message = k->core->algorithm == KOS_MAIL;
     PyObject *frame;
     if (g->off || (o->last && !o->last->reported) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
@@ -248,10 +282,9 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
     void *from = k->send < 0 ? NULL : data[k->send], *to = k->recv < 0 ? NULL : data[k->recv];
     g->hits++;
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
-    kos_work begun;
-    const kos_result r = begin(g, k->core, number, from, to, &begun);
-    PyObject *slot = note(objects, k, sequence, frame);  // while the data is on its way
-    PyObject *left = go_on(g, k->call, r, &begun, send, recv, k->work == Py_None);
+    const kos_result r = begin(g, k->core, number, from, to);
+    PyObject *slot = note(objects, k->description, sequence, frame);  // while the data is on its way
+    PyObject *left = go_on(g, k->call, r, send, recv, k->work == Py_None);
     if (left == Py_None)
         PyList_SetItem(slot, COMPLETED, nanoseconds());
     if (k->work != Py_None && (left == Py_None || is_pending(left)))
@@ -260,7 +293,11 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
         value = Py_NewRef(result);
     else
         value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, prepared, send, recv, result, sequence, slot, left,
-                                           NULL);
+                                           k->work == Py_None ? Py_True : Py_False, NULL);
+    if (!o->name && value) {
+        Py_XDECREF((PyObject *)o->last);
+        o->last = (State *)Py_NewRef(value);
+    }
     Py_DECREF(left);
     Py_DECREF(prepared);
     Py_DECREF(sequence);
@@ -354,19 +391,12 @@ PyObject *take_tensors(PyObject *self, PyObject *type) {
     return PyBool_FromLong((PyObject *)tensor_type == type);
 }
 
-static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    Operation *o = (Operation *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (o)
-        o->found = o->calls;
-    return (PyObject *)o;
-}
-
 // method(name, method, docstring): what stands in for that method of the communicator.
 PyObject *group_method(PyObject *self, PyObject *args) {
     PyObject *name, *method, *text;
     if (!PyArg_ParseTuple(args, "UOU:method", &name, &method, &text))
         return NULL;
-    Operation *o = (Operation *)operation_new(operation_type, NULL, NULL);
+    Operation *o = (Operation *)PyType_GenericNew(operation_type, NULL, NULL);
     if (!o)
         return NULL;
     o->group = (Group *)Py_NewRef(self);
@@ -421,7 +451,7 @@ static PyMemberDef operation_members[] = {
     {0},
 };
 static PyType_Slot operation_slots[] = {
-    {Py_tp_new, operation_new}, {Py_tp_dealloc, operation_dealloc}, {Py_tp_traverse, operation_traverse},
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, operation_dealloc}, {Py_tp_traverse, operation_traverse},
     {Py_tp_clear, operation_clear}, {Py_tp_methods, operation_methods}, {Py_tp_members, operation_members}, {0},
 };
 PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0,
@@ -429,9 +459,9 @@ PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0
 
 int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
-        {&s_active, "_active"}, {&s_first, "first"}, {&s_last, "last"}, {&s_count, "count"}, {&s_lasti, "f_lasti"},
-        {&s_remember, "remember"}, {&s_finish, "_finish"}, {&s_asked, "asked"}, {&s_start, "_start"},
-        {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
+        {&s_active, "_active"}, {&s_first, "first"}, {&s_last, "last"}, {&s_last_work, "_last"}, {&s_closed, "closed"},
+        {&s_count, "count"}, {&s_lasti, "f_lasti"}, {&s_remember, "remember"}, {&s_finish, "_finish"},
+        {&s_asked, "asked"}, {&s_start, "_start"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].to = PyUnicode_InternFromString(names[i].name)))

@@ -10,7 +10,7 @@ PyTypeObject *state_type;
 
 static int has(const State *s, int field) { return s->fields[field] && s->fields[field] != Py_None; }
 
-static void set(State *s, int field, PyObject *value) {
+void set_field(State *s, int field, PyObject *value) {
     PyObject *old = s->fields[field];
     s->fields[field] = Py_XNewRef(value);
     Py_XDECREF(old);
@@ -26,7 +26,7 @@ State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send,
     }
     PyObject *values[] = {prepared, send, recv, array, sequence, record};
     for (int field = reuses ? SEQUENCE : 0; s && field < LEFT; field++)
-        set(s, field, values[field]);
+        set_field(s, field, values[field]);
     if (s)
         s->reported = 0;
     return s;
@@ -43,8 +43,8 @@ static int state_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     PyObject *given[] = {NULL, NULL, NULL, NULL}, *number = PyLong_FromLong(-1);
     const int read = PyArg_UnpackTuple(args, "Work", 1, 4, &given[0], &given[1], &given[2], &given[3]);
     for (int field = PREPARED; read && field <= ARRAY; field++)
-        set((State *)self, field, given[field]);
-    set((State *)self, SEQUENCE, number);
+        set_field((State *)self, field, given[field]);
+    set_field((State *)self, SEQUENCE, number);
     Py_XDECREF(number);
     return read ? 0 : -1;
 }
@@ -57,7 +57,7 @@ static int completes(State *s) {
         return 0;
     if (PyList_GetItem(s->fields[RECORD], NUMBER) == s->fields[SEQUENCE])  // else it is that of a later call
         PyList_SetItem(s->fields[RECORD], COMPLETED, nanoseconds());
-    set(s, LEFT, NULL);
+    set_field(s, LEFT, NULL);
     return !PyList_SetSlice(active, 0, 1, NULL);
 }
 

@@ -18,6 +18,7 @@ REFUSED_MESSAGE: int
 WORD_SEQUENCE: int
 AWAITS_READ: int
 AWAITS_MESSAGE: int
+MOST_WORDS: int
 
 def layout(size: int, /) -> tuple[int, int, int, int, int]:
     """Bytes from the start of a segment to its lines, rings, texts and mailboxes, and of the whole."""
@@ -45,6 +46,12 @@ class Operation:
 def tensors(kind: type, /) -> bool:
     """Take arrays of that type, which has DLPack's C exchange API; False if another type was taken before."""
 
+def arrays(example: Any, /) -> bool:
+    """Take arrays of the type of ``example``, ``kos.memory.Array``; False if its layout is another one."""
+
+def windows(ranges: bytes, /) -> None:
+    """The windows of this process: an address and a number of bytes each, as uint64."""
+
 class Group:
     direct: int
     spin_ns: int
@@ -55,6 +62,8 @@ class Group:
     """Whether operations go to the methods of the communicator."""
     hits: int
     """Calls that needed no method so far."""
+    compare_at: int
+    """The collective at which Python compares calls on GPUs again: it makes that one."""
     def __init__(self, memory: Any, rank: int, size: int, owner: Owner, /) -> None: ...
     def prepare(
         self, operation: int, dtype: int, op: int, root: int, count: int, varies: bool,

@@ -23,8 +23,8 @@ static const kos_pattern patterns[] = {
     [KOS_SCATTER] = {KOS_ROOT, KOS_EVERYBODY, KOS_ROOT, 1, 0},
     [KOS_ALL_TO_ALL] = {KOS_EVERYBODY, KOS_EVERYBODY, KOS_EVERYBODY, 1, 0},
     [KOS_REDUCE_SCATTER] = {KOS_EVERYBODY, KOS_EVERYBODY, KOS_EVERYBODY, 1, 1},
-    [KOS_SCAN] = {KOS_EVERYBODY, KOS_EVERYBODY, KOS_UP_TO_ME, 0, 1},
-    [KOS_EXSCAN] = {KOS_EVERYBODY, KOS_EVERYBODY, KOS_BELOW_ME, 0, 1},
+    [KOS_SCAN] = {KOS_OTHERS, KOS_EVERYBODY, KOS_UP_TO_ME, 0, 1},  // the root is the last rank
+    [KOS_EXSCAN] = {KOS_OTHERS, KOS_EVERYBODY, KOS_BELOW_ME, 0, 1},
 };
 
 size_t kos_prepared_bytes(int size) { return sizeof(kos_prepared) + 2 * (size_t)size * sizeof(kos_part); }
@@ -58,13 +58,13 @@ static void prepare_two_shot(const kos_group *g, kos_prepared *p, uint64_t bytes
     p->algorithm = KOS_TWO_SHOT;
     p->patterns[0] = &patterns[KOS_REDUCE_SCATTER];
     p->patterns[1] = &patterns[p->operation == KOS_REDUCE ? KOS_GATHER : KOS_ALL_GATHER];
-    p->per_stage = g->layout.slot_bytes / g->size / KOS_CACHE_LINE * KOS_CACHE_LINE;
+    p->per_stage = g->layout.area_bytes / g->size / KOS_CACHE_LINE * KOS_CACHE_LINE;
     p->stages = 2 * ((step + p->per_stage - 1) / p->per_stage);
 }
 
 static void prepare_collective(const kos_group *g, const kos_request *q, kos_prepared *p) {
     const kos_pattern *pattern = &patterns[q->operation];
-    const int size = g->size, known = q->operation == KOS_ALL_GATHER || q->operation == KOS_REDUCE_SCATTER;
+    const int size = g->size;
     const int apart = !pattern->reduces && pattern->sources != KOS_ROOT;
     const unsigned item = p->reduction.bytes;
     const uint64_t bytes = q->count * item;
@@ -86,11 +86,12 @@ static void prepare_collective(const kos_group *g, const kos_request *q, kos_pre
     // What one rank puts in a slot: its data, or a part for every rank.
     const uint64_t places = pattern->parted ? size : 1;
     p->small = places * largest <= KOS_INLINE_BYTES;
-    p->per_stage = p->small ? largest : g->layout.slot_bytes / places / KOS_CACHE_LINE * KOS_CACHE_LINE;
+    p->per_stage = p->small ? largest : g->layout.area_bytes / places / KOS_CACHE_LINE * KOS_CACHE_LINE;
     p->stages = p->per_stage && largest ? (largest + p->per_stage - 1) / p->per_stage : 1;
-    if ((q->varies && !known) || (g->direct && largest > DIRECT_BYTES && (!pattern->reduces || pattern->parted))) {
+    if ((q->varies && q->operation == KOS_ALL_TO_ALL)
+        || (g->direct && largest > DIRECT_BYTES && (!pattern->reduces || pattern->parted))) {
         p->algorithm = KOS_OFFER;
-        p->per_stage = g->layout.slot_bytes / places / KOS_CACHE_LINE * KOS_CACHE_LINE;
+        p->per_stage = g->layout.area_bytes / places / KOS_CACHE_LINE * KOS_CACHE_LINE;
         p->stages = p->small = 0;
     }
 }
@@ -115,9 +116,13 @@ int kos_prepare(const kos_group *g, const kos_request *q, kos_prepared *p) {
     p->operation = (uint8_t)q->operation;
     p->fingerprint = q->fingerprint;
     p->root = q->root;
-    p->varies = q->varies != 0;
     if (!messages) {
+        if (q->operation == KOS_SCAN || q->operation == KOS_EXSCAN)
+            p->root = g->size - 1;
         prepare_collective(g, q, p);
+        p->meets = p->algorithm == KOS_OFFER || q->operation == KOS_BARRIER;
+        p->sees_all = p->meets || (p->patterns[0]->sources == KOS_EVERYBODY
+                                   && kos_is_in(p->patterns[0]->takers, g->rank, p->root));
         return 0;
     }
     if (q->dst < 0 || q->dst >= g->size || q->src < 0 || q->src >= g->size || (q->tag | q->recv_tag) >> KOS_DTYPE_AT)

@@ -7,20 +7,20 @@
 
 int kos_forks;
 
-static size_t least(size_t a, size_t b) { return a < b ? a : b; }
-
 kos_layout kos_layout_of(int size) {
     const size_t page = 4096;
     kos_layout at;
     at.lines = KOS_LINE;
     at.rings = at.lines + (size_t)size * KOS_LINE;
     at.texts = at.rings + (size_t)size * KOS_RING * sizeof(uint64_t);
-    at.slots = kos_up(at.texts + (size_t)size * KOS_TEXTS * KOS_TEXT_BYTES, page) + KOS_APART;
-    at.slot_bytes = least(KOS_SLOT_BYTES, KOS_SLOTS_BYTES / KOS_DEPTH / (size_t)size);
-    at.slot_pitch = kos_up(sizeof(kos_slot) + at.slot_bytes, page);
-    at.mailboxes = at.slots - KOS_APART + kos_up((size_t)size * KOS_DEPTH * at.slot_pitch, page);
-    at.room = least(KOS_ROOM_BYTES, KOS_ROOMS_BYTES / ((size_t)size * size)) / page * page;
-    at.answers = (uint32_t)least(KOS_ANSWERS, KOS_ANSWERS_BYTES / sizeof(uint64_t) / ((size_t)size * size) / 512 * 512);
+    at.slots = kos_up(at.texts + (size_t)size * KOS_TEXTS * KOS_TEXT_BYTES, KOS_LINE);
+    at.areas = kos_up(at.slots + (size_t)size * KOS_SLOT_DEPTH * KOS_LINE, page) + KOS_APART;
+    at.area_bytes = kos_min(KOS_AREA_BYTES, KOS_AREAS_BYTES / KOS_AREA_DEPTH / (size_t)size);
+    at.area_pitch = kos_up(at.area_bytes + 1, page);
+    at.mailboxes = at.areas - KOS_APART + kos_up((size_t)size * KOS_AREA_DEPTH * at.area_pitch, page);
+    at.room = kos_min(KOS_ROOM_BYTES, KOS_ROOMS_BYTES / ((size_t)size * size)) / page * page;
+    const size_t answers = KOS_ANSWERS_BYTES / sizeof(uint64_t) / ((size_t)size * size);
+    at.answers = (uint32_t)kos_min(KOS_ANSWERS, answers / 512 * 512);
     at.room_at = sizeof(kos_mailbox) + at.answers * sizeof(uint64_t);
     at.mailbox_pitch = kos_up(at.room_at + at.room, page);
     at.total = at.mailboxes + (size_t)size * size * at.mailbox_pitch;
@@ -37,6 +37,13 @@ static kos_mailbox *mailbox(const kos_group *g, int from, int to) {
 
 void kos_forked(void) { kos_forks++; }
 
+// The places of all ranks, each of which has `depth`, for twice as many stages.
+static void fill(uint8_t **places, uint8_t *first, size_t pitch, int depth, int size) {
+    for (int stage = 0; stage < 2 * depth; stage++)
+        for (int r = 0; r < size; r++)
+            *places++ = first + pitch * (size_t)((r + stage / depth) % size * depth + stage % depth);
+}
+
 int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size) {
     if (size < 1 || size > KOS_MAX_RANKS || rank < 0 || rank >= size || (uintptr_t)memory % KOS_LINE)
         return -1;
@@ -45,7 +52,8 @@ int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size) {
         return -1;
     g->boxes = calloc(size, sizeof *g->boxes);
     g->scratch = aligned_alloc(KOS_CACHE_LINE, KOS_SCRATCH_BYTES);
-    if (!g->boxes || !g->scratch)
+    g->slots = calloc(2 * (KOS_SLOT_DEPTH + KOS_AREA_DEPTH) * size, sizeof *g->slots);
+    if (!g->boxes || !g->scratch || !g->slots)
         return -2;
     g->memory = memory;
     g->failure = (_Atomic uint64_t *)memory;
@@ -53,12 +61,9 @@ int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size) {
     g->size = size;
     g->line = kos_line_of(g, rank);
     g->generation = kos_forks;
-    g->free = KOS_DEPTH;
-    for (int stage = 0; stage < KOS_SLOT_PERIOD; stage++)
-        for (int r = 0; r < size; r++) {
-            size_t place = (size_t)((r + stage / KOS_DEPTH) % size) * KOS_DEPTH + stage % KOS_DEPTH;
-            g->slots[stage][r] = (kos_slot *)(memory + g->layout.slots + place * g->layout.slot_pitch);
-        }
+    g->areas = g->slots + 2 * KOS_SLOT_DEPTH * size;
+    fill(g->slots, memory + g->layout.slots, KOS_LINE, KOS_SLOT_DEPTH, size);
+    fill(g->areas, memory + g->layout.areas, g->layout.area_pitch, KOS_AREA_DEPTH, size);
     for (int r = 0; r < size; r++) {
         kos_box *box = &g->boxes[r];
         box->out = mailbox(g, rank, r);
@@ -84,6 +89,7 @@ void kos_free(kos_group *g) {
     }
     free(g->boxes);
     free(g->scratch);
+    free(g->slots);
 }
 
 void kos_publish(kos_group *g, uint64_t sequence, uint64_t fingerprint) {
@@ -95,17 +101,28 @@ void kos_publish(kos_group *g, uint64_t sequence, uint64_t fingerprint) {
     KOS_POINT(KOS_AT_PUBLISHED);
 }
 
-int kos_compare(const kos_group *g, uint64_t sequence, uint64_t fingerprint) {
+// The entry of a call in the ring of a rank that has begun it; `expected` if a later call has overwritten it.
+static uint64_t entry_of(const kos_group *g, int rank, uint64_t call, uint64_t expected) {
+    const uint64_t entry = atomic_load_explicit(&ring_of(g, rank)[call % KOS_RING], memory_order_acquire);
+    const uint64_t arrived = atomic_load_explicit(&kos_line_of(g, rank)->arrived, memory_order_acquire);
+    return arrived < call + KOS_RING ? entry : expected;
+}
+
+kos_result kos_compare(kos_group *g, uint64_t sequence, uint64_t fingerprint) {
+    uint64_t same = sequence + 1;
     for (int r = 0; r < g->size; r++) {
-        kos_line *line = kos_line_of(g, r);
-        if (atomic_load_explicit(&line->arrived, memory_order_acquire) <= sequence)
-            continue;
-        uint64_t entry = atomic_load_explicit(&ring_of(g, r)[sequence % KOS_RING], memory_order_acquire);
-        if (entry != fingerprint + sequence
-            && atomic_load_explicit(&line->arrived, memory_order_acquire) < sequence + KOS_RING)
-            return r;
+        const uint64_t arrived = atomic_load_explicit(&kos_line_of(g, r)->arrived, memory_order_acquire);
+        const uint64_t end = kos_min(arrived, sequence + 1);
+        same = kos_min(end, same);
+        for (uint64_t call = end > g->same + KOS_RING ? end - KOS_RING : g->same; call < end; call++) {
+            const uint64_t entry = entry_of(g, r, call, 0);
+            const uint64_t mine = call == sequence ? fingerprint + sequence : entry_of(g, g->rank, call, entry);
+            if (entry && entry != mine)
+                return (kos_result){KOS_FAILED, KOS_MISMATCH, (uint16_t)r, call};
+        }
     }
-    return -1;
+    g->same = same > g->same ? same : g->same;
+    return KOS_RESULT(KOS_PENDING);
 }
 
 void kos_fail(const kos_group *g, uint64_t sequence) {
@@ -115,7 +132,7 @@ void kos_fail(const kos_group *g, uint64_t sequence) {
 }
 
 kos_result kos_failure(const kos_group *g, uint64_t sequence) {
-    if (g->closed || g->generation != kos_forks)
+    if (kos_is_over(g))
         return (kos_result){KOS_FAILED, g->closed ? KOS_CLOSED : KOS_FORKED, (uint16_t)g->rank, 0};
     uint64_t word = atomic_load_explicit(g->failure, memory_order_acquire);
     if (!word || (word & KOS_WORD_SEQUENCE) > sequence)

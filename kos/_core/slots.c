@@ -1,12 +1,13 @@
 // Collectives through the slots, in stages: put, see, take.
 //
-// In a stage each rank that has data to give copies it to its slot, and stores the stamp.  A rank that sees the stamps
-// it needs copies or reduces the data to its array, and then counts the stage as read.  A slot is filled again
-// KOS_DEPTH stages later, when every rank has counted it.  The pattern of an operation (prepare.c) says who puts and
-// takes what; the steps are the same for all.
+// In a stage each rank that has data to give copies it to its slot or area, and stores the stamp.  A rank that sees the
+// stamps it needs copies or reduces the data to its array, and then counts the stage as read.  A slot is filled again
+// KOS_SLOT_DEPTH stages later, an area KOS_AREA_DEPTH later, when every rank has counted them.  The pattern of an
+// operation (prepare.c) says who puts and takes what; the steps are the same for all.
 //
-// In the first stage of a call every rank stamps its slot, and waits for all stamps: no call completes before all ranks
-// have begun the same one.
+// A rank waits for those whose data it takes, and for all in a barrier.  So one that only gives data, as the root of a
+// broadcast, completes its call before others have begun theirs.  If theirs differ, no later stamp is as expected, and
+// the comparison of published calls finds the first that differs (kos_compare).
 #include "core.h"
 
 #include <string.h>
@@ -32,10 +33,19 @@ static inline kos_part piece_of(const kos_prepared *p, kos_part part, uint64_t s
     const uint64_t done = stage * p->per_stage;
     if (part.bytes <= done)
         return (kos_part){part.at, 0};
-    return (kos_part){part.at + done, part.bytes - done < p->per_stage ? part.bytes - done : p->per_stage};
+    return (kos_part){part.at + done, kos_min(part.bytes - done, p->per_stage)};
 }
 
-static inline uint8_t *payload(const kos_prepared *p, kos_slot *slot) { return p->small ? slot->small : slot->large; }
+// Where a rank's payload of a stage of the group is.
+static inline uint8_t *payload(const kos_group *g, const kos_prepared *p, uint64_t stage, int rank) {
+    return p->small ? kos_slot_of(g, stage, rank)->small : kos_area_of(g, stage, rank);
+}
+
+// How many stages a rank may be ahead of another one: those whose payloads have places of their own.  When it has to
+// wait it waits until half of the slots are free: else two ranks on one CPU core would take turns at every call.
+static inline uint64_t depth_of(const kos_prepared *p, int has_waited) {
+    return p->small ? KOS_SLOT_DEPTH >> has_waited : KOS_AREA_DEPTH;
+}
 
 // The data of a parted slot for one receiver.  In turn, neighbours write the same lines.
 static inline uint64_t place_of(const kos_group *g, const kos_prepared *p, int sender, int receiver) {
@@ -43,7 +53,7 @@ static inline uint64_t place_of(const kos_group *g, const kos_prepared *p, int s
 }
 
 static inline uint64_t stamp_of(const kos_work *w, uint64_t stage) {
-    return w->prepared->fingerprint + w->sequence + (stage << 56);
+    return w->mark + w->sequence + (stage << 56);
 }
 
 // Acquire: the payload, and the copy of `stages_read`, were stored before the stamp.
@@ -52,15 +62,8 @@ static inline int has_stamped(kos_slot *slot, uint64_t stamp) {
 }
 
 // Acquire: that rank's loads from the slots came before the store of this number, so they may be written now.
-static inline int has_read(const kos_group *g, int rank, uint64_t stages) {
-    return atomic_load_explicit(&kos_line_of(g, rank)->stages_read, memory_order_acquire) >= stages;
-}
-
-static int all_have_read(const kos_group *g, uint64_t stages) {
-    int rank = 0;
-    while (rank < g->size && has_read(g, rank, stages))
-        rank++;
-    return rank == g->size;
+static inline uint64_t stages_read_by(const kos_group *g, int rank) {
+    return atomic_load_explicit(&kos_line_of(g, rank)->stages_read, memory_order_acquire);
 }
 
 // Whether this rank needs what `rank` puts in that stage.  Offers are never partial: their later stages are rare.
@@ -68,25 +71,33 @@ static inline int needs(const kos_group *g, const kos_work *w, uint64_t stage, i
     const kos_prepared *p = w->prepared;
     const kos_pattern *pattern = pattern_of(w, stage);
     int first, last;
-    if (!stage || p->algorithm == KOS_OFFER)
+    if (p->meets)
         return 1;
     if (rank == g->rank || !kos_is_in(pattern->takers, g->rank, p->root))
         return 0;
     sources_of(g, pattern, p->root, &first, &last);
     return rank >= first && rank < last
-        && piece_of(p, p->parts[g->size + (pattern->reduces ? g->rank : rank)], stage).bytes > 0;
+        && (!stage || piece_of(p, p->parts[g->size + (pattern->reduces ? g->rank : rank)], stage).bytes > 0);
 }
 
-int kos_may_put(const kos_group *g, const kos_work *w) {
-    uint64_t stage = kos_stage_in_group(g, w);
-    return stage < g->free || all_have_read(g, stage + 1 - KOS_DEPTH);
+int kos_may_put(kos_group *g, const kos_work *w) {
+    const uint64_t stage = kos_stage_in_group(g, w);
+    if (stage < g->read + depth_of(w->prepared, 0))
+        return 1;
+    uint64_t least = stage;
+    for (int r = 0; r < g->size; r++)
+        least = kos_min(least, stages_read_by(g, r));
+    if (stage >= least + depth_of(w->prepared, 1))
+        return 0;
+    g->read = least;
+    return 1;
 }
 
-static void put_data(kos_group *g, kos_work *w, kos_slot *slot, uint64_t stage) {
+static void put_data(kos_group *g, kos_work *w, uint64_t stage) {
     const kos_prepared *p = w->prepared;
     const kos_pattern *pattern = pattern_of(w, stage);
     const uint8_t *from = w->send;
-    uint8_t *to = payload(p, slot);
+    uint8_t *to = payload(g, p, w->first + stage, g->rank);
     kos_part piece = piece_of(p, p->parts[g->rank], stage);
     if (p->algorithm == KOS_TWO_SHOT && stage & 1) {  // what this rank has reduced
         from = w->recv;
@@ -112,13 +123,13 @@ void kos_put(kos_group *g, kos_work *w) {
         w->first = g->stage;
         g->stage += w->stages ? w->stages : 1;
     }
-    kos_slot *slot = g->slots[(w->first + stage) % KOS_SLOT_PERIOD][g->rank];
+    kos_slot *slot = kos_slot_of(g, w->first + stage, g->rank);
     const int puts = g->size > 1 && kos_is_in(pattern_of(w, stage)->putters, g->rank, p->root);
     if (p->algorithm == KOS_OFFER && !stage)
-        kos_put_offer(g, w, slot);
+        kos_put_offer(g, w);
     else if (puts)
-        put_data(g, w, slot, stage);
-    if (puts || !stage || p->algorithm == KOS_OFFER) {
+        put_data(g, w, stage);
+    if (puts || p->meets) {
         slot->stages_read = atomic_load_explicit(&g->line->stages_read, memory_order_relaxed);
         KOS_POINT(KOS_AT_PUT);
         // Release: whoever acquires the stamp finds the payload.
@@ -129,7 +140,7 @@ void kos_put(kos_group *g, kos_work *w) {
     kos_set(w, stage, KOS_PUT);
 }
 
-static void take_data(kos_group *g, kos_work *w, kos_slot **slots, uint64_t stage) {
+static void take_data(kos_group *g, kos_work *w, uint64_t stage) {
     const kos_prepared *p = w->prepared;
     const kos_pattern *pattern = pattern_of(w, stage);
     const void *in[KOS_MAX_RANKS];
@@ -137,7 +148,7 @@ static void take_data(kos_group *g, kos_work *w, kos_slot **slots, uint64_t stag
     sources_of(g, pattern, p->root, &first, &last);
     kos_part piece = piece_of(p, p->parts[g->size + g->rank], stage);
     for (int r = first; r < last; r++) {
-        const uint8_t *from = payload(p, slots[r]) + (pattern->parted ? place_of(g, p, r, g->rank) : 0);
+        const uint8_t *from = payload(g, p, w->first + stage, r) + (pattern->parted ? place_of(g, p, r, g->rank) : 0);
         // This rank's own data is still in its array, where reading it takes a third of the time (64 KB).
         if (r == g->rank)
             from = w->send + piece_of(p, p->parts[r], stage).at;
@@ -163,18 +174,17 @@ static void take_data(kos_group *g, kos_work *w, kos_slot **slots, uint64_t stag
 static int take(kos_group *g, kos_work *w) {
     const kos_prepared *p = w->prepared;
     const uint64_t stage = kos_stage_of(w), read = w->first + stage + 1;
-    kos_slot **slots = g->slots[(w->first + stage) % KOS_SLOT_PERIOD];
     if (p->algorithm == KOS_OFFER && !stage) {
-        int status = kos_take_offers(g, w, slots);
+        int status = kos_take_offers(g, w);
         if (status != KOS_DONE)
             return status;
     } else if (kos_is_in(pattern_of(w, stage)->takers, g->rank, p->root))
-        take_data(g, w, slots, stage);
-    if (!stage) {  // every rank has stamped its slot
-        uint64_t least = read;
+        take_data(g, w, stage);
+    if (!stage && p->sees_all) {
+        g->read = read;
         for (int r = 0; r < g->size; r++)
-            least = slots[r]->stages_read < least ? slots[r]->stages_read : least;
-        g->free = least + KOS_DEPTH;
+            if (r != g->rank)
+                g->read = kos_min(g->read, kos_slot_of(g, w->first, r)->stages_read);
     }
     KOS_POINT(KOS_AT_TAKEN);
     // Release: a rank that acquires this, here or in a slot, writes to these slots only after the loads above.
@@ -192,8 +202,10 @@ static int take(kos_group *g, kos_work *w) {
 
 static inline int has_seen(kos_group *g, kos_work *w) {
     const uint64_t stage = kos_stage_of(w), stamp = stamp_of(w, stage);
-    kos_slot **slots = g->slots[(w->first + stage) % KOS_SLOT_PERIOD];
-    while (w->peer < g->size && (has_stamped(slots[w->peer], stamp) || !needs(g, w, stage, w->peer)))
+    const int all = !stage && w->prepared->sees_all;
+    while (w->peer < g->size
+           && (w->peer == g->rank || (!all && !needs(g, w, stage, w->peer))
+               || has_stamped(kos_slot_of(g, w->first + stage, w->peer), stamp)))
         w->peer++;
     return w->peer == g->size;
 }
@@ -215,8 +227,9 @@ int kos_step(kos_group *g, kos_work *w) {
                 return status;
         } else {
             KOS_POINT(KOS_AT_DRAIN);
-            if (!all_have_read(g, w->first + 1))
-                return KOS_PENDING;
+            for (int r = 0; r < g->size; r++)
+                if (stages_read_by(g, r) <= w->first)
+                    return KOS_PENDING;
             kos_set(w, kos_stage_of(w), KOS_ENDED);
             return KOS_DONE;
         }
@@ -227,10 +240,9 @@ int kos_awaits(const kos_group *g, const kos_work *w, int rank) {
     const uint64_t stage = kos_stage_of(w), number = kos_stage_in_group(g, w);
     const int phase = kos_phase_of(w);
     if (phase == KOS_NOT_PUT)
-        return number + 1 > KOS_DEPTH && !has_read(g, rank, number + 1 - KOS_DEPTH);
+        return stages_read_by(g, rank) + depth_of(w->prepared, 1) <= number;
     if (phase == KOS_PUT)
         return rank + 1 == w->unreadable
-            || (needs(g, w, stage, rank)
-                && !has_stamped(g->slots[number % KOS_SLOT_PERIOD][rank], stamp_of(w, stage)));
-    return phase == KOS_DRAIN && !has_read(g, rank, w->first + 1);
+            || (needs(g, w, stage, rank) && !has_stamped(kos_slot_of(g, number, rank), stamp_of(w, stage)));
+    return phase == KOS_DRAIN && stages_read_by(g, rank) <= w->first;
 }

@@ -111,12 +111,12 @@ class Communicator(Groups):
             self._eager.off = batch is not None
 
     def _finish(
-        self, prepared: Any, send: Any, recv: Any, result: Any, sequence: int, record: list[Any], left: Any
+        self, prepared: Any, send: Any, recv: Any, result: Any, sequence: int, record: list[Any], left: Any, waits: bool
     ) -> Any:
-        """The result of a call that the core has begun, and that is not complete yet."""
+        """The result of a call that the core has begun, and that is not complete yet; its Work unless it ``waits``."""
         work = prepared.work(prepared, send, recv, result)
         work.sequence, work.record = sequence, record
-        return prepared.start(self, work, left=left)
+        return prepared.start(self, work, waits, left=left)
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""

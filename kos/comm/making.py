@@ -131,9 +131,7 @@ def _for_gpus(
             reason = f"{probe.reason}; auto uses it once it was measured here: python -m kos.tune"
             probes[name] = Probe(True, reason)
             continue
-        # Off unless asked for: they have not run on GPUs.
-        asked = name == "nccl" and os.environ.get("KOS_PHASES") == "1"
-        between_hosts = asked and rendezvous.local_size < rendezvous.size
+        between_hosts = name == "nccl" and rendezvous.local_size < rendezvous.size
         try:
             made.append((HierarchicalBackend if between_hosts else kind)(rendezvous, host=host))
             undo.callback(made[-1].abort, UNMADE)

@@ -14,7 +14,8 @@ T = TypeVar("T")
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
 EAGER = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "scan",
-    "exscan", "barrier", "send", "recv", "send_recv",
+    "exscan", "barrier", "send", "recv", "send_recv", "reduce_scatter_v", "all_gather_v", "gather_v", "scatter_v",
+    "all_to_all_v",
 )  # fmt: skip
 """Operations that the compiled core may make by itself (``kos/_core/module_eager.c``)."""
 AUTO = "auto"

@@ -68,7 +68,7 @@ class Persistent(Generic[T]):
 
 def persistent(comm: Any, *checked: Any) -> Persistent[Any]:
     """A Persistent of ``comm``, of what a Persistent is made of."""
-    if comm._eager is None:
+    if comm._eager is None or comm.device is not None:
         return Persistent(comm, *checked)
     made: Persistent[Any] = _InCore(comm, *checked)
     made._group = comm._eager

@@ -125,11 +125,22 @@ def device_of(pointer: int) -> int:
     """
     require()
     device, ordinal = ctypes.c_int(-1), cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    function = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    function = library().cuPointerGetAttribute
     status = function(ctypes.byref(device), ctypes.c_int(int(ordinal)), ctypes.c_uint64(pointer))
     if status:
         raise error_of("cuPointerGetAttribute", cu.CUresult(status))
     return device.value
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The driver's library, for what the bindings do not give."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def address(name: str) -> int:
+    """The address of a function of the driver."""
+    return ctypes.cast(getattr(library(), name), ctypes.c_void_p).value or 0
 
 
 class on_device:

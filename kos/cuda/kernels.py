@@ -12,9 +12,10 @@ import functools
 import hashlib
 import logging
 import re
+import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,42 +248,17 @@ class Kernel:
 
     def bind(
         self, grid: Any, block: Any, *arguments: Any, shared: int = 0, cooperative: bool = False, overlap: bool = False
-    ) -> Callable[[Any], None]:
+    ) -> BoundKernel:
         """A function that launches the kernel with these arguments on a stream.
 
         ``grid`` and ``block`` are int or tuple, ``shared`` the dynamic shared memory of a block in bytes.
         ``cooperative`` guarantees that all blocks run at once, or refuses.  ``overlap`` lets the launch begin before
         the kernel queued before it has ended (programmatic dependent launch): the kernel must wait for it itself.
-        For a launch on a default stream the device must be current; any other stream has its own context.  One thread
-        at a time may call the function, unless arguments are an ``Address``: then it takes the addresses of the arrays
-        after the stream, and any thread may call it.
+        For a launch on a default stream the device must be current; any other stream has its own context.  It takes the
+        addresses of the arrays after the stream, if arguments are an ``Address``.  Any thread may call it.
         """
         self._allow(shared)
-        config = _launch_config(grid, block, shared, cooperative, overlap)
-        later = [(i, x.number, x.offset) for i, x in enumerate(arguments) if type(x) is Address]
-        parameters, kept = _parameters([0 if type(x) is Address else x for x in arguments])
-        function, queue, last = self._function, cu.cuLaunchKernelEx, None
-        config.hStream = streams.LEGACY
-
-        def launch(stream: Any, *_: int, keep: Any = (self, kept)) -> None:
-            nonlocal last
-            if stream is not last:
-                config.hStream, last = streams.handle(stream), stream
-            (status,) = queue(config, function, parameters, 0)
-            if status:
-                raise self._error(status)
-
-        if not later:
-            return launch
-        lock = threading.Lock()  # the driver reads the parameters without Python's lock
-
-        def launch_on(stream: Any, *arrays: int) -> None:
-            with lock:
-                for i, number, offset in later:
-                    kept[i] = arrays[number] + offset
-                launch(stream)
-
-        return launch_on
+        return BoundKernel(self, _launch_config(grid, block, shared, cooperative, overlap), arguments)
 
     def max_active_blocks(self, threads: int) -> int:
         """How many blocks of ``threads`` threads, without dynamic shared memory, a multiprocessor holds at once."""
@@ -292,9 +268,6 @@ class Kernel:
                 self._max_active_blocks[threads] = int(call(occupancy, self._function, threads, 0))
         return self._max_active_blocks[threads]
 
-    def _error(self, status: Any) -> CudaError:
-        return driver.error_of(f"launch of {self.name}: cuLaunchKernelEx", status)
-
     def _allow(self, shared: int) -> None:
         """Request dynamic shared memory of more than 48 KB."""
         if shared > self._shared:
@@ -302,6 +275,47 @@ class Kernel:
             with driver.on_device(self.device):
                 call(cu.cuKernelSetAttribute, limit, shared, int(self.handle.handle), self.device)
             self._shared = shared
+
+
+class BoundKernel:
+    """A kernel and its arguments; a call launches it on a stream (``Kernel.bind``)."""
+
+    __slots__ = ("_addresses", "_config", "_kernel", "_last", "_lock", "_parameters", "_words")
+
+    def __init__(self, kernel: Any, config: Any, arguments: Sequence[Any]) -> None:
+        self._kernel, self._config, self._last = kernel, config, None
+        self._addresses = [(i, x.number, x.offset) for i, x in enumerate(arguments) if type(x) is Address]
+        self._parameters, self._words = _parameters([0 if type(x) is Address else x for x in arguments])
+        self._lock = threading.Lock()  # the driver reads the parameters without Python's lock
+        config.hStream = streams.LEGACY
+
+    def __call__(self, stream: Any, *arrays: int) -> None:
+        with self._lock:
+            for i, number, offset in self._addresses:
+                self._words[i] = arrays[number] + offset
+            if stream is not self._last:
+                self._config.hStream, self._last = streams.handle(stream), stream
+            (status,) = cu.cuLaunchKernelEx(self._config, self._kernel._function, self._parameters, 0)
+        if status:
+            raise self.error(status)
+
+    def error(self, status: Any) -> CudaError:
+        """The error of a launch that the driver has refused with ``status``."""
+        return driver.error_of(f"launch of {self._kernel.name}: cuLaunchKernelEx", cu.CUresult(status))
+
+    def packed(self) -> bytes:
+        """The launch for the compiled core, which needs this object meanwhile: a ``kos_launch`` (``core.h``)."""
+        count = len(self._words) // 2
+        numbers = driver.address("cuLaunchKernelEx"), int(self._kernel._function), count, len(self._addresses)
+        config = ctypes.string_at(int(self._config.getPtr()), _CONFIG_BYTES)
+        addresses = [number for each in self._addresses for number in each]
+        return struct.pack("=4Q", *numbers) + config + struct.pack(f"={count}Q", *self._words[:count]) + struct.pack(
+            f"={len(addresses)}q", *addresses
+        )
+
+
+_CONFIG_BYTES = 56
+"""Of a CUlaunchConfig."""
 
 
 def _parameters(arguments: Sequence[Any]) -> tuple[int, Any]:

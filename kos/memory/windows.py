@@ -56,6 +56,7 @@ class WindowMemory:
         self.pointer, self.nbytes, self.handle, self.owner = pointer, nbytes, handle, owner
         self._graphs: list[CapturedGraph] = []
         memories[id(self)] = self  # several communicators may register one address
+        changed()
 
     def add(self, graph: CapturedGraph) -> None:
         """Record that ``graph`` uses the memory."""
@@ -70,6 +71,7 @@ class WindowMemory:
     def forget(self) -> None:
         """Remove the memory from the table before it is freed."""
         memories.pop(id(self), None)
+        changed()
 
 
 class InWindows:
@@ -89,6 +91,10 @@ class InWindows:
 
 memories: dict[int, WindowMemory] = {}
 """All windows of this process."""
+
+
+def changed() -> None:
+    """Called when there is another window, or one less; replaced by whoever must know."""
 
 
 def in_windows(launch: Run, pointers: Iterable[Any]) -> Run:

@@ -30,10 +30,11 @@ from kos.comm.gpu import backend as device
 from kos.comm.gpu import compressed, memory, nccl, nccl_binding, ordered_sum, routes, shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
-from kos.cuda import driver, graphs, streams
+from kos.cuda import driver, graphs, kernels, streams
 from kos.cuda.kernels import Address, resolved
 from kos.dtypes import DTYPES
 from kos.memory import array, windows
+from tests.comm import fake_driver
 from tests.comm.gpu_ranks import OnGPU
 from tests.comm.ranks import on_threads
 
@@ -79,6 +80,10 @@ class Comm:
     def __init__(self, group: Group, rank: int, options: dict[str, Any] | None = None) -> None:
         self.group, self.rank, self.splits, self.options = group, rank, 0, options
         self.premultiplied: dict[int, float] = {}
+        self._number = fake_driver.number(self)
+
+    def __int__(self) -> int:
+        return self._number
 
 
 class Config(SimpleNamespace):
@@ -95,6 +100,7 @@ class FakeNCCL:
     Config = Config
 
     def __init__(self) -> None:
+        self.driver = fake_driver.FakeDriver(lambda: hasattr(_capturing, "graph"))
         self._local = threading.local()
         self._joined: dict[bytes, Group] = {}
         self._memory: dict[int, Memory] = {}
@@ -104,6 +110,9 @@ class FakeNCCL:
 
     def get_version(self) -> int:
         return 22809
+
+    def address_of(self, operation: str) -> int:
+        return self.driver.nccl(operation, getattr(self, nccl_binding._NAMES.get(operation, operation)))
 
     def get_unique_id(self) -> bytes:
         return os.urandom(128)
@@ -361,6 +370,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         cuStreamSynchronize=nothing, cuEventRecord=nothing,
         cuStreamWaitEvent=nothing, cuEventQuery=nothing, cuStreamQuery=nothing, cuEventDestroy=nothing,
         cuCtxSynchronize=nothing,
+        cuLaunchKernelEx=lambda config, *rest: (fake_driver.launch(config.getPtr(), *rest),),
         cuStreamIsCapturing=lambda stream: (0, int(hasattr(_capturing, "graph"))),
         cuStreamGetCaptureInfo=lambda stream: (0, 1, _capturing.graph.number, _capturing.graph, [], [], 0),
         cuUserObjectCreate=lambda pointer, function, count, flags: (0, (pointer, function)),
@@ -374,8 +384,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         cuMemRetainAllocationHandle=lambda address: (1, None),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
     )  # fmt: skip
-    for module in (array, streams, device, driver, graphs, memory, nccl_binding, routes, windows, works):
+    for module in (array, streams, device, driver, graphs, kernels, memory, nccl_binding, routes, windows, works):
         monkeypatch.setattr(module, "cu", cu)
+    monkeypatch.setattr(driver, "address", fake.driver.address)
+    monkeypatch.setattr(driver, "primary_context", lambda index: fake_driver.CONTEXT)
     monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
     monkeypatch.setattr(driver, "is_current", lambda index: True)
     monkeypatch.setattr(driver, "on_device", lambda index: contextlib.nullcontext())
@@ -390,6 +402,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     for module in (compressed, ordered_sum):
         monkeypatch.setattr(module, "device_info", lambda index: info)
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
+    monkeypatch.setattr(nccl_binding, "_address_of", fake.address_of)
     monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())
     monkeypatch.setattr(windows, "memories", {})
     try:

@@ -31,10 +31,11 @@ from kos.comm.gpu.peer import copies as peer_copies
 from kos.comm.gpu.peer import engine, record
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.cuda import driver
-from kos.cuda.kernels import _read_sources
+from kos.cuda.kernels import BoundKernel, _read_sources
 from kos.errors import RankLost
 from kos.memory.array import Array
-from tests.comm.fake_nccl import WAIT, Memory, no_gpu, with_addresses
+from tests.comm import fake_driver
+from tests.comm.fake_nccl import WAIT, FakeNCCL, Memory, no_gpu
 from tests.comm.gpu_ranks import OnGPU
 from tests.host_compiler import compiled
 
@@ -91,23 +92,23 @@ class HostKernel:
             code = library(path, tuple(sorted(defines.items())))
         self._run = getattr(code, f"run_{name}")
         self._parameters = ctypes.c_int.in_dll(code, f"parameters_{name}").value
+        self._function, self._seeds = fake_driver.number(self), itertools.count(threading.get_ident() % 99_991)
+        self.name = name
 
     def max_active_blocks(self, threads: int) -> int:
         return 2
 
-    def bind(self, blocks: int, threads: int, *arguments: Any, **_: Any) -> Callable[..., None]:
+    def bind(self, blocks: int, threads: int, *arguments: Any, **_: Any) -> BoundKernel:
         assert blocks > 0 and threads > 0
         assert len(arguments) == self._parameters, f"expected {self._parameters} arguments, got {len(arguments)}"
-        seeds = itertools.count(threading.get_ident() % 99_991)
-        threads = self._parts * self._threads or min(threads, 64)
+        return BoundKernel(self, fake_driver.Config(blocks, threads), arguments)
 
-        def launch(stream: Any, *arrays: int) -> None:
-            given = with_addresses(arguments, arrays)
-            words = [int(np.float64(x).view(np.uint64)) if isinstance(x, np.floating) else int(x) for x in given]
-            packed = (ctypes.c_uint64 * len(words))(*(word % (1 << 64) for word in words))
-            self._run(blocks, threads, ctypes.c_uint(next(seeds) * 2_654_435_761 % (1 << 32)), packed)
-
-        return launch
+    def run(self, config: fake_driver.Config, parameters: int) -> None:
+        """Run it; ``parameters`` is the address of the addresses of its parameters."""
+        threads = self._parts * self._threads or min(config.block[0], 64)
+        places = (ctypes.c_uint64 * self._parameters).from_address(parameters)
+        words = (ctypes.c_uint64 * self._parameters)(*(ctypes.c_uint64.from_address(at).value for at in places))
+        self._run(config.grid[0], threads, ctypes.c_uint(next(self._seeds) * 2_654_435_761 % (1 << 32)), words)
 
 
 class HostMemory:
@@ -137,9 +138,9 @@ class HostMemory:
 
 
 @contextlib.contextmanager
-def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 7) -> Iterator[None]:
+def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 7) -> Iterator[FakeNCCL]:
     """Everything that would reach for the driver or a GPU finds a stand-in; a rank's GPU has few multiprocessors."""
-    with no_gpu(monkeypatch):
+    with no_gpu(monkeypatch) as fake:
         cu = driver.cu
         info = SimpleNamespace(uuid="GPU", multiprocessors=ranks * multiprocessors, arch="sm_80", name="a stand-in")
         nothing = lambda *arguments: (0,)  # noqa: E731
@@ -158,7 +159,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         monkeypatch.setattr(peer, "SymmetricMemory", HostMemory)
         monkeypatch.setattr(driver, "synchronize", nothing)
         monkeypatch.setattr(peer, "_concurrent", ConcurrentKernelsOfThreads())
-        yield
+        yield fake
 
 
 class ConcurrentKernelsOfThreads:

@@ -32,6 +32,17 @@ class OnGPU:
     def __init__(self, comm: kos.Communicator) -> None:
         self.comm = comm
 
+    @property
+    def timeout(self) -> float:
+        return self.comm.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self.comm.timeout = seconds
+
+    def duplicate(self) -> OnGPU:
+        return OnGPU(self.comm.duplicate())
+
     def __getattr__(self, name: str) -> Any:
         if name not in OPERATIONS:
             return getattr(self.comm, name)

@@ -23,6 +23,7 @@ import kos
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.errors import CollectiveTimeout, RankLost
 from kos.testing import spawn
+from kos.testing.conformance.failures import SHORT, Scenario, check
 from kos.testing.conformance.values import (
     ALL_DTYPES,
     SIZES,
@@ -172,6 +173,20 @@ def time_is_up(monkeypatch: pytest.MonkeyPatch, state: Callable[[], bool]) -> No
     monkeypatch.setattr("kos.testing.ERROR_SECONDS", TIMEOUT)
 
 
+def check_scenario(run: Callable[[Any], Any], row: Scenario, size: int = 3, limit: float = SHORT) -> None:
+    """Check a row of the table of failures on ranks that are threads: ``run(fn)`` runs ``fn(comm)`` on each."""
+    meeting = threading.Barrier(size)
+
+    def body(comm: Any) -> None:
+        try:
+            check(comm, row, limit, meet=lambda *_: meeting.wait(2 * TIMEOUT))
+        except BaseException:
+            meeting.abort()
+            raise
+
+    run(body)
+
+
 def receive_in_another_order(comm: kos.Communicator, count: int) -> None:
     """Two ranks receive in another order than sent; messages of one tag stay in order.  ``count`` in bytes."""
     data = np.random.default_rng(count).integers(0, 256, (2, 4, count), np.uint8)
@@ -211,34 +226,5 @@ def time_out_beside_others(comm: kos.Communicator) -> None:
     comm.barrier()
 
 
-WAITS: dict[str, Callable[[kos.Communicator], Any]] = {
-    "barrier": lambda comm: comm.barrier(),
-    "all_reduce": lambda comm: comm.all_reduce(np.ones(3), algorithm="ring"),
-    "split": lambda comm: comm.split(0),
-    "send_recv": lambda comm: comm.send_recv(np.ones(70000), np.ones(70000), 0, 0),
-    "recv": lambda comm: comm.recv(np.ones(1), 0),
-    "exchange": lambda comm: comm.rendezvous.barrier(),
-}
+
 """Of rank 1 for rank 0 of a group of two."""
-
-
-def closes_because_of_another(comm: kos.Communicator, wait: str) -> None:
-    """Rank 1 ends its group with rank 0, which then closes its group with rank 2: rank 2 names rank 1."""
-    if comm.size < 3:
-        return
-    one, other = (comm.split(0 if comm.rank in pair else None) for pair in ((0, 1), (0, 2)))
-    names = "rank 1( of world)? is gone: it had enough"
-    if comm.rank == 1:
-        assert one is not None
-        one.abort(0, "it had enough")
-    elif comm.rank == 0:
-        assert one is not None and other is not None
-        with pytest.raises(RankLost, match=names):
-            one.barrier()
-        other.close()
-    elif comm.rank == 2:
-        assert other is not None
-        with pytest.raises(RankLost, match=f"{names}; rank 0 of world aborted because of it") as caught:
-            WAITS[wait](other)
-        assert caught.value.ranks == (1,)
-    comm.rendezvous.barrier()

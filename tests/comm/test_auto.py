@@ -472,7 +472,6 @@ def test_between_hosts_calls_may_go_in_phases(monkeypatch: pytest.MonkeyPatch, l
     phases = type("Phases", (Made,), {"name": "nccl"})
     monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, "nccl": Made})
     monkeypatch.setattr(making, "HierarchicalBackend", phases)
-    monkeypatch.setenv("KOS_PHASES", "1")
     probes, ranks = {"mock": Probe(True, ""), "nccl": Probe(True, "")}, SimpleNamespace(size=4, local_size=local_size)
     (made,) = making._for_gpus(ranks, probes, None, ExitStack())  # type: ignore[arg-type]
     assert type(made) is (Made if local_size == 4 else phases)

@@ -15,7 +15,7 @@ from kos import PremulSum, ReduceOp
 from kos.comm.compression import CARRIED, FORMATS
 from kos.comm.schedules import algorithms
 from kos.testing import spawn
-from kos.testing.conformance import cases, compressed, failures, order, results
+from kos.testing.conformance import cases, compressed, intact, order, results
 from kos.testing.conformance.values import ALL_DTYPES, LARGE, REDUCTIONS, SIZES, assert_bits, inputs
 from tests.comm.ranks import TIMEOUT
 
@@ -43,7 +43,7 @@ reductions = pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=lambda x: getat
 FEW = [np.dtype(np.float32)] if PROCESSES == "4" else MOVED
 DTYPES = [pytest.param(dtype, marks=() if dtype in FEW else LEFT_OUT) for dtype in ALL_DTYPES]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-OTHERS = [case for case in cases() if case.name.split()[0] in {*vars(failures), *vars(order)}]
+OTHERS = [case for case in cases() if case.name.split()[0] in {*vars(intact), *vars(order)}]
 FLOATS = [np.dtype(name) for name in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)]
 
 

@@ -49,6 +49,11 @@ CALLS = {
     "exscan": lambda c, x, y, n: c.exscan(x),
     "send_recv": lambda c, x, y, n: c.send_recv(x, y[:n], (c.rank + 1) % c.size, (c.rank - 1) % c.size),
     "barrier": lambda c, x, y, n: c.barrier(),
+    "all_gather_v": lambda c, x, y, n: c.all_gather_v(x, [n] * c.size, y[: n * c.size]),
+    "gather_v": lambda c, x, y, n: c.gather_v(x, [n] * c.size, 0, out=y[: n * c.size] if c.rank == 0 else None),
+    "reduce_scatter_v": lambda c, x, y, n: c.reduce_scatter_v(y[: n * c.size], (n,) * c.size, x),
+    "scatter_v": lambda c, x, y, n: c.scatter_v(y[: n * c.size] if c.rank == 0 else None, (n,) * c.size, x, root=0),
+    "all_to_all_v": lambda c, x, y, n: c.all_to_all_v(np.tile(x, c.size), [n] * c.size, [n] * c.size, y[: n * c.size]),
 }
 
 
@@ -224,9 +229,41 @@ def test_a_list_of_counts_may_change(comm: kos.Communicator, /) -> None:
     counts, x, out = [1, 1], np.full(1, comm.rank), np.empty(2, int)
     for _ in range(4):
         comm.all_gather_v(x, counts, out)
+    assert hits(comm) == 3 and out.tolist() == [0, 1]
     counts[:] = [2, 0]
     with pytest.raises(InvalidArgument):
         comm.all_gather_v(x, counts, out)
+
+
+@on_each_rank("run")
+def test_counts_are_compared_by_value(comm: kos.Communicator, /) -> None:
+    mine = np.arange(3.0) + 10 * comm.rank
+    each: list[Any] = [[1, 2], [2, 1], (1, 2), [2, 1]]
+    got: Any = None
+    for turn, counts in enumerate(each * 3):
+        out = np.zeros(3)
+        before = hits(comm)
+        got = comm.all_gather_v(mine[: counts[comm.rank]].copy(), counts, out)
+        assert got.tolist() == [*np.arange(3.0)[: counts[0]], *(10 + np.arange(3.0))[: counts[1]]]
+        assert hits(comm) - before == (turn > 1), "lists and tuples of the same numbers are the same call"
+
+
+@on_each_rank("run")
+def test_counts_that_are_no_plain_integers_go_to_python(comm: kos.Communicator, /) -> None:
+    """Numbers of NumPy, and an array, of which the core would compare only the shape."""
+    x, y, out = np.arange(2.0), np.arange(2.0), np.zeros(2)
+    for counts in ([np.int64(1)] * 2, np.array([1, 1])):
+        for _ in range(3):
+            got = comm.all_to_all_v(x, counts, counts, out)
+            assert got.tolist() == [comm.rank] * 2
+    assert hits(comm) == 0
+    counts = np.array([2, 0]) if comm.rank == 0 else np.array([0, 2])  # each keeps its own
+    for _ in range(2):
+        assert comm.all_to_all_v(y, counts, counts, out).tolist() == [0, 1]
+    for wrong in ([True, True], [1.0, 1.0]):
+        with pytest.raises(InvalidArgument):
+            comm.all_to_all_v(x, wrong, [1, 1], out)
+    comm.barrier()
 
 
 def test_two_threads_are_found() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import kos
 from kos.comm.work import Work
-from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TCPRanks, run_ranks
@@ -164,6 +164,27 @@ def test_a_persistent_start_must_be_waited_for(comm: kos.Communicator, /) -> Non
             persistent.start()
     assert (x == comm.size**6).all()
     settle(comm)
+
+
+@on_each_rank("run")
+def test_a_persistent_start_that_fails_at_once_raises_in_wait(comm: kos.Communicator, /) -> None:
+    x, other = np.ones(3), np.ones(4)
+    for _ in range(2):
+        if comm.rank == 0:
+            for message in (x, x, x, other):
+                comm.send(message, 1)
+        comm.barrier()
+    if comm.rank == 1:
+        persistent = comm.recv_init(x, 0)
+        for _ in range(2):
+            for _ in range(3):
+                persistent.start().wait()
+            work = persistent.start()  # its message has arrived
+            with pytest.raises(InvalidArgument, match="expected the previous start to be waited for"):
+                persistent.start()
+            with pytest.raises(CollectiveMismatch, match="expected 3 elements .* got 4"):
+                work.wait()
+    comm.barrier()
 
 
 @on_each_rank("run")

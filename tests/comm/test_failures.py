@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +14,8 @@ import pytest
 import kos
 from kos.comm.backend import UNMADE
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
-from kos.comm.failures import FailureLog, Late
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.threads import ThreadMessage
-from kos.comm.peer_status import PeerStatus
-from kos.comm.records import blaming
 from kos.comm.schedules import ScheduleError, registry
 from kos.comm.schedules.schedule import Moves
 from kos.errors import (
@@ -34,35 +29,18 @@ from kos.errors import (
     RendezvousError,
 )
 from kos.testing import Fault, spawn
-from kos.testing.conformance import cases
-from tests.comm.ranks import TIMEOUT, WAITS, MockRanks, closes_because_of_another, on_each_rank, time_is_up
-from tests.comm.shared_ranks import needs_core
-from tests.comm.shared_ranks import run as shared
-from tests.comm.tcp_ranks import TCPRanks, run_threads
-from tests.comm.works import work_of
+from tests.comm.ranks import TIMEOUT, on_each_rank, time_is_up
+from tests.comm.tcp_ranks import run_threads
 
 
 def F4() -> np.ndarray:
     return np.zeros(4, np.float32)
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("case", [case for case in cases() if case.name.startswith("mismatch")], ids=str)
-def test_mismatch_between_hosts_on_mpi(ranks_of_mpi: Any, apart: None, case: Any) -> None:
-    ranks_of_mpi.run(case.call)
-
 
 @pytest.mark.mpi
 def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi: Any, memory: str) -> None:
     """Of a collective that one rank alone gave up, and of a rank that left, also by who waits for a message."""
-
-    def gives_up(comm: kos.Communicator) -> None:
-        if comm.rank == 0:
-            with pytest.raises(CollectiveTimeout, match="all_reduce #0"):
-                comm.all_reduce(np.ones(1), timeout=0.1)
-        else:
-            with pytest.raises(CollectiveTimeout, match="all_reduce #0 .* not complete after 0.1 s"):
-                comm.recv(np.ones(1), 0)
 
     def leaves(comm: kos.Communicator) -> None:
         left = comm.duplicate()
@@ -91,7 +69,6 @@ def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi: Any, memory: str)
         comm.rendezvous.barrier()
         left.abort(0, "it had enough")
 
-    ranks_of_mpi.run(gives_up)
     ranks_of_mpi.run(leaves_for_a_failure)
     ranks_of_mpi.run(leaves)
 
@@ -139,14 +116,6 @@ def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(ranks_of_mp
     ranks_of_mpi.run(body)
 
 
-@pytest.mark.parametrize("other", ["duplicate", "all_reduce"])
-@on_each_rank("several.run")
-def test_split_against_another_call(comm: kos.Communicator, /, other: str) -> None:
-    comm.duplicate().close()
-    message = rf"rank . called .*#1.* operation (split against {other}|{other} against split)"
-    with pytest.raises(CollectiveMismatch, match=message):
-        comm.split(0) if comm.rank == 0 else comm.duplicate() if other == "duplicate" else comm.all_reduce(F4())
-
 
 def test_timeout_names_operation_and_missing_ranks() -> None:
     met = threading.Barrier(2)
@@ -165,27 +134,6 @@ def test_timeout_names_operation_and_missing_ranks() -> None:
 
     spawn(body, 4, timeout=30, faults=[Fault("stall", rank, 1) for rank in (1, 3)])
 
-
-@on_each_rank("several.run")
-def test_asking_whether_it_is_done_times_out_as_waiting_does(comm: kos.Communicator, /) -> None:
-    part = comm.duplicate()
-    others = comm.rendezvous.split(int(comm.rank > 0))
-    assert others is not None
-    if comm.rank > 0:
-        began = time.monotonic()
-        work = part.all_reduce(np.ones(3), async_op=True, timeout=0.3)
-        others.barrier()
-        message = r"all_reduce #0 .*: not complete after 0.3 s; ranks \[0\] did not arrive"
-        with pytest.raises(CollectiveTimeout, match=message):  # noqa: PT012
-            while not work.done():
-                assert time.monotonic() - began < 30
-        assert comm.size > 2 or time.monotonic() - began >= 0.3
-        comm.send(np.ones(1), 0)
-    else:  # asks too: a rank that waited for a later one would itself be late
-        works = [comm.recv(np.zeros(1), rank, async_op=True) for rank in range(1, comm.size)]
-        while not all(work.done() for work in works):
-            time.sleep(0.01)
-    comm.rendezvous.barrier()
 
 
 def test_who_computes_for_longer_than_the_timeout_may_ask_afterwards(
@@ -281,57 +229,27 @@ def test_the_other_ranks_hear_of_an_exception(waiting: str) -> None:
     assert all("rank 1" in text for text in heard), heard
 
 
-@pytest.mark.parametrize("closes", [False, True])
-def test_a_rank_that_returned_or_closed_is_gone(closes: bool) -> None:
-    heard = threading.Event()
-
-    def body(comm: kos.Communicator) -> None:
-        part = comm.split(0)
-        if comm.rank == 1 and closes:
-            comm.close()
-            part.send(np.ones(1), 0)  # another group
-            assert heard.wait(40)
-        elif comm.rank == 0:
-            if closes:
-                assert part.recv(np.zeros(1), 1) == 1
-            for call in (lambda: comm.recv(np.zeros(1), 1), comm.barrier, lambda: comm.rendezvous.allgather(b"")):
-                with pytest.raises(RankLost, match="rank 1 is gone: (its function returned|it closed its comm)"):
-                    call()
-            heard.set()
-
-    spawn(body, 2, timeout=60)
-
-
-@pytest.mark.parametrize("returns", [False, True])
-def test_the_reason_of_an_abort_outlives_the_rank(returns: bool) -> None:
-    """Also for a rank that waits after the thread of the aborted one has ended."""
-
-    def body(comm: kos.Communicator) -> None:
-        part = comm.split(0)
-        if comm.rank == 1:
-            comm.abort(reason="the data are damaged")
-            assert returns or heard.wait(40)
-            return
-        while returns and 1 not in comm.rendezvous.threads.world.ends:
-            time.sleep(0.001)
-        for call in (lambda: part.recv(np.zeros(1), 1), comm.barrier, lambda: comm.rendezvous.allgather(b"")):
-            with pytest.raises(RankLost, match="rank 1 is gone: the data are damaged"):
+@on_each_rank(spawn, 2, timeout=60)
+def test_a_rank_that_returned_is_gone(comm: kos.Communicator, /) -> None:
+    if comm.rank == 0:
+        for call in (lambda: comm.recv(np.zeros(1), 1), comm.barrier, lambda: comm.rendezvous.allgather(b"")):
+            with pytest.raises(RankLost, match="rank 1 is gone: its function returned"):
                 call()
-        heard.set()
-
-    heard = threading.Event()
-    spawn(body, 2, timeout=60)
 
 
-@pytest.mark.parametrize("wait", WAITS)
-def test_closing_a_group_after_a_failure_in_another_names_its_cause(wait: str) -> None:
-    MockRanks(3).run(lambda comm: closes_because_of_another(comm, wait))
+@on_each_rank(spawn, 2, timeout=60)
+def test_the_reason_of_an_abort_outlives_the_rank(comm: kos.Communicator, /) -> None:
+    """Also for a rank that waits after the thread of the aborted one has ended."""
+    part = comm.split(0)
+    if comm.rank == 1:
+        comm.abort(reason="the data are damaged")
+        return
+    while 1 not in comm.rendezvous.threads.world.ends:
+        time.sleep(0.001)
+    for call in (lambda: part.recv(np.zeros(1), 1), comm.barrier, lambda: comm.rendezvous.allgather(b"")):
+        with pytest.raises(RankLost, match="rank 1 is gone: the data are damaged"):
+            call()
 
-
-@pytest.mark.mpi
-def test_closing_a_group_after_a_failure_in_another_names_its_cause_on_mpi(ranks_of_mpi: Any, memory: str) -> None:
-    for wait in [each for each in WAITS if each != "exchange"]:  # MPI's own ends at the timeout
-        ranks_of_mpi.run(lambda comm, wait=wait: closes_because_of_another(comm, wait))
 
 
 def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,36 +373,6 @@ def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name: str, monkeypat
     assert caught.value.__notes__ == ["raised on rank 0 of 2"]
 
 
-def test_a_posted_failure_holds_no_frames() -> None:
-    """In them is what the failed call had made, such as memory and files, which would last until the next call."""
-
-    class Made:
-        pass
-
-    def fail() -> weakref.ref[Made]:
-        made = Made()
-        try:
-            raise blaming(RankLost(f"rank 1 is gone, {made} is left"), [1])
-        except RankLost as error:
-            status.post_failure(error)
-        return weakref.ref(made)
-
-    status = PeerStatus(0)
-    made = fail()
-    assert made() is None
-    known = status.failure(0)
-    assert known is not None and known[0].ranks == (1,)
-    assert status.last is not None and status.last.ranks == (1,)
-
-
-def test_what_is_queued_may_change_while_another_thread_reads_it() -> None:
-    status, first, second = PeerStatus(), SimpleNamespace, PeerStatus()
-    status.post_queued(first, [1])
-    reading = iter(status.queued.items())
-    status.post_queued(second, [2])
-    assert list(reading) == [(first, (1,))]
-    assert status.queued == {first: (1,), second: (2,)}
-
 
 def test_a_missing_rank_at_init() -> None:
     with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] did not arrive within 0.2 s"):
@@ -552,102 +440,3 @@ def test_nothing_is_kept_of_finished_operations(comm: kos.Communicator, /) -> No
     transport = comm.backend.transport
     assert (transport._sent, transport._posted, transport._calls) == ({}, {}, {})
     assert comm.backend.engine.outstanding() == []
-
-
-class _Waits(PeerStatus):
-    """What ranks show of their waits and failures; all of them run."""
-
-    def __init__(self, waits: dict[int, tuple[int, ...]], failures: dict[int, KosError]) -> None:
-        super().__init__()
-        self._waits, self._failures = waits, failures
-
-    def awaited(self, rank: int) -> tuple[int, ...] | None:
-        return self._waits.get(rank)
-
-    def failure(self, rank: int) -> tuple[KosError, float] | None:
-        return (self._failures[rank], 0.1) if rank in self._failures else None
-
-    def runs(self, rank: int) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("failures", "arrived", "named"),
-    [
-        ({}, (), "ranks [1, 2] did not arrive"),
-        ({}, (1, 2), "ranks [3] did not arrive"),  # they wait for a stream, which nobody shows
-        ({1: (3,), 2: (3,)}, (), "ranks [3] did not arrive"),  # their time was up first
-        ({1: (1,)}, (2,), "ranks [1] did not arrive"),
-    ],
-)
-def test_a_rank_that_waits_elsewhere_for_ranks_that_wait_for_it(
-    failures: dict[int, tuple[int, ...]], arrived: tuple[int, ...], named: str
-) -> None:
-    errors = {rank: blaming(CollectiveTimeout("late"), list(ranks)) for rank, ranks in failures.items()}
-    log = FailureLog(range(4), 0, _Waits({3: (0, 1, 2)}, errors))
-    assert named in str(log.overdue(Late([3], "ranks [3] did not arrive", arrived), "all_reduce #1", 1.0))
-
-
-def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs() -> None:
-    """Which may wait for it where nobody sees that: in a call of a library, for one."""
-    status = _Waits({}, {})
-    status.halted = lambda rank: rank == 2
-    error = FailureLog(range(4), 0, status).overdue(Late([1, 2]), "all_reduce #1", 1.0)
-    assert error.ranks == (2,) and str(error).endswith(
-        "ranks [2] did not arrive, for which ranks [1] wait; ranks [2] were stopped by a signal or a debugger"
-    )
-
-
-@pytest.mark.parametrize(
-    ("waits", "cycle"),
-    [({1: (0,)}, "; ranks [0, 1] wait"), ({1: (2,), 2: (0,)}, "; ranks [0, 1, 2] wait"), ({1: (2,)}, None)],
-)
-def test_ranks_that_wait_for_one_another(waits: dict[int, tuple[int, ...]], cycle: str | None) -> None:
-    """Ranks wait in different groups, in a cycle; there is no cycle if one of them does not wait."""
-    text = str(FailureLog(range(3), 0, _Waits(waits, {})).overdue(Late([1]), "all_reduce #1", 1.0))
-    assert ("wait for one another" in text) == (cycle is not None)
-    assert cycle is None or cycle in text
-
-
-def test_the_failure_of_the_earliest_collective_counts() -> None:
-    """Whichever is reported first; calls before it go on, and links carry what is earlier than all before."""
-    carried: list[int] = []
-    link = SimpleNamespace(report_failure=lambda failure, sequence: carried.append(sequence))
-    log = FailureLog(range(3), 0)
-    log.links = [link]
-    for sequence in (5, 7, 3):
-        log.report(work_of("barrier", sequence=sequence), blaming(RankLost(f"lost in #{sequence}"), [1]), 0)
-    assert carried == [5, 3] and str(log.first) == "lost in #5"
-    log.record(4, RankLost("of another rank"))
-    log.ask(2)
-    with pytest.raises(RankLost, match="lost in #3"):
-        log.ask(3)
-
-
-@pytest.mark.parametrize("kind", ["mock", "tcp", pytest.param("shared", marks=needs_core)])
-def test_a_failure_of_a_later_collective_ends_no_earlier_one(kind: str) -> None:
-    """A rank comes to the earlier one after another has given up the later one."""
-    given_up, done = threading.Event(), threading.Barrier(3)
-
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 2:
-            assert given_up.wait(TIMEOUT)
-        first = comm.all_reduce(np.ones(3), async_op=True)
-        if comm.rank == 1:
-            with pytest.raises(CollectiveTimeout, match="barrier #1"):
-                comm.barrier(timeout=0.1)
-            assert isinstance(comm.failure, CollectiveTimeout)
-            given_up.set()
-        assert (first.wait() == 3).all()
-        done.wait(TIMEOUT)
-        comm.abort()
-        assert comm.failure is not None
-
-    {"mock": MockRanks(3).run, "tcp": TCPRanks(3).run, "shared": partial(shared, size=3, close=False)}[kind](body)
-
-
-def test_a_wait_for_ranks_of_other_groups() -> None:
-    """The GPU runs the kernels of all communicators one after another."""
-    failures = FailureLog([3, 0], 0, _Waits({2: (1,)}, {}))
-    error = failures.overdue(Late(elsewhere=[2]), "all_reduce #1", 1.0)
-    assert error.ranks == (1,) and "ranks [1] of world did not arrive" in str(error)

@@ -5,6 +5,7 @@ mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_gpu_cal
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -95,6 +96,37 @@ def test_repeated_calls_are_cached(world: kos.Communicator, seed: int, name: str
     assert comm.device is not None
     connects = int(comm.backend_name == "nccl")  # the first call of a kind may wait for the other ranks
     check_cached(comm, Step(name, root=1, dtype=np.int32), seed, *arrays_on(comm.device), connects=connects)
+    comm.close()
+
+
+@pytest.mark.parametrize("library", ["kos", "torch"])
+def test_known_calls_are_made_by_the_core(world: kos.Communicator, library: str) -> None:
+    """On fresh arrays, on the default stream and another one, each ordered with what its stream holds."""
+    comm = world.duplicate()
+    torch: Any = pytest.importorskip("torch") if library == "torch" else None
+    if comm._eager is None or (torch and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")):
+        pytest.skip("needs the compiled core, and with torch DLPack's C exchange API")
+    made, device, calls = 0, f"cuda:{comm.device}", 40
+    stream = None if torch else cuda.create_stream(comm.device)
+    side = torch.cuda.Stream(comm.device) if torch else None
+    for turn, on_side in enumerate((False, True, False, True)):
+        outer = torch.cuda.stream(side) if torch and on_side else contextlib.nullcontext()
+        at: Any = stream if on_side else None
+        with outer:
+            before = comm._eager.hits
+            for number in range(calls):
+                values = np.full(1000, comm.rank + number + turn, np.float32)
+                if torch:
+                    x = torch.full((1000,), comm.rank + number + turn, device=device, dtype=torch.float32)
+                    y = torch.empty(1000 * comm.size, device=device)
+                else:
+                    x = Array.from_numpy(values, comm.device, stream=at)
+                    y = Array.empty(1000 * comm.size, np.float32, comm.device, stream=at)
+                assert comm.all_reduce(x) is x and comm.all_gather(x, y) is y
+                found = y.cpu().numpy() if torch else y.numpy(at)
+                assert (found == comm.size * (comm.size - 1) / 2 + comm.size * (number + turn)).all()
+            made += comm._eager.hits - before
+    assert made > 0.8 * 4 * 2 * calls
     comm.close()
 
 

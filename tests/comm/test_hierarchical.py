@@ -151,7 +151,7 @@ class Ways(list[str]):
 
     def __init__(self, comm: kos.Communicator) -> None:
         part: Any = comm.backend.parts[1]
-        resolve = part.resolve
+        resolve, self._store = part.resolve, comm.backend.store
 
         def noting(o: Any) -> Any:
             route = resolve(o)
@@ -162,7 +162,7 @@ class Ways(list[str]):
 
     def of(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
         """How that call goes, on a communicator that forgets the calls before."""
-        call.__self__.backend.store.clear()  # type: ignore[attr-defined]
+        self._store.clear()
         self.clear()
         call(*arguments, **options)
         (way,) = self

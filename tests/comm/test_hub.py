@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import re
@@ -21,19 +20,9 @@ from kos.comm.control.env import JobRendezvous, env_rendezvous
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import Hub, pair
 from kos.comm.control.wire import Connection, Network, admit_all
-from kos.comm.records import blaming
-from kos.errors import CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost, RendezvousError
+from kos.errors import CollectiveMismatch, CudaError, RankLost, RendezvousError
 from tests.comm.ranks import on_threads
-from tests.comm.tcp_ranks import (
-    TIMEOUT,
-    come_first,
-    environment,
-    finish,
-    free_port,
-    run_ranks,
-    run_threads,
-    start,
-)
+from tests.comm.tcp_ranks import TIMEOUT, come_first, environment, finish, free_port, run_ranks, start
 from tests.forked import python
 
 
@@ -244,181 +233,6 @@ def test_a_rank_that_fails_within_a_join_says_why(
     run_ranks(3, body)
 
 
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("rank", [1, 2])
-def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(
-    monkeypatch: pytest.MonkeyPatch, rank: int, early: bool
-) -> None:
-    """The hub has admitted it, and perhaps takes no second call: all ranks have come."""
-    full, reported, usual_admit = threading.Event(), threading.Event(), Hub._admit_all
-
-    def admit(self: Hub) -> dict[int, bytes]:
-        slots = usual_admit(self)
-        self._acceptor.close()
-        full.set()
-        return slots
-
-    def interrupted(rendezvous: JobRendezvous) -> None:
-        unjoined = rendezvous._unjoined
-
-        def make(ranks: list[int]) -> TCPRendezvous:
-            child = unjoined(ranks)
-            usual = child._call_hub
-
-            def call(*given: Any) -> Connection:
-                child._call_hub = usual  # type: ignore[method-assign]
-                connection = usual(*given)
-                assert early or full.wait(TIMEOUT)
-                connection.close()
-                raise KeyboardInterrupt
-
-            child._call_hub = call  # type: ignore[method-assign]
-            return child
-
-        rendezvous._unjoined = make  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            rendezvous.split(0)
-        reported.set()
-        last = rendezvous.failures.status.last
-        assert last is not None and last.ranks == (rank,) and "KeyboardInterrupt" in str(last)
-
-    def body(rendezvous: JobRendezvous) -> None:
-        if rendezvous.rank == rank:
-            return interrupted(rendezvous)
-        if rendezvous.rank == 0:
-            monkeypatch.setattr(Hub, "_admit_all", admit)
-        elif early:
-            monkeypatch.setattr(rendezvous, "_unjoined", lambda ranks, usual=rendezvous._unjoined: late(usual(ranks)))
-        with pytest.raises(KosError, match=f"interrupted on rank {rank} .*Keyboard" if early else "rank") as caught:
-            rendezvous.split(0)
-        assert caught.value.ranks == (rank,)
-
-    def late(child: TCPRendezvous) -> TCPRendezvous:
-        usual = child._join_at
-
-        def join(*given: Any) -> None:
-            assert reported.wait(TIMEOUT)
-            usual(*given)
-
-        child._join_at = join  # type: ignore[method-assign]
-        return child
-
-    run_ranks(3, body)
-
-
-def test_a_rank_that_waits_for_connections_hears_of_a_failure() -> None:
-    """Before its timeout."""
-
-    def body(rendezvous: JobRendezvous) -> None:
-        expected: type[BaseException] = RendezvousError
-        if rendezvous.rank == 1:
-            expected, rendezvous.network = KeyboardInterrupt, Mock(call=Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(expected) as caught, rendezvous.reporting():
-            rendezvous.connect()
-        if rendezvous.rank == 0:
-            assert "interrupted on rank 1 by KeyboardInterrupt" in str(caught.value)
-
-    run_ranks(2, body, timeout=10.0)
-
-
-def test_a_timeout_of_another_rank_is_no_lack_of_connections() -> None:
-    """In Python a CollectiveTimeout is an OSError."""
-    late = blaming(CollectiveTimeout("all_reduce #3: rank 2 did not arrive"), [2])
-
-    def body(rendezvous: JobRendezvous) -> None:
-        usual = rendezvous.barrier
-
-        def fail() -> None:
-            usual()
-            rendezvous.failures.over = late
-            raise late
-
-        if rendezvous.rank == 1:
-            rendezvous.barrier = fail  # type: ignore[method-assign]
-        with pytest.raises(CollectiveTimeout, match="rank 2 did not arrive") as caught:
-            rendezvous.split(0)
-        assert caught.value.ranks == (2,) and "connections" not in str(caught.value)
-
-    run_ranks(3, body)
-
-
-def test_a_listener_without_an_acceptor_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those who call there would wait for as long as it lasts."""
-    listener = Network(b"secret", "127.0.0.1", "", True).listen()
-    monkeypatch.setattr("selectors.DefaultSelector", Mock(side_effect=OSError("too many open files")))
-    with pytest.raises(OSError, match="too many"):
-        admit_all(listener, b"key", {1}, 2, time.monotonic() + TIMEOUT)
-    assert listener.fileno() < 0
-
-
-def test_a_hub_without_file_descriptors_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks hear it as soon as rank 0 has closed another file."""
-    usual, close, free, port = socket.socket.accept, Connection.close, threading.Event(), free_port()
-
-    def accept(self: socket.socket) -> Any:
-        if threading.current_thread().name == "kos rendezvous" and not free.is_set():
-            raise OSError(errno.EMFILE, "Too many open files")
-        return usual(self)
-
-    def join(rank: int) -> KosError:
-        with pytest.raises(RendezvousError, match="rank 0 cannot open its connections: .*Too many open") as caught:
-            env_rendezvous(15, environment(rank, 3, port))
-        return caught.value
-
-    def close_and_free(self: Connection) -> None:
-        close(self)
-        free.set()
-
-    monkeypatch.setattr(socket.socket, "accept", accept)
-    monkeypatch.setattr(Connection, "close", close_and_free)
-    errors = run_threads(*[partial(join, rank) for rank in range(3)])
-    assert [error.ranks for error in errors] == [(0,)] * 3
-
-
-@pytest.mark.parametrize("opens", ["accept", "dup", "connect"])
-def test_a_rank_without_file_descriptors_for_the_others_is_named(monkeypatch: pytest.MonkeyPatch, opens: str) -> None:
-    lacking: threading.Thread | None = None
-
-    def limit(name: str, owner: Any) -> None:
-        usual = getattr(owner, name)
-
-        def limited(*given: Any, **more: Any) -> Any:
-            if threading.current_thread() is lacking:
-                raise OSError(errno.EMFILE, "Too many open files")
-            return usual(*given, **more)
-
-        monkeypatch.setattr(owner, name, limited)
-
-    limit("create_connection" if opens == "connect" else opens, socket if opens == "connect" else socket.socket)
-
-    def body(rendezvous: JobRendezvous) -> None:
-        nonlocal lacking
-        if rendezvous.rank == 1:
-            lacking = threading.current_thread()
-        rendezvous.barrier()
-        def connect() -> None:
-            with rendezvous.reporting():
-                rendezvous.connect()
-                rendezvous.barrier()  # rank 0 may have all of its connections
-
-        with pytest.raises(KosError) as caught:
-            connect()
-        assert caught.value.ranks == (1,), caught.value
-        if rendezvous.rank == 1:
-            assert str(caught.value) == (
-                "rendezvous: rank 1 cannot open its connections: [Errno 24] Too many open files"
-            )
-
-    run_ranks(3, body)
-
-
-def test_a_rank_without_file_descriptors_for_the_hub_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    fail = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
-    monkeypatch.setattr(socket, "create_connection", fail)
-    with pytest.raises(RendezvousError, match="rank 1 cannot open its connections: .*Too many open files") as caught:
-        env_rendezvous(5, environment(1, 2, free_port()))
-    assert caught.value.ranks == (1,) and fail.call_count == 1
-
 
 def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears of the death, though rank 0 has left the group meanwhile."""
@@ -453,52 +267,6 @@ def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.Monk
     monkeypatch.setattr(TCPRendezvous, "_join_at", join)
     run_ranks(3, body)
 
-
-def interrupt_once(owner: Any, name: str, *, after: bool) -> None:
-    """Ctrl-C at the next call of that method, or after it."""
-    usual = getattr(owner, name)
-
-    def call(*given: Any) -> None:
-        delattr(owner, name)
-        if after:
-            usual(*given)
-        raise KeyboardInterrupt
-
-    setattr(owner, name, call)
-
-
-@pytest.mark.parametrize("where", ["within the barrier", "after the barrier", "before it joins"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ctrl_c_within_a_split_is_reported_to_the_new_group(rank: int, where: str) -> None:
-    """Rank 0 runs the hub of the new group."""
-
-    def body(rendezvous: JobRendezvous) -> None:
-        if rendezvous.rank != rank:
-            with pytest.raises(KosError, match=f"interrupted on rank {rank} .*by KeyboardInterrupt") as caught:
-                rendezvous.split(0, rendezvous.rank)
-            assert caught.value.ranks == (rank,)
-            return
-        unjoined, barrier = rendezvous._unjoined, rendezvous.barrier
-
-        def make(ranks: list[int]) -> TCPRendezvous:
-            child = unjoined(ranks)
-            interrupt_once(child, "_join", after=False)
-            return child
-
-        def last() -> None:
-            interrupt_once(rendezvous, "_exchange", after=True)
-            barrier()
-
-        if where == "within the barrier":
-            rendezvous.barrier = last  # type: ignore[method-assign]
-        elif where == "after the barrier":
-            interrupt_once(rendezvous, "barrier", after=True)
-        else:
-            rendezvous._unjoined = make  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            rendezvous.split(0, rendezvous.rank)
-
-    run_ranks(3, body)
 
 
 def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,7 @@ import pytest
 
 import kos
 from kos.comm.host import mpi_messages
-from kos.errors import (
-    CollectiveError,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    KosError,
-    RankLost,
-)
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError
 from tests.comm.ranks import on_each_rank, time_out_beside_others
 from tests.comm.test_failures import F4
 
@@ -62,45 +56,6 @@ def test_message_of_another_size_on_mpi(world: kos.Communicator, /, memory: str,
     comm.close()
 
 
-def disagree_about_counts(comm: kos.Communicator, sent: int, expected: int) -> None:
-    """Rank 1 sends rank 0 something else than that one expects: all ranks say so, and the same."""
-    n, me = comm.size, comm.rank
-    matrix = np.full((n, n), 2)
-    comm.all_to_all_v(np.zeros(2 * n), matrix[me], matrix[:, me])
-    matrix[1, 0] = sent if me == 1 else expected
-    x = np.zeros(int(matrix[me].sum()))
-    with pytest.raises(CollectiveMismatch) as caught:
-        comm.all_to_all_v(x, matrix[me], matrix[:, me], timeout=10)
-    message = f"rank 0 expected {expected} elements of float64 from rank 1, got {sent} elements of float64"
-    assert message in str(caught.value)
-    assert caught.value.ranks == (0, 1)
-    assert "all_to_all_v #1" in str(caught.value)
-    with pytest.raises(CollectiveError, match="failed before"):
-        comm.barrier()
-
-
-COUNTS = [(0, 3), (3, 0), (2, 3), (300_000, 0), (0, 300_000), (300_000, 299_999)]
-
-
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_counts_of_two_ranks_that_disagree(several: Any, counts: tuple[int, int]) -> None:
-    several.run(lambda comm: disagree_about_counts(comm, *counts))
-
-
-def receive_another_size_in_a_group(comm: kos.Communicator) -> None:
-    """The error names ranks of the world, not of the group."""
-    last, group = comm.size - 1, comm.group(range(comm.size)[::-1])
-    assert group is not None
-    if comm.rank == last:
-        with contextlib.suppress(CollectiveMismatch):  # unless it is buffered
-            group.send(np.ones(3), 1)
-    elif comm.rank == last - 1:
-        message = f"rank {last - 1} of world expected 4 elements of float64 from rank {last} of world, got 3 elements"
-        with pytest.raises(CollectiveMismatch, match=message) as caught:
-            group.recv(np.zeros(4), 0)
-        assert caught.value.ranks == (last - 1, last)
-    group.barrier()
-
 
 def fail_in_a_group(comm: kos.Communicator) -> None:
     """Ranks that failed are numbered as in the world, arguments as in the group, and the text says which is which."""
@@ -124,14 +79,6 @@ def fail_in_a_group(comm: kos.Communicator) -> None:
 def test_which_ranks_are_of_the_group_and_which_of_the_world(several: Any) -> None:
     several.run(fail_in_a_group)
 
-
-def test_a_message_of_another_size_in_a_group(several: Any) -> None:
-    several.run(receive_another_size_in_a_group)
-
-
-@pytest.mark.mpi
-def test_a_message_of_another_size_in_a_group_between_hosts_on_mpi(ranks_of_mpi: Any, apart: None) -> None:
-    ranks_of_mpi.run(receive_another_size_in_a_group)
 
 
 def fail_on_one_rank(comm: kos.Communicator, error: BaseException, raised: type[BaseException]) -> None:
@@ -231,65 +178,6 @@ def test_a_rank_that_cannot_make_its_part_of_a_group(several: Any) -> None:
 def test_timeout_of_a_message_gives_up_no_other(several: Any) -> None:
     several.run(time_out_beside_others)
 
-
-def give_up_a_send(comm: kos.Communicator) -> None:
-    """A send that times out ends the communicator: nobody gets what its memory held later, and all say the same."""
-    for elements in (4, 4096, 1 << 20):
-        part, x = comm.duplicate(), np.ones(elements)
-        message = "(send|send_recv) #0 .* to (and from )?rank 1 with tag 5.*: not complete after 0.05 s"
-        collective = part.barrier(async_op=True) if comm.rank == 1 else None
-        if comm.rank == 0:
-            with pytest.raises(CollectiveTimeout, match=message):
-                part.send_recv(x, np.zeros(1), 1, 1, 5, timeout=0.05)
-            x[:] = -7
-        comm.rendezvous.barrier()
-        if comm.rank == 1:
-            y = np.zeros(elements)
-            with contextlib.suppress(CollectiveTimeout):  # a short one may have been copied in time
-                part.recv(y, 0, 5)
-                assert (y == 1).all()
-            with pytest.raises(CollectiveTimeout, match=message):
-                part.recv(y, 0, 5)
-            with pytest.raises(CollectiveTimeout, match=message):
-                part.send(y, 0, 5)
-            with pytest.raises(CollectiveTimeout, match=message):
-                collective.wait()
-        with pytest.raises(CollectiveTimeout, match=message):
-            part.barrier()
-        part.close()
-    comm.barrier()
-
-
-def test_a_send_given_up_ends_the_communicator(several: Any) -> None:
-    several.run(give_up_a_send)
-
-
-@pytest.mark.mpi
-def test_a_send_given_up_between_hosts_on_mpi(ranks_of_mpi: Any, apart: None) -> None:
-    ranks_of_mpi.run(give_up_a_send)
-
-
-def abort_a_send(comm: kos.Communicator) -> None:
-    """Of a send that is under way at an abort nobody gets what its memory held later."""
-    for elements in (4, 4096, 1 << 20):
-        part, x = comm.duplicate(), np.ones(elements)
-        if comm.rank == 0:
-            part.send(x, 1, async_op=True)
-            part.abort(0, "it had enough")
-            x[:] = -7
-        comm.rendezvous.barrier()
-        if comm.rank == 1:
-            y = np.zeros(elements)
-            with contextlib.suppress(RankLost):  # a short one has left its memory
-                part.recv(y, 0)
-                assert (y == 1).all()
-            with pytest.raises(RankLost, match="rank 0 is gone: .*it had enough"):
-                part.recv(y, 0)
-    comm.barrier()
-
-
-def test_a_send_under_way_at_an_abort(several: Any, memory: str) -> None:
-    several.run(abort_a_send)
 
 
 @on_each_rank("several.run")

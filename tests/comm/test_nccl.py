@@ -18,13 +18,7 @@ from kos import PremulSum, ReduceOp, cuda
 from kos.comm.gpu.nccl_binding import ranks_may_share_a_gpu
 from kos.cuda import driver, streams
 from kos.dtypes import dtype_of
-from kos.errors import (
-    BackendUnavailable,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    InvalidArgument,
-    KosError,
-)
+from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, InvalidArgument, KosError
 from kos.memory.array import Array
 from kos.testing.conformance.values import LARGE, check
 from tests.comm.gpu_ranks import GPURanks

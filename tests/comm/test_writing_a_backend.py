@@ -58,7 +58,7 @@ def test_a_part_of_the_suite_on_threads() -> None:
         rendezvous = ThreadRendezvous(group, rank, TIMEOUT)
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             assert "in use  2 ranks that share" in world.explain()
-            return run(world, only="mismatch")
+            return run(world, only="calls differ")
 
     assert run_threads(lambda: body(0), lambda: body(1)) == [{}, {}]
 
@@ -134,9 +134,9 @@ def without_order(backend: Any) -> None:
     (without_last, "broadcast float32", r"broadcast of 1 x float32, root \d: element 0 of 1 wrong: \[nan\] instead of"),
     (without_root, "broadcast float32", r"broadcast of 1 x float32, root 1: element 0 of 1 wrong: \[nan\] instead of"),
     (without_order, "messages_keep_their_order", r"messages of one tag: .* \(order.py:\d+: "),
-    (without_agree, "mismatch op", r"AssertionError: expected .* \(failures.py:\d+: "),
-    (without_failed, "reported", r"AssertionError: expected .* \(failures.py:\d+: "),
-    (without_cancel, "messages", r"CollectiveTimeout: .* rank \d sent nothing with tag 9 \(failures.py:\d+: comm"),
+    (without_agree, "op, calls differ", r"AssertionError: expected .* \(failures.py:\d+: "),
+    (without_failed, "barrier, rank 0 gives up", r"AssertionError: expected .* \(failures.py:\d+: "),
+    (without_cancel, "messages", r"CollectiveTimeout: .* rank \d sent nothing with tag 9 \(intact.py:\d+: comm"),
 ])  # fmt: skip
 def test_the_suite_finds_a_backend_that_lacks_a_part(
     files: Any, change: Any, check: str, cause: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -171,14 +171,15 @@ def without_timeout(backend, call, local):
     return poll and wait
 
 Files.agree = without_timeout
-raise SystemExit(main(["--backend", "files", "--ranks", "2", "--only", "absent"]))
+raise SystemExit(main(["--backend", "files", "--ranks", "2", "--only", "all_reduce, a rank is late"]))
 """
 
 
 def test_a_check_that_does_not_end_is_named() -> None:
     done = subprocess.run([*python(), "-c", "\n".join([*BLOCKS, HANGS])], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stdout.startswith("1 of 1: absent\n"), done.stderr
-    assert re.search(r"^BROKEN absent: rank 0: no end within 2 s:\n(.*\n)+  File .*, in wait$", done.stdout, re.M)
+    assert done.returncode == 1 and done.stdout.startswith("1 of 1: all_reduce, a rank is late\n"), done.stderr
+    broken = r"^BROKEN all_reduce, a rank is late: rank 0: no end within 2 s:\n(.*\n)+  File .*, in wait$"
+    assert re.search(broken, done.stdout, re.M)
 
 
 @pytest.mark.parametrize(("flags", "said"), [

@@ -224,8 +224,11 @@ def test_a_published_call_is_compared_with_those_of_the_core() -> None:
         work = b.start(np.ones(2))
         a.core.publish(2, same)
         assert not work.done()
-        a.words[ring + 2] += 1  # another fingerprint
-        with pytest.raises(CoreError, match="^MISMATCH of rank 0, 2, by rank 1"):
+    with groups(2) as (a, b):
+        work = b.start(np.ones(2))
+        assert not work.done()
+        a.core.publish(0, same + 1)  # another fingerprint
+        with pytest.raises(CoreError, match="^MISMATCH of rank 0, 0, by rank 1"):
             work.done()
         for wrong in ((), (3,), (3, "x")):
             with pytest.raises(TypeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from cuda_ranks import KERNELS
 
 from kos import cuda
 from kos.cuda import driver, kernels
-from kos.cuda.kernels import KernelCache, compile_kernels
+from kos.cuda.kernels import Address, KernelCache, compile_kernels
 from kos.errors import BackendUnavailable, CompileError, CudaError, InvalidArgument
 from kos.memory.array import Array
 
@@ -198,7 +199,7 @@ def test_a_bound_launch_goes_where_each_call_says(monkeypatch: pytest.MonkeyPatc
         launched.append((int(config.hStream), int(function), ctypes.c_uint64.from_address(place).value))
         return (statuses[len(launched) - 1],)
 
-    names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID", "CUfunction")
+    names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID", "CUfunction", "CUresult")
     stand_in = SimpleNamespace(
         **{name: getattr(bindings, name) for name in names},
         cuLaunchKernelEx=launch, cuGetErrorString=lambda status: (0, b"refused"),
@@ -214,6 +215,24 @@ def test_a_bound_launch_goes_where_each_call_says(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CudaError, match="launch of scale: cuLaunchKernelEx failed: .*INVALID_VALUE.*refused"):
         bound(9)
     assert launched[-1] == (9, 0x4000, 99)
+
+
+def test_a_bound_launch_as_the_core_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the bindings' own config, whose attributes it refers to."""
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    monkeypatch.setattr(driver, "address", lambda name: {"cuLaunchKernelEx": 0x5000}[name])
+    kernel = object.__new__(kernels.Kernel)
+    kernel.name, kernel._function, kernel._shared, kernel._configs = "scale", bindings.CUfunction(0x4000), 1 << 20, {}
+    bound = kernel.bind((7, 8), 128, 99, Address(1, 12, 0), np.float32(1), shared=1000, cooperative=True, overlap=True)
+    head, config, rest = struct.unpack("=4Q", (text := bound.packed())[:32]), text[32:88], text[88:]
+    assert head == (0x5000, 0x4000, 3, 1)
+    *sizes, stream, attributes, count = struct.unpack("=7I4xQQI4x", config)
+    assert (sizes, stream, count) == ([7, 8, 1, 128, 1, 1, 1000], 1, 2)
+    ids = bindings.CUlaunchAttributeID
+    for at, name in enumerate(("COOPERATIVE", "PROGRAMMATIC_STREAM_SERIALIZATION")):
+        number, value = struct.unpack("=I4xI", ctypes.string_at(attributes + 72 * at, 12))
+        assert (number, value) == (int(getattr(ids, f"CU_LAUNCH_ATTRIBUTE_{name}")), 1)
+    assert struct.unpack("=6Q", rest) == (99, 0, int(np.float32(1).view(np.uint32)), 1, 1, 12)
 
 
 @pytest.mark.parametrize(

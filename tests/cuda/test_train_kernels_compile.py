@@ -11,6 +11,7 @@ from kos.cuda.kernels import compile_kernels
 from kos.errors import BackendUnavailable
 from kos.train import ops
 from kos.train.config.flags import parse
+from kos.train.config.options import OPTIMIZERS, TrainConfig
 from kos.train.device import memory_plan
 from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.dialect import CudaOps
@@ -36,7 +37,13 @@ HEAD_NORM = [b"head_norm", b"head_norm_backward"]
 EMBEDDING = [b"embedding", b"count_from", b"digit_counts", b"scan", b"scatter", b"sum_runs", b"join_runs"]
 ENTROPY = [b"cross_entropy", b"count_targets", b"mean_loss"]
 OF_PARTS = [b"logit_statistics", b"cross_entropy_of_parts"]
-ADAMW = [b"squares", b"largest", b"exact_squares", b"finish_norm", b"agree", b"prepare", b"adamw"]
+OPTIMIZER = [b"squares", b"largest", b"exact_squares", b"finish_norm", b"agree", b"prepare"]
+OPTIMIZED = [
+    {"MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "bfloat16", "COPY": 1},
+    {"MASTER": "float32", "GRADIENT": "bfloat16", "WEIGHT": "bfloat16", "COPY": 1},
+    {"MASTER": "bfloat16", "GRADIENT": "bfloat16", "WEIGHT": "float32", "COPY": 0},
+]
+RULES = sorted({TrainConfig.from_preset(optimizer=name).update_rule().kernel for name in OPTIMIZERS})
 CASES = [
     ("elementwise.cu", {**BF16, "COLUMNS": 2048, "SOURCE": "float32"}, [b"add", b"cast", b"swiglu"]),
     (
@@ -69,16 +76,15 @@ CASES = [
     ("cross_entropy.cu", {**ODD, "BACKWARD": 1, "VOCABULARY": 12_565, "THREADS": 512, "SLOTS": 0}, OF_PARTS),
     ("embedding.cu", {**BF16, **SUMS, "COLUMNS": 768}, EMBEDDING),
     ("embedding.cu", {**ODD, "COLUMNS": 37, "GRADIENT": "bfloat16", "ACCUMULATE": 0}, EMBEDDING),
-    ("adamw.cu", {"MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "bfloat16", "COPY": 1}, ADAMW),
-    ("adamw.cu", {"MASTER": "float32", "GRADIENT": "bfloat16", "WEIGHT": "bfloat16", "COPY": 1}, ADAMW),
-    ("adamw.cu", {"MASTER": "bfloat16", "GRADIENT": "bfloat16", "WEIGHT": "float32", "COPY": 0}, ADAMW),
+    *(("optimizer.cu", macros, OPTIMIZER) for macros in OPTIMIZED),
+    *((f"{rule}.cu", macros, [rule.encode()]) for rule in RULES for macros in OPTIMIZED),
     ("muon.cu", {**MATRICES, "MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "bfloat16", "COPY": 1}, MUON),
     ("muon.cu", {**MATRICES, "MASTER": "bfloat16", "GRADIENT": "bfloat16", "WEIGHT": "float32", "COPY": 0}, MUON),
     ("muon.cu", {"DTYPE": "float32", "MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "float32", "COPY": 0}, MUON),
 ]
 EIGHT_BITS = [
     {"SOURCE": source, "E5M2": int(source == 2), "ROWS": rows, "COLUMNS": columns}
-    for source in range(3) for rows, columns in ((1, 1), (1, 0), (0, 1))
+    for source in range(4) for rows, columns in ((1, 1), (1, 2), (2, 2), (1, 0), (0, 1), (0, 2), (3, 3), (3, 0))
 ]  # fmt: skip
 
 

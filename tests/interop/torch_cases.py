@@ -51,11 +51,7 @@ if os.environ.get("TORCH_SUITE_ON_KOS"):
     c10d.init_process_group = torch.distributed.init_process_group = initialize_on_kos
     c10d._new_process_group_helper = make_on_kos
 
-from torch.testing._internal.distributed.distributed_test import (  # noqa: E402
-    Barrier,
-    DistributedTest,
-    TestDistBackend,
-)
+from torch.testing._internal.distributed.distributed_test import Barrier, DistributedTest, TestDistBackend  # noqa: E402
 
 CLEAN = {0} | {skip.exit_code for skip in common.TEST_SKIPS.values()}
 """The exit codes of a test after which its process runs the next one."""

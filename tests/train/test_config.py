@@ -113,6 +113,25 @@ def test_a_runs_own_config_json_repeats_the_run(tmp_path: Path) -> None:
     assert parse(["--config", write(tmp_path / "config.json", saved)]) == config
 
 
+def test_options_of_other_optimizers_in_files(tmp_path: Path) -> None:
+    """Those of a run's config.json that it ignored are ignored again; others than the defaults are refused."""
+
+    def saved(optimizer: str, **options: float) -> str:
+        values = TrainConfig.from_preset(optimizer=optimizer).to_json() | options
+        return write(tmp_path / "config.json", json.dumps({"config": values}))
+
+    assert parse(["--config", saved("adamw", momentum=0.5)]) == parse([])
+    assert parse(["--config", saved("adamw", momentum=0.5), "--optimizer", "muon"]).momentum == 0.95
+    assert parse(["--config", saved("muon"), "--optimizer", "adamw"]) == parse([])
+    file = saved("muon", momentum=0.5)
+    with refused(ConfigError, f"{file}: momentum: expected none with --optimizer adamw, got 0.5"):
+        parse(["--config", file, "--optimizer", "adamw"])
+    file = write(tmp_path / "mine.toml", "momentum = 0.5")
+    with refused(ConfigError, f"{file}: momentum: expected none with --optimizer adamw, got 0.5"):
+        parse(["--config", file])
+    assert parse(["--config", file, "--optimizer", "muon"]).momentum == 0.5
+
+
 def test_flags_of_every_type() -> None:
     config = parse(
         ["--deterministic", "--no-tie-word-embeddings", "--lr=1", "--seed", "0", "--grad-clip", "0",

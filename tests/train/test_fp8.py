@@ -24,7 +24,7 @@ from tests.train import test_layouts as on_cpus
 from tests.train import test_layouts_on_host as layouts
 from tests.train.emulated_runs import SMALL, column, text, train
 from tests.train.emulated_runs import emulated as emulated_runs
-from tests.train.host_kernels.engine import on_host
+from tests.train.host_kernels.engine import QueuedOps, on_host
 from tests.train.sharded import tensors_of_run
 from tests.train.test_deterministic import length
 from tests.train.test_layouts import named
@@ -49,9 +49,12 @@ def sixteens(monkeypatch):
     monkeypatch.setitem(on_cpus.SHAPE, "intermediate_size", 32)
 
 
+@pytest.mark.parametrize("one", [False, True], ids=["blocks", "one"])
 @pytest.mark.parametrize("shape", [MODEL, GPT2], ids=["llama", "gpt2"])
-def test_steps_are_those_of_the_cpu(emulated_runs, text, tmp_path, shape, capsys):
-    """Which rounds activations not to bfloat16; and not those of float32."""
+def test_steps_are_those_of_the_cpu(emulated_runs, text, tmp_path, shape, capsys, one, monkeypatch):
+    """Which rounds activations not to bfloat16; and not those of float32. With one scale a tensor, too."""
+    monkeypatch.setattr(QueuedOps, "one_scale", one)
+    monkeypatch.setattr(reference, "one_scale", one)
     settings = {**RUN, "model": shape}
     cpu, gpu = (train(text, tmp_path / device, device, **settings) for device in ("cpu", "cuda"))
     exact = train(text, tmp_path / "float32", "cpu", **settings | {"dtype": "float32"})
@@ -104,11 +107,29 @@ def test_a_value_that_is_not_finite_stops_the_run(
         train(text, tmp_path, device, **settings)
 
 
+@pytest.mark.parametrize("recompute", ["none", "norms"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_swiglu_that_is_not_written_has_the_same_bits(emulated_runs, text, tmp_path, monkeypatch, device):
-    fused = train(text, tmp_path / "fused", device, **RUN)
+def test_norms_and_swiglu_that_are_not_written_have_the_same_bits(
+    emulated_runs, text, tmp_path, monkeypatch, device, recompute
+):
+    shape = {**MODEL, "intermediate_size": 128}  # the gradient, too, if blocks are of gate or of up
+    settings = {**RUN, "model": shape, "recompute": recompute}
+    calls = dict[str, int]()
+    for name in ("rms_norm", "swiglu", "swiglu_backward"):
+        real = getattr(reference, f"quantize_{name}")
+
+        def counted(*given, name=name, real=real):
+            calls[name] = calls.get(name, 0) + 1
+            real(*given)
+
+        monkeypatch.setattr(reference, f"quantize_{name}", counted)
+    fused = train(text, tmp_path / "fused", device, **settings)
+    assert len(calls) == 3
+    calls.clear()
     monkeypatch.setattr(Products, "gated", lambda self, gate_up: None)
-    written = train(text, tmp_path / "written", device, **RUN)
+    monkeypatch.setattr(Products, "fuses_norm", False)
+    written = train(text, tmp_path / "written", device, **settings)
+    assert not calls
     assert column(fused) == column(written)
     assert tensors_of_run(tmp_path / "fused") == tensors_of_run(tmp_path / "written")
 

@@ -16,9 +16,11 @@ from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
+from kos.train.ops import Scaled, scales_shape
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.ops.cuda.fp8 import LEAST_CAPABILITY
+from kos.train.ops.numpy_fp8 import widen
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix
 from tests.train.test_engine_cuda import column, run, text
 
@@ -34,8 +36,8 @@ def _missing() -> str | None:
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_missing() is not None, reason=f"needs a GPU: {_missing()}")]
 
-SHAPES = [(16, 16), (272, 144), (128, 64), (2048, 4096)]
-PRODUCTS = [(16, 32, 48), (256, 512, 1024), (2048, 1024, 8192)]
+SHAPES = [(16, 16), (272, 144), (256, 128), (2048, 4096)]
+PRODUCTS = [(16, 32, 48), (144, 272, 400), (256, 512, 1024), (512, 384, 8192)]
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +54,56 @@ def _put(ops: Any, x: np.ndarray, dtype: str) -> Array:
     return Array.from_numpy(np.ascontiguousarray(x.astype(DTYPES[dtype].numpy)), 0, stream=ops.stream)
 
 
+def empty(
+    ops: Any, shape: tuple[int, int], form: str, first: bool = False, parts: int = 1, one: bool = False
+) -> Scaled:
+    """A copy in which every byte is 255."""
+    made = Scaled(ops.zeros(shape, form), ops.zeros(scales_shape(*shape, first, parts, one), "float32"))
+    for array in made:
+        array.fill_bytes(255, ops.stream)
+    return made
+
+
+def bits(ops: Any, made: Scaled | None) -> list[bytes] | None:
+    return made and [ops.to_host(array).tobytes() for array in made]
+
+
+KINDS_OF_COPIES = [((True, 1), (False, 1)), ((False, 1), (False, 1)), ((True, 2), (True, 1)), ((True, 1), None),
+                   (None, (False, 1)), (None, (True, 1)), ((True, 1, True),) * 2, (None, (True, 1, True))]  # fmt: skip
+"""Of rows and of columns: whether they are a first operand, the parts, whether they have one scale."""
+
+
 def check_quantize(ops: Any, arena: Arena, x: np.ndarray, form: str) -> None:
-    """Both copies, and each alone, have the bits of the emulation; so has the scale."""
-    expected = [np.zeros(shape, DTYPES[form].numpy) for shape in (x.shape, x.shape[::-1])]
-    scale = np.zeros(1, np.float32)
-    reference.quantize(x, *expected, scale, Arena())
+    """Both copies, and each alone, and their scales have the bits of the emulation."""
     given = _put(ops, x, "bfloat16")
-    for which in ((0, 1), (0,), (1,)):
-        made = [ops.zeros(shape, form) for shape in (x.shape, x.shape[::-1])]
-        ours = ops.zeros((1,), "float32")
-        for array in (*made, ours):
-            array.fill_bytes(255, ops.stream)
-        ops.quantize(given, *(made[i] if i in which else None for i in (0, 1)), ours, arena)
-        assert ops.to_host(ours).tobytes() == scale.tobytes()
-        for i in which:
-            assert ops.to_host(made[i]).tobytes() == expected[i].tobytes(), ("rows", "columns")[i]
+    for kinds in KINDS_OF_COPIES:
+        ours, expected = list[Any](), list[Any]()
+        for shape, kind in zip((x.shape, x.shape[::-1]), kinds, strict=True):
+            ours.append(kind and empty(ops, shape, form, *kind))
+            expected.append(kind and Scaled(
+                np.zeros(shape, DTYPES[form].numpy), np.zeros(scales_shape(*shape, *kind), np.float32)
+            ))  # fmt: skip
+        ops.quantize(given, *ours, arena)
+        reference.quantize(x, *expected, Arena())
+        for got, wanted, which in zip(ours, expected, ("rows", "columns"), strict=True):
+            assert bits(ops, got) == (wanted and [array.tobytes() for array in wanted]), (which, kinds)
+
+
+def check_rms_norm(ops: Any, arena: Arena, x: np.ndarray, weight: np.ndarray) -> None:
+    """As of a matrix in 16 bits, which is not written: the same bits, and the same statistics."""
+    given, weights, (n, f) = _put(ops, x, "bfloat16"), _put(ops, weight, "bfloat16"), x.shape
+    out, rstd, again = ops.zeros((n, f), "bfloat16"), ops.zeros((n,), "float32"), ops.zeros((n,), "float32")
+    ops.rms_norm(given, weights, 1e-5, out, rstd)
+    for kinds in KINDS_OF_COPIES:
+        both = list[Any]()
+        for write in (lambda *made: ops.quantize(out, *made, arena),
+                      lambda *made: ops.quantize_rms_norm(given, weights, 1e-5, again, *made, arena)):  # fmt: skip
+            made = [kind and empty(ops, shape, "float8_e4m3fn", *kind)
+                    for shape, kind in zip((x.shape, x.shape[::-1]), kinds, strict=True)]  # fmt: skip
+            write(*made)
+            both.append([bits(ops, each) for each in made])
+        assert both[0] == both[1], kinds
+        assert ops.to_host(again).tobytes() == ops.to_host(rstd).tobytes()
 
 
 def check_swiglu(ops: Any, arena: Arena, gate_up: np.ndarray, d_out: np.ndarray) -> None:
@@ -75,36 +112,37 @@ def check_swiglu(ops: Any, arena: Arena, gate_up: np.ndarray, d_out: np.ndarray)
     out, d_gate_up = ops.zeros((n, f), "bfloat16"), ops.zeros((n, 2 * f), "bfloat16")
     ops.swiglu(given, out, arena)
     ops.swiglu_backward(d, given, None, d_gate_up, arena)
-    for x, form, fused in (
-        (out, "float8_e4m3fn", lambda *made: ops.quantize_swiglu(given, *made, arena)),
-        (d_gate_up, "float8_e5m2", lambda *made: ops.quantize_swiglu_backward(d, given, *made, arena)),
-    ):
-        for which in ((0, 1), (0,), (1,)):
-            both: list[list[Any]] = []
+    cases = [(out, "float8_e4m3fn", lambda *made: ops.quantize_swiglu(given, *made, arena))]
+    if f % 128 == 0:
+        cases.append((d_gate_up, "float8_e5m2", lambda *made: ops.quantize_swiglu_backward(d, given, *made, arena)))
+    for x, form, fused in cases:
+        for kinds in KINDS_OF_COPIES:
+            both = list[Any]()
             for write in (lambda *made, x=x: ops.quantize(x, *made, arena), fused):
-                made = [ops.zeros(x.shape, form), ops.zeros(x.shape[::-1], form), ops.zeros((1,), "float32")]
-                for array in made:
-                    array.fill_bytes(255, ops.stream)
-                write(*(array if i in (*which, 2) else None for i, array in enumerate(made)))
-                both.append([ops.to_host(array).tobytes() for array in made])
-            assert both[0] == both[1], (form, which)
+                made = [kind and empty(ops, shape, form, *kind)
+                        for shape, kind in zip((x.shape, x.shape[::-1]), kinds, strict=True)]  # fmt: skip
+                write(*made)
+                both.append([bits(ops, each) for each in made])
+            assert both[0] == both[1], (form, kinds)
 
 
 def check_not_finite(ops: Any, arena: Arena, value: float) -> None:
-    """The scale says so, whichever block sees it."""
+    """The scale of its block says so."""
     x = np.ones((272, 144), np.float32)
-    for place in ((0, 0), (271, 143), (130, 70)):
+    for i, j in ((0, 0), (271, 143), (130, 70)):
         broken = x.copy()
-        broken[place] = value
-        rows, scale = ops.zeros(x.shape, "float8_e4m3fn"), ops.zeros((1,), "float32")
-        ops.quantize(_put(ops, broken, "bfloat16"), rows, None, scale, arena)
-        assert np.isnan(ops.to_host(scale)[0])
+        broken[i, j] = value
+        rows = empty(ops, x.shape, "float8_e4m3fn", first=True)
+        ops.quantize(_put(ops, broken, "bfloat16"), rows, None, arena)
+        expected = np.zeros(rows.scales.shape, bool)
+        expected[j // 128, i // 128 * 128 : i // 128 * 128 + 128] = True
+        np.testing.assert_array_equal(np.isnan(ops.to_host(rows.scales)), expected)
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantize(ops, arena, rng, kind, form):
-    for shape in SHAPES:
+    for shape in SHAPES if kind == "normal" else SHAPES[:3]:
         check_quantize(ops, arena, matrix(kind, shape, rng), form)
 
 
@@ -114,15 +152,24 @@ def test_swiglu(ops, arena, rng, kind):
         check_swiglu(ops, arena, matrix(kind, (n, 2 * f), rng), matrix("normal", (n, f), rng))
 
 
+@pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "huge"])
+def test_rms_norm(ops, arena, rng, kind):
+    for n, f in SHAPES:
+        check_rms_norm(ops, arena, matrix(kind, (n, f), rng), rng.normal(size=f))
+
+
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
 def test_one_value_that_is_not_finite(ops, arena, value):
     check_not_finite(ops, arena, value)
 
 
 def test_what_is_refused(ops, arena):
-    x, scale = ops.zeros((24, 16), "bfloat16"), ops.zeros((1,), "float32")
+    rows = empty(ops, (24, 16), "float8_e4m3fn", first=True)
     with pytest.raises(InvalidArgument, match=r"quantize: expected bfloat16 of sizes that are multiples of 16, got"):
-        ops.quantize(x, ops.zeros((24, 16), "float8_e4m3fn"), None, scale, arena)
+        ops.quantize(ops.zeros((24, 16), "bfloat16"), rows, None, arena)
+    d, gate_up, rows = (ops.zeros((16, f), "bfloat16") for f in (144, 288, 288))
+    with pytest.raises(InvalidArgument, match=r"quantize: expected bfloat16 of sizes that are multiples of 128, got"):
+        ops.quantize_swiglu_backward(d, gate_up, empty(ops, rows.shape, "float8_e5m2", first=True), None, arena)
 
 
 def _largest_of_32(x):
@@ -136,15 +183,15 @@ def _largest_of_32(x):
 @pytest.mark.parametrize(("of_a", "out"), [
     ("float8_e4m3fn", "bfloat16"), ("float8_e5m2", "bfloat16"), ("float8_e5m2", "float32"),
 ])  # fmt: skip
-def test_scaled_product(ops, arena, rng, m, n, k, kind, of_a, out):
+@pytest.mark.parametrize("one", [False, True], ids=["blocks", "one"])
+def test_scaled_product(ops, arena, rng, m, n, k, kind, of_a, out, one):
     """Against float64 of the same 8-bit numbers, relative to the sums of magnitudes; alone, added to, with a bias."""
     a64, b64 = (matrix(each, shape, rng) for each, shape in ((kind, (m, k)), ("normal", (n, k))))
     operands = []
-    for x, form in ((a64, of_a), (b64, "float8_e4m3fn")):
-        rows, scale = ops.zeros(x.shape, form), ops.zeros((1,), "float32")
-        ops.quantize(_put(ops, x, "bfloat16"), rows, None, scale, arena)
-        operands += [rows, scale]
-        x[:] = ops.to_host(rows).astype(np.float32) * ops.to_host(scale)
+    for x, form, first in ((a64, of_a, True), (b64, "float8_e4m3fn", False)):
+        operands.append(empty(ops, x.shape, form, first, one=one))
+        ops.quantize(_put(ops, x, "bfloat16"), operands[-1], None, arena)
+        widen(Scaled(*map(ops.to_host, operands[-1])), x)
     exact, magnitude = (x.astype(np.float64) @ y.astype(np.float64).T for x, y in ((a64, b64), map(np.abs, (a64, b64))))
     # Hopper aligns 32 products at a time to the exponent of the largest, and keeps 14 bits of each (DeepSeek-V3,
     # arXiv:2412.19437, 3.3.2): beside an outlier the others lose 2**-12 of it each.  Else 2**-13 of the magnitudes.
@@ -167,12 +214,14 @@ def test_scaled_product(ops, arena, rng, m, n, k, kind, of_a, out):
 
 
 def test_a_product_of_what_is_not_finite(ops, arena):
-    rows, scale, out = ops.zeros((32, 32), "float8_e4m3fn"), ops.zeros((1,), "float32"), ops.zeros((32, 32), "bfloat16")
-    x = np.ones((32, 32), np.float32)
+    x, out = np.ones((160, 144), np.float32), ops.zeros((160, 160), "bfloat16")
     x[3, 3] = np.inf
-    ops.quantize(_put(ops, x, "bfloat16"), rows, None, scale, arena)
-    ops.scaled_product(rows, scale, rows, scale, out, None, None, arena)
-    assert np.isnan(ops.to_host(out).astype(np.float32)).all()
+    operands = [empty(ops, x.shape, "float8_e4m3fn", first) for first in (True, False)]
+    for values, made in zip((x, np.ones_like(x)), operands, strict=True):
+        ops.quantize(_put(ops, values, "bfloat16"), made, None, arena)
+    ops.scaled_product(*operands, out, None, None, arena)
+    got = ops.to_host(out).astype(np.float32)
+    assert np.isnan(got[:128]).all() and (got[128:] == 144).all()
 
 
 # --- runs ------------------------------------------------------------------------------------------------

@@ -33,8 +33,13 @@ class TestKernels:
 
     @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "huge"])
     def test_swiglu(self, ops, arena, rng, kind):
-        n, f = on_gpus.SHAPES[1]
-        on_gpus.check_swiglu(ops, arena, matrix(kind, (n, 2 * f), rng), matrix("normal", (n, f), rng))
+        for n, f in on_gpus.SHAPES[1:3]:
+            on_gpus.check_swiglu(ops, arena, matrix(kind, (n, 2 * f), rng), matrix("normal", (n, f), rng))
+
+    @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "huge"])
+    def test_rms_norm(self, ops, arena, rng, kind):
+        for n, f in on_gpus.SHAPES[:3]:
+            on_gpus.check_rms_norm(ops, arena, matrix(kind, (n, f), rng), rng.normal(size=f))
 
     @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
     def test_one_value_that_is_not_finite(self, ops, arena, value):

@@ -10,6 +10,7 @@ from kos.errors import ConfigError
 from kos.train.config.flags import parse
 from kos.train.device import cpu, memory_plan
 from kos.train.device.memory_plan import GIB, plan_memory
+from kos.train.layers.fp8 import linears
 from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.optim.cuda import CHUNK
@@ -17,12 +18,12 @@ from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import build
 
 
-def plan(*flags, ranks=1, rank=0, **axes):
+def plan(*flags, ranks=1, rank=0, one_scale=False, **axes):
     """The plan of a preset on GPUs of 138.9 GiB; ``ranks`` are those of dp."""
     mesh = Mesh.dry(layout := Layout(dp=ranks, **axes), rank)
     config = parse([*flags, *(f"--{axis}={size}" for axis, size in axes.items())]).for_world(ranks, "cuda")
     ops = CudaOps.__new__(CudaOps)
-    ops.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
+    ops.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10, one_scale=one_scale)
     steps = config.batch_size // config.micro_batch_size // ranks
     model = config.model_config_for(256)
     schedule = build(config.pp_schedule, layout.pp, steps, config.pp_chunks)
@@ -54,6 +55,26 @@ def test_the_plan_of_published_models(monkeypatch):
     taken = [plan("--preset", "1b", "--recompute", how).arena for how in ("none", "norms", "block")]
     # Kept of a token and layer: x, mid, norms, heads (5 D), q k v (1.5 D), gate, up and their product (12 D).
     assert taken[0] > 32768 * 16 * 2048 * 2 * 18.5 and taken[1] < 0.72 * taken[0] and taken[2] < 0.2 * taken[0]
+
+
+def test_scales_in_8_bits_are_counted(monkeypatch):
+    """Two a block of 128 x 128, rows of them filled up to 4; or two a matrix. On a CPU as on Hopper."""
+    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
+    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
+    use, flags = "weights of layers, fp8, and transposed", ("--preset", "tiny", "--dtype", "fp8")
+    config = parse(flags).for_world(1)
+    model = config.model_config_for(256)
+    shapes = [(each.rows, each.columns) for each in linears(model.layers(range(model.num_hidden_layers)))]
+    numbers = sum(rows * columns for rows, columns in shapes)
+
+    def padded(across, along):
+        return -(-across // 128) * -(-along // 512) * 4
+
+    of_blocks = sum(padded(*shape) + padded(*shape[::-1]) for shape in shapes)
+    assert plan(*flags).uses[use] == 2 * numbers + 4 * of_blocks
+    assert plan(*flags, one_scale=True).uses[use] == 2 * numbers + 8 * len(shapes)
+    on_cpu = cpu.plan_memory(config, model, Mesh.dry(Layout()), build("1f1b", 1, 1), 1)
+    assert on_cpu.uses[use] == 2 * numbers + 4 * of_blocks
 
 
 def test_what_takes_less_memory_is_said(monkeypatch):

@@ -313,7 +313,7 @@ def test_another_optimizers_state_is_refused(text: Path, tmp_path: Path, ranks: 
 
 
 def test_a_learning_rate_of_matrices_needs_them() -> None:
-    with refused(ConfigError, "--muon-lr: expected none (--optimizer), got 0.02"):
+    with refused(ConfigError, "--muon-lr: expected none with --optimizer adamw, got 0.02"):
         parse(["--muon-lr", "0.02"])
 
 

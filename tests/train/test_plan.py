@@ -400,6 +400,26 @@ def test_the_vocabulary_is_that_of_the_data(tmp_path):
         planning.report([*flags[:-1], str(tmp_path / "none")])
 
 
+def test_layouts_of_sizes_that_have_no_product_in_8_bits():
+    """Are refused, as a run would."""
+    flags = ["--plan", "--ranks", "4", "--gpu", "H100", "--preset", "124m", "--dtype", "fp8", "--seq-len", "64"]
+    said = planning.report(flags)
+    assert "refused: dp 1 tp 4 pp 1 cp 1: --dtype fp8: expected --seq-len 64 / 8 to be a multiple of 16, got 8" in said
+    assert "seq-len 64 / 8" not in planning.report([*flags[:-4], "--seq-len", "64"])
+
+
+def test_what_waits_for_its_turn_is_in_8_bits():
+    """Of a pipeline that defers the gradients of weights: the gradients of outputs in 16 bits are not kept beside."""
+    slots = {}
+    for dtype in ("bfloat16", "fp8"):
+        flags = ["--preset", "1b", "--ranks", "2", "--pp", "2", "--pp-schedule", "zero-bubble-v", "--dtype", dtype]
+        config, *_ = planning.parse_plan(["--plan", *flags, "--device", "cuda", "--micro-batch-size", "1"])
+        model = config.model_config_for(32_000)
+        job = planning.make_job(config, model, Layout(pp=2), gpu_rates("H100", model.head_dim))
+        slots[dtype] = job.memory(0).slot
+    assert slots["fp8"] < 0.75 * slots["bfloat16"]
+
+
 def test_bad_requests_are_refused():
     for flags, said in (
         ([], "expected --ranks N of at least 1, got none"),
@@ -407,6 +427,11 @@ def test_bad_requests_are_refused():
         (["--ranks", "2", "--gpu", "B200"], "--gpu: expected one of H200, H100, A100, got 'B200'"),
         (["--ranks", "2", "--dtype", "float32"], "expected bfloat16 or fp8 with --plan"),
         (["--ranks", "2", "--dtype", "fp8", "--gpu", "A100"], "--dtype fp8: expected --gpu of one that .* got A100"),
+        (["--ranks", "2", "--compress", "fp8", "--gpu", "A100"], "expected int8 or int4 on A100, .* got fp8"),
+        (
+            ["--ranks", "1", "--dtype", "fp8", "--gpu", "H100", "--seq-len", "40"],
+            "--plan: .* --dtype fp8: expected --seq-len 40 / 1 to be a multiple of 16, got 40",
+        ),
         (["--ranks", "3", "--tp", "2"], r"--tp 2: expected a divisor of 3 \(ranks\), got 2; 2 ranks would do$"),
         (["--ranks", "6", "--dp", "2", "--tp", "2"], "--dp 2 --tp 2: .* 6 .* got 2 × 2 = 4; 4 ranks would do$"),
         (["--ranks", "2", "--tokenizer", "chars"], "expected --vocab-size"),

@@ -56,12 +56,16 @@ def test_costs_follow_from_shapes():
     assert cost("embedding", (np.zeros(2000, np.int32), table, x))[0] == 8000 + table.nbytes + x.nbytes
     assert cost("embedding_backward", (x, tokens, sums, False, None))[0] == x.nbytes + 24 + sums.nbytes
     shard, gradients, copy = np.zeros(8, f32), np.zeros(32, f32), np.zeros(32, np.float16)
-    state = ("adamw.cu", "adamw", 1, 256, shard, gradients, shard.copy(), shard.copy(), copy, losses, losses, 0.9)
-    assert cost("adamw", state)[0] == 8 * (4 + 4 + 4 + 4 * 4 + 2)
-    assert cost("adamw", (*state[:8], shard, *state[9:]))[0] == 8 * (4 + 4 + 4 + 4 * 4)
+    for count in range(3):  # arrays of state
+        kept = [shard.copy() for _ in range(count)]
+        of_each = 4 + 4 + 4 + 2 * 4 * count
+        assert cost("update", (None, shard, gradients, kept, copy, 1, losses, losses))[0] == 8 * (of_each + 2)
+        assert cost("update", (None, shard, gradients, kept, shard, 1, losses, losses))[0] == 8 * of_each
+    of_rule = (None, gradients, gradients, [shard.copy()], gradients, 1)  # Muon has the other weights
+    assert cost("update", of_rule)[0] == 8 * (4 + 4 + 4 + 2 * 4)
     flat = np.zeros(5 * CHUNK - 7, np.float16)
     for chunks, read in ((5, flat.nbytes), (2, 2 * 2 * CHUNK)):  # all of them, and one rank's
-        assert cost("squares", ("adamw.cu", "squares", chunks, 256, flat, x, losses)) == (read, 0)
+        assert cost("squares", ("optimizer.cu", "squares", chunks, 256, flat, x, losses)) == (read, 0)
 
 
 def profiled(tmp_path, ranks, wrap=lambda comm: comm, **changes):
@@ -187,11 +191,13 @@ def test_on_the_emulated_device(tmp_path, monkeypatch, graph, ranks):
     table, spans = profiled(tmp_path, ranks, DeviceComm, device="cuda", graph=graph)
     found = count(spans)
     assert {found[0, name] for name in LINEAR} == {2 * 4 * PRODUCTS // ranks}
-    assert found[0, "adamw"] == found[0, "prepare"] == found[0, "squares"] == 2
+    of_optimizer = {span["name"] for span in spans if span["pid"] == 0 and span["name"].startswith(profile.OPTIMIZER)}
+    assert of_optimizer == {f"optimizer, {name}" for name in ("squares", "finish_norm", "prepare", "update")}
+    assert found[0, "optimizer,"] == 2 * 4
     assert (found[1, "all_reduce"], found[1, "all_gather"]) == ((0, 0) if ranks == 1 else (2, 2))
     if ranks > 1:
         return  # whose marks share the clock
     assert {span["dur"] for span in spans} == {1.0}  # nothing is marked in between
     begins = [span["ts"] for span in spans]
     assert begins == sorted(begins) and len(set(begins)) == len(begins), "the second step has the first's marks"
-    assert "adamw" in table
+    assert "optimizer, update" in table

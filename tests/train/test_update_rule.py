@@ -1,40 +1,59 @@
-"""Runs, checkpoints, ZeRO-1 and plans with another update rule than AdamW: they know of its state what it says."""
+"""Update rules: runs, checkpoints, ZeRO-1 and plans know of a rule's state what it says.
+
+Each optimizer of the settings has a rule whose kernel does what it does on a host, a cost, and options of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from kos.errors import CheckpointError
+from kos.errors import CheckpointError, ConfigError
 from kos.testing import spawn
 from kos.train.checkpoint import checkpoint, huggingface
-from kos.train.config.options import TrainConfig
-from kos.train.optim.base import UpdateRule
+from kos.train.config.flags import parse
+from kos.train.config.options import OPTIMIZERS, TrainConfig, flag_of, not_of
+from kos.train.model.parameters import Parameters
+from kos.train.ops.cuda.dialect import KERNELS
+from kos.train.ops.learning_rate import LearningRate
+from kos.train.optim.base import BLOCK, Group, MatrixRule, Optimizer, UpdateRule, clip_coefficient
+from kos.train.optim.cuda import CudaOptimizer
 from kos.train.parallel.data import DataParallel
+from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
+from kos.train.tools.costs import TimedOps, cost
+from kos.train.tools.dry_step import Clock, TimedDryRun
+from tests.host_compiler import COMPILER
+from tests.train.host_kernels import emulator
+from tests.train.models import queue, small
+from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
 from tests.train.test_loop import _config, _train, text
+from tests.train.test_plan import SHAPE as PLANNED
+from tests.train.test_plan import SLOW as SLOW_RATES
+from tests.train.test_plan import make_job
 
 __all__ = ["text"]
 
 
 class Momentum(UpdateRule):
-    """SGD with momentum."""
+    """SGD with momentum, whose weight decay is a part of the gradient."""
 
     state, about = {"momentum": "float32"}, "the momentum"
 
-    def step(self, number: int, lr: float) -> Callable[..., None]:
-        def delta(g: np.ndarray, state: Sequence[np.ndarray], out: np.ndarray) -> None:
+    def step(self, number: int, lr: float, decay: float) -> Callable[..., None]:
+        def update(w: np.ndarray, g: np.ndarray, state: Sequence[np.ndarray], out: np.ndarray) -> None:
             (m,) = state
             m *= 0.9
             m += g
-            np.multiply(m, lr, out=out)
+            m += np.multiply(w, decay, out=out)
+            w -= np.multiply(m, lr, out=out)
 
-        return delta
+        return update
 
 
 HOW: dict[str, Any] = {
@@ -75,3 +94,136 @@ def test_the_memory_plan_counts_it(text: Path, tmp_path: Path, monkeypatch: pyte
         spawn(look, 1)
     assert uses[0]["weights, gradients, both Adam moments"] * 3 == uses[1]["weights, gradients, the momentum"] * 4
     assert Momentum().state_bytes() == 4
+
+
+def test_a_rule_has_weights_and_their_decay(rng: np.random.Generator) -> None:
+    shapes, decay_of = {"a": (3, BLOCK // 2 + 3), "b": (5,)}, {"a": 0.1, "b": 0.0}
+    weights, gradients = Parameters(shapes, np.float64), Parameters(shapes, np.float64)
+    optimizer = Optimizer(Momentum(), weights, groups=[Group(["a"], 0.1), Group(["b"])])
+    weights.flat[:] = rng.normal(size=weights.flat.size)
+    expected, momenta = {name: weights[name].copy() for name in shapes}, dict.fromkeys(shapes, 0.0)
+    for _ in range(3):
+        gradients.flat[:] = rng.normal(size=weights.flat.size)
+        for name, w in expected.items():
+            momenta[name] = 0.9 * momenta[name] + 0.5 * gradients[name] + decay_of[name] * w
+            expected[name] = w - 0.2 * momenta[name]
+        optimizer.step(gradients, 0.2, 0.5)
+    for name in shapes:
+        np.testing.assert_allclose(weights[name], expected[name], rtol=1e-12, err_msg=name)
+
+
+# --- those of the settings ---------------------------------------------------------------------------
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+SHAPES = {"a": (7, 5), "norm": (5,), "b": (130, 128), "large": (3, BLOCK // 2)}
+GROUPS = [Group(["a"], 0.1), Group(["norm"]), Group(["b", "large"], 0.3, lr_scale=0.25)]
+
+
+def rule_of(name: str) -> UpdateRule:
+    return TrainConfig.from_preset(optimizer=name).update_rule()
+
+
+def test_every_optimizer_can_be_asked_for() -> None:
+    assert get_args(TrainConfig.model_fields["optimizer"].annotation) == tuple(OPTIMIZERS)
+    with refused(ConfigError, "--optimizer: expected", "got 'lion'"):
+        parse(["--optimizer", "lion", "--momentum", "0.5"])
+
+
+@each_optimizer
+def test_its_options(name: str) -> None:
+    """Those of its rules are taken, those of other optimizers refused by name."""
+    groups = TrainConfig.from_preset(optimizer=name).groups(small())
+    rules = [rule_of(name), *(group.rule for group in groups if group.rule)]
+    assert set(OPTIMIZERS[name].options) == {option for rule in rules for option in rule.options}
+    for option in OPTIMIZERS[name].options:
+        assert getattr(parse(["--optimizer", name, flag_of(option), "0.5"]), option) == 0.5
+    for option in not_of(name):
+        for value in {"0.5", str(TrainConfig.model_fields[option].default)} - {"None"}:
+            with refused(ConfigError, f"{flag_of(option)}: expected none with --optimizer {name}, got {value}"):
+                parse(["--optimizer", name, flag_of(option), value])
+        with refused(ConfigError, f"argument: {option}: expected none with --optimizer {name}, got 0.5"):
+            TrainConfig.from_preset(optimizer=name, **{option: 0.5})
+
+
+@each_optimizer
+def test_its_groups_have_all_tensors(name: str) -> None:
+    model = small()
+    groups = TrainConfig.from_preset(optimizer=name).groups(model)
+    assert sorted(tensor for group in groups for tensor in group.names) == sorted(model.parameter_shapes())
+    for group in groups:
+        if group.rule:
+            assert isinstance(group.rule, MatrixRule) and (KERNELS / f"{group.rule.kernel}.cu").exists()
+
+
+@needs_compiler
+@each_optimizer
+@pytest.mark.parametrize(
+    ("master", "copy", "gradient"),
+    [("float32", "bfloat16", "bfloat16"), ("float32", None, "float32"), ("bfloat16", None, "float32")],
+)
+def test_its_kernel_is_the_hosts_update(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, name: str, master: str, copy: str | None, gradient: str
+) -> None:
+    """Beside float64: warm-up, clipping, each group's options, ``--profile``'s bytes. A NaN changes nothing."""
+    emulator.host_memory(monkeypatch)
+    costs = []
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            if name == "update":
+                costs.append(cost(name, arguments))
+            return function(*arguments, **options)
+
+        return run
+
+    rule, ops = rule_of(name), TimedOps(emulator.HostOps(), timed)
+    weights, weights64 = Parameters(SHAPES, master, None, ops.zeros), Parameters(SHAPES, np.float64)
+    start = rng.normal(size=weights.flat.size).astype(weights.flat.dtype.numpy)
+    weights.flat.copy_from(start)
+    weights64.flat[:] = start
+    gradients, gradients64 = weights.like(gradient), weights64.like()
+    rounded, schedule = None if copy is None else weights.like(copy), LearningRate("cosine", 1e-2, 1e-3, 6, 2)
+    ours = CudaOptimizer(rule, ops, weights, rounded, schedule, groups=GROUPS, grad_clip=1.0, seed=7)
+    theirs = Optimizer(rule, weights64, groups=GROUPS)
+    for step, spread in enumerate((1e-3, 0.5, 1e-3, 0.5)):
+        gradients64.flat[:] = rng.normal(0, spread, start.size).astype(gradients.flat.dtype.numpy)
+        gradients.flat.copy_from(gradients64.flat.astype(gradients.flat.dtype.numpy))
+        norm = float(np.linalg.norm(gradients64.flat)) / 4
+        queue(ours, gradients, average=0.25)
+        theirs.step(gradients64, schedule(step), clip_coefficient(norm, 1.0) / 4)
+    got, kept = weights.flat.numpy(), {key: each.flat.numpy() for key, each in ours.state.items()}
+    tolerance = 4 * 2.0**-7 if master == "bfloat16" else 1e-5  # each step rounds by less than a spacing
+    np.testing.assert_allclose(got.astype(np.float64), weights64.flat, rtol=tolerance, atol=tolerance / 10)
+    for key, value in kept.items():
+        np.testing.assert_allclose(value, theirs.state[key].flat, rtol=tolerance, atol=tolerance, err_msg=key)
+    assert not np.array_equal(weights64.flat, start)
+    if rounded is not None:
+        assert np.array_equal(rounded.flat.numpy(), got.astype(rounded.flat.dtype.numpy))
+    gradients.flat.fill_bytes(255)
+    queue(ours, gradients)
+    assert ours.read()["finite"] == 0 and ours.step_count == 4
+    assert np.array_equal(weights.flat.numpy(), got)
+    assert all(np.array_equal(each.flat.numpy(), kept[key]) for key, each in ours.state.items())
+    widths = [x.dtype.itemsize for x in (weights.flat, gradients.flat)]
+    each = 2 * (widths[0] + rule.state_bytes()) + widths[1] + (0 if rounded is None else 2)
+    assert costs == [(each * weights.flat.size, 0.0)] * 5
+
+
+@each_optimizer
+def test_plans_count_its_state_and_its_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved, operate = [], Clock.operate
+
+    def note(clock: Clock, name: str, nbytes: int, flops: float) -> None:
+        if name == "update":
+            moved.append(nbytes)
+        operate(clock, name, nbytes, flops)
+
+    monkeypatch.setattr(Clock, "operate", note)
+    config = parse([*PLANNED, "--optimizer", name])
+    run = TimedDryRun(make_job(config, config.model_config_for(256), Layout(), SLOW_RATES), 0)
+    model, rule = config.model_config_for(256), rule_of(name)
+    sizes = {tensor: int(np.prod(shape)) for tensor, shape in model.parameter_shapes().items()}
+    rules = [(group.rule or rule, sum(sizes[tensor] for tensor in group.names)) for group in config.groups(model)]
+    assert sum(moved) == sum(count * (3 * 4 + 2 * each.state_bytes()) for each, count in rules)
+    assert sum(moved) <= run.clock.spent["seconds"] * SLOW_RATES.memory

@@ -14,6 +14,8 @@ from kos.comm import watchdog
 from kos.comm.backend import Backend
 from kos.comm.control import mpi_job
 from kos.comm.records import again
+from kos.cuda import driver
+from kos.errors import CudaError, KosError
 
 log = logging.getLogger(__name__)
 
@@ -53,3 +55,14 @@ def raise_if_stuck(backend: Backend, now: float) -> None:
             assert failure is not None
             cause = str(failure).removesuffix(f"; {ENDED}")
             raise again(failure, f"the GPU was not idle {patience:g} s after another communicator failed: {cause}")
+
+
+def lost(backend: Backend, error: KosError) -> bool:
+    """Whether ``error`` makes the GPU of this rank unusable."""
+    if not isinstance(error, CudaError):
+        return False
+    try:
+        with driver.on_device(backend.device):  # type: ignore[arg-type]
+            return driver.broken() is not None
+    except CudaError:  # it cannot even be made current
+        return True

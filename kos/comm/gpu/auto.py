@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from kos.comm.backend import UNMADE, Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.backend import DeviceBackend
+from kos.comm.gpu.eager import Guard
 from kos.comm.gpu.order import Order
 from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import Prepared
@@ -57,8 +58,8 @@ class AutoBackend(Backend):
             gpu.store = self.store
             gpu.join(self.gpus)
         self._order = Order()
-        # The backend that queued last, and the streams on which it may queue again without being ordered.
-        self._last_queued: tuple[DeviceBackend, Collection[int]] = (self.gpus[0], ())
+        # The backend that queued last, and the stream on which it may queue again without being ordered; -1 for none.
+        self._last_part, self._last_stream = self.gpus[0], -1
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -145,8 +146,8 @@ class AutoBackend(Backend):
     def _launch_on_gpu(self, work: Work[Any]) -> None:
         part = work.prepared.backend
         if self._only is None:
-            former, last = self._last_queued
-            if part is not former or (work.stream if work.prepared.waits else part.side) not in last:
+            stream = work.stream if work.prepared.waits else part.side
+            if part is not self._last_part or stream != self._last_stream:
                 self._order_backends(part, (work,), not work.prepared.waits)
         part.launch(work)
 
@@ -161,7 +162,16 @@ class AutoBackend(Backend):
             for stream, keeper in keepers.items():
                 part.streams.hold(stream, keeper)
             again = self._order.enter(part, keepers, part.streams)
-        self._last_queued = part, keepers if again else ()
+        self._last_part, self._last_stream = part, next(iter(keepers)) if again and len(keepers) == 1 else -1
+
+    def eager(self, comm: Any) -> Any:
+        return self.gpus[0].shared.eager_calls(comm, self)
+
+    def guards(self, work: Work[Any]) -> list[Guard]:
+        """What is equal while a call like ``work`` needs no new order."""
+        part = work.prepared.backend
+        several = [(self, "_last_part", part), (self, "_last_stream", work.stream)] if self._only is None else []
+        return [*several, *part.guards(work)]
 
     def in_order(self, works: Sequence[Work[Any]]) -> list[Work[Any]]:
         """Grouped by backend."""
@@ -181,7 +191,7 @@ class AutoBackend(Backend):
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
     ) -> None:
-        last, _ = self._last_queued  # first, so that its timeout names its own call
+        last = self._last_part  # first, so that its timeout names its own call
         for gpu in sorted(self.gpus, key=lambda gpu: gpu is not last) if until is None else (last,):
             gpu.synchronize(timeout, stream, until)
 

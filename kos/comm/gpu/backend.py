@@ -23,14 +23,15 @@ from kos.comm.backend import Backend
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
-from kos.comm.gpu.aborts import ENDED, raise_if_stuck, wait_for_idle
+from kos.comm.gpu.aborts import ENDED, lost, raise_if_stuck, wait_for_idle
 from kos.comm.gpu.compressed import feed_back
 from kos.comm.gpu.devices import device_of
+from kos.comm.gpu.eager import Guard
 from kos.comm.gpu.memory import Piece, ScratchPool
 from kos.comm.gpu.order import Streams
-from kos.comm.gpu.routes import Route, alone, nothing
+from kos.comm.gpu.routes import Route, alone
 from kos.comm.gpu.shared import CommState
-from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent
+from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent, unstarted
 from kos.comm.operation import NO_MESSAGE, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import completed
@@ -65,6 +66,7 @@ class DeviceBackend(Backend):
     """Calls in flight whose deadline the watchdog looks at; 0 where kernels have their own."""
     _failure: Sequence[int] = (0,)
     """Its first word is not 0 once a kernel has ended early."""
+    failed_word = 0  # the address of that word, if there is one
 
     def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
         super().__init__(rendezvous)
@@ -138,6 +140,17 @@ class DeviceBackend(Backend):
     def resolve(self, o: Operation) -> Route:
         """The route of a call that is like ``o``, whose buffers have no memory."""
 
+    def launch_words(self, prepared: Prepared) -> bytes | None:
+        """A ``kos_launch`` of ``core.h`` if such a call queues nothing else, else None."""
+        return None
+
+    def guards(self, work: Work[Any]) -> list[Guard]:
+        """What is equal while a call like ``work`` needs no new order."""
+        return []
+
+    def eager(self, comm: Any) -> Any:
+        return self.shared.eager_calls(comm, self)
+
     def forget_routes(self) -> None:
         """An address may be another window's from now on, for every backend of the communicator."""
         for each in self.shared.backends:
@@ -146,14 +159,16 @@ class DeviceBackend(Backend):
     def launch(self, work: Work[Any]) -> None:
         """Queue ``work`` on its stream, or beside it."""
         prepared, shared, self._last = work.prepared, self.shared, work
+        if shared.eager is not None and shared.eager.asked:
+            shared.eager.begin(work)
         try:
             if self._failure[0]:
                 self.inspect(work)
             if prepared.fingerprint:  # messages have none
-                calls, sequence = shared.calls, work.sequence
-                calls.core.publish(sequence, prepared.fingerprint)  # type: ignore[union-attr]
+                core, sequence = shared.calls.core, work.sequence  # type: ignore[union-attr]
+                core.publish(sequence, prepared.fingerprint)
                 shared.last = work
-                if sequence >= shared.compare_at:
+                if sequence >= core.compare_at:
                     shared.confirm()
             if not prepared.waits:
                 self._start_overlapped((work,))
@@ -418,16 +433,6 @@ class DeviceBackend(Backend):
         if late or self in self.failures.status.queued:
             self.failures.status.post_queued(self, [self.failures.world[rank] for rank in late])
 
-    def lost(self, error: KosError) -> bool:
-        """Whether ``error`` makes this rank's GPU unusable."""
-        if not isinstance(error, CudaError):
-            return False
-        try:
-            with driver.on_device(self.device):
-                return driver.broken() is not None
-        except CudaError:  # it cannot even be made current
-            return True
-
     def to_error(self, work: Work[Any], error: Exception) -> KosError:
         """Also ends what is in flight, here and in what fails together, and reports the failure to the other ranks."""
         shared, failures = self.shared, self.failures
@@ -437,12 +442,12 @@ class DeviceBackend(Backend):
                 text = f"{work}: the communicator failed before: {failures.first}" if launching else None
                 assert failures.first is not None
                 return failures.named(work, again(failures.first, text))
-            if isinstance(error, KosError) and not self.lost(error):  # the other ranks of the host may know it better
+            if isinstance(error, KosError) and not lost(self, error):  # the other ranks of the host may know it better
                 error = shared.cause(work, error)
             failure = failures.named(work, error)
             record_failure(work, failure)
             begun = 0 if shared.calls is None else shared.calls.begun
-            failures.report(work, failure, begun, self.lost(failure))
+            failures.report(work, failure, begun, lost(self, failure))
             shared.ended = True
             for each in shared.backends:
                 failures.status.post_queued(each, ())
@@ -493,8 +498,3 @@ class DeviceBackend(Backend):
             self.shared.close()
         finally:
             self._scratch.close()
-
-
-def unstarted(name: str, backend: Any) -> Work[Any]:
-    """What an error names where no call is at fault."""
-    return DeviceWork(Prepared(Operation(name, backend.rank), backend, nothing))

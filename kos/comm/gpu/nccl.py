@@ -29,14 +29,16 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi_job import on_thread
 from kos.comm.failures import EndedEarly, Late
 from kos.comm.gpu import nccl_binding as binding
-from kos.comm.gpu.backend import DeviceBackend, unstarted
+from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import Piece, Scratch, Windows, exchange_of
-from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
+from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM, native_call, native_launch, packed
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.routes import Route, nothing
+from kos.comm.gpu.works import unstarted
 from kos.comm.operation import AUTO, Operation
+from kos.comm.prepared import Prepared
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.work import Work
 from kos.cuda import driver
@@ -317,7 +319,26 @@ class NCCLBackend(DeviceBackend):
         # NCCL connects ranks at the first call of a kind, which depends on size and peer.
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{how} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
-        return launch if connected else _FirstCall(self, o, launch, kind), None, connected
+        return launch if connected else partial(self._first_call, kind, o.options.timeout, launch), None, connected
+
+    def _first_call(
+        self, kind: _Kind, timeout: float | None, launch: Run, stream: int, send: int, recv: int
+    ) -> None:
+        """The first launch of its kind: NCCL may connect to the other ranks, and wait for them."""
+        if kind not in self._connected:
+            self.bounded(lambda: launch(stream, send, recv), timeout, str(self._last))
+            self._connected.add(kind)
+        else:
+            launch(stream, send, recv)
+
+    def launch_words(self, prepared: Prepared) -> bytes | None:
+        launch: Any = prepared.route.launch if isinstance(prepared.route, InWindows) else prepared.route
+        native = isinstance(launch, partial) and launch.func is native_launch
+        return packed(*launch.args[1:]) if native else None
+
+    def launch_error(self, prepared: Prepared, status: int) -> Exception:
+        error: Exception = self._nccl.NCCLError(status)
+        return error
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Launch NCCL's own operations as one group; the others follow one by one."""
@@ -335,7 +356,7 @@ class NCCLBackend(DeviceBackend):
                 self._nccl.group_end()
 
         routes = (work.prepared.route for work in together)
-        kinds = frozenset(route.kind for route in routes if isinstance(route, _FirstCall))
+        kinds = frozenset(route.args[0] for route in routes if _is_first(route))
         if kinds and (len(together), kinds) not in self._connected:
             self.bounded(launch, together[0].operation.options.timeout, str(together[0]))
             self._connected.add((len(together), kinds))
@@ -362,10 +383,11 @@ class NCCLBackend(DeviceBackend):
             return nothing, ""
         code, op, per = native  # NCCL's dtype and op (-1: created at the call), and its elements per element
         last = () if o.root is None else (o.root,)
-        function, comm = getattr(self._nccl, o.name), self._comm
+        comm = self._comm
         if op < 0:
+            function = getattr(self._nccl, o.name)
             return partial(self._premultiplied, function, count * per, reduction, last), "premultiplied"
-        return _native_launch(function, count * per, code, op, *last, comm), "native"
+        return native_call(o.name, count * per, code, op, *last, comm), "native"
 
     def _premultiplied(
         self, function: Callable[..., None], count: int, reduction: Reduction, root: tuple[int, ...], stream: int,
@@ -388,19 +410,15 @@ class NCCLBackend(DeviceBackend):
                 token = self._token.pointer
                 arguments = token, token, 1, CODE_OF[DTYPES["int32"]], SUM, comm
                 return lambda stream, *_: nccl.all_reduce(*arguments, stream), "native"
-            case "broadcast":
-                function, nbytes = nccl.broadcast, out_bytes
-            case "all_gather":
-                function, nbytes = nccl.all_gather, x_bytes
+            case "broadcast" | "scatter":
+                nbytes = out_bytes
+            case "all_gather" | "gather":
+                nbytes = x_bytes
             case "all_to_all":
-                function, nbytes = nccl.allto_all, x_bytes // self.size
-            case "gather":
-                function, nbytes = nccl.gather, x_bytes
-            case "scatter":
-                function, nbytes = nccl.scatter, out_bytes
+                nbytes = x_bytes // self.size
             case _:
                 return partial(self.exchange, *exchange_of(o, self.rank, self.size)), "exchange"
-        return (_native_launch(function, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
+        return (native_call(o.name, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
 
     # The interface for OrderedReduction and CompressedOperation.
 
@@ -419,32 +437,6 @@ class NCCLBackend(DeviceBackend):
     def collect(self, send: Any, recv: Any, nbytes: int, stream: int, *arrays: int) -> None:
         """All-gather of ``nbytes`` from each rank."""
         self._nccl.all_gather(resolved(send, arrays), resolved(recv, arrays), nbytes, BYTE, self._comm, stream)
-
-
-class _FirstCall:
-    """The first launch of its kind: NCCL may connect to the other ranks, and wait for them."""
-
-    __slots__ = ("_backend", "_timeout", "kind", "launch")
-
-    def __init__(self, backend: NCCLBackend, o: Operation, launch: Run, kind: _Kind) -> None:
-        self._backend, self.launch, self.kind, self._timeout = backend, launch, kind, o.options.timeout
-
-    def __call__(self, stream: int, send: int, recv: int) -> None:
-        backend, launch = self._backend, self.launch
-        if self.kind not in backend._connected:
-            backend.bounded(lambda: launch(stream, send, recv), self._timeout, str(backend._last))
-            backend._connected.add(self.kind)
-        else:
-            launch(stream, send, recv)
-
-
-def _native_launch(function: Callable[..., None], *arguments: Any) -> Run:
-    """The launch of a function of NCCL, which takes the addresses first, and the stream last."""
-
-    def launch(stream: int, send: int, recv: int) -> None:
-        function(send, recv, *arguments, stream)
-
-    return launch
 
 
 @functools.cache
@@ -468,9 +460,13 @@ def _real_type(dtype: DType) -> DType:
     return DTYPES[f"float{4 * dtype.itemsize}"] if dtype.kind == "complex" else dtype
 
 
+def _is_first(route: Any) -> bool:
+    return isinstance(route, partial) and getattr(route.func, "__func__", None) is NCCLBackend._first_call
+
+
 def _bare(work: Work[Any]) -> Any:
     route = work.prepared.route
-    return route.launch if isinstance(route, _FirstCall) else route
+    return route.args[-1] if _is_first(route) else route
 
 
 def _innermost(work: Work[Any]) -> Any:

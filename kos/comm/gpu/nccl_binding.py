@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,10 @@ CODES = {"ncclInt8": 0, "ncclUint8": 1, "ncclInt32": 2, "ncclUint32": 3, "ncclIn
          "ncclFloat16": 6, "ncclFloat32": 7, "ncclFloat64": 8, "ncclBfloat16": 9}  # fmt: skip
 CODE_OF: dict[DType, int] = {dtype: CODES[dtype.nccl] for dtype in DTYPES.values() if dtype.nccl in CODES}
 """ncclDataType_t of the types that NCCL can add."""
+
+
+_NAMES = {"all_to_all": "allto_all"}
+"""Operations whose functions in the binding have other names."""
 
 
 @functools.cache
@@ -93,6 +99,36 @@ def premultiplied_sum(comm: Any, factor: float, dtype: DType) -> int:
     address = scalar.__array_interface__["data"][0]
     operation: int = library().red_op_create_pre_mul_sum(address, CODE_OF[dtype], _HOST_IMMEDIATE, comm)
     return operation
+
+
+def native_call(operation: str, *arguments: Any) -> partial[None]:
+    """The launch of an operation of NCCL: ``arguments`` are those between the two addresses and the stream."""
+    return partial(native_launch, getattr(library(), _NAMES.get(operation, operation)), operation, arguments)
+
+
+def native_launch(function: Any, operation: str, arguments: Any, stream: int, send: int, recv: int) -> None:
+    function(send, recv, *arguments, stream)
+
+
+def packed(operation: str, arguments: Sequence[Any]) -> bytes:
+    """Such a launch for the compiled core: a ``kos_launch`` (``core.h``)."""
+    words = [0, 0, *map(int, arguments), 0]
+    patches = 0, 0, 0, 1, 1, 0, len(words) - 1, 2, 0
+    words += [0] * (8 - len(words))
+    header = _address_of(operation), 0, len(words), len(patches) // 3, *[0] * 7
+    return struct.pack(f"={len(header) + len(words) + len(patches)}Q", *header, *words, *patches)
+
+
+def _address_of(operation: str) -> int:
+    """The address of a function of the library that the binding has loaded: a process may have loaded several."""
+    from nccl.bindings._internal import nccl
+
+    return int(nccl._inspect_function_pointer(f"__{function_name(operation)}"))
+
+
+def function_name(operation: str) -> str:
+    """The name of its function in NCCL."""
+    return "ncclAlltoAll" if operation == "all_to_all" else f"nccl{operation.title().replace('_', '')}"
 
 
 def free(address: int) -> None:

@@ -17,6 +17,7 @@ from kos.comm.backend import Backend
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.notices import Channel
 from kos.comm.failures import EndedEarly, FailureLog, Late
+from kos.comm.gpu.eager import EagerCalls
 from kos.comm.gpu.order import Streams
 from kos.comm.host.backend import HostBackend, at_exit, closed
 from kos.comm.host.fingerprints import described
@@ -46,7 +47,7 @@ class CommState:
         self.last: Work[Any] | None = None  # the last collective
         self.ended = False
         """Whether what was in flight has been ended, because of ``failures.first``."""
-        self.compare_at = _UNCONFIRMED  # the collective at which calls are compared again
+        self.eager: EagerCalls | None = None
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._owns_calls = False
         self._lost: KosError | None = None  # a rank does nothing more, as far as the watchdog knows
@@ -59,6 +60,8 @@ class CommState:
             if segment is not None:
                 self.calls, self._owns_calls = CallRing(segment, failures), True
                 at_exit(self)
+        if self.calls is not None:
+            self.calls.core.compare_at = _UNCONFIRMED  # the collective at which calls are compared again
         self._channel: Channel | None = None
         self._told = -1  # the calls begun when those of this host were last told
         alone = self.calls is None or self.calls.segment.size < rendezvous.size
@@ -67,12 +70,19 @@ class CommState:
         if self._channel is not None:
             failures.links.append(self._channel)
 
+    def eager_calls(self, comm: Any, backend: Any) -> Any:
+        """What makes calls of ``comm``, whose backend is ``backend``, in the core; None if it makes none."""
+        if self.calls is None or comm._tracing is not None:
+            return None
+        self.eager = EagerCalls(comm, self, backend)
+        return self.eager.bind(self.calls.core)
+
     # Comparing calls.
 
     def confirm(self) -> None:
         """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
         if self.calls is not None and self.last is not None:
-            self.compare_at = self.last.sequence + _UNCONFIRMED
+            self.calls.core.compare_at = self.last.sequence + _UNCONFIRMED
             self._confirmed = self.calls.compare(self.last, self._confirmed)
 
     def _hear(self) -> None:

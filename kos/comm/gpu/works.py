@@ -8,6 +8,9 @@ from collections import deque
 from typing import Any
 
 from kos.comm.arguments import check_timeout
+from kos.comm.gpu.routes import nothing
+from kos.comm.operation import Operation
+from kos.comm.prepared import Prepared
 from kos.comm.recorder import completed
 from kos.comm.work import Work
 from kos.cuda import driver
@@ -64,6 +67,11 @@ class DeviceWork(Work[Any]):
 
     def cancel(self, error: KosError) -> None:
         """Nothing: what is queued ends with its backend."""
+
+
+def unstarted(name: str, backend: Any) -> Work[Any]:
+    """What an error names where no call is at fault."""
+    return DeviceWork(Prepared(Operation(name, backend.rank), backend, nothing))
 
 
 class PooledEvent:

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,14 +27,14 @@ from kos.comm import Communicator, ReduceOp
 from kos.comm.compression import FORMATS
 from kos.comm.schedules import algorithms
 from kos.errors import InvalidArgument, plural
-from kos.testing.conformance import compressed, failures, order, results, values
+from kos.testing.conformance import compressed, failures, intact, order, results, values
 from kos.testing.conformance.model import MOVING
 
 __all__ = ["Case", "cases", "run"]
 
 log = logging.getLogger(__name__)
 _SILENT = logging.Logger("silent", logging.CRITICAL)
-_CHECKS = [module.__file__ for module in (failures, order, results)]
+_CHECKS = [module.__file__ for module in (failures, intact, order, results)]
 
 EXCHANGE_SECONDS = 60.0
 """The least timeout of exchanges between checks: on a busy machine ranks end a check seconds apart."""
@@ -93,10 +94,10 @@ def cases(full: bool = False, seed: int = 0) -> list[Case]:
             add(compressed.compressed, form, np.dtype(kind))
         add(compressed.feedback_keeps_what_is_lost, form, np.dtype(np.float32))
     add(compressed.compressed_sums_are_near)
-    for what in failures.MISMATCHES:
-        add(failures.mismatch, what, ranks=2)
-    for call in (failures.refused, failures.refused_sizes, failures.absent, failures.reported, failures.lost,
-                 failures.messages, failures.cancelled):
+    for row in failures.SCENARIOS:
+        if full or (row.program, row.fault) in failures.FEW:
+            found.append(Case(str(row), partial(failures.check, row=row), row.ranks))
+    for call in (intact.refused, intact.refused_sizes, intact.messages, intact.cancelled):
         add(call, ranks=2)
     return found
 

@@ -1,185 +1,447 @@
-"""Failures raise errors on every rank that name the failed ranks: wrong arguments, mismatched calls, lost ranks."""
+"""Failures raise errors on every rank that name the failed ranks: late and lost ranks, calls that differ.
+
+``SCENARIOS`` is the table of what goes wrong between ranks: a row is what the ranks call, what one of them does
+instead, and what the others raise.  ``check`` runs one row.
+"""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RankLost
-from kos.testing.conformance.values import raises
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+from kos.testing.conformance.values import LARGE, assert_same_on_all_ranks, raises
 
-SHORT = 0.5  # seconds, for calls that must time out
+SHORT = 0.3  # seconds, for calls that must time out
 GRACE = 20.0  # seconds that an error may be late on a busy machine
+WHY = "it had enough"
+
+GPUS = ("nccl", "peer")
+BY_MPI = ("mpi", *GPUS)
+
+Meet = Callable[[Communicator, float], Any]
+"""Waits outside of kos for all ranks; the others come when a timeout, in seconds, has passed."""
 
 
-def refused(comm: Communicator) -> None:
-    """Wrong arguments raise before anything is sent, so that no rank waits and the communicator is intact."""
-    x, n = np.ones((4 * comm.size, 4)), comm.size
-    wrong: dict[str, Callable[[], Any]] = {
-        "x: expected a C-contiguous array": lambda: comm.all_reduce(x[:, ::2]),
-        "dtype: expected one of": lambda: comm.all_reduce(np.array(["text"])),
-        "root: expected a rank from 0": lambda: comm.broadcast(x, root=n),
-        "out: expected dtype float64, got float32": lambda: comm.all_reduce(x, out=x.astype(np.float32)),
-        "out: expected": lambda: comm.all_gather(x, np.empty(3)),
-        "counts: expected": lambda: comm.all_gather_v(x, [1] * (n + 1)),
-        "memory that does not overlap": lambda: comm.all_to_all(x[:n], x[1 : n + 1]),
-        "algorithm: expected 'auto'": lambda: comm.all_reduce(x, algorithm="none of them"),
-        "timeout: expected a positive number": lambda: comm.all_reduce(x, timeout=0),
-        "expected": lambda: comm.all_reduce(np.ones(3, np.int32), ReduceOp.AVG),
-        "dst: expected": lambda: comm.send(x, comm.rank),
-    }
-    for text, call in wrong.items():
-        with raises(InvalidArgument, text):
-            call()
-    comm.barrier()
-    assert (comm.all_reduce(np.ones(3)) == n).all()
+
+class Scenario(NamedTuple):
+    """What the ranks call, what goes wrong, and what the ranks that it concerns raise."""
+
+    program: str
+    """What they call: a key of ``PROGRAMS``, of ``MISMATCHES``, or what messages hold."""
+    fault: str
+    """What goes wrong, and on which rank: a key of ``FAULTS``."""
+    error: type[CollectiveError] | tuple[type[CollectiveError], ...]
+    words: str
+    """A pattern of the error's text, in which ``{culprit}`` stands for the rank that is named."""
+    ranks: int = 2
+    """The least number of ranks."""
+    never: Sequence[str] = ()
+    """Backends that do not promise it."""
+
+    def __str__(self) -> str:
+        return f"{self.program}, {self.fault}"
 
 
-def refused_sizes(comm: Communicator) -> None:
-    """Where sizes travel, one that is wrong on one rank raises on every rank, and the communicator is intact."""
-    n, last = comm.size, comm.size - 1
-    odd, total = comm.rank == last, n * (n + 1) // 2
-    x: Any = np.ones(comm.rank + 1)
-    wrong: dict[str, Callable[[], Any]] = {
-        f"out: expected {total} elements on rank {last}, got {total + 1}": lambda: comm.all_gather_v(
-            x, out=np.empty(total + odd)),
-        f"out: expected {total} elements on rank {last}, got {total + 2}": lambda: comm.gather_v(
-            x, root=last, out=np.empty(total + 2) if odd else None),
-        f"out: expected {n} elements on rank {last}, got {n + 1}": lambda: comm.all_to_all_v(
-            np.ones(n), [1] * n, out=np.empty(n + odd)),
-        f"x: expected {total} elements on rank {last}, got {total + 1}": lambda: comm.scatter_v(
-            np.ones(total + 1) if odd else None, None, x.copy(), last),
-        f"x: expected {total} elements on rank {last}, got {total + 2}": lambda: comm.reduce_scatter_v(
-            np.ones(total + 2 * odd), out=np.empty(comm.rank + 1)),
-    }  # fmt: skip
-    for text, call in wrong.items():
-        with raises(InvalidArgument, text):
-            call()
-    with raises(InvalidArgument, "counts: expected numbers in a batch"), comm.batch():
-        comm.all_gather_v(x)
-    with raises(InvalidArgument, "recv_counts: expected numbers in a batch and for a persistent operation, got None"):
-        comm.all_to_all_v_init(np.ones(n), [1] * n)
-    assert (comm.all_gather_v(x) == np.ones(total)).all()
+def _polled(work: Any) -> None:
+    while not work.done():
+        time.sleep(0.001)
 
 
-MISMATCHES: dict[str, Callable[[Communicator, bool], Any]] = {
+def _batch(comm: Communicator) -> None:
+    with comm.batch():
+        comm.all_reduce(np.ones(5))
+        comm.all_reduce(np.ones(7))
+
+
+def _several(comm: Communicator) -> None:
+    for work in [comm.all_reduce(np.ones(5), async_op=True) for _ in range(3)]:
+        work.wait()
+
+
+PROGRAMS: dict[str, Callable[[Any, int], Any]] = {
+    "barrier": lambda comm, culprit: comm.barrier(),
+    "all_reduce": lambda comm, culprit: comm.all_reduce(np.ones(5)),
+    "all_reduce of 300,007": lambda comm, culprit: comm.all_reduce(np.ones(LARGE, np.float32)),
+    "all_reduce by a ring": lambda comm, culprit: comm.all_reduce(np.ones(5), algorithm="ring"),
+    "all_reduce by a tree": lambda comm, culprit: comm.all_reduce(np.ones(LARGE), algorithm="tree"),
+    "all_reduce in rank order": lambda comm, culprit: comm.all_reduce(np.ones(5), deterministic=True),
+    "all_reduce in 8 bits": lambda comm, culprit: comm.all_reduce(np.ones(4096, np.float32), compress="int8"),
+    "all_reduce, polled": lambda comm, culprit: _polled(comm.all_reduce(np.ones(5), async_op=True)),
+    "all_reduce_init": lambda comm, culprit: comm.all_reduce_init(np.ones(5)).start().wait(),
+    "several all_reduce": lambda comm, culprit: _several(comm),
+    "batch": lambda comm, culprit: _batch(comm),
+    "broadcast": lambda comm, culprit: comm.broadcast(np.ones(5), culprit),
+    "scatter": lambda comm, culprit: comm.scatter(
+        np.ones(5 * comm.size) if comm.rank == culprit else None, np.ones(5), culprit),
+    "reduce_scatter": lambda comm, culprit: comm.reduce_scatter(np.ones(4 * comm.size)),
+    "all_gather": lambda comm, culprit: comm.all_gather(np.ones(5)),
+    "all_gather_v": lambda comm, culprit: comm.all_gather_v(np.ones(comm.rank + 1), range(1, comm.size + 1)),
+    "all_gather_v without counts": lambda comm, culprit: comm.all_gather_v(np.ones(comm.rank + 1)),
+    "all_gather_bytes": lambda comm, culprit: comm.all_gather_bytes(b"abc"),
+    "all_to_all": lambda comm, culprit: comm.all_to_all(np.ones(LARGE * comm.size, np.int8)),
+    "all_to_all_v": lambda comm, culprit: comm.all_to_all_v(np.ones(2 * comm.size), [2] * comm.size, [2] * comm.size),
+    "split": lambda comm, culprit: comm.split(0),
+    "duplicate": lambda comm, culprit: comm.duplicate(),
+    "recv": lambda comm, culprit: comm.recv(np.ones(5), culprit),
+    "send_recv": lambda comm, culprit: comm.send_recv(np.ones(70_000), np.ones(70_000), culprit, culprit),
+    "exchange": lambda comm, culprit: comm.rendezvous.barrier(),
+}  # fmt: skip
+"""What a rank calls that waits for the rank ``culprit``."""
+MESSAGES = ("recv", "send_recv")  # between hosts' memories, a failure of one breaks nothing
+
+MISMATCHES: dict[str, Callable[[Any, bool], Any]] = {
     "operation": lambda comm, other: comm.barrier() if other else comm.all_reduce(np.ones(4)),
     "dtype": lambda comm, other: comm.all_reduce(np.ones(4, np.float32 if other else np.int32)),
     "count": lambda comm, other: comm.all_reduce(np.ones(4 + other)),
+    "count of a gather": lambda comm, other: comm.gather(np.ones(4 + other)),
+    "count, large and small": lambda comm, other: comm.all_reduce(np.ones(4 if other else LARGE)),
     "op": lambda comm, other: comm.all_reduce(np.ones(4), ReduceOp.MAX if other else ReduceOp.SUM),
     "root": lambda comm, other: comm.broadcast(np.ones(4), root=int(other)),
+    "root of a reduce": lambda comm, other: comm.reduce(np.ones(4), root=int(other)),
     "algorithm": lambda comm, other: comm.all_reduce(np.ones(4), algorithm="tree" if other else "ring"),
+    "algorithm, automatic or not": lambda comm, other: comm.all_reduce(
+        np.ones(4), algorithm="ring" if other else "auto"),
     "deterministic": lambda comm, other: comm.all_reduce(np.ones(4), deterministic=other),
     "counts": lambda comm, other: comm.all_gather_v(
         np.ones(2 + (other and comm.rank > 0)), [2] * (comm.size - 1) + [2 + other]
     ) if comm.rank in (0, comm.size - 1) else comm.all_gather_v(np.ones(2), [2] * comm.size),
     "purpose": lambda comm, other: comm.scatter_v(
         None if comm.rank else np.ones(2 * comm.size), None, np.ones(2)) if other else comm.gather_v(np.ones(2)),
+    "operation of bytes": lambda comm, other: comm.barrier() if other else comm.all_gather_bytes(b"x"),
+    "operation of a split": lambda comm, other: comm.all_reduce(np.ones(4)) if other else comm.split(0),
+    "operation of two splits": lambda comm, other: comm.duplicate() if other else comm.split(0),
 }  # fmt: skip
-"""Calls by their difference; ``other`` is true on the rank whose call differs."""
+"""Calls by their difference, whose first word is in the error; ``other`` is true on the rank whose call differs."""
 
 
-def mismatch(comm: Communicator, what: str) -> None:
-    """All ranks raise, at the next call at the latest, and name two ranks and the difference."""
-    for odd in (0, comm.size - 1):
-        part = comm.duplicate()
-        with raises(CollectiveMismatch, rf"rank \d+ called .*#0.* but rank \d+ called .* differ in .*{what}") as caught:
-            MISMATCHES[what](part, comm.rank == odd)
-            part.barrier()
-        assert f"rank {odd} called" in str(caught[0]), caught
-        with raises(CollectiveError, "failed before"):
-            part.barrier()
-        part.abort()
-        comm.barrier()
+def _sleep(comm: Communicator, limit: float) -> None:
+    if comm.rank == comm.size - 1:
+        time.sleep(limit + 1.0)
 
 
-def absent(comm: Communicator) -> None:
-    """A missing rank is named when the timeout has passed."""
-    began, late, part = time.monotonic(), comm.size - 1, comm.duplicate()  # before any rank begins the call
-    if comm.rank != late:
-        with raises((CollectiveTimeout, RankLost), rf"ranks? \[?{late}\]?"):
-            part.all_reduce(np.ones(5), timeout=SHORT)
-        assert SHORT <= time.monotonic() - began < SHORT + GRACE, "the error came early or late"
-        with raises(CollectiveError, "failed before"):
-            part.barrier()
-    comm.barrier()
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def _late(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+    """The last rank does not come: it is named when the timeout has passed."""
+    part, culprit, message = comm.duplicate(), comm.size - 1, row.program in MESSAGES
+    part.timeout = limit
+    part.rendezvous.timeout = GRACE if _on_gpus(comm) else limit
+    began = time.monotonic()  # before any rank begins the call
+    comm.rendezvous.barrier()
+    start, named = time.monotonic(), set[int]()
+    if comm.rank != culprit:
+        with raises(row.error, _words(comm, row, culprit)) as caught:
+            PROGRAMS[row.program](part, culprit)
+            part.synchronize()
+        assert limit <= time.monotonic() - began < limit + GRACE, "the error came early or late"
+        named = set(caught[0].ranks)
+        if not message or _on_gpus(comm):
+            with raises(CollectiveError, "failed before"):
+                part.barrier()
+    meet(comm, limit)  # not in kos: a rank that waited there would be late because of the others
+    starts = [float(each) for each in comm.rendezvous.allgather(str(start).encode())]
+    held_up = {rank for rank in range(culprit) if starts[rank] > start + 0.5 * limit}
+    if comm.rank != culprit and not _may_not_name(comm):
+        assert (named or not _fills_ranks(comm)) and named <= {culprit} | held_up, caught[0]
     part.abort()
 
 
-def lost(comm: Communicator) -> None:
-    """A rank that aborts while others wait for it is named, before the timeout of the others."""
-    part, culprit, began = comm.duplicate(), comm.size - 1, time.monotonic()
-    if comm.rank == culprit:
-        part.abort(reason="a test of lost ranks")
-    else:
-        with raises(RankLost, f"rank {culprit} is gone"):
-            part.barrier()
-        assert time.monotonic() - began < GRACE, "the error came late"
-        part.abort()
-    comm.barrier()
+def _on_gpus(comm: Any) -> bool:
+    return any(name in comm.backend_name for name in GPUS)
 
 
-def reported(comm: Communicator) -> None:
-    """A rank that fails in a collective reports it: the others raise its error, in that call or in a later one."""
+def _may_not_name(comm: Any) -> bool:
+    """Ranks of several hosts, or without the compiled core, name a late rank only if they wait for its message."""
+    return comm.backend_name in ("mpi", "tcp") and not comm.backend.one_host
+
+
+def _fills_ranks(comm: Any) -> bool:
+    """Whether ``KosError.ranks`` is filled: backends of users may leave it empty."""
+    return comm.backend_name in ("mock", "mpi", "tcp") or _on_gpus(comm)
+
+
+def _check_ranks(comm: Any, error: KosError, *ranks: int) -> None:
+    as_promised = error.ranks == ranks or not (_fills_ranks(comm) or error.ranks)
+    assert as_promised, f"expected {ranks}, got {error.ranks}: {error}"
+
+
+def _words(comm: Any, row: Scenario, culprit: int) -> str:
+    """What the text of the error of a late rank must hold."""
+    return "not complete" if row.error is LATE and _may_not_name(comm) else row.words.format(culprit=culprit)
+
+
+def _gives_up(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+    """Rank 0 gives up on the last rank: all others raise its error, the last one too when it comes."""
     part, late = comm.duplicate(), comm.size - 1
+    program = "all_reduce" if comm.rank == 0 and row.program in MESSAGES else row.program
+    part.timeout, part.rendezvous.timeout = limit if comm.rank == 0 else 2 * GRACE, 2 * GRACE
+    comm.rendezvous.barrier()
     if comm.rank == late:
-        comm.barrier()  # rank 0 has failed by then
+        comm.rendezvous.barrier()  # the others have failed by then
     began = time.monotonic()
-    with raises((CollectiveTimeout, RankLost), rf"ranks? \[?{late}\]?"):
-        part.barrier(timeout=SHORT if comm.rank == 0 else 2 * GRACE)
+    with raises(row.error, _words(comm, row, late)):
+        PROGRAMS[program](part, 0 if row.program in MESSAGES else late)
+        part.synchronize()
     assert time.monotonic() - began < GRACE, "a rank did not learn of the failure of rank 0"
     if comm.rank != late:
-        comm.barrier()
+        comm.rendezvous.barrier()
     part.abort()
-    comm.barrier()
+    comm.rendezvous.barrier()
 
 
-def messages(comm: Communicator) -> None:
-    """A missing message, or one of another length than expected, breaks nothing."""
-    x, (left, right) = np.zeros(3), ((comm.rank + step) % comm.size for step in (-1, 1))
-    expired = np.zeros(3)
-    with raises(CollectiveTimeout, f"rank {left}"):
-        comm.recv(expired, left, tag=9, timeout=0.1)
-    comm.barrier()
-    comm.send_recv(np.ones(3), x, right, left, tag=9, timeout=GRACE)
-    assert (x == 1).all() and not expired.any(), "a receive that timed out took a later message"
-    x[:] = 0
-    sent = comm.send(np.ones(4), right, async_op=True)
-    with raises(CollectiveMismatch, f"rank {comm.rank} expected 3 elements .* from rank {left}, got 4 elements"):
-        comm.recv(x, left)
-    with suppress(CollectiveMismatch):  # the sender of a long message may raise too
-        sent.wait()
-    assert not x.any(), "the array of a message that was refused was written"
-    comm.send_recv(np.full(3, 2.0), x, right, left)
-    assert (x == 2).all(), x
+def _ends(comm: Any, row: Scenario, end: Callable[[Any], None]) -> None:
+    part, culprit = comm.duplicate(), comm.size - 1
+    comm.rendezvous.barrier()
+    began = time.monotonic()
+    if comm.rank == culprit:
+        end(part)
+    else:
+        with raises(row.error, row.words.format(culprit=culprit)) as caught:
+            PROGRAMS[row.program](part, culprit)
+            part.synchronize()
+        _check_ranks(comm, caught[0], culprit)
+        assert time.monotonic() - began < GRACE, "the error came late"
+        part.abort()
+    comm.rendezvous.barrier()
 
 
-def cancelled(comm: Communicator) -> None:
-    """Data written to an array after its send timed out is not received: the receiver gets the message, or raises.
+def _aborts(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+    """The last rank aborts while others wait for it."""
+    _ends(comm, row, lambda part: part.abort(reason=WHY))
 
-    The receiver calls after the timeout, or calls before it and stops during the message, as a rank that computes.
+
+def _closes(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+    """The last rank closes the communicator that others still use."""
+    _ends(comm, row, lambda part: part.close())
+
+
+def _fails_elsewhere(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+    """Rank 1 aborts its group with rank 0, which then closes its group with rank 2: rank 2 names rank 1."""
+    one, other = (comm.split(0 if comm.rank in pair else None) for pair in ((0, 1), (0, 2)))
+    if comm.rank == 1:
+        one.abort(0, WHY)
+    elif comm.rank == 0:
+        with raises(row.error, f"rank 1( of world)? is gone: {WHY}"):
+            one.barrier()
+        other.close()
+    elif comm.rank == 2:
+        with raises(row.error, row.words.format(culprit=1)) as caught:
+            PROGRAMS[row.program](other, 0)
+        _check_ranks(comm, caught[0], 1)
+    comm.rendezvous.barrier()
+
+
+def _fails_later(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+    """Rank 0 gives up a later collective: the earlier one, to which the last rank comes after that, is complete."""
+    part, last = comm.duplicate(), comm.size - 1
+    if comm.rank == last:
+        comm.rendezvous.barrier()
+    first = part.all_reduce(np.ones(3), async_op=True)
+    if comm.rank == 0:
+        with raises(row.error, row.words):
+            part.barrier(timeout=limit)
+        assert isinstance(part.failure, CollectiveTimeout)
+    if comm.rank != last:
+        comm.rendezvous.barrier()
+    assert (first.wait() == comm.size).all()
+    comm.rendezvous.barrier()
+    part.abort()
+    assert part.failure is not None
+
+
+def _differs(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+    """All ranks raise, in one of the next calls at the latest, and name two ranks and the difference."""
+    for odd in (0, comm.size - 1):
+        part = comm.duplicate()
+        if odd and row.program != "counts" and not _on_gpus(comm):  # calls that are known are compared too
+            for other in (False, True):
+                MISMATCHES[row.program](part, other)
+        with raises(row.error, row.words) as caught:
+            MISMATCHES[row.program](part, comm.rank == odd)
+            part.synchronize()
+            for _ in range(3):
+                part.barrier()
+                part.synchronize()
+        named = sorted(int(rank) for rank in re.findall(r"rank (\d+) called", str(caught[0])))
+        assert odd in named, caught
+        _check_ranks(comm, caught[0], *named)
+        if comm.backend_name in ("mpi", "tcp") and comm.backend.one_host:
+            told = re.sub(r"^.*?(?=rank \d+ called)", "", str(caught[0]))  # in which call it is raised may differ
+            assert_same_on_all_ranks(comm, np.frombuffer(told.encode(), np.uint8), "the error")
+        with raises(CollectiveError, "failed before"):
+            part.barrier()
+        part.abort()
+        comm.rendezvous.barrier()
+
+
+def _counts_differ(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+    """Rank 1 sends rank 0 something else than rank 0 expects: all ranks name both, and break off."""
+    sent, expected = map(_number, row.program.split(" for "))
+    part, n, me = comm.duplicate(), comm.size, comm.rank
+    matrix = np.full((n, n), 2)
+    part.all_to_all_v(np.zeros(2 * n), matrix[me], matrix[:, me])
+    matrix[1, 0] = sent if me == 1 else expected
+    x = np.zeros(int(matrix[me].sum()))
+    with raises(row.error, row.words.format(expected=expected, sent=sent)) as caught:
+        part.all_to_all_v(x, matrix[me], matrix[:, me], timeout=GRACE)
+    assert "all_to_all_v #1" in str(caught[0]), caught
+    _check_ranks(comm, caught[0], 0, 1)
+    with raises(CollectiveError, "failed before"):
+        part.barrier()
+    part.abort()
+    comm.rendezvous.barrier()
+
+
+def _another_message(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+    """The last rank sends what the one before it does not expect, who names both in the world's numbers."""
+    last, group = comm.size - 1, comm.group(range(comm.size)[::-1])
+    arrays = [text.split(" of ") for text in row.program.split(" for ")]
+    sent, expected = ((_number(count), dtype) for count, dtype in arrays)
+    for posted_first in (True, False):
+        y = np.zeros(*expected)
+        if comm.rank == last - 1 and posted_first:
+            work = group.recv(y, 0, async_op=True)
+            work.done()
+        comm.rendezvous.barrier()
+        if comm.rank == last:
+            with suppress(CollectiveMismatch):  # unless it is buffered
+                group.send(np.ones(*sent), 1)
+        elif comm.rank == last - 1:
+            with raises(row.error, row.words.format(culprit=last, receiver=last - 1)) as caught:
+                (work if posted_first else group.recv(y, 0, async_op=True)).wait()
+            _check_ranks(comm, caught[0], last - 1, last)
+            assert not y.any(), "the array of a message that was refused was written"
+    group.barrier()
+    group.close()
+
+
+def _send_given_up(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+    """A send that times out ends the communicator: nobody gets what its memory held later, and all say the same."""
+    part, x = comm.duplicate(), np.ones(_number(row.program.split()[-1]))
+    collective = part.barrier(async_op=True) if comm.rank == 1 else None
+    if comm.rank == 0:
+        with raises(row.error, row.words):
+            part.send_recv(x, np.zeros(1), 1, 1, 5, timeout=0.05)
+        x[:] = -7
+    comm.rendezvous.barrier()
+    if collective is not None:
+        y = np.zeros(len(x))
+        with suppress(CollectiveTimeout):  # a short one may have been copied in time
+            part.recv(y, 0, 5)
+            assert (y == 1).all(), "what was written after the send timed out was received"
+        for call in (lambda: part.recv(y, 0, 5), lambda: part.send(y, 0, 5), collective.wait):
+            with raises(row.error, row.words):
+                call()
+    with raises(row.error, row.words):
+        part.barrier()
+    part.close()
+    comm.rendezvous.barrier()
+
+
+def _sender_aborts(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+    """Of a send that is under way at an abort nobody gets what its memory held later."""
+    part, x = comm.duplicate(), np.ones(_number(row.program.split()[-1]))
+    if comm.rank == 0:
+        part.send(x, 1, async_op=True)
+        part.abort(0, WHY)
+        x[:] = -7
+    comm.rendezvous.barrier()
+    if comm.rank == 1:
+        y = np.zeros(len(x))
+        with suppress(RankLost):  # a short one has left its memory
+            part.recv(y, 0)
+            assert (y == 1).all(), "what was written after the abort was received"
+        with raises(row.error, row.words.format(culprit=0)):
+            part.recv(y, 0)
+        part.abort()
+    comm.rendezvous.barrier()
+
+
+FAULTS: dict[str, Callable[[Any, Scenario, float, Meet], None]] = {
+    "a rank is late": _late,
+    "rank 0 gives up": _gives_up,
+    "a rank aborts": _aborts,
+    "a rank closes": _closes,
+    "it failed elsewhere": _fails_elsewhere,
+    "a later one fails": _fails_later,
+    "calls differ": _differs,
+    "counts differ": _counts_differ,
+    "messages differ": _another_message,
+    "the sender gives up": _send_given_up,
+    "the sender aborts": _sender_aborts,
+}
+
+LATE = (CollectiveTimeout, RankLost)
+NAMED = r"(ranks?|did not reach rank) \[?{culprit}\]?"
+GONE = f"rank {{culprit}}( of world)? is gone: {WHY}"
+UNSENT = f"rank {{culprit}} is gone: .*{WHY}"
+LEFT = r"rank {culprit} is gone: it closed its communicator"
+BECAUSE = f"{GONE}; rank 0 of world aborted because of it"
+DIFFER = r"rank \d+ called .*#\d.* but rank \d+ called .* differ in .*{what}"
+GIVEN_UP = "send_recv #0 .* to (and from )?rank 1 with tag 5.*: not complete after 0.05 s"
+OF_LENGTHS = "rank 0 expected {expected} elements of float64 from rank 1, got {sent} elements of float64"
+OF_ARRAYS = r"rank {receiver} of world expected \d+ elements of \w+ from rank {culprit} of world, got \d+ elements"
+
+_SIZES = ("send of 4", "send of 4,096", "send of 1,048,576")
+_TABLE: list[tuple[str, Any, str, int, Sequence[str], Sequence[str]]] = [
+    # What goes wrong, the error that the others raise, its words, the least ranks, backends without it, programs
+    ("a rank is late", LATE, NAMED, 2, (), (
+        "barrier", "all_reduce", "all_reduce of 300,007", "all_reduce in rank order", "all_reduce in 8 bits",
+        "broadcast", "reduce_scatter", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "recv",
+        "send_recv")),
+    ("a rank is late", LATE, NAMED, 2, GPUS, (
+        "all_reduce by a ring", "all_reduce, polled", "all_reduce_init", "several all_reduce", "batch", "scatter",
+        "all_gather_v without counts", "all_gather_bytes", "split")),
+    ("rank 0 gives up", LATE, NAMED, 2, (), ("barrier", "all_reduce")),
+    ("rank 0 gives up", LATE, NAMED, 2, GPUS, ("all_reduce by a tree", "batch", "recv")),
+    ("a rank aborts", RankLost, GONE, 2, (), ("barrier", "all_reduce", "broadcast", "recv")),
+    ("a rank aborts", RankLost, GONE, 2, GPUS, ("all_reduce by a ring", "send_recv", "split")),
+    ("a rank closes", RankLost, LEFT, 2, GPUS, ("recv",)),
+    ("a rank closes", RankLost, LEFT, 2, BY_MPI, ("barrier", "all_reduce")),  # MPI's own may be complete
+    ("it failed elsewhere", RankLost, BECAUSE, 3, GPUS, (
+        "barrier", "all_reduce by a ring", "split", "send_recv", "recv")),
+    ("it failed elsewhere", RankLost, BECAUSE, 3, BY_MPI, ("exchange",)),  # MPI's own ends at the timeout
+    ("a later one fails", CollectiveTimeout, "barrier #1", 2, GPUS, ("all_reduce",)),
+    ("calls differ", CollectiveMismatch, DIFFER, 2, (), (
+        "operation", "dtype", "count", "count, large and small", "op", "root", "deterministic")),
+    ("calls differ", CollectiveMismatch, DIFFER, 2, GPUS, (
+        "count of a gather", "root of a reduce", "algorithm", "algorithm, automatic or not", "counts", "purpose",
+        "operation of bytes", "operation of a split", "operation of two splits")),
+    ("counts differ", CollectiveMismatch, OF_LENGTHS, 2, GPUS, (
+        "3 for 0", "0 for 3", "3 for 2", "0 for 300,000", "300,000 for 0", "299,999 for 300,000")),
+    ("messages differ", CollectiveMismatch, OF_ARRAYS, 2, GPUS, (
+        "3 of float64 for 4 of float64", "5 of float64 for 4 of float64", "0 of int8 for 2 of int8",
+        "4 of int32 for 4 of float32", "100,000 of float32 for 2,000 of float32",
+        "2,000 of float32 for 100,000 of float32")),
+    ("the sender gives up", CollectiveTimeout, GIVEN_UP, 2, GPUS, _SIZES),
+    ("the sender aborts", RankLost, UNSENT, 2, GPUS, _SIZES),
+]  # fmt: skip
+
+SCENARIOS = [
+    Scenario(program, fault, error, words.replace("{what}", re.split("[ ,]", program)[0]), ranks, never)
+    for fault, error, words, ranks, never, programs in _TABLE for program in programs
+]  # fmt: skip
+"""What goes wrong between ranks, and what they raise."""
+FEW = {(what, "calls differ") for what in (
+    "operation", "dtype", "count", "op", "root", "algorithm", "deterministic", "counts", "purpose")
+} | {("all_reduce", "a rank is late"), ("barrier", "rank 0 gives up"), ("barrier", "a rank aborts")}  # fmt: skip
+"""Programs and faults of the short suite."""
+
+
+def check(comm: Any, row: Scenario, limit: float = SHORT, meet: Meet = _sleep) -> None:
+    """Check one row on the ranks of ``comm``, which stays intact; what must time out does so after ``limit`` seconds.
+
+    Without a ``meet`` of its own, a rank that is late sleeps.  Does nothing on fewer ranks than the row needs, and on a
+    backend that does not promise it.
     """
-    for begun in (False, True):
-        pair = comm.split(0 if comm.rank < 2 else None)
-        x, y = np.ones(1 << 21), np.zeros(1 << 21)
-        send = pair.send(x, 1, async_op=True) if pair is not None and comm.rank == 0 else None
-        receive = pair.recv(y, 0, async_op=True) if pair is not None and begun and comm.rank == 1 else None
-        for _ in range(2):
-            comm.barrier()  # moves the messages of others too
-        if send is not None:
-            with suppress(CollectiveTimeout):  # some backends copy what they send
-                send.wait(SHORT)
-            x[:] = 2
-        comm.rendezvous.allgather(b"")  # moves no message
-        if pair is not None and comm.rank == 1:
-            with suppress(CollectiveError):
-                (receive or pair.recv(y, 0, async_op=True)).wait(SHORT)
-                assert (y == 1).all(), "what was written after the send timed out was received"
-        if pair is not None:
-            pair.abort()  # on rank 0 at once: what a connection has begun to send is sent
-        comm.barrier()
+    if comm.size >= row.ranks and not any(name in comm.backend_name for name in row.never):
+        FAULTS[row.fault](comm, row, limit, meet)

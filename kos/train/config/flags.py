@@ -23,7 +23,16 @@ from kos.errors import CheckpointError, ConfigError
 from kos.reporting import Parser
 from kos.train.checkpoint.huggingface import read_config
 from kos.train.config.model_section import closest
-from kos.train.config.options import FINE_TUNING_WARMUP, KEYS, TrainConfig, build, flag_of, flatten, preset_values
+from kos.train.config.options import (
+    FINE_TUNING_WARMUP,
+    KEYS,
+    TrainConfig,
+    build,
+    flag_of,
+    flatten,
+    not_of,
+    preset_values,
+)
 from kos.train.config.presets import PRESETS
 
 METAVARS = {
@@ -259,6 +268,8 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
             values.pop("resume", None)  # the checkpoint from which that run resumed
         if values.get("epochs") is not None:
             values.pop("steps", None)  # those of its epochs
+        for key in not_of(values.get("optimizer", KEYS["optimizer"].default)):
+            values.pop(key, None)  # without effect in that run
         if os.path.isdir(path.parent / "checkpoints"):
             values["out"] = str(path.parent)
     if not isinstance(values, dict):

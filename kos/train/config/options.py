@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError, field_validator, model_validator
 
@@ -24,7 +24,7 @@ from kos.train.model.section import Section, SettingError
 from kos.train.model.shapes import Local
 from kos.train.ops.learning_rate import LearningRate
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import Group, decay_matrices, state_of
+from kos.train.optim.base import Group, UpdateRule, decay_matrices, state_of
 from kos.train.optim.muon import Muon
 
 DETERMINISTIC_MICRO_BATCHES = 8
@@ -158,7 +158,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Compute in float32, bfloat16 or fp8 (products of layers in 8 bits, all else in bfloat16); auto takes bfloat16 on
     GPUs. CPUs emulate fp8."""
     master_weights: Literal["float32", "none"] = option("float32")
-    """Weights that AdamW updates on GPUs: float32, or none for bfloat16 weights with stochastic rounding."""
+    """Weights that the optimizer updates on GPUs: float32, or none for bfloat16 weights with stochastic rounding."""
     grad_dtype: Literal["float32", "bfloat16"] = option("float32")
     """Gradients on GPUs, in memory and between ranks: float32, or bfloat16 for half the bytes (several micro-batches of
     a rank still add up in float32)."""
@@ -211,8 +211,6 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     def _check(self) -> TrainConfig:
         if self.min_lr is not None and self.min_lr > self.lr and self.schedule != "constant":
             raise SettingError("min_lr", f"at most {self.lr:g}", f"{self.min_lr:g}", "lr")
-        if self.muon_lr is not None and self.optimizer != "muon":
-            raise SettingError("muon_lr", "none", f"{self.muon_lr:g}", "optimizer")
         if self.elastic is not None:
             match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", self.elastic)
             if match is None or int(match[1]) > int(match[2] or match[1]):
@@ -310,7 +308,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     @property
     def master_dtype(self) -> str:
-        """Of the weights that AdamW updates."""
+        """Of the weights that the optimizer updates."""
         return self.compute_dtype if self.master_weights == "none" else self.master_weights
 
     def learning_rate(self) -> LearningRate:
@@ -320,22 +318,13 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         warmup = math.ceil(FINE_TUNING_WARMUP * self.steps) if self.warmup_steps is None else self.warmup_steps
         return LearningRate(self.schedule, self.lr, last, self.steps, warmup, decay)
 
-    def update_rule(self) -> AdamW:
+    def update_rule(self) -> UpdateRule:
         """What the optimizer does with a weight that no group has a rule for."""
-        return AdamW((self.beta1, self.beta2), self.eps)
+        return OPTIMIZERS[self.optimizer].rule(self)
 
     def groups(self, model: LlamaConfig, *parts: Local) -> list[Group]:
         """The parameter groups of a rank's parts of ``model``, or of the whole."""
-        placements = model.placements(*parts)
-        if self.optimizer == "adamw":
-            return decay_matrices(model.parameter_shapes(*parts), self.weight_decay)
-        matrices = {name: at for name, at in placements.items() if len(at.shape) == 2}
-        hidden = {name: at for name, at in matrices.items() if name not in (*model.tables, model.head)}
-        rule = Muon(hidden, model.stacked, self.momentum)
-        return [
-            Group(hidden, self.weight_decay, (self.muon_lr or self.lr) / self.lr, rule),
-            Group(matrices.keys() - hidden, self.weight_decay), Group(placements.keys() - matrices),
-        ]  # fmt: skip
+        return OPTIMIZERS[self.optimizer].groups(self, model, parts)
 
     def state_of(self, model: LlamaConfig) -> dict[str, set[str]]:
         """What the optimizer keeps of the whole ``model``, by name, and of which tensors."""
@@ -349,6 +338,49 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             where = "--vocab-size" if self.init_from is None else f"{Path(self.init_from, 'config.json')}: vocab_size"
             raise ConfigError(f"{where}: expected at least the tokenizer's {vocab_size}, got {self.model.vocab_size}")
         return self.model.resolve(vocab_size, self.seq_len)
+
+
+def matrices_decayed(config: TrainConfig, model: LlamaConfig, parts: Sequence[Local]) -> list[Group]:
+    """One rule for all weights."""
+    return decay_matrices(model.parameter_shapes(*parts), config.weight_decay)
+
+
+def hidden_matrices_by_muon(config: TrainConfig, model: LlamaConfig, parts: Sequence[Local]) -> list[Group]:
+    """Muon's are the matrices of layers."""
+    placements = model.placements(*parts)
+    matrices = {name: at for name, at in placements.items() if len(at.shape) == 2}
+    hidden = {name: at for name, at in matrices.items() if name not in (*model.tables, model.head)}
+    rule = Muon(hidden, model.stacked, config.momentum)
+    return [
+        Group(hidden, config.weight_decay, (config.muon_lr or config.lr) / config.lr, rule),
+        Group(matrices.keys() - hidden, config.weight_decay), Group(placements.keys() - matrices),
+    ]  # fmt: skip
+
+
+def adamw(config: TrainConfig) -> AdamW:
+    return AdamW((config.beta1, config.beta2), config.eps)
+
+
+class Chosen(NamedTuple):
+    """What a value of ``--optimizer`` stands for."""
+
+    rule: Callable[[TrainConfig], UpdateRule]
+    groups: Callable[[TrainConfig, LlamaConfig, Sequence[Local]], list[Group]]
+    options: tuple[str, ...]
+    """Those of its rules."""
+
+
+OPTIMIZERS = {
+    "adamw": Chosen(adamw, matrices_decayed, AdamW.options),
+    "muon": Chosen(adamw, hidden_matrices_by_muon, AdamW.options + Muon.options),
+}
+
+
+def not_of(optimizer: Any) -> set[str]:
+    """The options that only other optimizers have."""
+    of_all = {name for each in OPTIMIZERS.values() for name in each.options}
+    known = isinstance(optimizer, str) and optimizer in OPTIMIZERS
+    return of_all.difference(OPTIMIZERS[optimizer].options if known else of_all)
 
 
 KEYS = {
@@ -373,7 +405,8 @@ def flag_of(key: str) -> str:
 def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     """Merge layers (where they come from, nested values), later ones over earlier ones, and validate.
 
-    ConfigError: an unknown key or a refused value, steps and epochs in one layer; names the layer that set it.
+    ConfigError: an unknown key or a refused value, steps and epochs in one layer, an option of another optimizer; names
+    the layer that set it.
     """
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -389,6 +422,11 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
 
     labels = {key: flag_of(key) for key in KEYS}
     labels |= {key: f"{at}: {key}" for key, at in sources.items() if at != "flags" and not at.startswith("preset")}
+    optimizer = merged.get("optimizer", KEYS["optimizer"].default)
+    for key in sorted(not_of(optimizer) & merged.keys()):  # those of presets may stay, and what a file has by default
+        given = sources[key] == "flags" or merged[key] != KEYS[key].default
+        if given and not sources[key].startswith("preset"):
+            raise ConfigError(f"{labels[key]}: expected none with --optimizer {optimizer}, got {merged[key]}")
     if merged.get("model.model_type") == "gpt2":
         of_preset = [key for key in merged if sources[key].startswith("preset")]
         merged = {key: merged[key] for key in merged if key not in of_preset or key.rpartition(".")[2] not in LLAMAS}

@@ -72,7 +72,7 @@ def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: S
 class DryOps:
     """Operations that do nothing, on arrays without memory: what they are given from the arena is counted."""
 
-    dtype, overlap_rows = np.dtype, None
+    dtype, overlap_rows, one_scale = np.dtype, None, False
 
     def make_arena(self) -> Arena:
         return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))

@@ -44,11 +44,11 @@ from kos.train.device.feed import Feed
 from kos.train.device.machine import free_memory, peak_flops
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
 from kos.train.layers.context import Gradients
-from kos.train.layers.fp8 import Fp8Weights, check_sizes, weight_store
+from kos.train.layers.fp8 import Fp8Weights, weight_store
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight
 from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.model.stage import make_stage, split_of
+from kos.train.model.stage import check_fp8, make_stage
 from kos.train.ops.cuda import cublaslt, fp8
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.optim.cuda import SCALARS, CudaOptimizer
@@ -74,7 +74,7 @@ class CudaDevice(Device):
         self.place = f"cuda:{device} ({device_info(device).name})"
         if config.dtype == "fp8":
             together(comm, lambda: fp8.check_gpu(device_info(device)))
-            together(comm, lambda: self._check_sizes(model))
+            together(comm, lambda: check_fp8(config, model, mesh, self.parts))
         sizes = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
         ops = CudaOps(device, multiple=math.gcd(*sizes.values()) if config.deterministic else None)
         parts, schedule, accumulation_steps = self.parts, self.pipeline.schedule, len(self.micro_batches)
@@ -128,13 +128,6 @@ class CudaDevice(Device):
         self._graph: Graph | None = None
         self._pending = [_PendingResult(step.reports, step.optimizer.scalars) for _ in range(self.lag + 2)]
         self._newest: _PendingResult | None = None  # of the steps under way
-
-    def _check_sizes(self, model: LlamaConfig) -> None:
-        """ConfigError if cuBLASLt has no product in 8 bits of a size that this rank's passes have."""
-        config, mesh, split = self.config, self.mesh, split_of(self.config, model, self.mesh)
-        parts = (2 * mesh.tp.size if mesh.tp.size > 1 else 1) * (split.tokens if split else mesh.cp.size)
-        tokens = {f"--seq-len {config.seq_len} / {parts}": config.seq_len // parts}
-        check_sizes([layer for part in self.parts for layer in model.layers(part.layers)], mesh.tp.size, tokens)
 
     def _fix_arenas(self) -> None:
         """Give scratch memory and micro-batches in flight what was planned, and connect the stages."""

@@ -234,6 +234,7 @@ class DryCudaOps(CudaOps):
     def __init__(self, ops: CudaOps) -> None:
         self.device, self.stream = ops.device, ops.stream
         self.multiprocessors, self.shared_memory = ops.multiprocessors, ops.shared_memory
+        self.one_scale = ops.one_scale
 
     def _nothing(self, *operands: Any, **options: Any) -> None:
         pass

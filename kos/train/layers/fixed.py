@@ -71,10 +71,15 @@ class FixedProducts(Products):
     def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> None:
         """None: a piece of the tokens has a scale of its own."""
 
+    fuses_norm = False  # as above
+
     def gated(self, gate_up: Array) -> None:
         """None, as above."""
 
-    def gradient(self, d_out: Array, keep: Arena) -> Array:
+    def reads_16(self, bias: str | None) -> bool:
+        return True
+
+    def gradient(self, d_out: Array, keep: Arena, halves: bool = False) -> Array:
         return d_out
 
     # --- sums ------------------------------------------------------------------------------------------

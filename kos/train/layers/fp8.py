@@ -1,27 +1,27 @@
 """``--dtype fp8``: the products of linear layers in 8 bits.
 
-What it is in place of: torchao's Float8Linear, or Transformer Engine with its recipe "current scaling". The forward's
-product and both of the backward take their two operands in 8 bits; sums, outputs and everything else stay as they are.
+What it is in place of: torchao's Float8Linear, or Transformer Engine with its recipe "Float8BlockScaling". The product
+of the forward and both of the backward take their two operands in 8 bits; sums, outputs and everything else stay as
+they are.
 
 - *Formats*: E4M3 for activations and weights, E5M2 for gradients (Micikevicius et al. 2022, arXiv:2209.05433).
-- *Scales*: one power of two a tensor, from that tensor alone. A step does not depend on an earlier one's scales, and no
-  number saturates.
+- *Scales*: one power of two for each 128 x 128 numbers, from these alone (DeepSeek-V3, arXiv:2412.19437, 3.3.2, has
+  finer ones for activations). A step does not depend on an earlier one's scales, and no number saturates. One pass over
+  a tensor is enough: a thread block sees all that its scale depends on. cuBLASLt multiplies these on Hopper alone: on
+  others a tensor has one scale (``Ops.one_scale``), for which it is read twice.
 - *Transposed copies*: on Hopper both operands of an 8-bit product lie along the sum (TN). A product and those of its
   backward sum over features, outputs and tokens, so most tensors are needed twice: ``rows`` and, transposed,
   ``columns``. One pass writes both.
 - *Weights* are quantized when a step first reads them (``Fp8Weights``), so with ZeRO-1 a weight's gather is waited for
   as late as without.
-
-Another choice of scales, such as one a row or a block, changes ``Quantized.scale``'s shape and the two operations of
-``Ops``: ``quantize`` and ``scaled_product``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -30,7 +30,9 @@ from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.layers.context import Weights
 from kos.train.layers.products import Products
-from kos.train.ops import Array, Ops
+from kos.train.ops import Array, Ops, Scaled, scales_shape
+
+Take = Callable[[Any, Any], Any]
 
 FORWARD = np.dtype(ml_dtypes.float8_e4m3fn)
 """The format of activations and weights."""
@@ -39,26 +41,68 @@ BACKWARD = np.dtype(ml_dtypes.float8_e5m2)
 """The format of gradients."""
 
 SCALE = np.dtype(np.float32)
-WEIGHTS, INPUT, GRADIENT = "the weights", "the input", "the gradient of the output"
 MULTIPLE = 16
 """cuBLASLt's 8-bit products take only sizes that are multiples of it."""
 
 
+class Role(NamedTuple):
+    """What a tensor is to a linear layer: in words, its format, and of which products it is the first operand.
+
+    ``rows`` and ``columns``: whether the copy that is not, or is transposed, is a first operand; else it is a second.
+    """
+
+    name: str
+    dtype: Any
+    rows: bool
+    columns: bool
+
+
+WEIGHTS = Role("the weights", FORWARD, rows=False, columns=False)
+INPUT = Role("the input", FORWARD, rows=True, columns=False)
+GRADIENT = Role("the gradient of the output", BACKWARD, rows=True, columns=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A matrix (N, F) in 8 bits: ``rows`` times ``scale`` (1,), and the same transposed in ``columns`` (F, N)."""
+    """A matrix (N, F) in 8 bits: ``rows``, and the same transposed, (F, N), in ``columns``."""
 
-    rows: Any
-    columns: Any
-    scale: Array
+    rows: Scaled | None
+    columns: Scaled | None
     raw: Any = None
     """What was quantized, where something reads it."""
 
     name: str = ""
     """Of a weight."""
 
+    @classmethod
+    def empty(
+        cls, shape: tuple[int, int], role: Role, ops: Ops, rows: Take | None, columns: Take | None, parts: int = 1,
+        raw: Any = None, name: str = "",
+    ) -> Quantized:  # fmt: skip
+        """Memory of ``rows(shape, dtype)`` and ``columns(shape, dtype)`` for each copy that is given.
+
+        ``parts``: how many parts of the rows are multiplied apart.
+        """
+
+        def copy(take: Take | None, shape: tuple[int, int], first: bool, parts: int) -> Scaled | None:
+            scales = scales_shape(*shape, first, parts, ops.one_scale)
+            return take and Scaled(take(shape, role.dtype), take(scales, SCALE))
+
+        (n, f) = shape
+        return cls(copy(rows, (n, f), role.rows, parts), copy(columns, (f, n), role.columns, 1), raw, name)
+
     def __getitem__(self, rows: slice) -> Quantized:
-        return Quantized(self.rows[rows], None, self.scale)
+        """The part of these rows."""
+        assert self.rows is not None
+        values, scales = self.rows
+        if len(scales.shape) == 3:
+            scales = scales[rows.start // scales.shape[2]]
+        return Quantized(Scaled(values[rows], scales), None)
+
+    @property
+    def nbytes(self) -> int:
+        """Of both copies."""
+        return sum(int(x.nbytes) for copy in (self.rows, self.columns) for x in copy or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +124,24 @@ class Gated:
         return Gated(self.gate_up[rows], self.d_out if self.d_out is None else self.d_out[rows])
 
 
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """RMSNorm's output (N, D), computed where it is quantized, and its ``rstd`` (N,) with it."""
+
+    x: Array
+    weight: Array
+    eps: float
+    rstd: Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, d = self.x.shape
+        return n, d
+
+    def __getitem__(self, rows: slice) -> Normed:
+        return Normed(self.x[rows], self.weight, self.eps, self.rstd[rows])
+
+
 class Fp8Linear:
     """The products of a linear layer, by the names that ``Ops`` has for those of ``products``.
 
@@ -95,42 +157,45 @@ class Fp8Linear:
         self.watching = watching
         self.first = "" if watching else self.first
 
-    def _look(self, kind: str, weight: Quantized, operand: Quantized) -> None:
-        if self.watching and not self.first and not np.isfinite(self._products.ops.to_host(operand.scale)[0]):
-            self.first = f"{kind} of {weight.name}"
+    def _look(self, role: Role, weight: Quantized, operand: Quantized) -> None:
+        if self.watching and not self.first:
+            copy = operand.rows or operand.columns
+            if copy and not np.isfinite(self._products.ops.to_host(copy.scales)).all():
+                self.first = f"{role.name} of {weight.name}"
 
     def quantized(
-        self, x: Any, dtype: Any, rows: Arena | None = None, columns: Arena | None = None
+        self, x: Any, role: Role, rows: Arena | None = None, columns: Arena | None = None, parts: int = 1
     ) -> Quantized:
         """``x`` in 8 bits: in ``rows``, and transposed in ``columns``, if they are given."""
         if isinstance(x, Quantized):
             return x
-        n, f = x.shape
-        of_rows, of_columns = rows and rows.take((n, f), dtype), columns and columns.take((f, n), dtype)
-        scale = (columns or rows).take((1,), SCALE)  # type: ignore[union-attr]
-        self._quantize(x, of_rows, of_columns, scale)
-        return Quantized(of_rows, of_columns, scale, x)
+        of_rows, of_columns = (arena.take if arena else None for arena in (rows, columns))
+        made = Quantized.empty(x.shape, role, self._products.ops, of_rows, of_columns, parts, x)
+        self._quantize(x, made)
+        return made
 
-    def _quantize(self, x: Any, rows: Any, columns: Any, scale: Array) -> None:
-        ops, arena = self._products.ops, self._products.arena
-        if not isinstance(x, Gated):
-            ops.quantize(x, rows, columns, scale, arena)
+    def _quantize(self, x: Any, made: Quantized) -> None:
+        ops, copies = self._products.ops, (made.rows, made.columns, self._products.arena)
+        if isinstance(x, Normed):
+            ops.quantize_rms_norm(x.x, x.weight, x.eps, x.rstd, *copies)
+        elif not isinstance(x, Gated):
+            ops.quantize(x, *copies)
         elif x.d_out is None:
-            ops.quantize_swiglu(x.gate_up, rows, columns, scale, arena)
+            ops.quantize_swiglu(x.gate_up, *copies)
         else:
-            ops.quantize_swiglu_backward(x.d_out, x.gate_up, rows, columns, scale, arena)
+            ops.quantize_swiglu_backward(x.d_out, x.gate_up, *copies)
 
     def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> Quantized:
         """``Products.empty_transposed``."""
-        return Quantized(None, arena.take(shape[::-1], FORWARD), arena.take((1,), SCALE))
+        return Quantized.empty(shape, INPUT, self._products.ops, None, arena.take)
 
     def gated(self, gate_up: Array) -> Gated:
         """``Products.gated``."""
         return Gated(gate_up)
 
-    def gradient(self, d_out: Any, keep: Arena) -> Quantized:
+    def gradient(self, d_out: Any, keep: Arena, parts: int) -> Quantized:
         """``Products.gradient``."""
-        return self.quantized(d_out, BACKWARD, self._products.arena, keep)
+        return self.quantized(d_out, GRADIENT, self._products.arena, keep, parts)
 
     def linear(
         self, x: Array, weight: Quantized, out: Array, residual: Array | None = None, bias: Array | None = None,
@@ -139,30 +204,27 @@ class Fp8Linear:
         """``Ops.linear``. ``transposed``: see ``Products.empty_transposed``."""
         ops, arena = self._products.ops, self._products.arena
         with arena.scope():
-            if transposed is None:
-                x_8 = self.quantized(x, FORWARD, arena)
-            else:
-                x_8 = Quantized(arena.take(tuple(x.shape), FORWARD), transposed.columns, transposed.scale)
-                self._quantize(x, x_8.rows, x_8.columns, x_8.scale)
+            made = Quantized.empty(x.shape, INPUT, ops, arena.take, None)
+            made = made if transposed is None else replace(made, columns=transposed.columns)
+            self._quantize(x, made)
             self._look(WEIGHTS, weight, weight)
-            self._look(INPUT, weight, x_8)
-            ops.scaled_product(x_8.rows, x_8.scale, weight.rows, weight.scale, out, residual, bias, arena)
+            self._look(INPUT, weight, made)
+            ops.scaled_product(made.rows, weight.rows, out, residual, bias, arena)
 
     def linear_input_gradient(self, d_out: Any, weight: Quantized, dx: Array) -> None:
         """``Ops.linear_input_gradient``."""
         ops, arena = self._products.ops, self._products.arena
         with arena.scope():
-            d = self.quantized(d_out, BACKWARD, arena)
+            d = self.quantized(d_out, GRADIENT, arena)
             self._look(GRADIENT, weight, d)
-            ops.scaled_product(d.rows, d.scale, weight.columns, weight.scale, dx, None, None, arena)
+            ops.scaled_product(d.rows, weight.columns, dx, None, None, arena)
 
     def linear_weight_gradient(self, d_out: Any, x: Any, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         """``Ops.linear_weight_gradient``."""
         ops = self._products.ops
         with arena.scope():
-            d, x_8 = self.quantized(d_out, BACKWARD, None, arena), self.quantized(x, FORWARD, None, arena)
-            before = d_weight if accumulate else None
-            ops.scaled_product(d.columns, d.scale, x_8.columns, x_8.scale, d_weight, before, None, arena, False)
+            d, x_8 = self.quantized(d_out, GRADIENT, None, arena), self.quantized(x, INPUT, None, arena)
+            ops.scaled_product(d.columns, x_8.columns, d_weight, d_weight if accumulate else None, None, arena, False)
 
 
 class Fp8Weights(Mapping[str, Array]):
@@ -181,7 +243,7 @@ class Fp8Weights(Mapping[str, Array]):
             return self._weights[name]
         if name in self._missing:
             self._missing.remove(name)
-            self._ops.quantize(self._weights[name], found.rows, found.columns, found.scale, self._arena)
+            self._ops.quantize(self._weights[name], found.rows, found.columns, self._arena)
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -201,10 +263,9 @@ def linears(layers: Iterable[Iterable[Any]]) -> Iterator[Any]:
 def weight_store(models: Iterable[Any], weights: Weights, ops: Ops) -> dict[str, Quantized]:
     """Memory for the weights of the linear layers of ``models``, whose shapes are those of ``weights``."""
     names = [linear.name for model in models for linear in linears(model.layers)]
-    shapes = {name: tuple(weights[name].shape) for name in names}
     return {
-        name: Quantized(ops.zeros(shape, FORWARD), ops.zeros(shape[::-1], FORWARD), ops.zeros((1,), SCALE), name=name)
-        for name, shape in shapes.items()
+        name: Quantized.empty(tuple(weights[name].shape), WEIGHTS, ops, ops.zeros, ops.zeros, name=name)
+        for name in names
     }
 
 
@@ -214,14 +275,14 @@ def first_of(found: Iterable[str], layers: Iterable[Iterable[Any]]) -> str | Non
 
     def place(each: str) -> tuple[bool, int]:
         kind, _, name = each.rpartition(" of ")
-        return kind == GRADIENT, -order.index(name) if kind == GRADIENT else order.index(name)
+        return kind == GRADIENT.name, -order.index(name) if kind == GRADIENT.name else order.index(name)
 
     return min(filter(None, found), key=place, default=None)
 
 
 def store_bytes(store: Mapping[str, Quantized]) -> int:
     """The bytes of both copies of all weights."""
-    return sum(int(each.rows.nbytes + each.columns.nbytes) for each in store.values())
+    return sum(each.nbytes for each in store.values())
 
 
 def check_sizes(layers: Iterable[Iterable[Any]], tp: int, tokens: Mapping[str, int]) -> None:

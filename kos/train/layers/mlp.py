@@ -8,7 +8,7 @@ from typing import Any
 from kos.train.layers.context import PassContext
 from kos.train.layers.fp8 import Gated
 from kos.train.layers.sublayer import Saved, Sublayer
-from kos.train.ops import Array
+from kos.train.ops import SCALE_BLOCK, Array
 from kos.train.parallel.tensor import Half
 
 
@@ -36,8 +36,8 @@ class MLP(Sublayer):
         ctx.ops.swiglu_backward(d_inner, saved.columns_NW, out, d_columns, ctx.arena)
 
     def column_gradient(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array) -> Any:
-        if isinstance(inner, Gated) and not self.column.bias:
-            return ctx.products.gradient(Gated(saved.columns_NW, d_inner), ctx.keep)
+        if isinstance(inner, Gated) and not self.column.bias and inner.shape[1] % SCALE_BLOCK == 0:
+            return ctx.products.gradient(Gated(saved.columns_NW, d_inner), ctx.keep, halves=True)
         return super().column_gradient(ctx, saved, inner, d_inner)
 
 

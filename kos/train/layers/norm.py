@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kos.memory.arena import Arena
 from kos.train.layers.context import PassContext
+from kos.train.layers.fp8 import Normed
 from kos.train.layers.linear import bias_of
 from kos.train.layers.placement import Placement
 from kos.train.ops import Array
@@ -26,6 +29,12 @@ class Norm:
         """Write ``rows`` of ``out_nD`` and ``statistics``."""
         ctx.ops.rms_norm(x_nD[rows], ctx.weights[self.name], self.eps, out_nD[rows], statistics[rows])
 
+    def fused(self, ctx: PassContext, x_nD: Array, statistics: Array) -> Any:
+        """The normed rows where a product computes them, with the ``statistics``; None: ``forward`` does."""
+        if not ctx.products.fuses_norm:
+            return None
+        return Normed(x_nD, ctx.weights[self.name], self.eps, statistics)
+
     def normed(self, ctx: PassContext, x_nD: Array, arena: Arena, statistics: Array | None = None) -> Array:
         """The normed rows of ``x_nD``, in ``arena``."""
         statistics = self.statistics(ctx, x_nD, ctx.arena) if statistics is None else statistics
@@ -42,6 +51,9 @@ class Norm:
 
 class LayerNorm(Norm):
     """With a bias. For one rank of tp alone."""
+
+    def fused(self, ctx: PassContext, x_nD: Array, statistics: Array) -> None:
+        """None."""
 
     def placements(self) -> dict[str, Placement]:
         return {name: Placement((self.size,)) for name in (self.name, bias_of(self.name))}

@@ -42,13 +42,26 @@ class Products:
         """Memory in which ``linear`` saves its input (N, F) for the weight's gradient; None: others save it."""
         return self.fp8.empty_transposed(shape, arena) if self.fp8 and self.tp.size == 1 else None
 
+    @property
+    def fuses_norm(self) -> bool:
+        """Whether ``linear`` takes RMSNorm's output without it being in 16 bits (``kos.train.layers.fp8.Normed``)."""
+        return self.fp8 is not None and self.tp.size == 1
+
     def gated(self, gate_up: Array) -> Any:
         """SwiGLU's output as an input of ``linear`` that is never in 16 bits; None: it must be written."""
         return self.fp8.gated(gate_up) if self.fp8 else None
 
-    def gradient(self, d_out: Any, keep: Arena) -> Any:
-        """What both gradients take in place of ``d_out``; that of the weight reads memory of ``keep``."""
-        return self.fp8.gradient(d_out, keep) if self.fp8 else d_out
+    def reads_16(self, bias: str | None) -> bool:
+        """Whether a gradient of weights, or of a ``bias``, reads its output's gradient in 16 bits."""
+        return not self.fp8 or bias is not None
+
+    def gradient(self, d_out: Any, keep: Arena, halves: bool = False) -> Any:
+        """What both gradients take in place of ``d_out``; that of the weight reads memory of ``keep``.
+
+        ``halves``: that of the input takes the rows of each half apart.
+        """
+        parts = len(self.tp.halves(d_out.shape[0])) if halves else 1
+        return self.fp8.gradient(d_out, keep, parts) if self.fp8 else d_out
 
     # --- Linear and Norm -----------------------------------------------------------------------------------
 

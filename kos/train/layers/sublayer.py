@@ -72,9 +72,10 @@ class Sublayer:
 
     def column_gradient(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array) -> Any:
         """The gradient of the first product's output, as ``Products.gradient`` gives it to both of the backward."""
-        d_columns = self._empty_columns(ctx, len(saved.columns_NW), d_inner.dtype, ctx.keep)
+        arena = ctx.keep if ctx.products.reads_16(self.column.bias) else ctx.arena
+        d_columns = self._empty_columns(ctx, len(saved.columns_NW), d_inner.dtype, arena)
         self.core_backward(ctx, saved, inner, d_inner, d_columns)
-        return ctx.products.gradient(d_columns, ctx.keep)
+        return ctx.products.gradient(d_columns, ctx.keep, halves=True)
 
     # --- forward -------------------------------------------------------------------------------------------
 
@@ -100,6 +101,8 @@ class Sublayer:
 
     def enter(self, ctx: PassContext, saved: Saved, exchange_ND: Array, half: Half) -> Callable[[], Array]:
         """Norm, and begin to gather the rows of all ranks. The returned function waits for them."""
+        if (fused := self.norm.fused(ctx, saved.x_nD, saved.statistics_n)) is not None:
+            return lambda: fused
         self.norm.forward(ctx, saved.x_nD, saved.normed_nD, saved.statistics_n, half.own)
         return ctx.tp.start_gather(saved.normed_nD, exchange_ND, [half])
 
@@ -123,18 +126,20 @@ class Sublayer:
         rows if ``more`` of the backward needs it. The gradient of the second matrix can overlap the sum of the first's
         input gradient, that of the first the gather of ``dx_nD``.
         """
-        tp, arena, keep, deferred = ctx.tp, ctx.arena, ctx.keep, ctx.pending is not None
+        tp, arena, keep = ctx.tp, ctx.arena, ctx.keep
+        later = ctx.pending is not None and ctx.products.reads_16(self.row.bias)
         (x, statistics, normed, columns, inner, _, normed_8, inner_8), finished = saved, list[str]()
         tokens, dtype = len(columns), dx_nD.dtype
         with arena.scope():
             if normed is None and not normed_8:
-                normed = self.norm.normed(ctx, x, keep, statistics)
+                normed = self.norm.fused(ctx, x, statistics)
+                normed = self.norm.normed(ctx, x, keep, statistics) if normed is None else normed
             gathered = (lambda: normed_8) if normed_8 else tp.start_gather(normed, tp.empty_rows(normed, keep))
             if inner is None and not inner_8:
                 inner = self.empty_inner(ctx, tokens, dtype, keep)
                 self.again(ctx, saved, inner)
             d_inner = self.empty_inner(ctx, tokens, dtype, arena)
-            if deferred and d_out_ND is dx_nD:  # the rest of the backward adds to dx_nD
+            if later and d_out_ND is dx_nD:  # the rest of the backward adds to dx_nD
                 d_out_ND = keep.take(dx_nD.shape, dtype)
                 ctx.ops.copy(dx_nD, d_out_ND)
             d_out = ctx.products.gradient(d_out_ND, keep)
@@ -149,7 +154,7 @@ class Sublayer:
                 of_norm = ctx.into._replace(final=finished.append)  # final after the matrix, in their order in memory
                 self.norm.backward(ctx._replace(into=of_norm), d_normed_nD, x, statistics, dx_nD)
             arrived = tp.start_gather(
-                dx_nD, tp.empty_rows(dx_nD, keep) if deferred and more else d_out_ND, None if more else []
+                dx_nD, tp.empty_rows(dx_nD, keep) if later and more else d_out_ND, None if more else []
             )
             ctx.weight_gradient(self.column, d_columns, gathered())
             for name in finished:

@@ -248,7 +248,7 @@ class Model:
             return
         with self.arena.scope():
             exchange_ND = self.tensor.empty_rows(calls[0].saved.x_nD, self.arena)
-            calls = self._with_scratch(calls)
+            calls = self._with_scratch(ctx, calls)
             halves = self.tensor.halves(len(calls[0].saved.columns_NW))
             turns = [self._turns(ctx, calls, exchange_ND, half, half is halves[-1]) for half in halves]
             next(turns[0])
@@ -269,11 +269,13 @@ class Model:
             yield
             complete()
 
-    def _with_scratch(self, calls: Sequence[Call]) -> Sequence[Call]:
+    def _with_scratch(self, ctx: PassContext, calls: Sequence[Call]) -> Sequence[Call]:
         """Scratch memory, the same for all, for what the calls do not save; the last that has no output needs less."""
         if (first := calls[0].saved).normed_nD is not None:
             return calls
-        normed_nD, inner = self.arena.take(first.x_nD.shape, first.x_nD.dtype), dict[int, Array]()
+        fused = calls[0].sublayer.norm.fused(ctx, first.x_nD, first.statistics_n) is not None
+        normed_nD = None if fused else self.arena.take(first.x_nD.shape, first.x_nD.dtype)
+        inner = dict[int, Array]()
 
         def filled(call: Call) -> Call:
             sublayer, saved, out_nD = call

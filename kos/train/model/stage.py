@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from kos.comm.compression import BLOCK
@@ -12,7 +13,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.layers import fixed_rows
 from kos.train.layers.fixed import LEAST_CHUNK, FixedContext, FixedProducts, Split
 from kos.train.layers.fixed_rows import RowContext, RowProducts
-from kos.train.layers.fp8 import Fp8Linear
+from kos.train.layers.fp8 import Fp8Linear, check_sizes
 from kos.train.layers.products import Products
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
@@ -58,6 +59,16 @@ def check_blocks(config: TrainConfig, model: LlamaConfig, layout: Layout) -> Non
             where = "--tp" if layout.tp > 1 else "--pp and a tied embedding"
             expected = f"tensors of a multiple of {BLOCK} elements with {where}"
             raise ConfigError(f"--compress: expected {expected}, got {name} of {size}")
+
+
+def check_fp8(config: TrainConfig, model: LlamaConfig, mesh: Mesh, parts: Sequence[Local]) -> None:
+    """ConfigError if cuBLASLt has no product in 8 bits of a size that passes through ``parts`` have."""
+    if config.dtype != "fp8" or config.device == "cpu":
+        return
+    split = split_of(config, model, mesh)
+    pieces = (2 * mesh.tp.size if mesh.tp.size > 1 else 1) * (split.tokens if split else mesh.cp.size)
+    tokens = {f"--seq-len {config.seq_len} / {pieces}": config.seq_len // pieces}
+    check_sizes([layer for part in parts for layer in model.layers(part.layers)], mesh.tp.size, tokens)
 
 
 def make_stage(

@@ -28,6 +28,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Of the steps of ``orthogonalize``: these times x, (x x^T) x and (x x^T)^2 x (Jordan et al. 2024)."""
 NEWTON_SCHULZ_STEPS = 5
 LEAST_NORM = 1e-7  # of a matrix that is divided by it
+SCALE_BLOCK = 128
+"""Rows and columns of a matrix in 8 bits that share a scale."""
 
 
 class Mask(NamedTuple):
@@ -62,8 +64,37 @@ class Mask(NamedTuple):
                 )
 
 
+class Scaled(NamedTuple):
+    """A matrix (N, K) in 8 bits: ``values`` times ``scales``, a float32 for each block of ``SCALE_BLOCK`` squared.
+
+    Their shape is that of ``scales_shape``. Products take one a row of a block for the first operand, and one a
+    block for the second (cuBLASLt's 1 x 128 and 128 x 128).
+    """
+
+    values: Array
+    scales: Array
+
+
+def scales_shape(rows: int, columns: int, first: bool, parts: int = 1, one: bool = False) -> tuple[int, ...]:
+    """Of a matrix (rows, columns) of which blocks along the columns are added up.
+
+    ``first`` operand: (blocks along, rows). With ``parts`` of its rows, multiplied apart: (parts, blocks along, rows of
+    a part). Second: (blocks of rows, blocks along), the latter rounded up to a multiple of 4, and the rest of them 1.
+    ``one``, for all: (1,).
+    """
+    if one:
+        return (1,)
+    along, across = -(-columns // SCALE_BLOCK), -(-rows // SCALE_BLOCK)
+    if not first:
+        return across, -(-along // 4) * 4
+    return (along, rows) if parts == 1 else (parts, along, rows // parts)
+
+
 class Ops(Protocol):
     """What a dialect offers."""
+
+    one_scale: bool
+    """Whether products take one scale for a whole matrix in 8 bits, and not one for each block."""
 
     overlap_rows: int | None
     """The fewest rows of a product for which it pays to split one in two, so that collectives overlap. None: never."""
@@ -121,30 +152,34 @@ class Ops(Protocol):
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer."""
 
-    def quantize(self, x: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena) -> None:
-        """rows (N, F) = x / scale in 8 bits, of x (N, F), and columns (F, N) = rows^T; either may be None.
+    def quantize(self, x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
+        """rows (N, F) = x in 8 bits, of x (N, F), and columns (F, N) the same transposed; either may be None.
 
-        Their dtype is float8_e4m3fn or float8_e5m2. ``scale`` (1,), float32, becomes the smallest power of two with
-        which every number of ``x``, rounded to bfloat16, is in the format's range: none is saturated. It is at least
-        2^-100. If ``x`` has a number that is not finite, it becomes NaN, and so does all that is computed with it. If
-        all are 0, it is 1.
+        Their dtype is float8_e4m3fn or float8_e5m2. The scale of each block of 128 x 128, or of all, becomes the
+        smallest power of two with which every number of it, rounded to bfloat16, is in the format's range: none is
+        saturated. It is at least 2^-100. If one of these numbers is not finite, the scale becomes NaN, and so does all
+        that is computed with it. If all are 0, it is 1.
         """
 
-    def quantize_swiglu(
-        self, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
-    ) -> None:
+    def quantize_rms_norm(
+        self, x: Array, weight: Array, eps: float, rstd: Array, rows: Scaled | None, columns: Scaled | None,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        """``rms_norm``, whose output is quantized and not written."""
+
+    def quantize_swiglu(self, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         """``quantize`` of what ``swiglu`` writes."""
 
     def quantize_swiglu_backward(
-        self, d_out: Array, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
+        self, d_out: Array, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
     ) -> None:
-        """``quantize`` of what ``swiglu_backward`` writes: rows (N, 2F), columns (2F, N)."""
+        """``quantize`` of what ``swiglu_backward`` writes: rows (N, 2F), columns (2F, N). F is a multiple of 128."""
 
     def scaled_product(
-        self, a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None,
-        bias: Array | None, arena: Arena, rounded: bool = True,
+        self, a: Scaled, b: Scaled, out: Array, residual: Array | None, bias: Array | None, arena: Arena,
+        rounded: bool = True,
     ) -> None:  # fmt: skip
-        """out (M, N) = scale_a scale_b a (M, K) b (N, K)^T + residual (M, N) + bias (N,), of 8-bit a and b.
+        """out (M, N) = a (M, K) b (N, K)^T + residual (M, N) + bias (N,), of 8-bit a and b: a first, a second operand.
 
         ``residual`` may be ``out``. If ``rounded``, ``out`` is an activation: in bfloat16, and where its dtype is
         wider, of numbers of bfloat16. On a GPU sizes are multiples of 16, and a and b are not both float8_e5m2.

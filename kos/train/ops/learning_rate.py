@@ -1,4 +1,4 @@
-"""Learning-rate schedules. On GPUs, ``prepare`` in ``kernels/adamw.cu`` computes the same within a captured step."""
+"""Learning-rate schedules. On GPUs, ``prepare`` of ``kernels/optimizer.cu`` computes the same in a captured step."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
-from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask
+from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask, Scaled
 from kos.train.ops.numpy_attention import attend, attend_backward, ones
 from kos.train.ops.numpy_fp8 import quantize as quantize
 from kos.train.ops.numpy_fp8 import scaled_product as scaled_product
@@ -25,6 +25,7 @@ from kos.train.ops.numpy_fp8 import scaled_product as scaled_product
 Array = np.ndarray
 IGNORE = -1  # the target that is left out of the loss
 BLOCK = 32_768  # elements of a cache-sized block: three of them in fp32 are 384 KiB, within an L2
+one_scale = False
 overlap_rows: int | None = None  # collectives of CPUs take the cores that compute
 
 
@@ -500,20 +501,29 @@ def swiglu_backward(d_out: Array, gate_up: Array, out: Array | None, d_gate_up: 
             d_gate *= dh
 
 
-def quantize_swiglu(gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena) -> None:
+def quantize_rms_norm(
+    x: Array, weight: Array, eps: float, rstd: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
+) -> None:
+    with arena.scope():
+        out = arena.take(x.shape, x.dtype)
+        rms_norm(x, weight, eps, out, rstd)
+        quantize(out, rows, columns, arena)
+
+
+def quantize_swiglu(gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
     with arena.scope():
         out = empty_columns(arena, len(gate_up), gate_up.shape[1] // 2, gate_up.dtype)
         swiglu(gate_up, out, arena)
-        quantize(out, rows, columns, scale, arena)
+        quantize(out, rows, columns, arena)
 
 
 def quantize_swiglu_backward(
-    d_out: Array, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
+    d_out: Array, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
 ) -> None:
     with arena.scope():
         d_gate_up = empty_columns(arena, len(gate_up), gate_up.shape[1], gate_up.dtype)
         swiglu_backward(d_out, gate_up, None, d_gate_up, arena)
-        quantize(d_gate_up, rows, columns, scale, arena)
+        quantize(d_gate_up, rows, columns, arena)
 
 
 # --- gelu --------------------------------------------------------------------------------------------

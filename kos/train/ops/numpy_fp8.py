@@ -10,6 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from kos.memory.arena import Arena
+from kos.train.ops import SCALE_BLOCK as BLOCK
+from kos.train.ops import Scaled, scales_shape
 
 Array = np.ndarray
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -17,45 +19,87 @@ LARGEST_EXPONENT = {np.dtype(ml_dtypes.float8_e4m3fn): 8, np.dtype(ml_dtypes.flo
 """Of a format whose largest number is 1.75 times two to this power."""
 
 LEAST_SCALE = -100
-"""The least exponent of a scale: that of a tensor of such small numbers that nothing is lost by rounding them to 0."""
+"""The least exponent of a scale: that of a block of such small numbers that nothing is lost by rounding them to 0."""
 
 
-def quantize(x: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena) -> None:
-    form = next(x.dtype for x in (rows, columns) if x is not None)
+def quantize(x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
+    form = next(made.values.dtype for made in (rows, columns) if made is not None)
     with arena.scope():
         rounded, wide = arena.take(x.shape, BFLOAT16), arena.take(x.shape, np.dtype(np.float32))
         np.copyto(rounded, x, casting="unsafe")
         np.copyto(wide, rounded)
-        largest = max(float(np.max(wide)), -float(np.min(wide)), 0.0) if np.isfinite(wide).all() else np.nan
-        scale[0] = scale_of(largest, LARGEST_EXPONENT[form])
-        wide *= np.float32(1) / scale[0]
-        for out, values in ((rows, wide), (columns, wide.T)):
+        largest = largest_of_blocks(wide)
+        if any(made is not None and made.scales.shape == (1,) for made in (rows, columns)):
+            largest[...] = largest.max()
+        scales = scales_of(largest, LARGEST_EXPONENT[form])
+        for band, of_band in _bands(wide):
+            band *= np.repeat(np.float32(1) / scales[of_band], BLOCK)[: band.shape[1]]
+        for out, values, of_blocks in ((rows, wide, scales), (columns, wide.T, scales.T)):
             if out is not None:
-                np.copyto(out, values, casting="unsafe")
+                np.copyto(out.values, values, casting="unsafe")
+                _put(of_blocks, out)
 
 
-def scale_of(largest: float, exponent: int) -> np.float32:
-    """The smallest power of two that brings ``largest`` to at most 1.75 times two to the power of ``exponent``."""
-    if not np.isfinite(largest):
-        return np.float32(np.nan)
-    if largest == 0:
-        return np.float32(1)
-    bits = int(np.float32(largest).view(np.uint32))
+def largest_of_blocks(x: Array) -> Array:
+    """The largest magnitude of each block of ``x``; not finite if one in it is not."""
+    at = [np.arange(0, size, BLOCK) for size in x.shape]
+    most, least = (
+        of.reduceat(of.reduceat(x, at[0], axis=0), at[1], axis=1) for of in (np.maximum, np.minimum)
+    )  # fmt: skip
+    return np.maximum(most, -least)
+
+
+def scales_of(largest: Array, exponent: int) -> Array:
+    """The smallest powers of two that bring each of ``largest`` to at most 1.75 times two to the power ``exponent``."""
+    bits = largest.astype(np.float32).view(np.int32)
     power = (bits >> 23) - 127 + ((bits & 0x7FFFFF) > 0x600000) - exponent
-    return np.float32(2.0 ** max(power, LEAST_SCALE))
+    scales = np.ldexp(np.float32(1), np.maximum(power, LEAST_SCALE))
+    scales[largest == 0] = 1
+    scales[~np.isfinite(largest)] = np.nan
+    return scales
+
+
+def _bands(x: Array) -> list[tuple[Array, int]]:
+    """The rows of ``x`` of each row of blocks, and its number."""
+    return [(x[start : start + BLOCK], start // BLOCK) for start in range(0, len(x), BLOCK)]
+
+
+def _put(of_blocks: Array, out: Scaled) -> None:
+    """The scales of a matrix's blocks, as its operand has them."""
+    (n, k), scales = out.values.shape, out.scales
+    if scales.shape == (1,):
+        scales[0] = of_blocks[0, 0]
+        return
+    if scales.shape == scales_shape(n, k, first=False):
+        scales[...] = 1
+        scales[:, : of_blocks.shape[1]] = of_blocks
+        return
+    by_row = np.repeat(of_blocks, BLOCK, axis=0)[:n].T
+    parts = scales.shape[0] if scales.ndim == 3 else 1
+    scales[...] = by_row.reshape(len(by_row), parts, -1).swapaxes(0, 1).reshape(scales.shape)
+
+
+def widen(x: Scaled, out: Array) -> None:
+    """out (N, K), float32, = the numbers of a first operand, whose rows are of one part, or of a second."""
+    np.copyto(out, x.values)
+    if x.scales.shape == (1,):
+        out *= x.scales
+        return
+    (n, k) = x.values.shape
+    first = x.scales.shape == scales_shape(n, k, first=True)
+    for band, of_band in _bands(out.T if first else out):
+        band *= x.scales[of_band] if first else np.repeat(x.scales[of_band], BLOCK)[: band.shape[1]]
 
 
 def scaled_product(
-    a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None, bias: Array | None,
-    arena: Arena, rounded: bool = True,
-) -> None:  # fmt: skip
+    a: Scaled, b: Scaled, out: Array, residual: Array | None, bias: Array | None, arena: Arena, rounded: bool = True
+) -> None:
     with arena.scope():
-        wide = [arena.take(x.shape, np.dtype(np.float32)) for x in (a, b)]
+        wide = [arena.take(x.values.shape, np.dtype(np.float32)) for x in (a, b)]
         for x, copy in zip((a, b), wide, strict=True):
-            np.copyto(copy, x)
+            widen(x, copy)
         sums = arena.take(out.shape, np.dtype(np.float32))
         np.matmul(wide[0], wide[1].T, out=sums)
-        sums *= scale_a[0] * scale_b[0]
         for more in (bias, residual):
             if more is not None:
                 np.add(sums, more, out=sums, casting="unsafe")

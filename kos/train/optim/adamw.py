@@ -11,16 +11,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from kos.train.optim.base import Delta, UpdateRule
+from kos.train.optim.base import Update, UpdateRule
 
 
 @dataclass
 class AdamW(UpdateRule):
-    """On GPUs the kernel ``adamw`` of ``ops/cuda/kernels/adamw.cu``."""
-
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
 
+    options: ClassVar[tuple[str, ...]] = ("beta1", "beta2", "eps")
     kernel: ClassVar[str] = "adamw"
     about: ClassVar[str] = "both Adam moments"
     state: ClassVar[Mapping[str, str]] = MappingProxyType({"exp_avg": "float32", "exp_avg_sq": "float32"})
@@ -28,12 +27,13 @@ class AdamW(UpdateRule):
     def __post_init__(self) -> None:
         self.operands = [np.float32(x) for x in (*self.betas, self.eps)]
 
-    def step(self, number: int, lr: float) -> Delta:
+    def step(self, number: int, lr: float, decay: float) -> Update:
         beta1, beta2 = self.betas
         step_size = lr / (1 - beta1**number)
         root = 1 / math.sqrt(1 - beta2**number)
+        shrink = 1 - lr * decay
 
-        def delta(g: np.ndarray, state: Sequence[np.ndarray], out: np.ndarray) -> None:
+        def update(w: np.ndarray, g: np.ndarray, state: Sequence[np.ndarray], out: np.ndarray) -> None:
             m, v = state
             m *= beta1
             m += np.multiply(g, 1 - beta1, out=out)
@@ -46,5 +46,8 @@ class AdamW(UpdateRule):
             out += self.eps
             np.divide(m, out, out=out)
             out *= step_size
+            if shrink != 1.0:
+                w *= shrink
+            w -= out
 
-        return delta
+        return update

@@ -25,12 +25,16 @@ CHUNKS = np.dtype([
     ("kept", "i8"),
 ])  # fmt: skip
 
-Delta = Callable[[np.ndarray, Sequence[np.ndarray], np.ndarray], None]
-"""``delta(gradient, state, out)`` updates the state of a block, and writes to ``out`` what is subtracted."""
+Update = Callable[[np.ndarray, np.ndarray, Sequence[np.ndarray], np.ndarray], None]
+"""``update(weights, gradient, state, scratch)`` changes a block's weights and state; ``scratch`` is of its size."""
 
 
 class UpdateRule:
-    """How an optimizer changes a weight, and what it keeps of it."""
+    """How an optimizer changes a weight, and what it keeps of it.
+
+    On GPUs it is the kernel ``kernel`` of ``ops/cuda/kernels/KERNEL.cu``, which takes what ``CudaOps.update`` passes:
+    the state in the order of ``state``, and ``operands`` before the seed.
+    """
 
     state: ClassVar[Mapping[str, str]]
     """The names of the arrays that it keeps, in the layout of the weights, and their dtypes."""
@@ -38,16 +42,17 @@ class UpdateRule:
     about: ClassVar[str]
     """The state in words, for memory plans."""
 
-    kernel: ClassVar[str]
-    """The kernel in ``adamw.cu``, which takes the state in the order of ``state``, and at its end ``operands``."""
+    options: ClassVar[tuple[str, ...]]
+    """The settings of a run that it takes, and that are refused with optimizers that have no such rule."""
 
+    kernel: ClassVar[str]
     operands: Sequence[Any] = ()
 
     betas: tuple[float, float] = (0.0, 0.0)
     """Decays of the moments whose bias a step on a GPU corrects; 0: none."""
 
-    def step(self, number: int, lr: float) -> Delta:
-        """The update of step ``number``, counted from 1, on a host."""
+    def step(self, number: int, lr: float, decay: float) -> Update:
+        """The update of step ``number``, counted from 1, on a host, with a learning rate and a weight decay."""
         raise NotImplementedError
 
     def state_bytes(self) -> int:
@@ -56,7 +61,10 @@ class UpdateRule:
 
 
 class MatrixRule(UpdateRule):
-    """An update of whole matrices, which no ``parts`` cut (``kos.train.optim.muon``).  All take its state by name."""
+    """An update of whole matrices, which no ``parts`` cut (``kos.train.optim.muon``).  All take its state by name.
+
+    On GPUs its kernels are in ``ops/cuda/kernels/KERNEL.cu``.
+    """
 
     def step_matrices(self, optimizer: Optimizer, gradients: Parameters, lr: float, decay: float, scale: float) -> None:
         """The update on a host, of what is held of the state."""
@@ -78,7 +86,7 @@ class MatrixRule(UpdateRule):
 class Group(NamedTuple):
     """Tensors that are updated alike: their weight decay, and what multiplies the learning rate.
 
-    ``rule`` is that of matrices; None: the optimizer's own.
+    ``rule`` is that of matrices; None: the optimizer's own, the only one for single weights.
     """
 
     names: Collection[str]
@@ -260,21 +268,18 @@ class Optimizer:
         """
         self.step_count += 1
         rates = [lr * group.lr_scale for group in self.groups]
-        deltas = [self.rule.step(self.step_count, rate) for rate in rates]
-        decays = [1 - rate * group.decay for rate, group in zip(rates, self.groups, strict=True)]
+        updates = [
+            self.rule.step(self.step_count, rate, group.decay) for rate, group in zip(rates, self.groups, strict=True)
+        ]
         state = [self.state[name].flat for name in self.rule.state]
         for span, local, group in self._updates:
             w, g = self.weights.flat[span], gradients.flat[span]
-            t = self._scratch[: w.size]
             if scale != 1.0:
                 g *= scale
-            deltas[group](g, [flat[local] for flat in state], t)
-            if decays[group] != 1.0:
-                w *= decays[group]
-            w -= t
-        for rate, decay, group in zip(rates, decays, self.groups, strict=True):
+            updates[group](w, g, [flat[local] for flat in state], self._scratch[: w.size])
+        for rate, group in zip(rates, self.groups, strict=True):
             if group.rule:
-                group.rule.step_matrices(self, gradients, rate, decay, scale)
+                group.rule.step_matrices(self, gradients, rate, group.decay, scale)
 
 
 def split(

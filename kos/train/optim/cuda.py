@@ -21,7 +21,7 @@ from kos.train.optim.base import Group, UpdateRule, decay_matrices, split, state
 from kos.train.parallel.mesh import ALONE, Axis
 
 CHUNK = 16_384  # elements of a thread block: a chunk begins at a multiple of it, or where a tensor begins
-SHAPES = {"cosine": 0, "constant": 1, "wsd": 2}  # of adamw.cu
+SHAPES = {"cosine": 0, "constant": 1, "wsd": 2}  # of optimizer.cu
 SCALARS = ("step", "lr", "norm", "scale", "step_size", "root", "finite", "sum_of_squares", "rest", "halted")
 
 
@@ -147,9 +147,9 @@ class CudaOptimizer:
         )  # fmt: skip
         if self._chunk_count:
             state = [self.state[name].flat for name in self.rule.state]
-            self._launch(
-                self.rule.kernel, flat, self._chunk_count, 256, self.weights.flat, flat, *state, copy,
-                self._chunks, self._groups, self.scalars, *self.rule.operands, self.seed,
+            self.ops.update(
+                self.rule, self.weights.flat, flat, state, copy, self._chunk_count, self._chunks, self._groups,
+                self.scalars, self.seed, **self.macros(flat),
             )  # fmt: skip
         for group in self.groups:
             if group.rule:
@@ -174,7 +174,7 @@ class CudaOptimizer:
         return next(name for name, span in self.weights.spans.items() if span.start <= at < span.stop)
 
     def _launch(self, name: str, gradients: Array, grid: int, block: int, *arguments: Any) -> None:
-        self.ops.launch("adamw.cu", name, grid, block, *arguments, **self.macros(gradients))
+        self.ops.launch("optimizer.cu", name, grid, block, *arguments, **self.macros(gradients))
 
     def macros(self, gradients: Array) -> dict[str, Any]:
         """Those of the kernels of optimizers."""

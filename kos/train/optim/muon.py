@@ -66,15 +66,16 @@ class Matrix(NamedTuple):
 
 @dataclass
 class Muon(MatrixRule):
-    """``placements``: those of its matrices, by name. Names that end with ``stacked`` are of three, one below another.
+    """``placements``: those of its matrices, by name.
 
-    On GPUs the kernels of ``ops/cuda/kernels/muon.cu``.
+    Names that end with ``stacked`` are of three matrices, one below another.
     """
 
     placements: Mapping[str, Placement]
     stacked: tuple[str, ...] = ()
     momentum: float = 0.95
 
+    options: ClassVar[tuple[str, ...]] = ("momentum", "muon_lr")
     kernel: ClassVar[str] = "muon"
     about: ClassVar[str] = "Muon's momentum"
     state: ClassVar[Mapping[str, str]] = MappingProxyType({"momentum": "float32"})
@@ -102,7 +103,7 @@ class Muon(MatrixRule):
             yield from (alike[start : start + count] for start in range(0, len(alike), count))
 
     def step_matrices(self, optimizer: Optimizer, gradients: Parameters, lr: float, decay: float, scale: float) -> None:
-        arena, momentum = optimizer.arena, optimizer.state["momentum"]
+        arena, momentum, shrink = optimizer.arena, optimizer.state["momentum"], 1 - lr * decay
         for matrix in self.matrices(momentum):
             w, g = (held.flat[matrix.span].reshape(matrix.part) for held in (optimizer.weights, gradients))
             m = momentum.flat[place(momentum, matrix.span)].reshape(matrix.part)
@@ -120,8 +121,8 @@ class Muon(MatrixRule):
                 numpy_ops.orthogonalize(whole[None], arena)
                 update = whole[matrix.own]
                 update *= lr * matrix.factor
-                if decay != 1.0:
-                    w *= decay
+                if shrink != 1.0:
+                    w *= shrink
                 w -= update
 
 
@@ -142,7 +143,7 @@ class Muon(MatrixRule):
         def launch(name: str, threads: int, *arguments: Any) -> None:
             grid = max(1, min(-(-threads // 256), 16 * optimizer.ops.multiprocessors))
             macros = optimizer.macros(gradients.flat)
-            optimizer.ops.launch("muon.cu", name, grid, 256, *arguments, DTYPE=dtype.name, **macros)
+            optimizer.ops.launch(f"{self.kernel}.cu", name, grid, 256, *arguments, DTYPE=dtype.name, **macros)
 
         u = x = arena.take((count, *part), dtype)
         for each, matrix in enumerate(matrices):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kos.train.ops import NEWTON_SCHULZ_STEPS, Ops
-from kos.train.optim.adamw import AdamW
+from kos.train.ops import NEWTON_SCHULZ_STEPS, Ops, Scaled
 
 UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
-TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch"}
+TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch", "update"}
 IN_PLACE = {"cross_entropy": 0, "rms_norm_backward": 4, "layer_norm_backward": 4}
 """Which argument an operation reads and writes."""
 
@@ -26,12 +25,18 @@ class TimedOps:
         return getattr(self, name)
 
 
-def cost(name: str, arguments: tuple[Any, ...], state: int = len(AdamW.state)) -> tuple[int, float]:
+def update_bytes(weights: int, gradients: int, state: int, copy: int = 0) -> int:
+    """What an update moves, by the bytes of its arrays: weights and state are read and written, a copy is written."""
+    return 2 * (weights + state) + gradients + copy
+
+
+def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
     """Bytes that must move, each array once and one changed in place twice, and flops of matrix products.
 
-    Of an embedding: the rows of all tokens, or the whole table if that is less. An optimizer keeps ``state`` arrays.
+    Of an embedding: the rows of all tokens, or the whole table if that is less.
     """
-    arrays = [x for x in arguments if hasattr(type(x), "nbytes")]
+    flat = [each for x in arguments for each in (x if isinstance(x, Scaled) else (x,))]
+    arrays = [x for x in flat if hasattr(type(x), "nbytes")]
     nbytes, flops = sum(int(x.nbytes) for x in arrays), 0.0
     if name in IN_PLACE:
         nbytes += int(arguments[IN_PLACE[name]].nbytes)
@@ -50,8 +55,8 @@ def cost(name: str, arguments: tuple[Any, ...], state: int = len(AdamW.state)) -
         flops = 2.0 * arrays[0].size * arrays[1].shape[name != "linear"]
     elif name == "scaled_product":
         flops = 2.0 * arrays[0].size * len(arrays[2])
-    elif name.startswith("quantize"):  # what is quantized is read twice
-        nbytes += sum(int(x.nbytes) for x in arguments[: 2 if name == "quantize_swiglu_backward" else 1])
+    elif name == "quantize_rms_norm":  # rows are read twice
+        nbytes += int(arrays[0].nbytes)
     elif name.startswith("attention_to"):  # every query to every key
         backward = name == "attention_to_backward"
         out, log_sum_exp = arguments[3:5] if backward else arguments[6:8]
@@ -70,8 +75,12 @@ def cost(name: str, arguments: tuple[Any, ...], state: int = len(AdamW.state)) -
         least, most = sorted(x.shape[-2:])
         nbytes = NEWTON_SCHULZ_STEPS * (5 * nbytes + 4 * nbytes * least // most)
         flops = NEWTON_SCHULZ_STEPS * 2.0 * x.size * least * (2 + least / most)
-    elif name == AdamW.kernel:  # of gradients and the copy, this rank's share
-        weights, gradients, *kept, copy = arrays[: 3 + state]
-        nbytes = 2 * (weights.nbytes + sum(x.nbytes for x in kept)) + weights.size * gradients.dtype.itemsize
-        nbytes += weights.size * copy.dtype.itemsize if copy is not weights else 0
+    elif name == "update":  # of all but the state, the share of this rank and rule
+        weights, gradients, state, copy = arguments[1:5]
+        share = (state[0] if state else weights).size
+        of_each = update_bytes(
+            weights.dtype.itemsize, gradients.dtype.itemsize, sum(x.dtype.itemsize for x in state),
+            copy.dtype.itemsize if copy is not weights else 0,
+        )  # fmt: skip
+        nbytes = share * of_each
     return nbytes, flops

@@ -12,11 +12,12 @@ The step (``kos.train.train``) runs with operations and communicators that only 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from kos.comm.communicator import Communicator
 from kos.comm.compression import FORMATS
+from kos.dtypes import DTYPES
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
 from kos.train.device.memory_plan import DryCudaOps, DryRun, MemoryPlan, plan_memory
@@ -25,11 +26,11 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops import Array
-from kos.train.optim.base import MatrixRule, elements
+from kos.train.optim.base import MatrixRule, UpdateRule, elements
 from kos.train.parallel.mesh import Axis, Layout, Mesh
 from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule
-from kos.train.tools.costs import TimedOps, cost
+from kos.train.tools.costs import TimedOps, cost, update_bytes
 from kos.train.tools.rates import GPU, GPUS, Rates
 
 AXES = {"gradients": "replicas", "tp": "tp", "pp": "pp", "cp": "cp"}
@@ -221,17 +222,17 @@ class TimedDryRun(DryRun):
     def update(self, gradients: Parameters, micro_batches: int) -> None:
         config, clock, rule, start = self.config, self.clock, self.config.update_rule(), self.clock.spent["seconds"]
 
-        def moved(name: str, count: int, state: Sequence[str]) -> None:
+        def moved(rule: UpdateRule, count: int) -> None:
             """The passes over so many weights and what is kept of them."""
-            master, kept = self.dry.zeros((count,), config.master_dtype), [self.dry.zeros((count,), x) for x in state]
             same = config.compute_dtype == config.master_dtype and not self.parallel.sharded
-            copy = master if same else self.dry.zeros((count,), config.compute_dtype)
-            clock.operate(name, *cost(rule.kernel, (master, gradients.flat, *kept, copy), len(kept)))
+            master, copy = DTYPES[config.master_dtype].itemsize, 0 if same else DTYPES[config.compute_dtype].itemsize
+            of_each = update_bytes(master, gradients.flat.dtype.itemsize, rule.state_bytes(), copy)
+            clock.operate("update", count * of_each, 0.0)
 
         own = [kept for kept in self.state.values() if not isinstance(kept.rule, MatrixRule)]
-        moved(rule.kernel, elements(own[0].slices if own else self.held), [kept.dtype for kept in own])
+        moved(rule, elements(own[0].slices if own else self.held))
         for each, held, most in self.matrices():
-            moved(each.kernel, held.flat.size, [held.flat.dtype])
+            moved(each, held.flat.size)
             for batch in each.batches(held, most):
                 x = self.dry.zeros((len(batch), *batch[0].shape), config.compute_dtype)
                 if batch[0].part != batch[0].shape:

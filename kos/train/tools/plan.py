@@ -24,8 +24,8 @@ from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.choose import layout_of
 from kos.train.device.memory_plan import GIB, MemoryPlan
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.stage import check_blocks
-from kos.train.parallel.mesh import Layout
+from kos.train.model.stage import check_blocks, check_fp8
+from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES, build
 from kos.train.parallel.schedules.timeline import simulate
 from kos.train.tools.dry_step import AXES, Job, TimedDryRun
@@ -75,7 +75,7 @@ def make_job(config: TrainConfig, model: LlamaConfig, layout: Layout, rates: Rat
     steps = config.batch_size // (config.micro_batch_size * layout.dp)
     job = Job(config, model, layout, build(config.pp_schedule, layout.pp, steps, config.pp_chunks), rates)
     for rank in range(layout.pp):
-        job.parts(rank)
+        check_fp8(config, model, Mesh.dry(layout, layout.rank({"pp": rank})), job.parts(rank))
     check_blocks(config, model, layout)
     return job
 
@@ -202,6 +202,8 @@ def report(argv: Sequence[str]) -> str:
         rates, assumed = gpu_rates(gpu or "H200", model.head_dim), gpu is None
         if config.dtype == "fp8" and not rates.fp8:
             raise ConfigError(f"--dtype fp8: expected --gpu of one that multiplies in 8 bits, got {rates.name}")
+        if config.compress == "fp8" and not rates.fp8 and ranks > 1:
+            raise ConfigError(f"--compress: expected int8 or int4 on {rates.name}, which has no fp8, got fp8")
     legal, refused = plan(config, given, ranks, rates, model)
     if not legal:
         raise ConfigError(f"--plan: expected a layout of {plural(ranks, 'rank')}, got none: {refused[0][1]}")

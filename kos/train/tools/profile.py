@@ -7,6 +7,7 @@ step holds too. Of a collective beside other work, what is timed is the wait for
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -20,7 +21,11 @@ from kos.comm.compression import FORMATS
 from kos.cuda import streams
 from kos.cuda.driver import call, cu
 from kos.cuda.streams import is_captured
-from kos.train.tools.costs import TimedOps, cost
+from kos.train.optim.base import elements
+from kos.train.tools.costs import TimedOps, cost, update_bytes
+
+OPTIMIZER = "optimizer"
+"""Begins the names of its operations on a GPU; a CPU has one."""
 
 WARM_UP = 3  # steps: in the first, kernels are loaded and the step is captured
 LANES = COMPUTE, COMMUNICATION = "compute", "communication"
@@ -110,29 +115,33 @@ class Profiler:
         self.graph = device.config.graph and not on_host
         step = device.step
         self.marks = Marks(None if on_host else step.models[0].ops.stream)
-        timed = TimedOps(step.models[0].ops, self.timed)
+        ops, optimizer = step.models[0].ops, step.optimizer
+        timed = TimedOps(ops, self.timed)
         for model in step.models:
             model.ops = timed
         if on_host:
-            moved = (step.weights.flat,) * (3 + 2 * len(step.optimizer.state))
-            step.optimizer.update = self.timed("optimizer", step.optimizer.update, moved)
+            held = elements([part for part, _ in optimizer.parts]) * step.weights.flat.itemsize
+            moved = update_bytes(held, held, sum(kept.flat.nbytes for kept in optimizer.state.values()))
+            optimizer.update = self.timed(OPTIMIZER, optimizer.update, moved)
         else:
-            step.optimizer.ops = timed
+            optimizer.ops = TimedOps(ops, functools.partial(self.timed, prefix=f"{OPTIMIZER}, "))
         self.began = True
 
-    def timed(self, name: str, function: Callable[..., Any], known: tuple[Any, ...] | None = None) -> Any:
-        """``function``, noting its time; its cost is that of ``known`` or of its arguments."""
+    def timed(
+        self, name: str, function: Callable[..., Any], nbytes: int | None = None, prefix: str = ""
+    ) -> Callable[..., Any]:
+        """``function``, noting its time; its cost is that of its arguments, or it moves ``nbytes``."""
 
         def run(*arguments: Any, **options: Any) -> Any:
             label = str(arguments[1]) if name == "launch" else name
-            moved = cost(label, arguments if known is None else known)
+            moved = cost(label, arguments) if nbytes is None else (nbytes, 0.0)
             if name.startswith("linear"):
                 (rows, inner), matrix = arguments[0].shape, arguments[1].shape
                 shape = (rows, *matrix) if name == "linear" else (rows, inner, matrix[1])
                 label += f" {' x '.join(map(str, shape))}"
             elif name == "scaled_product":
-                label += f" {' x '.join(map(str, (*arguments[0].shape, len(arguments[2]))))}"
-            return self.note(label, COMPUTE, lambda: function(*arguments, **options), *moved)
+                label += f" {' x '.join(map(str, (*arguments[0].values.shape, len(arguments[1].values))))}"
+            return self.note(prefix + label, COMPUTE, lambda: function(*arguments, **options), *moved)
 
         return run
 

@@ -19,9 +19,11 @@ from kos.cuda.kernels import _read_sources
 from kos.memory import array as array_module
 from kos.memory.arena import Arena
 from kos.memory.array import Array
+from kos.train.ops import Scaled
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda.attention import Tokens
 from kos.train.ops.cuda.dialect import KERNELS, CudaOps
+from kos.train.ops.numpy_fp8 import widen
 from tests.host_compiler import compiled
 
 SIMT = Path(__file__).with_name("simt.h")
@@ -191,9 +193,10 @@ class HostOps(CudaOps):
         fast=False,
     ):
         left, right = (x.numpy().astype(np.float32) for x in (a, b))
+        for wide, x, of_x in zip((left, right), (a, b), scales, strict=False):
+            widen(Scaled(x.numpy(), of_x.numpy()), wide)
         result = (left.mT if transpose_a else left) @ (right.mT if transpose_b else right)
-        for factor in (alpha, *(scale.numpy()[0] for scale in scales)):
-            result *= np.float32(factor)
+        result *= np.float32(alpha)
         for more, factor in ((c, beta), (bias, 1.0)):
             if more is not None:
                 result += np.float32(factor) * more.numpy().astype(np.float32)

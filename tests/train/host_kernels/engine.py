@@ -117,7 +117,8 @@ KEYS_AND_VALUES = {"attention_to": (1,), "attention_to_backward": (2, 10)}  # wh
 
 
 class QueuedOps(HostOps):
-    """The model's operations are numpy's, AdamW's kernels too (fibers are slow); all go the way of ``on_device``."""
+    """The model's operations are numpy's, and what optimizers have in common (fibers are slow); update rules are the
+    host's.  All go the way of ``on_device``."""
 
     def __getattribute__(self, name):
         if name not in OPERATIONS:
@@ -126,10 +127,19 @@ class QueuedOps(HostOps):
 
     def launch(self, file, name, grid, block, *arguments, **options):
         launch = super().launch
-        if file == "adamw.cu":
-            on_device(lambda: _ADAMW[name](*(on_host(x) if isinstance(x, Array) else x for x in arguments)))
+        if file == "optimizer.cu":
+            on_device(lambda: _OPTIMIZER[name](*(on_host(x) if isinstance(x, Array) else x for x in arguments)))
         else:
             on_device(lambda: launch(file, name, grid, block, *arguments, **options))
+
+    def update(self, rule, weights, gradients, state, copy, count, *tables, **options):
+        *arrays, seed = tables
+
+        def run():
+            w, g, c, *of_chunks = map(on_host, (weights, gradients, copy, *arrays))
+            _update(rule, w, g, [on_host(x) for x in state], c, *of_chunks, seed)
+
+        on_device(run)
 
 
 def _numpy(name, arguments):
@@ -218,7 +228,7 @@ def _mixed(bits):
 
 
 def random_bits(seed, step, places):
-    """The 16 bits that AdamW adds, before it drops the lower half, to the weight at each of ``places``."""
+    """The 16 bits that an update adds, before it drops the lower half, to the weight at each of ``places``."""
     low, high, step = (np.array([x], np.uint32) for x in (seed & 0xFFFFFFFF, seed >> 32, step))
     key = _mixed(_mixed(_mixed(low) ^ high) ^ step)
     return _mixed(key ^ _mixed((places >> 32).astype(np.uint32)) ^ places.astype(np.uint32)) & np.uint32(0xFFFF)
@@ -231,25 +241,23 @@ def rounded_at_random(x, seed, step, places):
     return np.where(np.isfinite(x), bits.view(np.float32), x).astype(BFLOAT16)
 
 
-def _adamw(weights, gradients, exp_avg, exp_avg_sq, copy, chunks, groups, state, beta1, beta2, eps, seed):
-    now, lr = dict(zip(SCALARS, state.astype(np.float32), strict=True)), state[SCALARS.index("lr")]
+def _update(rule, weights, gradients, state, copy, chunks, groups, scalars, seed):
+    now = {name: float(x) for name, x in zip(SCALARS, scalars, strict=True)}
     for start, local, length, group, _, place, kept in chunks.view(CHUNKS) if now["finite"] else ():
         here, there = slice(local, local + length), slice(kept, kept + length)
-        g, m, v = gradients[start : start + length] * now["scale"], exp_avg[there], exp_avg_sq[there]
-        m[:] = beta1 * m + (1 - beta1) * g
-        v[:] = beta2 * v + (1 - beta2) * (g * g)
-        decay, lr_scale = groups.view(np.float64).reshape(-1, 2)[group]
-        w = weights[here].astype(np.float32) * np.float32(1 - lr * lr_scale * decay)
-        w -= now["step_size"] * np.float32(lr_scale) * (m / (np.sqrt(v) * now["root"] + eps))
+        decay, lr_scale = map(float, groups.view(np.float64).reshape(-1, 2)[group])
+        w, g = (x.astype(np.float32) for x in (weights[here], gradients[start : start + length]))
+        g *= now["scale"]
+        rule.step(int(now["step"]), now["lr"] * lr_scale, decay)(w, g, [x[there] for x in state], np.empty_like(w))
         if weights.dtype == BFLOAT16:
             w = rounded_at_random(w, seed, int(now["step"]), np.arange(place, place + length))
         weights[here] = w
         copy[start : start + length] = weights[here]
 
 
-_ADAMW = {
+_OPTIMIZER = {
     "squares": _squares, "largest": _largest, "exact_squares": _exact_squares, "finish_norm": _finish_norm,
-    "agree": _agree, "prepare": _prepare, "adamw": _adamw,
+    "agree": _agree, "prepare": _prepare,
 }  # fmt: skip
 
 

@@ -160,6 +160,10 @@ template <class V>
 static V min(V a, V b) { return a < b ? a : b; }
 template <class V>
 static V max(V a, V b) { return a > b ? a : b; }
+static unsigned __reduce_max_sync(unsigned, unsigned x) {
+    for (int offset = 16; offset; offset >>= 1) x = max(x, __shfl_xor_sync(~0u, x, offset));
+    return x;
+}
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static int __float2int_rn(float x) { return lrintf(x); }

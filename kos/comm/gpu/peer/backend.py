@@ -27,9 +27,10 @@ from typing import Any
 from kos.comm import watchdog
 from kos.comm.backend import Backend, Probe
 from kos.comm.control.base import Rendezvous
-from kos.comm.gpu.backend import DeviceBackend, unstarted
+from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.devices import device_of
+from kos.comm.gpu.eager import Guard
 from kos.comm.gpu.memory import Piece, Windows
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction
@@ -39,20 +40,23 @@ from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.exchange import MAX_RANKS
 from kos.comm.gpu.peer.launches import PACKETS, Launches, Occupancy
 from kos.comm.gpu.routes import Route
+from kos.comm.gpu.works import unstarted
 from kos.comm.operation import AUTO, Operation
+from kos.comm.prepared import Prepared
 from kos.comm.records import again
 from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import for_group
 from kos.comm.work import Work
 from kos.cuda import Kernel, driver
 from kos.cuda.graphs import relaxed_capture
+from kos.cuda.kernels import BoundKernel
 from kos.cuda.streams import PER_THREAD
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.libraries import expandable
 from kos.memory.symmetric import MappedPart, SymmetricMemory
-from kos.memory.windows import Run, WindowMemory, in_windows
+from kos.memory.windows import InWindows, Run, WindowMemory, in_windows
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +99,7 @@ class PeerBackend(DeviceBackend):
             if not isinstance(error, KosError) or rendezvous.failures.over is not None:
                 raise
             raise BackendUnavailable(f"peer: {error}") from error  # on all ranks: see on_all
-        self._failure = self._engine.record.failure
+        self._failure, self.failed_word = self._engine.record.failure, self._engine.record.failed_address
         self._engine.before_load = self._wait_for_idle
         self._concurrent.add(self)
         watchdog.add(self)
@@ -386,6 +390,32 @@ class PeerBackend(DeviceBackend):
                 else:
                     self._launch(run, occupancy, at)
 
+    def launch_words(self, prepared: Prepared) -> bytes | None:
+        kernel = self._kernel_of(prepared)
+        return None if kernel is None else kernel.packed()
+
+    def launch_error(self, prepared: Prepared, status: int) -> Exception:
+        kernel = self._kernel_of(prepared)
+        assert kernel is not None
+        return kernel.error(status)
+
+    def _kernel_of(self, prepared: Prepared) -> BoundKernel | None:
+        """The kernel, if such a call queues nothing else, and all ranks have loaded it."""
+        launch = _bare(prepared)
+        if not isinstance(launch, partial):  # nothing is queued
+            return None
+        if launch.func == self._launch_when_loaded and launch.args[1]:
+            launch = launch.args[0]
+        run = launch.args[0] if launch.func in (self._launch, self._launch_exclusive) else None
+        if isinstance(run, partial) and run.func == self._within:
+            run = run.args[1]  # its deadline is bound
+        return run if isinstance(run, BoundKernel) else None
+
+    def guards(self, work: Work[Any]) -> list[Guard]:
+        launch = _bare(work.prepared)
+        launch = launch.args[0] if launch.func == self._launch_when_loaded else launch
+        return [(self, "_at", work.stream), *((self, "_occupancy", tuple(each)) for each in launch.args[1:])]
+
     # What OrderedReduction and CompressedOperation require.
 
     def load(self, path: Path, name: str, **macros: Any) -> Kernel:
@@ -404,6 +434,10 @@ class PeerBackend(DeviceBackend):
     def collect(self, send: Any, recv: Any, nbytes: int, stream: int, *arrays: int) -> None:
         pieces = [(send, nbytes)] * self.size, [(recv + r * nbytes, nbytes) for r in range(self.size)]
         self.exchange(*pieces, stream, *arrays)
+
+
+def _bare(prepared: Prepared) -> Any:
+    return prepared.route.launch if isinstance(prepared.route, InWindows) else prepared.route
 
 
 _lock = threading.Lock()

@@ -178,6 +178,8 @@ class Node:
         returned = [i for i, x in enumerate(args) if x is result] if result is not None else [-1]
         if None in places or len(returned) != 1:
             return None
+        if prepared.name.endswith("_v") and not {*used, None}.issuperset(addresses):  # counts in an array
+            return None
         objects = *map(_identity, args), *keywords
         return call, prepared, prepared.description, kind, *places, *returned, objects
 
@@ -357,12 +359,16 @@ def _address(x: Any) -> int | None:
 
 
 def _identity(x: Any) -> Any:
-    """The object by whose identity the core compares an argument."""
+    """The object by whose identity the core compares an argument; None of counts, which it compares by value."""
+    if type(x) in (list, tuple):
+        return None
     return x.dtype if type(x) is np.ndarray else x if _address(x) is None else type(x)
 
 
 def _is_fixed(x: Any) -> bool:
-    """Whether an argument is the same whenever it is the same object, or an array that the core can compare."""
+    """Whether the core can compare an argument: by identity or value, or an array by what it is."""
     if type(x) is np.ndarray:
         return x.ndim <= 4 and x.size > 0 and x.flags.carray
+    if type(x) in (list, tuple):
+        return all(type(each) is int for each in x)
     return x is None or type(x) in (int, bool, str, ReduceOp) or _address(x) is not None

@@ -24,6 +24,7 @@ from kos.cuda.devices import device_info
 from kos.errors import BackendUnavailable, InvalidArgument, install
 from kos.files import cache_folder, replace_file
 from kos.memory.array import Array
+from kos.train.ops import SCALE_BLOCK as BLOCK
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ NEAR = 1.15  # times the least brief time: what takes longer is not looked at fo
 FINALISTS = 4  # at most of those near, each for SETTLE and MEASURE: a shape takes about a second at most
 SHORT = 0.1  # ms: what the host may not queue as fast as it runs is chosen by brief runs
 SETTLE, MEASURE = 80, 80  # ms: of runs in which the GPU finds its clock under the power limit, then of those that count
-BLOCK = 128  # elements that share a scale, along one dimension or two
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t), by cuBLASLt's promise to be stored as it is
 _DATA_TYPES = {"float32": 0, "bfloat16": 14, "float8_e4m3fn": 28, "float8_e5m2": 29}  # cudaDataType_t
 _SCALED = {"float8_e4m3fn", "float8_e5m2"}

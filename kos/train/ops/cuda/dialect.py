@@ -25,7 +25,7 @@ from kos.dtypes import DTYPES, DType
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask
+from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask, Scaled
 from kos.train.ops.cuda import attention, fp8
 from kos.train.ops.cuda.cublaslt import Matmul
 
@@ -42,6 +42,8 @@ class CudaOps:
     that are then missing, and adds them.  ``multiple`` is that of ``Matmul``.
     """
 
+    one_scale = False
+
     overlap_rows: int | None = 2048
     """Products of fewer rows leave multiprocessors idle: a thread block computes up to 256 rows and 128 columns."""
 
@@ -55,6 +57,7 @@ class CudaOps:
         self.algorithms = {} if algorithms is None else algorithms
         self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search, multiple=multiple)
         self.multiprocessors = device_info(device).multiprocessors
+        self.one_scale = device_info(device).compute_capability != fp8.OF_BLOCKS
         optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.shared_memory = int(call(cu.cuDeviceGetAttribute, optin, device))  # bytes
         self._kernels: dict[tuple[Any, ...], Any] = {}
@@ -72,6 +75,14 @@ class CudaOps:
             for x in arguments
         )
         kernel(self.stream, grid, block, *values, shared=shared)
+
+    def update(
+        self, rule: Any, weights: Array, gradients: Array, state: Sequence[Array], copy: Array, count: int,
+        chunks: Array, groups: Array, scalars: Array, seed: int, **defines: Any,
+    ) -> None:  # fmt: skip
+        """Queue the kernel of an ``UpdateRule`` (``kos.train.optim``), over ``count`` chunks."""
+        operands = (weights, gradients, *state, copy, chunks, groups, scalars, *rule.operands, seed)
+        self.launch(f"{rule.kernel}.cu", rule.kernel, count, 256, *operands, **defines)
 
     # --- memory --------------------------------------------------------------------------------------
 
@@ -225,24 +236,29 @@ class CudaOps:
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
 
-    def quantize(self, x: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena) -> None:
-        fp8.quantize(self, x, None, rows, columns, scale, arena)
+    def quantize(self, x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
+        fp8.quantize(self, x, None, rows, columns, arena)
 
-    def quantize_swiglu(
-        self, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
-    ) -> None:
-        fp8.quantize(self, None, gate_up, rows, columns, scale, arena)
+    def quantize_rms_norm(
+        self, x: Array, weight: Array, eps: float, rstd: Array, rows: Scaled | None, columns: Scaled | None,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        self._norm(x, weight, None, eps, None, rstd)
+        fp8.quantize(self, x, weight, rows, columns, arena, rstd)
+
+    def quantize_swiglu(self, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
+        fp8.quantize(self, None, gate_up, rows, columns, arena)
 
     def quantize_swiglu_backward(
-        self, d_out: Array, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
+        self, d_out: Array, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
     ) -> None:
-        fp8.quantize(self, d_out, gate_up, rows, columns, scale, arena)
+        fp8.quantize(self, d_out, gate_up, rows, columns, arena)
 
     def scaled_product(
-        self, a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None,
-        bias: Array | None, arena: Arena, rounded: bool = True,
+        self, a: Scaled, b: Scaled, out: Array, residual: Array | None, bias: Array | None, arena: Arena,
+        rounded: bool = True,
     ) -> None:  # fmt: skip
-        fp8.scaled_product(self, a, scale_a, b, scale_b, out, residual, bias)
+        self.matmul(a.values, b.values, out, transpose_b=True, c=residual, bias=bias, scales=(a.scales, b.scales))
 
     def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
         rows, columns = x.shape
@@ -277,15 +293,17 @@ class CudaOps:
     ) -> None:  # fmt: skip
         self._norm_backward(d_out, x, weight, statistics, dx, [d_weight, d_bias], accumulate, arena)
 
-    def _norm(self, x: Array, weight: Array, bias: Array | None, eps: float, out: Array, statistics: Array) -> None:
+    def _norm(
+        self, x: Array, weight: Array, bias: Array | None, eps: float, out: Array | None, statistics: Array
+    ) -> None:
         rows, columns = x.shape
         bias = weight if bias is None else bias
-        width = _width(columns, x, weight, bias, out)
+        width = _width(columns, x, weight, bias, x if out is None else out)
         threads = _row_threads(columns, width, 32)
         together = max(1, BLOCK // threads)
         self._norms(
             "norm_forward", x, -(-rows // together), threads * together,
-            x, weight, bias, np.float32(eps), out, statistics, rows,
+            x, weight, bias, np.float32(eps), 0 if out is None else out, statistics, rows,
             WIDTH=width, THREADS=threads, ROWS=together, CENTERED=int(bias is not weight),
         )  # fmt: skip
 

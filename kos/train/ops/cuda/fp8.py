@@ -14,14 +14,15 @@ from kos.dtypes import DTYPES
 from kos.errors import ConfigError, InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
+from kos.train.ops import SCALE_BLOCK, Scaled, scales_shape
 
 log = logging.getLogger(__name__)
 
 LEAST_CAPABILITY = (8, 9)
 TRIED = ((9, 0),)
 MULTIPLE = 16
-FAST = False  # whether tensor cores add up with fewer bits (Matmul's ``fast``)
-BLOCK, PACK, TILE_ROWS, TILE_COLUMNS = 256, 8, 128, 64  # of fp8.cu
+OF_BLOCKS = (9, 0)  # the capability whose products take scales of blocks
+THREADS, ONE = 512, 3  # of fp8.cu
 UINT32 = DTYPES["uint32"]
 
 
@@ -36,36 +37,40 @@ def check_gpu(about: DeviceInfo) -> None:
 
 
 def quantize(
-    ops: Any, x: Array | None, gate_up: Array | None, rows: Array | None, columns: Array | None, scale: Array,
-    arena: Arena,
+    ops: Any, x: Array | None, more: Array | None, rows: Scaled | None, columns: Scaled | None, arena: Arena,
+    rstd: Array | None = None,
 ) -> None:  # fmt: skip
-    """``Ops.quantize`` of ``x``, ``quantize_swiglu`` of ``gate_up``, or of both ``quantize_swiglu_backward``."""
-    n, f = gate_up.shape if x is None else x.shape  # type: ignore[union-attr]
+    """``Ops.quantize`` of ``x``; with ``more``, gate_up, ``quantize_swiglu``, or of both ``quantize_swiglu_backward``.
+
+    With ``rstd`` of the RMSNorm of ``x``, and ``more`` its weights.
+    """
+    n, f = more.shape if x is None else x.shape  # type: ignore[union-attr]
     f = f if x is not None else f // 2
-    for given in (x, gate_up):
-        if given is not None and (n % MULTIPLE or f % MULTIPLE or given.dtype.name != "bfloat16"):
-            raise InvalidArgument(
-                f"quantize: expected bfloat16 of sizes that are multiples of {MULTIPLE}, got {given}"
-            )
-    packs = n * f // PACK
-    assert packs < 1 << 31
-    blocks = max(1, min(2 * ops.multiprocessors, -(-packs // BLOCK)))
-    form = next(made.dtype.name for made in (rows, columns) if made is not None)
+    source = 3 if rstd is not None else 0 if more is None else 1 if x is None else 2
+    multiple = SCALE_BLOCK if source == 2 else MULTIPLE  # blocks are of gate or of up
+    for given in (x, more):
+        if given is not None and (n % MULTIPLE or f % multiple or given.dtype.name != "bfloat16"):
+            raise InvalidArgument(f"quantize: expected bfloat16 of sizes that are multiples of {multiple}, got {given}")
+    form = next(made.values.dtype.name for made in (rows, columns) if made is not None)
+    part = rows.scales.shape[-1] if rows is not None else 1
+    sources = [0 if each is None else each for each in (x, more, rstd)]
+    made = [array for each in (rows, columns) for array in (each or (0, 0))]
+    tiles = -(-f // SCALE_BLOCK), -(-n // SCALE_BLOCK)
     defines = {
-        "SOURCE": 0 if gate_up is None else 1 if x is None else 2, "E5M2": int(form == "float8_e5m2"),
-        "ROWS": int(rows is not None), "COLUMNS": int(columns is not None),
+        "SOURCE": source, "E5M2": int(form == "float8_e5m2"), "ROWS": _scales(rows), "COLUMNS": _scales(columns),
     }  # fmt: skip
-    sources, made = ([0 if each is None else each for each in pair] for pair in ((x, gate_up), (rows, columns)))
     with arena.scope():
-        partial = arena.take((blocks,), UINT32)
-        ops.launch("fp8.cu", "largest", blocks, BLOCK, *sources, partial, packs, f, **defines)
-        grid = -(-f // TILE_COLUMNS), -(-n // TILE_ROWS)
-        ops.launch("fp8.cu", "quantize", grid, BLOCK, *sources, *made, scale, partial, blocks, n, f, **defines)
+        largest: Any = 0
+        if ONE in (defines["ROWS"], defines["COLUMNS"]):
+            largest = arena.take((tiles[0] * tiles[1],), UINT32)
+            ops.launch("fp8.cu", "largest", tiles, THREADS, *sources, largest, n, f, **defines)
+        ops.launch("fp8.cu", "quantize", tiles, THREADS, *sources, *made, largest, n, f, part, **defines)
 
 
-def scaled_product(
-    ops: Any, a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None,
-    bias: Array | None,
-) -> None:  # fmt: skip
-    """``Ops.scaled_product``."""
-    ops.matmul(a, b, out, transpose_b=True, c=residual, bias=bias, scales=(scale_a, scale_b), fast=FAST)
+def _scales(made: Scaled | None) -> int:
+    """-DROWS or -DCOLUMNS of fp8.cu."""
+    if made is None:
+        return 0
+    rows, columns = made.values.shape
+    one, second = (1,), scales_shape(rows, columns, first=False)
+    return {one: ONE, second: 2}.get(made.scales.shape, 1)

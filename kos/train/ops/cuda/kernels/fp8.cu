@@ -1,39 +1,38 @@
-// A matrix in 8 bits, and transposed, with one scale: the power of two that brings its largest magnitude into range.
+// A matrix in 8 bits, and transposed, each 128 x 128 of it with one scale: the power of two that brings its largest
+// magnitude into range.
 //
-// Two passes, for the scale is that of the whole: `largest` leaves the largest magnitude that each block has seen, and
-// every block of `quantize` finds the largest of those while its tile is on the way.  The first pass goes from the end
-// to the beginning: of what the kernel before wrote the end may be in the L2, and then the beginning for the second.
-// Magnitudes are compared as integers: so the order is exact, and infinity and NaN are the largest.  A tile is 128 rows
-// x 64 columns.  A thread has 8 neighbours of 4 rows: it writes rows as they are, and columns through shared memory, 4
-// rows to a word.  The output of SwiGLU and its gradient are computed in both passes, and not in memory in 16 bits.
+// One pass: a block of threads has a tile of 128 x 128 in registers, whose largest magnitude is found on the way to
+// memory.  Magnitudes are compared as integers: so the order is exact, and infinity and NaN are the largest.  A thread
+// has 8 neighbours of 4 rows: it writes rows as they are, and columns through shared memory, 4 rows to a word.  The
+// outputs of RMSNorm and SwiGLU, and the latter's gradient, are computed here, and are not in memory in 16 bits.
 //
-// -DSOURCE (0: x. 1: SwiGLU of gate_up. 2: the gradient of gate_up, x that of SwiGLU's output) -DE5M2 (0: E4M3) -DROWS
-// -DCOLUMNS (whether they are written).  `f` are the columns of x, or of SwiGLU's output.
+// -DSOURCE (0: x. 1: SwiGLU of `more`, gate_up. 2: the gradient of that, x that of SwiGLU's output. 3: the RMSNorm of x,
+// by `rstd` and the weights in `more`) -DE5M2 (0: E4M3) -DROWS -DCOLUMNS (0: not written. 1: the first operand of a product, a scale for each row of a tile. 2: the second, a scale
+// for each tile. 3: one scale for all, for GPUs that multiply no other: then `largest` reads everything before).
+// `f` are the columns of x, or of SwiGLU's output; with SOURCE 2 a multiple of 128.
 #include "swiglu.cuh"
 
-constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, THREADS = 256, W = 8;
+constexpr int TILE = 128, THREADS = 512, W = 8;
 constexpr int HALVES = SOURCE == 2 ? 2 : 1;  // gradients of gate, and of up
-constexpr int CHUNKS = TILE_ROWS / 16;  // of 16 rows: 16 bytes of a column
+constexpr int CHUNKS = TILE / 16;  // of 16 rows: 16 bytes of a column
 constexpr int EXPONENT = E5M2 ? 15 : 8;  // the largest number is 1.75 times two to this power
 constexpr int LEAST_SCALE = -100;  // its exponent
 constexpr unsigned INFINITE = 0x7f800000u, LAST_MANTISSA = 0x600000u;
 
-__device__ __forceinline__ unsigned warp_max(unsigned x) {
-#pragma unroll
-    for (int offset = 16; offset; offset >>= 1) x = max(x, __shfl_xor_sync(~0u, x, offset));
-    return x;
-}
+using Tile = Quad[4][HALVES];  // a thread's 4 rows of 8 neighbours
 
 // The largest over a block of THREADS, in all of them.
-__device__ __forceinline__ unsigned block_max(unsigned x) {
-    __shared__ unsigned parts[THREADS / 32];
-    x = warp_max(x);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = parts[0];
+__device__ __forceinline__ void block_max(unsigned (&x)[HALVES]) {
+    constexpr int WARPS = THREADS / 32;
+    __shared__ unsigned parts[HALVES][WARPS];
 #pragma unroll
-    for (int i = 1; i < THREADS / 32; ++i) x = max(x, parts[i]);
-    return x;
+    for (int half = 0; half < HALVES; ++half) {
+        x[half] = __reduce_max_sync(~0u, x[half]);
+        if (threadIdx.x % 32 == 0) parts[half][threadIdx.x / 32] = x[half];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) x[half] = __reduce_max_sync(~0u, parts[half][threadIdx.x % WARPS]);
 }
 
 // The magnitudes of two numbers of bfloat16, as bits of float.
@@ -43,13 +42,22 @@ __device__ __forceinline__ unsigned largest_of(Quad q) {
 }
 
 // What is quantized, rounded to bfloat16: W neighbours of a row, of gate and of up if there are HALVES.
-__device__ __forceinline__ void read(Quad (&out)[HALVES], const bfloat16* x, const bfloat16* gate_up, long row, int column, int f) {
+__device__ __forceinline__ void read(Quad (&out)[HALVES], const bfloat16* x, const bfloat16* more, const float* rstd,
+                                     long row, int column, int f) {
     if constexpr (SOURCE == 0) {
         out[0] = *reinterpret_cast<const Quad*>(x + row * f + column);
+    } else if constexpr (SOURCE == 3) {
+        float v[W], weight[W];
+        load(v, x + row * f + column);
+        load(weight, more + column);
+        const float r = rstd[row];
+#pragma unroll
+        for (int j = 0; j < W; ++j) v[j] = v[j] * r * weight[j];
+        out[0] = packed(v, bfloat16());
     } else {
         float gate[W], up[W];
-        load(gate, gate_up + row * 2 * f + column);
-        load(up, gate_up + row * 2 * f + f + column);
+        load(gate, more + row * 2 * f + column);
+        load(up, more + row * 2 * f + f + column);
         if constexpr (SOURCE == 1) {
             apply_swiglu<bfloat16>(gate, up);
         } else {
@@ -62,20 +70,31 @@ __device__ __forceinline__ void read(Quad (&out)[HALVES], const bfloat16* x, con
     }
 }
 
-// partial (gridDim.x,): the bits of the largest magnitude of a block's share, of `packs` of W.
-extern "C" __global__ void __launch_bounds__(256)
-largest(const bfloat16* x, const bfloat16* gate_up, unsigned* partial, int packs, int f) {
-    unsigned most = 0;
-    const unsigned of_row = f / W;
-#pragma unroll 4
-    for (int i = packs - 1 - int(blockIdx.x * THREADS + threadIdx.x); i >= 0; i -= int(gridDim.x * THREADS)) {
-        Quad q[HALVES];
-        read(q, x, gate_up, unsigned(i) / of_row, unsigned(i) % of_row * W, f);
+__device__ __forceinline__ int group() { return threadIdx.x % 256 / 8; }  // of 4 rows
+__device__ __forceinline__ int column_of_tile() { return threadIdx.x / 256 * 64 + threadIdx.x % 8 * W; }
+
+// This thread's part of the tile, and the largest magnitude of all parts of each half.
+__device__ __forceinline__ void read_tile(Tile& q, unsigned (&most)[HALVES], const bfloat16* x, const bfloat16* more,
+                                          const float* rstd, int n, int f) {
+    const int row = blockIdx.y * TILE + group() * 4, column = blockIdx.x * TILE + column_of_tile();
+    if (row < n && column < f) {
 #pragma unroll
-        for (int half = 0; half < HALVES; ++half) most = max(most, largest_of(q[half]));
+        for (int i = 0; i < 4; ++i) read(q[i], x, more, rstd, row + i, column, f);
     }
-    most = block_max(most);
-    if (threadIdx.x == 0) partial[blockIdx.x] = most;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) most[half] = max(most[half], largest_of(q[i][half]));
+    block_max(most);
+}
+
+// all (tiles,): the largest magnitude of each.
+extern "C" __global__ void __launch_bounds__(512)
+largest(const bfloat16* x, const bfloat16* more, const float* rstd, unsigned* all, int n, int f) {
+    Tile q = {};
+    unsigned most[HALVES] = {};
+    read_tile(q, most, x, more, rstd, n, f);
+    if (threadIdx.x == 0) all[blockIdx.y * gridDim.x + blockIdx.x] = max(most[0], most[HALVES - 1]);
 }
 
 // The exponent of the scale for a largest magnitude with these bits, which is finite.
@@ -103,37 +122,64 @@ __device__ __forceinline__ unsigned four8(unsigned first, unsigned second, float
 
 // A thread's 4 words of 4 neighbours each, of 4 rows, to the tile: of each column a word of 4 rows.  Chunks of a column
 // lie in an order of the column's own, so that the columns of a warp lie in different banks.
-__device__ __forceinline__ void transpose(Quad (&tile)[TILE_COLUMNS][CHUNKS], const unsigned (&r)[4], int column) {
-    const int group = threadIdx.x / 8, chunk = group / 4 ^ threadIdx.x % 8;
+__device__ __forceinline__ void transpose(Quad (&tile)[TILE][CHUNKS], const unsigned (&r)[4], int column) {
+    const int chunk = group() / 4 ^ column / 8 % 8;
     const unsigned a = __byte_perm(r[0], r[1], 0x5140), b = __byte_perm(r[2], r[3], 0x5140);  // rows 0, 1 of two columns
     const unsigned c = __byte_perm(r[0], r[1], 0x7362), d = __byte_perm(r[2], r[3], 0x7362);
     const unsigned word[4] = {__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
                               __byte_perm(c, d, 0x7632)};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) reinterpret_cast<unsigned*>(&tile[column + j][chunk])[group % 4] = word[j];
+    for (int j = 0; j < 4; ++j) reinterpret_cast<unsigned*>(&tile[column + j][chunk])[group() % 4] = word[j];
 }
 
-// rows (n, HALVES f) = what is read / scale, and columns the same transposed; n and f are multiples of 16.
-extern "C" __global__ void __launch_bounds__(256)
-quantize(const bfloat16* x, const bfloat16* gate_up, unsigned char* rows, unsigned char* columns, float* scale,
-         const unsigned* partial, int partials, int n, int f) {
-    __shared__ Quad tile[TILE_COLUMNS][CHUNKS];
-    const int row = blockIdx.y * TILE_ROWS + threadIdx.x / 8 * 4, column = blockIdx.x * TILE_COLUMNS + threadIdx.x % 8 * W;
+// The scale of a tile of a second operand, `along` of `blocks` along the sum.  Their row is filled up with 1.
+__device__ __forceinline__ void put(float* scales, int across, int along, int blocks, float scale) {
+    const int stride = (blocks + 3) / 4 * 4;
+    scales += long(across) * stride;
+    scales[along] = scale;
+    for (int i = blocks; along == blocks - 1 && i < stride; ++i) scales[i] = 1;
+}
+
+// The scale of this tile, or of its half, for each copy.
+__device__ __forceinline__ void put_scales(float* row_scales, float* column_scales, int half, float scale, int n, int f,
+                                           int part) {
+    const int tile_x = half * (f / TILE) + blockIdx.x, tile_y = blockIdx.y;
+    const int tiles_x = (HALVES * f + TILE - 1) / TILE, tiles_y = (n + TILE - 1) / TILE;
+    const int row = tile_y * TILE + threadIdx.x, column = blockIdx.x * TILE + threadIdx.x;
+    if (ROWS == 1 && threadIdx.x < TILE && row < n)
+        row_scales[(long(row / part) * tiles_x + tile_x) * part + row % part] = scale;
+    if (COLUMNS == 1 && threadIdx.x < TILE && column < f)
+        column_scales[long(tile_y) * HALVES * f + half * f + column] = scale;
+    if (threadIdx.x) return;
+    if (ROWS == 2) put(row_scales, tile_y, tile_x, tiles_x, scale);
+    if (COLUMNS == 2) put(column_scales, tile_x, tile_y, tiles_y, scale);
+    if (ROWS == 3) *row_scales = scale;
+    if (COLUMNS == 3) *column_scales = scale;
+}
+
+// rows (n, HALVES f) = what is read / scale, and columns the same transposed; n and f are multiples of 16.  A part of
+// `part` rows has the scales of a first operand of its own.
+extern "C" __global__ void __launch_bounds__(512, SOURCE == 2 ? 2 : 3)
+quantize(const bfloat16* x, const bfloat16* more, const float* rstd, unsigned char* rows, float* row_scales, unsigned char* columns,
+         float* column_scales, const unsigned* all, int n, int f, int part) {
+    __shared__ Quad tile[TILE][CHUNKS];
+    const int row = blockIdx.y * TILE + group() * 4, column = blockIdx.x * TILE + column_of_tile();
     const bool inside = row < n && column < f;
-    Quad q[4][HALVES] = {};
-    if (inside) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) read(q[i], x, gate_up, row + i, column, f);
+    Tile q = {};
+    unsigned most[HALVES] = {};
+    read_tile(q, most, x, more, rstd, n, f);
+    if (ROWS == 3 || COLUMNS == 3) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < gridDim.x * gridDim.y; i += THREADS) most[0] = max(most[0], all[i]);
+        most[HALVES - 1] = most[0];
+        block_max(most);
     }
-    unsigned most = 0;
-    for (int i = threadIdx.x; i < partials; i += THREADS) most = max(most, partial[i]);
-    most = block_max(most);
-    const bool finite = most < INFINITE;
-    const int exponent = finite ? exponent_of(most) : 0;
-    const float nan = __uint_as_float(0x7fffffffu), factor = finite ? power_of_two(-exponent) : nan;
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *scale = finite ? power_of_two(exponent) : nan;
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
+        const bool finite = most[half] < INFINITE;
+        const int exponent = finite ? exponent_of(most[half]) : 0;
+        const float nan = __uint_as_float(0x7fffffffu), factor = finite ? power_of_two(-exponent) : nan;
+        const float scale = finite ? power_of_two(exponent) : nan;
         unsigned left[4], right[4];  // of each row, its first and last four columns
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -143,17 +189,20 @@ quantize(const bfloat16* x, const bfloat16* gate_up, unsigned char* rows, unsign
                 *reinterpret_cast<uint2*>(rows + long(row + i) * HALVES * f + half * f + column) =
                     make_uint2(left[i], right[i]);
         }
-        if (!COLUMNS) continue;
-        if (half) __syncthreads();  // the tile has been read
-        transpose(tile, left, threadIdx.x % 8 * W);
-        transpose(tile, right, threadIdx.x % 8 * W + 4);
-        __syncthreads();
+        if (COLUMNS) {
+            if (half) __syncthreads();  // the tile has been read
+            transpose(tile, left, column_of_tile());
+            transpose(tile, right, column_of_tile() + 4);
+            __syncthreads();
 #pragma unroll
-        for (int i = threadIdx.x; i < TILE_COLUMNS * CHUNKS; i += THREADS) {
-            const int of_tile = i / CHUNKS, part = i % CHUNKS;
-            const int to_row = blockIdx.y * TILE_ROWS + part * 16, to_column = blockIdx.x * TILE_COLUMNS + of_tile;
-            if (to_row < n && to_column < f)
-                *reinterpret_cast<Quad*>(columns + long(half * f + to_column) * n + to_row) = tile[of_tile][part ^ of_tile / 8];
+            for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
+                const int from = i / CHUNKS, chunk = i % CHUNKS;
+                const int to_row = blockIdx.y * TILE + chunk * 16, to_column = blockIdx.x * TILE + from;
+                if (to_row < n && to_column < f)
+                    *reinterpret_cast<Quad*>(columns + long(half * f + to_column) * n + to_row) =
+                        tile[from][chunk ^ from / 8 % 8];
+            }
         }
+        put_scales(row_scales, column_scales, half, scale, n, f, part);
     }
 }

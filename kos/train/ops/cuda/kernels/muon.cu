@@ -4,7 +4,7 @@
 // all tensor-parallel ranks. `frobenius` and `normalize` divide matrices by their norms, in sums of a fixed order.
 // `muon_update` subtracts the result.  If the step is not finite, neither momentum nor weights change.
 //
-// -DMASTER -DGRADIENT -DWEIGHT -DCOPY as in adamw.cu; -DDTYPE (of the matrices that are multiplied)
+// -DMASTER -DGRADIENT -DWEIGHT -DCOPY as in optimizers.cuh; -DDTYPE (of the matrices that are multiplied)
 #include "optimizers.cuh"
 
 // u = g + mu (m - g), after m += (1 - mu) (g - m).

@@ -1,4 +1,7 @@
-// What the kernels of optimizers have in common: the scalars of a step, rounding at random.
+// What the kernels of optimizers have in common: the scalars of a step, rounding at random, the update of a chunk.
+//
+// -DMASTER (dtype of the weights: float32, or bfloat16, which is rounded at random) -DGRADIENT -DWEIGHT (dtype of the
+// copy; -DCOPY=0: there is none)
 #pragma once
 #include "vectors.cuh"
 
@@ -6,6 +9,24 @@ constexpr int W = 4;
 
 struct State {  // doubles, read by the host by index
     double step, lr, norm, scale, step_size, root, finite, sum_of_squares, rest, halted;
+};
+
+struct Chunk {
+    long start, local;  // in gradients and copy; in what this rank holds of weights
+    int length, group;
+    long index;  // among the chunks of all ranks
+    long place;  // in the layout of the whole model
+    long kept;   // in what is kept of the weights
+};
+
+struct Group {
+    double decay, lr_scale;
+};
+
+// Of a step and a group: learning rate and weight decay; what a decoupled decay multiplies weights by; and of Adam's
+// corrected moments, for the betas of the rule, lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t).
+struct Rates {
+    float lr, decay, shrink, step_size, root;
 };
 
 __device__ __forceinline__ bool wide(const void* p, int bytes) { return (unsigned long long)p % bytes == 0; }
@@ -26,4 +47,56 @@ __device__ __forceinline__ float rounded(float x, unsigned key, long place) {
 
 __device__ __forceinline__ unsigned key_of(long seed, const State* state) {
     return mixed(mixed(mixed(seed) ^ seed >> 32) ^ unsigned(state->step));
+}
+
+template <class T>
+struct Few {
+    T x[W];
+};
+
+// The update of a block's chunk, whose elements are all of one parameter group; none if the step is not finite.
+// `rule(at, w, g, kept...)` changes a weight and what is `kept` of it, by its averaged and clipped gradient.  It says
+// what is fused (fmaf): so an element has the same bits in a pack and alone.  Weights and copy are written in one pass.
+template <class Rule, class... Kept>
+__device__ __forceinline__ void update_chunk(MASTER* weights, const GRADIENT* gradients, WEIGHT* copy,
+                                             const Chunk* chunks, const Group* groups, const State* state, long seed,
+                                             const Rule& rule, Kept*... kept) {
+    if (!state->finite) return;
+    const Chunk chunk = chunks[blockIdx.x];
+    const Group group = groups[chunk.group];
+    const float scale = state->scale;
+    const Rates at = {float(state->lr * group.lr_scale), float(group.decay),
+                      float(1 - state->lr * group.lr_scale * group.decay),
+                      float(state->step_size * group.lr_scale), float(state->root)};
+    const unsigned key = key_of(seed, state);
+    weights += chunk.local, gradients += chunk.start, copy += chunk.start;
+    ((kept += chunk.kept), ...);
+
+    auto update_pack = [&](long i, auto... few) {
+        float w[W], g[W];
+        load_few(w, weights + i);
+        load_few(g, gradients + i);
+        (load(few.x, kept + i), ...);
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+            rule(at, w[j], g[j] * scale, few.x[j]...);
+            w[j] = rounded(w[j], key, chunk.place + i + j);
+        }
+        store_few(weights + i, w);
+        (store(kept + i, few.x), ...);
+        if (COPY) store_few(copy + i, w);
+    };
+    // 16 bytes of fp32, 8 of bf16.
+    const bool aligned = wide(weights, W * sizeof(MASTER)) && (wide(kept, W * sizeof(Kept)) && ...) &&
+                         wide(gradients, W * sizeof(GRADIENT)) && wide(copy, W * sizeof(WEIGHT));
+    const int packs = aligned ? chunk.length / W : 0;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < packs; i += 256) update_pack(i * W, Few<Kept>()...);
+    for (int i = packs * W + threadIdx.x; i < chunk.length; i += 256) {
+        float w = widen(weights[i]);
+        rule(at, w, widen(gradients[i]) * scale, kept[i]...);
+        w = rounded(w, key, chunk.place + i);
+        narrow(w, weights[i]);
+        if (COPY) narrow(w, copy[i]);
+    }
 }

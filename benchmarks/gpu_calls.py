@@ -1,0 +1,195 @@
+"""The CPU time of an eager call on GPUs, beside that of its launch from C: mpirun -n 2 python -m benchmarks.gpu_calls
+
+Three ways make the same call by turns: the compiled core, Python (the core off), and a loop in C that makes the same
+launch and nothing else: for peer the kernel with the same attributes, for nccl NCCL's own function.  The figure is the
+time until a call returns, back to back, in microseconds: the median of all turns on the slowest rank.  The launch
+queue is never full: after each turn the ranks wait for the GPU.  ``kernels`` is how many a call launches, 0 where the
+core does not make it, as for what is several launches; there only Python is timed.
+
+One GPU for two ranks serves peer alone, whose kernels take turns of a millisecond there: a few calls and turns will do.
+Arrays of torch are on its current stream, those of kos on a stream of their own and on the legacy default stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import shutil
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import kos
+from kos.bench.report import provenance, to_json
+from kos.commands import program
+from kos.cuda import create_stream, driver
+from kos.errors import BackendUnavailable, KosError
+from kos.files import check_writable
+from kos.memory import Array
+
+HERE = Path(__file__).parent
+Call = Callable[[], Any]
+OPERATIONS: dict[str, Callable[[Any, Any, Any, Any], Call]] = {
+    "all_reduce": lambda c, x, y, z: partial(c.all_reduce, x),
+    "reduce": lambda c, x, y, z: partial(c.reduce, x, 0),
+    "broadcast": lambda c, x, y, z: partial(c.broadcast, x, 0),
+    "all_gather": lambda c, x, y, z: partial(c.all_gather, x, y),
+    "reduce_scatter": lambda c, x, y, z: partial(c.reduce_scatter, y, x),
+    "all_to_all": lambda c, x, y, z: partial(c.all_to_all, y, z),
+    "gather": lambda c, x, y, z: partial(c.gather, x, 0, y if c.rank == 0 else None),
+    "scatter": lambda c, x, y, z: partial(c.scatter, y if c.rank == 0 else None, x, 0),
+    "scan": lambda c, x, y, z: partial(c.scan, x),
+    "send_recv": lambda c, x, y, z: partial(c.send_recv, x, z[: x.shape[0]], 1 - c.rank, 1 - c.rank),
+}
+"""By name, of x with a part of each rank, and y and z with the parts of all."""
+
+
+def build() -> ctypes.CDLL:
+    """The loop in C.  Raises BackendUnavailable without a compiler."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise BackendUnavailable("gpu_calls: needs a C compiler")
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/launches.so"
+        include = HERE.parent / "kos" / "_core"
+        command = [compiler, "-O2", "-w", "-shared", "-fPIC", f"-I{include}", str(HERE / "launches.c"), "-o", library]
+        subprocess.run(command, check=True, timeout=60)
+        loaded = ctypes.CDLL(library)
+    loaded.time_launches.restype = ctypes.c_double
+    return loaded
+
+
+def allocators(device: int) -> Iterator[tuple[str, Callable[[int], Any]]]:
+    """Kinds of arrays, with a function that makes one of so many float32."""
+    stream = create_stream(device)
+    yield "kos", lambda n: Array.zeros(n, "float32", device, stream=stream)
+    yield "kos, default stream", lambda n: Array.zeros(n, "float32", device)
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.cuda.set_device(device)
+    yield "torch", lambda n: torch.zeros(n, device=f"cuda:{device}")
+
+
+class Timer:
+    """Times the calls of one communicator."""
+
+    def __init__(self, comm: Any, loop: ctypes.CDLL, calls: int, turns: int) -> None:
+        self._comm, self._loop, self._calls, self._turns = comm, loop, calls, turns
+
+    def _settle(self) -> None:
+        self._comm.synchronize()
+        driver.synchronize(self._comm.device)
+        self._comm.rendezvous.barrier()
+
+    def _time(self, run: Call) -> float:
+        self._settle()
+        run()  # orders the stream
+        began = time.perf_counter_ns()
+        for _ in range(self._calls):
+            run()
+        return (time.perf_counter_ns() - began) / self._calls / 1e3
+
+    def _launch(self, run: Call) -> tuple[Any, Any] | None:
+        """The launch of a call by Python, and its Work, which has the addresses and the stream."""
+        parts = [each for each in self._comm.backend.parts if each.on_gpu]
+        for each in parts:
+            each._last = None
+        run()
+        part = next(each for each in parts if each._last is not None)
+        known = self._comm._eager is not None and part.launch_words(part._last.prepared)
+        return (known, part._last) if known else None
+
+    def row(self, make: Callable[..., Call], *arrays: Any) -> dict[str, Any]:
+        """The figures of one call.  Collective."""
+        comm, eager = self._comm, self._comm._eager
+        run = make(comm, *arrays)
+        for _ in range(8):
+            run()
+        self._settle()
+        if eager is not None:
+            eager.off = True
+        launch = self._launch(run)
+        if b"" in comm.rendezvous.allgather(b"" if launch is None else b"1"):
+            launch = None
+        sources = None if launch is None else struct.pack("=3Q", launch[1].send, launch[1].recv, launch[1].stream)
+        times: dict[str, list[float]] = {"python_us": [], "core_us": [], "c_us": []}
+        hits = 0
+        for _ in range(self._turns):
+            times["python_us"].append(self._time(run))
+            if launch is None:
+                continue
+            eager.off, before = False, eager.hits
+            times["core_us"].append(self._time(run))
+            hits += eager.hits - before
+            eager.off = True
+            self._settle()
+            times["c_us"].append(self._loop.time_launches(launch[0], sources, self._calls))
+        if eager is not None:
+            eager.off = False
+        self._settle()
+        mine = {name: statistics.median(each) for name, each in times.items() if each}
+        mine |= {"kernels": int(launch is not None), "by_core": hits / self._turns / (self._calls + 1)}
+        everyone = [json.loads(text) for text in comm.rendezvous.allgather(json.dumps(mine).encode())]
+        return {name: round(max(each.get(name, 0) for each in everyone), 3) for name in mine}
+
+
+def measure(backend: str, options: argparse.Namespace, loop: ctypes.CDLL) -> Iterator[dict[str, Any]]:
+    """A row for each operation, kind of array and size on ``backend``.  Collective."""
+    with kos.init(backend, timeout=60.0) as comm:
+        assert comm.device is not None
+        driver.set_device(comm.device)  # launches on a default stream go to the current device
+        timer = Timer(comm, loop, options.calls, options.turns)
+        for kind, make in allocators(comm.device):
+            for nbytes in options.sizes:
+                count = max(nbytes // 4, 1)
+                arrays = make(count), make(count * comm.size), make(count * comm.size)
+                for name in options.operations:
+                    row = {"backend": backend, "op": name, "arrays": kind, "bytes": nbytes, "ranks": comm.size}
+                    row["rank"] = comm.rank  # that has the row
+                    row |= timer.row(OPERATIONS[name], *arrays)
+                    if row.get("c_us"):
+                        row |= {"ratio": round(row["core_us"] / row["c_us"], 3),
+                                "over_us": round(row["core_us"] - row["c_us"], 3)}  # fmt: skip
+                    yield row
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog=program("benchmarks.gpu_calls"), description=__doc__)
+    parser.add_argument("--backends", nargs="+", default=["peer", "nccl"], help="of kos, one after the other")
+    parser.add_argument("--operations", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1024, 131072], help="bytes of one rank's part")
+    parser.add_argument("--calls", type=int, default=100, help="in a turn; fewer than a launch queue holds")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, with what they were measured on")
+    options = parser.parse_args(arguments)
+    if options.json:
+        check_writable(options.json)
+    loop, rows = build(), []
+    gc.disable()
+    for backend in options.backends:
+        try:
+            for row in measure(backend, options, loop):
+                rows.append(row)
+                if row["rank"] == 0:
+                    print(json.dumps(row), flush=True)
+        except KosError as error:
+            print(f"{backend}: {error}", file=sys.stderr)
+    if options.json and rows and rows[0]["rank"] == 0:
+        options.json.write_text(to_json(provenance("benchmarks.gpu_calls", 0, 2) | {"rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,185 @@
+"""Runs whose validation losses are compared, on text that is not seen twice: what such benchmarks have in common.
+
+A benchmark says with a ``Plan`` which runs there are. ``work`` makes those that its file lacks: with a seed all begin
+with the same weights and see the same tokens in the same order. The file has each run as soon as it is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+from benchmarks.optimizers import gpu_of, release
+from benchmarks.wheel_corpus import unpack
+from kos.bench import report
+from kos.comm.communicator import Communicator
+from kos.errors import ConfigError
+from kos.train.config.flags import parse
+from kos.train.config.options import TrainConfig
+from kos.train.data.batches import Dataset, load_data
+from kos.train.device.base import Device
+from kos.train.device.choose import layout_of, make_device
+from kos.train.device.machine import limit_threads
+from kos.train.parallel.failures import together
+from kos.train.parallel.mesh import Mesh
+from kos.train.parallel.stopping import Stop
+from kos.train.train import StepResult, train
+
+WARM_UP = 0.05  # of the steps of a run
+VARIED = ("seed", "steps", "warmup_steps", "eval_every")
+"""The settings that differ between runs of one file, besides those that a benchmark compares."""
+
+Row = dict[str, Any]
+Wanted = Any
+"""A run: a NamedTuple of settings, ``seed`` and ``steps`` among them. The losses of seed 0 are those of its end."""
+
+
+class Plan(Protocol):
+    """The runs of a file: which are there, and which come next."""
+
+    rows: list[Row]
+
+    steps: int
+    """Of the longest run."""
+
+    def missing(self) -> Iterator[Wanted]:
+        """The runs that are not there yet, in order."""
+
+    def seconds(self, wanted: Wanted) -> float:
+        """About how long a run takes; 0: it is not known."""
+
+    def summary(self) -> list[Row]:
+        """The comparison of each seed."""
+
+
+class Curve:
+    """What the trainer's loop reports to (``kos.train.train.Run``): the losses of a run, which it stops if they end."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.step, self.stop = device, 0, Stop()
+        self.speeds: list[float] = []
+        self.losses: list[tuple[int, float]] = []
+        """Tokens, and the validation loss after them."""
+
+    def measure(self, result: StepResult) -> Row:
+        config = self.device.config
+        self.speeds.append(config.batch_size * config.seq_len / result.seconds)
+        self.stop.asked = self.stop.asked or not math.isfinite(result.loss + result.norm)
+        return {}
+
+    def validate(self) -> float:
+        return self.device.evaluate()
+
+    def log(self, row: Row, last: bool) -> None:
+        config = self.device.config
+        if "val_loss" in row:
+            self.losses.append((self.step * config.batch_size * config.seq_len, row["val_loss"]))
+
+    def save(self) -> None:
+        """Nothing: the weights are of no use."""
+
+
+def run(config: TrainConfig, data: Dataset, comm: Communicator, wanted: Wanted, evaluations: int) -> Row:
+    """Train as ``wanted``: a row of the results. Collective."""
+    began, layout, steps = time.perf_counter(), layout_of(config, comm.size), wanted.steps
+    changes = {"warmup_steps": max(1, round(WARM_UP * steps)), "eval_every": max(1, steps // evaluations)}
+    config = config.model_copy(update={**wanted._asdict(), **changes})
+    data, mesh = dataclasses.replace(data, seed=wanted.seed), Mesh(comm, layout)
+    device = make_device(config, config.model_config_for(data.tokenizer.vocab_size), data, mesh)
+    device.draw_weights()
+    curve = Curve(device)
+    train(device, config, curve)
+    device.close()
+    mesh.close()
+    last = curve.losses[-1][1] if curve.step == steps else math.inf
+    return {
+        **wanted._asdict(), "tokens": steps * config.batch_size * config.seq_len,
+        "val_loss": last if math.isfinite(last) else None, "tokens_per_second": round(median(curve.speeds)),
+        "seconds": round(time.perf_counter() - began, 1), "curve": curve.losses,
+    }  # fmt: skip
+
+
+def find(rows: Sequence[Row], wanted: Wanted) -> Row | None:
+    """The row of a run."""
+    return next((row for row in rows if all(row[name] == value for name, value in wanted._asdict().items())), None)
+
+
+def seconds(rows: Sequence[Row], wanted: Wanted, kind: str) -> float:
+    """About how long a run takes, by those of the same ``kind``, a setting; 0: it is not known."""
+    each = [row["seconds"] / row["steps"] for row in rows if row[kind] == getattr(wanted, kind)]
+    return float(wanted.steps * max(each, default=0.0))
+
+
+def work(
+    name: str, compared: Sequence[str], make_plan: Callable[[TrainConfig, list[Row]], Plan],
+    arguments: argparse.Namespace, flags: Sequence[str], comm: Communicator, say: Callable[[str], object],
+) -> None:  # fmt: skip
+    """All runs of benchmark ``name`` for which there is time. They differ in the settings ``compared``. Collective."""
+    began = time.monotonic()
+    path = together(comm, lambda: unpack(arguments.corpus) if comm.rank == 0 else None)
+    given = ["--data", str(path or unpack(arguments.corpus)), "--eval-batches", "32", *flags, "--epochs", "1"]
+    asked = parse(given)
+    gpu = gpu_of(asked, comm)
+    config = asked.for_world(layout_of(asked, comm.size).dp, "cpu" if gpu is None else "cuda")
+    limit_threads(comm)
+    data = together(comm, lambda: load_data(config))
+    size = config.batch_size * config.seq_len
+    about = {key: value for key, value in config.to_json().items() if key not in (*compared, *VARIED, "data", "epochs")}
+    head = {
+        **report.provenance(name, gpu, comm.size), "fingerprint": data.fingerprint,
+        "settings": about,
+    }  # fmt: skip
+    plan = make_plan(config, _earlier(arguments.json, head))
+    if plan.steps > data.steps_per_epoch:
+        most = data.steps_per_epoch * size
+        raise ConfigError(f"--tokens: expected at most {most:,}, which are seen once, got {arguments.tokens:,.0f}")
+    config = config.model_copy(update={"epochs": None})  # the order of ``data`` stays that of an epoch
+    while (wanted := next(plan.missing(), None)) is not None:
+        ends = (time.monotonic() - began + plan.seconds(wanted)) / 60
+        if b"1" in comm.all_gather_bytes(b"1" if arguments.minutes and ends > arguments.minutes else b"0"):
+            say("more runs are missing: the same command goes on")
+            break
+        evaluations = arguments.evaluations if wanted.seed else 1  # of tuning the last loss counts
+        plan.rows.append(row := run(config, data, comm, wanted, evaluations))
+        say(", ".join(f"{key} {row[key]}" for key in (*wanted._fields, "val_loss", "tokens_per_second", "seconds")))
+        release(gpu)
+        if comm.rank == 0:
+            _write(arguments.json, {**head, "summary": plan.summary(), "rows": plan.rows})
+    say(str(plan))
+
+
+def _earlier(path: Path, head: Row) -> list[Row]:
+    """The runs that a file has; ConfigError if they are of other settings or other data."""
+    if not path.exists():
+        return []
+    found = report.read(path, "fingerprint", "settings", "rows")
+    for name in ("fingerprint", "settings", "hardware"):
+        if found[name] != head[name]:
+            differ = found[name], head[name]
+            if name == "settings":
+                key = next(key for key in head[name] if found[name].get(key) != head[name][key])
+                name, differ = key, (found[name].get(key), head[name][key])
+            raise ConfigError(f"--json {path}: expected runs of {name} {differ[1]}, got those of {differ[0]}")
+    return list(found["rows"])
+
+
+def _write(path: Path, result: Row) -> None:
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(report.to_json(result))
+    os.replace(beside, path)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--corpus", type=Path, required=True, metavar="FILE", help="text, JSON Lines, or that in .xz")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="the results, and those of before")
+    parser.add_argument("--tokens", type=float, default=60e6, metavar="N", help="of a run (default: 60e6)")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="pairs of runs (default: 3)")
+    parser.add_argument("--evaluations", type=int, default=20, metavar="N", help="of a run (default: 20)")
+    parser.add_argument("--minutes", type=float, default=0, metavar="M", help="begin no run that ends later")

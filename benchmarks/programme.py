@@ -1,0 +1,130 @@
+"""What ``benchmarks.all`` measures: the commands of each subject, and the seconds that each is expected to take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """``command``: without ``--json``; ``preload``: a library that its processes load first."""
+
+    command: str
+    seconds: int
+    preload: str = ""
+
+
+Programme = dict[str, list[Piece]]
+"""The pieces of each subject."""
+ROOTED = "all_gather,reduce_scatter,all_to_all,broadcast,reduce,gather,scatter,send_recv"
+COUNTS = "all_to_all_v,all_gather_v,gather_v,reduce_scatter_v,scatter_v,scan,exscan"
+LAYERS = "--preset 8b --name 8b-4-layers --num-hidden-layers 4 --vocab-size 32000 --tie-word-embeddings --seq-len 4096"
+MODELS = {  # flags, PyTorch's variants, steps
+    "124m-4": ("--preset 124m --per-rank 4", "cudnn-master-graphs,flash-master-graphs", 40),
+    "124m": ("--preset 124m --per-rank 32", "cudnn-master,flash-master", 12),
+    "1b": ("--preset 1b --per-rank 2", "cudnn-master,flash-master", 10),
+    "8b-4-layers": (f"{LAYERS} --per-rank 2", "cudnn-master,flash-master", 10),
+}
+LAYOUTS = ("--dp 2", "--tp 2", "--pp 2 --pp-schedule zero-bubble-v --micro-batch-size 1", "--cp 2")
+ATTENTION = "attention attention_backward"
+SEEN = "attention_documents attention_documents_backward attention_window attention_window_backward"
+
+
+def hosts() -> Programme:
+    sizes, peers = "--sizes 8,1K,4K,64K,1M,16M --arrays 1,100", "--backend mpi,mpi-native,mpi-again,mpi-c"
+    bench = f"python -m kos.bench --device host {sizes} {peers} --no-plot"
+    parts = ("all_reduce,reduce,broadcast,send_recv,barrier", "all_to_all,all_gather,gather,reduce_scatter,scatter",
+             "all_to_all_v,all_gather_v,gather_v", "reduce_scatter_v,scatter_v,scan,exscan")  # fmt: skip
+    calls = {
+        f"host-calls-{ranks}": [
+            Piece(f"taskset -c 0,1 mpirun -n {ranks} {bench} {peers} -n {each} --collective {ops}", 420)
+            for ops in parts
+        ]
+        for ranks, each in ((2, 500), (4, 40))
+    }
+    between = "python -m benchmarks.between_hosts --sizes 8 64K 1M 16M --rate"
+    return {**calls, "between-hosts": [Piece(f"{between} {rate}", 300) for rate in ("1gbit", "10gbit")]}
+
+
+def collectives(gpus: int, backends: str, rows: str = "graph,eager") -> list[Piece]:
+    bench = f"mpirun -n {gpus} python -m kos.bench --dtype bfloat16 --place out --no-plot --mode {rows} --iterations 20"
+    return [
+        Piece(f"{bench} --backend {backends} --collective {ops} --sizes {sizes}", seconds)
+        for ops, sizes, seconds in (
+            (ROOTED, "1K,8K,128K,1M,16M,256M,1G", 300), (COUNTS, "1K,8K,128K,1M,16M,256M", 240),
+            ("routing", "1792K,112M", 60),
+        )
+    ]  # fmt: skip
+
+
+def gpus_of_one(gpu: str) -> Programme:
+    """Training, and kernels."""
+    train = "python -m benchmarks.train --repeats 2 --device cuda --limit 100"
+    torch = [
+        Piece(f"{train} --compare torch --grad-dtype bfloat16 {flags} --torch {variants} --steps {steps}", 300)
+        for flags, variants, steps in MODELS.values()
+    ]
+    eight = [Piece(f"{train} --compare fp8 --apart {MODELS[name][0]} --steps 10", 150)
+             for name in ("124m", "1b", "8b-4-layers")]  # fmt: skip
+    kernels = "python -m benchmarks.kernels"
+    one = "mpirun -n 1 python -m kos.bench --dtype bfloat16 --place out --no-plot --mode graph,eager --iterations 20"
+    return {
+        f"collectives-{gpu}-1": [Piece(f"{one} --backend auto,peer,nccl,nccl-window --collective all --sizes "
+                                       "8K,1M,16M,256M", 240)],
+        f"train-{gpu}-1": torch,
+        f"train-fp8-{gpu}-1": eight,
+        f"kernels-{gpu}-1": [Piece(f"{kernels} --preset 1b --compile", 400)],
+        f"kernels-124m-{gpu}-1": [Piece(f"{kernels} --preset 124m --tokens 32768 --compile", 400)],
+        f"attention-{gpu}-1": [
+            Piece(f"{kernels} --preset 8b --tokens 8192 --seq-len 8192 --only {ATTENTION} {SEEN}", 200),
+            Piece(f"{kernels} --preset 1b --only {ATTENTION}", 120),
+            Piece(f"{kernels} --preset 124m --tokens 32768 --only {ATTENTION}", 120),
+        ],
+        f"fp8-{gpu}-1": [Piece("python -m benchmarks.fp8 --preset 8b", 240)],
+        f"optimizers-{gpu}-1": [Piece("python -m benchmarks.optimizers --preset 124m", 120)],
+    }  # fmt: skip
+
+
+def gpus_of_several(gpus: int, gpu: str, nccl: str | None) -> Programme:
+    """Collectives of kos and its peers, torch.distributed over kos, training in each layout."""
+    all_reduce = "--place both --iterations 40 --sizes 1K,8K,32K,128K,512K,1M,4M,16M,64M,256M,1G"
+    bench = f"mpirun -n {gpus} python -m kos.bench --dtype bfloat16 --no-plot"
+    train = f"python -m benchmarks.train --repeats 2 --device cuda --limit 100 --ranks {gpus}"
+    found = {
+        f"collectives-{gpu}-{gpus}": [
+            *(Piece(f"{bench} --algorithm auto,deterministic {all_reduce} --mode {mode}", 300)
+              for mode in ("graph", "eager", "single_shot")),
+            *collectives(gpus, "auto,peer,nccl,nccl-window"),
+        ],
+        f"compressed-{gpu}-{gpus}": [
+            Piece(f"mpirun -n {gpus} python -m benchmarks.compressed --sizes 1M 16M 64M", 120)
+        ],
+        f"torch-backend-{gpu}-{gpus}": [Piece(f"python -m benchmarks.torch_backend --ranks {gpus}", 240)],
+        f"train-{gpu}-{gpus}": [
+            Piece(f"{train} --compare torch --grad-dtype bfloat16 --zero 1 {MODELS[name][0]} --torch cudnn-master "
+                  f"--steps {MODELS[name][2]}", 300)
+            for name in ("124m", "1b", "8b-4-layers")
+        ],
+    }  # fmt: skip
+    if gpus == 2:
+        found[f"layouts-{gpu}-2"] = [
+            Piece(f"{train} --preset 1b --batch-size 16 --steps 6 {layout}", 200) for layout in LAYOUTS
+        ]
+        found[f"layouts-peers-{gpu}-2"] = [
+            Piece(f"{train} --preset 8b --name 8b-8-layers --num-hidden-layers 8 --batch-size 4 --micro-batch-size 1 "
+                  "--steps 5 --tp 2 --compare torch --torch cudnn-master,cudnn-master-async", 400),
+            Piece(f"{train} --preset 1b --seq-len 65536 --batch-size 1 --micro-batch-size 1 --steps 4 --cp 2 "
+                  "--compare torch --torch cudnn-master,cudnn-master-alltoall", 400),
+        ]  # fmt: skip
+    if nccl:
+        raw = "kos-nccl,nccl,nccl-window"
+        first = Piece(f"{bench} {all_reduce} --backend {raw}", 240)
+        found[f"other-nccl-{gpu}-{gpus}"] = [
+            Piece(command, seconds, nccl) for command, seconds, _ in (first, *collectives(gpus, raw))
+        ]
+    return found
+
+
+def programme(gpus: int, gpu: str, nccl: str | None = None) -> Programme:
+    if not gpus:
+        return hosts()
+    return gpus_of_one(gpu) if gpus == 1 else gpus_of_several(gpus, gpu, nccl)

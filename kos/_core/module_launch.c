@@ -1,0 +1,161 @@
+// Calls on GPUs that need no Python: an operation on arrays of a GPU whose signature and stream are known.
+//
+// Python has queued such a call before (kos/comm/gpu/eager.py), and says what it read of its own state to choose the
+// shortest way: no event, no wait for another stream, no other library's turn.  While all of that is unchanged the core
+// numbers, records, publishes and queues the call.  In every other case Python does.
+#include "module.h"
+
+#include <string.h>
+
+// The start of kos.memory.Array, whose slots are in alphabetical order; take_arrays checks it.
+typedef struct {
+    PyObject_HEAD
+    PyObject *device, *dtype, *owner, *pointer, *readonly, *shape, *stream;
+} device_array;
+
+// What is known of a call, in words; then its launch.
+typedef struct {
+    uint64_t fingerprint;           // 0 of a message
+    uint64_t stream;                // a handle
+    uint64_t failed;                // the address of a word that is not 0 once a kernel has ended early, or 0
+    uint64_t context, get_context;  // that must be current, and the driver's function; 0: any may be
+    uint64_t is_captured;           // the driver's function, for a call that runs otherwise in a graph; or 0
+    uint64_t send_bytes, recv_bytes, distance;  // from output to input if they overlap
+} queued_call;
+
+enum { PLAN, DESCRIPTION = 2, WORK, GUARDS = 8, BACKEND, SHARED };  // of what EagerCalls.remember returns
+
+PyTypeObject *array_type;
+static PyObject *windows;
+
+// --- Arrays ----------------------------------------------------------------------------------------------------------
+
+// arrays(example): arrays of that type, kos.memory.Array, may be those of calls; False if its layout is another one.
+PyObject *take_arrays(PyObject *self, PyObject *example) {
+    const char *names[] = {"device", "dtype", "owner", "pointer", "readonly", "shape", "stream"};
+    int same = 1;
+    for (int i = 0; i < 7; i++) {
+        PyObject *value = PyObject_GetAttrString(example, names[i]);
+        same = same && value == (&((device_array *)example)->device)[i];
+        Py_XDECREF(value);
+    }
+    if (same)
+        array_type = Py_TYPE(example);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(same);
+}
+
+// windows(ranges): the windows of this process, as pairs of an address and a number of bytes.
+PyObject *take_windows(PyObject *self, PyObject *ranges) {
+    Py_XDECREF(windows);
+    windows = Py_NewRef(ranges);
+    Py_RETURN_NONE;
+}
+
+uint64_t place_of(const char *data) {
+    const uint64_t at = (uintptr_t)data, *pair = windows ? (const uint64_t *)PyBytes_AsString(windows) : NULL;
+    for (Py_ssize_t left = windows ? PyBytes_Size(windows) / 16 : 0; left; left--, pair += 2)
+        if (at - pair[0] < pair[1])
+            return at;
+    return at & 15;
+}
+
+// The words of an array for the key of a call, and its memory; `shape` is room for DIMENSIONS.  0: Python must look.
+int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape) {
+    const device_array *array = (device_array *)x;
+    const Py_ssize_t nd = PyTuple_Size(array->shape);
+    if (nd > DIMENSIONS || peek(array->owner, s_closed, 0) == Py_True)
+        return 0;
+    for (Py_ssize_t d = 0; d < nd; d++)
+        shape[d] = PyLong_AsLongLong(PyTuple_GetItem(array->shape, d));
+    *t = (tensor){.data = PyLong_AsVoidPtr(array->pointer), .device = CUDA, .nd = (int32_t)nd, .shape = shape};
+    words->what = (uintptr_t)array->dtype;
+    words->kind = (uint64_t)PyLong_AsLong(array->device) << 1 | (array->readonly == Py_True);
+    words->stream = (uintptr_t)array->stream;
+    const int error = PyErr_Occurred() != NULL;
+    PyErr_Clear();
+    return !error;
+}
+
+// --- A call ----------------------------------------------------------------------------------------------------------
+
+static long long number_at(PyObject *tuple, Py_ssize_t at) { return PyLong_AsLongLong(PyTuple_GetItem(tuple, at)); }
+
+// Whether an attribute is what it was: the same object, an equal number, or (blocks, blocks of a multiprocessor) of
+// kernels that leave as much room.
+static int is_still(PyObject *object, PyObject *name, PyObject *expected) {
+    PyObject *value = PyObject_GetAttr(object, name);
+    int same = value == expected;
+    if (!value)
+        PyErr_Clear();
+    else if (!same && PyLong_CheckExact(value) && PyLong_CheckExact(expected))
+        same = PyLong_AsLongLong(value) == PyLong_AsLongLong(expected);
+    else if (!same && PyTuple_Check(value) && PyTuple_Check(expected))
+        same = number_at(value, 0) >= number_at(expected, 0) && number_at(value, 1) <= number_at(expected, 1);
+    Py_XDECREF(value);
+    return same;
+}
+
+static int is_as_far(const queued_call *q, const char *send, const char *recv) {
+    const int apart = !send || !recv || send + q->send_bytes <= recv || recv + q->recv_bytes <= send;
+    return apart ? q->distance == UINT64_MAX : q->distance == (uint64_t)(send - recv);
+}
+
+// Whether Python would queue the call at once.  Every 64th collective it compares those before with other ranks'.
+static int may_queue(Group *g, const queued_call *q, PyObject *guards, const char *send, const char *recv) {
+    int (*get_context)(uint64_t *) = (int (*)(uint64_t *))(uintptr_t)q->get_context;
+    int (*is_captured)(uint64_t, int *) = (int (*)(uint64_t, int *))(uintptr_t)q->is_captured;
+    uint64_t context = 0;
+    int captured = 0;
+    if (g->off || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED
+        || (q->failed && *(volatile uint64_t *)(uintptr_t)q->failed) || !is_as_far(q, send, recv)
+        || (q->fingerprint && atomic_load_explicit(&g->core.line->arrived, memory_order_relaxed) >= g->compare_at))
+        return 0;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(guards); i += 3)
+        if (!is_still(PyTuple_GetItem(guards, i), PyTuple_GetItem(guards, i + 1), PyTuple_GetItem(guards, i + 2)))
+            return 0;
+    return (!q->context || (!get_context(&context) && context == q->context))
+        && (!q->is_captured || (!is_captured(q->stream, &captured) && !captured));
+}
+
+static void put(PyObject *object, PyObject *name, PyObject *value) {
+    if (PyObject_SetAttr(object, name, value))
+        PyErr_Clear();
+}
+
+PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv) {
+    const queued_call *q = (const queued_call *)PyBytes_AsString(PyTuple_GetItem(how, PLAN));
+    PyObject *const *objects = g->objects, *work = PyTuple_GetItem(how, WORK), *frame, *sequence;
+    if (!may_queue(g, q, PyTuple_GetItem(how, GUARDS), send, recv) || !(frame = (PyObject *)PyEval_GetFrame())
+        || !(sequence = PyIter_Next(objects[q->fingerprint ? COLLECTIVES : MESSAGES])))
+        return NULL;
+    Py_INCREF(how);  // while the GIL is released another thread may make this forgotten
+    Py_XINCREF(result);
+    g->hits++;
+    if (q->fingerprint)
+        put(objects[COMM], s_active, work);  // before anything that might let another thread run
+    set_field((State *)work, RECORD, note(objects, PyTuple_GetItem(how, DESCRIPTION), sequence, frame));
+    set_field((State *)work, SEQUENCE, sequence);
+    put(PyTuple_GetItem(how, BACKEND), s_last_work, work);
+    if (q->fingerprint) {
+        kos_publish(&g->core, PyLong_AsUnsignedLongLong(sequence), q->fingerprint);
+        put(PyTuple_GetItem(how, SHARED), s_last, work);
+    }
+    Py_DECREF(sequence);
+    const uint64_t sources[] = {(uintptr_t)send, (uintptr_t)recv, q->stream};
+    int error;
+    Py_BEGIN_ALLOW_THREADS
+    error = kos_queue_launch((const kos_launch *)(q + 1), sources);
+    Py_END_ALLOW_THREADS
+    if (error) {
+        Py_XDECREF(result);
+        result = PyObject_CallMethod(objects[NODE], "launch_failed", "Oi", work, error);  // raises
+    }
+    if (q->fingerprint) {
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        put(objects[COMM], s_active, Py_None);
+        PyErr_Restore(type, value, trace);
+    }
+    Py_DECREF(how);
+    return result;
+}

@@ -1,0 +1,165 @@
+"""Calls on GPUs that the compiled core makes: what it must know of a call (``kos/_core/module_launch.c``).
+
+The core makes a call as Python has made it before, if that was one launch on the stream of its arrays, and nothing has
+changed that the launch depended on.  These are the *guards*.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from threading import get_ident
+from typing import Any
+
+import numpy as np
+
+from kos._core import native
+from kos.comm.reduction import ReduceOp
+from kos.comm.work import Work
+from kos.cuda import driver
+from kos.cuda.streams import LEGACY, PER_THREAD, is_captured
+from kos.memory import windows
+from kos.memory.array import Array
+from kos.memory.libraries import library_of
+from kos.memory.windows import InWindows
+
+Guard = tuple[Any, str, Any]
+"""An object, the name of an attribute, and its value while the core may make such a call."""
+
+_APART = (1 << 64) - 1
+
+
+def tell_windows() -> None:
+    """Tell the core where windows are, on which its calls depend too."""
+    memories = list(windows.memories.values())
+    native.windows(b"".join(struct.pack("=QQ", each.pointer, each.nbytes) for each in memories))
+
+
+if native is not None:
+    windows.changed = tell_windows
+
+
+class EagerCalls:
+    """What a native Group asks for the calls of ``comm``, which are carried by the backends that share ``shared``."""
+
+    def __init__(self, comm: Any, shared: Any, backend: Any) -> None:
+        self._comm, self._shared, self._backend = comm, shared, backend
+        self.asked = 0  # the thread whose next call is kept for ``remember``, or 0
+        self._last: tuple[int, Work[Any], Any, Any] | None = None  # that thread, the call, what it reads and writes
+
+    def bind(self, core: Any) -> Any:
+        """``core``, which makes calls of the communicator; None if it makes another one's, or cannot read arrays."""
+        comm, failures, example = self._comm, self._shared.failures, np.zeros((2, 3))
+        array = Array(1 << 40, (2, 3), "float32", 5, owner=self, stream=core, readonly=True)
+        bound = native.arrays(array) and core.bind(
+            example, example.ctypes.data, comm, failures, self, failures.status, self._backend.engine.active,
+            comm.recorder, comm.recorder.slots, comm._collectives, comm._messages,
+        )  # fmt: skip
+        return core if bound else None
+
+    def begin(self, work: Work[Any]) -> None:
+        """Python queues ``work`` while the core waits for a call."""
+        if self.asked == get_ident():
+            self.asked, self._last = 0, (self.asked, work, work.held, work.array)
+
+    def remember(
+        self, name: str, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
+    ) -> tuple[Any, ...] | bool | None:
+        """How the core makes calls like this thread's last, ``name`` with these arguments; False: it never will.
+
+        None if this call says nothing of others.
+
+        What it queues, the Prepared, what the recorder has of the call, the Work that stands for all of them, and which
+        arguments are input, output and result, -1 for none.  Then the objects by whose identity calls are compared,
+        which must live on, and the guards.  Last two objects that keep the last Work: the backend and what is shared.
+        """
+        thread, self.asked, last, self._last = self.asked, 0, self._last, None
+        if thread or last is None or last[0] != get_ident():
+            return None
+        work, prepared = last[1], last[1].prepared
+        if prepared.name != name or not prepared.lasting:
+            return None
+        if work.stream > LEGACY and is_captured(work.stream):  # graphs may have other routes
+            return None
+        arguments, stream = (*positional, *keywords.values()), keywords.get("stream")
+        streams = (id(stream),) if stream is not None and not library_of(stream) else ()  # torch's are new each time
+        if any(not (_is_fixed(x) or id(x) in streams) for x in arguments):
+            return None  # the next call may have another object
+        if not prepared.waits:
+            return False
+        ends = [each if address else None for each, address in zip(last[2:], (work.send, work.recv), strict=True)]
+        if any(not any(x is each for each in ends) for x in arguments if _address(x) is not None):
+            return False
+        used = [_place(x, arguments) for x in (*ends, result)]
+        if None in used:
+            return False
+        plan = self._plan(work)
+        if plan is None:
+            return False
+        lasting = prepared.work(prepared)
+        lasting.stream, lasting.queue = work.stream, work.queue
+        objects = *map(_identity, arguments), *keywords
+        guards = tuple(each for guard in self._guards(lasting) for each in guard)
+        return plan, prepared, prepared.description, lasting, *used, objects, guards, prepared.backend, self._shared
+
+    def _plan(self, work: Work[Any]) -> bytes | None:
+        """What the core queues, as it reads it; None if the call is more than one launch on a stream that is kept."""
+        prepared, stream = work.prepared, work.stream
+        backend, o = prepared.backend, prepared.operation
+        if o.options.purpose or work.convert is not None or (type(work.queue) is int and stream > LEGACY):
+            return None
+        launch = backend.launch_words(prepared)
+        if launch is None or int.from_bytes(launch[16:24], "little") > native.MOST_WORDS:
+            return None
+        sizes = [0 if end is None else end.nbytes for end in (o.send, o.recv)]
+        distance = _APART
+        if work.send and work.recv and -sizes[0] < work.send - work.recv < sizes[1]:
+            distance = (work.send - work.recv) % (1 << 64)
+        context = captured = 0
+        if stream <= PER_THREAD and backend.failed_word:  # NCCL finds its GPU itself
+            context = int(driver.primary_context(backend.device))
+        if stream > LEGACY and (isinstance(prepared.route, InWindows) or not prepared.fixed):
+            captured = driver.address("cuStreamIsCapturing")
+        current = driver.address("cuCtxGetCurrent") if context else 0
+        numbers = prepared.fingerprint, stream, backend.failed_word, context, current, captured, *sizes, distance
+        return struct.pack("=9Q", *numbers) + launch
+
+    def _guards(self, work: Work[Any]) -> list[Guard]:
+        shared = self._shared
+        guards: list[Guard] = [(shared.failures, "first", None), (shared.streams, "current", work.queue)]
+        if work.prepared.collective:
+            guards.append((self._comm, "_active", None))
+        return guards + self._backend.guards(work)
+
+    def launch_failed(self, work: Work[Any], status: int) -> None:
+        """Raise the error of a launch that the core could not make."""
+        backend = work.backend
+        backend._raise(work, backend.launch_error(work.prepared, status))
+
+
+def _place(x: Any, arguments: tuple[Any, ...]) -> int | None:
+    """Which argument ``x`` is, -1 for None; None if it is not exactly one of them."""
+    places = [-1] if x is None else [i for i, each in enumerate(arguments) if each is x]
+    return places[0] if len(places) == 1 else None
+
+
+def _address(x: Any) -> int | None:
+    """Where an array is that the core can read; None for anything else."""
+    if type(x) is Array:
+        return x.pointer
+    if library_of(x) != "torch" or type(x) is not sys.modules["torch"].Tensor:  # the core takes tensors of one type
+        return None
+    readable = hasattr(x, "__dlpack_c_exchange_api__") and native.tensors(type(x))
+    return int(x.data_ptr()) if readable else None
+
+
+def _identity(x: Any) -> Any:
+    """What the core compares of an argument by its identity."""
+    return (x.dtype, x.stream) if type(x) is Array else x if _address(x) is None else type(x)
+
+
+def _is_fixed(x: Any) -> bool:
+    """Whether an argument is the same whenever it is the same object, or an array that the core can compare."""
+    if _address(x):
+        return len(x.shape) <= 4
+    return x is None or type(x) in (int, bool, str, ReduceOp)

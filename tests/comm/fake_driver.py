@@ -1,0 +1,93 @@
+"""Functions of the driver and of NCCL by their addresses, as the compiled core calls them: each is a stand-in here."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)
+_GET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
+_ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int))
+_NCCL = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 8)
+CONTEXT = 7
+"""The handle of the context, which is always current."""
+
+_numbers = itertools.count(1)
+numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Objects that C knows by a number: kernels, and communicators of NCCL."""
+
+
+def number(x: Any) -> int:
+    """A new number of ``x``."""
+    n = next(_numbers)
+    numbered[n] = x
+    return n
+
+
+class Config(ctypes.Structure):
+    """A CUlaunchConfig as the bindings give it."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("shared", ctypes.c_uint64),
+        ("hStream", ctypes.c_uint64), ("attrs", ctypes.c_uint64), ("count", ctypes.c_uint64),
+    )  # fmt: skip
+
+    def __init__(self, blocks: int, threads: int) -> None:
+        super().__init__((blocks, 1, 1), (threads, 1, 1))
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self)
+
+
+def launch(config: int, kernel: int, parameters: int, extra: int) -> int:
+    """cuLaunchKernelEx: the kernel has run when this returns."""
+    given = Config.from_address(config)
+    numbered[kernel].run(given, parameters)
+    return 0
+
+
+class FakeDriver:
+    """What the core calls; ``launches`` counts its launches.  A function that is set in ``instead`` stands for one."""
+
+    def __init__(self, capturing: Callable[[], bool]) -> None:
+        self.launches, self.current, self.capturing = 0, CONTEXT, capturing
+        self.instead: dict[str, Callable[..., int]] = {}
+        self._functions = {
+            "cuLaunchKernelEx": _LAUNCH(self._launch),
+            "cuCtxGetCurrent": _GET(self._get_current),
+            "cuStreamIsCapturing": _ASK(self._is_capturing),
+        }
+
+    def address(self, name: str) -> int:
+        return ctypes.cast(self._functions[name], ctypes.c_void_p).value or 0
+
+    def _launch(self, *arguments: int) -> int:
+        self.launches += 1
+        return self.instead.get("cuLaunchKernelEx", launch)(*arguments)
+
+    def _get_current(self, context: Any) -> int:
+        context[0] = self.current
+        return 0
+
+    def _is_capturing(self, stream: int, captured: Any) -> int:
+        captured[0] = self.capturing()
+        return 0
+
+    def nccl(self, operation: str, function: Callable[..., None]) -> int:
+        """The address of a function of NCCL that does what the binding's ``function`` does."""
+        if operation not in self._functions:
+            self._functions[operation] = _NCCL(functools.partial(self._call, operation, function))
+        return self.address(operation)
+
+    def _call(self, operation: str, function: Callable[..., None], *words: int) -> int:
+        self.launches += 1
+        if operation in self.instead:
+            return self.instead[operation](*words)
+        count = {"reduce": 8, "all_gather": 6, "all_to_all": 6}.get(operation, 7)
+        *arguments, comm, stream = words[:count]
+        function(*arguments, numbered[comm], stream)
+        return 0

@@ -1,0 +1,122 @@
+"""Which failure a rank raises and which ranks it names: ``FailureLog`` and ``PeerStatus``, without ranks."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+from kos.comm.failures import FailureLog, Late
+from kos.comm.peer_status import PeerStatus
+from kos.comm.records import blaming
+from kos.errors import CollectiveTimeout, KosError, RankLost
+from tests.comm.works import work_of
+
+
+def test_a_posted_failure_holds_no_frames() -> None:
+    """In them is what the failed call had made, such as memory and files, which would last until the next call."""
+
+    class Made:
+        pass
+
+    def fail() -> weakref.ref[Made]:
+        made = Made()
+        try:
+            raise blaming(RankLost(f"rank 1 is gone, {made} is left"), [1])
+        except RankLost as error:
+            status.post_failure(error)
+        return weakref.ref(made)
+
+    status = PeerStatus(0)
+    made = fail()
+    assert made() is None
+    known = status.failure(0)
+    assert known is not None and known[0].ranks == (1,)
+    assert status.last is not None and status.last.ranks == (1,)
+
+
+def test_what_is_queued_may_change_while_another_thread_reads_it() -> None:
+    status, first, second = PeerStatus(), SimpleNamespace, PeerStatus()
+    status.post_queued(first, [1])
+    reading = iter(status.queued.items())
+    status.post_queued(second, [2])
+    assert list(reading) == [(first, (1,))]
+    assert status.queued == {first: (1,), second: (2,)}
+
+
+class _Waits(PeerStatus):
+    """What ranks show of their waits and failures; all of them run."""
+
+    def __init__(self, waits: dict[int, tuple[int, ...]], failures: dict[int, KosError]) -> None:
+        super().__init__()
+        self._waits, self._failures = waits, failures
+
+    def awaited(self, rank: int) -> tuple[int, ...] | None:
+        return self._waits.get(rank)
+
+    def failure(self, rank: int) -> tuple[KosError, float] | None:
+        return (self._failures[rank], 0.1) if rank in self._failures else None
+
+    def runs(self, rank: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("failures", "arrived", "named"),
+    [
+        ({}, (), "ranks [1, 2] did not arrive"),
+        ({}, (1, 2), "ranks [3] did not arrive"),  # they wait for a stream, which nobody shows
+        ({1: (3,), 2: (3,)}, (), "ranks [3] did not arrive"),  # their time was up first
+        ({1: (1,)}, (2,), "ranks [1] did not arrive"),
+    ],
+)
+def test_a_rank_that_waits_elsewhere_for_ranks_that_wait_for_it(
+    failures: dict[int, tuple[int, ...]], arrived: tuple[int, ...], named: str
+) -> None:
+    errors = {rank: blaming(CollectiveTimeout("late"), list(ranks)) for rank, ranks in failures.items()}
+    log = FailureLog(range(4), 0, _Waits({3: (0, 1, 2)}, errors))
+    assert named in str(log.overdue(Late([3], "ranks [3] did not arrive", arrived), "all_reduce #1", 1.0))
+
+
+def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs() -> None:
+    """Which may wait for it where nobody sees that: in a call of a library, for one."""
+    status = _Waits({}, {})
+    status.halted = lambda rank: rank == 2
+    error = FailureLog(range(4), 0, status).overdue(Late([1, 2]), "all_reduce #1", 1.0)
+    assert error.ranks == (2,) and str(error).endswith(
+        "ranks [2] did not arrive, for which ranks [1] wait; ranks [2] were stopped by a signal or a debugger"
+    )
+
+
+@pytest.mark.parametrize(
+    ("waits", "cycle"),
+    [({1: (0,)}, "; ranks [0, 1] wait"), ({1: (2,), 2: (0,)}, "; ranks [0, 1, 2] wait"), ({1: (2,)}, None)],
+)
+def test_ranks_that_wait_for_one_another(waits: dict[int, tuple[int, ...]], cycle: str | None) -> None:
+    """Ranks wait in different groups, in a cycle; there is no cycle if one of them does not wait."""
+    text = str(FailureLog(range(3), 0, _Waits(waits, {})).overdue(Late([1]), "all_reduce #1", 1.0))
+    assert ("wait for one another" in text) == (cycle is not None)
+    assert cycle is None or cycle in text
+
+
+def test_the_failure_of_the_earliest_collective_counts() -> None:
+    """Whichever is reported first; calls before it go on, and links carry what is earlier than all before."""
+    carried: list[int] = []
+    link = SimpleNamespace(report_failure=lambda failure, sequence: carried.append(sequence))
+    log = FailureLog(range(3), 0)
+    log.links = [link]
+    for sequence in (5, 7, 3):
+        log.report(work_of("barrier", sequence=sequence), blaming(RankLost(f"lost in #{sequence}"), [1]), 0)
+    assert carried == [5, 3] and str(log.first) == "lost in #5"
+    log.record(4, RankLost("of another rank"))
+    log.ask(2)
+    with pytest.raises(RankLost, match="lost in #3"):
+        log.ask(3)
+
+
+def test_a_wait_for_ranks_of_other_groups() -> None:
+    """The GPU runs the kernels of all communicators one after another."""
+    failures = FailureLog([3, 0], 0, _Waits({2: (1,)}, {}))
+    error = failures.overdue(Late(elsewhere=[2]), "all_reduce #1", 1.0)
+    assert error.ranks == (1,) and "ranks [1] of world did not arrive" in str(error)

@@ -1,0 +1,54 @@
+"""Each row of the table of failures (``kos.testing.conformance.failures``), on ranks that are threads or processes.
+
+Those of GPUs are in ``test_scenarios_on_fakes.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from kos.testing.conformance.failures import LATE, SCENARIOS, Scenario, check
+from tests.comm.ranks import MockRanks, check_scenario
+from tests.comm.tcp_ranks import TCPRanks
+
+# Left to `make test-all`: rows whose ranks wait for a timeout, but for these, and one of both memories of each row.
+WAITING = ("all_reduce, a rank is late", "barrier, rank 0 gives up")
+
+
+def rows() -> list[Any]:
+    found = []
+    for number, row in enumerate(SCENARIOS):
+        waits = row.error is LATE and str(row) not in WAITING
+        for memory in ("shared", "none"):
+            slow = waits or (memory == "none") == (number % 2 == 0)
+            found.append(pytest.param(row, memory, id=f"{memory}-{row}", marks=pytest.mark.slow if slow else ()))
+    return found
+
+
+in_both_memories = pytest.mark.parametrize(("row", "memory"), rows(), indirect=["memory"])
+
+
+@pytest.mark.parametrize("row", SCENARIOS, ids=str)
+def test_on_threads(row: Scenario) -> None:
+    check_scenario(MockRanks(3).run, row)
+
+
+@in_both_memories
+def test_on_tcp(row: Scenario, memory: str) -> None:
+    check_scenario(TCPRanks(3).run, row)
+
+
+@pytest.mark.mpi
+@in_both_memories
+def test_on_mpi(row: Scenario, ranks_of_mpi: Any, memory: str) -> None:
+    from mpi4py import MPI
+
+    def meet(*_: Any) -> None:
+        request = MPI.COMM_WORLD.Ibarrier()
+        while not request.Test():
+            time.sleep(0.001)
+
+    ranks_of_mpi.run(lambda comm: check(comm, row, meet=meet))

@@ -1,0 +1,38 @@
+"""Each row of the table of failures that GPUs promise, on the stand-ins of nccl and peer."""
+
+from __future__ import annotations
+
+import pytest
+
+from kos.comm import watchdog
+from kos.cuda import driver
+from kos.testing.conformance.failures import GPUS, SCENARIOS, Scenario
+from tests.comm.fake_nccl import FakeRanks, quiet
+from tests.comm.fake_peer import ThreadRanks, no_gpus
+from tests.comm.ranks import check_scenario
+from tests.host_compiler import COMPILER
+
+SIZE = 3
+ROWS = [row for row in SCENARIOS if not set(GPUS) & set(row.never)]
+# Programs that run the kernels of others, or wait as others do.
+ALIKE = (
+    "all_reduce of 300,007", "all_reduce in rank order", "all_gather", "all_gather_v", "all_to_all_v", "recv", "dtype",
+    "count, large and small", "op",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_on_nccl(row: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+    with quiet(monkeypatch):
+        monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600,))
+        check_scenario(FakeRanks(SIZE).run, row)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=pytest.mark.slow) if row.program in ALIKE else row for row in ROWS], ids=str
+)
+def test_on_peer(row: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "TICK", 0.03)
+    with no_gpus(monkeypatch, SIZE):
+        check_scenario(lambda fn: ThreadRanks(SIZE).run(fn, 60.0), row, SIZE, limit=2.5)

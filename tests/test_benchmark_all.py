@@ -1,0 +1,195 @@
+"""``benchmarks.all``: pieces that run once a commit, files of subjects, and commands that their programs accept."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import all as command
+from benchmarks import train
+from benchmarks.programme import Piece, Programme, programme
+from kos.bench import options
+from kos.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+FAKE = """
+import json, os, sys, time
+mark, *more, _, file = sys.argv[1:]
+open(mark, "a").write("x")
+if "fails" in more: sys.exit(3)
+if "waits" in more: time.sleep(600)
+about = {"hardware": "a machine", "driver": None, "commit": os.environ["KOS_COMMIT"], "date": mark[-1]}
+about["command"] = f"fake --json {file}"
+json.dump({**about, "rows": [{"op": mark[-1]}]}, open(file, "w"))
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose ``fake.py`` is measured in place of everything else."""
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setenv("KOS_COMMIT", "abc")
+    return tmp_path
+
+
+def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, wanted: Programme, *arguments: str) -> int:
+    monkeypatch.setattr(command, "programme", lambda *_: wanted)
+    flags = ["--gpus", "0", "--json", str(folder / "out"), "--parts", str(folder / "parts"), *arguments]
+    monkeypatch.setattr(sys, "argv", ["all", *flags])
+    return command.main()
+
+
+def piece(folder: Path, mark: str, *more: str, seconds: int = 1) -> Piece:
+    return Piece(shlex.join(["python", str(folder / "fake.py"), str(folder / mark), *more]), seconds)
+
+
+def test_a_subject_is_measured_once_a_commit(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = {"calls": [piece(fake, "a"), piece(fake, "b")]}
+    for _ in range(2):
+        assert begin(fake, monkeypatch, wanted) == 0
+    result = json.loads((fake / "out" / "calls.json").read_text())
+    assert result["rows"] == [{"op": "a"}, {"op": "b"}] and result["date"] == "b"
+    assert result["command"].count("calls.json") == 2 and " && " in result["command"]
+    assert (fake / "a").read_text() == (fake / "b").read_text() == "x"
+    assert capsys.readouterr().out.count("calls 1/2: python ") == 1
+    monkeypatch.setenv("KOS_COMMIT", "another")
+    assert begin(fake, monkeypatch, wanted) == 0 and (fake / "a").read_text() == "xx"
+
+
+def test_what_this_writes_is_no_other_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of results change while subjects are measured; the rest of the clone must not."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    for name in ("README.md", "benchmarks/results/a.json", "docs/a.md", "kos/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.delenv("KOS_COMMIT", raising=False)
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    commit = command.commit_of()
+    assert commit is not None and len(commit) == 8
+    for name in ("README.md", "benchmarks/results/a.json", "docs/a.md"):
+        (tmp_path / name).write_text("after")
+    assert command.commit_of() == commit
+    (tmp_path / "kos" / "a.py").write_text("after")
+    assert command.commit_of() == f"{commit}-dirty"
+
+
+def test_what_fails_is_measured_again(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = {"calls": [piece(fake, "a", "fails"), piece(fake, "b")], "others": [piece(fake, "c")]}
+    assert begin(fake, monkeypatch, wanted) == 1
+    assert "failed: exit code 3; see " in capsys.readouterr().out
+    assert [path.name for path in (fake / "out").iterdir()] == ["others.json"]
+    assert begin(fake, monkeypatch, {**wanted, "calls": [piece(fake, "a"), piece(fake, "b")]}) == 0
+    assert [(fake / mark).read_text() for mark in "abc"] == ["xx", "x", "x"]
+    assert begin(fake, monkeypatch, {"none": [Piece("/no/such/program", 1)]}) == 1
+    assert "failed: [Errno 2]" in capsys.readouterr().out
+
+
+def test_a_piece_that_would_end_late_is_not_begun(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = {"calls": [piece(fake, "a", seconds=60), piece(fake, "b", seconds=3)]}
+    assert begin(fake, monkeypatch, wanted, "--minutes", "0.5") == 1
+    assert not (fake / "a").exists() and (fake / "b").exists()
+    assert "not begun: expected 60 s, which --minutes 0.5 does not leave" in capsys.readouterr().out
+
+
+def test_a_piece_ends_with_its_ranks(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "LONGEST", 1)
+    begun = time.monotonic()
+    assert begin(fake, monkeypatch, {"calls": [piece(fake, "a", "waits")]}) == 1 and time.monotonic() - begun < 60
+    assert "failed: expected its end within 1 s; see " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_piece_too(number: int, fake: Path) -> None:
+    begun = fake / "pid"
+    program = f"import os, sys, time; open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    text = f"""
+import sys
+from benchmarks import all as command
+from benchmarks.programme import Piece
+command.programme = lambda *_: {{"calls": [Piece({shlex.join(["python", "-c", program])!r}, 1)]}}
+sys.argv = ["all", "--gpus", "0", "--json", {str(fake)!r}, "--parts", {str(fake)!r}]
+raise SystemExit(command.main())
+"""
+    process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.DEVNULL)
+    wait_for(lambda: begun.exists() and begun.read_text() != "", "the piece")
+    process.send_signal(number)
+    assert process.wait(60) != 0
+    wait_for(lambda: not Path(f"/proc/{begun.read_text()}").exists(), "the end of the piece")
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, f"expected {what} within 60 s"
+        time.sleep(0.05)
+
+
+def test_subjects_by_name(fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = {"calls": [piece(fake, "a", seconds=40)], "others": [piece(fake, "b", seconds=50)]}
+    assert begin(fake, monkeypatch, wanted, "--only", "oth", "--list") == 0
+    shown = capsys.readouterr().out
+    assert "others: 50 s\n  python " in shown and "calls" not in shown.replace(str(fake), "")
+    with pytest.raises(SystemExit):
+        begin(fake, monkeypatch, wanted, "--only", "nothing")
+    assert "--only: expected the beginning of a subject, got nothing" in capsys.readouterr().err
+
+
+def test_parts_measured_apart_are_refused() -> None:
+    part = {"hardware": "a", "driver": None, "commit": "abc", "date": "1", "command": "x", "rows": []}
+    with pytest.raises(ConfigError, match="expected parts of the same hardware, got a, b"):
+        command.join([part, {**part, "hardware": "b"}])
+
+
+EVERY = [
+    pytest.param(piece, id=f"{subject}-{number}")
+    for gpus in (0, 1, 2)
+    for subject, pieces in programme(gpus, "h100", "/tmp/libnccl.so.2").items()
+    for number, piece in enumerate(pieces)
+]
+
+
+@pytest.mark.parametrize("piece", EVERY)
+def test_commands_are_accepted(piece: Piece) -> None:
+    """Each is shorter than a piece may be, and its program knows the flags."""
+    assert 0 < piece.seconds < command.LONGEST
+    words = shlex.split(piece.command)
+    at = words.index("-m")
+    module, flags = words[at + 1], words[at + 2 :]
+    if module == "kos.bench":
+        options.parse(flags)
+    elif module == "benchmarks.train":
+        train.read_arguments(flags)
+    else:
+        if module == "benchmarks.torch_backend":
+            pytest.importorskip("torch")
+        words = [sys.executable, "-m", module, *flags, "--no-such-flag"]
+        found = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        unknown = ("unrecognized arguments: --no-such-flag", "a flag that --help lists, got '--no-such-flag'")
+        assert found.stderr.rstrip().endswith(unknown)
+
+
+def test_another_nccl_is_measured_through_the_loader() -> None:
+    pieces = programme(2, "h100", "/tmp/libnccl.so.2")["other-nccl-h100-2"]
+    assert {piece.preload for piece in pieces} == {"/tmp/libnccl.so.2"}
+    assert "other-nccl-h100-2" not in programme(2, "h100")

@@ -1,0 +1,324 @@
+"""Attention of the CPU: its formula and its gradients, keys of other ranks, masks of documents."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from kos.errors import InvalidArgument
+from kos.train.ops import Mask, numpy_attention
+from kos.train.ops import numpy as ops
+from kos.train.parallel import context
+from tests.train import masks
+from tests.train.test_ops import arena, check_gradients, columns, nan, nan_columns
+
+__all__ = ["arena"]  # a fixture
+
+
+def attention_formula(
+    qkv, samples, heads, kv_heads, others=None, queries=slice(0, 0), keys=slice(0, 0), first_keys=None
+):
+    """One query at a time, by the definition; ``queries`` look at the ``keys`` of ``others`` too.
+
+    ``first_keys`` (2, B, T): the first key that a query sees of its own sample, and of the other.
+    """
+    length = len(qkv) // samples
+    own, other = np.zeros((2, samples, length), int) if first_keys is None else first_keys
+    d = qkv.shape[1] // (heads + 2 * kv_heads)
+    x, y = (z.reshape(samples, length, -1, d) for z in (qkv, qkv if others is None else others))
+    out, lse = np.empty((samples, length, heads, d)), np.empty((samples, heads, length))
+    for b, h, t in np.ndindex(samples, heads, length):
+        kv = h // (heads // kv_heads)
+        seen = [x[b, own[b, t] : t + 1]]
+        if queries.start <= t < queries.stop:
+            seen.append(y[b, max(keys.start, other[b, t]) : keys.stop])
+        k, v = (np.concatenate([part[:, at + kv] for part in seen]) for at in (heads, heads + kv_heads))
+        scores = k @ x[b, t, h] / math.sqrt(d)
+        lse[b, h, t] = np.log(np.exp(scores).sum())
+        out[b, t, h] = np.exp(scores - lse[b, h, t]) @ v
+    return out.reshape(len(qkv), -1), lse
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (4, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("length", "query_block", "scores"), [(1, 4, 1), (4, 4, 99), (7, 4, 150), (13, 5, 150), (9, 64, 10**6)]
+)
+def test_attention(rng, arena, monkeypatch, heads, kv_heads, length, query_block, scores):
+    monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", query_block)
+    monkeypatch.setattr(numpy_attention, "SCORES", scores)
+    samples, d = 3, 3
+    qkv = rng.normal(size=(samples * length, (heads + 2 * kv_heads) * d))
+    out, lse = nan_columns(len(qkv), heads * d), nan(samples, heads, length)
+    ops.attention(columns(qkv), heads, kv_heads, out, lse, arena)
+    expected, expected_lse = attention_formula(qkv, samples, heads, kv_heads)
+    np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-10, atol=1e-12)
+    d_out, d_qkv = rng.normal(size=out.shape), nan_columns(*qkv.shape)
+    ops.attention_backward(columns(d_out), columns(qkv), out, lse, heads, kv_heads, d_qkv, arena)
+    check_gradients(rng, lambda x: attention_formula(x, samples, heads, kv_heads)[0], (qkv,), (d_qkv,), d_out)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (4, 1)])
+@pytest.mark.parametrize("scores", [1, 150, 10**6])
+@pytest.mark.parametrize(
+    ("length", "queries", "keys"),
+    [(2, (0, 2), (0, 1)), (8, (0, 8), (0, 4)), (10, (5, 10), (0, 10)), (7, (1, 6), (2, 5)), (9, (8, 9), (8, 9))],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_to_keys_of_another_rank(
+    rng, arena, monkeypatch, heads, kv_heads, scores, length, queries, keys, masked
+):
+    monkeypatch.setattr(numpy_attention, "SCORES", scores)
+    samples, d, queries, keys = 3, 3, slice(*queries), slice(*keys)
+    qkv, others = rng.normal(size=(2, samples * length, (heads + 2 * kv_heads) * d))
+    own = other = first_keys = None
+    if masked:
+        at, of_others = masks.random_positions(rng, length)
+        starts, window = masks.random_starts(rng, samples, length, at), int(rng.integers(1, 3 * length))
+        own, other = mask_arrays(samples, length), mask_arrays(samples, length)
+        ops.attention_mask(starts, window, own, at)
+        ops.attention_mask(starts, window, other, at, of_others)
+        first_keys = own.first_key, other.first_key
+
+    def formula(qkv, others):
+        return attention_formula(qkv, samples, heads, kv_heads, others, queries, keys, first_keys)
+
+    unseen = others.copy().reshape(samples, length, -1)
+    unseen[:, : keys.start] = unseen[:, keys.stop :] = np.nan
+    kv = ops.keys_and_values(columns(unseen.reshape(others.shape)), heads, kv_heads, arena)
+    out, lse = nan_columns(len(qkv), heads * d), nan(samples, heads, length)
+    ops.attention(columns(qkv), heads, kv_heads, out, lse, arena, own)
+    with np.errstate(divide="ignore"):
+        ops.attention_to(columns(qkv), kv, heads, kv_heads, queries, keys, out, lse, arena, other)
+    for got, expected in zip((out, lse), formula(qkv, others), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
+    d_out, d_qkv, d_kv = columns(rng.normal(size=out.shape)), nan_columns(*qkv.shape), nan(*kv.shape)
+    ops.attention_backward(d_out, columns(qkv), out, lse, heads, kv_heads, d_qkv, arena, own)
+    kv = ops.keys_and_values(columns(others), heads, kv_heads, arena)
+    ops.attention_to_backward(
+        d_out, columns(qkv), kv, out, lse, heads, kv_heads, queries, keys, d_qkv, d_kv, arena, other
+    )
+    d_others = columns(np.zeros(qkv.shape))
+    ops.add_keys_and_values(d_kv, d_others)
+    ops.add_keys_and_values(d_kv, d_others)
+    check_gradients(rng, lambda *x: formula(*x)[0], (qkv, others), (d_qkv, d_others / 2), d_out)
+
+
+def test_attention_to_keys_stands_large_scores(rng, arena):
+    """Of two parts whose scores differ by thousands, the larger counts alone."""
+    for own, other in ((1, 1e3), (1e3, 1), (1e3, 1e3)):
+        qkv, others = rng.normal(size=(2, 5, 6))
+        qkv[:, 2:4] *= own
+        others[:, 2:4] *= other
+        out, lse = nan_columns(5, 2), nan(1, 1, 5)
+        ops.attention(columns(qkv), 1, 1, out, lse, arena)
+        kv = ops.keys_and_values(columns(others), 1, 1, arena)
+        ops.attention_to(columns(qkv), kv, 1, 1, slice(0, 5), slice(0, 5), out, lse, arena)
+        for t in range(5):
+            seen = np.concatenate([qkv[: t + 1], others])
+            scores = seen[:, 2:4] @ qkv[t, :2] / math.sqrt(2)
+            p = np.exp(scores - scores.max())
+            np.testing.assert_allclose(out[t], p / p.sum() @ seen[:, 4:], rtol=1e-9, atol=1e-9)
+
+
+def test_attention_stands_large_scores(rng, arena):
+    """Scores in the thousands: the softmax is one-hot, nothing overflows, future keys do not count."""
+    length, d = 9, 2
+    qkv = rng.normal(size=(length, 3 * d)) * 100
+    qkv[-1, d : 2 * d] = 1e4  # a key that only the last query may see
+    out, lse = nan_columns(length, d), nan(1, 1, length)
+    ops.attention(columns(qkv), 1, 1, out, lse, arena)
+    d_qkv = nan_columns(*qkv.shape)
+    ops.attention_backward(columns(np.ones((length, d))), columns(qkv), out, lse, 1, 1, d_qkv, arena)
+    assert np.isfinite(d_qkv).all()
+    for t in range(length):
+        scores = qkv[: t + 1, d : 2 * d] @ qkv[t, :d] / math.sqrt(d)
+        p = np.exp(scores - scores.max())
+        np.testing.assert_allclose(out[t], p / p.sum() @ qkv[: t + 1, 2 * d :], rtol=1e-9, atol=1e-9)
+
+
+def mask_arrays(samples, length, keys=None):
+    return Mask(
+        np.full((samples, length), -9, np.int32), np.full((samples, length if keys is None else keys), -9, np.int32)
+    )
+
+
+def check_mask(mask, seen):
+    """``mask`` says of each query and of each key what ``seen`` (B, queries, keys) does."""
+    first, last = mask.first_key, mask.last_query
+    query, key = np.arange(first.shape[1])[:, None], np.arange(last.shape[1])
+    np.testing.assert_array_equal(key >= first[:, :, None], seen)
+    np.testing.assert_array_equal(query <= last[:, None], seen)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 999])
+@pytest.mark.parametrize("documents", [True, False])
+def test_mask_of_a_sequence_and_of_parts(rng, documents, window):
+    length = int(rng.integers(1, 60))
+    starts = masks.random_starts(rng, 3, length) if documents else None
+    mask, every = mask_arrays(3, length), np.arange(length)
+    ops.attention_mask(starts, window, mask)
+    check_mask(mask, np.broadcast_to(masks.visible(starts, window, every, causal=False), (3, length, length)))
+    queries, keys = (np.flatnonzero(rng.random(length) < 0.5) for _ in range(2))
+    of_queries = None if starts is None else starts[:, queries]
+    mask = mask_arrays(3, len(queries), len(keys))
+    ops.attention_mask(of_queries, window, mask, queries, keys)
+    seen = masks.visible(of_queries, window, queries, keys, causal=False)
+    check_mask(mask, np.broadcast_to(seen, (3, len(queries), len(keys))))
+
+
+def test_masks_of_other_shapes_are_refused(arena):
+    mask, qkv, out, lse = mask_arrays(2, 3), columns(np.zeros((4, 6))), nan_columns(4, 2), nan(2, 1, 2)
+    with pytest.raises(InvalidArgument, match="expected a window of at least 1 token, got 0"):
+        ops.attention_mask(None, 0, mask)
+    with pytest.raises(InvalidArgument, match=r"document_starts of shape \(2, 3\), got \(2, 4\)"):
+        ops.attention_mask(np.zeros((2, 4), np.int32), None, mask)
+    with pytest.raises(InvalidArgument, match=r"positions of shape \(3,\), got \(4,\)"):
+        ops.attention_mask(None, None, mask, np.arange(4))
+    with pytest.raises(InvalidArgument, match=r"key_positions of shape \(3,\), got \(2,\)"):
+        ops.attention_mask(None, None, mask, None, np.arange(2))
+    with pytest.raises(InvalidArgument, match=r"expected a mask of 2 x 2 tokens, as qkv has, got one of 2 x 3"):
+        ops.attention(qkv, 1, 1, out, lse, arena, mask)
+
+
+@pytest.mark.parametrize("scores", [1, 150, 10**6])
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 99])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "lengths"), [(3, 3, [1]), (4, 2, [3, 4, 5]), (4, 1, [1, 7]), (2, 2, [99])]
+)
+def test_attention_with_a_mask(rng, arena, monkeypatch, heads, kv_heads, lengths, window, scores):
+    monkeypatch.setattr(numpy_attention, "SCORES", scores)
+    samples, length, d = 3, 13, 3
+    qkv, d_out = (rng.normal(size=(samples * length, n * d)) for n in (heads + 2 * kv_heads, heads))
+    starts, mask = masks.starts_of(lengths, samples, length), mask_arrays(samples, length)
+    ops.attention_mask(starts, window, mask)
+    out, lse, d_qkv = nan_columns(*d_out.shape), nan(samples, heads, length), nan_columns(*qkv.shape)
+    ops.attention(columns(qkv), heads, kv_heads, out, lse, arena, mask)
+    ops.attention_backward(columns(d_out), columns(qkv), out, lse, heads, kv_heads, d_qkv, arena, mask)
+    seen = masks.visible(starts, window, np.arange(length))
+    for got, want in zip(
+        (out, lse, d_qkv), masks.dense_packed(qkv, d_out, samples, heads, kv_heads, seen), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_documents_of_a_sample_are_as_samples_of_their_own(rng, arena, monkeypatch):
+    """Nothing of another document is read, and the sums do not depend on what else is in the batch: equal bits."""
+    monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 8)
+    samples, length, heads, kv_heads, d = 3, 24, 4, 2, 3
+    qkv, d_out = (rng.normal(size=(samples * length, n * d)) for n in (heads + 2 * kv_heads, heads))
+    starts = np.tile(np.arange(length) // 8 * 8, (samples, 1)).astype(np.int32)
+
+    def run(qkv, d_out, samples, starts):
+        length = len(qkv) // samples
+        mask = mask_arrays(samples, length)
+        ops.attention_mask(starts, None, mask)
+        out, lse, d_qkv = nan_columns(*d_out.shape), nan(samples, heads, length), nan_columns(*qkv.shape)
+        ops.attention(columns(qkv), heads, kv_heads, out, lse, arena, mask)
+        ops.attention_backward(columns(d_out), columns(qkv), out, lse, heads, kv_heads, d_qkv, arena, mask)
+        return out, lse.swapaxes(1, 2).reshape(len(qkv), heads), d_qkv
+
+    qkv[8:16] = np.nan
+    together = run(qkv, d_out, samples, starts)
+    for document in range(samples * length // 8):
+        rows = slice(8 * document, 8 * document + 8)
+        for part, whole in zip(run(qkv[rows], d_out[rows], 1, None), together, strict=True):
+            np.testing.assert_array_equal(part, whole[rows])
+
+
+@pytest.mark.parametrize("scores", [1, 10**6])
+@pytest.mark.parametrize("window", [None, 1, 9, 10, 11, 99])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_masks_of_zigzag_parts_compose(rng, arena, monkeypatch, ranks, window, scores):
+    """Attention of each rank to its own keys and to others', with masks of positions, is that of whole sequences."""
+    monkeypatch.setattr(numpy_attention, "SCORES", scores)
+    samples, chunk, heads, kv_heads, d = 2, 5, 4, 2, 3
+    length, n = 2 * ranks * chunk, 2 * samples * chunk
+    qkv, d_out = (rng.normal(size=(samples, length, m * d)) for m in (heads + 2 * kv_heads, heads))
+    starts = masks.random_starts(rng, samples, length)
+    places = [np.r_[r * chunk : (r + 1) * chunk, length - (r + 1) * chunk : length - r * chunk] for r in range(ranks)]
+    kvs = [ops.keys_and_values(columns(qkv[:, at].reshape(n, -1)), heads, kv_heads, arena) for at in places]
+    outs, lses, d_qkvs, d_kvs = [], [], [], [np.zeros(kv.shape) for kv in kvs]
+    for rank, at in enumerate(places):
+        mine, d_mine = (columns(x[:, at].reshape(n, -1)) for x in (qkv, d_out))
+        out, lse, d_qkv = nan_columns(*d_mine.shape), nan(samples, heads, 2 * chunk), nan_columns(*mine.shape)
+        of_owner = [mask_arrays(samples, 2 * chunk) for _ in places]
+        for keys, mask in zip(places, of_owner, strict=True):
+            ops.attention_mask(starts[:, at], window, mask, at, keys)
+        ops.attention(mine, heads, kv_heads, out, lse, arena, of_owner[rank])
+        others = [(owner, context.seen(owner, rank, 2 * chunk)) for owner in range(ranks) if owner != rank]
+        with np.errstate(divide="ignore"):
+            for owner, parts in others:
+                ops.attention_to(mine, kvs[owner], heads, kv_heads, *parts, out, lse, arena, of_owner[owner])
+        ops.attention_backward(d_mine, mine, out, lse, heads, kv_heads, d_qkv, arena, of_owner[rank])
+        for owner, parts in others:
+            d_kv = nan(*kvs[owner].shape)
+            operands = (d_mine, mine, kvs[owner], out, lse, heads, kv_heads, *parts, d_qkv, d_kv, arena)
+            ops.attention_to_backward(*operands, of_owner[owner])
+            d_kvs[owner] += d_kv
+        for results, result in ((outs, out), (lses, lse), (d_qkvs, d_qkv)):
+            results.append(result)
+    seen = masks.visible(starts, window, np.arange(length))
+    want = masks.dense_packed(*(x.reshape(samples * length, -1) for x in (qkv, d_out)), samples, heads, kv_heads, seen)
+    for rank, at in enumerate(places):
+        ops.add_keys_and_values(d_kvs[rank], d_qkvs[rank])
+        for got, whole in ((outs[rank], want[0]), (d_qkvs[rank], want[2])):
+            part = whole.reshape(samples, length, -1)[:, at].reshape(n, -1)
+            np.testing.assert_allclose(got, part, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(lses[rank], want[1][..., at], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 20])
+def test_attention_with_a_mask_after_keys_of_all_ranks(rng, arena, window):
+    """``attention_after``, of a chunk at a time, is attention of whole sequences."""
+    samples, chunk, heads, kv_heads, d = 2, 7, 4, 2, 3
+    length = 3 * chunk
+    qkv, d_out = (rng.normal(size=(samples * length, n * d)) for n in (heads + 2 * kv_heads, heads))
+    starts, mask = masks.random_starts(rng, samples, length), mask_arrays(samples, length)
+    ops.attention_mask(starts, window, mask)
+    kv, d_qkv = ops.keys_and_values(columns(qkv), heads, kv_heads, arena), nan_columns(*qkv.shape)
+    out, lse, d_kv = nan_columns(*d_out.shape), nan(samples, heads, length), np.zeros(kv.shape)
+    for before in range(0, length, chunk):
+        shape, part = (
+            (heads, kv_heads, slice(0, samples), slice(before, before + chunk)),
+            (before, out, lse, arena, mask),
+        )
+        ops.attention_after(columns(qkv), kv, *shape, *part)
+        operands = (columns(d_out), columns(qkv), kv, out, lse, *shape, before, d_qkv, d_kv, True, arena, mask)
+        ops.attention_after_backward(*operands)
+    d_qkv[:, -len(d_kv) :] = 0
+    ops.add_keys_and_values(d_kv, d_qkv)
+    seen = masks.visible(starts, window, np.arange(length))
+    for got, want in zip(
+        (out, lse, d_qkv), masks.dense_packed(qkv, d_out, samples, heads, kv_heads, seen), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 1, 16, 40])
+@pytest.mark.parametrize("documents", [True, False])
+def test_attention_with_a_mask_beside_torch(rng, arena, documents, window):
+    """PyTorch's attention with a mask that transformers makes: block-diagonal, with its sliding window."""
+    torch = pytest.importorskip("torch")
+    masking = pytest.importorskip("transformers.masking_utils")
+    samples, length, heads, kv_heads, d = 2, 37, 4, 2, 8
+    qkv, d_out = (rng.normal(size=(samples * length, n * d)) for n in (heads + 2 * kv_heads, heads))
+    starts = masks.random_starts(rng, samples, length) if documents else np.zeros((samples, length), np.int32)
+    theirs = masking.causal_mask_function if window is None else masking.sliding_window_causal_mask_function(window)
+    theirs = masking.and_masks(theirs, masking.packed_sequence_mask_function(torch.tensor(starts)))
+    b, q, k = torch.meshgrid(*map(torch.arange, (samples, length, length)), indexing="ij")
+    seen = theirs(b, 0, q, k)
+    leaf = torch.tensor(qkv).requires_grad_()
+    q, k, v = leaf.view(samples, length, -1, d).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen[:, None], enable_gqa=True)
+    wanted = wanted.transpose(1, 2).reshape(samples * length, -1)
+    wanted.backward(torch.tensor(d_out))
+    mask, lse = mask_arrays(samples, length), nan(samples, heads, length)
+    ops.attention_mask(starts if documents else None, window, mask)
+    out, d_qkv = nan_columns(*d_out.shape), nan_columns(*qkv.shape)
+    ops.attention(columns(qkv), heads, kv_heads, out, lse, arena, mask)
+    ops.attention_backward(columns(d_out), columns(qkv), out, lse, heads, kv_heads, d_qkv, arena, mask)
+    np.testing.assert_allclose(out, wanted.detach().numpy(), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(d_qkv, leaf.grad.numpy(), rtol=1e-9, atol=1e-11)

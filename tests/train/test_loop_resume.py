@@ -1,0 +1,175 @@
+"""Runs that are resumed: bit for bit, behind later checkpoints, with other settings, on other ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kos.errors import CheckpointError
+from kos.testing import spawn
+from kos.train.config.flags import parse
+from kos.train.run import Trainer
+from kos.train.tools.metrics import read_metrics
+from tests.train.sharded import tensors_of_run
+from tests.train.test_loop import _config, _losses, _train, text
+
+__all__ = ["text"]  # a fixture
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch_size"), [(1, None), (2, 2)])
+def test_resume_continues_bit_for_bit(text: Path, tmp_path: Path, ranks: int, micro_batch_size: int | None) -> None:
+    settings = {"steps": 12, "save_every": 5, "eval_batches": 1, "micro_batch_size": micro_batch_size}
+    whole = _train(text, tmp_path / "whole", ranks, **settings)
+    out = tmp_path / "parts"
+    _train(text, out, ranks, **settings)
+    for path in (out / "checkpoints").glob("step-12"):  # as if killed after step 10 was saved
+        path.rename(out / "gone")
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"step": 13, "lo')
+    parts = _train(text, out, ranks, **settings, resume="auto")
+    assert [row["step"] for row in parts] == list(range(1, 13))
+    assert _losses(parts).tobytes() == _losses(whole).tobytes()
+    assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
+
+
+def test_deterministic_resume_may_change_the_number_of_ranks(text: Path, tmp_path: Path) -> None:
+    whole = _train(text, tmp_path / "whole", 1, steps=6, deterministic=True)
+    first = tmp_path / "parts" / "checkpoints" / "step-3"
+    _train(text, tmp_path / "parts", 2, steps=6, save_every=3, deterministic=True)
+    rest = _train(text, tmp_path / "rest", 4, steps=6, deterministic=True, resume=str(first))
+    assert _losses(rest).tobytes() == _losses(whole)[3:].tobytes()
+    assert tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "whole")
+
+
+def test_resume_with_more_steps_goes_on(text: Path, tmp_path: Path) -> None:
+    _train(text, tmp_path, steps=3, schedule="constant")
+    rows = _train(text, tmp_path, steps=6, schedule="constant", resume="auto")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and rows[-1]["tokens"] == 6 * 8 * 32
+    other = tmp_path / "other"
+    rows = _train(text, other, steps=8, schedule="constant", resume=str(tmp_path / "checkpoints" / "step-6"))
+    assert [row["step"] for row in rows] == [7, 8]
+
+
+def test_resume_goes_back_behind_later_checkpoints(text: Path, tmp_path: Path) -> None:
+    constant: dict[str, Any] = {"schedule": "constant", "save_every": 2, "keep": 9}
+    _train(text, tmp_path, steps=6, **constant)
+    first = tmp_path / "checkpoints" / "step-2"
+    _train(text, tmp_path, steps=4, resume=str(first), **{**constant, "save_every": 0})
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-2", "step-4"]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_damaged_checkpoints_are_not_kept_for_good_ones(text: Path, tmp_path: Path, caplog: Any) -> None:
+    constant: dict[str, Any] = {"schedule": "constant", "save_every": 2, "keep": 2}
+    _train(text, tmp_path, steps=6, **{**constant, "keep": 9})
+    damaged = tmp_path / "checkpoints" / "step-6" / "model.safetensors"
+    damaged.write_bytes(b"")
+    _train(text, tmp_path, steps=7, resume="auto", **{**constant, "save_every": 0})
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-4", "step-7"]
+    assert "passing over a damaged checkpoint" in caplog.text and len(read_metrics(tmp_path / "metrics.jsonl")) == 7
+    for path in (tmp_path / "checkpoints").iterdir():
+        (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="expected a complete checkpoint to resume from, got 2 damaged ones"):
+        _train(text, tmp_path, 2, steps=9, resume="auto", **constant)
+
+
+def test_resume_where_nothing_is_left_to_do_still_saves(text: Path, tmp_path: Path, capsys: Any) -> None:
+    _train(text, tmp_path / "a", steps=3)
+    _train(text, tmp_path / "b", steps=2, resume=str(tmp_path / "a"))
+    said = capsys.readouterr().out
+    assert said.count("the warm-up of 5 steps is longer than the run") == 1, "of the first run alone"
+    done = "(nothing to do: --steps is 2; for more steps, set it higher)"
+    assert f"resuming after step 3, from {tmp_path}/a/checkpoints/step-3 {done}\n" in said
+    assert said.count("more steps: ") == 1, "a command that does 4 steps in all would do one more"
+    assert tensors_of_run(tmp_path / "b") == tensors_of_run(tmp_path / "a")
+    config = (tmp_path / "a/config.json").read_bytes()
+    _train(text, tmp_path / "a", steps=1, resume="auto")
+    assert (tmp_path / "a/config.json").read_bytes() == config  # of the run that trained there
+
+
+def test_resume_says_what_is_not_as_it_was(text: Path, tmp_path: Path, caplog: Any) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[:20_000])
+    _train(text, tmp_path / "run", steps=2, tokenizer="chars")
+    _train(other, tmp_path / "run", steps=3, tokenizer="chars", resume="auto", seed=5)
+    assert "resuming with another seed, data" in caplog.text
+    for content in ("äöü" + other.read_text(), text.read_text().replace("b", "ß")):
+        other.write_text(content)
+        with pytest.raises(CheckpointError, match=r"tokenizer of this run, chars, got another of .*\(--tokenizer, "):
+            _train(other, tmp_path / "run", 2, steps=4, tokenizer="chars", resume="auto")
+    with pytest.raises(CheckpointError, match=r"tokenizer of this run, bytes, got chars \(see --tokenizer\)"):
+        _train(text, tmp_path / "run", steps=4, resume="auto")
+
+
+def test_a_runs_config_json_is_what_was_asked(text: Path, tmp_path: Path) -> None:
+    """What followed from it follows again: on other ranks, with another learning rate or batch size."""
+    _train(text, tmp_path / "one", steps=1)
+    described = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert described["derived"] == {"micro_batch_size": 8, "device": "cpu", "dtype": "float32"}
+    again = ["--config", str(tmp_path / "one" / "config.json"), "--out"]
+    for ranks, flags in ((2, ["--lr", "1e-4"]), (2, ["--batch-size", "12"])):
+        config = parse([*again, str(tmp_path / flags[0]), *flags])
+        assert config.device == "auto" and config.dtype == "auto"
+        spawn(lambda comm, config=config: Trainer(config, comm).run(), ranks, timeout=100)
+    described["config"] |= described.pop("derived") | {"min_lr": 3e-4}  # as it was written once
+    (tmp_path / "one" / "config.json").write_text(json.dumps(described))
+    once = _config(text, tmp_path / "old", steps=1, min_lr=3e-4)
+    assert parse([*again, str(tmp_path / "old")]).for_world(1) == once.for_world(1)
+
+
+def test_resume_on_other_ranks_says_what_was_asked_differently(text: Path, tmp_path: Path, caplog: Any) -> None:
+    def said(out: str, ranks: int, **changes: Any) -> list[str]:
+        caplog.clear()
+        _train(text, tmp_path / out, ranks, **changes)
+        return [record.getMessage() for record in caplog.records]
+
+    assert said("layouts", 4, steps=1, tp=2) == []
+    (line,) = said("layouts", 4, steps=2, pp=2, cp=2, resume="auto")
+    assert line.startswith("resuming in another layout: "), "of as many ranks"
+    for deterministic in (False, True):
+        assert said(f"{deterministic}", 1, steps=1, deterministic=deterministic) == []
+        line = (
+            "resuming in another layout: "
+            "its results will equal those of an uninterrupted run up to rounding, not bit for bit"
+        )
+        expected = [] if deterministic else [line]
+        assert said(f"{deterministic}", 2, steps=2, deterministic=deterministic, resume="auto") == expected
+    assert said("False", 2, steps=3, resume="auto") == []
+    (line,) = said("False", 1, steps=4, micro_batch_size=2, resume="auto")
+    assert line == (
+        "resuming with another micro_batch_size: its results will differ from those of an uninterrupted run"
+    )
+    (line,) = said("False", 1, steps=5, resume="auto")
+    assert "another micro_batch_size:" in line
+    (manifest,) = (tmp_path / "False" / "checkpoints").glob("step-5/manifest.json")
+    values = json.loads(manifest.read_text())
+    values["config"]["derived"] |= {"micro_batch_size": 1}  # as another version would have cut the batch
+    manifest.write_text(json.dumps(values))
+    (line,) = said("False", 1, steps=6, resume="auto")
+    assert "another micro_batch_size:" in line
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
+def test_a_run_with_a_removed_schedule_is_resumed(
+    text: Path, tmp_path: Path, schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From its checkpoint and its config.json, to the bits of a run that was not interrupted."""
+    settings: dict[str, Any] = {"steps": 4, "pp": 2, "micro_batch_size": 1, "sample_tokens": 0}
+    whole, out = _train(text, tmp_path / "whole", 2, **settings), tmp_path / "run"
+    _train(text, out, 2, **{**settings, "steps": 2})
+    file = out / "config.json"
+    file.write_text(file.read_text().replace('"1f1b"', f'"{schedule}"'))
+    flags = ["--config", str(file), "--resume", "auto", "--steps", "4"]
+    config = parse(flags)
+    assert config.pp_schedule == "1f1b"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file}: pp_schedule: {schedule} is no longer available, 1f1b is used instead: same results"
+    ]
+    spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
+    rows = read_metrics(out / "metrics.jsonl")
+    for key in ("loss", "grad_norm"):
+        assert _losses(rows, key).tobytes() == _losses(whole, key).tobytes()
+    assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
