@@ -67,7 +67,7 @@ class Trainer:
     """A training run of ``config`` on the ranks of ``comm``. Everything up to the first step is in here."""
 
     def __init__(self, config: TrainConfig, comm: Communicator, stop: Stop | None = None) -> None:
-        self._prepare(config, stop)
+        self.prepare(config, stop)
         self.comm = comm
         same_on_all(comm, {name: value for name, value in self._asked.items() if name not in PATHS})
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
@@ -110,7 +110,7 @@ class Trainer:
                     self.out.rmdir()  # of runs/, if nothing is in there
             raise
 
-    def _prepare(self, config: TrainConfig, stop: Stop | None) -> None:
+    def prepare(self, config: TrainConfig, stop: Stop | None) -> None:
         """What a run has before it knows its ranks."""
         self.config = config
         self.stop: Stop = stop or Stop()
