@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 
@@ -63,8 +64,11 @@ def gpus_of_one(gpu: str) -> Programme:
         Piece(f"{train} --compare torch --grad-dtype bfloat16 {flags} --torch {variants} --steps {steps}", 300)
         for flags, variants, steps in MODELS.values()
     ]
-    eight = [Piece(f"{train} --compare fp8 --apart {MODELS[name][0]} --steps 10", 150)
-             for name in ("124m", "1b", "8b-4-layers")]  # fmt: skip
+    torchao = "--torch fp8,flash-master-tensorwise,flash-master-rowwise" if find_spec("torchao") else ""
+    eight = [
+        Piece(f"{train} --compare fp8 --apart {MODELS[name][0]} --steps 10 {more}".rstrip(), seconds)
+        for name, more, seconds in (("124m", "", 150), ("1b", "", 150), ("8b-4-layers", torchao, 400))
+    ]
     kernels = "python -m benchmarks.kernels"
     one = "mpirun -n 1 python -m kos.bench --dtype bfloat16 --place out --no-plot --mode graph,eager --iterations 20"
     return {

@@ -36,6 +36,7 @@ MUTANTS = "tests/comm/schedules/test_schedule_verify.py -k mutants"
 PEER, ONE_KERNEL = "tests/comm/test_peer_logic.py", "tests/comm/test_peer_compressed.py"
 KERNELS = "tests/train/test_kernels_on_host.py"
 CONFORMANCE = "tests/comm/test_conformance.py"
+ROWS = "tests/comm/test_scenarios.py -k "  # of the table of failures
 HOST, PHASES = "kos/comm/host/", "kos/comm/gpu/hierarchical.py"
 SCHEDULES, PEER_KERNELS, TRAIN = "kos/comm/schedules/", "kos/comm/gpu/kernels/", "kos/train/"
 PARALLEL, LAYOUTS = TRAIN + "parallel/", "tests/train/test_layouts.py -k "
@@ -70,7 +71,8 @@ MUTATIONS = [
     Mutation(PHASES, "self._between.enter(frozenset(streams), streams, self.streams)", "pass",
              "tests/comm/test_hierarchical.py -k follow"),
     Mutation(PHASES, "        backend.streams.mark(stream)", "", "tests/comm/test_hierarchical.py -k follow"),
-    Mutation(PHASES, "self.node.inspect(o, self._local)", "pass", "tests/comm/test_hierarchical.py -k not_come"),
+    Mutation(PHASES, "self.node.inspect(o, self._local)", "pass",
+             "tests/comm/test_hierarchical_failures.py -k not_come"),
     Mutation(PHASES, "options.deterministic or ", "", "tests/comm/test_hierarchical.py -k stays"),
     Mutation("kos/comm/gpu/links.py", "- within / links", "", "tests/comm/test_hierarchical.py -k prediction"),
     Mutation("kos/comm/failures.py", "self.reported is None or sequence < self.reported[0]", "self.reported is None",
@@ -124,7 +126,7 @@ MUTATIONS = [
     Mutation(TRAIN_KERNELS + "adamw.cu", "(1 - beta2) * (g * g)", "(1 - beta2) * g", KERNELS + " -k adamw"),
     Mutation(TRAIN + "optim/adamw.py", "root = 1 / math.sqrt(1 - beta2**number)", "root = 1.0",
              KERNELS + " -k adamw"),
-    Mutation(TRAIN + "train.py", "self.micro_batches = mesh.dp.size * steps", "self.micro_batches = steps",
+    Mutation(TRAIN + "train.py", "total = config.batch_size // config.micro_batch_size", "total = 1",
              "tests/train/test_loop.py -k number_of_ranks"),
     Mutation(PARALLEL + "gradients.py", "micro_batch > 0, final", "False, final",
              "tests/train/test_step.py -k gradient"),
@@ -210,6 +212,24 @@ MUTATIONS = [
              "tests/comm/test_jobs.py -k forked"),
     Mutation(HOST + "tcp.py", "ABORT, str(self.failures.first or reason)", 'ABORT, ""',
              "tests/comm/test_host_messages.py -k announced_message"),
+    # What the table of failures sees.
+    Mutation(HOST + "tcp.py", "WHY_CLOSED, self.failures.closing())", "WHY_CLOSED, None)",
+             ROWS + "on_tcp and none and elsewhere"),
+    Mutation(HOST + "threads.py", "if theirs[1] != mine[1]:", "if False:", ROWS + "on_threads and differ"),
+    Mutation(HOST + "mpi.py", "if sequence == o.sequence and theirs[1] != mine[1]:", "if False:",
+             ROWS + "on_mpi and none and differ", 2),
+    Mutation(HOST + "mpi.py", "if failures.reported is not None:\n            return again(failures",
+             "if False:\n            return again(failures", ROWS + "on_mpi and none and sender", 2),
+    Mutation("kos/comm/failures.py", "if known is not None and known.ranks:", "if known is self.first is not None:",
+             ROWS + "on_threads and elsewhere"),
+    Mutation("kos/comm/failures.py", "return last if last is not None and last.ranks else None", "return None",
+             ROWS + "elsewhere and not mpi"),
+    Mutation("kos/comm/gpu/backend.py", "return self.shared.late(work, super().late(work).words)", "return None",
+             "tests/comm/test_scenarios_on_fakes.py -k peer and all_reduce and late"),
+    Mutation(HOST + "shared/calls.py", "if closed == CLOSED_ORDERLY:", "if False:",
+             ROWS + "on_tcp and shared and closes"),
+    Mutation(HOST + "shared/calls.py", "self._causes().failure(failures.world[rank]) or (None, 0.0)", "(None, 0.0)",
+             ROWS + "on_tcp and shared and elsewhere"),
     Mutation(TRAIN + "tools/console.py", "except OSError:  # the reader", "except KeyError:  # the reader",
              "tests/train/test_cli.py -k nobody_takes"),
 ]

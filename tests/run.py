@@ -72,6 +72,7 @@ WITH_GPUS = (
 # Kernels compiled for the host write where they are told to: in processes of their own, so that nothing else suffers.
 EMULATED = (
     "tests/comm/test_hierarchical.py",
+    "tests/comm/test_hierarchical_failures.py",
     "tests/comm/test_nccl_kernels.py",
     "tests/comm/test_peer_compressed.py",
     "tests/comm/test_peer_failures.py",

@@ -127,6 +127,20 @@ def trained(ranks: int) -> list[Trained]:
     return found
 
 
+def eight_bits() -> dict[str, dict[str, Row]]:
+    """Rows of the newest training in 8 bits, by preset and then "bfloat16", "fp8" and "torchao", which is its fastest.
+
+    Of several measurements of kos the last counts.
+    """
+    found: dict[str, dict[str, Row]] = {}
+    for row in load(newest("train-fp8", 1))["rows"]:
+        rows = found.setdefault(row["preset"], {})
+        name = row["variant"] if row["implementation"] == "kos" else "torchao"
+        if name != "torchao" or name not in rows or row["step_ms"] < rows[name]["step_ms"]:
+            rows[name] = row
+    return found
+
+
 def variant(row: Row) -> str:
     """How PyTorch was set up, in words."""
     words = {

@@ -59,27 +59,29 @@ def draw(axes: Any, lines: dict[str, dict[int, float]], title: str) -> None:
 
 
 def training_types() -> Any:
-    """For README: speeds on one GPU as parts of that of kos in bfloat16: of PyTorch in bfloat16, of kos in 8 bits."""
+    """For README: speeds on one GPU as parts of that of kos in bfloat16: of PyTorch in bfloat16, of both in 8 bits."""
     figure, [panels] = new(2.8, columns=2, sharey=True)
     models = [row for row in measured.trained(1) if not row.label.startswith("124m, 4 ")]
-    eight = newest("train-fp8", 1)
-    pairs = [(row.kos, row.torch) for row in models]
-    types = [
-        tuple(one(eight, preset=row.kos["preset"], variant=kind) for kind in ("bfloat16", "fp8")) for row in models
-    ]
-    for axes, found, name, color, file in (
-        (panels[0], pairs, "PyTorch, torch.compile, bfloat16", PEER, newest("train", 1)),
-        (panels[1], types, "kos, fp8", KOS_LIGHT, eight),
+    names = {"bfloat16": "kos, bfloat16", "fp8": "kos, fp8", "torchao": "torchao, float8"}
+    left = {"kos, bfloat16": [row.kos for row in models], "PyTorch, torch.compile": [row.torch for row in models]}
+    eight = [measured.eight_bits()[row.kos["preset"]] for row in models]
+    right = {title: [found.get(name) for found in eight] for name, title in names.items()}
+    for axes, lines, colors, file in (
+        (panels[0], left, [KOS, PEER], newest("train", 1)),
+        (panels[1], right, [KOS, KOS_LIGHT, PEER_LIGHT], newest("train-fp8", 1)),
     ):
-        speeds = [[row["tokens_per_second"] for row in rows] for rows in zip(*found, strict=True)]
-        parts = [[speed / ours for speed, ours in zip(each, speeds[0], strict=True)] for each in speeds]
-        labels = [row.label.replace(", ", "\n", 1) for row in models]
-        bars(axes, labels, {"kos, bfloat16": parts[0], name: parts[1]}, [KOS, color], texts=False)
-        for index, each in enumerate(speeds):
-            for at, speed in enumerate(each):
-                axes.text(at + 0.4 * index - 0.2, parts[index][at] + 0.02, f"{speed:,.0f}", ha="center", fontsize=7)
+        ours = [row["tokens_per_second"] for row in lines["kos, bfloat16"]]
+        for index, (title, rows) in enumerate(lines.items()):
+            for at, (row, speed) in enumerate(zip(rows, ours, strict=True)):
+                if row is None:
+                    continue
+                place, width = at + 0.28 * (index - (len(lines) - 1) / 2), 0.26
+                drawn = axes.bar(place, row["tokens_per_second"] / speed, width, color=colors[index],
+                                 label=title if title not in axes.get_legend_handles_labels()[1] else None)  # fmt: skip
+                axes.bar_label(drawn, [f"{row['tokens_per_second']:,.0f}"], padding=1, fontsize=5.5)
+        axes.set_xticks(range(len(models)), [row.label.replace(", ", "\n", 1) for row in models])
         axes.set(title=f"training on {gpus(file)}, tokens a second", ylim=(0, 1.6))
-        axes.legend(loc="upper left")
+        axes.legend(loc="upper left", ncols=2)
     panels[0].set_ylabel("part of kos in bfloat16")
     return figure
 

@@ -9,6 +9,8 @@ from benchmarks.plots.results import load, ratio, select, table
 from kos.bench.ratios import COLUMNS, ratios
 from kos.bench.report import size
 
+COUNTED = ("all_reduce", "all_reduce, persistent", "all_reduce, async_op", "broadcast", "all_gather", "send", "barrier")
+"""Operations in the table of instructions; the file has all."""
 Ratios = list[tuple[str, int, dict[str, float | None]]]
 """Operation, bytes, and by column of ``kos.bench.ratios`` the time of kos / Open MPI."""
 
@@ -20,13 +22,12 @@ def recorded(ranks: int) -> Ratios:
     ]
 
 
-def every_operation(ranks: int) -> str:
-    """Operations by size: the ratio on the same array, and on arrays in rotation."""
-    cells = {
-        (op, nbytes): f"{ratio(values['same array'])} ({ratio(values['arrays in rotation'])})"
-        for op, nbytes, values in recorded(ranks)
-        if values["same array"] and values["arrays in rotation"]
-    }
+def every_operation(ranks: int, columns: tuple[str, ...] = ("same array", "arrays in rotation")) -> str:
+    """Operations by size: the ratio in the first column, in brackets that in the second."""
+    cells: dict[tuple[str, int], str] = {}
+    for op, nbytes, values in recorded(ranks):
+        first, *others = (ratio(value) for column in columns if (value := values[column]))
+        cells[op, nbytes] = first + "".join(f" ({other})" for other in others)
     sizes = sorted({nbytes for op, nbytes in cells if op != "barrier"})
     operations = dict.fromkeys(op for op, _ in cells if op != "barrier")
     rows = [[op, *(cells.get((op, nbytes), "") for nbytes in sizes)] for op in operations]
@@ -52,7 +53,15 @@ def instructions() -> str:
     rows = select("instructions")
     sizes = sorted({row["bytes"] for row in rows})
     lines = []
-    for op in dict.fromkeys(row["op"] for row in rows):
+    for op in (
+        "all_reduce",
+        "all_reduce, persistent",
+        "all_reduce, async_op",
+        "broadcast",
+        "all_gather",
+        "send",
+        "barrier",
+    ):
         found = {row["bytes"]: row for row in rows if row["op"] == op}
         lines.append([op, *(f"{found[n]['core']:,}" if n in found else "" for n in sizes)])
     return table(["operation", *map(size, sizes)], lines)

@@ -37,13 +37,15 @@ def training() -> str:
 def training_types() -> str:
     """In 8 bits beside bfloat16."""
     rows = []
-    for row in select(newest("train-fp8", 1), variant="bfloat16"):
-        eight = one(newest("train-fp8", 1), variant="fp8", preset=row["preset"])
-        model = f"{row['preset']}, {row['batch_size']} x {row['seq_len']:,}"
-        rows.append([model, tokens(row), tokens(eight), gib(row), gib(eight), ratio(row["step_ms"] / eight["step_ms"])])
-    where = gpus(newest("train-fp8", 1))
-    head = ["bfloat16, tokens/s", "fp8, tokens/s", "bfloat16, GiB", "fp8, GiB", "fp8 / bfloat16"]
-    return table([f"{where}, sequences x tokens", *head], rows)
+    for preset, found in measured.eight_bits().items():
+        sixteen, eight, peer = found["bfloat16"], found["fp8"], found.get("torchao")
+        model = f"{preset}, {eight['batch_size']} x {eight['seq_len']:,}"
+        speed = ratio(sixteen["step_ms"] / eight["step_ms"])
+        rows.append(
+            [model, tokens(sixteen), tokens(eight), tokens(peer) if peer else "", gib(sixteen), gib(eight), speed]
+        )
+    head = ["bfloat16, tokens/s", "fp8, tokens/s", "torchao float8", "bfloat16, GiB", "fp8, GiB", "fp8 / bfloat16"]
+    return table([f"{gpus(newest('train-fp8', 1))}, sequences x tokens", *head], rows)
 
 
 def optimizer_losses() -> str:
@@ -71,9 +73,9 @@ def training_cpu() -> str:
 
 
 def power() -> str:
-    """Every third row of the file."""
+    """Every sixth row of the file."""
     rows = []
-    for row in select("power-h200-1")[::3]:
+    for row in select("power-h200-1")[::6]:
         if "product" in row:
             what = "product " + " x ".join(str(each) for each in row["product"])
             speeds = [f"{row['tflops_first_50ms']:.0f}", f"{row['tflops_last_second']:.0f}"]
@@ -97,7 +99,7 @@ GROUPS = [
 
 PROFILES = {
     "1b, 2 x 4,096": "profile-1b-h200-1", "124m, 32 x 1,024": "profile-124m-h200-1",
-    "8b, 2 x 8,192, 8 GPUs": "profile-8b-h200-8", "1b, cp 2": "profile-1b-cp2-h200-2",
+    "8b, 2 x 8,192, 8 GPUs": "profile-8b-h200-8",
 }  # fmt: skip
 
 
@@ -139,10 +141,10 @@ def layouts_of_four() -> str:
     rows = []
     for row in load("layouts-h200-4")["rows"]:
         batch = f"{row['batch_size']} x {row['seq_len']:,}"
+        idle = f"{row['stages']['idle']:.1%}" if "stages" in row else ""
         rows.append([row["preset"], row["layout"], batch, tokens(row), f"{row['step_ms']:,.0f}",
-                     f"{row['mfu_causal']:.1%}", f"{row['stages']['idle']:.1%}" if "stages" in row else "", gib(row),
-                     f"{row['predicted_ms']:,.0f}"])  # fmt: skip
-    head = ["model", "layout", "tokens a step", "tokens/s", "ms a step", "MFU", "idle", "GiB", "predicted, ms"]
+                     f"{row['mfu_causal']:.1%}", idle, gib(row)])  # fmt: skip
+    head = ["model", "layout", "tokens a step", "tokens/s", "ms a step", "MFU", "idle", "GiB"]
     return table(head, rows)
 
 

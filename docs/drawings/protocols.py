@@ -86,7 +86,8 @@ def replacement() -> str:
         (0, 0, "epoch 2: 3 ranks"),
     ]
     actors = ["rank 0", "rank 1", "rank 2", "newcomer"]
-    return exchange("A rank is replaced", "each rank's entry reaches all others; some of them are left out", actors, events)
+    about = "each rank's entry reaches all others; some of them are left out"
+    return exchange("A rank is replaced", about, actors, events)
 
 
 def watchdog() -> str:

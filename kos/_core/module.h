@@ -24,7 +24,7 @@ typedef struct {
     kos_group core;
     PyObject *objects[OBJECTS];
     Py_buffer memory;
-    Work *spare;               // that of the next call that does not complete at once
+    Work *spare;               // in which the next call begins; it is its own unless that completes at once
     unsigned long long parks;  // waits without the GIL
     // Of module_eager.c.
     char off;                 // in a batch
@@ -81,7 +81,6 @@ PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
 PyObject *group_method(PyObject *g, PyObject *args);
 PyObject *take_tensors(PyObject *self, PyObject *type);
 extern PyObject *s_active, *s_last, *s_last_work, *s_closed;
-const PyObject *peek(PyObject *x, PyObject *name, int is_method);
 PyObject *note(PyObject *const *objects, PyObject *description, PyObject *sequence, PyObject *frame);
 // Of module_launch.c.
 PyObject *take_arrays(PyObject *self, PyObject *example);
@@ -95,5 +94,14 @@ void set_field(State *s, int field, PyObject *value);
 State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
                  PyObject *sequence, PyObject *record);
 int eager_init(void);
+
+// An attribute, or what a method returns, to be compared with a constant: NULL on an error.
+static inline const PyObject *peek(PyObject *x, PyObject *name, int is_method) {
+    PyObject *value = is_method ? PyObject_CallMethodObjArgs(x, name, NULL) : PyObject_GetAttr(x, name);
+    if (!value)
+        PyErr_Clear();
+    Py_XDECREF(value);
+    return value;
+}
 
 #endif

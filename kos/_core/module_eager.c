@@ -82,15 +82,6 @@ static void forget(Operation *o) {
     o->used = 0;
 }
 
-// An attribute, or what a method returns, to be compared with a constant: NULL on an error.
-const PyObject *peek(PyObject *x, PyObject *name, int is_method) {
-    PyObject *value = is_method ? PyObject_CallMethodObjArgs(x, name, NULL) : PyObject_GetAttr(x, name);
-    if (!value)
-        PyErr_Clear();
-    Py_XDECREF(value);
-    return value;
-}
-
 // Reads a tensor that is contiguous, and as Python takes it; returns 0 for any other.
 static int read_tensor(PyObject *x, array_words *words, tensor *t) {
     int64_t stride = 1;
@@ -143,6 +134,7 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
     for (Py_ssize_t a = 0; a < count; a++) {
         tensor t;
         array_words array;
+        t.device = CPU;
         int64_t shape[DIMENSIONS];
         if (key->word + MOST_WORDS - word < 3 + KOS_MAX_RANKS)
             return;
@@ -150,8 +142,11 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
             *word++ = (uintptr_t)PyTuple_GetItem(names, a - positional);
         if (Py_TYPE(args[a]) == ndarray_type) {
             const ndarray *x = (ndarray *)args[a];
-            t = (tensor){.data = x->data, .nd = x->nd, .shape = (const int64_t *)x->dimensions};
-            array = (array_words){(uintptr_t)x->descr, x->flags & FLAGS, 0};
+            t.data = x->data;
+            t.nd = x->nd;
+            t.shape = (const int64_t *)x->dimensions;
+            array.what = (uintptr_t)x->descr;
+            array.kind = x->flags & FLAGS;
         } else if (Py_TYPE(args[a]) == tensor_type || Py_TYPE(args[a]) == array_type) {
             if (!(Py_TYPE(args[a]) == tensor_type ? read_tensor(args[a], &array, &t)
                                                   : read_array(args[a], &array, &t, shape)))
@@ -222,7 +217,8 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
 
 // Writes the next entry of the flight recorder, as kos.comm.prepared.note does; returns it, borrowed.  The call has
 // begun: what there is no memory for is None.
-PyObject *note(PyObject *const *objects, PyObject *description, PyObject *sequence, PyObject *frame) {
+static inline __attribute__((always_inline)) PyObject *write_entry(PyObject *const *objects, PyObject *description,
+                                                                   PyObject *sequence, PyObject *frame) {
     PyObject *count = PyObject_GetAttr(objects[RECORDER], s_count), *slots = objects[SLOTS];
     const long long number = count ? PyLong_AsLongLong(count) : 0;
     PyObject *slot = PyList_GetItem(slots, number % PyList_Size(slots)), *next = PyLong_FromLongLong(number + 1);
@@ -236,6 +232,10 @@ PyObject *note(PyObject *const *objects, PyObject *description, PyObject *sequen
     for (int i = 0; i < 7; i++)
         PyList_SetItem(slot, i, entry[i] ? entry[i] : Py_NewRef(Py_None));
     return slot;
+}
+
+PyObject *note(PyObject *const *objects, PyObject *description, PyObject *sequence, PyObject *frame) {
+    return write_entry(objects, description, sequence, frame);
 }
 
 static int apart(const known *k, char *const *data) {
@@ -283,7 +283,7 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
     g->hits++;
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
     const kos_result r = begin(g, k->core, number, from, to);
-    PyObject *slot = note(objects, k->description, sequence, frame);  // while the data is on its way
+    PyObject *slot = write_entry(objects, k->description, sequence, frame);  // while the data is on its way
     PyObject *left = go_on(g, k->call, r, send, recv, k->work == Py_None);
     if (left == Py_None)
         PyList_SetItem(slot, COMPLETED, nanoseconds());

@@ -226,5 +226,4 @@ def time_out_beside_others(comm: kos.Communicator) -> None:
     comm.barrier()
 
 
-
 """Of rank 1 for rank 0 of a group of two."""

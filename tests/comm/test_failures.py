@@ -37,7 +37,6 @@ def F4() -> np.ndarray:
     return np.zeros(4, np.float32)
 
 
-
 @pytest.mark.mpi
 def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi: Any, memory: str) -> None:
     """Of a collective that one rank alone gave up, and of a rank that left, also by who waits for a message."""
@@ -116,7 +115,6 @@ def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(ranks_of_mp
     ranks_of_mpi.run(body)
 
 
-
 def test_timeout_names_operation_and_missing_ranks() -> None:
     met = threading.Barrier(2)
 
@@ -133,7 +131,6 @@ def test_timeout_names_operation_and_missing_ranks() -> None:
         assert isinstance(caught.value, CollectiveTimeout | RankLost)
 
     spawn(body, 4, timeout=30, faults=[Fault("stall", rank, 1) for rank in (1, 3)])
-
 
 
 def test_who_computes_for_longer_than_the_timeout_may_ask_afterwards(
@@ -249,7 +246,6 @@ def test_the_reason_of_an_abort_outlives_the_rank(comm: kos.Communicator, /) -> 
     for call in (lambda: part.recv(np.zeros(1), 1), comm.barrier, lambda: comm.rendezvous.allgather(b"")):
         with pytest.raises(RankLost, match="rank 1 is gone: the data are damaged"):
             call()
-
 
 
 def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +367,6 @@ def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name: str, monkeypat
     finally:
         release.set()
     assert caught.value.__notes__ == ["raised on rank 0 of 2"]
-
 
 
 def test_a_missing_rank_at_init() -> None:

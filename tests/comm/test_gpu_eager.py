@@ -106,6 +106,8 @@ BY_PEER = {
     "scan": lambda c, x, y: c.scan(x),
     "exscan": lambda c, x, y: c.exscan(x),
     "send_recv": lambda c, x, y: c.send_recv(x, y[: x.size], 1 - c.rank, 1 - c.rank),
+    "all_gather_v": lambda c, x, y: c.all_gather_v(x, [x.size, x.size], y),
+    "reduce_scatter_v": lambda c, x, y: c.reduce_scatter_v(y, (x.size, x.size), x),
 }
 
 
@@ -629,3 +631,18 @@ def test_objects_that_are_new_each_time_are_not_kept(nccl: FakeNCCL) -> None:
             comm.all_reduce(x)
 
     FakeRanks(2).run(body)
+
+
+@needs_compiler
+def test_sizes_that_travel_do_so_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        for size in (2, 2, 2, 3):
+            mine = 2 if comm.rank else size
+            x, out = on_gpu(np.full(mine, comm.rank)), on_gpu(np.zeros(2 + size, np.int64))
+            with by(comm, 0):
+                comm.all_gather_v(x, out=out)
+            assert out.numpy().tolist() == [0] * size + [1, 1]
+
+    with no_gpus(monkeypatch, 2):
+        ThreadRanks(2).run(body)

@@ -20,17 +20,15 @@ from kos.comm import making
 from kos.comm.backend import Probe
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.join import parse
+from kos.comm.control.mpi import MPIRanks, MPIRendezvous, SharedComm
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.control.wire import JOIN, Connection, Network, authenticate, connect, drive, receive_greeting
+from kos.comm.failures import FailureLog
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.errors import (
-    CollectiveError,
-    CollectiveMismatch,
-    RankLost,
-    RendezvousError,
-)
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, RankLost, RendezvousError
 from kos.memory.array import Array
+from tests import grow_faults
 from tests.comm import fake_nccl, fake_peer
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES, SECRET, TIMEOUT, environment, free_port, run_threads
 from tests.comm.test_shared_failures import ULFM, job
@@ -517,3 +515,21 @@ with kos.init("mpi", timeout=60) as comm:
         joining.kill()
     assert (tmp_path / "new").read_text() == "joined 2 tcp 3.0\n"
     assert lines == ["0 tcp 3.0 None", "1 tcp 3.0 None"]
+
+
+def test_hosts_without_tcp_refuse_by_name() -> None:
+    carrier: Any = MPIRendezvous(MPIRanks(SharedComm(None), range(2)), 0, 1.0, FailureLog(range(2), 0), "")
+    carrier.without_tcp = "rank 1 did not reach rank 0 at node1:4000: timed out"
+    for call in ("grow 1", "replace", "shrink"):
+        words = f"^{call}: expected hosts that reach each other by TCP, got: rank 1 did not reach rank 0 at node1:4000"
+        with pytest.raises(BackendUnavailable, match=words):
+            carrier.check_change(call)
+    assert carrier.address == "" and carrier.newcomers() == 0
+
+
+@pytest.mark.parametrize("seed", [3, 12, 13, 16, 21])
+def test_random_changes(seed: int) -> None:
+    """Kills and joins amid collectives, rank 0 and several at once included; ``tests.faults grow`` has more."""
+    trial = grow_faults.Trial.of(seed, 3.0)
+    verdict, story = grow_faults.run_trial(trial)
+    assert verdict == grow_faults.RIGHT, f"{trial}: {story}"

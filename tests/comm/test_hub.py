@@ -233,7 +233,6 @@ def test_a_rank_that_fails_within_a_join_says_why(
     run_ranks(3, body)
 
 
-
 def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears of the death, though rank 0 has left the group meanwhile."""
     found, told, report, join_at = threading.Event(), threading.Barrier(2), Hub._report, TCPRendezvous._join_at
@@ -266,7 +265,6 @@ def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.Monk
     monkeypatch.setattr(Hub, "_report", tell)
     monkeypatch.setattr(TCPRendezvous, "_join_at", join)
     run_ranks(3, body)
-
 
 
 def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

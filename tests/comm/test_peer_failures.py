@@ -130,7 +130,6 @@ def test_cached_calls_of_all_to_all_v_whose_counts_disagree(ranks: ThreadRanks) 
     ranks.run(body)
 
 
-
 @on_each_rank("ranks.run_bare")
 def test_ranks_wait_for_one_another_at_the_first_call_of_a_kernel(rendezvous: Rendezvous, /) -> None:
     """If a rank has several communicators: CUDA loads a kernel only when running kernels have ended."""

@@ -35,7 +35,6 @@ from tests.comm.works import work_of
 pytestmark = needs_core
 
 
-
 def with_the_next(call: Callable[..., Any], comm: kos.Communicator, *arguments: Any) -> None:
     """Make a call and another: a rank that only gives data, as a broadcast's root, raises in its next call."""
     call(comm, *arguments)
@@ -49,7 +48,6 @@ def test_errors_name_the_call_that_was_made(comm: kos.Communicator, /, other: Ca
     """``all_gather_bytes``, which is made of two operations."""
     with pytest.raises(CollectiveMismatch, match=r"1 called all_gather #0 of int64\[1\], for all_gather_bytes: "):
         comm.all_gather_bytes(b"x") if comm.rank == 1 else other(comm)
-
 
 
 @pytest.mark.parametrize("call", [lambda c, x: c.all_reduce(x), lambda c, x: c.broadcast(x, 1)])
@@ -107,7 +105,6 @@ def test_a_rank_that_comes_while_it_is_looked_for() -> None:
         comm.rendezvous.barrier()
 
     run(body, 2, close=False)
-
 
 
 @on_each_rank(run, 3)

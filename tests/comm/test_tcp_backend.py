@@ -91,7 +91,6 @@ def test_promise(ranks: TCPRanks, case: Any) -> None:
     ranks.run(case.call)
 
 
-
 @pytest.mark.parametrize("memory", ["shared"], indirect=True)
 def test_explain_says_what_is_shared(ranks: TCPRanks) -> None:
     for text in ranks.run(lambda comm: comm.explain()):
@@ -203,7 +202,6 @@ def test_a_rank_that_is_done_and_closes_names_its_last_call(count: int) -> None:
             comm.all_reduce(np.zeros(3))
 
     TCPRanks(2).run(body)
-
 
 
 def test_no_thread_polls_connections_that_are_being_closed(ranks: TCPRanks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,6 @@ def test_a_broken_communicator_that_is_closed_leaves_the_rendezvous(comm: kos.Co
         comm.abort()
 
 
-
 @on_each_rank(TCPRanks(2).run)
 def test_a_collective_that_was_given_up_leaves_its_memory_alone(comm: kos.Communicator, /) -> None:
     x = np.full(4, float(comm.rank))
@@ -61,7 +60,6 @@ def test_a_collective_that_was_given_up_leaves_its_memory_alone(comm: kos.Commun
 
 def test_a_message_given_up_leaves_the_others() -> None:
     TCPRanks(2).run(time_out_beside_others)
-
 
 
 @pytest.mark.parametrize("quitter", ["receiver", "sender"])
@@ -269,7 +267,6 @@ def test_a_rank_that_left_for_a_failure_says_so() -> None:
         comm.abort()
 
     TCPRanks(3).run(body)
-
 
 
 END = """

@@ -403,5 +403,4 @@ def test_wrong_token_files(tmp_path: Path) -> None:
 # The standard library
 
 
-
 # The download

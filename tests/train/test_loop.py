@@ -130,7 +130,6 @@ def test_deterministic_is_bit_identical_for_any_number_of_ranks(text: Path, tmp_
         assert tensors_of_run(runs[ranks]) == tensors_of_run(runs[1])
 
 
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_that_is_not_finite_stops_all(text: Path, tmp_path: Path, ranks: int, monkeypatch: Any) -> None:
     start_step = CpuDevice.start_step
@@ -255,7 +254,6 @@ def test_a_folder_that_cannot_be_written_around_checkpoints_that_can(tmp_path: P
     _forbid(monkeypatch, tmp_path)
     with pytest.raises(ConfigError, match=f"expected a folder that .*, got no new file in {tmp_path} "):
         folders.check_folder(tmp_path, 0)
-
 
 
 def test_ranks_with_other_data_or_settings_are_refused(text: Path, tmp_path: Path) -> None:
@@ -407,7 +405,6 @@ def test_a_rank_lost_in_a_pipeline_is_reported_with_step_and_advice(
             good = "; the last checkpoint, of step 1, is good"
             advice = r"; resume with: start the 3 ranks as before, with: .*" if rank == 0 else ""
             assert re.fullmatch(lost + good + advice, line), line
-
 
 
 def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -218,9 +218,7 @@ def test_rope(rng, arena):
     check_gradients(rng, lambda x: rotated(x, frequencies, length, head_dim, heads), (x,), (dx,), d_out)
 
 
-
 # --- masks -------------------------------------------------------------------------------------------
-
 
 
 def test_swiglu(rng, arena):

@@ -85,6 +85,8 @@ class EagerCalls:
         streams = (id(stream),) if stream is not None and not library_of(stream) else ()  # torch's are new each time
         if any(not (_is_fixed(x) or id(x) in streams) for x in arguments):
             return None  # the next call may have another object
+        if name.endswith("_v") and sum(map(_is_counts, arguments)) != 1 + (name == "all_to_all_v"):
+            return None  # each call tells the ranks its sizes
         if not prepared.waits:
             return False
         ends = [each if address else None for each, address in zip(last[2:], (work.send, work.recv), strict=True)]
@@ -154,12 +156,16 @@ def _address(x: Any) -> int | None:
 
 
 def _identity(x: Any) -> Any:
-    """What the core compares of an argument by its identity."""
+    """What the core compares of an argument by its identity: not integers and counts."""
     return (x.dtype, x.stream) if type(x) is Array else x if _address(x) is None else type(x)
 
 
 def _is_fixed(x: Any) -> bool:
-    """Whether an argument is the same whenever it is the same object, or an array that the core can compare."""
+    """Whether the core can compare an argument: by identity or value, or an array by what it is."""
     if _address(x):
         return len(x.shape) <= 4
-    return x is None or type(x) in (int, bool, str, ReduceOp)
+    return x is None or type(x) in (int, bool, str, ReduceOp) or _is_counts(x)
+
+
+def _is_counts(x: Any) -> bool:
+    return type(x) in (list, tuple) and all(type(each) is int for each in x)

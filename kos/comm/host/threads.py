@@ -214,7 +214,7 @@ class ThreadTransport(Transport):
         self.group.close(self.rank, WHY_CLOSED, self.failures.closing(), 0.0)
 
     def abort(self, reason: str) -> str:
-        self.group.close(self.rank, reason)
+        self.group.close(self.rank, reason, self.failures.cause())
         return reason
 
 

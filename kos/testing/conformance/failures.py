@@ -225,14 +225,14 @@ def _closes(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
 
 
 def _fails_elsewhere(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
-    """Rank 1 aborts its group with rank 0, which then closes its group with rank 2: rank 2 names rank 1."""
+    """Rank 1 aborts its group with rank 0, which then ends its group with rank 2: rank 2 names rank 1."""
     one, other = (comm.split(0 if comm.rank in pair else None) for pair in ((0, 1), (0, 2)))
     if comm.rank == 1:
         one.abort(0, WHY)
     elif comm.rank == 0:
         with raises(row.error, f"rank 1( of world)? is gone: {WHY}"):
             one.barrier()
-        other.close()
+        other.abort(0, "of no interest") if "aborts" in row.fault else other.close()
     elif comm.rank == 2:
         with raises(row.error, row.words.format(culprit=1)) as caught:
             PROGRAMS[row.program](other, 0)
@@ -372,6 +372,7 @@ FAULTS: dict[str, Callable[[Any, Scenario, float, Meet], None]] = {
     "a rank aborts": _aborts,
     "a rank closes": _closes,
     "it failed elsewhere": _fails_elsewhere,
+    "it aborts for a failure elsewhere": _fails_elsewhere,
     "a later one fails": _fails_later,
     "calls differ": _differs,
     "counts differ": _counts_differ,
@@ -410,6 +411,7 @@ _TABLE: list[tuple[str, Any, str, int, Sequence[str], Sequence[str]]] = [
     ("it failed elsewhere", RankLost, BECAUSE, 3, GPUS, (
         "barrier", "all_reduce by a ring", "split", "send_recv", "recv")),
     ("it failed elsewhere", RankLost, BECAUSE, 3, BY_MPI, ("exchange",)),  # MPI's own ends at the timeout
+    ("it aborts for a failure elsewhere", RankLost, BECAUSE, 3, GPUS, ("barrier", "all_reduce by a ring", "recv")),
     ("a later one fails", CollectiveTimeout, "barrier #1", 2, GPUS, ("all_reduce",)),
     ("calls differ", CollectiveMismatch, DIFFER, 2, (), (
         "operation", "dtype", "count", "count, large and small", "op", "root", "deterministic")),

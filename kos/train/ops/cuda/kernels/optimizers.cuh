@@ -51,8 +51,28 @@ __device__ __forceinline__ unsigned key_of(long seed, const State* state) {
 
 template <class T>
 struct Few {
+    T* at;
     T x[W];
 };
+
+// One pack of an update, at these addresses; a function, for NVRTC 13.0 takes no generic lambda.
+template <class Rule, class... Kept>
+__device__ __forceinline__ void update_pack(MASTER* weights, const GRADIENT* gradients, WEIGHT* copy, const Rates& at,
+                                            float scale, unsigned key, long place, const Rule& rule,
+                                            Few<Kept>... kept) {
+    float w[W], g[W];
+    load_few(w, weights);
+    load_few(g, gradients);
+    (load(kept.x, kept.at), ...);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+        rule(at, w[j], g[j] * scale, kept.x[j]...);
+        w[j] = rounded(w[j], key, place + j);
+    }
+    store_few(weights, w);
+    (store(kept.at, kept.x), ...);
+    if (COPY) store_few(copy, w);
+}
 
 // The update of a block's chunk, whose elements are all of one parameter group; none if the step is not finite.
 // `rule(at, w, g, kept...)` changes a weight and what is `kept` of it, by its averaged and clipped gradient.  It says
@@ -72,26 +92,15 @@ __device__ __forceinline__ void update_chunk(MASTER* weights, const GRADIENT* gr
     weights += chunk.local, gradients += chunk.start, copy += chunk.start;
     ((kept += chunk.kept), ...);
 
-    auto update_pack = [&](long i, auto... few) {
-        float w[W], g[W];
-        load_few(w, weights + i);
-        load_few(g, gradients + i);
-        (load(few.x, kept + i), ...);
-#pragma unroll
-        for (int j = 0; j < W; ++j) {
-            rule(at, w[j], g[j] * scale, few.x[j]...);
-            w[j] = rounded(w[j], key, chunk.place + i + j);
-        }
-        store_few(weights + i, w);
-        (store(kept + i, few.x), ...);
-        if (COPY) store_few(copy + i, w);
-    };
     // 16 bytes of fp32, 8 of bf16.
     const bool aligned = wide(weights, W * sizeof(MASTER)) && (wide(kept, W * sizeof(Kept)) && ...) &&
                          wide(gradients, W * sizeof(GRADIENT)) && wide(copy, W * sizeof(WEIGHT));
     const int packs = aligned ? chunk.length / W : 0;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < packs; i += 256) update_pack(i * W, Few<Kept>()...);
+    for (int pack = threadIdx.x; pack < packs; pack += 256) {
+        const long i = pack * W;
+        update_pack(weights + i, gradients + i, copy + i, at, scale, key, chunk.place + i, rule, Few<Kept>{kept + i}...);
+    }
     for (int i = packs * W + threadIdx.x; i < chunk.length; i += 256) {
         float w = widen(weights[i]);
         rule(at, w, widen(gradients[i]) * scale, kept[i]...);

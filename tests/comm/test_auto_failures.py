@@ -1,0 +1,158 @@
+"""Failures, aborts and closes of a communicator that has two backends for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.control.threads import ThreadRendezvous
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
+from kos.memory.array import Array
+from tests.comm.fake_nccl import FakeNCCL
+from tests.comm.ranks import on_each_rank, on_threads
+from tests.comm.shared_ranks import SharedOnly, needs_core
+from tests.comm.test_auto import SIZE, Log, run, zeros
+from tests.comm.works import work_of
+
+pytestmark = pytest.mark.usefixtures("fake")
+
+
+@on_each_rank(run)
+def test_each_backend_is_closed_if_the_close_of_another_fails(comm: kos.Communicator, log: Log, /) -> None:
+    backend = comm.backend
+    ended: list[str] = []
+
+    def fails(name: str) -> None:
+        ended.append(name)
+        raise CollectiveError(name)
+
+    for part in (*backend.gpus, backend.host):
+        part.close = partial(fails, part.name)
+    with pytest.raises(CollectiveError):
+        comm.close()
+    assert ended == ["nccl", "peer", "mock"]
+
+
+@pytest.mark.parametrize("parts", ["nccl", "nccl peer"])
+def test_a_failure_on_the_host_ends_the_calls_on_gpus(parts: str) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        x = zeros(1)
+        for _ in range(2):
+            comm.all_reduce(x)
+        comm.rendezvous.barrier()
+        comm.backend.failures.first = CollectiveError("barrier #7: rank 1 did not arrive")
+        with pytest.raises(CollectiveError, match="failed before: barrier #7: rank 1 did not arrive"):
+            comm.all_reduce(x)
+
+    run(body, parts)
+
+
+@pytest.mark.parametrize("failing", ["nccl", "peer"])
+def test_a_failure_of_one_backend_breaks_the_communicator(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(NCCLBackend, "signal_abort", lambda self: ended.append(f"waits of {self.name}"))
+    monkeypatch.setattr(NCCLBackend, "abort_device", lambda self: ended.append(self.name))
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        if comm.rank:
+            return
+        backend = comm.backend
+        part = next(gpu for gpu in backend.gpus if gpu.name == failing)
+        call = work_of("all_reduce", part, sequence=7)
+        part.to_error(call, CollectiveTimeout("all_reduce #7: rank 1 did not arrive"))
+        # Ending nccl may wait for kernels of peer, and ending peer for all that the GPU does.
+        assert ended == ["waits of nccl", "waits of peer", "nccl", "peer"]
+        for x in (zeros(1), zeros(1 << 20), np.zeros(1)):
+            with pytest.raises(CollectiveError, match="failed before: all_reduce #7: rank 1 did not arrive"):
+                comm.all_reduce(x)
+            with pytest.raises(CollectiveError, match="failed before"), comm.batch():
+                comm.all_reduce(x)
+
+    run(body)
+
+
+@on_each_rank(run)
+def test_survivors_of_a_shrink_use_both_backends(comm: kos.Communicator, log: Log, /) -> None:
+    comm.all_reduce(zeros(1))
+    comm.rendezvous.barrier()
+    if comm.rank == 0:
+        comm.rendezvous.threads.world.end(0, "it is dead")
+        return
+    rest = comm.shrink()
+    assert rest.backend_name == "nccl+peer+mock" and rest.size == 1
+    for x in (np.ones(3), Array.from_numpy(np.ones(5000, np.float16), 0), Array.from_numpy(np.ones(1), 0)):
+        got = rest.all_reduce(x)
+        assert ((got if isinstance(x, np.ndarray) else got.numpy()) == 1).all()
+    rest.close()
+
+
+@on_each_rank(run)
+def test_a_failure_on_the_host_breaks_calls_on_gpus(comm: kos.Communicator, log: Log, /) -> None:
+    if comm.rank:
+        return
+    backend = comm.backend
+    backend.failures.first = CollectiveError("barrier #3: late")
+    with pytest.raises(CollectiveError, match="failed before: barrier #3: late"):
+        comm.all_reduce(zeros(1))
+
+
+@on_each_rank(run)
+def test_an_abort_is_reported_before_it_waits(comm: kos.Communicator, log: Log, /) -> None:
+    backend = comm.backend
+    for part in (*backend.gpus, backend.host):
+        part.abort = lambda reason, name=part.name: log.append(f"{name}: {reason}")
+    for gpu in backend.gpus:
+        gpu.signal_abort = lambda name=gpu.name: log.append(f"waits of {name}")
+    backend.abort("enough")
+    assert log == ["waits of nccl", "waits of peer", "mock: enough", "nccl: enough", "peer: enough"]
+
+
+@needs_core
+@on_each_rank(run, host=SharedOnly)
+def test_an_abort_reaches_ranks_that_wait_for_a_gpu(comm: kos.Communicator, log: Log, /, queued: FakeNCCL) -> None:
+    comm.all_reduce(zeros(5000))
+    part = comm.backend.gpus[0]
+    comm.rendezvous.barrier()
+    if comm.rank:
+        comm.abort(reason="enough")
+        return
+    with pytest.raises(RankLost, match="rank 1 is gone: enough"):
+        part.wait_on_host(part._last, lambda: False, 20)
+
+
+def on_two_ranks(body: Callable[[kos.Communicator], None]) -> None:
+    def rank(rendezvous: ThreadRendezvous) -> None:
+        with kos.init("auto", rendezvous=rendezvous) as comm:
+            body(comm)
+
+    on_threads(SIZE, rank)
+
+
+def test_without_a_backend_for_gpus_the_error_says_why() -> None:
+    def body(comm: kos.Communicator) -> None:
+        why = [f"{name}: {comm.probes[name].reason}" for name in ("nccl", "peer")]
+        assert all(each.partition(": ")[2] in comm.explain() for each in why)
+        pair = comm.duplicate()
+        for call in (comm.all_reduce, comm.all_reduce_init, pair.all_reduce):
+            with pytest.raises(InvalidArgument) as caught:
+                call(zeros(2))
+            expected = "x: expected memory of the host (backend mock), got Array in memory of cuda:0"
+            assert str(caught.value) == f"{expected}; auto found no backend for GPUs: {'; '.join(why)}"
+        comm.all_reduce(np.ones(2))  # nothing was sent
+
+    on_two_ranks(body)
+
+
+@pytest.mark.parametrize("visible", [True, False])
+def test_a_visible_gpu_without_a_backend_is_a_warning(
+    visible: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kos.comm.making.visible_devices", lambda: ("a stand-in",) * visible)
+    on_two_ranks(lambda comm: None)
+    text = "auto: rank 0 sees a GPU, but no backend can use GPUs: nccl: a stand-in; peer: a stand-in"
+    assert [each.message for each in caplog.records if each.levelname == "WARNING"] == [text] * visible

@@ -1,0 +1,193 @@
+"""Failures of phases between hosts: ranks that do not come or end, calls that differ, survivors."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+import kos
+from kos.comm import watchdog
+from kos.comm.gpu import shared
+from kos.comm.gpu.hierarchical import CARRIED, NAME, HierarchicalBackend
+from kos.comm.gpu.routes import nothing
+from kos.comm.host.backend import HostBackend
+from kos.comm.host.tcp import TCPTransport
+from kos.comm.host.threads import ThreadTransport
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+from tests.comm import fake_nccl
+from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, Group
+from tests.comm.ranks import on_hosts
+from tests.comm.tcp_ranks import run_ranks
+from tests.comm.test_hierarchical import HostRanks, Ways, communicator, filled, no_gpu
+from tests.host_compiler import COMPILER
+
+__all__ = ["no_gpu"]  # a fixture
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
+
+
+def run(body: Callable[[kos.Communicator], Any]) -> list[Any]:
+    """What ``body(comm)`` returned on each of two ranks of two hosts."""
+    flat, all_done = Kernels(4), threading.Barrier(4)
+
+    def rank(rendezvous: Any) -> Any:
+        comm = communicator(rendezvous, HostBackend(rendezvous, TCPTransport), flat)
+        try:
+            return body(comm)
+        finally:
+            all_done.wait(3 * WAIT)  # outside of kos, which blames no rank that waits for others
+            comm.abort()
+
+    return run_ranks(4, rank)
+
+
+class Kernels(Group):
+    """As kernels of NCCL: one that waits for a rank that never comes ends when its own rank aborts."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.aborted = [threading.Event() for _ in range(size)]
+        self.messages = {(i, j): Messages(self.aborted[j]) for i in range(size) for j in range(size)}
+
+    def swap(self, rank: int, value: Any) -> list[Any]:
+        try:
+            return super().swap(rank, value)
+        except threading.BrokenBarrierError:  # another rank has aborted
+            assert self.aborted[rank].wait(WAIT), "a kernel of NCCL hangs"
+            return [value] * self.size
+
+
+class Messages(queue.Queue[Any]):
+    def __init__(self, aborted: threading.Event) -> None:
+        super().__init__()
+        self._aborted = aborted
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        while not self._aborted.is_set():
+            with suppress(queue.Empty):
+                return super().get(timeout=0.02)
+        raise queue.Empty
+
+
+@pytest.fixture
+def kernels(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of NCCL and the watchdog as in a job, and kernels of ``peer`` that are compiled."""
+    HostRanks((2, 2)).run(lambda gpu: [getattr(gpu.comm, name)(filled(gpu, 1000)) for name in CARRIED[:4]])
+    abort = FakeNCCL.comm_abort
+
+    def aborting(fake: FakeNCCL, comm: Comm) -> None:
+        abort(fake, comm)
+        if isinstance(comm.group, Kernels):
+            comm.group.aborted[comm.rank].set()
+
+    monkeypatch.setattr(FakeNCCL, "comm_abort", aborting)
+    monkeypatch.setattr(fake_nccl, "Group", Kernels)
+    monkeypatch.setattr(watchdog, "TICK", 0.01)
+    monkeypatch.setattr(shared, "_REPORT_SECONDS", 15.0)  # an emulated kernel looks at its deadline seldom
+    on_hosts(monkeypatch, (2, 2))
+
+
+def raised_by(comm: Any, *calls: Callable[[], Any]) -> KosError:
+    """What one of the calls raises, or the end of what they have queued."""
+    try:
+        for call in calls:
+            call()
+        comm.synchronize()
+    except KosError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    ("name", "late", "connected"),
+    [("all_reduce", 0, False), ("all_reduce", 3, True), ("all_gather", 0, True), ("broadcast", 3, True),
+     ("reduce_scatter", 3, False)],
+)  # fmt: skip
+def test_a_rank_that_does_not_come_is_named_on_all(
+    kernels: None, name: str, late: int, connected: bool
+) -> None:
+    """Whatever phase a rank waits in, on whichever host."""
+
+    def body(comm: Any) -> str:
+        call = getattr(comm, name)
+        if connected:
+            call(filled(comm, 1000))
+            call(filled(comm, 1000))
+        comm.rendezvous.barrier()
+        error: KosError = CollectiveError("")
+        if comm.rank != late:
+            error = raised_by(comm, lambda: call(filled(comm, 1000), timeout=1.0))
+            assert type(error) is CollectiveTimeout, error
+        return str(error.ranks)
+
+    found = run(body)
+    del found[late]
+    assert found == [f"({late},)"] * 3
+
+
+@pytest.mark.parametrize(("dead", "way"), [((4, 5), NAME), ((0, 1), NAME), ((5,), "nccl")], ids=str)
+def test_survivors_work_in_phases_if_hosts_are_alike(no_gpu: None, dead: tuple[int, ...], way: str) -> None:
+    def body(rendezvous: Any) -> None:
+        flat = rendezvous.threads.shared("group", lambda: Group(6))
+        comm = communicator(rendezvous, HostBackend(rendezvous, ThreadTransport), flat)
+        comm.all_reduce(filled(comm, 100))
+        rendezvous.barrier()
+        if rendezvous.rank in dead:
+            return rendezvous.threads.world.end(rendezvous.rank, "it is dead")
+        rest = comm.shrink()
+        x = filled(rest, 100)
+        if way == NAME:
+            assert Ways(rest).of(rest.all_reduce, x, algorithm=NAME) == NAME
+        else:
+            assert "expected hosts with the same number of ranks" in rest.explain()
+            rest.all_reduce(x)
+        assert (x.numpy() == rest.size * (rest.size + 1) / 2).all()
+        rest.close()
+
+    HostRanks((2, 2, 2)).run_bare(body)
+
+
+@pytest.mark.parametrize("ends", [0, 3])
+def test_a_rank_that_ends_is_named_on_all(kernels: None, ends: int) -> None:
+    def body(comm: Any) -> str:
+        comm.all_reduce(filled(comm, 1000))
+        comm.rendezvous.barrier()
+        error: KosError = CollectiveError("")
+        if comm.rank == ends:
+            comm.abort(reason="of the test")
+        else:
+            error = raised_by(comm, *[lambda: comm.all_reduce(filled(comm, 1000))] * 3)
+            assert isinstance(error, RankLost) and f"rank {ends} is gone: of the test" in str(error), error
+        return str(error.ranks)
+
+    found = run(body)
+    del found[ends]
+    assert found == [f"({ends},)"] * 3
+
+
+@pytest.mark.parametrize("differs", ["count", "operation"])
+@pytest.mark.parametrize("hosts", ["within a host", "between hosts"])
+def test_calls_that_differ_are_named_on_all(
+    kernels: None, monkeypatch: pytest.MonkeyPatch, differs: str, hosts: str
+) -> None:
+    """As calls that no phases carry: the parts of what is compared are those of the caller's call."""
+    monkeypatch.setattr(HierarchicalBackend, "resolve", lambda part, o: (nothing, NAME, True))
+    monkeypatch.setattr(HierarchicalBackend, "is_idle", lambda part, *_: False)
+
+    def body(comm: Any) -> str:
+        other = comm.rank > 1 if hosts == "between hosts" else comm.rank == 3
+        for _ in range(3):
+            comm.all_reduce(filled(comm, 10))
+        x = filled(comm, 10 + other * (differs == "count"))
+        call = comm.broadcast if other and differs == "operation" else comm.all_reduce
+        error = raised_by(comm, lambda: call(x), lambda: comm.backend.gpus[0].synchronize(timeout=0.3))
+        assert type(error) is CollectiveMismatch, error
+        return str(error)
+
+    for text in run(body):
+        assert "#3" in text and ("count 10 against 11" in text or "operation" in text), text
