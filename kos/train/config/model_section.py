@@ -33,8 +33,8 @@ def option(default: Any = ..., unset: str = "", **constraints: Any) -> Any:
 class ModelSection(Section, use_attribute_docstrings=True):
     """Shape of the model, with the key names that Hugging Face's config.json has for a LLaMA."""
 
-    model_type: Literal["llama", "gpt2", "mistral", "qwen2", "qwen3", "smollm3"] = option("llama")
-    """Family of the model: llama, mistral, qwen2, qwen3, smollm3, or gpt2 (LayerNorm, GELU and biases)."""
+    model_type: Literal["llama", "gpt2", "mistral", "olmo2", "qwen2", "qwen3", "smollm3"] = option("llama")
+    """Family of the model: llama, mistral, olmo2, qwen2, qwen3, smollm3, or gpt2 (LayerNorm, GELU and biases)."""
     vocab_size: int | None = option(None, "as many as the tokenizer has tokens", ge=1, lt=2**63)
     """Rows of the embedding."""
     hidden_size: int = option(ge=2, lt=2**63)
@@ -61,7 +61,7 @@ class ModelSection(Section, use_attribute_docstrings=True):
     initializer_range: float = option(0.02, gt=0)
     """Standard deviation of the initial weights."""
     attention_bias: bool = option(False)
-    """Add biases to the matrices of attention (llama, qwen3, smollm3)."""
+    """Add biases to the matrices of attention (llama, olmo2, qwen3, smollm3)."""
     mlp_bias: bool = option(False)
     """Add biases to the matrices of the MLP (llama, smollm3)."""
     sliding_window: int | None = option(None, "no window", ge=1)
