@@ -213,10 +213,11 @@ def test_both_holders_of_a_part_are_lost(text: Path, tmp_path: Path) -> None:
         train(text, tmp_path, faults, zero=1)
 
 
-def test_fewer_ranks_than_the_least_save_and_end(text: Path, tmp_path: Path, unhurt: Any) -> None:
-    faults = [Fault("crash", 2, 4, call="all_to_all")]
+@pytest.mark.parametrize("where", ["within a step", "in a validation", "at a checkpoint"])
+def test_fewer_ranks_than_the_least_save_and_end(where: str, text: Path, tmp_path: Path, unhurt: Any) -> None:
+    """What is saved is the step that is done, also if its validation or its row was not."""
     with pytest.raises(CollectiveError, match=r"expected at least 4 ranks \(--elastic\), got 3.*resume with"):
-        train(text, tmp_path, faults, elastic="4", save_every=0)
+        train(text, tmp_path, FAULTS[where], elastic="4", save_every=0 if where == "within a step" else 2)
     assert checkpoint.find(tmp_path).step == len(read_metrics(tmp_path / "metrics.jsonl")) > 0
     assert train(text, tmp_path, ranks=2, elastic=None, resume="auto") == unhurt
 
