@@ -27,6 +27,7 @@ import numpy as np
 
 from kos.comm.communicator import Communicator
 from kos.errors import (
+    BackendUnavailable,
     CheckpointError,
     CollectiveError,
     CollectiveMismatch,
@@ -155,11 +156,12 @@ class Elastic(Runner):
                 joins, tries = False, TRIES
                 self._regroup()
                 break
-            except (CollectiveError, RendezvousError) as error:
-                if grows and isinstance(error, RendezvousError):
+            except (CollectiveError, RendezvousError, BackendUnavailable) as error:
+                if grows and isinstance(error, RendezvousError | BackendUnavailable):
                     return run.console.say(f"no rank joined: {error}")  # and the group is as it was
                 tries -= 1
-                if not _is_loss(error) or not tries:
+                shrinks = isinstance(error, CollectiveMismatch) and run.comm is before  # some knew of a loss first
+                if not (shrinks or _is_loss(error)) or not tries:
                     raise
                 grows = 0
         self._report(size, gone, "left" if isinstance(change, _Changed) else "lost", time.perf_counter() - since)
@@ -235,7 +237,7 @@ def _exchange(comm: Communicator, mine: Any) -> list[Any]:
 
 def _is_loss(error: KosError) -> bool:
     """Whether the ranks that are left can go on: none of them has failed or disagreed."""
-    return not error.on_every_rank and not isinstance(error, CollectiveMismatch | Interrupted)
+    return not error.on_every_rank and not isinstance(error, CollectiveMismatch | Interrupted | BackendUnavailable)
 
 
 def _on_every_rank(error: Error) -> Error:
