@@ -81,10 +81,18 @@ int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape) {
 static long long number_at(PyObject *tuple, Py_ssize_t at) { return PyLong_AsLongLong(PyTuple_GetItem(tuple, at)); }
 
 // Whether an attribute is what it was: the same object, an equal number, or (blocks, blocks of a multiprocessor) of
-// kernels that leave as much room.
+// kernels that leave as much room; or a method returns what it did: __cuda_stream__, unless the stream was closed.
 static int is_still(PyObject *object, PyObject *name, PyObject *expected) {
     PyObject *value = PyObject_GetAttr(object, name);
     int same = value == expected;
+    if (value && !same && PyCallable_Check(value)) {
+        PyObject *result = PyObject_CallNoArgs(value);
+        same = result && PyObject_RichCompareBool(result, expected, Py_EQ) == 1;
+        PyErr_Clear();
+        Py_XDECREF(result);
+        Py_DECREF(value);
+        return same;
+    }
     if (!value)
         PyErr_Clear();
     else if (!same && PyLong_CheckExact(value) && PyLong_CheckExact(expected))
@@ -106,13 +114,13 @@ static int may_queue(Group *g, const queued_call *q, PyObject *guards, const cha
     int (*is_captured)(uint64_t, int *) = (int (*)(uint64_t, int *))(uintptr_t)q->is_captured;
     uint64_t context = 0;
     int captured = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(guards); i += 3)
+        if (!is_still(PyTuple_GetItem(guards, i), PyTuple_GetItem(guards, i + 1), PyTuple_GetItem(guards, i + 2)))
+            return 0;
     if (g->off || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED
         || (q->failed && *(volatile uint64_t *)(uintptr_t)q->failed) || !is_as_far(q, send, recv)
         || (q->fingerprint && atomic_load_explicit(&g->core.line->arrived, memory_order_relaxed) >= g->compare_at))
         return 0;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(guards); i += 3)
-        if (!is_still(PyTuple_GetItem(guards, i), PyTuple_GetItem(guards, i + 1), PyTuple_GetItem(guards, i + 2)))
-            return 0;
     return (!q->context || (!get_context(&context) && context == q->context))
         && (!q->is_captured || (!is_captured(q->stream, &captured) && !captured));
 }
@@ -125,10 +133,12 @@ static void put(PyObject *object, PyObject *name, PyObject *value) {
 PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv) {
     const queued_call *q = (const queued_call *)PyBytes_AsString(PyTuple_GetItem(how, PLAN));
     PyObject *const *objects = g->objects, *work = PyTuple_GetItem(how, WORK), *frame, *sequence;
+    Py_INCREF(how);  // another thread may make this forgotten while a stream is asked, and while the GIL is released
     if (!may_queue(g, q, PyTuple_GetItem(how, GUARDS), send, recv) || !(frame = (PyObject *)PyEval_GetFrame())
-        || !(sequence = PyIter_Next(objects[q->fingerprint ? COLLECTIVES : MESSAGES])))
+        || !(sequence = PyIter_Next(objects[q->fingerprint ? COLLECTIVES : MESSAGES]))) {
+        Py_DECREF(how);
         return NULL;
-    Py_INCREF(how);  // while the GIL is released another thread may make this forgotten
+    }
     Py_XINCREF(result);
     g->hits++;
     if (q->fingerprint)

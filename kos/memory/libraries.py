@@ -49,6 +49,11 @@ class _Stream:
         return 0, self._handle
 
 
+def may_close(stream: Any) -> bool:
+    """Whether the owner of a stream, as an object, may close it, after which that object has no handle."""
+    return type(stream) is not _Stream
+
+
 _pooled: dict[int, _Stream] = {}
 """The streams of torch's pool by handle; torch never destroys them."""
 

@@ -21,12 +21,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
 from kos.comm.communicator import Communicator
 from kos.errors import (
+    BackendUnavailable,
     CheckpointError,
     CollectiveError,
     CollectiveMismatch,
@@ -121,6 +122,8 @@ class Elastic(Runner):
         if self._last is not None and step == self._last[0]:
             return  # it was applied before the ranks changed
         self._began = step
+        if self.run.comm.size < self.run.config.least_ranks:
+            self._end()
         if self._last is not None and ((last := self._last[1]).leaving or last.joining):
             self._last, change = (self._last[0], last._replace(leaving=(), joining=0)), _Changed("ranks leave or join")
             if self.run.comm.rank in last.leaving:
@@ -146,26 +149,29 @@ class Elastic(Runner):
             try:
                 before = run.comm
                 if grows:
-                    run.comm, grows = before.grow(grows, timeout=JOIN_SECONDS), 0
+                    run.comm, grows = before.grow(grows, timeout=min(JOIN_SECONDS, before.timeout)), 0
                 elif not joins:
                     run.comm = before.shrink()
                     gone |= {*before.world_ranks} - {*run.comm.world_ranks}
                 joins, tries = False, TRIES
                 self._regroup()
                 break
-            except (CollectiveError, RendezvousError) as error:
-                if grows and isinstance(error, RendezvousError):
+            except (CollectiveError, RendezvousError, BackendUnavailable) as error:
+                if grows and isinstance(error, RendezvousError | BackendUnavailable):
                     return run.console.say(f"no rank joined: {error}")  # and the group is as it was
                 tries -= 1
-                if not _is_loss(error) or not tries:
+                shrinks = isinstance(error, CollectiveMismatch) and run.comm is before  # some knew of a loss first
+                if not (shrinks or _is_loss(error)) or not tries:
                     raise
                 grows = 0
         self._report(size, gone, "left" if isinstance(change, _Changed) else "lost", time.perf_counter() - since)
-        if run.comm.size < run.config.least_ranks:
-            run.save()
-            run.finish_save()
-            least, got = plural(run.config.least_ranks, "rank"), run.comm.size
-            raise _on_every_rank(CollectiveError(f"expected at least {least} (--elastic), got {got}"))
+
+    def _end(self) -> NoReturn:
+        """Save, and raise CollectiveError: too few ranks are left. All that belongs to the last step is over."""
+        self.run.save()
+        self.run.finish_save()
+        least, got = plural(self.run.config.least_ranks, "rank"), self.run.comm.size
+        raise _on_every_rank(CollectiveError(f"expected at least {least} (--elastic), got {got}"))
 
     def _report(self, before: int, gone: set[int], how: str, seconds: float) -> None:
         """Say how the ranks have changed."""
@@ -231,7 +237,7 @@ def _exchange(comm: Communicator, mine: Any) -> list[Any]:
 
 def _is_loss(error: KosError) -> bool:
     """Whether the ranks that are left can go on: none of them has failed or disagreed."""
-    return not error.on_every_rank and not isinstance(error, CollectiveMismatch | Interrupted)
+    return not error.on_every_rank and not isinstance(error, CollectiveMismatch | Interrupted | BackendUnavailable)
 
 
 def _on_every_rank(error: Error) -> Error:

@@ -223,6 +223,25 @@ def test_another_stream_is_ordered_by_python(run: Callable[[Body], None]) -> Non
     run(body)
 
 
+def test_a_stream_that_its_owner_closes(run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handle is then that of the legacy stream, as Python reads it."""
+
+    def body(comm: kos.Communicator) -> None:
+        stream = Stream(40)
+        x, y = on_gpu(np.ones(4, np.float32), stream), on_gpu(np.ones(4, np.float32))
+        known(comm, x)
+        known(comm, y, stream=stream)
+        known(comm, x)
+        comm.rendezvous.barrier()
+        stream.handle = 0
+        with by(comm, 0):
+            comm.all_reduce(x)
+        with by(comm, 0):
+            comm.all_reduce(y, stream=stream)
+
+    run(body)
+
+
 def test_a_batch_gets_them(run: Callable[[Body], None]) -> None:
     def body(comm: kos.Communicator) -> None:
         x, y = on_gpu(np.ones(4, np.float32)), on_gpu(np.ones(4, np.float32))

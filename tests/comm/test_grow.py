@@ -190,6 +190,23 @@ def test_calls_that_differ(backend: str) -> None:
 
 
 @both
+@pytest.mark.parametrize("last", [0, 1])
+def test_changes_that_differ(backend: str, last: int) -> None:
+    """Whichever rank comes last, also where no newcomer is awaited."""
+
+    def body(comm: kos.Communicator) -> Any:
+        comm.barrier()
+        time.sleep(0.2 * (comm.rank == last))
+        change: Callable[[], kos.Communicator] = comm.shrink if comm.rank == 0 else lambda: comm.replace(0)
+        either = "called (shrink|replace 0)"
+        with pytest.raises(CollectiveMismatch, match=f"{either} but rank [01] {either}"):
+            change()
+        return check(comm.shrink())
+
+    assert run(backend, 2, body) == [(0, 2), (1, 2)]
+
+
+@both
 def test_a_member_that_does_not_come_is_named(backend: str) -> None:
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 1:

@@ -13,8 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kos.comm import groups
 from kos.comm.communicator import Communicator
-from kos.errors import CheckpointError, CollectiveError, CollectiveMismatch, ConfigError, RankLost, RendezvousError
+from kos.errors import (
+    BackendUnavailable,
+    CheckpointError,
+    CollectiveError,
+    CollectiveMismatch,
+    ConfigError,
+    RankLost,
+    RendezvousError,
+)
 from kos.testing import Fault, spawn
 from kos.train import elastic
 from kos.train.checkpoint import checkpoint
@@ -213,10 +222,11 @@ def test_both_holders_of_a_part_are_lost(text: Path, tmp_path: Path) -> None:
         train(text, tmp_path, faults, zero=1)
 
 
-def test_fewer_ranks_than_the_least_save_and_end(text: Path, tmp_path: Path, unhurt: Any) -> None:
-    faults = [Fault("crash", 2, 4, call="all_to_all")]
+@pytest.mark.parametrize("where", ["within a step", "in a validation", "at a checkpoint"])
+def test_fewer_ranks_than_the_least_save_and_end(where: str, text: Path, tmp_path: Path, unhurt: Any) -> None:
+    """What is saved is the step that is done, also if its validation or its row was not."""
     with pytest.raises(CollectiveError, match=r"expected at least 4 ranks \(--elastic\), got 3.*resume with"):
-        train(text, tmp_path, faults, elastic="4", save_every=0)
+        train(text, tmp_path, FAULTS[where], elastic="4", save_every=0 if where == "within a step" else 2)
     assert checkpoint.find(tmp_path).step == len(read_metrics(tmp_path / "metrics.jsonl")) > 0
     assert train(text, tmp_path, ranks=2, elastic=None, resume="auto") == unhurt
 
@@ -228,7 +238,7 @@ def test_a_rank_leaves_between_steps(
     """Of two that hold a part of the state, one leaves a step later."""
 
     def ask(trainer: Trainer) -> None:
-        trainer.stop._number, rank, show = signal.SIGUSR1, trainer.comm.rank, trainer.device.show
+        trainer.stop.number, rank, show = signal.SIGUSR1, trainer.comm.rank, trainer.device.show
 
         def shown(what: str, share: float) -> None:
             trainer.stop.asked |= rank in leaving and what == "step 2"
@@ -245,8 +255,7 @@ def test_a_rank_leaves_between_steps(
 
 def test_where_too_few_would_be_left_all_stop(text: Path, tmp_path: Path) -> None:
     def ask(trainer: Trainer) -> None:
-        trainer.stop._number, trainer.stop.asked = signal.SIGTERM, trainer.comm.rank > 1
-        trainer.stop._at_once = False
+        trainer.stop.number, trainer.stop.asked = signal.SIGTERM, trainer.comm.rank > 1
 
     config = config_of(text, tmp_path, elastic="3")
 
@@ -271,7 +280,7 @@ def test_ctrl_c_stops_the_run() -> None:
     stop.leaves, stop.asked = True, True
     wishes = []
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        stop._number = number
+        stop.number = number
         wishes.append(stop.wish)
     stop.asked = False
     assert [*wishes, stop.wish] == [2, 2, 1, 0]
@@ -315,6 +324,52 @@ def test_a_newcomer_gets_all_from_the_ranks(
     assert ranks_of(tmp_path) == [(4, 0)] * 2 + [(3, 1)] + [(4, 2)] * 3
 
 
+def invite(
+    text: Path, out: Path, monkeypatch: pytest.MonkeyPatch, admit: Callable[[elastic.Elastic], None]
+) -> list[tuple[threading.Thread, list[BaseException]]]:
+    """A newcomer calls at step 3 of a run of at most 5 ranks; ``admit`` is called before the ranks let it join."""
+    threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
+
+    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
+        comm = self.run.comm
+        if step == 2 and comm.rank == 0 and not threads:
+            threads.append(join(text, out, comm.address, timeout=5.0))
+            while not comm.newcomers():
+                time.sleep(0.01)
+        if self._last is not None and self._last[1].joining:
+            admit(self)
+        start(self, step, wish)
+
+    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
+    return threads
+
+
+def test_some_ranks_know_of_a_loss_where_others_grow(
+    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have called shrink, and the others grow: all go on without the rank that is lost."""
+
+    def admit(self: elastic.Elastic) -> None:
+        if self.run.comm.rank == 1 and self.run.epoch == 0:
+            raise RankLost("a rank is lost")  # as in a validation that has ended on the other ranks
+
+    invite(text, tmp_path, monkeypatch, admit)
+    assert train(text, tmp_path, elastic="1:5") == unhurt
+
+
+def test_a_newcomer_without_the_backend_does_not_end_the_run(
+    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def communicator(*arguments: Any, **options: Any) -> Any:
+        arguments[2].close()
+        raise BackendUnavailable("nccl: rank 4: no module named nccl")
+
+    monkeypatch.setattr(groups, "communicator", communicator)
+    invite(text, tmp_path, monkeypatch, lambda self: None)
+    assert train(text, tmp_path, elastic="1:5") == unhurt
+    assert "no rank joined: nccl: rank 4: no module named nccl" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("changes", "said"), [
     ({"seed": 5}, "--seed: expected 1337, which the run has, got 5"),
     ({"data": "stdlib"}, "--data: expected letters.txt .*, which the run has, got stdlib"),
@@ -329,7 +384,7 @@ def test_a_newcomer_with_other_settings_is_refused(
     }  # fmt: skip
     newcomer = Newcomer.__new__(Newcomer)
     config = config_of(text, tmp_path, elastic="1", **{k: v for k, v in changes.items() if k != "data"})
-    newcomer._prepare(config, None)
+    newcomer.prepare(config, None)
     newcomer.data = type("Data", (), {"name": changes.get("data", "letters.txt"), "fingerprint": "0"})()
     with pytest.raises(ConfigError, match=said):
         newcomer.take(facts)

@@ -272,7 +272,7 @@ class ThreadRendezvous(Rendezvous):
     ) -> ThreadGroup | None:  # fmt: skip
         """The new group, once it is complete; ``late``: at the timeout.  The caller holds the lock of the world."""
         group, missing, name = self.threads, self._missing(calls), call.partition(" ")[0]
-        if other := next((rank for rank, theirs in calls.items() if theirs != call), None):
+        if (other := next((rank for rank, theirs in calls.items() if theirs != call), None)) is not None:
             me, them = (self.failures.names([rank], False) for rank in (self.rank, other))
             raise CollectiveMismatch(f"{me} called {call} but {them} called {calls[other]}")
         lost = [rank for rank in range(self.size) if rank not in calls and rank not in missing]

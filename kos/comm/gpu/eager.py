@@ -20,11 +20,11 @@ from kos.cuda import driver
 from kos.cuda.streams import LEGACY, PER_THREAD, is_captured
 from kos.memory import windows
 from kos.memory.array import Array
-from kos.memory.libraries import library_of
+from kos.memory.libraries import library_of, may_close
 from kos.memory.windows import InWindows
 
 Guard = tuple[Any, str, Any]
-"""An object, the name of an attribute, and its value while the core may make such a call."""
+"""An object, the name of an attribute, and its value, or what the method returns, while the core may make the call."""
 
 _APART = (1 << 64) - 1
 
@@ -127,8 +127,10 @@ class EagerCalls:
         return struct.pack("=9Q", *numbers) + launch
 
     def _guards(self, work: Work[Any]) -> list[Guard]:
-        shared = self._shared
-        guards: list[Guard] = [(shared.failures, "first", None), (shared.streams, "current", work.queue)]
+        shared, guards = self._shared, list[Guard]()
+        if work.queue is not None and may_close(work.queue):  # first: another thread may run meanwhile
+            guards.append((work.queue, "__cuda_stream__", work.queue.__cuda_stream__()))
+        guards += [(shared.failures, "first", None), (shared.streams, "current", work.queue)]
         if work.prepared.collective:
             guards.append((self._comm, "_active", None))
         return guards + self._backend.guards(work)
