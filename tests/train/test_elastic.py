@@ -325,6 +325,29 @@ def test_a_newcomer_gets_all_from_the_ranks(
     assert ranks_of(tmp_path) == [(4, 0)] * 2 + [(3, 1)] + [(4, 2)] * 3
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_two_join_one(
+    zero: int, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ZeRO-1 ranks hold different parts of what one rank held whole."""
+    threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
+
+    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
+        comm = self.run.comm
+        if step == 2 and not threads:
+            threads.extend([join(text, tmp_path, comm.address, zero=zero) for _ in range(2)])
+            while comm.newcomers() < 2:
+                time.sleep(0.01)
+        start(self, step, wish)
+
+    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
+    assert train(text, tmp_path, ranks=1, zero=zero, elastic="1:3") == unhurt
+    for thread, errors in threads:
+        thread.join(30)
+        assert not errors and not thread.is_alive()
+    assert ranks_of(tmp_path) == [(1, 0)] * 3 + [(3, 1)] * 3
+
+
 def invite(
     text: Path, out: Path, monkeypatch: pytest.MonkeyPatch, admit: Callable[[elastic.Elastic], None]
 ) -> list[tuple[threading.Thread, list[BaseException]]]:
