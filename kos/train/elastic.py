@@ -126,6 +126,7 @@ class Elastic(Runner):
             self._end()
         if self._last is not None and ((last := self._last[1]).leaving or last.joining):
             self._last, change = (self._last[0], last._replace(leaving=(), joining=0)), _Changed("ranks leave or join")
+            self.run.finish_save()  # all that write it are here
             if self.run.comm.rank in last.leaving:
                 self.run.comm.abort(Left.code, "it left the run, as asked")
                 raise Left(f"left the run after step {step}, as asked")
