@@ -126,6 +126,7 @@ class Elastic(Runner):
             self._end()
         if self._last is not None and ((last := self._last[1]).leaving or last.joining):
             self._last, change = (self._last[0], last._replace(leaving=(), joining=0)), _Changed("ranks leave or join")
+            self.run.finish_save()  # all that write it are here
             if self.run.comm.rank in last.leaving:
                 self.run.comm.abort(Left.code, "it left the run, as asked")
                 raise Left(f"left the run after step {step}, as asked")
@@ -301,7 +302,7 @@ class Kept:
         with state.ops.step(state.arena):
             staging = state.arena.take((largest,), FLOAT32)
             for name, held in _arrays(device).items():
-                for piece, holders in self._pieces(held, largest):
+                for piece, holders in self._pieces(held, largest, parallel.sharded):
                     values = self._value(name, piece)
                     if not holders.issuperset(present):
                         root = next(new for new, old in enumerate(present) if old in holders)
@@ -319,11 +320,17 @@ class Kept:
         optimizer.step_count = self.step
         device.loaded()
 
-    def _pieces(self, held: Parameters | OwnedSlices, largest: int) -> Iterator[tuple[slice, set[int]]]:
-        """What was held, in pieces of at most so many elements, and by which ranks. It ends where ``held`` does."""
+    def _pieces(
+        self, held: Parameters | OwnedSlices, largest: int, sharded: bool
+    ) -> Iterator[tuple[slice, set[int]]]:
+        """What was held, in pieces of at most so many elements, and by which ranks: the same on all ranks.
+
+        It ends where ``held`` does, which now is ``sharded`` or not.
+        """
         end = max(span.stop for span in held.spans.values())  # what is beyond depends on the number of ranks
         size, shards = self.layout
-        whole = [(part, {*range(size)}) for part, _ in held.parts()]
+        parts = [slice(0, end)] if sharded else [part for part, _ in held.parts()]
+        whole = [(part, {*range(size)}) for part in parts]
         if shards is not None:
             whole = [(slice(start, stop), {rank, (rank + 1) % size}) for start, stop, rank in shards]
         for part, ranks in whole:

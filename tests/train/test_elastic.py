@@ -26,7 +26,7 @@ from kos.errors import (
 )
 from kos.testing import Fault, spawn
 from kos.train import elastic
-from kos.train.checkpoint import checkpoint
+from kos.train.checkpoint import checkpoint, saving
 from kos.train.config.options import TrainConfig
 from kos.train.device.base import Device
 from kos.train.device.cpu import CpuDevice, plan_memory
@@ -324,8 +324,31 @@ def test_a_newcomer_gets_all_from_the_ranks(
     assert ranks_of(tmp_path) == [(4, 0)] * 2 + [(3, 1)] + [(4, 2)] * 3
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_two_join_one(
+    zero: int, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ZeRO-1 ranks hold different parts of what one rank held whole."""
+    threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
+
+    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
+        comm = self.run.comm
+        if step == 2 and not threads:
+            threads.extend([join(text, tmp_path, comm.address, zero=zero) for _ in range(2)])
+            while comm.newcomers() < 2:
+                time.sleep(0.01)
+        start(self, step, wish)
+
+    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
+    assert train(text, tmp_path, ranks=1, zero=zero, elastic="1:3") == unhurt
+    for thread, errors in threads:
+        thread.join(30)
+        assert not errors and not thread.is_alive()
+    assert ranks_of(tmp_path) == [(1, 0)] * 3 + [(3, 1)] * 3
+
+
 def invite(
-    text: Path, out: Path, monkeypatch: pytest.MonkeyPatch, admit: Callable[[elastic.Elastic], None]
+    text: Path, out: Path, monkeypatch: pytest.MonkeyPatch, admit: Callable[[elastic.Elastic], None], **changes: Any
 ) -> list[tuple[threading.Thread, list[BaseException]]]:
     """A newcomer calls at step 3 of a run of at most 5 ranks; ``admit`` is called before the ranks let it join."""
     threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
@@ -333,7 +356,7 @@ def invite(
     def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
         comm = self.run.comm
         if step == 2 and comm.rank == 0 and not threads:
-            threads.append(join(text, out, comm.address, timeout=5.0))
+            threads.append(join(text, out, comm.address, **changes))
             while not comm.newcomers():
                 time.sleep(0.01)
         if self._last is not None and self._last[1].joining:
@@ -342,6 +365,22 @@ def invite(
 
     monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
     return threads
+
+
+def test_a_checkpoint_is_completed_before_ranks_join(
+    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank is lost: all of them still write it."""
+    write = saving.Saving._write
+
+    def slow(self: saving.Saving, *arguments: Any) -> Any:
+        time.sleep(0.3)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(saving.Saving, "_write", slow)
+    invite(text, tmp_path, monkeypatch, lambda self: None, keep=10, save_async=True)
+    assert train(text, tmp_path, elastic="1:5", keep=10, save_async=True) == unhurt
+    assert [step for step, _ in checkpoint.steps_in(tmp_path / "checkpoints")] == [2, 4, 6]
 
 
 def test_some_ranks_know_of_a_loss_where_others_grow(
