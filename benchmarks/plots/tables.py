@@ -90,6 +90,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "collectives-2": partial(collectives.every_operation, 2, "graph", collectives.GRAPH_SIZES),
     "collectives-eager": partial(collectives.every_operation, 2, "eager", collectives.EAGER_SIZES),
     "compressed": collectives.compressed,
+    "gpu-calls": collectives.cpu_of_calls,
     "routing": collectives.routing,
     "collectives-files": partial(
         provenance, ("collectives", 1), ("collectives", 2), *filter(None, [measured.other_nccl(2)]),

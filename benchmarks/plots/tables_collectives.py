@@ -118,6 +118,23 @@ def compressed() -> str:
     return table(["operation, fp8 / int4", *map(size, sizes)], lines)
 
 
+def cpu_of_calls() -> str:
+    """CPU time of eager calls of 1 KB by the core, by Python, and of the launch alone from C."""
+    rows = [row for row in load(newest("gpu-calls", 2))["rows"] if row["bytes"] == 1024]
+    kinds = ("kos", "torch")
+    lines = []
+    for op in dict.fromkeys(row["op"] for row in rows):
+        line = [op]
+        for backend in ("peer", "nccl"):
+            found = {row["arrays"]: row for row in rows if row["op"] == op and row["backend"] == backend}
+            for kind in kinds:
+                times = (found[kind].get(f"{who}_us") for who in ("core", "python", "c"))
+                line.append(" / ".join("" if each is None else f"{each:.1f}" for each in times))
+        lines.append(line)
+    head = (f"{backend}, {kind} arrays" for backend in ("peer", "nccl") for kind in kinds)
+    return table(["core / Python / C, µs", *head], lines)
+
+
 def fastest(lines: dict[str, Series], who: str) -> Series:
     """By size the shortest time of the lines whose names begin so."""
     found = [line for name, line in lines.items() if name.startswith(who)]

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print("kos: stopped before the first step, nothing to save", file=sys.stderr)
     except Left as left:
         logging.getLogger("kos.train").warning("%s", left)
-        _exit(Left.code)
+        _end_process(Left.code)
     except (KosError, OSError, MemoryError) as error:
         note = ""
         with contextlib.suppress(ImportError, KosError):
@@ -107,10 +107,10 @@ def _fail(error: Exception, rank: int, note: str, debug: bool) -> None:
     ``sys.exit`` is not used: MPI_Finalize would wait for ranks that do not call it.
     """
     report(error, rank, note, debug)
-    _exit(2 if isinstance(error, ConfigError) else 1)
+    _end_process(2 if isinstance(error, ConfigError) else 1)
 
 
-def _exit(code: int) -> None:
+def _end_process(code: int) -> None:
     """End the process."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -150,7 +150,7 @@ class Elastic(Runner):
             try:
                 before = run.comm
                 if grows:
-                    run.comm, grows = before.grow(grows, timeout=JOIN_SECONDS), 0
+                    run.comm, grows = before.grow(grows, timeout=min(JOIN_SECONDS, before.timeout)), 0
                 elif not joins:
                     run.comm = before.shrink()
                     gone |= {*before.world_ranks} - {*run.comm.world_ranks}

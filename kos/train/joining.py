@@ -32,8 +32,9 @@ class Newcomer(Trainer):
     """
 
     def __init__(self, config: TrainConfig, stop: Stop | None = None) -> None:
-        self._prepare(config, stop)
+        self.prepare(config, stop)
         self.console, self.epoch, self.step, self._trains = Console(0, config.steps), -1, 0, True
+        self.stop.announce(lambda text: self.console.warn(text))
         self.stop.leaves, self.start = True, 0
         with self.stop.at_once():
             self.data = load_data(config, self.console.progress)

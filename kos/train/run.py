@@ -67,7 +67,7 @@ class Trainer:
     """A training run of ``config`` on the ranks of ``comm``. Everything up to the first step is in here."""
 
     def __init__(self, config: TrainConfig, comm: Communicator, stop: Stop | None = None) -> None:
-        self._prepare(config, stop)
+        self.prepare(config, stop)
         self.comm = comm
         same_on_all(comm, {name: value for name, value in self._asked.items() if name not in PATHS})
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
@@ -79,6 +79,7 @@ class Trainer:
             config.check_ranks(comm.size)
         limit_threads(comm, 1 if config.deterministic else None)
         self.console = Console(comm.rank, config.steps)
+        self.stop.announce(lambda text: self.console.warn(text))
         self.stop.leaves = config.elastic is not None
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
         together(comm, lambda: check_folder(self.out, comm.rank))
@@ -109,13 +110,12 @@ class Trainer:
                     self.out.rmdir()  # of runs/, if nothing is in there
             raise
 
-    def _prepare(self, config: TrainConfig, stop: Stop | None) -> None:
+    def prepare(self, config: TrainConfig, stop: Stop | None) -> None:
         """What a run has before it knows its ranks."""
         self.config = config
         self.stop: Stop = stop or Stop()
         self._asked: dict[str, Any] = config.to_json()
         self.profiler: Profiler = Profiler()
-        self.stop.announce(lambda text: self.console.warn(text))
         self.metrics = None  # on rank 0, as what follows
         self._extra: Extra = {}
         self._found: checkpoint.Checkpoint | None = None
@@ -320,13 +320,13 @@ class Trainer:
     def _close_groups(self, failed: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """After a failure the abort of the world ends them: ranks out of step cannot close them together."""
         broken = failed is not None and not issubclass(failed, Stopped)
+        if self.epoch >= 0 and self.comm.rank == 0:  # before others notice: they may write it again
+            (self.out / ADDRESS).unlink(missing_ok=True)
         if self.epoch and broken:
             self.comm.abort(reason=f"{type(error).__name__}: {error}")
         if hasattr(self, "device"):  # else it could not be made again
             self.device.close(broken)
         if not broken:
-            if self.comm.rank == 0:
-                (self.out / ADDRESS).unlink(missing_ok=True)
             self.mesh.close()
             if self.epoch:  # others have been closed by whoever made them
                 self.comm.close()

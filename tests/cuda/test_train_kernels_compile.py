@@ -33,6 +33,7 @@ MUON = [b"muon_momentum", b"arrange", b"frobenius", b"normalize", b"muon_update"
 ODD = {"DTYPE": "bfloat16", "WIDTH": 1}
 SUMS = {"GRADIENT": "float32", "ACCUMULATE": 1}
 NORM = [b"norm_forward", b"norm_backward"]
+WARPS = {"THREADS": 32, "HEADS": 8}
 HEAD_NORM = [b"head_norm", b"head_norm_backward"]
 EMBEDDING = [b"embedding", b"count_from", b"digit_counts", b"scan", b"scatter", b"sum_runs", b"join_runs"]
 ENTROPY = [b"cross_entropy", b"count_targets", b"mean_loss"]
@@ -61,9 +62,14 @@ CASES = [
     ("norms.cu", {"CENTERED": 0, **ODD, "COLUMNS": 37, "THREADS": 32, "ROWS": 8}, NORM),
     ("norms.cu", {"CENTERED": 0, **FP32, "COLUMNS": 8192, "THREADS": 512, "ROWS": 1}, NORM),
     ("norms.cu", {"CENTERED": 1, **BF16, "COLUMNS": 768, "THREADS": 96, "ROWS": 8}, NORM),
-    ("head_norm.cu", {"DTYPE": "bfloat16", "COLUMNS": 128, "ROW": 4096, "RAW": 3072, "WARPS": 8}, HEAD_NORM),
-    ("head_norm.cu", {"DTYPE": "bfloat16", "COLUMNS": 80, "ROW": 960, "RAW": 720, "WARPS": 8}, HEAD_NORM),
-    ("head_norm.cu", {"DTYPE": "float32", "COLUMNS": 10, "ROW": 120, "RAW": 80, "WARPS": 8}, HEAD_NORM),
+    ("head_norm.cu", {"DTYPE": "bfloat16", "COLUMNS": 128, "ROW": 4096, "RAW": 3072, **WARPS}, HEAD_NORM),
+    ("head_norm.cu", {"DTYPE": "bfloat16", "COLUMNS": 80, "ROW": 960, "RAW": 720, **WARPS}, HEAD_NORM),
+    ("head_norm.cu", {"DTYPE": "float32", "COLUMNS": 10, "ROW": 120, "RAW": 80, **WARPS}, HEAD_NORM),
+    (
+        "head_norm.cu",
+        {"DTYPE": "bfloat16", "COLUMNS": 5120, "ROW": 15_360, "RAW": 10_240, "THREADS": 256, "HEADS": 1},
+        HEAD_NORM,
+    ),
     ("sums.cu", {**BF16, **SUMS, "COLUMNS": 1024 * 768}, [b"sum_rows", b"sum_partials"]),
     ("sums.cu", {**ODD, "GRADIENT": "bfloat16", "ACCUMULATE": 0, "COLUMNS": 37}, [b"sum_rows", b"sum_partials"]),
     ("rope.cu", {**BF16, "HALF": 64, "HEADS": 40, "ROW": 6144, "SIGN": -1}, [b"rope"]),

@@ -98,7 +98,7 @@ def hurt(run: Run, kinds: random.Random, zero: bool) -> list[str]:
         if rows and rows[-1]["step"] > STEPS - 20:
             break
         kind = kinds.choice(KINDS[: 3 if zero else 4])
-        for process in kinds.sample(alive, 2 if kind == "kill two" else 1):
+        for process in kinds.sample(alive, min(2 if kind == "kill two" else 1, len(alive) - 1)):  # one has the state
             alive.remove(process)
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(SIGNALS[kind.partition(" ")[0]])

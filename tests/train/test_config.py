@@ -193,6 +193,7 @@ def test_a_config_is_frozen() -> None:
         (["--keep", "0"], ["--keep", "equal to 1", "got 0"]),
         (["--num-key-value-heads", "3"], ["--num-attention-heads: expected", "of 3 (--num-key-value-heads), got 4"]),
         (["--hidden-size", "130"], ["--hidden-size: expected a multiple of 4 (--num-attention-heads), got 130"]),
+        (["--model-type=qwen"], ["--model-type: expected one of llama, gpt2, ", "(closest: qwen3), got qwen"]),
         (["--model-type=gpt2", "--num-key-value-heads=2"], ["--num-key-value-heads: expected 4 in a GPT-2, got 2"]),
         (["--preset=gpt2-124m", "--rope-theta=5"], ["--rope-theta: expected 10000 in a GPT-2, got 5.0"]),
         (["--head-dim", "33"], ["--head-dim:", "even number", "got 33"]),

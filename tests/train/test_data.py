@@ -263,11 +263,32 @@ def test_token_files_and_their_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    """At the start, wherever it is, masked or not, with its file and place."""
+    path = tokens_file(tmp_path, [7] * 5 + [300] + [7] * 93 + [256])
+    flags = ["--seq-len", "9", "--tokenizer", "bytes"]
+    at_5 = f"--data {path}: expected tokens below the vocabulary's 256, got 300 at token 5"
+    with refused(DataError, at_5):
+        load_data(parse(["--data", path, *flags]))
+    Path(path).with_suffix(".mask").write_bytes(b"\1\0" * 50)
+    for loss_on in ("completion", "all"):
+        with refused(DataError, at_5):
+            load_data(parse(["--data", path, *flags, "--loss-on", loss_on]))
     path = tokens_file(tmp_path, [7] * 99 + [256])
-    data = load_data(parse(["--data", path, "--seq-len", "9", "--tokenizer", "bytes", "--eval-batches", "1"]))
-    data.batch(0)
-    with pytest.raises(DataError, match=rf"^--data {path}: expected tokens below the vocabulary's 256, got 256"):
-        data.windows(data.val, data.val_starts()[0])
+    with refused(DataError, f"--data {path}: expected tokens below the vocabulary's 256, got 256 at token 99"):
+        load_data(parse(["--data", path, *flags]))
+    folder = tmp_path / "good"
+    folder.mkdir()
+    good = tokens_file(folder, [7] * 100)
+    with refused(DataError, f"--val-data {path}: expected tokens below the vocabulary's 256, got 256 at token 99"):
+        load_data(parse(["--data", good, "--val-data", path, *flags]))
+
+
+def test_a_vocabulary_is_checked_again_when_it_becomes_smaller(tmp_path: Path) -> None:
+    """Data that are large enough to be looked up were prepared for the other."""
+    path = tokens_file(tmp_path, [7, 300] * 300_000)
+    load_data(parse(["--data", path, "--seq-len", "9", "--vocab-size", "301"]))
+    with refused(DataError, "expected tokens below the vocabulary's 300, got 300 at token 1"):
+        load_data(parse(["--data", path, "--seq-len", "9", "--vocab-size", "300"]))
 
 
 def test_data_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_a_rank_leaves_between_steps(
     """Of two that hold a part of the state, one leaves a step later."""
 
     def ask(trainer: Trainer) -> None:
-        trainer.stop._number, rank, show = signal.SIGUSR1, trainer.comm.rank, trainer.device.show
+        trainer.stop.number, rank, show = signal.SIGUSR1, trainer.comm.rank, trainer.device.show
 
         def shown(what: str, share: float) -> None:
             trainer.stop.asked |= rank in leaving and what == "step 2"
@@ -255,8 +255,7 @@ def test_a_rank_leaves_between_steps(
 
 def test_where_too_few_would_be_left_all_stop(text: Path, tmp_path: Path) -> None:
     def ask(trainer: Trainer) -> None:
-        trainer.stop._number, trainer.stop.asked = signal.SIGTERM, trainer.comm.rank > 1
-        trainer.stop._at_once = False
+        trainer.stop.number, trainer.stop.asked = signal.SIGTERM, trainer.comm.rank > 1
 
     config = config_of(text, tmp_path, elastic="3")
 
@@ -281,7 +280,7 @@ def test_ctrl_c_stops_the_run() -> None:
     stop.leaves, stop.asked = True, True
     wishes = []
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        stop._number = number
+        stop.number = number
         wishes.append(stop.wish)
     stop.asked = False
     assert [*wishes, stop.wish] == [2, 2, 1, 0]
@@ -424,7 +423,7 @@ def test_a_newcomer_with_other_settings_is_refused(
     }  # fmt: skip
     newcomer = Newcomer.__new__(Newcomer)
     config = config_of(text, tmp_path, elastic="1", **{k: v for k, v in changes.items() if k != "data"})
-    newcomer._prepare(config, None)
+    newcomer.prepare(config, None)
     newcomer.data = type("Data", (), {"name": changes.get("data", "letters.txt"), "fingerprint": "0"})()
     with pytest.raises(ConfigError, match=said):
         newcomer.take(facts)

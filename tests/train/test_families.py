@@ -27,6 +27,7 @@ from kos.train.model.families import FAMILIES
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
 from kos.train.model.mistral import MistralConfig
 from kos.train.model.model import Model
+from kos.train.model.olmo2 import Olmo2Config
 from kos.train.model.parameters import Parameters
 from kos.train.model.qwen import Qwen2Config, Qwen3Config
 from kos.train.model.rope import RopeScaling
@@ -81,6 +82,8 @@ CASES: dict[str, LlamaConfig] = {
     ),
     "mistral": of(MistralConfig),
     "mistral, a window": of(MistralConfig, sliding_window=6),
+    "olmo2": of(Olmo2Config, rms_norm_eps=1e-3),
+    "olmo2, biases": of(Olmo2Config, attention_bias=True, num_key_value_heads=8, tie_word_embeddings=True),
     "smollm3": of(SmolLM3Config, no_rope_layers=(1, 0, 1), tie_word_embeddings=True),
     "smollm3, all": of(
         SmolLM3Config, no_rope_layers=(1, 0, 0), sliding_window=4, layer_types=(FULL, SLIDING, FULL),
@@ -224,10 +227,15 @@ def test_logits_loss_and_gradients(
 
 
 LAYOUTS = [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(tp=4), Layout(dp=2, tp=2), Layout(pp=2, cp=2)]
-IN_LAYOUTS = ("llama, biases", "qwen2, windows", "qwen3", "mistral, a window", "smollm3, all", "yarn")
+IN_LAYOUTS = ("llama, biases", "qwen2, windows", "qwen3", "mistral, a window", "olmo2", "smollm3, all", "yarn")
 RUN: dict[str, Any] = {
     "batch_size": 8, "micro_batch_size": 2, "seq_len": 32, "lr": 1e-2, "warmup_steps": 2, "steps": 10,
 }  # fmt: skip
+
+
+def possible(config: LlamaConfig, *layouts: Layout) -> list[Layout]:
+    """OLMo 2 has no tp."""
+    return [layout for layout in layouts if layout.tp == 1 or not isinstance(config, Olmo2Config)]
 
 
 def trained(config: LlamaConfig, layout: Layout, start: Parameters, kind: Any = Precise, **changes: Any) -> list[Any]:
@@ -286,7 +294,7 @@ def test_ten_steps_beside_torch_in_every_layout(name: str) -> None:
     config, rng = CASES[name], np.random.default_rng(3)
     start = random_weights(config, rng)
     losses, weights = torch_steps(config, start)
-    for layout in (Layout(), *LAYOUTS):
+    for layout in possible(config, Layout(), *LAYOUTS):
         for rank, (rows, got) in enumerate(trained(config, layout, start)):
             np.testing.assert_allclose(rows[:, 0], losses, rtol=2e-6, err_msg=str(layout))
             for tensor, value in got.items():
@@ -297,13 +305,14 @@ def test_ten_steps_beside_torch_in_every_layout(name: str) -> None:
                 assert_near(value, wanted, 2e-5, f"{tensor} of rank {rank} of {layout}")
 
 
-@pytest.mark.parametrize("name", ["llama, biases", "qwen3, biases and windows", "smollm3, all"])
+@pytest.mark.parametrize("name", ["llama, biases", "qwen3, biases and windows", "olmo2", "smollm3, all"])
 def test_deterministic_runs_have_the_same_bits_in_every_layout(name: str) -> None:
     config = dataclasses.replace(CASES[name], max_position_embeddings=512)
     start = random_weights(config, np.random.default_rng(3), np.float32)
     how: dict[str, Any] = {"deterministic": True, "seq_len": 256, "steps": 2, "micro_batch_size": 1}
     ((rows, weights),) = trained(config, Layout(), start, CpuDevice, **how)
-    for layout in (Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(pp=2, tp=2), Layout(cp=2, tp=2)):
+    layouts = Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(pp=2, cp=2), Layout(pp=2, tp=2), Layout(cp=2, tp=2)
+    for layout in possible(config, *layouts):
         for rank, (other, got) in enumerate(trained(config, layout, start, CpuDevice, **how)):
             assert other.tobytes() == rows.tobytes(), layout
             for tensor, value in got.items():
@@ -334,6 +343,7 @@ def test_what_transformers_works_out_for_settings_that_are_missing() -> None:
         ("qwen2", {"num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
         ("qwen3", {"num_key_value_heads": 4}),
         ("mistral", {}),
+        ("olmo2", {}),
         ("smollm3", {}),
         ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 3}),
         ("smollm3", {"no_rope_layers": [0, 1, 0, 1], "use_sliding_window": True, "sliding_window": 3,
@@ -347,7 +357,8 @@ def test_what_transformers_works_out_for_settings_that_are_missing() -> None:
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
         assert ours.rope_theta == theirs.rope_parameters["rope_theta"], kind
         types = getattr(theirs, "layer_types", [SLIDING] * 4)
-        windows = [theirs.sliding_window if each == SLIDING else None for each in types]
+        window = getattr(theirs, "sliding_window", None)
+        windows = [window if each == SLIDING else None for each in types]
         attention = [ours.layer(number, None)[0] for number in range(4)]  # type: ignore[arg-type]
         assert [each.window for each in attention] == windows, kind
         if kind == "smollm3":
@@ -357,8 +368,9 @@ def test_what_transformers_works_out_for_settings_that_are_missing() -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("qwen2_moe", {}, "expected model_type one of llama, gpt2, mistral, qwen2, qwen3, smollm3 (closest: qwen2)"),
+        ("qwen2_moe", {}, "expected model_type one of llama, gpt2, mistral, olmo2, qwen2, qwen3, smollm3 (closest: qw"),
         ("gemma2", {}, "(closest: llama), got 'gemma2'"),
+        ("olmo3", {}, "(closest: olmo2), got 'olmo3'"),
         ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "(closest: yarn), got 'longrope'"),
         ("llama", {"partial_rotary_factor": 0.5}, "expected partial_rotary_factor 1.0, got 0.5"),
         ("qwen3", {"hidden_act": "gelu"}, "expected hidden_act 'silu', got 'gelu'"),
@@ -380,6 +392,8 @@ def test_settings_of_another_family_are_refused() -> None:
         of(LlamaConfig, sliding_window=8)
     with refused(ConfigError, "--tp 4: expected num_key_value_heads to be a multiple or a divisor of 4, got 6"):
         of(Qwen3Config, num_attention_heads=12, num_key_value_heads=6).local(0, 4)
+    with refused(ConfigError, "--tp 2: expected 1 with an OLMo 2, whose norms of q and k have all heads, got 2"):
+        of(Olmo2Config).local(0, 2)
 
 
 def test_the_guide_shows_the_code_of_a_family() -> None:

@@ -161,6 +161,7 @@ LAYOUTS = [
     (Layout(dp=2, tp=2), {"zero": 1, "graph": False}),
     (Layout(cp=2), {"documents": "pack"}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "family": "olmo2", "recompute": "norms"}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True, "layers": HEAD_ALONE}),
     pytest.param(Layout(pp=2, tp=2), {"pp_schedule": "interleaved"}, marks=pytest.mark.slow),
     pytest.param(Layout(cp=2, tp=2), {"seq_len": 128}, marks=pytest.mark.slow),

@@ -93,7 +93,10 @@ def test_layer_norm(ops, side, rng, arena, n, d):
     on_ops.test_layer_norm(ops, side, rng, arena, n, d)
 
 
-@shapes(["n", "heads", "others", "head_dim"], [(29, 3, 1, 64), (17, 2, 1, 80), (11, 5, 2, 128), (9, 4, 0, 10)])
+@shapes(
+    ["n", "heads", "others", "head_dim"],
+    [(29, 3, 1, 64), (17, 2, 1, 80), (11, 5, 2, 128), (9, 4, 0, 10), (7, 1, 1, 600)],
+)
 def test_head_norm(ops, side, rng, arena, n, heads, others, head_dim):
     on_ops.test_head_norm(ops, side, rng, arena, n, heads, others, head_dim)
 

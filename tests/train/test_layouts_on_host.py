@@ -114,11 +114,14 @@ QUICK = [
     (Layout(cp=2), {"documents": "pack"}),
     (Layout(tp=2), {"family": "qwen3", "micro_batch_size": 2}),
     (Layout(tp=4), {"family": "qwen3", "kv_heads": 2}),
+    (Layout(cp=2), {"family": "olmo2", "recompute": "block"}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "family": "olmo2", "recompute": "norms"}),
 ]
 SLOW = [
     (Layout(dp=2, tp=2), {"kv_heads": 1, "zero": 1, "micro_batch_size": 2}),
     (Layout(cp=2, tp=2), {"family": "qwen3"}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "family": "qwen3"}),
+    (Layout(pp=2, cp=2), {"family": "olmo2", "zero": 1, "graph": False}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "documents": "pack"}),
     (Layout(cp=2, tp=2), {"micro_batch_size": 2, "documents": "pack"}),
     *((Layout(pp=2), {"pp_schedule": name, "tied": number % 2 == 0}) for number, name in enumerate(SCHEDULES)),

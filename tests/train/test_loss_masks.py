@@ -275,6 +275,31 @@ def test_token_files_with_masks(tmp_path: Path) -> None:
     assert (data.windows(data.val, [0, 5]).targets == [[1], [6]]).all()
 
 
+def test_validation_windows_in_which_nothing_counts_are_refused(tmp_path: Path) -> None:
+    """Else the loss of validation is 0 all the way. One target that counts is enough."""
+    path = tmp_path / "a.bin"
+    path.write_bytes(token_bytes([*range(200)]))
+    nothing = [1] * 180 + [0] * 20
+    path.with_suffix(".mask").write_bytes(bytes(nothing))
+    expected = f"--data {path}: expected validation windows in which the loss counts a target, got none"
+    held_out = "(held out for validation: the last tenth of a.bin); --eval-batches 0 turns validation off"
+    with refused(DataError, expected, held_out):
+        read(path)
+    read(path, "--eval-batches", "0")
+    read(path, "--loss-on", "all")
+    path.with_suffix(".mask").write_bytes(bytes([*nothing[:-1], 1]))
+    read(path, "--eval-batches", "19", "--batch-size", "1")
+    other = tmp_path / "other.bin"
+    other.write_bytes(token_bytes([*range(50)]))
+    other.with_suffix(".mask").write_bytes(bytes(50))
+    with refused(DataError, f"--val-data {other}: expected validation windows"):
+        read(path, "--val-data", str(other))
+    lines = [{"text": "some text"}, *[{"prompt": "a long prompt", "completion": ""}] * 2]
+    pairs = write_lines(tmp_path / "pairs.jsonl", lines)
+    with refused(DataError, f"--data {pairs}: expected validation windows"):
+        read(pairs)
+
+
 def test_a_separator_that_does_not_count_still_separates(tmp_path: Path) -> None:
     tokens = ([50256, 1, 2, 3] * 50)[2:]
     for name in ("train", "val"):
@@ -373,9 +398,10 @@ def test_a_batch_in_which_nothing_counts(tmp_path: Path, ranks: int, monkeypatch
 
     monkeypatch.setattr(CpuDevice, "finish_step", look)
     settings: dict[str, Any] = {"weight_decay": 0.0, "batch_size": 2, "seq_len": 16, "save_every": 1, "keep": 9}
+    settings["eval_batches"] = 0
     rows = _train(path, tmp_path / "out", ranks, steps=2, **settings)
     assert [row["loss"] for row in rows] == [0, 0] == [row["grad_norm"] for row in rows]
-    assert rows[0]["val_loss_before"] == 0 and all((each == 0).all() for each in seen) and len(seen) == 2 * ranks
+    assert all((each == 0).all() for each in seen) and len(seen) == 2 * ranks
     weights = [tensors_of_run(tmp_path / "out" / "checkpoints" / f"step-{step}") for step in (1, 2)]
     assert weights[0] == weights[1]
 

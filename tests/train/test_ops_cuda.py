@@ -284,7 +284,8 @@ def test_layer_norm(ops, side, rng, arena, n, d):
 
 
 @pytest.mark.parametrize(
-    ("n", "heads", "others", "head_dim"), [(1, 1, 0, 64), (37, 3, 2, 80), (515, 8, 3, 128), (9, 5, 1, 10)]
+    ("n", "heads", "others", "head_dim"),
+    [(1, 1, 0, 64), (37, 3, 2, 80), (515, 8, 3, 128), (9, 5, 1, 10), (9, 1, 0, 513), (1033, 1, 1, 4096)],
 )
 def test_head_norm(ops, side, rng, arena, n, heads, others, head_dim):
     """Of heads after and before ``others``, which stay as they are; the heads that are kept are of fewer columns."""

@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -30,11 +30,15 @@ def option(default: Any = ..., unset: str = "", **constraints: Any) -> Any:
     return Field(default, json_schema_extra={"unset": unset}, **constraints)
 
 
+def _of_some(setting: str, text: str) -> str:
+    """The help of a setting that some families take."""
+    return f"{text} ({', '.join(name for name, family in FAMILIES.items() if setting in family.takes)})."
+
+
 class ModelSection(Section, use_attribute_docstrings=True):
     """Shape of the model, with the key names that Hugging Face's config.json has for a LLaMA."""
 
-    model_type: Literal["llama", "gpt2", "mistral", "qwen2", "qwen3", "smollm3"] = option("llama")
-    """Family of the model: llama, mistral, qwen2, qwen3, smollm3, or gpt2 (LayerNorm, GELU and biases)."""
+    model_type: str = option("llama", description=f"Family of the model: {', '.join(FAMILIES)}.")
     vocab_size: int | None = option(None, "as many as the tokenizer has tokens", ge=1, lt=2**63)
     """Rows of the embedding."""
     hidden_size: int = option(ge=2, lt=2**63)
@@ -60,12 +64,12 @@ class ModelSection(Section, use_attribute_docstrings=True):
     """Use one matrix for embedding and head."""
     initializer_range: float = option(0.02, gt=0)
     """Standard deviation of the initial weights."""
-    attention_bias: bool = option(False)
-    """Add biases to the matrices of attention (llama, qwen3, smollm3)."""
-    mlp_bias: bool = option(False)
-    """Add biases to the matrices of the MLP (llama, smollm3)."""
-    sliding_window: int | None = option(None, "no window", ge=1)
-    """Keys that a token sees at most, its own included (mistral, qwen2, qwen3, smollm3)."""
+    attention_bias: bool = option(False, description=_of_some("attention_bias", "Add biases to attention's matrices"))
+    mlp_bias: bool = option(False, description=_of_some("mlp_bias", "Add biases to the matrices of the MLP"))
+    sliding_window: int | None = option(
+        None, "no window", ge=1,
+        description=_of_some("sliding_window", "Keys that a token sees at most, its own included"),
+    )  # fmt: skip
     layer_types: tuple[str, ...] = ()
     no_rope_layers: tuple[int, ...] = ()
 
@@ -88,6 +92,9 @@ class ModelSection(Section, use_attribute_docstrings=True):
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
+        if self.model_type not in FAMILIES:
+            near = closest(self.model_type, FAMILIES)
+            raise SettingError("model_type", f"one of {', '.join(FAMILIES)}{near}", self.model_type)
         self.resolve(1, 1)  # refuses a shape that cannot be
         return self
 

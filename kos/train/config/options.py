@@ -19,6 +19,7 @@ from pydantic import ValidationError, field_validator, model_validator
 from kos.errors import ConfigError
 from kos.train.config.model_section import ModelSection, one_line, option
 from kos.train.config.presets import PRESETS
+from kos.train.data.token_files import KINDS
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.section import Section, SettingError
 from kos.train.model.shapes import Local
@@ -58,16 +59,15 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     init_from: str | None = option(None, "the preset's shape, random weights")
     """Start from the shape and weights of a Hugging Face folder."""
 
-    data: str = option("stdlib", min_length=1)
-    """Train on stdlib (the sources of Python's standard library), tinyshakespeare, or the PATH of a text or .jsonl
-    file, a folder of such files, or llm.c token files."""
+    data: str = option("stdlib", min_length=1, description="Train on stdlib (the sources of Python's standard library)"
+                       f", tinyshakespeare, or the PATH of a file or folder: {KINDS}.")  # fmt: skip
     val_data: str | None = option(None, "a part that is held out of --data", min_length=1)
     """Validate on other data: the same NAMEs and PATHs as --data."""
     text_field: str = option("text", min_length=1)
     """Field of a line of a .jsonl file that holds its text."""
     loss_on: Literal["completion", "all"] = option("completion")
-    """Tokens that the loss counts of a .jsonl file's prompt and completion, or messages: completion (an assistant's
-    turns), or all."""
+    """Tokens that the loss counts: completion (a .jsonl file's completions, or an assistant's turns; what the masks of
+    token files count), or all."""
     tokenizer: str = option("auto", min_length=1)
     """Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH; auto takes that of
     --init-from, else bytes, and bare numbers for token files."""

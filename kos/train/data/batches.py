@@ -26,7 +26,7 @@ from kos.train.data.corpus import Corpus, Show, read_corpus
 from kos.train.data.documents import Document, Lines
 from kos.train.data.permutation import permuted
 from kos.train.data.prepared import prepared
-from kos.train.data.token_files import BEGINS, MaskedTokens
+from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary
 from kos.train.data.tokenizers import (
     NumberTokenizer,
     Tokenizer,
@@ -44,7 +44,7 @@ HASHED_BYTES = 64 << 20
 
 LEFT_OUT = -1  # a target that no loss counts
 
-SCANNED = 1 << 24  # tokens that are searched for a separator at once
+SCANNED = 1 << 24  # tokens that are read at once at the start
 
 Shards = Sequence[NDArray[Any]]
 
@@ -133,9 +133,11 @@ class Dataset:
         least = self.seq_len + 1
         for tokens, use in ((self.train, "train"), (self.val, "validate")):
             if len(tokens) < least:
-                expected = f"at least --seq-len + 1 = {least} tokens to {use} on"
-                held_out = f" ({self.held_out.partition(';')[0]})" * (tokens is self.val)
-                raise DataError(f"{self._source(tokens)}: expected {expected}, got {len(tokens)}{held_out}")
+                raise self._error(tokens, f"at least --seq-len + 1 = {least} tokens to {use} on", len(tokens))
+        counts = (counted(self.windows(self.val, starts)) for starts in self.val_starts())
+        if self.val.masked and self.eval_batches and not any(counts):
+            error = self._error(self.val, "validation windows in which the loss counts a target", "none")
+            raise DataError(f"{error}; --eval-batches 0 turns validation off")
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -152,7 +154,7 @@ class Dataset:
         return self.rows(step, range(self.batch_size))
 
     def rows(self, step: int, indices: Iterable[int]) -> Batch:
-        """Some rows of ``batch(step)``.  Raises DataError for a token beyond the tokenizer's vocabulary."""
+        """Some rows of ``batch(step)``."""
         rows = np.array([*indices], np.int64)
         if self.epochs is None:
             draws = np.random.Philox(key=np.array([self.seed, step], np.uint64)).random_raw(self.batch_size)
@@ -204,19 +206,16 @@ class Dataset:
         """One phrase for the log."""
         return f"{len(self.train):,} + {len(self.val):,} tokens of {self.name} ({self.tokenizer.name})"
 
-    def _source(self, tokens: Tokens) -> str:
-        return self.sources[tokens is self.val]
+    def _error(self, tokens: Tokens, expected: str, got: object) -> DataError:
+        held_out = f" ({self.held_out.partition(';')[0]})" * (tokens is self.val)
+        return DataError(f"{self.sources[tokens is self.val]}: expected {expected}, got {got}{held_out}")
 
     def windows(self, tokens: Tokens, starts: Iterable[int]) -> Batch:
         """The sequences that start at ``starts``."""
         starts = [*map(int, starts)]
         windows = np.stack([tokens.window(start, self.seq_len + 1) for start in starts])
         targets = np.maximum(windows[:, 1:], LEFT_OUT) if tokens.masked else windows[:, 1:]
-        windows = unmasked(windows)
-        if (largest := int(windows.max())) >= self.tokenizer.vocab_size:
-            expected = f"tokens below the vocabulary's {self.tokenizer.vocab_size}"
-            raise DataError(f"{self._source(tokens)}: expected {expected}, got {largest}")
-        documents = None
+        windows, documents = unmasked(windows), None
         if self.packs:
             each = zip(starts, windows[:, :-1], strict=True)
             documents = np.stack([tokens.document_starts(start, window) for start, window in each])
@@ -248,8 +247,9 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
     """Read the data that ``config.data`` names, and encode text; or use the tokens of an earlier run.
 
     For text, ``--tokenizer auto`` is the tokenizer in the folder ``weights``, by default ``config.init_from``.
-    DataError: data or tokenizer missing, unreadable, empty, binary, or shorter than a sequence; a prompt that the
-    tokenizer cannot encode.  ConfigError: a tokenizer that does not fit the data.
+    DataError: data or tokenizer missing, unreadable, empty, binary, or shorter than a sequence; a token beyond the
+    vocabulary; no target that counts; a prompt that the tokenizer cannot encode.  ConfigError: a tokenizer that does
+    not fit the data.
     """
     weights = weights or config.init_from
     lines = Lines(config.text_field, lambda: read_chat_template(_tokenizer_of_text(config, weights)))
@@ -288,16 +288,20 @@ def _load_tokens(
         shards, val_shards = ([getattr(shard, "tokens", shard) for shard in each] for each in (shards, val_shards))
 
     def make(folder: Path) -> dict[str, Any]:
-        every = [*shards, *val_shards]
-        found = separator and any(bool((unmasked(piece) == separator.token).any()) for piece in _pieces(every))
+        every, found, counts = [*shards, *val_shards], False, 0
+        for number, piece in _pieces(every, show):
+            tokens, flag = unmasked(piece), "--val-data" if config.val_data and number >= len(shards) else "--data"
+            if tokens.max() >= tokenizer.vocab_size:
+                raise beyond_vocabulary(flag, every[number], tokenizer.vocab_size)
+            found = found or (separator is not None and bool((tokens == separator.token).any()))
+            counts += int(np.count_nonzero(piece >= 0)) if masked and number < len(shards) else 0
         between = "; no documents are marked"
         if separator is not None and found:
             between = f"; documents {'end' if separator.ends else 'begin'} with token {separator.token}"
-        about = {"held_out": held_out, "trained_on": trained_on, "several": bool(found), "between": between}
-        about["counted"] = sum(int(np.count_nonzero(piece >= 0)) for piece in _pieces(shards)) if masked else 0
-        return {"sha256": _fingerprint(every, show), "masked": masked, **about}
+        about = {"held_out": held_out, "trained_on": trained_on, "several": found, "between": between}
+        return {"sha256": _fingerprint(every), "masked": masked, "counted": counts, **about}
 
-    how = ["tokens", separator, config.loss_on, corpus.below]
+    how = ["tokens", tokenizer.vocab_size, separator, config.loss_on, corpus.below]
     with prepared(corpus.files, how, make, corpus.val_files) as (_, about):
         return Tokens(shards, separator), Tokens(val_shards, separator), tokenizer, about
 
@@ -321,10 +325,11 @@ def _separator_of_tokens(tokenizer: Tokenizer, corpus: Corpus) -> Separator | No
     return Separator(BEGINS[size], False) if tokenizer.vocab_size in padded else None
 
 
-def _pieces(shards: Shards) -> Iterator[NDArray[Any]]:
-    """The tokens of ``shards``, as many at once as fit in memory."""
-    for shard in shards:
-        yield from (np.asarray(shard[at : at + SCANNED]) for at in range(0, len(shard), SCANNED))
+def _pieces(shards: Shards, show: Show) -> Iterator[tuple[int, NDArray[Any]]]:
+    """The number of the shard, and as many of its tokens as fit in memory, one after another."""
+    for number, shard in enumerate(shards):
+        show("reading the data", number / len(shards))
+        yield from ((number, np.asarray(shard[at : at + SCANNED])) for at in range(0, len(shard), SCANNED))
 
 
 def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
@@ -396,10 +401,9 @@ def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
-def _fingerprint(shards: Shards, show: Show = lambda what, share: None) -> str:
+def _fingerprint(shards: Shards) -> str:
     digest = hashlib.sha256()
-    for number, shard in enumerate(shards):
-        show("reading the data", number / len(shards))
+    for shard in shards:
         digest.update(f"{shard.dtype.str} {len(shard)} ".encode())
         half = HASHED_BYTES // shard.itemsize
         ends = [shard] if len(shard) <= 2 * half else [shard[:half], shard[-half:]]

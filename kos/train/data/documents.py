@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from kos.errors import DataError
 from kos.train.data.chat import ChatTemplate
-from kos.train.data.token_files import header_missing
+from kos.train.data.token_files import KINDS, header_missing
 
 _PYTHON = 'python -c "{}"'
 _CONVERTED_BY = {
@@ -78,7 +78,7 @@ def check_kind(path: Path) -> None:
         return
     stem = str(path.with_suffix(""))
     how = command.format(path=str(path), stem=stem, quoted=shlex.quote(str(path)), quoted_stem=shlex.quote(stem))
-    raise DataError(f"--data {path}: expected text, .jsonl, .jsonl.gz or llm.c's token files, got {got}; run: {how}")
+    raise DataError(f"--data {path}: expected {KINDS}, got {got}; run: {how}")
 
 
 def is_converted(path: Path) -> bool:
@@ -116,12 +116,12 @@ def _read_text(path: Path) -> str:
     if not content:
         raise DataError(f"--data {path}: expected text, got an empty file")
     if (nul := content.find(b"\0")) >= 0:
-        raise DataError(f"--data {path}: expected UTF-8 text or an llm.c token file, got a NUL at byte {nul}")
+        raise DataError(f"--data {path}: expected UTF-8 {KINDS}, got a NUL at byte {nul}")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         got = f"byte 0x{content[error.start]:02x} at {error.start}"
-        raise DataError(f"--data {path}: expected UTF-8 text or an llm.c token file, got {got}") from None
+        raise DataError(f"--data {path}: expected UTF-8 {KINDS}, got {got}") from None
 
 
 def _read_jsonl(path: Path, lines: Lines) -> list[str | Document]:

@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 from kos.errors import DataError
 
+KINDS = "text, .jsonl, .jsonl.gz or llm.c's token files"
+"""The kinds of data that kos reads, for help and errors."""
+
 HEADER_BYTES = 256 * 4
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic -> version, what a token is
 VOCAB_SIZES = {2: 50_257, 4: 128_256}  # by the bytes of a token
@@ -57,6 +60,9 @@ def mask_of(path: Path) -> Path:
 def map_tokens(path: Path) -> NDArray[Any] | MaskedTokens:
     """The tokens of a file, memory-mapped, with its mask if there is one.
 
+    Unsigned numbers are tokens that the loss counts. Where the dtype is signed, a token t that it does not count is ~t
+    (``Tokens.masked``, ``unmasked``): no other negative number may be there.
+
     DataError: another version, empty, not as long as its header says; a mask of another length.
     """
     with path.open("rb") as file:
@@ -75,6 +81,16 @@ def map_tokens(path: Path) -> NDArray[Any] | MaskedTokens:
     if (size := beside.stat().st_size) != count:
         raise DataError(f"--data {beside}: expected {count} bytes, one for each token of {path.name}, got {size}")
     return MaskedTokens(tokens, np.memmap(beside, np.uint8, "r"))
+
+
+def beyond_vocabulary(flag: str, shard: Any, vocab_size: int) -> DataError:
+    """The error for the file of which ``shard`` is a part, with its first token that is not below ``vocab_size``."""
+    path = Path(getattr(shard, "tokens", shard).filename)
+    whole = map_tokens(path)
+    tokens = whole.tokens if isinstance(whole, MaskedTokens) else whole
+    at = int((tokens >= vocab_size).argmax())
+    got = f"{tokens[at]} at token {at}"
+    return DataError(f"{flag} {path}: expected tokens below the vocabulary's {vocab_size}, got {got}")
 
 
 def header_missing(path: Path) -> DataError:

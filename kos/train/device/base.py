@@ -189,7 +189,7 @@ class Device(Runner):
         self.synchronize()
         gathered = self.mesh.world.all_gather_bytes(sums.tobytes())
         loss = math.fsum(np.frombuffer(b"".join(gathered[rank] for rank in self.reporters()))) / len(starts)
-        return loss * count * len(starts) / max(1, sum_over(dp, targets)) if self.data.masks_targets else loss
+        return loss * count * len(starts) / sum_over(dp, targets) if self.data.masks_targets else loss
 
     def evaluated_at_once(self) -> set[int]:
         """The numbers of sequences that a pass of validation has, a micro-batch at most."""

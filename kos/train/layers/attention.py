@@ -57,16 +57,17 @@ class OfCore(NamedTuple):
 class Attention(Sublayer):
     """``column`` makes q, k and v, ``row`` takes the heads. ``heads`` and ``kv_heads`` are those of all ranks.
 
-    With a ``window`` a query sees as many keys, its own included. ``norms`` are those of each head of q and of k.
+    With a ``window`` a query sees as many keys, its own included. ``norms`` are those of q and of k: of each head, or
+    for one rank of tp alone of all heads together, whichever their size is.
     """
 
     cheap = False
 
     def __init__(
         self, norm: Norm, qkv: ColumnLinear, o: RowLinear, heads: int, kv_heads: int, head_dim: int, rope: Rope | None,
-        window: int | None = None, norms: Sequence[Norm] = (),
+        window: int | None = None, norms: Sequence[Norm] = (), after: Norm | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(norm, qkv, o)
+        super().__init__(norm, qkv, o, after)
         self.window, self.norms = window, norms
         self.heads, self.kv_heads, self.head_dim, self.rope = heads, kv_heads, head_dim, rope
 
@@ -74,9 +75,8 @@ class Attention(Sublayer):
         """Those of this rank; of fewer kv heads than ranks it holds one, and so do its neighbours."""
         return self.heads // ctx.tp.size, max(1, self.kv_heads // ctx.tp.size)
 
-    def placements(self, shard: int, shards: int) -> dict[str, Placement]:
-        of_norms = {name: placement for norm in self.norms for name, placement in norm.placements().items()}
-        return of_norms | super().placements(shard, shards)
+    def core_placements(self) -> dict[str, Placement]:
+        return {name: placement for norm in self.norms for name, placement in norm.placements().items()}
 
     def save_core(self, ctx: PassContext, tokens: int, seq_len: int, dtype: Any, arena: Arena) -> OfCore:
         shape, columns = (tokens // seq_len, self._heads(ctx)[0], seq_len), sum(self._heads(ctx)) * self.head_dim
@@ -84,9 +84,10 @@ class Attention(Sublayer):
         return OfCore(arena.take(shape, ctx.ops.statistics_dtype(dtype)), raw)
 
     def _normed(self, ctx: PassContext) -> Iterator[tuple[Norm, slice]]:
-        """The norms of q and k with their heads."""
-        heads, kv_heads = self._heads(ctx)
-        return zip(self.norms, (slice(0, heads), slice(heads, heads + kv_heads)), strict=False)
+        """The norms of q and k with what they norm, counted in their sizes: heads, or once all of them."""
+        q, k = (heads * self.head_dim for heads in self._heads(ctx))
+        for norm, (start, stop) in zip(self.norms, ((0, q), (q, q + k)), strict=False):
+            yield norm, slice(start // norm.size, stop // norm.size)
 
     def core(self, ctx: PassContext, saved: Saved, half: Half, last: bool) -> Iterator[None]:
         """The halves attend apart. If a sample is in both, the last attends for both."""

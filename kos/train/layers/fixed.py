@@ -222,7 +222,9 @@ class FixedProducts(Products):
         self, raw: Array, weight: Array, eps: float, heads: slice, dx: Array, d_weight: Array, accumulate: bool
     ) -> None:
         """With the whole ``d_weight`` on every rank: a tree over the parts, of trees over the pieces."""
-        n, of_part = len(raw) // self.pieces, (heads.stop - heads.start) // self.parts
+        count = heads.stop - heads.start
+        parts = math.gcd(self.parts, count)  # one if all heads have one norm
+        n, of_part = len(raw) // self.pieces, count // parts
 
         def of_piece(piece: int, terms: Array) -> None:
             rows = slice(piece * n, (piece + 1) * n)
@@ -232,7 +234,7 @@ class FixedProducts(Products):
                 self.ops.head_norm_backward(raw[rows], weight, eps, some, dx[rows], term, False, self.arena)
 
         with self.arena.scope():
-            terms = self.arena.take((self.parts, *d_weight.shape), d_weight.dtype)
+            terms = self.arena.take((parts, *d_weight.shape), d_weight.dtype)
             self.sum_pieces(of_piece, terms)
             self.ops.add_tree(terms, d_weight)
         self.over_ranks(self.tp.axis, d_weight)

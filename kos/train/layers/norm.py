@@ -1,4 +1,4 @@
-"""Norms of the residual stream: RMSNorm, LayerNorm."""
+"""Norms of the residual stream: RMSNorm, LayerNorm, none."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ class Norm:
         """Memory for what the backward needs of a row."""
         return arena.take((len(x_nD),), ctx.ops.statistics_dtype(x_nD.dtype))
 
+    def empty(self, x_nD: Array, arena: Arena) -> Array:
+        """Memory for the normed rows."""
+        return arena.take(x_nD.shape, x_nD.dtype)
+
     def forward(self, ctx: PassContext, x_nD: Array, out_nD: Array, statistics: Array, rows: slice) -> None:
         """Write ``rows`` of ``out_nD`` and ``statistics``."""
         ctx.ops.rms_norm(x_nD[rows], ctx.weights[self.name], self.eps, out_nD[rows], statistics[rows])
@@ -38,7 +42,7 @@ class Norm:
     def normed(self, ctx: PassContext, x_nD: Array, arena: Arena, statistics: Array | None = None) -> Array:
         """The normed rows of ``x_nD``, in ``arena``."""
         statistics = self.statistics(ctx, x_nD, ctx.arena) if statistics is None else statistics
-        out_nD = arena.take(x_nD.shape, x_nD.dtype)
+        out_nD = self.empty(x_nD, arena)
         self.forward(ctx, x_nD, out_nD, statistics, slice(0, len(x_nD)))
         return out_nD
 
@@ -71,3 +75,25 @@ class LayerNorm(Norm):
         ctx.ops.layer_norm_backward(d_out, x, weight, statistics, dx, d_weight, d_bias, accumulate, ctx.arena)
         final(self.name)
         final(bias)
+
+
+class NoNorm(Norm):
+    """The rows as they are. For one rank of tp alone."""
+
+    def __init__(self) -> None:
+        super().__init__("", 0, 0.0)
+
+    def placements(self) -> dict[str, Placement]:
+        return {}
+
+    def statistics(self, ctx: PassContext, x_nD: Array, arena: Arena) -> None:
+        """None."""
+
+    def empty(self, x_nD: Array, arena: Arena) -> None:
+        """None."""
+
+    def fused(self, ctx: PassContext, x_nD: Array, statistics: Array) -> Array:
+        return x_nD
+
+    def backward(self, ctx: PassContext, d_out: Array, x: Array, statistics: Array, dx: Array) -> None:
+        ctx.ops.add(dx, d_out, dx)

@@ -1,4 +1,6 @@
-"""A branch of the residual stream: norm, column-parallel product, core, row-parallel product, addition.
+"""A branch of the residual stream: norm, column-parallel product, core, row-parallel product, norm, addition.
+
+Most families have the first norm alone, some the last (``NoNorm`` is the first, then).
 
 Attention and MLP differ in the core. A forward is enter, compute, leave: what begins in ``enter`` and ``leave`` are the
 collectives of tensor parallelism, and ``Model`` runs the other half of the tokens while they are under way.
@@ -21,6 +23,13 @@ from kos.train.ops import Array
 from kos.train.parallel.tensor import Half
 
 
+class Branch(NamedTuple):
+    """The input of the norm at the end of a branch, and the statistics of its rows."""
+
+    x_nD: Array
+    statistics_n: Array
+
+
 class Saved(NamedTuple):
     """The arrays that a forward writes and its backward reads. The backward recomputes those that are None."""
 
@@ -36,21 +45,31 @@ class Saved(NamedTuple):
     inner_8: Any = None
     """The same of ``inner_NF``."""
 
+    branch: Branch | None = None
+    """If there is a norm at its end."""
+
 
 class Sublayer:
-    """x + row(core(column(norm(x)))). A subclass has the core."""
+    """x + after(row(core(column(norm(x))))). A subclass has the core. ``after``: a norm, for one rank of tp alone."""
 
     cheap: ClassVar[bool]
     """Whether the core's output is cheap to compute again (``again``)."""
 
-    def __init__(self, norm: Norm, column: ColumnLinear, row: RowLinear) -> None:
-        self.norm, self.column, self.row = norm, column, row
+    def __init__(self, norm: Norm, column: ColumnLinear, row: RowLinear, after: Norm | None = None) -> None:
+        self.norm, self.column, self.row, self.after = norm, column, row, after
 
     def placements(self, shard: int, shards: int) -> dict[str, Placement]:
         """Of each tensor, in the order in which the backward finishes their gradients."""
-        return self.row.placements(shard, shards) | self.column.placements(shard, shards) | self.norm.placements()
+        found = (self.after.placements() if self.after else {}) | self.core_placements()
+        for linear in (self.row, self.column):
+            found |= linear.placements(shard, shards)
+        return found | self.norm.placements()
 
     # --- the core ------------------------------------------------------------------------------------------
+
+    def core_placements(self) -> dict[str, Placement]:
+        """Of the core's own tensors, as in ``placements``."""
+        return {}
 
     def save_core(self, ctx: PassContext, tokens: int, seq_len: int, dtype: Any, arena: Arena) -> Any:
         """Memory for what the core's backward needs besides its input and output."""
@@ -87,9 +106,12 @@ class Sublayer:
         of_normed, of_inner = (None if made else cheap for made in eight)
         of_inner, columns = of_inner if self.cheap else arena, self._empty_columns(ctx, tokens, dtype, arena)
         inner = self.inner_of(ctx, columns) or (of_inner and self.empty_inner(ctx, tokens, dtype, of_inner))
+        branch = None
+        if self.after is not None:
+            branch = Branch(arena.take(x_nD.shape, dtype), self.after.statistics(ctx, x_nD, arena))
         return Saved(
-            x_nD, self.norm.statistics(ctx, x_nD, arena), of_normed and of_normed.take(x_nD.shape, dtype), columns,
-            inner, self.save_core(ctx, tokens, seq_len, dtype, arena), *eight,
+            x_nD, self.norm.statistics(ctx, x_nD, arena), of_normed and self.norm.empty(x_nD, of_normed), columns,
+            inner, self.save_core(ctx, tokens, seq_len, dtype, arena), eight[0], eight[1], branch,
         )  # fmt: skip
 
     def _empty_columns(self, ctx: PassContext, tokens: int, dtype: Any, arena: Arena) -> Array:
@@ -112,10 +134,25 @@ class Sublayer:
         yield from self.core(ctx, saved, half, last)
 
     def leave(
-        self, ctx: PassContext, saved: Saved, exchange_ND: Array, out_nD: Array, half: Half
+        self, ctx: PassContext, saved: Saved, exchange_ND: Array, out_nD: Array | None, half: Half
     ) -> Callable[[], None]:
-        """The second product, and begin its sum over ranks. The returned function waits, and adds to the stream."""
-        return self.row.forward(ctx, saved.inner_NF, exchange_ND, out_nD, saved.x_nD, half, saved.inner_8)
+        """The second product, and begin its sum over ranks. The returned function waits, and adds to the stream.
+
+        ``out_nD``: None if only what is saved is needed.
+        """
+        if saved.branch is None:
+            return self.row.forward(ctx, saved.inner_NF, exchange_ND, out_nD, saved.x_nD, half, saved.inner_8)
+        (branch_nD, statistics), after = saved.branch, self.after
+        assert after is not None
+        self.row.forward(ctx, saved.inner_NF, exchange_ND, branch_nD, None, half, saved.inner_8)()
+
+        def complete() -> None:
+            with ctx.arena.scope():
+                normed_nD = after.normed(ctx, branch_nD, ctx.arena, statistics)
+                if out_nD is not None:
+                    ctx.ops.add(saved.x_nD, normed_nD, out_nD)
+
+        return complete
 
     # --- backward ------------------------------------------------------------------------------------------
 
@@ -128,9 +165,11 @@ class Sublayer:
         """
         tp, arena, keep = ctx.tp, ctx.arena, ctx.keep
         later = ctx.pending is not None and ctx.products.reads_16(self.row.bias)
-        (x, statistics, normed, columns, inner, _, normed_8, inner_8), finished = saved, list[str]()
+        (x, statistics, normed, columns, inner, _, normed_8, inner_8, branch), finished = saved, list[str]()
         tokens, dtype = len(columns), dx_nD.dtype
         with arena.scope():
+            if branch is not None:
+                d_out_ND = self._branch_gradient(ctx, branch, dx_nD)
             if normed is None and not normed_8:
                 normed = self.norm.fused(ctx, x, statistics)
                 normed = self.norm.normed(ctx, x, keep, statistics) if normed is None else normed
@@ -160,3 +199,14 @@ class Sublayer:
             for name in finished:
                 ctx.into.final(name)
             return arrived()
+
+    def _branch_gradient(self, ctx: PassContext, branch: Branch, dx_nD: Array) -> Array:
+        """The gradient of the second product's output, where a norm follows it."""
+        assert self.after is not None
+        d_branch_nD = ctx.keep.take(dx_nD.shape, dx_nD.dtype)
+        ctx.ops.zero(d_branch_nD)
+        with ctx.arena.scope():
+            d_out_nD = ctx.arena.take(dx_nD.shape, dx_nD.dtype)
+            ctx.ops.copy(dx_nD, d_out_nD)
+            self.after.backward(ctx, d_out_nD, *branch, d_branch_nD)
+        return d_branch_nD

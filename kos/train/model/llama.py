@@ -120,11 +120,23 @@ class LlamaConfig:
 
     def layer(self, number: int, rope: Rope) -> list[Sublayer]:
         """The sublayers of a layer, in the order of the forward. Several matrices stacked in one are read as one."""
-        D, F, d, at = self.hidden_size, self.intermediate_size, self.head_dim, f"model.layers.{number}."
-        H, K = self.num_attention_heads, self.num_key_value_heads
+        H, K, d, at = self.num_attention_heads, self.num_key_value_heads, self.head_dim, f"model.layers.{number}."
+        qkv, o, gate_up, down = self.linears(at)
+        rotated = self.no_rope_layers[number] if self.no_rope_layers else True
+        full = self.layer_types and self.layer_types[number] == FULL
+        before, window = self.norm(f"{at}input_layernorm.weight"), None if full else self.sliding_window
+        norms = [self.norm(f"{at}self_attn.{each}_norm.weight", d) for each in "qk" if self.qk_norm]
+        attention = Attention(before, qkv, o, H, K, d, rope if rotated else None, window, norms)
+        return [attention, MLP(self.norm(f"{at}post_attention_layernorm.weight"), gate_up, down)]
 
-        def norm(name: str, size: int = D) -> Norm:
-            return Norm(f"{at}{name}.weight", size, self.rms_norm_eps)
+    def norm(self, name: str, size: int | None = None) -> Norm:
+        """By default of the residual stream."""
+        return Norm(name, size or self.hidden_size, self.rms_norm_eps)
+
+    def linears(self, at: str) -> tuple[ColumnLinear, RowLinear, ColumnLinear, RowLinear]:
+        """The products of the layer whose names begin with ``at``: q, k and v; o; gate and up; down."""
+        D, F, d = self.hidden_size, self.intermediate_size, self.head_dim
+        H, K, biased = self.num_attention_heads, self.num_key_value_heads, self.attention_bias
 
         def column(part: str, whole: str, biased: bool, **rows: int) -> ColumnLinear:
             """A matrix for each of ``rows``, stacked in ``whole``."""
@@ -132,22 +144,13 @@ class LlamaConfig:
             most = {name: K for name in members if name.endswith((".k_proj.weight", ".v_proj.weight"))}
             return ColumnLinear(f"{at}{part.format(whole)}.weight", D, members=members, biased=biased, most=most)
 
-        def row(name: str, columns: int, biased: bool) -> RowLinear:
-            return RowLinear(f"{at}{name}.weight", columns, D, biased=biased)
-
-        biased, full = self.attention_bias, self.layer_types and self.layer_types[number] == FULL
         qkv = column("self_attn.{}_proj", "qkv", biased or self.qkv_bias, q=H * d, k=K * d, v=K * d)
-        o = row("self_attn.o_proj", H * d, biased)
-        rotated = self.no_rope_layers[number] if self.no_rope_layers else True
-        window = None if full else self.sliding_window
-        norms = [norm(f"self_attn.{each}_norm", d) for each in "qk" if self.qk_norm]
-        attention = Attention(norm("input_layernorm"), qkv, o, H, K, d, rope if rotated else None, window, norms)
+        o = RowLinear(f"{at}self_attn.o_proj.weight", H * d, D, biased=biased)
         gate_up = column("mlp.{}_proj", "gate_up", self.mlp_bias, gate=F, up=F)
-        return [attention, MLP(norm("post_attention_layernorm"), gate_up, row("mlp.down_proj", F, self.mlp_bias))]
+        return qkv, o, gate_up, RowLinear(f"{at}mlp.down_proj.weight", F, D, biased=self.mlp_bias)
 
     def make_head(self) -> Head:
-        norm = Norm(self.final_norm, self.hidden_size, self.rms_norm_eps)
-        return Head(self.head, self.vocab_size, norm, self.tie_word_embeddings)
+        return Head(self.head, self.vocab_size, self.norm(self.final_norm), self.tie_word_embeddings)
 
     # --- the part of a rank ----------------------------------------------------------------------------
 

@@ -35,6 +35,11 @@ class Call(NamedTuple):
     saved: Saved
     out_nD: Array | None
 
+    @property
+    def leaves(self) -> bool:
+        """Whether the second product is computed."""
+        return self.out_nD is not None or self.saved.branch is not None
+
 
 class InFlight:
     """A micro-batch in flight: what its forward saves for its backward, in ``arena``.
@@ -259,11 +264,12 @@ class Model:
         self, ctx: PassContext, calls: Sequence[Call], exchange_ND: Array, half: Half, last: bool
     ) -> Iterator[None]:
         """Yields at the end of each turn. ``exchange_ND``: memory for gathered rows and for the terms of sums."""
-        for sublayer, saved, out_nD in calls:
+        for call in calls:
+            sublayer, saved, out_nD = call
             arrived = sublayer.enter(ctx, saved, exchange_ND, half)
             yield
             yield from sublayer.compute(ctx, saved, arrived(), half, last)
-            if out_nD is None:
+            if not call.leaves:
                 return
             complete = sublayer.leave(ctx, saved, exchange_ND, out_nD, half)
             yield
@@ -278,9 +284,9 @@ class Model:
         inner = dict[int, Array]()
 
         def filled(call: Call) -> Call:
-            sublayer, saved, out_nD = call
+            sublayer, saved, _ = call
             inner_NF, features = saved.inner_NF, sublayer.row.columns
-            if inner_NF is None and out_nD is not None:
+            if inner_NF is None and call.leaves:
                 if features not in inner:
                     tokens, dtype = len(saved.columns_NW), saved.columns_NW.dtype
                     inner[features] = sublayer.empty_inner(self._ctx, tokens, dtype, self.arena)

@@ -287,7 +287,7 @@ def head_norm_backward(
 
 def _heads(x: Array, size: int, heads: slice) -> Array:
     """These heads of (N, n d) of ``empty_columns``, or of some of its rows, seen as (heads, d, N)."""
-    return x.T.reshape(-1, size, len(x))[heads]
+    return x.T[heads.start * size : heads.stop * size].reshape(-1, size, len(x))
 
 
 def _head_rstd(head: Array, eps: float) -> Array:

@@ -46,7 +46,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = self._at_once = False
-        self._number = SIGNALS[0]  # of the signal
+        self.number = SIGNALS[0]  # of the signal
         self.leaves = False
         """Whether this rank may leave while others go on."""
         self.plan = "stopping before the first step"
@@ -59,7 +59,7 @@ class Stop:
     @property
     def wish(self) -> int:
         """What was asked for: nothing (0), STOP or LEAVE. Ctrl-C always asks for the end of the run."""
-        return (LEAVE if self.leaves and self._number != signal.SIGINT else STOP) if self.asked else 0
+        return (LEAVE if self.leaves and self.number != signal.SIGINT else STOP) if self.asked else 0
 
     def listen(self) -> None:
         self._listens = True
@@ -83,10 +83,10 @@ class Stop:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=watch, name="kos-signals", daemon=True).start()
         if self.asked:
-            os.write(writer, bytes([self._number]))
+            os.write(writer, bytes([self.number]))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.asked, self._number = True, signal.Signals(number)
+        self.asked, self.number = True, signal.Signals(number)
         self.ignore()
         self._check()
 

@@ -163,8 +163,8 @@ def _numpy(name, arguments):
         values[place] = values[place].T
     with np.errstate(all="ignore"):  # as in ``reference.step``: a trial of kernels computes on memory as it is
         getattr(reference, name)(*values)
-    for array, copy in arrays.values():
-        on_host(array)[...] = copy
+        for array, copy in arrays.values():
+            on_host(array)[...] = copy
 
 
 def _squares(gradients, chunks, partial):

@@ -31,6 +31,7 @@ from kos.train.ops.cuda.cublaslt import Matmul
 
 KERNELS = Path(__file__).parent / "kernels"
 BLOCK = 256  # threads of an elementwise block
+WARP_HEAD = 512  # elements of a row of which a warp has 16 a lane
 DIGIT_BITS, DIGITS, TILE, RUN = 9, 512, 1024, 32  # of embedding.cu
 FLOAT32, INT32 = DTYPES["float32"], DTYPES["int32"]
 
@@ -343,9 +344,10 @@ class CudaOps:
     def head_norm(self, x: Array, weight: Array, eps: float, heads: slice, raw: Array) -> None:
         d, itemsize = len(weight), x.dtype.itemsize
         first, count = heads.start * d * itemsize, len(x) * (heads.stop - heads.start)
+        together = BLOCK // _head_threads(d)
         if count:
             self.launch(
-                "head_norm.cu", "head_norm", -(-count // 8), BLOCK, x.pointer + first, weight, np.float32(eps),
+                "head_norm.cu", "head_norm", -(-count // together), BLOCK, x.pointer + first, weight, np.float32(eps),
                 raw.pointer + first, heads.stop - heads.start, count, **self._of_heads(x, d, raw),
             )  # fmt: skip
 
@@ -355,7 +357,7 @@ class CudaOps:
     ) -> None:  # fmt: skip
         d, itemsize = len(weight), raw.dtype.itemsize
         first, count = heads.start * d * itemsize, len(raw) * (heads.stop - heads.start)
-        blocks = max(1, min(-(-count // 8), 4 * self.multiprocessors))
+        blocks = max(1, min(-(-count // (BLOCK // _head_threads(d))), 4 * self.multiprocessors))
         with arena.scope():
             partial = arena.take((blocks, d), FLOAT32)
             self.launch(
@@ -365,8 +367,10 @@ class CudaOps:
             self._add_partials(partial, 0, d_weight, raw, accumulate)
 
     def _of_heads(self, x: Array, head_dim: int, raw: Array) -> dict[str, Any]:
+        threads = _head_threads(head_dim)
         return {
-            "DTYPE": x.dtype.name, "COLUMNS": head_dim, "ROW": x.shape[1], "RAW": raw.shape[1], "WARPS": BLOCK // 32,
+            "DTYPE": x.dtype.name, "COLUMNS": head_dim, "ROW": x.shape[1], "RAW": raw.shape[1], "THREADS": threads,
+            "HEADS": BLOCK // threads,
         }  # fmt: skip
 
     # --- rope ----------------------------------------------------------------------------------------
@@ -536,6 +540,11 @@ def _width(columns: int, first: Array, *others: Array) -> int:
     wide = 16 // first.dtype.itemsize
     aligned = columns % wide == 0 and all(array.pointer % 16 == 0 for array in (first, *others))
     return wide if aligned else 1
+
+
+def _head_threads(head_dim: int) -> int:
+    """Those of a head of ``head_norm.cu``: a warp, as long as that keeps it in registers, or a block."""
+    return 32 if head_dim <= WARP_HEAD else BLOCK
 
 
 def _row_threads(columns: int, width: int, most: int) -> int:

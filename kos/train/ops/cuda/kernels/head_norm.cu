@@ -1,40 +1,42 @@
-// RMSNorm of each head of q or k (Qwen3), in place in the rows of qkv, and its backward.
+// RMSNorm of each head of q or k (Qwen3), or of all of them together (OLMo 2), in place in the rows of qkv, and its
+// backward.
 //
-// A warp has a head of a token, D elements, and keeps them in registers.  The forward writes what it read to `raw`,
-// from which the backward works out the statistics again.  A warp of the backward walks over heads, and each lane adds
-// up d_weight of its columns; the warps of a block are added in shared memory, the blocks by `sum_partials` of sums.cu,
-// always in the same order.
+// THREADS threads, a warp or a whole block, have a head of a token, D elements, and keep them in registers; a block has
+// HEADS at a time.  The forward writes what it read to `raw`, from which the backward works out the statistics again.
+// The threads of the backward walk over heads, and each adds up d_weight of its columns; the heads of a block are added
+// in shared memory, the blocks by `sum_partials` of sums.cu, always in the same order.
 //
-// -DDTYPE -DCOLUMNS (D) -DROW (elements from token to token of x) -DRAW (of raw) -DWARPS (of a block of the backward)
+// -DDTYPE -DCOLUMNS (D) -DROW (elements from token to token of x) -DRAW (of raw) -DTHREADS -DHEADS (1 if not of warps)
 #include "vectors.cuh"
 
 using T = DTYPE;
-constexpr int D = COLUMNS, EACH = (D + 31) / 32;
+constexpr int D = COLUMNS, EACH = (D + THREADS - 1) / THREADS;
 
-// The elements of this lane, lane, lane + 32, …; 0 beyond the head.
+// The elements of this lane, lane, lane + THREADS, …; 0 beyond the head.
 __device__ __forceinline__ void load_head(float (&v)[EACH], const T* p) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % THREADS;
 #pragma unroll
-    for (int j = 0; j < EACH; ++j) v[j] = lane + 32 * j < D ? widen(p[lane + 32 * j]) : 0;
+    for (int j = 0; j < EACH; ++j) v[j] = lane + THREADS * j < D ? widen(p[lane + THREADS * j]) : 0;
 }
 
 __device__ __forceinline__ void store_head(const float (&v)[EACH], T* p) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % THREADS;
 #pragma unroll
     for (int j = 0; j < EACH; ++j)
-        if (lane + 32 * j < D) narrow(v[j], p[lane + 32 * j]);
+        if (lane + THREADS * j < D) narrow(v[j], p[lane + THREADS * j]);
 }
 
 __device__ __forceinline__ float dot(const float (&a)[EACH], const float (&b)[EACH]) {
     float sum = 0;
 #pragma unroll
     for (int j = 0; j < EACH; ++j) sum += a[j] * b[j];
+    if constexpr (THREADS > 32) return block_sum(sum);
     return warp_sum(sum);
 }
 
 // x and raw begin at the first of `heads` heads; count = tokens x heads.
 extern "C" __global__ void head_norm(T* x, const T* weight, float eps, T* raw, int heads, long count) {
-    const long item = long(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+    const long item = long(blockIdx.x) * (blockDim.x / THREADS) + threadIdx.x / THREADS;
     if (item >= count) return;
     const long token = item / heads, head = item % heads;
     float v[EACH], w[EACH];
@@ -50,11 +52,11 @@ extern "C" __global__ void head_norm(T* x, const T* weight, float eps, T* raw, i
 // With n = raw rstd: dx becomes rstd (dx weight - n mean(dx weight n)); partial (gridDim.x, D): sums of dx n.
 extern "C" __global__ void head_norm_backward(const T* raw, const T* weight, float eps, T* dx, float* partial,
                                               int heads, long count) {
-    __shared__ float all[WARPS][32 * EACH];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    __shared__ float all[HEADS][THREADS * EACH];
+    const int lane = threadIdx.x % THREADS, group = threadIdx.x / THREADS;
     float w[EACH], sums[EACH] = {};
     load_head(w, weight);
-    for (long item = long(blockIdx.x) * WARPS + warp; item < count; item += long(gridDim.x) * WARPS) {
+    for (long item = long(blockIdx.x) * HEADS + group; item < count; item += long(gridDim.x) * HEADS) {
         const long token = item / heads, head = item % heads;
         float n[EACH], g[EACH];
         load_head(n, raw + token * RAW + head * D);
@@ -72,12 +74,12 @@ extern "C" __global__ void head_norm_backward(const T* raw, const T* weight, flo
         store_head(g, dx + token * ROW + head * D);
     }
 #pragma unroll
-    for (int j = 0; j < EACH; ++j) all[warp][lane + 32 * j] = sums[j];
+    for (int j = 0; j < EACH; ++j) all[group][lane + THREADS * j] = sums[j];
     __syncthreads();
-    for (int i = threadIdx.x; i < D; i += 32 * WARPS) {
+    for (int i = threadIdx.x; i < D; i += THREADS * HEADS) {
         float sum = 0;
 #pragma unroll
-        for (int k = 0; k < WARPS; ++k) sum += all[k][i];
+        for (int k = 0; k < HEADS; ++k) sum += all[k][i];
         partial[long(blockIdx.x) * D + i] = sum;
     }
 }

@@ -1,0 +1,37 @@
+"""OLMo 2: LLaMA with norms after attention and MLP in place of those before, and norms of all of q and of k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kos.errors import ConfigError
+from kos.train.layers.attention import Attention, Rope
+from kos.train.layers.mlp import MLP
+from kos.train.layers.norm import NoNorm
+from kos.train.layers.sublayer import Sublayer
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.shapes import Local, Stages
+
+
+@dataclass(frozen=True)
+class Olmo2Config(LlamaConfig):
+    """OLMo team 2025, arXiv:2501.00656. A norm of all heads of q or k needs them on one rank of tp."""
+
+    model_type: ClassVar[str] = "olmo2"
+    architecture: ClassVar[str] = "Olmo2ForCausalLM"
+    takes: ClassVar[frozenset[str]] = frozenset({"attention_bias"})
+    defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5}
+
+    def local(self, tp_rank: int = 0, tp: int = 1, stage: int = 0, stages: Stages = ((0,),)) -> Local:
+        if tp > 1:
+            raise ConfigError(f"--tp {tp}: expected 1 with an OLMo 2, whose norms of q and k have all heads, got {tp}")
+        return super().local(tp_rank, tp, stage, stages)
+
+    def layer(self, number: int, rope: Rope) -> list[Sublayer]:
+        H, K, d, at = self.num_attention_heads, self.num_key_value_heads, self.head_dim, f"model.layers.{number}."
+        qkv, o, gate_up, down = self.linears(at)
+        norms = [self.norm(f"{at}self_attn.{each}_norm.weight", heads * d) for each, heads in (("q", H), ("k", K))]
+        after, last = (self.norm(f"{at}post_{each}_layernorm.weight") for each in ("attention", "feedforward"))
+        attention = Attention(NoNorm(), qkv, o, H, K, d, rope, norms=norms, after=after)
+        return [attention, MLP(NoNorm(), gate_up, down, last)]
