@@ -69,7 +69,7 @@ int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape) {
         shape[d] = PyLong_AsLongLong(PyTuple_GetItem(array->shape, d));
     *t = (tensor){.data = PyLong_AsVoidPtr(array->pointer), .device = CUDA, .nd = (int32_t)nd, .shape = shape};
     words->what = (uintptr_t)array->dtype;
-    words->kind = (uint64_t)PyLong_AsLong(array->device) << 1 | (array->readonly == Py_True);
+    words->kind = (uint64_t)PyLong_AsLong(array->device) << 1 | (PyObject_IsTrue(array->readonly) == 1);
     words->stream = (uintptr_t)array->stream;
     const int error = PyErr_Occurred() != NULL;
     PyErr_Clear();
@@ -83,22 +83,17 @@ static long long number_at(PyObject *tuple, Py_ssize_t at) { return PyLong_AsLon
 // Whether an attribute is what it was: the same object, an equal number, or (blocks, blocks of a multiprocessor) of
 // kernels that leave as much room; or a method returns what it did: __cuda_stream__, unless the stream was closed.
 static int is_still(PyObject *object, PyObject *name, PyObject *expected) {
-    PyObject *value = PyObject_GetAttr(object, name);
+    PyObject *value = PyObject_GetAttr(object, name), *result = NULL;
     int same = value == expected;
     if (value && !same && PyCallable_Check(value)) {
-        PyObject *result = PyObject_CallNoArgs(value);
+        result = PyObject_CallNoArgs(value);
         same = result && PyObject_RichCompareBool(result, expected, Py_EQ) == 1;
-        PyErr_Clear();
-        Py_XDECREF(result);
-        Py_DECREF(value);
-        return same;
-    }
-    if (!value)
-        PyErr_Clear();
-    else if (!same && PyLong_CheckExact(value) && PyLong_CheckExact(expected))
+    } else if (value && !same && PyLong_CheckExact(value) && PyLong_CheckExact(expected))
         same = PyLong_AsLongLong(value) == PyLong_AsLongLong(expected);
-    else if (!same && PyTuple_Check(value) && PyTuple_Check(expected))
+    else if (value && !same && PyTuple_Check(value) && PyTuple_Check(expected))
         same = number_at(value, 0) >= number_at(expected, 0) && number_at(value, 1) <= number_at(expected, 1);
+    PyErr_Clear();
+    Py_XDECREF(result);
     Py_XDECREF(value);
     return same;
 }
