@@ -96,12 +96,13 @@ kos_result kos_spin(kos_group *g, kos_work *w, int64_t most) {
     kos_result result = step(g, w);
     if (result.status != KOS_PENDING || !most)
         return outcome(g, w, result);
-    int64_t start = kos_clock(), before = start;
+    int64_t start = kos_clock();
+    uint64_t progress = w->progress;
     while (result.status == KOS_PENDING) {
         int64_t now = kos_clock();
-        if (now - before > most)  // it has copied meanwhile: the other ranks do the same
+        if (w->progress != progress)  // it has copied meanwhile: the other ranks do the same
             start = now;
-        before = now;
+        progress = w->progress;
         if (now - start >= most)
             break;
         for (int polls = 0; polls < POLLS && (result = step(g, w)).status == KOS_PENDING; polls++) {

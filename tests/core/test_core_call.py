@@ -149,6 +149,13 @@ def test_a_start_that_waits_returns_a_work_after_ten_milliseconds() -> None:
             assert work.done()
 
 
+def test_a_spin_ends_where_each_look_takes_longer_than_it_lasts() -> None:
+    """As on a busy machine, where a rank that yields its core has it back much later; else it would never end."""
+    with groups(2, spin=1e-9) as (a, _):
+        assert a.core.spin_ns == 1
+        assert not a.prepare("barrier").start(waits=True).done()
+
+
 def test_the_gil_is_held_for_the_first_microseconds_and_then_released() -> None:
     spin, ticks, stop = 0.1, list[float](), threading.Event()
 

@@ -280,7 +280,7 @@ def test_a_table_is_filled_before_it_is_used(library, monkeypatch):
     cu = SimpleNamespace(CUdevice_attribute=MagicMock(), cuDeviceGetAttribute=None)
     monkeypatch.setattr(cuda, "driver", SimpleNamespace(set_device=lambda device: None))
     monkeypatch.setattr(cuda, "streams", SimpleNamespace(create_stream=lambda device: None))
-    monkeypatch.setattr(cuda, "device_info", lambda device: SimpleNamespace(multiprocessors=1))
+    monkeypatch.setattr(cuda, "device_info", lambda device: SimpleNamespace(multiprocessors=1, compute_capability=(9, 0)))
     monkeypatch.setattr(cuda, "cu", cu)
     monkeypatch.setattr(cuda, "call", lambda *_: 0)
     searching, taking = CudaOps(0, search=True), CudaOps(0)
