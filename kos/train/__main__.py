@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     from kos.comm.control.bootstrap import launched_rank  # which takes a tenth of a second
 
-    rank = launched_rank()
+    rank, trainer = launched_rank(), None
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that a terminal cannot show ends no run
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _join(config, stop, arguments)
         with kos.init(config.backend, timeout=config.timeout) as comm:
             try:
-                Trainer(config, comm, stop).run(lambda error: _fail_later(error, rank, arguments))
+                trainer = Trainer(config, comm, stop)
+                trainer.run(lambda error: _fail_later(error, rank, arguments))
             except Stopped:
                 if rank == 0:
                     print("kos: stopped before the first step, nothing to save", file=sys.stderr)
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             refused = isinstance(error, ConfigError | CheckpointError | DataError)
             note = set_by_file(arguments, str(error)) if refused else ""
+        rank = rank if trainer is None else trainer.comm.rank  # others may have been lost
         Stop.ignore()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
         _fail(error, rank, note, debug="--debug" in arguments or debugging())

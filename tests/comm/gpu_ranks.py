@@ -43,6 +43,12 @@ class OnGPU:
     def duplicate(self) -> OnGPU:
         return OnGPU(self.comm.duplicate())
 
+    def __enter__(self) -> OnGPU:
+        return self
+
+    def __exit__(self, *failed: Any) -> None:
+        self.comm.__exit__(*failed)
+
     def __getattr__(self, name: str) -> Any:
         if name not in OPERATIONS:
             return getattr(self.comm, name)

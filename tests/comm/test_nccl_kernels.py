@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kos.comm.gpu.ordered_sum import KERNELS
+from kos.cuda import kernels
 from kos.dtypes import DTYPES
-from tests.comm import fake_peer
+from tests.comm import fake_driver, fake_peer
 from tests.comm.fake_nccl import FakeKernel
 from tests.comm.fake_peer import HostKernel
 from tests.comm.ranks import assert_bits
@@ -32,6 +34,8 @@ CASES = {
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name in NAMES for case in CASES[name]])
 def test_as_the_stand_in(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, case: tuple[str, str, str]) -> None:
     monkeypatch.setitem(fake_peer.NAMES, "reduce_ordered", NAMES)
+    launch = SimpleNamespace(cuLaunchKernelEx=lambda config, *rest: (fake_driver.launch(config.getPtr(), *rest),))
+    monkeypatch.setattr(kernels, "cu", launch)
     dtype, result, op = case
     generator, given = np.random.default_rng(seed), DTYPES[dtype]
     x = generator.normal(size=RANKS * COUNT) * 100

@@ -465,6 +465,10 @@ def test_the_ranks_fit_the_batch(text: Path, tmp_path: Path) -> None:
         config_of(text, tmp_path, elastic="2:9").for_world(4)
     with pytest.raises(ConfigError, match="--elastic: expected 2 to 4 ranks, got 5"):
         config.check_ranks(5)
+    with pytest.raises(ConfigError, match="--elastic: expected 2 to 4 ranks, got 1"):
+        config.check_ranks(1)
+    with pytest.raises(ConfigError, match="--elastic: expected 5 to 5 ranks, got 1"):
+        config.model_copy(update={"elastic": "5"}).check_ranks(1)
 
 
 def test_other_layouts_say_what_a_loss_means(text: Path, tmp_path: Path, capsys: Any) -> None:

@@ -243,8 +243,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     def check_ranks(self, size: int) -> None:
         """ConfigError unless an elastic run may begin with so many ranks."""
-        if self.elastic is not None and not self.least_ranks <= size <= (most := self.most_ranks(size)):
-            raise ConfigError(f"--elastic: expected {self.least_ranks} to {most} ranks, got {size}")
+        least, most = self.least_ranks, self.most_ranks(max(size, self.least_ranks))
+        if self.elastic is not None and not least <= size <= most:
+            raise ConfigError(f"--elastic: expected {least} to {most} ranks, got {size}")
 
     def for_world(self, size: int, device: str = "cpu") -> TrainConfig:
         """This configuration as ``size`` data-parallel ranks run it on ``device``: its dtypes and micro-batch size.
