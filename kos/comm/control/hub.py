@@ -67,7 +67,9 @@ class Hub(threading.Thread):
         warns: bool = True, epoch: int = 0, connected: Mapping[int, Connection] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         super().__init__(name="kos rendezvous", daemon=True)
-        self._size, self._failures, self.timeout, self._where = len(failures.world), failures, timeout, where
+        self._size, self._failures, self.timeout, self._where = len(failures.world), failures, timeout, ""
+        if where:  # a group that has grown begins with all its connections
+            self._where = f" (rank 0 listens at {where})"
         self._warns = warns
         self._members = {0: own, **connected}
         self._reading: dict[int, Waiting[bytes]] = {}  # ranks whose message has arrived in part
@@ -107,7 +109,7 @@ class Hub(threading.Thread):
             missing = [rank for rank in range(self._size) if rank not in present]
             why = timeouts.late("", within=self.timeout).strip()  # each rank adds the names to its own error
             rejected = f"; {timeouts.rejected(callers)}" if (callers := self._acceptor.rejected) else ""
-            raise _Failure(FAILED, missing, f"{why} (rank 0 listens at {self._where}){rejected}")
+            raise _Failure(FAILED, missing, f"{why}{self._where}{rejected}")
         return min(remaining, 1.0)
 
     def _admit_all(self) -> dict[int, bytes]:
@@ -138,7 +140,7 @@ class Hub(threading.Thread):
             if problem:  # all ranks raise it, including the caller
                 self._refused.append(connection)
                 self._expected = self._size - len(self._members) - 1
-                raise _Failure(FAILED, [], f"rendezvous: {problem} (rank 0 listens at {self._where})")
+                raise _Failure(FAILED, [], f"rendezvous: {problem}{self._where}")
             if rank in lost:
                 lost.remove(rank)
                 self._members[rank].close()
