@@ -502,3 +502,17 @@ def test_processes_end_as_promised(tmp_path: Path) -> None:
     found = elastic_faults.one(tmp_path / "hurt", text, plain.result(), seed=102)
     assert found["same"] and not found["hang"], found
     assert 75 in found["codes"] and -9 in found["codes"] and found["epochs"] >= 3, found
+
+
+@pytest.mark.slow
+def test_an_error_of_all_is_told_by_the_rank_that_is_the_first_now(tmp_path: Path) -> None:
+    (text := tmp_path / "letters.txt").write_bytes(b"a few letters of a text " * 800)
+    run = elastic_faults.Run(tmp_path / "run", text, "--elastic=4")
+    deadline = time.monotonic() + 60
+    while len(run.rows()) < 3:
+        assert time.monotonic() < deadline, run.processes[0].poll()
+        time.sleep(0.05)
+    run.processes[0].kill()
+    assert run.wait(60)[1:] == [1, 1, 1]
+    said = [(run.folder / f"rank-{rank}").read_text() for rank in (1, 2, 3)]
+    assert ["expected at least 4 ranks (--elastic), got 3" in each for each in said] == [True, False, False]
