@@ -43,6 +43,15 @@ typedef struct {
 
 enum { NUMBER = 4, COMPLETED };  // of an entry of the recorder
 PyObject *nanoseconds(void);     // for it
+PyObject *note(PyObject *const *objects, PyObject *description, PyObject *sequence, PyObject *frame);
+
+// Names of attributes, made once; a list of them ends with a NULL.
+typedef struct { PyObject **to; const char *name; } interned;
+int intern(const interned *names);
+int names_init(void);
+extern PyObject *s_active, *s_last, *s_last_work, *s_closed;
+// An attribute, or what a method returns, to be compared with a constant: NULL on an error.
+const PyObject *peek(PyObject *x, PyObject *name, int is_method);
 
 // DLPack's DLTensor.
 enum { CPU = 1, CUDA, DIMENSIONS = 4 };
@@ -80,13 +89,11 @@ int spin_only(Work *work);  // whether it is complete after some microseconds; n
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
 PyObject *group_method(PyObject *g, PyObject *args);
 PyObject *take_tensors(PyObject *self, PyObject *type);
-extern PyObject *s_active, *s_last, *s_last_work, *s_closed;
-PyObject *note(PyObject *const *objects, PyObject *description, PyObject *sequence, PyObject *frame);
 // Of module_launch.c.
 PyObject *take_arrays(PyObject *self, PyObject *example);
 PyObject *take_windows(PyObject *self, PyObject *ranges);
 int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
-uint64_t place_of(const char *data);  // what a call depends on of an address: as kos.memory.windows.place
+uint64_t key_of(const char *data);  // what a call depends on of an address: as kos.memory.windows.place
 // Queues a call that is described by `how`; NULL without an exception: the method must.  `result` is its result.
 PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv);
 void set_field(State *s, int field, PyObject *value);
@@ -94,14 +101,5 @@ void set_field(State *s, int field, PyObject *value);
 State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
                  PyObject *sequence, PyObject *record);
 int eager_init(void);
-
-// An attribute, or what a method returns, to be compared with a constant: NULL on an error.
-static inline const PyObject *peek(PyObject *x, PyObject *name, int is_method) {
-    PyObject *value = is_method ? PyObject_CallMethodObjArgs(x, name, NULL) : PyObject_GetAttr(x, name);
-    if (!value)
-        PyErr_Clear();
-    Py_XDECREF(value);
-    return value;
-}
 
 #endif

@@ -65,8 +65,7 @@ typedef struct {
 static PyTypeObject *ndarray_type, *tensor_type;
 static const exchange_api *tensor_api;  // of that type
 PyTypeObject *operation_type;
-PyObject *s_active, *s_last, *s_last_work, *s_closed;
-static PyObject *s_first, *s_count, *s_lasti, *s_remember, *s_finish, *s_asked, *s_start, *s_requires_grad, *s_is_neg;
+static PyObject *s_first, *s_remember, *s_finish, *s_asked, *s_start, *s_requires_grad, *s_is_neg;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
@@ -161,7 +160,7 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
         *word++ = array.kind | (uint64_t)(t.nd + 1) << 16;
         if (t.device == CUDA) {
             *word++ = array.stream;
-            *word++ = place_of(t.data);
+            *word++ = key_of(t.data);
         }
         for (int d = 0; d < t.nd; d++)
             *word++ = (uint64_t)t.shape[d];
@@ -215,29 +214,6 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 
-// Writes the next entry of the flight recorder, as kos.comm.prepared.note does; returns it, borrowed.  The call has
-// begun: what there is no memory for is None.
-static inline __attribute__((always_inline)) PyObject *write_entry(PyObject *const *objects, PyObject *description,
-                                                                   PyObject *sequence, PyObject *frame) {
-    PyObject *count = PyObject_GetAttr(objects[RECORDER], s_count), *slots = objects[SLOTS];
-    const long long number = count ? PyLong_AsLongLong(count) : 0;
-    PyObject *slot = PyList_GetItem(slots, number % PyList_Size(slots)), *next = PyLong_FromLongLong(number + 1);
-    PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame), *at = PyObject_GetAttr(frame, s_lasti);
-    PyObject *entry[] = {Py_NewRef(description), nanoseconds(), code, at, Py_NewRef(sequence), Py_NewRef(Py_None),
-                         Py_NewRef(Py_None)};
-    if (!next || PyObject_SetAttr(objects[RECORDER], s_count, next) || !at)
-        PyErr_Clear();
-    Py_XDECREF(count);
-    Py_XDECREF(next);
-    for (int i = 0; i < 7; i++)
-        PyList_SetItem(slot, i, entry[i] ? entry[i] : Py_NewRef(Py_None));
-    return slot;
-}
-
-PyObject *note(PyObject *const *objects, PyObject *description, PyObject *sequence, PyObject *frame) {
-    return write_entry(objects, description, sequence, frame);
-}
-
 static int apart(const known *k, char *const *data) {
     if (k->send < 0 || k->recv < 0 || k->send == k->recv)
         return 1;
@@ -283,7 +259,7 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
     g->hits++;
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
     const kos_result r = begin(g, k->core, number, from, to);
-    PyObject *slot = write_entry(objects, k->description, sequence, frame);  // while the data is on its way
+    PyObject *slot = note(objects, k->description, sequence, frame);  // while the data is on its way
     PyObject *left = go_on(g, k->call, r, send, recv, k->work == Py_None);
     if (left == Py_None)
         PyList_SetItem(slot, COMPLETED, nanoseconds());
@@ -458,13 +434,9 @@ PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0
                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, operation_slots};
 
 int eager_init(void) {
-    const struct { PyObject **to; const char *name; } names[] = {
-        {&s_active, "_active"}, {&s_first, "first"}, {&s_last, "last"}, {&s_last_work, "_last"}, {&s_closed, "closed"},
-        {&s_count, "count"}, {&s_lasti, "f_lasti"}, {&s_remember, "remember"}, {&s_finish, "_finish"},
-        {&s_asked, "asked"}, {&s_start, "_start"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
+    const interned names[] = {
+        {&s_first, "first"}, {&s_remember, "remember"}, {&s_finish, "_finish"}, {&s_asked, "asked"},
+        {&s_start, "_start"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"}, {NULL, NULL},
     };
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (!(*names[i].to = PyUnicode_InternFromString(names[i].name)))
-            return -1;
-    return 0;
+    return intern(names);
 }

@@ -51,7 +51,7 @@ PyObject *take_windows(PyObject *self, PyObject *ranges) {
     Py_RETURN_NONE;
 }
 
-uint64_t place_of(const char *data) {
+uint64_t key_of(const char *data) {
     const uint64_t at = (uintptr_t)data, *pair = windows ? (const uint64_t *)PyBytes_AsString(windows) : NULL;
     for (Py_ssize_t left = windows ? PyBytes_Size(windows) / 16 : 0; left; left--, pair += 2)
         if (at - pair[0] < pair[1])

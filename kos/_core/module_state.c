@@ -1,3 +1,5 @@
+// What a call leaves behind: its Work, and its entry in the flight recorder.
+//
 // State: the base of kos.comm.work.Work, one start of a call.  Its fields are here so that calls that need no Python
 // make Works, and so that wait() needs none where the core completes the call.
 //
@@ -7,6 +9,31 @@
 #include <time.h>
 
 PyTypeObject *state_type;
+PyObject *s_active, *s_last, *s_last_work, *s_closed;
+static PyObject *s_count, *s_lasti;
+
+int intern(const interned *names) {
+    for (; names->to; names++)
+        if (!(*names->to = PyUnicode_InternFromString(names->name)))
+            return -1;
+    return 0;
+}
+
+int names_init(void) {
+    const interned names[] = {
+        {&s_active, "_active"}, {&s_last, "last"}, {&s_last_work, "_last"}, {&s_closed, "closed"}, {&s_count, "count"},
+        {&s_lasti, "f_lasti"}, {NULL, NULL},
+    };
+    return intern(names);
+}
+
+const PyObject *peek(PyObject *x, PyObject *name, int is_method) {
+    PyObject *value = is_method ? PyObject_CallMethodObjArgs(x, name, NULL) : PyObject_GetAttr(x, name);
+    if (!value)
+        PyErr_Clear();
+    Py_XDECREF(value);
+    return value;
+}
 
 static int has(const State *s, int field) { return s->fields[field] && s->fields[field] != Py_None; }
 
@@ -36,6 +63,24 @@ PyObject *nanoseconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     return PyLong_FromLongLong(now.tv_sec * 1000000000LL + now.tv_nsec);
+}
+
+// Writes the next entry of the flight recorder, as kos.comm.prepared.note does; returns it, borrowed.  The call has
+// begun: what there is no memory for is None.
+PyObject *note(PyObject *const *objects, PyObject *description, PyObject *sequence, PyObject *frame) {
+    PyObject *count = PyObject_GetAttr(objects[RECORDER], s_count), *slots = objects[SLOTS];
+    const long long number = count ? PyLong_AsLongLong(count) : 0;
+    PyObject *slot = PyList_GetItem(slots, number % PyList_Size(slots)), *next = PyLong_FromLongLong(number + 1);
+    PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame), *at = PyObject_GetAttr(frame, s_lasti);
+    PyObject *entry[] = {Py_NewRef(description), nanoseconds(), code, at, Py_NewRef(sequence), Py_NewRef(Py_None),
+                         Py_NewRef(Py_None)};
+    if (!next || PyObject_SetAttr(objects[RECORDER], s_count, next) || !at)
+        PyErr_Clear();
+    Py_XDECREF(count);
+    Py_XDECREF(next);
+    for (int i = 0; i < 7; i++)
+        PyList_SetItem(slot, i, entry[i] ? entry[i] : Py_NewRef(Py_None));
+    return slot;
 }
 
 // (prepared, send, recv, array)
