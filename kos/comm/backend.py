@@ -68,13 +68,26 @@ class Backend(ABC):
     """What traces the launch of each operation of a batch."""
     work: ClassVar[type[Work[Any]]] = Work
     """The class of what its calls start."""
+    timed: Sequence[Any] = ()
+    """What has the backend's ``timeout`` too."""
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         self.rank, self.size, self.failures = rendezvous.rank, rendezvous.size, rendezvous.failures
         self.group_suffix = self.failures.group_suffix  # follows the number of a rank in texts
-        self.timeout = rendezvous.timeout  # seconds, for operations without one; follows the communicator's
+        self.timeout = rendezvous.timeout
         self.engine = engine or Engine()
         self.store = Store()
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that an operation without a timeout of its own may take; follows the communicator's."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._timeout = seconds
+        for each in self.timed:
+            each.timeout = seconds
 
     @classmethod
     @abstractmethod

@@ -46,6 +46,7 @@ class AutoBackend(Backend):
     def __init__(self, rendezvous: Rendezvous, host: Backend, gpus: Sequence[DeviceBackend]) -> None:
         # nccl ends first: peer waits for the whole GPU, after its kernels have ended (``signal_abort``).
         self.host, self.gpus = host, tuple(sorted(gpus, key=lambda gpu: gpu.name))
+        self.timed = (host, *self.gpus)
         super().__init__(rendezvous, host.engine)
         self.name = "+".join(part.name for part in (*self.gpus, host))
         self.device: int = self.gpus[0].device
@@ -64,16 +65,6 @@ class AutoBackend(Backend):
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
         return Probe(False, "combines several backends")
-
-    @property
-    def timeout(self) -> float:
-        """The timeout of all backends, in seconds."""
-        return self.host.timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        for part in (self.host, *self.gpus):
-            part.timeout = seconds
 
     def choose_backend(self, o: Operation) -> tuple[Backend, bool]:
         """The backend of this operation, and whether it is the same inside and outside a graph.

@@ -51,6 +51,7 @@ from kos.memory.libraries import immutable
 _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
 
+
 class DeviceBackend(Backend):
     """Carries arrays on the GPU ``device``.  Subclasses ``resolve`` operations and end them (``abort_device``).
 

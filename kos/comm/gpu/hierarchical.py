@@ -205,21 +205,11 @@ class HierarchicalBackend(NCCLBackend):
         for part in made:
             watchdog.remove(part)
             part.shared.close()
-            part.shared, part.failures, part.timeout = self.shared, self.failures, self.timeout
+            part.shared, part.failures = self.shared, self.failures
         self._groups, self._of_phases, self._failure = groups, made, made[0]._failure
+        self.timed, self.timeout = made, self.timeout
         self.node, self.rail = made  # type: ignore[assignment]
         self.hierarchy = f"{len(hosts)} hosts of {len(self._local)} ranks"
-
-    @property
-    def timeout(self) -> float:
-        """The timeout of all phases, in seconds."""
-        return self._seconds
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        self._seconds = seconds
-        for part in self._of_phases:
-            part.timeout = seconds
 
     # Which calls go in phases.
 
