@@ -83,9 +83,8 @@ class Communicator(Groups):
         self._groups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # split from this one
         self._closed, self._why_closed = False, " is closed"
         self._progress: ProgressThread | None = None
-        ranks = list(range(self.size))
         self._group = group or Group(
-            Recorder(self.rank, self.size, rendezvous.job), "world", ranks, self.rank, backend.name
+            Recorder(self.rank, self.size, rendezvous.job), "world", list(range(self.size)), self.rank, backend.name
         )
         self.recorder = self._group.recorder  # shared with the communicators split from this one
         self.name = self._group.name
@@ -150,7 +149,8 @@ class Communicator(Groups):
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        seconds = self.rendezvous.timeout = self.backend.timeout = check_timeout(seconds)
+        seconds = self.rendezvous.timeout = check_timeout(seconds)
+        self.backend.set_timeout(seconds)
         self._defaults, self._overlapped = Options(seconds), Options(seconds, overlap=True)
         self._store.clear()
 

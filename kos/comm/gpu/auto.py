@@ -46,8 +46,8 @@ class AutoBackend(Backend):
     def __init__(self, rendezvous: Rendezvous, host: Backend, gpus: Sequence[DeviceBackend]) -> None:
         # nccl ends first: peer waits for the whole GPU, after its kernels have ended (``signal_abort``).
         self.host, self.gpus = host, tuple(sorted(gpus, key=lambda gpu: gpu.name))
-        self.timed = (host, *self.gpus)
         super().__init__(rendezvous, host.engine)
+        self.inner = (host, *self.gpus)
         self.name = "+".join(part.name for part in (*self.gpus, host))
         self.device: int = self.gpus[0].device
         self.table: Table | None = next((gpu.table for gpu in self.gpus if gpu.table is not None), None)
@@ -110,10 +110,6 @@ class AutoBackend(Backend):
 
     def details(self) -> list[tuple[str, str, str]]:
         return list(dict.fromkeys(row for part in (self.host, *self.gpus) for row in part.details()))
-
-    @property
-    def parts(self) -> Sequence[Backend]:
-        return (self.host, *self.gpus)
 
     def idle(self) -> Any:
         return self.host.idle()

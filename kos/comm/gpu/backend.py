@@ -40,8 +40,7 @@ from kos.comm.records import again
 from kos.comm.tuning import Table
 from kos.comm.work import Work
 from kos.cuda import Kernel, create_stream, driver, load_kernel
-from kos.cuda.driver import call, cu
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.streams import capture_of, is_captured
 from kos.errors import CollectiveError, CudaError, InvalidArgument, KosError
 from kos.memory import Buffer

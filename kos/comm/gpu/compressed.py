@@ -19,7 +19,7 @@ from kos.comm.gpu.memory import InScratch, up
 from kos.comm.operation import Operation
 from kos.cuda import driver
 from kos.cuda.devices import device_info
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda.driver import relaxed_capture
 from kos.errors import InvalidArgument
 from kos.memory import Buffer
 from kos.memory.windows import Run

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 from kos.comm.control.base import Rendezvous
 from kos.comm.operation import Operation
 from kos.cuda import Kernel, driver
-from kos.cuda.driver import call, cu
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.streams import capture_of
 from kos.dtypes import DType
 from kos.errors import InvalidArgument

@@ -42,7 +42,7 @@ from kos.comm.prepared import Prepared
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.work import Work
 from kos.cuda import driver
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda.driver import relaxed_capture
 from kos.cuda.kernels import resolved
 from kos.dtypes import DTYPES, DType
 from kos.errors import (

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from kos.cuda import driver, streams
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda.driver import relaxed_capture
 from kos.cuda.streams import LEGACY, Event, capture_of, is_idle
 from kos.errors import InvalidArgument
 

@@ -20,8 +20,8 @@ from kos.comm.failures import EndedEarly, FailureLog, Late
 from kos.comm.gpu.eager import EagerCalls
 from kos.comm.gpu.order import Streams
 from kos.comm.host.backend import HostBackend, at_exit, closed
-from kos.comm.host.fingerprints import described
 from kos.comm.host.shared import CallRing, open_segment
+from kos.comm.prepared import described
 from kos.comm.records import again
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost

@@ -46,7 +46,7 @@ from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import for_group
 from kos.comm.work import Work
 from kos.cuda import Kernel, driver
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda.driver import relaxed_capture
 from kos.cuda.kernels import BoundKernel
 from kos.cuda.streams import PER_THREAD
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
@@ -98,7 +98,6 @@ class PeerBackend(DeviceBackend):
                 raise
             raise BackendUnavailable(f"peer: {error}") from error  # on all ranks: see on_all
         self._failure, self.failed_word = self._engine.record.failure, self._engine.record.failed_address
-        self.timed = (self._engine.record,)
         self._engine.before_load = self._wait_for_idle
         self._concurrent.add(self)
         watchdog.add(self)
@@ -117,6 +116,10 @@ class PeerBackend(DeviceBackend):
         if rendezvous.local_size < rendezvous.size:
             return Probe(False, f"the ranks are on several hosts: {rendezvous.local_size} of {rendezvous.size} here")
         return Probe(True, f"own kernels over peer memory on {device.name}")
+
+    def set_timeout(self, seconds: float) -> None:
+        super().set_timeout(seconds)
+        self._engine.record.timeout = seconds
 
     def split(
         self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
