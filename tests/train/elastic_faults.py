@@ -28,9 +28,9 @@ from safetensors.numpy import load_file
 from kos.bench.report import provenance, to_json
 from kos.cuda.devices import visible_devices
 from kos.train.tools.metrics import read_metrics
+from tests.forked import PATHS
 from tests.launcher import OUTSIDE
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS, SPARES = 4, 2
 SECONDS = 200  # of a run at most
 STARTS = 4  # tries: on a busy machine ranks may not meet in time
@@ -75,7 +75,7 @@ class Run:
 
     def start(self, name: str, environment: dict[str, str], *flags: str) -> subprocess.Popen[bytes]:
         with (self.folder / name).open("wb") as output:
-            environment = {**OUTSIDE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+            environment = {**OUTSIDE, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **environment}
             command = [sys.executable, "-m", "kos.train", *self.flags, *flags]
             return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
