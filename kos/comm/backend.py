@@ -108,6 +108,11 @@ class Backend(ABC):
     def close(self) -> None:  # noqa: B027 -- nothing to do unless a backend holds something
         """Free the backend's resources.  Collective; nothing may be in flight."""
 
+    @property
+    def ended_words(self) -> list[int]:
+        """As ``Communicator.ended_words``."""
+        return []
+
     def signal_end(self, reason: str) -> None:  # noqa: B027
         """Called before ``abort``, on several communicators before any of them ends: one end may wait for another."""
 

@@ -243,6 +243,15 @@ class Communicator(Groups):
         """
         return Batch(self, check_bool("async_op", async_op))
 
+    @property
+    def ended_words(self) -> list[int]:
+        """Addresses of 64-bit words of page-locked memory that kernels can read.  Not collective.
+
+        One of them is not 0 as soon as an operation on the GPU was ended early, before the stream goes on.  So a kernel
+        on the stream, in a graph too, knows whether the results so far are complete.  Empty without a GPU.
+        """
+        return self.backend.ended_words
+
     def synchronize(
         self, timeout: float | None = None, stream: Any = None, *, until: Callable[[], bool] | None = None
     ) -> None:

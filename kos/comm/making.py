@@ -156,6 +156,7 @@ def _agree(
         "backend": wanted,
         "nccl": dict(rendezvous.nccl),
         "device": device,
+        "GPU": requested_gpu(device),
         "probes": {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()},
         "sees a GPU": sees_gpu(),
         # The time comes first, so that folders sort by it.
@@ -167,6 +168,7 @@ def _agree(
     except RendezvousError as error:
         raise _on_every_rank(error) from None
     rendezvous.job = ballots[0]["job"]
+    rendezvous.requested_gpus = [each["GPU"] for each in ballots]
     for rank, theirs in enumerate(ballots):
         for what in ("backend", "nccl"):
             ours = ballots[rendezvous.rank][what]
@@ -187,6 +189,12 @@ def _agree(
     requested = (f"{each['device']} of rank {rank}" for rank, each in enumerate(ballots) if each["device"] is not None)
     gpu_ranks = (rank for rank, each in enumerate(ballots) if each["sees a GPU"])
     return agreed, next(requested, None), next(gpu_ranks, None)
+
+
+def requested_gpu(device: int | None) -> str:
+    """The UUID of the GPU with this index; "" if there is none."""
+    devices = visible_devices() if device is not None and sees_gpu() else ()
+    return devices[device].uuid if device is not None and 0 <= device < len(devices) else ""
 
 
 def sees_gpu() -> bool:

@@ -150,6 +150,9 @@ class Step:
     micro_batch: Callable[[int], Batch]
     """This rank's rows and columns of a micro-batch, (B, T)."""
 
+    vouch: Callable[[], None] | None = None
+    """Spoils ``report`` if a collective of this step was ended on this rank: its sums are undefined."""
+
     asked: Callable[[], int] | None = None
     """What was requested on this rank (``Stop.wish``): looked at again at the end of a step that takes long."""
 
@@ -202,6 +205,8 @@ class Step:
         if self.asked is not None:
             self.report[0] = self.report[0] or self.asked()
         if self.mesh.world.size > 1:
+            if self.vouch is not None:
+                self.vouch()
             self.mesh.world.all_gather(self.report, self.reports)
             self.optimizer.agree(self.gradients, self.report, self.reports)
         self.apply()

@@ -343,7 +343,7 @@ def test_the_backend_of_gpus_is_made_again(backend: str, monkeypatch: pytest.Mon
 def grow_on_gpus(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = NCCLBackend if backend == "nccl" else PeerBackend
     monkeypatch.setattr(kind, "probe", classmethod(lambda kind, rendezvous: Probe(True, "a stand-in")))
-    monkeypatch.setattr(making, "visible_devices", lambda: ["a stand-in"])
+    monkeypatch.setattr(making, "visible_devices", lambda: [SimpleNamespace(uuid="a stand-in")])
     monkeypatch.setattr("kos.comm.gpu.backend.device_of", lambda rendezvous: SimpleNamespace(index=0))
 
     def use(comm: kos.Communicator) -> tuple[int, int]:

@@ -495,11 +495,10 @@ def test_the_second_part_is_planned(text: Path, tmp_path: Path) -> None:
 
 def test_processes_end_as_promised(tmp_path: Path) -> None:
     """A run with random faults; a rank that left ends with 75, one that others left out by itself."""
-    text = tmp_path / "letters.txt"
-    text.write_bytes(np.random.default_rng(7).integers(97, 110, 20_000, np.uint8).tobytes())
+    text = elastic_faults.letters(tmp_path / "letters.txt")
     plain = elastic_faults.Run(tmp_path / "plain", text)
-    assert plain.wait(100) == [0] * RANKS
-    found = elastic_faults.one(tmp_path / "hurt", text, plain.result(), seed=102)
+    assert plain.wait(100) == [0] * RANKS, plain.output()
+    found = elastic_faults.one(tmp_path / "hurt", text, plain, seed=102)
     assert found["same"] and not found["hang"], found
     kinds, codes = [fault.partition(" after")[0] for fault in found["faults"]], Counter(found["codes"])
     assert kinds and found["epochs"] >= len(kinds), found

@@ -490,9 +490,8 @@ class TCPRendezvous(Rendezvous):
         return local_rank if self._given_local_rank is None or self.pretended_host else self._given_local_rank
 
     @property
-    def place_on_machine(self) -> tuple[int, list[int | None]]:
-        place, nodes = super().place_on_machine
-        return place if self._given_local_rank is None else self._given_local_rank, nodes
+    def place_on_machine(self) -> int:
+        return super().place_on_machine if self._given_local_rank is None else self._given_local_rank
 
 
 def _abort(why: str, cause: KosError | None) -> bytes:

@@ -18,6 +18,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
+
 from kos.comm import watchdog
 from kos.comm.backend import Backend
 from kos.comm.control import mpi_job
@@ -46,6 +48,7 @@ from kos.errors import CollectiveError, CudaError, InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array
 from kos.memory.libraries import immutable
+from kos.memory.pool import pinned_empty
 
 _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
@@ -80,6 +83,7 @@ class DeviceBackend(Backend):
         self._captures = False  # whether the last call that was to have a mark was captured
         self._scratch = ScratchPool(self.device)
         self._closing = False
+        self._ended: np.ndarray[Any, Any] | None = None  # a word that is not 0 after ``signal_abort``; made when asked
         self.awaited: list[int] = []  # by kernels, at the watchdog's last look
         self._seen = -1  # the last collective at that look
 
@@ -459,8 +463,18 @@ class DeviceBackend(Backend):
     def _raise(self, work: Work[Any], error: Exception) -> NoReturn:
         raise self.to_error(work, error)
 
+    @property
+    def ended_words(self) -> list[int]:
+        """As ``Communicator.ended_words``; a backend whose kernels end by themselves has a word that they set."""
+        if self._ended is None:
+            self._ended = pinned_empty(1, np.uint64, self.device)
+            self._ended[0] = self.shared.ended
+        return [self._ended.__array_interface__["data"][0]]
+
     def signal_abort(self) -> None:
         """Let kernels that wait for other ranks end, without waiting for that."""
+        if self._ended is not None:
+            self._ended[0] = 1
 
     def abort_device(self) -> None:
         """Abort what is in flight on the GPU, without the other ranks, and wait until the GPU is idle."""

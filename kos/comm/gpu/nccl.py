@@ -220,6 +220,7 @@ class NCCLBackend(DeviceBackend):
 
         An abort frees memory, for which CUDA waits for the kernels of every communicator of the GPU.
         """
+        super().signal_abort()
         with self.shared.lock:
             comm, self._comm = self._handle, None
             if comm is not None:

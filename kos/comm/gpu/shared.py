@@ -153,7 +153,7 @@ class CommState:
         calls = self.calls
         if calls is None:
             return
-        self.confirm()
+        self.confirm()  # also finds the end of a rank that has not begun the last call
         self._hear()
         self.failures.ask(calls.begun - 1, latest)
         calls.raise_failure(calls.begun - 1)

@@ -125,6 +125,9 @@ class CudaDevice(Device):
         step.report = ops.zeros(self.report_size, np.float64)
         several = comm.size > 1
         step.reports = ops.zeros((comm.size, step.report.size), np.float64) if several else step.report.reshape(1, -1)
+        if config.elastic is not None and several:
+            words = Array.from_numpy(np.array(comm.ended_words, np.uint64), device, stream=ops.stream)
+            step.vouch = partial(step.optimizer.vouch, gradients, words, step.report)
         self._graph: Graph | None = None
         self._pending = [_PendingResult(step.reports, step.optimizer.scalars) for _ in range(self.lag + 2)]
         self._newest: _PendingResult | None = None  # of the steps under way
@@ -241,9 +244,10 @@ class CudaDevice(Device):
         result.begin(stream, self._newest)
         result.asked[:] = wish, self.epoch, step + 1, self.newcomers
         self.feed.take(step)
-        program.report[:REPORT].copy_from(result.asked, stream)
         if self.config.graph:
             self._graph = self._graph or self._capture()
+        program.report[:REPORT].copy_from(result.asked, stream)
+        if self._graph is not None:
             self._graph.replay(stream)
         else:
             program.run()
@@ -253,13 +257,16 @@ class CudaDevice(Device):
             self.feed.fetch(step + 1)
 
     def _capture(self) -> Graph:
-        """The step as a graph, after a run without effect has loaded all kernels and connected all ranks."""
+        """The step as a graph, after a run without effect has loaded all kernels and connected all ranks.
+
+        The run's reports name no step: what is left of them anywhere, if a collective is ended later, counts nowhere.
+        """
         optimizer = self.step.optimizer
         count = optimizer.step_count
         optimizer.halt()
+        self.ops.zero(self.step.report)
         with self.step.parallel.rehearsal():
             self.step.run()
-        self.ops.zero(self.step.reports)  # those of this very step: none may count before it comes again
         optimizer.step_count = count
         with capture(self.ops.stream) as graph:
             self.step.run()

@@ -216,6 +216,11 @@ class PeerBackend(DeviceBackend):
         super().abort(reason)
         self._concurrent.remove(self)
 
+    @property
+    def ended_words(self) -> list[int]:
+        record = self._engine.record
+        return [record.abort_address, record.failed_address]
+
     def signal_abort(self) -> None:
         """The slab lives as long as this object: graphs that are replayed find the abort flag in it."""
         self._engine.record.abort()
