@@ -111,7 +111,7 @@ class Backend(ABC):
     @property
     def ended_words(self) -> list[int]:
         """As ``Communicator.ended_words``."""
-        return []
+        return [word for each in self.inner for word in each.ended_words]
 
     def signal_end(self, reason: str) -> None:  # noqa: B027
         """Called before ``abort``, on several communicators before any of them ends: one end may wait for another."""

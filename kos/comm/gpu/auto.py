@@ -225,10 +225,6 @@ class AutoBackend(Backend):
         for part in (self.host, *self.gpus):  # the host first: it reports to the other ranks at once
             part.abort(reason)
 
-    @property
-    def ended_words(self) -> list[int]:
-        return [word for gpu in self.gpus for word in gpu.ended_words]
-
     def signal_end(self, reason: str) -> None:
         """Report the end to the other ranks, and let waiting kernels end, before the backends end."""
         for gpu in self.gpus:

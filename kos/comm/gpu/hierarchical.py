@@ -274,10 +274,6 @@ class HierarchicalBackend(NCCLBackend):
     def kernel_waits(self) -> list[int]:
         return [] if self.node is None else [self._local[rank] for rank in self.node.kernel_waits()]
 
-    @property
-    def ended_words(self) -> list[int]:
-        return [*super().ended_words, *(word for part in self._of_phases for word in part.ended_words)]
-
     def signal_abort(self) -> None:
         super().signal_abort()
         for part in self.inner:
