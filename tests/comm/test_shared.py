@@ -33,7 +33,6 @@ from tests.comm.test_programs import Program, execute, programs
 pytestmark = needs_core
 
 SIZES = [0, 1, 7, 997, 70_001]  # elements: in a cache line, in one stage, in several stages or in one copy
-F32 = np.dtype(np.float32)
 
 
 @pytest.fixture(params=["slots", "direct"])
