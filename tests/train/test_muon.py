@@ -35,9 +35,8 @@ from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from kos.train.tools.dry_step import TimedDryRun
 from tests.host_compiler import COMPILER
-from tests.train import emulated_runs, test_layouts
+from tests.train import emulated_runs, ops_cases, test_layouts
 from tests.train import test_layouts_on_host as on_host
-from tests.train import test_ops_cuda as on_ops
 from tests.train.host_kernels import emulator
 from tests.train.models import queue, small
 from tests.train.refusal import refused
@@ -364,7 +363,7 @@ def arena(ops: Any) -> Arena:
 @needs_compiler
 @pytest.mark.parametrize(("dtype", "shape"), [("float32", (2, 40, 24)), ("bfloat16", (3, 13, 37))])
 def test_orthogonalize(ops: Any, rng: np.random.Generator, arena: Arena, dtype: str, shape: Any) -> None:
-    on_ops.check_orthogonalize(ops, on_ops.Side(ops, dtype), rng, arena, *shape)
+    ops_cases.check_orthogonalize(ops, ops_cases.Side(ops, dtype), rng, arena, *shape)
 
 
 @needs_compiler
