@@ -262,12 +262,11 @@ class CudaDevice(Device):
         The run's reports name no step: what is left of them anywhere, if a collective is ended later, counts nowhere.
         """
         optimizer = self.step.optimizer
-        count = optimizer.step_count
         optimizer.halt()
         self.ops.zero(self.step.report)
         with self.step.parallel.rehearsal():
             self.step.run()
-        optimizer.step_count = count
+        optimizer.resume()
         with capture(self.ops.stream) as graph:
             self.step.run()
         return graph
