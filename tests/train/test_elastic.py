@@ -443,7 +443,7 @@ def test_a_checkpoint_is_completed_before_ranks_leave_or_join(
     write, start, may_end = saving.write_tensors, elastic.Elastic.start_step, threading.Event()
 
     def slow(*arguments: Any) -> Any:
-        may_end.wait()
+        may_end.wait(60)
         return write(*arguments)
 
     def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
