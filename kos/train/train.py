@@ -55,6 +55,9 @@ REPORT = 4
 """What a rank reports of a step besides its losses: whether it was asked to stop, the epoch of the group, the step, and
 how many newcomers wait at it."""
 
+WRITING = -1
+"""In place of their number: it writes a checkpoint, until when no rank joins or leaves."""
+
 
 class Run(Protocol):
     """What the loop reports to: metrics, console and checkpoints (``kos.train.run``). Collective."""
@@ -162,6 +165,7 @@ class Step:
     ) -> None:  # fmt: skip
         assert config.micro_batch_size is not None
         self.mesh, self.gradients, self.pipeline, arena = mesh, gradients, pipeline, ops.make_arena()
+        self.elastic = config.elastic is not None
         options: dict[str, Any] = {"arena": arena, "recompute": config.recompute, "head_rows": head_rows}
         self.models = [make_stage(config, model, ops, part, mesh, **options) for part in parts]
         first, last = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
@@ -199,7 +203,7 @@ class Step:
         return set(self.gradients) - twice
 
     def run(self) -> None:
-        """The whole step. All ranks report in the last exchange before the update, which needs the same step of all."""
+        """The whole step. All ranks report in its last exchange. With ``--elastic`` the update needs that of all."""
         self.passes()
         self.norm()
         if self.asked is not None:
@@ -208,7 +212,8 @@ class Step:
             if self.vouch is not None:
                 self.vouch()
             self.mesh.world.all_gather(self.report, self.reports)
-            self.optimizer.agree(self.gradients, self.report, self.reports)
+            if self.elastic:
+                self.optimizer.agree(self.gradients, self.report, self.reports)
         self.apply()
 
     def apply(self) -> None:
