@@ -304,7 +304,14 @@ class Trainer:
             raise unwritable(self.out, error) from error
 
     def _take_output(self) -> None:
-        """Write metrics and checkpoints instead of the rank that was the first; its last row may be missing."""
+        """Write metrics and checkpoints instead of the rank that was the first; its last row may be missing.
+
+        CheckpointError if others went on meanwhile: this rank was stopped, and all those that it knew have left since.
+        """
+        epochs = (row.get("epoch", 0) for row in read_metrics(self.out / METRICS) if row["step"] > self.start)
+        if (latest := max(epochs, default=0)) > self.epoch:
+            text = f"the others went on without this rank: expected epoch {self.epoch} in {self.out}, got {latest}"
+            raise CheckpointError(text)
         self.console = Console(0, self.config.steps)
         with contextlib.suppress(ConfigError):  # it may be stopped, and hold the lock
             lock_folder(self.out, self._held, self.name)

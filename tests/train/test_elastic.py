@@ -41,7 +41,7 @@ from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.stopping import LEAVE, Left, Stop
 from kos.train.run import Trainer
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools.metrics import METRICS, read_metrics
 from kos.train.train import Step
 from tests.train import elastic_faults
 from tests.train.emulated_runs import emulated
@@ -228,6 +228,23 @@ def test_both_holders_of_a_part_are_lost(text: Path, tmp_path: Path) -> None:
     faults = [Fault("crash", rank, 4, call="all_to_all") for rank in (1, 2)]
     with pytest.raises(CheckpointError, match="expected one of ranks 1-2, which hold a part of the state, got neither"):
         train(text, tmp_path, faults, zero=1)
+
+
+def test_who_was_stopped_while_the_others_went_on_leaves_their_output(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot ask the ranks that it knew, which have left since; the epochs of the run's metrics tell."""
+    take_output, theirs = Trainer._take_output, '{"step": 5, "epoch": 7}\n'
+
+    def take(run: Any) -> None:
+        with (run.out / METRICS).open("a") as file:
+            file.write(theirs)
+        take_output(run)
+
+    monkeypatch.setattr(Trainer, "_take_output", take)
+    with pytest.raises(CheckpointError, match=r"the others went on without this rank: expected epoch 0 in .*, got 7"):
+        train(text, tmp_path, [Fault("crash", 0, 4, call="all_to_all")])
+    assert theirs in (tmp_path / METRICS).read_text()
 
 
 @pytest.mark.parametrize("where", ["within a step", "in a validation", "at a checkpoint"])
