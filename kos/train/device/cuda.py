@@ -123,14 +123,18 @@ class CudaDevice(Device):
         self.feed = Feed(data, self.micro_batches, mesh.dp, step.models[0].context, ops)
         step.count, step.micro_batch = self.feed.count, self.feed.micro_batch
         step.report = ops.zeros(self.report_size, np.float64)
-        several = comm.size > 1
-        step.reports = ops.zeros((comm.size, step.report.size), np.float64) if several else step.report.reshape(1, -1)
-        if config.elastic is not None and several:
-            words = Array.from_numpy(np.array(comm.ended_words, np.uint64), device, stream=ops.stream)
-            step.vouch = partial(step.optimizer.vouch, gradients, words, step.report)
+        self._share_reports()
         self._graph: Graph | None = None
         self._pending = [_PendingResult(step.reports, step.optimizer.scalars) for _ in range(self.lag + 2)]
         self._newest: _PendingResult | None = None  # of the steps under way
+
+    def _share_reports(self) -> None:
+        """Take memory for the reports of all ranks; in an elastic run a step reports if a collective was ended."""
+        step, ops, size = self.step, self.ops, self.comm.size
+        step.reports = ops.zeros((size, step.report.size), np.float64) if size > 1 else step.report.reshape(1, -1)
+        if self.config.elastic is not None and size > 1:
+            words = Array.from_numpy(np.array(self.comm.ended_words, np.uint64), ops.device, stream=ops.stream)
+            step.vouch = partial(step.optimizer.vouch, step.gradients, words, step.report)
 
     def _fix_arenas(self) -> None:
         """Give scratch memory and micro-batches in flight what was planned, and connect the stages."""
