@@ -671,7 +671,7 @@ def test_hosts_without_tcp_refuse_by_name() -> None:
     assert carrier.address == "" and carrier.newcomers() == 0
 
 
-@pytest.mark.parametrize("seed", [3, 12, 13, 16, 21])
+@pytest.mark.parametrize("seed", [3, 12, 13, 16, 21, 39])
 def test_random_changes(seed: int) -> None:
     """Kills and joins amid collectives, rank 0 and several at once included; ``tests.faults grow`` has more."""
     trial = grow_faults.Trial.of(seed, 3.0)
