@@ -1,4 +1,4 @@
-"""What ranks do in the tests of process groups whose membership changes; they end the group that they began with."""
+"""What ranks do in the tests of process groups whose membership changes, beside the group that they begin with."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import kos.interop.torch
 from kos.errors import InvalidArgument
 
+c10d: Any = torch._C._distributed_c10d  # all classes of options
 LIMIT = timedelta(seconds=30)
 
 
@@ -106,3 +106,125 @@ def changes(folder: str) -> list[Any]:
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/changes", -1)
     return newcomer(store) if rank == 3 else member(store, rank)
+
+
+def operations_of_torchft(group: Any, rank: int, size: int) -> None:
+    """Every operation of torchft's ProcessGroup, with its result compared."""
+    ones, ranks = torch.ones(2), [torch.full((2,), float(each)) for each in range(size)]
+    total, mine = sum(range(size)), torch.full((2,), float(rank))
+    x = mine.clone()
+    group.allreduce([x], c10d.AllreduceOptions()).wait()
+    assert torch.equal(x, total * ones)
+    x = mine.clone()
+    assert torch.equal(group.allreduce([x], dist.ReduceOp.SUM).get_future().wait()[0], total * ones)
+    x, y = mine.clone(), mine.clone()
+    group.allreduce_coalesced([x, y], c10d.AllreduceCoalescedOptions()).wait()
+    assert torch.equal(x, total * ones) and torch.equal(y, x)
+    parts = [[torch.empty(2) for _ in range(size)]]
+    group.allgather(parts, [mine], c10d.AllgatherOptions()).wait()
+    assert all(map(torch.equal, parts[0], ranks))
+    out = torch.empty(2 * size)
+    group.allgather_into_tensor_coalesced([out], [mine], c10d.AllgatherOptions()).wait()
+    assert torch.equal(out, torch.cat(ranks))
+    out, shard = torch.empty(size), torch.empty(2)
+    group.alltoall_base(out, torch.arange(float(size)), [], [], c10d.AllToAllOptions()).wait()
+    assert torch.equal(out, torch.full((size,), float(rank)))
+    group.reduce_scatter([shard], [ranks], c10d.ReduceScatterOptions()).wait()
+    assert torch.equal(shard, size * mine)
+    group.reduce_scatter_tensor_coalesced([shard], [torch.cat(ranks)], c10d.ReduceScatterOptions()).wait()
+    assert torch.equal(shard, size * mine)
+    x = mine.clone()
+    group.broadcast_one(x, size - 1).wait()
+    assert torch.equal(x, ranks[-1])
+    group.barrier(c10d.BarrierOptions()).wait()
+    if rank == 0:
+        group.send([mine + 5], 1, 3).wait()
+    elif rank == 1:
+        group.recv([x], 0, 3).wait()
+        assert torch.equal(x, 5 * ones)
+
+
+def server_of(folder: str, rank: int, start: Any) -> tuple[Any, str]:
+    """What rank 0 starts, which returns an object and its address; other ranks learn the address by a file."""
+    store = dist.FileStore(f"{folder}/server", -1)
+    server, address = start() if rank == 0 else (None, "")
+    if rank == 0:
+        store.set("address", address)
+    store.wait(["address"], LIMIT)
+    return server, store.get("address").decode()
+
+
+def _tcp_store() -> tuple[Any, str]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, f"127.0.0.1:{store.port}"
+
+
+def torchft_group(folder: str) -> list[Any]:
+    """Three replicas, of which the second dies; the others configure their group anew."""
+    from kos.interop.torchft import TorchftProcessGroup
+
+    rank = dist.get_rank()
+    _server, address = server_of(folder, rank, _tcp_store)
+    group = TorchftProcessGroup(timeout=LIMIT)
+    group.configure(f"{address}/ft/1", f"replica {rank}", rank, 3)
+    operations_of_torchft(group, rank, 3)
+    assert group.errored() is None
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            group.allreduce([torch.ones(10)], c10d.AllreduceOptions()).wait()
+    except dist.DistBackendError as error:
+        texts = [str(error), str(group.errored())]
+    group.abort()
+    texts.append(str(group.errored()))
+    place = {0: 0, 2: 1}[rank]
+    group.configure(f"{address}/ft/2", f"replica {rank}", place, 2)
+    assert group.errored() is None
+    operations_of_torchft(group, place, 2)
+    found = [group.size(), group.getBackendName(), all("rank 1 is gone" in text for text in texts)]
+    dist.FileStore(f"{folder}/server", -1).add("done", 1)
+    while rank == 0 and dist.FileStore(f"{folder}/server", -1).add("done", 0) < 2:
+        time.sleep(0.01)  # the store lives as long as it is used
+    group.shutdown()
+    return found
+
+
+def _lighthouse() -> tuple[Any, str]:
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=200, heartbeat_timeout_ms=1000)
+    return server, server.address()
+
+
+def torchft_manager(folder: str) -> list[Any]:
+    """Three replicas train a number by torchft's Manager; one dies, the others go on with the same number."""
+    from torchft.manager import Manager
+
+    from kos.interop.torchft import TorchftProcessGroup
+
+    rank = dist.get_rank()
+    _server, lighthouse = server_of(folder, rank, _lighthouse)
+    store, weight = _tcp_store()[0], torch.zeros(1)
+    manager = Manager(
+        pg=TorchftProcessGroup(timeout=timedelta(seconds=10)), min_replica_size=2, use_async_quorum=False,
+        state_dict=lambda: {"weight": weight}, load_state_dict=lambda state: weight.copy_(state["weight"]),
+        rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=lighthouse,
+        replica_id=f"replica-{rank}", hostname="127.0.0.1", timeout=timedelta(seconds=20),
+        quorum_timeout=timedelta(seconds=20), connect_timeout=timedelta(seconds=20),
+    )  # fmt: skip
+    sizes = []
+    while manager.current_step() < 6:
+        if rank == 1 and manager.current_step() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        manager.start_quorum()
+        gradient = torch.ones(1)
+        manager.allreduce(gradient).wait()
+        if manager.should_commit():
+            weight += gradient
+            sizes.append(manager.num_participants())
+    dist.FileStore(f"{folder}/server", -1).add("done", 1)
+    while rank == 0 and dist.FileStore(f"{folder}/server", -1).add("done", 0) < 2:
+        time.sleep(0.01)
+    manager.shutdown(wait=False)
+    return [weight.item(), sizes[-1]]
