@@ -177,6 +177,13 @@ class Rendezvous(ABC):
         """
         raise NotImplementedError
 
+    def lose_newcomers(self, ranks: Sequence[int]) -> bool:
+        """Wait no longer for those of these ranks of an attempt at a change that are newcomers.
+
+        Returns whether all of them are, and there is one: the change can begin again without them.
+        """
+        return False
+
     def shrink(self) -> Rendezvous:
         """The group of the surviving ranks, in their order; all of them call it.  Closes this one."""
         child = self.change("shrink")

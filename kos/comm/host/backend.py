@@ -239,10 +239,10 @@ class HostBackend(Backend):
             except KosError as known:  # the failure recorded in shared memory names the cause
                 error, known.__context__ = known.with_traceback(None), None
         failure = self.failures.named(work, error)
-        if isinstance(failure, RankLost | CollectiveTimeout):
-            self.failures.status.post_failure(failure)
         if ends:
             self.failures.report(work, failure, self.begun)
+        elif isinstance(failure, RankLost | CollectiveTimeout):
+            self.failures.status.post_failure(failure)
         return failure
 
     @property
