@@ -19,7 +19,10 @@ from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask, Scaled
 from kos.train.ops.numpy_attention import attend, attend_backward, ones
+from kos.train.ops.numpy_fp8 import largest_of_part as largest_of_part
 from kos.train.ops.numpy_fp8 import quantize as quantize
+from kos.train.ops.numpy_fp8 import quantize_part as quantize_part
+from kos.train.ops.numpy_fp8 import quantize_rest as quantize_rest
 from kos.train.ops.numpy_fp8 import scaled_product as scaled_product
 
 Array = np.ndarray
