@@ -100,10 +100,8 @@ class CudaDevice(Device):
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, buckets.multiple)
         gradients.zeros = ops.zeros  # arrays made like these need not be visible to other ranks
-        self.step = step = Step(
-            config, model, parts, mesh, self.pipeline, ops, gradients, DTYPES[config.compute_dtype], buckets, HEAD_ROWS,
-            self._zeros,
-        )  # fmt: skip
+        about = config, model, parts, mesh, self.pipeline, ops, gradients, DTYPES[config.compute_dtype], buckets
+        self.step = step = Step(*about, HEAD_ROWS, self._zeros)
         self._fix_arenas()
         dtype, copy = config.master_dtype, None
         master = OwnedSlices(gradients, step.parallel.parts(), dtype) if buckets.sharded else gradients.like(dtype)
@@ -124,8 +122,8 @@ class CudaDevice(Device):
         self.feed = Feed(data, self.micro_batches, mesh.dp, step.models[0].context, ops)
         step.count, step.micro_batch = self.feed.count, self.feed.micro_batch
         step.report = ops.zeros(self.report_size, np.float64)
-        several = comm.size > 1
-        step.reports = ops.zeros((comm.size, step.report.size), np.float64) if several else step.report.reshape(1, -1)
+        shape = comm.size, step.report.size
+        step.reports = ops.zeros(shape, np.float64) if comm.size > 1 else step.report.reshape(shape)
         self._graph: Graph | None = None
         self._pending = [_PendingResult(step.reports, step.optimizer.scalars) for _ in range(self.lag + 2)]
         self._newest: _PendingResult | None = None  # of the steps under way

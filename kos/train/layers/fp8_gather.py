@@ -58,14 +58,11 @@ class Fp8Gather:
         self.codes = zeros(self.in_8[-1].stop - self.first, np.dtype(np.uint8))
         self.blocks, self.pieces, count = dict[str, slice](), list[Piece](), 0
         for name, span in spans.items():
-            (n, f), bands = layout[name].shape, -(-layout[name].shape[0] // SCALE_BLOCK)
+            n, f = layout[name].shape
             values = self.codes[span.start - self.first : span.stop - self.first].view(WEIGHTS.dtype).reshape(n, f)
-            rows, columns = (
-                Scaled(values, self._scales(n, f)),
-                Scaled(ops.zeros((f, n), WEIGHTS.dtype), self._scales(f, n)),
-            )
-            self.store[name] = Quantized(rows, columns, name=name)
-            self.blocks[name] = slice(count, count := count + bands * -(-f // SCALE_BLOCK))
+            columns = Scaled(ops.zeros((f, n), WEIGHTS.dtype), self._scales(f, n))
+            self.store[name] = Quantized(Scaled(values, self._scales(n, f)), columns, name=name)
+            self.blocks[name] = slice(count, count := count + -(-n // SCALE_BLOCK) * -(-f // SCALE_BLOCK))
             parts = filter(None, (overlap(part, span) for part in parallel.own()))
             self.pieces += [self._piece(name, part.start - span.start, part.stop - span.start, n, f) for part in parts]
         self.shared = ops.zeros(count + elements(vectors), np.dtype(np.uint32))

@@ -67,6 +67,9 @@ def quantize(
 
 def largest_of_part(ops: Any, x: Array, part: slice, largest: Array) -> None:
     """``Ops.largest_of_part``."""
+    if any(size % MULTIPLE for size in x.shape) or part.start % 8 or part.stop % 8 or x.dtype.name != "bfloat16":
+        expected = f"bfloat16 of sizes that are multiples of {MULTIPLE} and a part at multiples of 8"
+        raise InvalidArgument(f"largest: expected {expected}, got {x} from {part.start} to {part.stop}")
     given = x, 0, 0, largest, *x.shape, part.start, part.stop
     _launch(ops, x.shape, None, None, 0, "largest", *given, stage=1)
 
