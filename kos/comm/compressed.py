@@ -106,10 +106,7 @@ def _room(form: Format, counts: Sequence[int], more: int = 0) -> list[Array]:
 
 
 def _sum(form: Format, encoded: Sequence[Array], count: int) -> Array:
-    total, one = np.empty(count, np.float32), np.empty(count, np.float32)
-    form.decode(encoded[0], total)
-    with np.errstate(all="ignore"):
-        for data in encoded[1:]:
-            form.decode(data, one)
-            total += one
+    total = np.empty(count, np.float32)
+    for number, data in enumerate(encoded):
+        form.decode(data, total, add=number > 0)
     return total
