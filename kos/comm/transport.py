@@ -41,6 +41,8 @@ _DEFAULTS = {
     "broadcast": "tree", "all_gather": "ring", "all_to_all": "pairwise", "gather": "direct", "scatter": "direct",
 }  # fmt: skip
 _ORDERED = {**_DEFAULTS, "all_reduce": "two_shot", "reduce": "one_shot", "reduce_scatter": "one_shot"}
+_HIERARCHICAL = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
+"""Those whose bytes leave a host once where hosts have several ranks each."""
 _SMALL = 32 * 1024  # bytes up to which latency, not bandwidth, decides between schedules
 
 
@@ -68,6 +70,7 @@ class Transport(ABC):
     def __init__(self, rendezvous: Rendezvous, engine: Engine) -> None:
         """Connects the ranks of ``rendezvous``.  Collective."""
         self.rank, self.size, self.failures, self.engine = rendezvous.rank, rendezvous.size, rendezvous.failures, engine
+        self.ranks_per_host = rendezvous.ranks_per_host
 
     @classmethod
     @abstractmethod
@@ -108,6 +111,8 @@ class Transport(ABC):
             return o.options.algorithm
         if collective == "all_reduce" and nbytes <= _SMALL and not o.options.deterministic:
             return "halving_doubling"
+        if not o.options.deterministic and collective in _HIERARCHICAL and (self.ranks_per_host or 1) > 1:
+            return "hierarchical"
         return (_ORDERED if o.options.deterministic else _DEFAULTS)[collective]
 
     def native(self, work: Work[Any], spaces: Mapping[str, Array], collective: str) -> Steps | None:
@@ -232,7 +237,7 @@ class ScheduledCalls:
             return
         o = work.operation
         algorithm = self.transport.choose(o, collective, nbytes)
-        schedule = runnable(collective, algorithm, self.size, root=o.root or 0)
+        schedule = runnable(collective, algorithm, self.size, o.root or 0, self.transport.ranks_per_host)
         combine: Any = o.reduction and o.reduction.combine  # a schedule that only moves needs none
         yield from execute(schedule, self.rank, self.messages, spaces, combine, self.tag(work))
 
