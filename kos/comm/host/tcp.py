@@ -107,10 +107,10 @@ class TCPTransport(Transport):
                     self.describe(rank, tag)
             if self.failures.reported is not None:
                 self.failures.ask(work.sequence)
-            if local is None or local():
+            if local is None:
                 return True
             self.poller.progress()  # a rank that waits for one of its host hears what other hosts report
-            return False
+            return local()
 
         return all_arrived
 
