@@ -21,7 +21,9 @@ from kos.errors import CollectiveMismatch, InvalidArgument
 
 Array = np.ndarray[Any, Any]
 SendPieces = Callable[..., Steps]
-"""Sends piece j to rank j and receives piece j from it; takes both lists, and what checks the latter."""
+"""Sends piece j to rank j and receives piece j from it: takes what makes a piece, the list, and its check."""
+Share = Callable[[Array, Sequence[Array]], Steps]
+"""Sends an array to all ranks, and receives theirs into the list."""
 
 
 def check(o: Operation) -> None:
@@ -47,35 +49,48 @@ def parts(o: Operation, size: int) -> tuple[Sequence[int], Sequence[int]]:
     return o.send_counts or even, o.recv_counts or even
 
 
-def steps(work: Work[Any], rank: int, size: int, send_pieces: SendPieces) -> Steps:
+def steps(work: Work[Any], rank: int, size: int, send_pieces: SendPieces, share: Share) -> Steps:
     """The steps of a compressed operation."""
     o = work.operation
     form = FORMATS[o.options.compress]
     counts, last = parts(o, size)
     x, out = work.send, work.send if o.recv is None else work.recv
-    if o.reduction is None:
-        mine = [form.encode(part) for part in split(x, counts)] if counts else [form.encode(x)] * size
-        if o.name == "all_to_all_v":
-            mine = [np.append(data, _as_bytes(count)) for data, count in zip(mine, counts, strict=True)]
-    else:
-        arrived = _room(form, [counts[rank]] * size)
-        yield from send_pieces([form.encode(part) for part in split(x, counts)], arrived)
-        total = _sum(form, arrived, counts[rank])
-        o.reduction.finish(total, total)
+    if o.reduction is None and counts:
+        yield from _all_to_all(work, rank, size, form, send_pieces)
+        return
+    if o.reduction is not None:
+        pieces, arrived = split(x, counts), _room(form, [counts[rank]] * size)
+        yield from send_pieces(lambda peer: form.encode(pieces[peer]), arrived)
+        x = _sum(form, arrived, counts[rank])
+        o.reduction.finish(x, x)
         if o.name != "all_reduce":
             with np.errstate(over="ignore"):
-                out[...] = total
+                out[...] = x
             return
-        mine = [form.encode(total)] * size
-    arrived = _room(form, last, _as_bytes(0).size if o.name == "all_to_all_v" else 0)
+    arrived = _room(form, last)
+    yield from share(form.encode(x), arrived)
+    for data, part in zip(arrived, split(out, last), strict=True):
+        form.decode(data, part)
+
+
+def _all_to_all(work: Work[Any], rank: int, size: int, form: Format, send_pieces: SendPieces) -> Steps:
+    """Also all_to_all_v, where a count follows each piece, which only its two ranks know: 60 elements are encoded as
+    long as 64."""
+    counts, last = parts(work.operation, size)
+    pieces, varies = split(work.send, counts), work.operation.name == "all_to_all_v"
+
+    def piece(peer: int) -> Array:
+        data = form.encode(pieces[peer])
+        return np.append(data, np.array([counts[peer]], np.int64).view(np.uint8)) if varies else data
 
     def check() -> None:
         for sender, (data, count) in enumerate(zip(arrived, last, strict=True)):
-            if o.name == "all_to_all_v" and (sent := int(data[-8:].view(np.int64)[0])) != count:
+            if varies and (sent := int(data[-8:].view(np.int64)[0])) != count:
                 raise CollectiveMismatch(f"rank {rank} expected {count} elements from rank {sender}, got {sent}")
 
-    yield from send_pieces(mine, arrived, check)
-    for data, part in zip(arrived, split(out, last), strict=True):
+    arrived = _room(form, last, 8 * varies)
+    yield from send_pieces(piece, arrived, check)
+    for data, part in zip(arrived, split(work.recv, last), strict=True):
         form.decode(data[: form.nbytes(part.size)], part)
 
 
@@ -93,11 +108,6 @@ def feed_back(x: Array, residual: Array, compress: str) -> None:
 def split(x: Array, counts: Sequence[int]) -> list[Array]:
     """So many elements of ``x`` for each rank, one after another."""
     return [x[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
-
-
-def _as_bytes(count: int) -> Array:
-    """What follows a piece of which only its two ranks know the count: encoded, 60 elements are as long as 64."""
-    return np.array([count], np.int64).view(np.uint8)
 
 
 def _room(form: Format, counts: Sequence[int], more: int = 0) -> list[Array]:

@@ -98,6 +98,10 @@ class Transport(ABC):
         """How a wait polls or sleeps, as in ``Backend``."""
         return Backoff()
 
+    def sleep(self, seconds: float | None) -> bool:
+        """Wait for an event of a message, for at most ``seconds``; False if the transport has no events."""
+        return False
+
     def check_threads(self) -> None:  # noqa: B027
         """Raise BackendUnavailable if only the program's thread may advance operations."""
 
@@ -196,6 +200,16 @@ class ScheduledCalls:
 
     def __init__(self, transport: Transport, messages: Any) -> None:
         self.rank, self.size, self.transport, self.messages = transport.rank, transport.size, transport, messages
+        self.arriving = 0  # collectives that wait for other ranks to begin them
+        self._inside, self._across = self._neighbours(transport.ranks_per_host or self.size)
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
+        self._peers = sorted(others, key=self._inside.__contains__)  # those of other hosts first
+
+    def _neighbours(self, local: int) -> tuple[list[int], list[int]]:
+        """The ranks of this host from the next one on, and those of the same place on the next hosts."""
+        first = self.rank - self.rank % local
+        inside = [first + (self.rank + step) % local for step in range(1, local)]
+        return inside, [(self.rank + step) % self.size for step in range(local, self.size, local)]
 
     # The operations.
 
@@ -206,9 +220,13 @@ class ScheduledCalls:
             return
         name = "compressed" if work.operation.options.compress and self.size > 1 else work.name
         carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{name}")
+        self.arriving += 1
         try:
             while all_arrived is not None and not all_arrived():  # MPI cannot receive a message that is too long
                 yield
+        finally:
+            self.arriving -= 1
+        try:
             for _ in carry(work):
                 if all_arrived is not None:
                     all_arrived()  # raises if the wait would never end
@@ -276,13 +294,16 @@ class ScheduledCalls:
     _gather = _scatter = _all_to_all = _all_gather
 
     def _all_to_all_v(self, work: Work[Any]) -> Steps:
-        """Also all_gather_v, gather_v and scatter_v."""
+        """Also gather_v and scatter_v."""
         o = work.operation
         send = self._pieces(work.send if o.send is not None else None, o.send_counts, o.root)
         recv = self._pieces(work.recv if o.recv is not None else None, o.recv_counts, o.root)
-        yield from self._send_pieces(work, send, recv)
+        yield from self._send_pieces(work, send.__getitem__, recv)
 
-    _all_gather_v = _gather_v = _scatter_v = _all_to_all_v
+    _gather_v = _scatter_v = _all_to_all_v
+
+    def _all_gather_v(self, work: Work[Any]) -> Steps:
+        yield from self._share(work, work.send, self._pieces(work.recv, work.operation.recv_counts, None))
 
     def _pieces(self, x: Array | None, counts: Sequence[int] | None, root: int | None) -> list[Array | None]:
         """The piece of ``x`` for or from each rank; without counts all of ``x``, for the root or for every rank."""
@@ -296,14 +317,16 @@ class ScheduledCalls:
         x, out, reduction = _reducing(work)
         staged = x if reduction.is_plain else reduction.stage(x, None)
         parts = np.empty((self.size, out.size), staged.dtype)
-        yield from self._send_pieces(work, compressed.split(staged, work.operation.send_counts or ()), list(parts))
+        pieces = compressed.split(staged, work.operation.send_counts or ())
+        yield from self._send_pieces(work, pieces.__getitem__, list(parts))
         for part in parts[1:]:
             reduction.combine(parts[0], part)
         reduction.finish(parts[0], out)
 
     def _compressed(self, work: Work[Any]) -> Steps:
         """Any operation that sends compressed data."""
-        return compressed.steps(work, self.rank, self.size, partial(self._send_pieces, work))
+        share = partial(self._share, work)
+        return compressed.steps(work, self.rank, self.size, partial(self._send_pieces, work), share)
 
     def _barrier(self, work: Work[Any]) -> Steps:
         native = self.transport.native(work, {}, "barrier") if self.size > 1 else None
@@ -351,18 +374,18 @@ class ScheduledCalls:
             raise
 
     def _send_pieces(
-        self, work: Work[Any], send: Sequence[Array | None], recv: Sequence[Array | None],
+        self, work: Work[Any], send: Callable[[int], Array | None], recv: Sequence[Array | None],
         check: Callable[[], None] = lambda: None,
     ) -> Steps:  # fmt: skip
-        """Send piece j to rank j and receive piece j from rank j, all at once; None: no message.
+        """Send piece ``send(j)`` to rank j and receive piece j from rank j, all at once; None: no message.
 
-        Empty pieces are sent too: the receiver may expect a longer one, which is a mismatch.
+        Empty pieces are sent too: the receiver may expect a longer one, which is a mismatch.  A piece is sent as soon
+        as it is made, those for other hosts first.
         """
         tag, messages = self.tag(work), self.messages
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
-        requests = [messages.irecv(x, peer, tag) for peer in peers if (x := recv[peer]) is not None]
-        requests += [messages.isend(x, peer, tag) for peer in peers if (x := send[peer]) is not None]
-        mine, own = send[self.rank], recv[self.rank]
+        requests = [messages.irecv(x, peer, tag) for peer in self._peers if (x := recv[peer]) is not None]
+        requests += [messages.isend(x, peer, tag) for peer in self._peers if (x := send(peer)) is not None]
+        mine, own = send(self.rank), recv[self.rank]
         if mine is not None and own is not None:
             np.copyto(own, mine.copy())
         yield from _wait_for(*requests)
@@ -370,6 +393,24 @@ class ScheduledCalls:
         if work.name == "all_to_all_v":
             # Only the two ranks of a pair know whether their counts agree: wait until all pairs have agreed.
             yield from self._disseminate(tag)
+
+    def _share(self, work: Work[Any], mine: Array, arrived: Sequence[Any]) -> Steps:
+        """Send ``mine`` to every rank, and receive that of rank j into ``arrived[j]``.
+
+        It goes to one rank of each other host, which sends it on in its host.
+        """
+        tag, messages, size, local = self.tag(work), self.messages, self.size, len(self._inside) + 1
+        np.copyto(arrived[self.rank], mine)
+        first = [messages.irecv(arrived[peer], peer, tag) for peer in self._across]
+        requests = [
+            messages.irecv(arrived[(peer + host) % size], peer, tag)
+            for peer in self._inside for host in range(0, size, local)
+        ]  # fmt: skip
+        requests += [messages.isend(mine, peer, tag) for peer in (*self._across, *self._inside)]
+        for peer, message in zip(self._across, first, strict=True):
+            yield from _wait_for(message)
+            requests += [messages.isend(arrived[peer], to, tag) for to in self._inside]
+        yield from _wait_for(*requests)
 
 
 def _wait_for(*requests: Request) -> Steps:

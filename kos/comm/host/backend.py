@@ -123,8 +123,15 @@ class HostBackend(Backend):
     # How operations run.
 
     def idle(self) -> Any:
-        """Shared memory has no events: a wait polls."""
-        return Backoff(self.crowded) if self.shares_memory else self.transport.idle()
+        """Shared memory has no events: a wait polls, unless it waits for other hosts alone."""
+        if not self.shares_memory:
+            return self.transport.idle()
+        return Backoff(self.crowded, None if self.one_host else self._sleep)
+
+    def _sleep(self, seconds: float | None) -> bool:
+        """Wait for an event of the transport, if the operation in flight waits for nothing else; whether it did."""
+        others = self.scheduled.arriving or self.messages.active or len(self.engine.active) != 1
+        return not others and self.transport.sleep(seconds)
 
     def prepare(self, o: Operation) -> Prepared:
         options, buffer = o.options, o.send or o.recv

@@ -67,6 +67,10 @@ class TCPTransport(Transport):
     def idle(self) -> Any:
         return self.poller
 
+    def sleep(self, seconds: float | None) -> bool:
+        self.poller.pause(seconds=seconds)
+        return True
+
     def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Transport]:
         return partial(TCPTransport, poller=self.poller)
 
