@@ -115,13 +115,13 @@ class Backoff:
     """The wait of a polling loop without events: spins, then yields the core, then sleeps.
 
     Ranks often outnumber cores, so a waiting rank must let the awaited rank run: at once if ``crowded``.
-    ``block(seconds)`` sleeps until an event if only events can end the wait, and returns whether it did.
+    ``block(seconds, polled)`` may sleep until an event instead, and returns whether it did; ``polled``: after many polls.
     """
 
     __slots__ = ("_block", "_polls", "_sleep_at")
     SPINS, YIELDS, SLEEP_AFTER, SLEEP = 50, 200, 1.0, 0.0005
 
-    def __init__(self, crowded: bool = False, block: Callable[[float | None], bool] | None = None) -> None:
+    def __init__(self, crowded: bool = False, block: Callable[[float | None, bool], bool] | None = None) -> None:
         self._block = block
         self._polls = self.SPINS if crowded else 0  # spinning may keep the awaited rank from running
         self._sleep_at = 0.0
@@ -130,9 +130,9 @@ class Backoff:
         return 0
 
     def pause(self, mark: int = 0, seconds: float | None = None) -> None:
-        if self._block is not None and self._block(seconds):
-            return
         self._polls += 1
+        if self._block is not None and self._block(seconds, self._polls > self.YIELDS):
+            return
         if self._polls <= self.SPINS:
             return
         if self._polls <= self.YIELDS:

@@ -128,10 +128,15 @@ class HostBackend(Backend):
             return self.transport.idle()
         return Backoff(self.crowded, None if self.one_host else self._sleep)
 
-    def _sleep(self, seconds: float | None) -> bool:
-        """Wait for an event of the transport, if the operation in flight waits for nothing else; whether it did."""
-        others = self.scheduled.arriving or self.messages.active or len(self.engine.active) != 1
-        return not others and self.transport.sleep(seconds)
+    def _sleep(self, seconds: float | None, polled: bool) -> bool:
+        """Wait for an event of the transport, if the operation in flight waits for other hosts; whether it did.
+
+        Messages within the host have no events: a wait for both kinds polls first, and sleeps a millisecond at most.
+        """
+        inside = bool(self.messages.active)
+        if self.scheduled.arriving or len(self.engine.active) != 1 or (inside and not polled):
+            return False
+        return self.transport.sleep(0.001 if inside else seconds)
 
     def prepare(self, o: Operation) -> Prepared:
         options, buffer = o.options, o.send or o.recv
