@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -203,7 +203,7 @@ class ScheduledCalls:
         self.arriving = 0  # collectives that wait for other ranks to begin them
         self._inside, self._across = self._neighbours(transport.ranks_per_host or self.size)
         others = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
-        self._peers = sorted(others, key=self._inside.__contains__)  # those of other hosts first
+        self.peers = sorted(others, key=self._inside.__contains__)  # those of other hosts first
 
     def _neighbours(self, local: int) -> tuple[list[int], list[int]]:
         """The ranks of this host from the next one on, and those of the same place on the next hosts."""
@@ -298,12 +298,13 @@ class ScheduledCalls:
         o = work.operation
         send = self._pieces(work.send if o.send is not None else None, o.send_counts, o.root)
         recv = self._pieces(work.recv if o.recv is not None else None, o.recv_counts, o.root)
-        yield from self._send_pieces(work, send.__getitem__, recv)
+        yield from self.send_pieces(work, send.__getitem__, recv)
 
     _gather_v = _scatter_v = _all_to_all_v
 
     def _all_gather_v(self, work: Work[Any]) -> Steps:
-        yield from self._share(work, work.send, self._pieces(work.recv, work.operation.recv_counts, None))
+        pieces = self._pieces(work.recv, work.operation.recv_counts, None)
+        yield from self.share(work, [work.send], [[piece] for piece in pieces])
 
     def _pieces(self, x: Array | None, counts: Sequence[int] | None, root: int | None) -> list[Array | None]:
         """The piece of ``x`` for or from each rank; without counts all of ``x``, for the root or for every rank."""
@@ -318,15 +319,14 @@ class ScheduledCalls:
         staged = x if reduction.is_plain else reduction.stage(x, None)
         parts = np.empty((self.size, out.size), staged.dtype)
         pieces = compressed.split(staged, work.operation.send_counts or ())
-        yield from self._send_pieces(work, pieces.__getitem__, list(parts))
+        yield from self.send_pieces(work, pieces.__getitem__, list(parts))
         for part in parts[1:]:
             reduction.combine(parts[0], part)
         reduction.finish(parts[0], out)
 
     def _compressed(self, work: Work[Any]) -> Steps:
         """Any operation that sends compressed data."""
-        share = partial(self._share, work)
-        return compressed.steps(work, self.rank, self.size, partial(self._send_pieces, work), share)
+        return compressed.steps(work, self)
 
     def _barrier(self, work: Work[Any]) -> Steps:
         native = self.transport.native(work, {}, "barrier") if self.size > 1 else None
@@ -373,7 +373,7 @@ class ScheduledCalls:
             self.messages.cancel(lambda each: each in requests)
             raise
 
-    def _send_pieces(
+    def send_pieces(
         self, work: Work[Any], send: Callable[[int], Array | None], recv: Sequence[Array | None],
         check: Callable[[], None] = lambda: None,
     ) -> Steps:  # fmt: skip
@@ -383,8 +383,8 @@ class ScheduledCalls:
         as it is made, those for other hosts first.
         """
         tag, messages = self.tag(work), self.messages
-        requests = [messages.irecv(x, peer, tag) for peer in self._peers if (x := recv[peer]) is not None]
-        requests += [messages.isend(x, peer, tag) for peer in self._peers if (x := send(peer)) is not None]
+        requests = [messages.irecv(x, peer, tag) for peer in self.peers if (x := recv[peer]) is not None]
+        requests += [messages.isend(x, peer, tag) for peer in self.peers if (x := send(peer)) is not None]
         mine, own = send(self.rank), recv[self.rank]
         if mine is not None and own is not None:
             np.copyto(own, mine.copy())
@@ -394,22 +394,27 @@ class ScheduledCalls:
             # Only the two ranks of a pair know whether their counts agree: wait until all pairs have agreed.
             yield from self._disseminate(tag)
 
-    def _share(self, work: Work[Any], mine: Array, arrived: Sequence[Any]) -> Steps:
-        """Send ``mine`` to every rank, and receive that of rank j into ``arrived[j]``.
+    def share(self, work: Work[Any], mine: Iterable[Array | None], arrived: Sequence[Sequence[Any]]) -> Steps:
+        """Send all of ``mine`` to every rank, and receive those of rank j into ``arrived[j]``.
 
-        It goes to one rank of each other host, which sends it on in its host.
+        They go to one rank of each other host, which sends them on in its host.  ``mine`` may yield None to wait.
         """
         tag, messages, size, local = self.tag(work), self.messages, self.size, len(self._inside) + 1
-        np.copyto(arrived[self.rank], mine)
-        first = [messages.irecv(arrived[peer], peer, tag) for peer in self._across]
+        first = [[(messages.irecv(x, peer, tag), x) for x in arrived[peer]] for peer in self._across]
         requests = [
-            messages.irecv(arrived[(peer + host) % size], peer, tag)
-            for peer in self._inside for host in range(0, size, local)
+            messages.irecv(x, peer, tag)
+            for peer in self._inside for host in range(0, size, local) for x in arrived[(peer + host) % size]
         ]  # fmt: skip
-        requests += [messages.isend(mine, peer, tag) for peer in (*self._across, *self._inside)]
-        for peer, message in zip(self._across, first, strict=True):
+        own = iter(arrived[self.rank])
+        for x in mine:
+            if x is None:
+                yield
+            else:
+                np.copyto(next(own), x)
+                requests += [messages.isend(x, peer, tag) for peer in (*self._across, *self._inside)]
+        for message, x in chain(*first):
             yield from _wait_for(message)
-            requests += [messages.isend(arrived[peer], to, tag) for to in self._inside]
+            requests += [messages.isend(x, peer, tag) for peer in self._inside]
         yield from _wait_for(*requests)
 
 

@@ -115,7 +115,7 @@ class Backoff:
     """The wait of a polling loop without events: spins, then yields the core, then sleeps.
 
     Ranks often outnumber cores, so a waiting rank must let the awaited rank run: at once if ``crowded``.
-    ``block(seconds, polled)`` may sleep until an event instead, and returns whether it did; ``polled``: after many polls.
+    ``block(seconds, polled)`` may sleep until an event instead, and returns whether it did; ``polled``: often before.
     """
 
     __slots__ = ("_block", "_polls", "_sleep_at")
