@@ -23,6 +23,12 @@ MOST_WORDS: int
 def layout(size: int, /) -> tuple[int, int, int, int, int]:
     """Bytes from the start of a segment to its lines, rings, texts and mailboxes, and of the whole."""
 
+def encode(bits: int, top: int, dtype: int, x: Any, out: Any, /) -> None:
+    """``Format.encode``: ``dtype`` as in ``compression.CARRIED``, the arrays as bytes.  ValueError: they do not fit."""
+
+def decode(bits: int, top: int, dtype: int, data: Any, out: Any, add: bool, /) -> None:
+    """``Format.decode``, likewise."""
+
 class Owner(Protocol):
     def failed(self, code: int, rank: int, word: int, *counts: int) -> NoReturn:
         """``counts``, of COUNTS: the receiver, the bytes that it expects, and those that are sent."""

@@ -256,6 +256,19 @@ class Rendezvous(ABC):
         return [rank for rank, place in enumerate(self._places) if place.identity == mine]
 
     @property
+    def ranks_per_host(self) -> int | None:
+        """The number of ranks of each host, where that is the same on several hosts and the ranks of each are in a row.
+
+        Else None.  Collective on first use.
+        """
+        hosts = [place.identity for place in self._places]
+        size = hosts.count(hosts[0])
+        alike = len({*hosts}) * size == len(hosts) and all(
+            len({*hosts[i : i + size]}) == 1 for i in range(0, len(hosts), size)
+        )
+        return size if alike and size < len(hosts) else None
+
+    @property
     def host_identity(self) -> str:
         """An identity of this rank's host, pretended hosts included.  Collective on first use."""
         return self._places[self.rank].identity
