@@ -72,7 +72,7 @@ enum {
     KOS_ROOMS_BYTES = 256 << 20,
     KOS_CREDIT_BYTES = 4 << 20,  // of messages that a receiver keeps for each sender until they are received
 };
-#define KOS_WAIT_NS INT64_C(10000000)  // a start waits for so long: then Python polls, and checks processes and signals
+#define KOS_WAIT_NS INT64_C(10000000)  // a wait without progress: then Python polls, and checks processes
 
 // Flags of one rank, which alone writes them.  The first two are the core's, the others Python's.
 typedef struct {
