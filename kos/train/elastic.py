@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
@@ -60,9 +60,11 @@ Error = TypeVar("Error", bound=KosError)
 
 
 class _Changed(CollectiveError):
-    """All ranks are at the boundary of a step. Some leave, or so many are ``joining``."""
+    """All ranks are at the boundary of a step. Those that are ``leaving`` do so, or so many are ``joining``."""
 
-    joining = 0
+    def __init__(self, message: str = "", leaving: Collection[int] = (), joining: int = 0) -> None:
+        super().__init__(message)
+        self.leaving, self.joining = {*leaving}, joining
 
 
 class Moving(Run, Protocol):
@@ -142,13 +144,13 @@ class Elastic(Runner):
         device.start_step(step, wish)
 
     def _leave_or_join(self, last: StepResult, step: int) -> NoReturn:
-        comm, change = self.run.comm, _Changed("ranks leave or join")
+        comm = self.run.comm
         self.run.finish_save()  # which is complete
         if comm.rank in last.leaving:
             comm.abort(Left.code, "it left the run, as asked")
             raise Left(f"left the run after step {step}, as asked")
-        change.joining = 0 if last.leaving else last.joining
-        raise change
+        leaving = [comm.world_ranks[rank] for rank in last.leaving]
+        raise _Changed("ranks leave or join", leaving, 0 if leaving else last.joining)
 
     def finish_step(self, step: int) -> StepResult:
         if self._last is None or step != self._last[0]:
@@ -157,7 +159,8 @@ class Elastic(Runner):
 
     def _change(self, change: KosError) -> None:
         """Go on with the ranks that are there, and with newcomers; again, if some are lost meanwhile."""
-        run, since, grows = self.run, time.perf_counter(), isinstance(change, _Changed) and change.joining
+        run, since, planned = self.run, time.perf_counter(), change if isinstance(change, _Changed) else _Changed()
+        grows = planned.joining
         size, gone, joins, tries = run.comm.size, set[int](), run.epoch < 0, TRIES
         late, newcomers = size + TRIES, set[int]()
         run.drop_save()
@@ -181,7 +184,7 @@ class Elastic(Runner):
                 if not (shrinks or _is_loss(error)) or not tries or not late:
                     raise
                 grows = 0
-        self._report(size, gone, "left" if isinstance(change, _Changed) else "lost", time.perf_counter() - since)
+        self._report(size, gone & planned.leaving, gone - planned.leaving, time.perf_counter() - since)
 
     def _end(self) -> NoReturn:
         """Save, and raise CollectiveError: too few ranks are left. All that belongs to the last step is over."""
@@ -190,13 +193,15 @@ class Elastic(Runner):
         least, got = plural(self.run.config.least_ranks, "rank"), self.run.comm.size
         raise _on_every_rank(CollectiveError(f"expected at least {least} (--elastic), got {got}"))
 
-    def _report(self, before: int, gone: set[int], how: str, seconds: float) -> None:
+    def _report(self, before: int, left: set[int], lost: set[int], seconds: float) -> None:
         """Say how the ranks have changed."""
-        now, what = self.run.comm.size, f"{ranks_in_words([*gone])} {how}" if gone else ""
-        if joined := now - (before - len(gone)):
-            what += f"{' and ' * bool(gone)}{plural(joined, 'rank')} joined"
+        now, pairs = self.run.comm.size, ((left, "left"), (lost, "lost"))
+        what = [f"{ranks_in_words([*ranks])} {how}" for ranks, how in pairs if ranks]
+        if joined := now - (before - len(left | lost)):
+            what.append(f"{plural(joined, 'rank')} joined")
         if what:  # else newcomers were refused
-            self.run.console.say(f"{what} after step {self.run.step}: {plural(now, 'rank')} now, {seconds:.2f} s later")
+            then = f"after step {self.run.step}: {plural(now, 'rank')} now, {seconds:.2f} s later"
+            self.run.console.say(f"{' and '.join(what)} {then}")
 
     def _regroup(self) -> None:
         """Agree on the last step, and move to the ranks of ``run.comm``."""
