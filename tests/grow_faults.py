@@ -5,7 +5,7 @@ usage: python -m tests.faults grow --trials N [--backend tcp|peer] [--seed S] [-
 A trial starts 2 to 4 ranks as processes.  They play rounds of collectives with known results.  After a failure the
 survivors call ``shrink``, or ``replace`` and then ``shrink``; when newcomers wait they call ``grow``.  The trial's seed
 chooses what happens: ranks are killed (rank 0, two at once, a second one during the recovery), stopped and continued,
-and newcomers join or die while they join.  In half of the trials the ranks pretend to be on two hosts.
+and newcomers join, or die or are stopped while they join.  In half of the trials the ranks pretend to be on two hosts.
 
 The trial is right if all live ranks end in time with one membership, which is that of the live processes, if no result
 was wrong, and if a rank that was stopped ends with an error that says so, or is still a member.
@@ -43,7 +43,7 @@ SETTLE_SECONDS = 40.0  # in which the live ranks agree after an event; a stopped
 ATTEMPTS = 8  # of a rank to continue after one failure
 KINDS = (
     "kill", "kill 0", "kill two", "kill in recovery", "kill leaders", "stop", "stop in recovery", "join", "join, kill",
-    "join, die",
+    "join, die", "join, stop",
 )  # fmt: skip
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCALNRANKS", "RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "KOS_")
 RIGHT, HUNG = "right", "hung"
@@ -264,6 +264,10 @@ class Ranks:
             if kind == "join, die":
                 time.sleep(moment)
                 self.kill(pid)
+            elif kind == "join, stop":  # the next one joins
+                time.sleep(moment / 2)
+                self.stop(pid)
+                self.start()
             elif kind == "join, kill" and len(members) > 1:
                 time.sleep(moment)
                 self.kill(some[0])
@@ -289,12 +293,16 @@ class Ranks:
         self.lose(len(first), moment)
 
     def continue_stopped(self) -> str:
-        """Continue the stopped ranks, which end: they are out.  What is wrong."""
+        """Continue the stopped ranks, which end, as they are out, or join if they had not.  What is wrong."""
         for pid, process in list(self.stopped.items()):
             os.kill(pid, signal.SIGCONT)
-            try:
-                process.wait(SETTLE_SECONDS)
-            except Exception:
+            deadline = time.monotonic() + SETTLE_SECONDS
+            while process.poll() is None and pid not in self.members() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if process.poll() is None and pid in self.members():
+                self.live[pid] = self.stopped.pop(pid)
+                continue
+            if process.poll() is None:
                 os.kill(pid, signal.SIGUSR2)
                 return f"the stopped rank {pid} does not end"
             if not self.report(pid).keys() & {"out", "error"}:
@@ -352,7 +360,7 @@ def _story(ranks: Ranks) -> Iterator[str]:
         ranks.happen(kind, moment)
         yield ranks.settle(SETTLE_SECONDS)
         yield ranks.continue_stopped()
-    yield ranks.settle(SETTLE_SECONDS)
+        yield ranks.settle(SETTLE_SECONDS)
     yield ranks.finish()
 
 

@@ -265,8 +265,12 @@ class Groups(Operations):
                 try:
                     group = self._successor(call, rendezvous)
                     break
-                except RankLost:  # again, with the ranks that live
-                    if time.monotonic() > deadline:
+                except KosError as error:  # again, with the ranks that live
+                    only_newcomers = self.rendezvous.lose_newcomers(error.ranks)
+                    error.ranks = error.ranks if call == "shrink" else ()  # else of the world that was not made
+                    if only_newcomers:
+                        deadline = time.monotonic() + limit
+                    elif not isinstance(error, RankLost) or time.monotonic() > deadline:
                         raise
         if grows:
             self._change_ends(reason)
@@ -292,13 +296,9 @@ class Groups(Operations):
             group.timeout = self.timeout
             return group
         backend, progress_thread = self._terms()["backend"], self._requested[1]
-        try:
-            made: Self = communicator(
-                type(self), backend, rendezvous, self.timeout, self.device, progress_thread, agreed=True
-            )
-        except KosError as error:
-            error.ranks = ()  # of the world that was not made
-            raise
+        made: Self = communicator(
+            type(self), backend, rendezvous, self.timeout, self.device, progress_thread, agreed=True
+        )
         return made
 
     def _terms(self) -> dict[str, Any]:

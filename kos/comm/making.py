@@ -39,13 +39,15 @@ def communicator(
     """The communicator, of class ``kind``, of the group of ``rendezvous``.  Collective; ``timeout`` is its own.
 
     An error frees what was made of it, and the rendezvous if it is ``owned``.  ``agreed``: return once all ranks have
-    made it.
+    made it, as those do that grow; members then have GPUs, of which newcomers take others.
     """
     with ExitStack() as undo:
         if owned:
             undo.push(partial(_end, rendezvous.close, partial(rendezvous.abort, None)))
         if device is not None:
             rendezvous.device = device
+        if agreed:  # members have GPUs, of which newcomers take others
+            rendezvous.requested_gpus = [each.decode() for each in rendezvous.allgather(requested_gpu(device).encode())]
         probes, made = _make(backend, rendezvous, device, progress_thread, undo)
         comm = kind(made, rendezvous, probes, timeout)
         comm._requested = backend, progress_thread
@@ -156,7 +158,6 @@ def _agree(
         "backend": wanted,
         "nccl": dict(rendezvous.nccl),
         "device": device,
-        "GPU": requested_gpu(device),
         "probes": {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()},
         "sees a GPU": sees_gpu(),
         # The time comes first, so that folders sort by it.
@@ -168,7 +169,6 @@ def _agree(
     except RendezvousError as error:
         raise _on_every_rank(error) from None
     rendezvous.job = ballots[0]["job"]
-    rendezvous.requested_gpus = [each["GPU"] for each in ballots]
     for rank, theirs in enumerate(ballots):
         for what in ("backend", "nccl"):
             ours = ballots[rendezvous.rank][what]

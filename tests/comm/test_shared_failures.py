@@ -374,6 +374,7 @@ CALLS: dict[str, tuple[int, Callable[[kos.Communicator, Any], Any]]] = {  # and 
     "scatter": (0, lambda c, o: c.scatter(x(3) if c.rank == 0 else None, x(), **o)),
     "all_reduce": (0, lambda c, o: c.all_reduce(x(), kos.ReduceOp.MAX, **o)),
     "all_gather": (2, lambda c, o: c.all_gather(x(), **o)),
+    "all_to_all": (2, lambda c, o: c.all_to_all(x(3), **o)),
 }
 
 
@@ -381,7 +382,7 @@ def x(parts: int = 1) -> np.ndarray:
     return np.zeros(parts * COUNT, np.uint8)
 
 
-@pytest.mark.parametrize(("name", "one_copy"), [*((name, False) for name in CALLS), ("all_gather", True)])
+@pytest.mark.parametrize(("name", "one_copy"), [*((name, False) for name in CALLS), ("all_to_all", True)])
 def test_only_those_that_are_waited_for_are_named(name: str, one_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not one_copy:
         monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)

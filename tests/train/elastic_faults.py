@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from tests.forked import PATHS
 from tests.launcher import OUTSIDE
 
 RANKS, SPARES = 4, 2
-SECONDS = 200  # of a run at most
+SECONDS = 400  # of a run at most
 STARTS = 4  # tries: on a busy machine ranks may not meet in time
 TIMEOUT = 8  # of ranks: what a stopped one costs
 FLAGS = [
@@ -40,8 +41,8 @@ FLAGS = [
     "--vocab-size=256", "--num-attention-heads=4", "--num-key-value-heads=2", f"--timeout={TIMEOUT}",
 ]  # fmt: skip
 DEVICES = {
-    "cpu": (160, ["--seq-len=16", "--hidden-size=36", "--intermediate-size=29", "--num-hidden-layers=2",
-                  "--head-dim=6", "--eval-every=20", "--save-every=40"]),
+    "cpu": (80, ["--seq-len=16", "--hidden-size=36", "--intermediate-size=29", "--num-hidden-layers=2",
+                 "--head-dim=6", "--eval-every=10", "--save-every=20"]),
     "cuda": (400, ["--seq-len=64", "--hidden-size=256", "--intermediate-size=704", "--num-hidden-layers=4",
                    "--head-dim=64", "--eval-every=50", "--save-every=100"]),
 }  # fmt: skip
@@ -205,23 +206,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--keep", type=Path, help="a folder for the runs that fail")
     parser.add_argument("--json", type=Path, help="where to write the runs")
     arguments = parser.parse_args()
     how, rows = {"device": arguments.device, "backend": arguments.backend}, list[dict[str, Any]]()
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(arguments.jobs) as pool:
         folder = Path(temporary)
         text = letters(folder / "letters.txt")
         plain = Run(folder / "plain", text, COMPILING, **how)
         assert plain.wait(SECONDS) == [0] * RANKS, plain.output()
-        for seed in range(arguments.seed, arguments.seed + arguments.runs):
-            rows.append(found := one(folder / str(seed), text, plain, seed, **how))
+        seeds = range(arguments.seed, arguments.seed + arguments.runs)
+        for found in pool.map(lambda seed: one(folder / str(seed), text, plain, seed, **how), seeds):
+            rows.append(found)
             print(json.dumps(found), flush=True)
+            where = folder / str(found["seed"])
             if arguments.keep and (not found["same"] or found["hang"]):
-                shutil.copytree(folder / str(seed), arguments.keep / str(seed))
-            shutil.rmtree(folder / str(seed))
+                shutil.copytree(where, arguments.keep / where.name)
+            shutil.rmtree(where)
             if arguments.json is not None:
                 about = {"device": arguments.device, "ranks": RANKS, "spares": SPARES, "timeout": TIMEOUT}
                 arguments.json.write_text(to_json(machine(arguments.device) | about | summary(rows) | {"rows": rows}))

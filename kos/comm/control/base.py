@@ -177,6 +177,13 @@ class Rendezvous(ABC):
         """
         raise NotImplementedError
 
+    def lose_newcomers(self, ranks: Sequence[int]) -> bool:
+        """Wait no longer for those of these ranks of an attempt at a change that are newcomers.
+
+        Returns whether all of them are, and there is one: the change can begin again without them.
+        """
+        return False
+
     def shrink(self) -> Rendezvous:
         """The group of the surviving ranks, in their order; all of them call it.  Closes this one."""
         child = self.change("shrink")
@@ -247,6 +254,19 @@ class Rendezvous(ABC):
         """The group's ranks on the same host as this one, ascending.  Collective on first use."""
         mine = self.host_identity
         return [rank for rank, place in enumerate(self._places) if place.identity == mine]
+
+    @property
+    def ranks_per_host(self) -> int | None:
+        """The number of ranks of each host, where that is the same on several hosts and the ranks of each are in a row.
+
+        Else None.  Collective on first use.
+        """
+        hosts = [place.identity for place in self._places]
+        size = hosts.count(hosts[0])
+        alike = len({*hosts}) * size == len(hosts) and all(
+            len({*hosts[i : i + size]}) == 1 for i in range(0, len(hosts), size)
+        )
+        return size if alike and size < len(hosts) else None
 
     @property
     def host_identity(self) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.base import Rendezvous, _Place
-from kos.comm.control.grow import CALL_SECONDS, GRACE_SECONDS, Address, Change, publish, tell, to_text
+from kos.comm.control.grow import CALL_SECONDS, CONFIRM_SECONDS, GRACE_SECONDS, Change, publish, to_text
 from kos.comm.control.hub import (
     ABORT,
     CLOSE,
@@ -35,6 +35,7 @@ from kos.comm.control.hub import (
     stop,
 )
 from kos.comm.control.inbox import Inbox
+from kos.comm.control.newcomers import Address, Newcomers, tell
 from kos.comm.control.notices import Channel
 from kos.comm.control.secret import load_secret
 from kos.comm.control.threads import ThreadGroup
@@ -70,9 +71,10 @@ class TCPRendezvous(Rendezvous):
         self._hub: Hub | None = None  # on rank 0
         self.family = ""  # the same in all epochs of the group
         self.join_secret = b""  # which newcomers prove to know; empty: that of ``load_secret``
-        self.joining: list[tuple[Connection, dict[str, Any]]] = []  # newcomers that wait, and what they say
+        self.joining = Newcomers()
         self._door: Acceptor | None = None  # of newcomers, and of members that change the membership
         self.silent = set[Address]()  # the members that did not call in an earlier change
+        self.gone_newcomers = set[Address]()  # that an earlier change has lost
         self.newer: tuple[int, list[Address]] | None = None  # a later epoch that this rank knows, and its members
         self.inbox, self._sending = Inbox(), threading.RLock()
         self._channels = 0  # opened
@@ -82,7 +84,7 @@ class TCPRendezvous(Rendezvous):
 
     @property
     def epoch(self) -> int:
-        """The number of times that the membership has changed before this group was made."""
+        """How often the membership has changed before this group was made."""
         return self.network.epoch
 
     def _exchange(self, message: bytes) -> list[bytes]:
@@ -197,6 +199,12 @@ class TCPRendezvous(Rendezvous):
         with self.waiting():
             return Change(self, call, newcomers, whole, terms).run()
 
+    def lose_newcomers(self, ranks: Sequence[int]) -> bool:
+        members = [] if self.newer is None else self.newer[1]
+        lost = {members[rank] for rank in ranks if rank < len(members)}.difference(self.members)
+        self.gone_newcomers |= lost
+        return 0 < len(lost) == len(ranks)
+
     @property
     def members(self) -> list[Address]:
         """Where each rank listens, by an address that is the same for all."""
@@ -213,19 +221,12 @@ class TCPRendezvous(Rendezvous):
     def newcomers(self) -> int:
         for rank, connection, hello in self.callers(0.0):
             if rank == JOIN:
-                self.joining.append((connection, hello))
+                self.joining.add(connection, hello, self.members[0] if self.rank else None)
             else:
                 if tuple(hello["me"]) not in self.members:
                     tell(connection, {"out": self.epoch})
                 connection.close()  # a member calls again
-        return len(self.knocking())
-
-    def knocking(self) -> list[tuple[Connection, dict[str, Any]]]:
-        """The newcomers that wait, without those that have ended."""
-        for newcomer in [each for each in self.joining if each[0].is_closed]:
-            self.joining.remove(newcomer)
-            newcomer[0].close()
-        return self.joining
+        return self.joining.count(self.failures.names([0], False), self.members[0])
 
     @property
     def rejected(self) -> list[str]:
@@ -250,9 +251,7 @@ class TCPRendezvous(Rendezvous):
                 yield rank, connection, hello
             seconds = 0.0
 
-    def successor(
-        self, plan: Mapping[str, Any], rank: int, connections: Mapping[int, Connection]
-    ) -> TCPRendezvous:
+    def successor(self, plan: Mapping[str, Any], rank: int, connections: Mapping[int, Connection]) -> TCPRendezvous:
         """The group of the members of ``plan``."""
         members, mine = plan["members"], self.members
         network = replace(self.network, epoch=plan["epoch"], host=mine[self.rank][0])
@@ -264,14 +263,13 @@ class TCPRendezvous(Rendezvous):
         child.enter(plan, self._listener, connections)
         return child
 
-    def enter(
-        self, plan: Mapping[str, Any], listener: socket.socket, connections: Mapping[int, Connection]
-    ) -> None:
+    def enter(self, plan: Mapping[str, Any], listener: socket.socket, connections: Mapping[int, Connection]) -> None:
         """Begin the group of ``plan``; rank 0 has ``connections`` to the others, these have one to it."""
         self.call, self._listener = plan["call"], copied(listener)
         self._addresses = [(host, port) for host, port in plan["members"]]
         for connection in connections.values():
             connection.epoch = self.epoch
+        usual, self.timeout = self.timeout, min(self.timeout, CONFIRM_SECONDS)
         try:
             if self.rank > 0:
                 self._connection = connections[0]
@@ -279,6 +277,7 @@ class TCPRendezvous(Rendezvous):
                 self._serve(self.network.listen(), b"", "", True, connections)
             places = self.allgather(json.dumps(self._own_place()).encode())
             self._known_places = [_Place(*json.loads(each)) for each in places]
+            self.timeout = usual
         except BaseException as error:
             self.abort(None)
             for connection in connections.values() if self._hub is None else ():
@@ -421,8 +420,7 @@ class TCPRendezvous(Rendezvous):
             self._listener.close()
         if self._door is not None:
             self._door.close()
-        for newcomer, _ in self.joining:
-            newcomer.close()  # it calls again
+        self.joining.close()
         if connection is None:
             return
         last = None if orderly else self.failures.status.last

@@ -67,6 +67,10 @@ class TCPTransport(Transport):
     def idle(self) -> Any:
         return self.poller
 
+    def sleep(self, seconds: float | None) -> bool:
+        self.poller.pause(seconds=seconds)
+        return True
+
     def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Transport]:
         return partial(TCPTransport, poller=self.poller)
 
@@ -107,10 +111,10 @@ class TCPTransport(Transport):
                     self.describe(rank, tag)
             if self.failures.reported is not None:
                 self.failures.ask(work.sequence)
-            if local is None or local():
+            if local is None:
                 return True
             self.poller.progress()  # a rank that waits for one of its host hears what other hosts report
-            return False
+            return local()
 
         return all_arrived
 

@@ -114,9 +114,9 @@ def build(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: in
 
 
 @lru_cache(maxsize=256)
-def runnable(collective: str, algorithm: str, ranks: int, root: int = 0) -> Schedule:
+def runnable(collective: str, algorithm: str, ranks: int, root: int = 0, ranks_per_node: int | None = None) -> Schedule:
     """``build`` for backends: verifies the user's own algorithms.  Raises ScheduleError for an incorrect one."""
-    schedule = build(collective, algorithm, ranks, root=root)
+    schedule = build(collective, algorithm, ranks, root=root, ranks_per_node=ranks_per_node)
     if not _is_builtin(_REGISTRY[collective][algorithm][0]):
         verify(schedule)
     return schedule

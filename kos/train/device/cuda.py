@@ -44,7 +44,7 @@ from kos.train.device.feed import Feed
 from kos.train.device.machine import free_memory, peak_flops
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
 from kos.train.layers.context import Gradients
-from kos.train.layers.fp8 import Fp8Weights, weight_store
+from kos.train.layers.fp8 import Fp8Weights, linear_names, weight_store
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight
 from kos.train.model.parameters import OwnedSlices, Parameters
@@ -100,9 +100,8 @@ class CudaDevice(Device):
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, buckets.multiple)
         gradients.zeros = ops.zeros  # arrays made like these need not be visible to other ranks
-        self.step = step = Step(
-            config, model, parts, mesh, self.pipeline, ops, gradients, DTYPES[config.compute_dtype], buckets, HEAD_ROWS
-        )
+        about = config, model, parts, mesh, self.pipeline, ops, gradients, DTYPES[config.compute_dtype], buckets
+        self.step = step = Step(*about, HEAD_ROWS, self._zeros)
         self._fix_arenas()
         dtype, copy = config.master_dtype, None
         master = OwnedSlices(gradients, step.parallel.parts(), dtype) if buckets.sharded else gradients.like(dtype)
@@ -195,7 +194,7 @@ class CudaDevice(Device):
             gradients, loss = drawn.like(config.grad_dtype), trying.zeros(1, np.float64)
             random = np.random.default_rng(0)
             _draw_quickly(drawn, random, trying)
-            store = weight_store([trial], drawn, trying) if config.dtype == "fp8" else {}
+            store = weight_store(linear_names([trial]), drawn, trying) if config.dtype == "fp8" else {}
             weights = Fp8Weights(drawn, store, trying, trial.arena)
             shape = config.micro_batch_size or 1, config.seq_len // cp.size
             tokens = random.integers(model.vocab_size, size=shape).astype(np.int32)
@@ -266,12 +265,11 @@ class CudaDevice(Device):
         The run's reports name no step: what is left of them anywhere, if a collective is ended later, counts nowhere.
         """
         optimizer = self.step.optimizer
-        count = optimizer.step_count
         optimizer.halt()
         self.ops.zero(self.step.report)
         with self.step.parallel.rehearsal():
             self.step.run()
-        optimizer.step_count = count
+        optimizer.resume()
         with capture(self.ops.stream) as graph:
             self.step.run()
         return graph

@@ -85,20 +85,21 @@ class CudaOptimizer:
 
     @step_count.setter
     def step_count(self, step: int) -> None:
-        self._set(step=step)
+        self._set(**{name: step * (name == "step") for name in SCALARS})
 
     def halt(self) -> None:
-        """Make updates change nothing until ``step_count`` is set."""
+        """Make updates change nothing until ``resume``; step and norm stay. Waits for the device."""
         self._set(halted=1)
 
     def resume(self) -> None:
         """Let updates change something again; step and norm stay. Waits for the device."""
-        scalars = self.ops.to_host(self.scalars)
-        scalars[SCALARS.index("halted")] = 0
-        self.scalars.copy_from(scalars, self.ops.stream)
+        self._set(halted=0)
 
-    def _set(self, **scalars: float) -> None:
-        self.scalars.copy_from(np.array([scalars.get(name, 0) for name in SCALARS], np.float64), self.ops.stream)
+    def _set(self, **changes: float) -> None:
+        scalars = self.ops.to_host(self.scalars)
+        for name, value in changes.items():
+            scalars[SCALARS.index(name)] = value
+        self.scalars.copy_from(scalars, self.ops.stream)
 
     def norm(
         self, gradients: Parameters, sum_shards: Callable[[Array], object] | None = None, others: Axis = ALONE,
