@@ -17,7 +17,7 @@ from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.registry import BACKENDS, register_backend, register_installed
 from kos.comm.versions import versions
 from kos.comm.work import Work
-from kos.errors import InvalidArgument, RankLost
+from kos.errors import InvalidArgument, RankLost, RendezvousError
 
 __all__ = [
     "BACKENDS", "Batch", "Communicator", "NCCLOptions", "Persistent", "PremulSum", "ReduceOp", "Work", "init",
@@ -143,6 +143,7 @@ def join(
             return communicator(
                 Communicator, terms["backend"], rendezvous, terms["timeout"], device, progress_thread, agreed=True
             )
-        except RankLost:  # the members begin again
-            if time.monotonic() > deadline:
+        except (RankLost, RendezvousError) as error:  # the members begin again without the ranks that it names
+            begins_again = isinstance(error, RankLost) or (error.ranks and not error.on_every_rank)
+            if not begins_again or time.monotonic() > deadline:
                 raise

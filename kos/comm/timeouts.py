@@ -94,6 +94,6 @@ def too_few(call: str, came: int, wanted: int, address: str, seconds: float, ref
     return f"{call}: {came} of {wanted} newcomers joined at {address} within {seconds:g} s{why}"
 
 
-def not_admitted(address: str, seconds: float, problem: str = "") -> str:
-    """No member has admitted a newcomer."""
-    return f"join: expected members at {address} that admit newcomers within {seconds:.3g} s, got none{problem}"
+def not_admitted(address: str, seconds: float, waited: str) -> str:
+    """No member has admitted a newcomer; ``waited`` is what it has waited for."""
+    return f"join: expected members at {address} that admit newcomers within {seconds:.3g} s, got none: {waited}"

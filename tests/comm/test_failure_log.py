@@ -5,12 +5,15 @@ from __future__ import annotations
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+import kos
 from kos.comm.failures import FailureLog, Late
 from kos.comm.peer_status import PeerStatus
 from kos.comm.records import blaming
 from kos.errors import CollectiveTimeout, KosError, RankLost
+from kos.testing import Fault, spawn
 from tests.comm.works import work_of
 
 
@@ -43,6 +46,23 @@ def test_what_is_queued_may_change_while_another_thread_reads_it() -> None:
     status.post_queued(second, [2])
     assert list(reading) == [(first, (1,))]
     assert status.queued == {first: (1,), second: (2,)}
+
+
+def test_a_lost_rank_is_posted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By each rank that finds it: a post goes to every rank of other hosts."""
+
+    def body(comm: kos.Communicator) -> None:
+        with pytest.raises(RankLost, match="rank 1 is gone"):
+            comm.all_reduce(np.ones(1))
+
+    def post_failure(self: PeerStatus, error: KosError) -> None:
+        posted.append(self._rank)
+        post(self, error)
+
+    posted, post = list[int](), PeerStatus.post_failure
+    monkeypatch.setattr(PeerStatus, "post_failure", post_failure)
+    spawn(body, 3, faults=[Fault("crash", rank=1, operation=0)])
+    assert sorted(posted) == [0, 2]
 
 
 class _Waits(PeerStatus):

@@ -20,7 +20,7 @@ from kos.comm import making
 from kos.comm.backend import Probe
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.join import parse
-from kos.comm.control.mpi import MPIRanks, MPIRendezvous, SharedComm
+from kos.comm.control.mpi import MPIRanks, MPIRendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.control.wire import JOIN, Connection, Network, authenticate, connect, drive, receive_greeting
 from kos.comm.failures import FailureLog
@@ -170,12 +170,87 @@ def test_without_enough_newcomers_the_communicator_is_as_it_was(backend: str) ->
 @both
 def test_nobody_admits_a_newcomer(backend: str) -> None:
     def newcomer(address: str) -> None:
-        with pytest.raises(RendezvousError, match=r"^join: expected members at .* within 0.3 s, got none$"):
+        words = r"^join: expected members at .* within 0.3 s, got none: .* not called grow or replace$"
+        with pytest.raises(RendezvousError, match=words):
             join(address, timeout=0.3)
         done.set()
 
     done = threading.Event()
     run(backend, 2, lambda comm: done.wait(20), newcomer)
+
+
+def test_the_timeout_of_join_says_what_it_waited_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        here, gone = (f"127.0.0.1:{each.getsockname()[1]}" for each in (silent, nobody))
+        with pytest.raises(RendezvousError) as caught:
+            join(f"{here},{gone}", timeout=0.3)
+    waited = f"{here}: is there, but has not called grow or replace; {gone}: [Errno 111] Connection refused"
+    assert str(caught.value).endswith(f" s, got none: {waited}")
+    with pytest.raises(RendezvousError, match="got none: .*No such file or directory: '.*/address'$"):
+        join(f"{tmp_path}/address", timeout=0.1)
+
+
+def test_a_newcomer_that_is_interrupted_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_for(self: threading.Condition, *args: Any) -> bool:
+        raise KeyboardInterrupt
+
+    group = ThreadGroup(1)
+    monkeypatch.setattr(threading.Condition, "wait_for", wait_for)
+    with pytest.raises(KeyboardInterrupt):
+        join(group.address)
+    assert ThreadRendezvous(group, 0).newcomers() == 0
+
+
+def poll_newcomers(comm: kos.Communicator, until: Callable[[], bool]) -> list[int]:
+    """The most newcomers that each rank has counted, at the steps of a program, until rank 0 says so."""
+    most = np.zeros(comm.size, np.int64)
+    while not comm.broadcast(np.array(until()), 0):
+        most = np.maximum(most, comm.all_gather(np.array(comm.newcomers())))
+    return [int(each) for each in most]
+
+
+def test_a_newcomer_that_does_not_reach_the_leader_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No member counts it: a member that did would have all of them wait for it."""
+    monkeypatch.setattr("kos.comm.control.newcomers.REACH_SECONDS", 0.3)
+    resolve = socket.getaddrinfo
+
+    def resolves(host: str, port: int, *args: Any, **options: Any) -> Any:
+        if threading.current_thread() is lost and port == closed[0]:
+            raise OSError("No route to host")
+        return resolve(host, port, *args, **options)
+
+    def stranger(address: str) -> None:
+        nonlocal lost
+        lost, closed[:] = threading.current_thread(), [parse(address)[0][1]]
+        words = r"^join: expected a newcomer that reaches rank 0 at \S+, which leads, got one that does not"
+        with pytest.raises(RendezvousError, match=words + r"; \S+: No route to host$"):
+            join(address)
+        refused.set()
+
+    def body(comm: kos.Communicator) -> Any:
+        assert poll_newcomers(comm, refused.is_set) == [0, 0]
+        return check(comm.grow(1))
+
+    def newcomer(address: str) -> Any:
+        assert refused.wait(20)
+        return check(join(address))
+
+    lost, closed, refused = threading.main_thread(), list[int](), threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", resolves)
+    assert sorted(each for each in run("tcp", 2, body, stranger, newcomer) if each) == [(rank, 3) for rank in range(3)]
+
+
+def test_a_newcomer_that_knows_another_member_is_shown_the_leader() -> None:
+    def body(comm: kos.Communicator) -> Any:
+        counted: list[int] = []
+        poll_newcomers(comm, lambda: counted.append(comm.newcomers()) or counted[-1] > 0)  # type: ignore[func-returns-value]
+        return check(comm.grow(1))
+
+    def newcomer(address: str) -> Any:
+        return check(join(address.split(",")[1]))
+
+    assert sorted(run("tcp", 3, body, newcomer)) == [(rank, 4) for rank in range(4)]
 
 
 @both
@@ -293,7 +368,7 @@ def test_the_members_say_who_was_refused() -> None:
         refused.set()
 
     def body(comm: kos.Communicator) -> None:
-        words = "0 of 1 newcomers .*; refused: expected backend tcp, .*; another secret: a newcomer at 127.0.0.1$"
+        words = "0 of 1 newcomers .*; refused: the newcomer at .*: expected backend tcp, .*; another secret: a newcomer"
         with pytest.raises(RendezvousError, match=words):
             comm.grow(1, timeout=1.0)
         comm.close()
@@ -315,12 +390,64 @@ def raw_newcomer(address: str) -> Connection:
     return connection
 
 
+def receive_plan(connection: Connection) -> None:
+    """Answer that this newcomer is ready, and let the leader admit it."""
+    deadline = time.monotonic() + 20
+    while b"plan" not in (message := drive(connection.receive(), connection.sock, deadline)):
+        assert message == b'{"ready": true}'
+        connection.post(message)
+        drive(connection.flush(), connection.sock, deadline)
+
+
+@pytest.mark.parametrize("when", ["before it is asked", "once it has the plan", "while it makes its communicator"])
+def test_a_newcomer_stops_while_it_joins(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A healthy newcomer that waits too is taken instead."""
+    monkeypatch.setattr("kos.comm.control.group.CONFIRM_SECONDS", 1.0)
+    make, first = making.communicator, threading.Lock()
+
+    def stopping(*args: Any, **options: Any) -> Any:
+        if when.startswith("while") and args[2].rank == 2 and first.acquire(blocking=False):
+            here.set()
+            over.wait(40)
+            raise RankLost("the test is over")
+        return make(*args, **options)
+
+    def stopped(address: str) -> None:
+        if when.startswith("while"):
+            with pytest.raises(RankLost, match="the test is over"):
+                join(address, timeout=1.0)
+            return
+        connection = raw_newcomer(address)
+        if when.startswith("once"):
+            receive_plan(connection)
+        here.set()
+        assert over.wait(40)
+        connection.close()
+
+    def newcomer(address: str) -> Any:
+        assert here.wait(20)
+        return check(join(address))
+
+    def body(comm: kos.Communicator) -> Any:
+        began = time.monotonic()
+        new = comm.grow(1, timeout=4.0)
+        seconds = time.monotonic() - began
+        over.set()
+        assert seconds < 8.0
+        return check(new)
+
+    monkeypatch.setattr("kos.comm.communicator", stopping)
+    here, over = threading.Event(), threading.Event()
+    results = run("tcp", 2, body, stopped, newcomer)
+    assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
+
+
 @pytest.mark.parametrize("when", ["before it is admitted", "once it is admitted"])
 def test_a_newcomer_dies_while_it_joins(when: str) -> None:
     def dying(address: str) -> None:
         connection = raw_newcomer(address)
         if when.startswith("once"):
-            assert b"plan" in drive(connection.receive(), connection.sock, time.monotonic() + 20)
+            receive_plan(connection)
         connection.close()
         died.set()
 
@@ -343,7 +470,7 @@ def test_the_backend_of_gpus_is_made_again(backend: str, monkeypatch: pytest.Mon
 def grow_on_gpus(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = NCCLBackend if backend == "nccl" else PeerBackend
     monkeypatch.setattr(kind, "probe", classmethod(lambda kind, rendezvous: Probe(True, "a stand-in")))
-    monkeypatch.setattr(making, "visible_devices", lambda: ["a stand-in"])
+    monkeypatch.setattr(making, "visible_devices", lambda: [SimpleNamespace(uuid="a stand-in")])
     monkeypatch.setattr("kos.comm.gpu.backend.device_of", lambda rendezvous: SimpleNamespace(index=0))
 
     def use(comm: kos.Communicator) -> tuple[int, int]:
@@ -535,7 +662,7 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 def test_hosts_without_tcp_refuse_by_name() -> None:
-    carrier: Any = MPIRendezvous(MPIRanks(SharedComm(None), range(2)), 0, 1.0, FailureLog(range(2), 0), "")
+    carrier: Any = MPIRendezvous(MPIRanks(None, range(2)), 0, 1.0, FailureLog(range(2), 0), "")
     carrier.without_tcp = "rank 1 did not reach rank 0 at node1:4000: timed out"
     for call in ("grow 1", "replace", "shrink"):
         words = f"^{call}: expected hosts that reach each other by TCP, got: rank 1 did not reach rank 0 at node1:4000"
@@ -544,7 +671,7 @@ def test_hosts_without_tcp_refuse_by_name() -> None:
     assert carrier.address == "" and carrier.newcomers() == 0
 
 
-@pytest.mark.parametrize("seed", [3, 12, 13, 16, 21])
+@pytest.mark.parametrize("seed", [3, 12, 13, 16, 21, 39])
 def test_random_changes(seed: int) -> None:
     """Kills and joins amid collectives, rank 0 and several at once included; ``tests.faults grow`` has more."""
     trial = grow_faults.Trial.of(seed, 3.0)

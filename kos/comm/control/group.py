@@ -18,7 +18,7 @@ from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.base import Rendezvous, _Place
-from kos.comm.control.grow import CALL_SECONDS, GRACE_SECONDS, Address, Change, publish, tell, to_text
+from kos.comm.control.grow import CALL_SECONDS, CONFIRM_SECONDS, GRACE_SECONDS, Change, publish, to_text
 from kos.comm.control.hub import (
     ABORT,
     CLOSE,
@@ -35,6 +35,7 @@ from kos.comm.control.hub import (
     stop,
 )
 from kos.comm.control.inbox import Inbox
+from kos.comm.control.newcomers import Address, Newcomers, tell
 from kos.comm.control.notices import Channel
 from kos.comm.control.secret import load_secret
 from kos.comm.control.threads import ThreadGroup
@@ -59,20 +60,21 @@ from kos.errors import BackendUnavailable, KosError, RendezvousError
 class TCPRendezvous(Rendezvous):
     """A group of ranks connected to the hub on rank 0; ``network`` is how they reach each other."""
 
-    _is_job = False  # all ranks of a job: they may call before rank 0 listens, and learn their own addresses
+    is_job = False  # all ranks of a job: they may call before rank 0 listens, and learn their own addresses
 
     def __init__(self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None) -> None:
         self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
-        self._given_local_rank, self._purpose, self._address = local_rank, b"", ""
+        self._given_local_rank, self._purpose, self.found_by = local_rank, b"", ""
         self._connection: Connection | None = None  # to the hub, while the group is open
         self._listener: socket.socket | None = None  # for connections of other ranks, and for shrink
         self._addresses: list[tuple[str, int]] = []  # of the listeners of all ranks
         self._hub: Hub | None = None  # on rank 0
         self.family = ""  # the same in all epochs of the group
         self.join_secret = b""  # which newcomers prove to know; empty: that of ``load_secret``
-        self.joining: list[tuple[Connection, dict[str, Any]]] = []  # newcomers that wait, and what they say
+        self.joining = Newcomers()
         self._door: Acceptor | None = None  # of newcomers, and of members that change the membership
         self.silent = set[Address]()  # the members that did not call in an earlier change
+        self.gone_newcomers = set[Address]()  # that an earlier change has lost
         self.newer: tuple[int, list[Address]] | None = None  # a later epoch that this rank knows, and its members
         self.inbox, self._sending = Inbox(), threading.RLock()
         self._channels = 0  # opened
@@ -82,7 +84,7 @@ class TCPRendezvous(Rendezvous):
 
     @property
     def epoch(self) -> int:
-        """The number of times that the membership has changed before this group was made."""
+        """How often the membership has changed before this group was made."""
         return self.network.epoch
 
     def _exchange(self, message: bytes) -> list[bytes]:
@@ -197,6 +199,12 @@ class TCPRendezvous(Rendezvous):
         with self.waiting():
             return Change(self, call, newcomers, whole, terms).run()
 
+    def lose_newcomers(self, ranks: Sequence[int]) -> bool:
+        members = [] if self.newer is None else self.newer[1]
+        lost = {members[rank] for rank in ranks if rank < len(members)}.difference(self.members)
+        self.gone_newcomers |= lost
+        return 0 < len(lost) == len(ranks)
+
     @property
     def members(self) -> list[Address]:
         """Where each rank listens, by an address that is the same for all."""
@@ -213,19 +221,12 @@ class TCPRendezvous(Rendezvous):
     def newcomers(self) -> int:
         for rank, connection, hello in self.callers(0.0):
             if rank == JOIN:
-                self.joining.append((connection, hello))
+                self.joining.add(connection, hello, self.members[0] if self.rank else None)
             else:
                 if tuple(hello["me"]) not in self.members:
                     tell(connection, {"out": self.epoch})
                 connection.close()  # a member calls again
-        return len(self.knocking())
-
-    def knocking(self) -> list[tuple[Connection, dict[str, Any]]]:
-        """The newcomers that wait, without those that have ended."""
-        for newcomer in [each for each in self.joining if each[0].is_closed]:
-            self.joining.remove(newcomer)
-            newcomer[0].close()
-        return self.joining
+        return self.joining.count(self.failures.names([0], False), self.members[0])
 
     @property
     def rejected(self) -> list[str]:
@@ -250,9 +251,7 @@ class TCPRendezvous(Rendezvous):
                 yield rank, connection, hello
             seconds = 0.0
 
-    def successor(
-        self, plan: Mapping[str, Any], rank: int, connections: Mapping[int, Connection]
-    ) -> TCPRendezvous:
+    def successor(self, plan: Mapping[str, Any], rank: int, connections: Mapping[int, Connection]) -> TCPRendezvous:
         """The group of the members of ``plan``."""
         members, mine = plan["members"], self.members
         network = replace(self.network, epoch=plan["epoch"], host=mine[self.rank][0])
@@ -264,14 +263,13 @@ class TCPRendezvous(Rendezvous):
         child.enter(plan, self._listener, connections)
         return child
 
-    def enter(
-        self, plan: Mapping[str, Any], listener: socket.socket, connections: Mapping[int, Connection]
-    ) -> None:
+    def enter(self, plan: Mapping[str, Any], listener: socket.socket, connections: Mapping[int, Connection]) -> None:
         """Begin the group of ``plan``; rank 0 has ``connections`` to the others, these have one to it."""
         self.call, self._listener = plan["call"], copied(listener)
         self._addresses = [(host, port) for host, port in plan["members"]]
         for connection in connections.values():
             connection.epoch = self.epoch
+        usual, self.timeout = self.timeout, min(self.timeout, CONFIRM_SECONDS)
         try:
             if self.rank > 0:
                 self._connection = connections[0]
@@ -279,6 +277,7 @@ class TCPRendezvous(Rendezvous):
                 self._serve(self.network.listen(), b"", "", True, connections)
             places = self.allgather(json.dumps(self._own_place()).encode())
             self._known_places = [_Place(*json.loads(each)) for each in places]
+            self.timeout = usual
         except BaseException as error:
             self.abort(None)
             for connection in connections.values() if self._hub is None else ():
@@ -342,7 +341,7 @@ class TCPRendezvous(Rendezvous):
                 port = listener.getsockname()[1]
                 where = f"{host or self.network.hub}:{port}"
                 if not self.network.loopback:
-                    where = f"port {port}, which others find by {self._address or 'the address they know'}"
+                    where = f"port {port}, which others find by {self.found_by or 'the address they know'}"
                 self._serve(listener, self.network.key(purpose), where, len(ports) == 1)  # at others, other jobs call
             else:
                 with nullcontext() if self.failures.over else self.waiting():  # a rank that only reports does not wait
@@ -389,12 +388,12 @@ class TCPRendezvous(Rendezvous):
                     if lacks_files(error):
                         raise
                     problem = f"{host or self.network.hub}:{port}: {error}"
-                    if isinstance(error, ConnectionRefusedError) and not self._is_job:  # it listened before
+                    if isinstance(error, ConnectionRefusedError) and not self.is_job:  # it listened before
                         raise self.failures.lost(0, "its connection was refused", "rendezvous") from error
                     if isinstance(error, HandshakeError) and len(ports) == 1:
                         raise RendezvousError(f"rendezvous: rank {self.rank}: {problem}") from error
                     continue
-                if self._is_job and not self.network.loopback:
+                if self.is_job and not self.network.loopback:
                     mine = found.sock.getsockname()[0].removeprefix("::ffff:")  # of an IPv4 address at an IPv6 socket
                     self.network.host = "" if is_loopback(mine) else mine
                 return found
@@ -421,8 +420,7 @@ class TCPRendezvous(Rendezvous):
             self._listener.close()
         if self._door is not None:
             self._door.close()
-        for newcomer, _ in self.joining:
-            newcomer.close()  # it calls again
+        self.joining.close()
         if connection is None:
             return
         last = None if orderly else self.failures.status.last
@@ -490,9 +488,8 @@ class TCPRendezvous(Rendezvous):
         return local_rank if self._given_local_rank is None or self.pretended_host else self._given_local_rank
 
     @property
-    def place_on_machine(self) -> tuple[int, list[int | None]]:
-        place, nodes = super().place_on_machine
-        return place if self._given_local_rank is None else self._given_local_rank, nodes
+    def place_on_machine(self) -> int:
+        return super().place_on_machine if self._given_local_rank is None else self._given_local_rank
 
 
 def _abort(why: str, cause: KosError | None) -> bytes:

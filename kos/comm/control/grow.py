@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kos.comm import timeouts
+from kos.comm.control.newcomers import Address, Newcomer, place_name, tell
 from kos.comm.control.wire import (
     JOIN,
     Connection,
@@ -42,9 +43,9 @@ from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost, 
 from kos.files import replace_file
 
 log = logging.getLogger(__name__)
-Address = tuple[str, int]
 CALL_SECONDS = 2.0  # limit for the answer of a live host
 GRACE_SECONDS = 2.0  # added to the timeout for the report of the missing ranks
+CONFIRM_SECONDS = 5.0  # limit for the exchange that confirms a view: all ranks have just been heard
 POLL_SECONDS = 0.05
 _BEAT_SECONDS = 0.5  # between two signs of life of a leader
 _SHOWN = 8  # addresses at which newcomers call
@@ -57,24 +58,23 @@ class Change:
     lost.  ``whole``: no member may be lost.  ``terms`` is what newcomers are told.
     """
 
-    def __init__(
-        self, group: Any, call: str, newcomers: int | None, whole: bool, terms: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, group: Any, call: str, newcomers: int | None, whole: bool, terms: Mapping[str, Any]) -> None:
         self.group, self.call, self.newcomers, self.whole, self.terms = group, call, newcomers, whole, dict(terms)
         self.me = group.members[group.rank]
         self.epoch: int
         self.members: list[Address]
         self.epoch, self.members = group.newer or (group.epoch, group.members)
         self.came: dict[Address, Connection] = {}  # of the members that have called this leader
-        self.refused = list[str]()  # why newcomers were
+        self._refused_before = len(group.joining.refused)
         self._probes: dict[Address, socket.socket] = {}
         failures = group.failures.first, group.failures.status.last
         blamed = {rank for failure in failures if failure is not None for rank in failure.ranks}
         self.blamed = group.silent | self._addresses(blamed)
-        self.left_out = {each for each in self.blamed if self._stopped(each)}
+        stopped = {each for each in self.blamed if self._stopped(each)}
+        self.left_out = stopped | group.gone_newcomers
         self.began = time.monotonic()
         # Others may first wait for those that this rank has waited for before.
-        self.deadline = self.began + group.timeout * (1 + len(self.left_out | group.silent))
+        self.deadline = self.began + group.timeout * (1 + len(stopped | group.silent))
 
     def run(self) -> Any:
         """The new group, whose ranks have exchanged their places."""
@@ -96,8 +96,10 @@ class Change:
             self.epoch, self.members = group.newer = plan["epoch"], _addresses(plan["members"])
             try:
                 return group.successor(plan, rank, connections)
-            except (CollectiveError, RendezvousError):
-                if time.monotonic() > self.deadline:
+            except (CollectiveError, RendezvousError) as error:
+                if group.lose_newcomers(error.ranks):
+                    self.deadline = time.monotonic() + group.timeout
+                elif time.monotonic() > self.deadline:
                     raise
 
     def _leader(self) -> tuple[Address, socket.socket] | None:
@@ -132,7 +134,7 @@ class Change:
                 if "error" in answer:
                     raise from_record(answer["error"])
                 if "leads" in answer:
-                    self._follow_again(_address(answer["leads"]))
+                    self._follow_again(as_address(answer["leads"]))
         except HandshakeError as error:  # it waits for the data connections of ranks
             sock.close()
             raise ConnectionError from error
@@ -155,7 +157,7 @@ class Change:
         publish(group)
         beat = 0.0
         try:
-            while (missing := self._missing()) or self._fitting() < self._wanted():
+            while (missing := self._missing()) or not self._complete():
                 now = time.monotonic()
                 if now > beat:  # the others wait as long as this rank leads
                     self._post({})
@@ -167,8 +169,7 @@ class Change:
                     self._leave_out(missing)
                 else:
                     raise self._too_few()
-            joining, group.joining = group.joining[: self._wanted()], group.joining[self._wanted() :]
-            return self._send_plan(joining)
+            return self._send_plan(group.joining.take(self._wanted()))
         except ConnectionError:
             self._close_all()
             raise
@@ -238,26 +239,23 @@ class Change:
         group = self.group
         for rank, connection, hello in group.callers(POLL_SECONDS):
             if rank == JOIN:
-                group.joining.append((connection, hello))
+                group.joining.add(connection, hello, None)
             elif hello["family"] != group.family:
                 connection.close()
             else:
                 self._admit_member(connection, hello)
 
-    def _fitting(self) -> int:
-        """How many newcomers wait; refuses those that do not fit."""
-        group = self.group
-        for newcomer in list(group.knocking()):
-            if problem := misfit(newcomer[1], self.terms):
-                group.joining.remove(newcomer)
-                self.refused.append(problem)
-                tell(newcomer[0], {"refused": problem})
-                newcomer[0].close()
-        return len(group.joining)
+    def _complete(self) -> bool:
+        """Whether as many newcomers as join are here, and ready; refuses those that do not fit."""
+        joining = self.group.joining
+        for newcomer in joining:
+            if problem := misfit(newcomer.hello, self.terms):
+                joining.refuse(newcomer, problem)
+        return bool(joining.ready(self._wanted()))
 
     def _admit_member(self, connection: Connection, hello: Mapping[str, Any]) -> None:
         epoch, members = hello["view"]
-        address = _address(hello["me"])
+        address = as_address(hello["me"])
         if epoch > self.epoch:
             self.epoch, self.members = self.group.newer = epoch, _addresses(members)
         if self.me not in self.members:
@@ -281,12 +279,12 @@ class Change:
         self.left_out.update(missing)
         self.deadline = time.monotonic() + self.group.timeout
 
-    def _send_plan(self, joining: Sequence[tuple[Connection, Mapping[str, Any]]]) -> tuple[int, Any, Any]:
+    def _send_plan(self, joining: Sequence[Newcomer]) -> tuple[int, Any, Any]:
         """Send the new view to all ranks: they take no other from this leader."""
         group = self.group
         survivors = [each for each in self.members if each == self.me or each in self.came]
-        members = [*survivors, *(_address(hello["me"]) for _, hello in joining)]
-        connections = dict(enumerate([connection for connection, _ in joining], len(survivors)))
+        members = [*survivors, *(as_address(each.hello["me"]) for each in joining)]
+        connections = dict(enumerate([each.connection for each in joining], len(survivors)))
         plan = {"epoch": self.epoch + 1, "members": members, "family": group.family, "call": self.call}
         plan["timeout"] = group.timeout
         for rank, connection in connections.items():
@@ -336,10 +334,9 @@ class Change:
 
     def _too_few(self) -> KosError:
         group = self.group
-        refused = [*self.refused, *(f"another secret: {caller}" for caller in group.rejected)]
-        return RendezvousError(
-            timeouts.too_few(self.call, len(group.joining), self._wanted(), group.address, group.timeout, refused)
-        )
+        others = (f"another secret: {caller}" for caller in group.rejected)
+        refused, came = [*group.joining.refused[self._refused_before :], *others], len([*group.joining])
+        return RendezvousError(timeouts.too_few(self.call, came, self._wanted(), group.address, group.timeout, refused))
 
     def _out(self, epoch: int) -> KosError:
         group = self.group
@@ -372,20 +369,13 @@ def publish(group: Any) -> None:
 
 def to_text(members: Sequence[Address]) -> str:
     """The address at which newcomers call: the first members."""
-    return ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in members[:_SHOWN])
+    return ",".join(place_name(host, port) for host, port in members[:_SHOWN])
 
 
-def _address(pair: Sequence[Any]) -> Address:
+def as_address(pair: Sequence[Any]) -> Address:
     host, port = pair
     return str(host), int(port)
 
 
 def _addresses(pairs: Sequence[Sequence[Any]]) -> list[Address]:
-    return [_address(pair) for pair in pairs]
-
-
-def tell(connection: Connection, message: Mapping[str, Any]) -> None:
-    """Send a message of JSON's types at once, unless the other side has ended."""
-    connection.post(json.dumps(message).encode())
-    with contextlib.suppress(OSError):  # the other side has ended, which its next reader finds
-        drive(connection.flush(), connection.sock, time.monotonic() + GRACE_SECONDS)
+    return [as_address(pair) for pair in pairs]

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
 import socket
 import time
-from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.grow import CALL_SECONDS, POLL_SECONDS, Address
+from kos.comm.control.grow import CALL_SECONDS, POLL_SECONDS, as_address
+from kos.comm.control.newcomers import Address, place_name, tell
 from kos.comm.control.wire import (
     JOIN,
     Connection,
     HandshakeError,
     Network,
     Waiting,
+    adopt,
     authenticate,
-    connect,
     is_loopback,
     receive_greeting,
 )
 from kos.errors import CollectiveError, RendezvousError
+
+Answer = tuple[Connection, dict[str, Any]]
 
 
 def call_members(
@@ -36,99 +39,170 @@ def call_members(
 
     Raises RendezvousError if the members refuse this process, or none admits it within ``timeout`` seconds.
     """
-    deadline, problem = time.monotonic() + timeout, list[str]()
+    deadline, failed = time.monotonic() + timeout, ""
     while True:
         with ExitStack() as undo:
-            connection, answer, listener = _first_answer(address, secret, hello, deadline, problem, undo)
-            if connection is None:
-                why = "".join(f": {each}" for each in problem[-1:])
-                raise RendezvousError(timeouts.not_admitted(address, timeout, why))
+            calls = Calls(address, secret, hello)
+            undo.callback(calls.close)
+            if (found := calls.first_answer(deadline)) is None:
+                raise RendezvousError(timeouts.not_admitted(address, timeout, calls.state() + failed))
+            connection, answer = found
             if "refused" in answer:
-                raise RendezvousError(f"join: {answer['refused']}")
+                raise RendezvousError(f"join: {answer['refused']}{calls.problems()}")
             plan, rank, host = answer["plan"], answer["rank"], answer["plan"]["members"][answer["rank"]][0]
             known = connection.mask(bytes.fromhex(answer["secret"]), sent=False)
             network = Network(known, host, host, is_loopback(host), plan["epoch"], host)
             group = TCPRendezvous(rank, len(plan["members"]), plan["timeout"], network, None)
             group.family, group.join_secret, group.host = plan["family"], secret, os.environ.get("KOS_HOST", "")
+            assert calls.listener is not None
             try:
-                group.enter(plan, listener, {0: connection})
+                group.enter(plan, calls.listener, {0: connection})
             except (CollectiveError, RendezvousError) as error:  # the members begin again
-                problem.append(str(error))
+                failed = f"; admitted before, but: {error}"
             else:
                 return group, answer["terms"]  # the group has a copy of the listener
 
 
-def _first_answer(
-    address: str, secret: bytes, hello: dict[str, Any], deadline: float, problem: list[str], undo: ExitStack
-) -> tuple[Any, dict[str, Any], Any]:
-    """Call at all places, again where a call ends: the first connection with an answer, the answer, and the listener.
+class Calls:
+    """The calls of a newcomer at all places where members listen; one that ends is made again."""
 
-    None at the deadline.  ``undo`` closes what is left over, and the listener.
-    """
-    calls = dict[Address, tuple[socket.socket, Waiting[tuple[Connection, dict[str, Any]]]]]()
-    again, listener = dict[Address, float](), None  # when to call again
-    undo.callback(lambda: _close(sock for sock, _ in calls.values()))
-    while time.monotonic() < deadline:
+    def __init__(self, address: str, secret: bytes, hello: dict[str, Any]) -> None:
+        self._address, self._secret, self._hello = address, secret, hello
+        self.listener: socket.socket | None = None
+        self._calls = dict[Address, tuple[socket.socket, Waiting[Answer]]]()
+        self._events = dict[Address, int]()  # that a call waits for
+        self._again = dict[Address, float]()  # when to call again
+        self._states = dict[Address, str]()  # how far the calls have come
+        self._reached = set[Address]()
+        self._led = dict[Address, tuple[Connection, Address]]()  # members that have named their leader
+        self._no_file = ""  # why the address is not known
+
+    def first_answer(self, deadline: float) -> Answer | None:
+        """The first connection with an answer, and the answer; None at the deadline.
+
+        Raises RendezvousError if a member has another secret or protocol.
+        """
+        while time.monotonic() < deadline:
+            for place in [place for place in self._places() if place not in self._calls]:
+                if self._again.get(place, 0.0) <= time.monotonic():
+                    self._call(place)
+            for place in list(self._calls):
+                if (answer := self._advance(place)) is not None:
+                    return answer
+            for place, (connection, leader) in list(self._led.items()):
+                if leader in self._reached:
+                    tell(connection, {"reached": True})
+                    del self._led[place]
+            poll = select.poll()
+            for place, (sock, _) in self._calls.items():
+                poll.register(sock, self._events[place])
+            poll.poll(POLL_SECONDS * 1000)
+        return None
+
+    def _places(self) -> list[Address]:
+        """Where members listen: at the address, which may be in a file, and where members say that their leader is."""
+        self._no_file = ""
         try:
-            places = parse(_published(address))
+            places = parse(Path(self._address).read_text().strip() if os.sep in self._address else self._address)
         except OSError as error:  # the file is not there yet
-            places, problem[:] = [], [str(error)]
-        for place in places:
-            if listener is None:
-                host = place[0]
-                listener = undo.enter_context(Network(b"", host, "", is_loopback(host)).listen())
-            if place not in calls and again.get(place, 0.0) <= (began := time.monotonic()):
-                try:
-                    sock = connect(*place, min(deadline, began + CALL_SECONDS))
-                    me = _own_host(sock, place[0]), listener.getsockname()[1]
-                    calls[place] = sock, _knock(sock, secret, {**hello, "me": me})
-                except OSError as error:
-                    problem[:] = [f"{place[0]}:{place[1]}: {error}"]
-                    again[place] = time.monotonic() + max(POLL_SECONDS, 4 * (time.monotonic() - began))
-        for place, (sock, waiting) in list(calls.items()):
-            try:
-                next(waiting)
-            except StopIteration as end:
-                del calls[place]
-                return *end.value, listener
-            except HandshakeError as error:
-                raise RendezvousError(f"join: {place[0]}:{place[1]}: {error}") from error
-            except OSError as error:
-                problem[:] = [f"{place[0]}:{place[1]}: {error}"]
-                del calls[place]
-                sock.close()
-                again[place] = time.monotonic() + POLL_SECONDS
-        poll = select.poll()
-        for sock, _ in calls.values():
-            poll.register(sock, select.POLLIN)
-        poll.poll(POLL_SECONDS * 1000)
-    return None, {}, None
+            places, self._no_file = [], str(error)
+        return list(dict.fromkeys([*places, *(leader for _, leader in self._led.values())]))
+
+    def _call(self, place: Address) -> None:
+        host, _ = place
+        if self.listener is None:
+            self.listener = Network(b"", host, "", is_loopback(host)).listen()
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:
+            return self._failed(place, error)
+        adopt(sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if (problem := sock.connect_ex(where)) not in (0, errno.EINPROGRESS):
+            sock.close()
+            return self._failed(place, OSError(problem, os.strerror(problem)))
+        self._calls[place] = sock, self._knock(place, sock)
+
+    def _advance(self, place: Address) -> Answer | None:
+        try:
+            self._events[place] = next(self._calls[place][1])
+        except StopIteration as end:
+            del self._calls[place]
+            answer: Answer = end.value
+            return answer
+        except HandshakeError as error:
+            raise RendezvousError(f"join: {place_name(*place)}: {error}") from error
+        except OSError as error:
+            self._failed(place, error)
+        return None
+
+    def _failed(self, place: Address, error: OSError) -> None:
+        self._states[place], self._again[place] = str(error), time.monotonic() + POLL_SECONDS
+        self._led.pop(place, None)
+        if place in self._calls:
+            self._calls.pop(place)[0].close()
+
+    def _knock(self, place: Address, sock: socket.socket) -> Waiting[Answer]:
+        """A call at one place, until the member there admits or refuses this newcomer."""
+        yield from _connected(sock)
+        self._reached.add(place)
+        self._states[place] = "is there, but has not called grow or replace"
+        greeting = yield from receive_greeting(sock)
+        key = Network(self._secret, "", "", False).key(b"join")
+        connection = yield from authenticate(sock, greeting, key, JOIN, 0, None)
+        assert self.listener is not None
+        me = _own_host(sock, place[0]), self.listener.getsockname()[1]
+        connection.post(json.dumps({**self._hello, "me": me}).encode())
+        yield from connection.flush()
+        while True:
+            answer = json.loads((yield from connection.receive()))
+            if "leader" in answer:
+                leader = as_address(answer["leader"])
+                self._led[place] = connection, leader
+                self._states[place] = f"is there, and waits for its leader at {place_name(*leader)}"
+            elif "ready" in answer:
+                connection.post(json.dumps({"ready": True}).encode())
+                yield from connection.flush()
+            else:
+                return connection, answer
+
+    def state(self) -> str:
+        """What this newcomer has waited for, as text."""
+        each = (f"{place_name(*place)}: {text}" for place, text in self._states.items())
+        return "; ".join(filter(None, [self._no_file, *each])) or "no member"
+
+    def problems(self) -> str:
+        """The places that were not reached, and why, as text."""
+        places = {place: text for place, text in self._states.items() if place not in self._reached}
+        return "".join(f"; {place_name(*place)}: {text}" for place, text in places.items())
+
+    def close(self) -> None:
+        """Close the calls and the listener."""
+        for sock, _ in self._calls.values():
+            sock.close()
+        if self.listener is not None:
+            self.listener.close()
+
+
+def _connected(sock: socket.socket) -> Waiting[None]:
+    """Wait until the socket is connected.  Raises OSError."""
+    deadline, poll = time.monotonic() + CALL_SECONDS, select.poll()
+    poll.register(sock, select.POLLOUT)
+    while not poll.poll(0):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no connection within {CALL_SECONDS:g} s")
+        yield select.POLLOUT
+    if problem := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise OSError(problem, os.strerror(problem))
+    if sock.getpeername() == sock.getsockname():  # connected to itself: the kernel chose this port for its own end
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "no process listens")
 
 
 def _own_host(sock: socket.socket, host: str) -> str:
     """By which address of this host the peer at ``host`` can reach it."""
     own = str(sock.getsockname()[0]).removeprefix("::ffff:")
     return host if is_loopback(own) else own
-
-
-def _close(sockets: Iterable[socket.socket]) -> None:
-    for each in sockets:
-        each.close()
-
-
-def _knock(sock: socket.socket, secret: bytes, hello: Mapping[str, Any]) -> Waiting[tuple[Connection, dict[str, Any]]]:
-    greeting = yield from receive_greeting(sock)
-    key = Network(secret, "", "", False).key(b"join")
-    connection = yield from authenticate(sock, greeting, key, JOIN, 0, None)
-    connection.post(json.dumps(hello).encode())
-    yield from connection.flush()
-    answer = json.loads((yield from connection.receive()))
-    return connection, answer
-
-
-def _published(address: str) -> str:
-    """The address, which may be in a file."""
-    return Path(address).read_text().strip() if os.sep in address else address
 
 
 def parse(address: str) -> list[Address]:

@@ -312,10 +312,12 @@ def join_threads(address: str, hello: dict[str, Any], timeout: float) -> tuple[T
     with group.world.lock:
         group.joining.append(hello)
         group.notify_all()
-        group.answered.wait_for(lambda: hello not in group.joining, timeout)
-        if hello in group.joining:
-            group.joining.remove(hello)
-            raise RendezvousError(timeouts.not_admitted(address, timeout))
+        try:
+            if not group.answered.wait_for(lambda: all(each is not hello for each in group.joining), timeout):
+                waited = "its ranks have not called grow or replace"
+                raise RendezvousError(timeouts.not_admitted(address, timeout, waited))
+        finally:  # also if this thread is interrupted
+            group.joining = [each for each in group.joining if each is not hello]
     if "refused" in hello:
         raise RendezvousError(f"join: {hello['refused']}")
     rendezvous = ThreadRendezvous(hello["group"], hello["rank"], hello["timeout"])

@@ -20,10 +20,9 @@ from kos.comm.backend import UNMADE, Backend, Probe, ends_group
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi_job import Backoff
 from kos.comm.failures import Late
-from kos.comm.host.fingerprints import Fingerprints
 from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, open_segment
 from kos.comm.operation import AUTO, Operation
-from kos.comm.prepared import Prepared
+from kos.comm.prepared import Fingerprints, Prepared
 from kos.comm.schedules import runnable
 from kos.comm.transport import ScheduledCalls, Transport
 from kos.comm.work import Engine, Steps, Work
@@ -253,10 +252,10 @@ class HostBackend(Backend):
             except KosError as known:  # the failure recorded in shared memory names the cause
                 error, known.__context__ = known.with_traceback(None), None
         failure = self.failures.named(work, error)
-        if isinstance(failure, RankLost | CollectiveTimeout):
-            self.failures.status.post_failure(failure)
         if ends:
             self.failures.report(work, failure, self.begun)
+        elif isinstance(failure, RankLost | CollectiveTimeout):
+            self.failures.status.post_failure(failure)
         return failure
 
     @property

@@ -18,9 +18,9 @@ import numpy as np
 from kos.comm.backend import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import WHY_CLOSED
-from kos.comm.host.fingerprints import described
 from kos.comm.host.tcp_messages import ABORT, CALL, CLOSE, CLOSED_HERE, FAILED, REASON_LENGTH, Peer, Poller
 from kos.comm.operation import COLLECTIVE_TAGS
+from kos.comm.prepared import described
 from kos.comm.records import again, to_record
 from kos.comm.transport import Request, Transport
 from kos.comm.work import Engine, Work

@@ -5,7 +5,7 @@ On host memory it returns a Work that a wait advances.  On a GPU it runs on the 
 ``side`` after the current stream.  An event after it is recorded only if its Work is polled, or still alive when the
 next operation begins.
 
-torch 2.11 to 2.13 let Python replace a whole ProcessGroup, but not one of its backends: one group serves all devices.
+torch lets Python replace a whole ProcessGroup, but not one of its backends: one group serves all devices.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from kos.comm import timeouts
 from kos.comm.arguments import check_timeout
 from kos.comm.control.store import store_rendezvous
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
-from kos.interop.torch.anysource import AnySource
 from kos.interop.torch.launch import Recording, run
-from kos.interop.torch.operations import Operations
+from kos.interop.torch.reconfigure import Reconfigurable
 from kos.interop.torch.tensors import Tensor, as_array, check_dense
 from kos.interop.torch.works import CoalescedWork, DeviceMessage, DeviceWork, HostWork, PooledEvent
 
@@ -53,7 +52,7 @@ class Options:
             raise InvalidArgument(f"gpu: expected auto, nccl or peer, got {self.gpu!r}")
 
 
-class ProcessGroupKos(Operations):
+class ProcessGroupKos(Reconfigurable):
     """A process group of torch over communicators of kos: one for host memory, one for the GPU of this rank.
 
     An operation returns a Work, whose ``wait`` raises too.  Failures raise ``dist.DistBackendError`` with the text of
@@ -61,8 +60,9 @@ class ProcessGroupKos(Operations):
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, timeout: timedelta, ranks: Sequence[int], options: Options
-    ) -> None:
+        self, store: Any, rank: int, size: int, timeout: timedelta, ranks: Sequence[int], options: Options,
+        connects: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(rank, size)
         self._timeout = check_timeout(timeout.total_seconds())
         self._store, self._ranks, self.options = store, list(ranks), options
@@ -78,8 +78,9 @@ class ProcessGroupKos(Operations):
         self._messages: list[DeviceMessage] = []  # on the GPU, to be launched together
         self._scalars: deque[Any] = deque(maxlen=16)  # keeps Works alive of which DDP's join() holds only the C++ part
         self._coalesced: list[Any] | None = None  # the Works of a coalescing context
-        self._host = self._connect("tcp", "host", progress_thread=True)
-        self._any = AnySource(self._host)
+        self._host: Any = None
+        if connects:
+            self.connect()
 
     @classmethod
     def create(cls, given: Any, options: Options | None = None) -> ProcessGroupKos:
@@ -87,20 +88,29 @@ class ProcessGroupKos(Operations):
         ranks = given.global_ranks_in_group or range(given.group_size)
         if not isinstance(options, Options | None):
             raise InvalidArgument(f"pg_options: expected kos.interop.torch.Options or None, got {options!r}")
-        return cls(given.store, given.group_rank, given.group_size, given.timeout, ranks, options or Options())
+        connects = not getattr(given, "enable_reconfigure", False)  # of torch 2.14
+        return cls(given.store, given.group_rank, given.group_size, given.timeout, ranks, options or Options(), connects)
 
-    def _connect(self, backend: str, purpose: str, **keywords: Any) -> kos.Communicator:
-        store = torch._C._distributed_c10d.PrefixStore(f"{purpose}/", self._store)
+    def _connect(self, backend: str, purpose: str, seconds: float | None = None, **keywords: Any) -> kos.Communicator:
+        store = torch._C._distributed_c10d.PrefixStore(f"{self.prefix}{purpose}/", self._store)
         try:
-            rendezvous = store_rendezvous(store, self.rank(), self.size(), self._timeout, self._ranks)
-            return kos.init(backend, rendezvous=rendezvous, timeout=self._timeout, **keywords)
+            rendezvous = store_rendezvous(store, self.rank(), self.size(), seconds or self._timeout, self._ranks)
+            comm = kos.init(backend, rendezvous=rendezvous, timeout=self._timeout, **keywords)
         except KosError as error:
             raise self.translated(error) from error
+        comm.timeout = self._timeout
+        return comm
+
+    def _forget(self) -> None:
+        """Forget what belongs to connections that have ended."""
+        self._messages, self._coalesced, self._last = [], None, lambda: None
+        self._scalars.clear()
 
     def _connect_gpu(self, device: Any) -> kos.Communicator:
         """The communicator of this rank's GPU; the first call connects all ranks of the group."""
         self._use_gpu(device)
         if self._gpu is None:
+            self.check_connected()
             self._gpu = self._connect(self.options.gpu, "gpu", device=device.index)
         return self._gpu
 
@@ -177,7 +187,9 @@ class ProcessGroupKos(Operations):
     def eager_connect_single_device(self, device: Any) -> None:
         """Connect the GPU now: ``init_process_group(device_id=...)``.  Raises DistBackendError, InvalidArgument."""
         self.bound_device_id = device
-        self._connect_gpu(device)
+        self._use_gpu(device)
+        if self._host is not None:
+            self._connect_gpu(device)
 
     def perform_nocolor_split(self, device: Any) -> None:
         """Nothing: ranks outside of a new group take no part in making it."""
@@ -226,7 +238,8 @@ class ProcessGroupKos(Operations):
         """Wait for the operations in flight, and free all resources; other ranks may do it later.  Raises nothing."""
         self.send_all()
         self._scalars.clear()
-        self._any.close()
+        if self._host is not None:
+            self._any.close()
         for comm in filter(None, (self._gpu, self._host)):
             try:
                 comm.close()
@@ -347,6 +360,7 @@ class ProcessGroupKos(Operations):
         self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, batch: bool
     ) -> HostWork:
         check_dense(tensors, what)
+        self.check_connected()
         waits = not overlap and self._coalesced is None
         with self._host.backend.engine.paused() if waits else nullcontext():  # this thread polls
             with self.lock:

@@ -33,6 +33,8 @@ class _Work(dist.Work):
     def synchronize(self) -> None:
         self.wait()
 
+    block_current_stream = synchronize
+
     def result(self) -> list[Tensor]:
         return self.tensors
 

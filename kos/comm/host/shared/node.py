@@ -9,7 +9,6 @@ core has found.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import time_ns
@@ -19,8 +18,7 @@ import numpy as np
 
 from kos._core import native
 from kos.comm.control.base import Rendezvous
-from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
-from kos.comm.host.shared.calls import CHECK_SECONDS, LONGEST_CHECK_SECONDS, CallRing, Difference
+from kos.comm.host.shared.calls import CallRing, Difference, Liveness
 from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.prepared import Prepared
@@ -28,6 +26,7 @@ from kos.comm.recorder import COMPLETED
 from kos.comm.reduction import ReduceOp
 from kos.comm.transport import Request, Transport, wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
+from kos.dtypes import DTYPE_CODES, dtype_of_code
 from kos.errors import CollectiveMismatch, KosError
 from kos.memory.libraries import library_of
 
@@ -74,11 +73,11 @@ class Node:
         token = np.frombuffer(os.urandom(16), np.uint8)
         at = token.__array_interface__["data"][0]
         everyone = rendezvous.allgather(at.to_bytes(8, "little") + token.tobytes())
-        words, layout = self.calls.words, self.calls.segment.layout
-        if os.getpid() in [words[layout.line(r) + PID] for r in range(self.size) if r != self.calls.segment.rank]:
+        words, segment = self.calls.words, self.calls.segment
+        if os.getpid() in [words[segment.line(r) + PID] for r in range(self.size) if r != segment.rank]:
             self._core.spin_ns = 0
         reads = (
-            read_memory(words[layout.line(r) + PID], int.from_bytes(each[:8], "little"), 16) == each[8:]
+            read_memory(words[segment.line(r) + PID], int.from_bytes(each[:8], "little"), 16) == each[8:]
             for r, each in enumerate(everyone[rank] for rank in self.ranks)
         )
         all_read = rendezvous.allgather(b"1" if all(reads) else b"")
@@ -210,10 +209,10 @@ class Node:
     def steps(self, work: Work[Any], left: Any) -> Steps:
         """The steps of a call that the core has begun."""
         work.left = left
-        check = Check(self, left, work if work.collective else None)
+        liveness, what = Liveness(self.calls), work if work.collective else None
         try:
             while not left.done():
-                if (end := check()) is not None:
+                if (end := liveness(filter(left.missing, range(self.size)), what)) is not None:
                     if work.collective:
                         self.calls.raise_everywhere(end, work.sequence)
                     raise end
@@ -295,7 +294,7 @@ class Node:
 class SegmentMessage:
     """One end of a message of a schedule, between ranks of one host."""
 
-    __slots__ = ("_check", "_left", "_node", "array", "peer", "receives", "tag")
+    __slots__ = ("_left", "_liveness", "_node", "array", "peer", "receives", "tag")
 
     def __init__(self, node: Node, array: Array, peer: int, tag: int, receives: bool) -> None:
         self._node, self.array, self.peer, self.tag, self.receives = node, array, peer, tag, receives
@@ -303,7 +302,7 @@ class SegmentMessage:
             self._left = node.begin(array, peer, tag, receives)
         except Difference as found:
             raise node.refusal(found, array) from None
-        self._check = Check(node, self._left)
+        self._liveness = Liveness(node.calls)
         if self._left is not None:
             node.active.add(self)
 
@@ -312,7 +311,7 @@ class SegmentMessage:
             return True
         try:
             if not self._left.done():
-                if (end := self._check()) is not None:
+                if (end := self._liveness(filter(self._left.missing, range(self._node.size)))) is not None:
                     raise end
                 return False
         except Difference as found:
@@ -325,33 +324,6 @@ class SegmentMessage:
         self._left.cancel()
         self._node.active.discard(self)
         self._left = None
-
-
-class Check:
-    """Checks from time to time whether the ranks that a call of the core waits for have ended."""
-
-    __slots__ = ("_began", "_left", "_next", "_node", "_suspects", "_what")
-
-    def __init__(self, node: Node, left: Any, what: object = None) -> None:
-        """``what`` is the call for errors."""
-        self._node, self._left, self._what = node, left, what
-        self._began = time.monotonic()
-        self._next = self._began + CHECK_SECONDS
-        self._suspects: set[int] = set()
-
-    def __call__(self) -> KosError | None:
-        """The error if such a rank had ended before this poll, and the poll before: it may have sent its data then."""
-        now = time.monotonic()
-        if now < self._next:
-            return None
-        self._next = now + min(max(CHECK_SECONDS, (now - self._began) / 100), LONGEST_CHECK_SECONDS)
-        for rank in filter(self._left.missing, range(self._node.size)):
-            if (end := self._node.calls.end_of(rank, self._what)) is not None:
-                if rank in self._suspects:
-                    return end
-                self._suspects.add(rank)
-                self._next = now
-        return None
 
 
 def _count(o: Operation, size: int) -> int:

@@ -1,0 +1,138 @@
+"""The newcomers that wait at one member of a group, until a change of the membership admits them.
+
+The lowest rank leads a change, so a newcomer must reach it.  Any other member names the leader to a newcomer, and
+counts it once it has reached that.  A leader asks newcomers whether they are ready before it sends them the plan: one
+that was stopped does not answer, and the next one takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kos.comm.control.wire import Connection, Waiting, drive
+from kos.errors import RendezvousError
+
+log = logging.getLogger(__name__)
+Address = tuple[str, int]
+READY_SECONDS = 2.0  # limit for the answer of a newcomer that is asked whether it is ready
+REACH_SECONDS = 5.0  # limit for a newcomer to reach the leader
+_TELL_SECONDS = 2.0
+
+
+@dataclass(eq=False)
+class Newcomer:
+    """One that waits, and what it says; times are of ``time.monotonic``, 0 for never."""
+
+    connection: Connection
+    hello: Mapping[str, Any]
+    reaches: bool  # the leader
+    reading: Waiting[bytes] = field(init=False)
+    came: float = field(default_factory=time.monotonic)
+    asked: float = 0.0  # whether it is ready
+    answered: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.reading = self.connection.receive()
+
+    def __str__(self) -> str:
+        host, port = self.hello.get("me", ("?", 0))
+        return f"the newcomer at {place_name(host, port)}"
+
+    def read(self) -> bool:
+        """Read what it has sent; whether it is still there."""
+        try:
+            while True:
+                try:
+                    next(self.reading)
+                    return True
+                except StopIteration as end:
+                    message, self.reading = json.loads(end.value), self.connection.receive()
+                    self.reaches = self.reaches or "reached" in message
+                    if "ready" in message:
+                        self.answered = time.monotonic()
+        except (OSError, RendezvousError, ValueError):
+            return False
+
+
+class Newcomers:
+    """The newcomers that wait at this rank."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Newcomer] = []
+        self.refused: list[str] = []
+        """Why newcomers were refused or dropped."""
+
+    def __iter__(self) -> Iterator[Newcomer]:
+        """Those that are still there, each once: one that knows two names of this host calls twice."""
+        for each in [each for each in self._waiting if not each.read()]:
+            self._waiting.remove(each)
+            each.connection.close()
+        first: dict[str, Newcomer] = {}
+        for each in self._waiting:
+            first.setdefault(str(each), each)
+        return iter(list(first.values()))
+
+    def add(self, connection: Connection, hello: Mapping[str, Any], leader: Address | None) -> None:
+        """Add one that has called; ``leader`` is None on the leader."""
+        self._waiting.append(Newcomer(connection, hello, leader is None))
+        if leader is not None:
+            tell(connection, {"leader": leader})
+
+    def count(self, name: str, leader: Address) -> int:
+        """How many wait that have reached the leader, rank ``name``; refuses those that do not reach it."""
+        for each in self:
+            if not each.reaches and time.monotonic() - each.came > REACH_SECONDS:
+                where = f"{name} at {place_name(*leader)}"
+                self.refuse(each, f"expected a newcomer that reaches {where}, which leads, got one that does not")
+        return sum(each.reaches for each in self)
+
+    def ready(self, count: int) -> bool:
+        """Whether the first ``count`` of them are there and have just answered.  Asks them, and drops the silent."""
+        now, chosen = time.monotonic(), list(self)[:count]
+        for each in chosen:
+            if now - max(each.asked, each.answered) <= READY_SECONDS:
+                continue
+            if each.asked > each.answered:
+                self.refuse(each, f"no answer within {READY_SECONDS:g} s")
+            else:
+                each.asked = now
+                tell(each.connection, {"ready": True})
+        return len(chosen) == count and all(each.answered > each.asked for each in chosen)
+
+    def refuse(self, newcomer: Newcomer, problem: str) -> None:
+        """Tell it why it cannot be admitted; one that wakes up too late for that calls again."""
+        self._waiting.remove(newcomer)
+        self.refused.append(f"{newcomer}: {problem}")
+        log.warning("refused %s: %s", newcomer, problem)
+        if newcomer.asked <= newcomer.answered:
+            tell(newcomer.connection, {"refused": problem})
+        newcomer.connection.close()
+
+    def take(self, count: int) -> list[Newcomer]:
+        """The first ``count``, which no longer wait."""
+        taken = list(self)[:count]
+        self._waiting = [each for each in self._waiting if each not in taken]
+        return taken
+
+    def close(self) -> None:
+        """Close their connections: they call again."""
+        while self._waiting:
+            self._waiting.pop().connection.close()
+
+
+def place_name(host: str, port: int) -> str:
+    """An address as text."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def tell(connection: Connection, message: Mapping[str, Any]) -> None:
+    """Send a message of JSON's types at once, unless the other side has ended."""
+    connection.post(json.dumps(message).encode())
+    with contextlib.suppress(OSError):  # the other side has ended, which its next reader finds
+        drive(connection.flush(), connection.sock, time.monotonic() + _TELL_SECONDS)

@@ -1,0 +1,59 @@
+"""torchft over kos: the ``ProcessGroup`` of a ``torchft.Manager``, whose replicas are lost and join between steps.
+
+    manager = torchft.Manager(pg=TorchftProcessGroup(), ...)
+
+The Manager configures the group anew for each quorum.  A lost replica ends operations in flight at once, and the
+survivors' ``errored`` names it.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from torchft.process_group import ProcessGroupWrapper
+
+from kos.interop.torch.group import Options, ProcessGroupKos
+
+_Wrapper: Any = ProcessGroupWrapper
+
+
+class TorchftProcessGroup(_Wrapper):
+    """A group of torchft over ``ProcessGroupKos``; ``timeout`` bounds its connections and operations.
+
+    ``options`` choose the backend for GPUs.  ``configure`` raises ``dist.DistBackendError``, which names a replica that
+    does not come.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60), options: Options | None = None) -> None:
+        super().__init__(timeout)
+        self._options, self._failure = options or Options(), None
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> ProcessGroupKos:
+        self._failure: Exception | None = None
+        return ProcessGroupKos(store, rank, world_size, self._timeout, range(world_size), self._options)
+
+    def abort(self, errored: bool = True) -> None:
+        """End the operations in flight, and the group until ``configure``; the other replicas raise."""
+        if errored:
+            self._failure = self.errored() or RuntimeError("kos: the process group was aborted")
+        super().abort(errored)
+
+    def shutdown(self) -> None:
+        """Wait for the operations in flight, and free the group."""
+        if self._pg is not None:
+            self._pg.shutdown()
+        super().shutdown()
+
+    def errored(self) -> Exception | None:
+        """The failure since which the group must be configured anew; None if there is none.  Does not wait."""
+        return self._failure or (None if self._pg is None else self._pg.errored())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later calls, which is the same on all replicas."""
+        super().set_timeout(timeout)
+        if self._pg is not None:
+            self._pg.set_timeout(timeout)
+
+    def getBackendName(self) -> str:
+        return "torchft-kos"
