@@ -184,12 +184,14 @@ def main() -> None:
     if asked.bytes_per_second:
         rank(asked)
         return
+    load = os.getloadavg()[0]
     try:
         rows = [row for rate in asked.rate or ["1gbit"] for row in run(rate, asked)]
     except Impossible as why:
         parser.error(str(why))
     if asked.json:
-        asked.json.write_text(to_json({**provenance("benchmarks.between_hosts", None, 2 * asked.ranks), "rows": rows}))
+        facts = {**provenance("benchmarks.between_hosts", None, 2 * asked.ranks), "load_before": load}
+        asked.json.write_text(to_json({**facts, "rows": rows}))
 
 
 if __name__ == "__main__":
