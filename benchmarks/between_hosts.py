@@ -5,8 +5,9 @@
 The hosts are network namespaces of this machine (benchmarks/two_hosts.py: root, Linux), joined by a virtual cable that
 ``tc`` slows down to ``--rate``, each way.  Each has ``--ranks`` ranks.  In turns, in the same processes: kos (``tcp``,
 with shared memory within a host), kos with ``compress=``, Open MPI (``btl tcp``) through mpi4py, and Gloo through
-torch.distributed, if torch is there.  The slowest rank of a turn counts; the figure is the median of the turns, in
-microseconds.  ``limit_us``: the time in which the bytes that have to leave a host cross the cable.
+torch.distributed, if torch is there.  An all_reduce of kos without compression is in place, as Gloo's.  The slowest
+rank of a turn counts; the figure is the median of the turns, in microseconds.  ``limit_us``: the time in which the
+bytes that have to leave a host cross the cable.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def kos_calls(comm: kos.Communicator, name: str, x: np.ndarray, out: np.ndarray)
         return {"kos": lambda: comm.broadcast(x, root=0)}
     call = getattr(comm, name)
     calls: dict[str, Call] = {"kos": lambda: call(x, out=out)}
+    if name == "all_reduce":
+        y = x.copy()
+        calls["kos"] = lambda: comm.all_reduce(y)
     for form in COMPRESSED:
         calls[f"kos {form}"] = functools.partial(call, x, out=out, compress=form)
     return calls
@@ -129,7 +133,7 @@ def rank(asked: argparse.Namespace) -> None:
             calls = kos_calls(comm, name, x, out) | {"Open MPI": mpi_call(name, x, out)}
             if dist is not None and (gloo := gloo_call(dist, name, x.copy(), out)) is not None:
                 calls["Gloo"] = gloo
-            with np.errstate(over="ignore"):  # Gloo adds in place
+            with np.errstate(over="ignore"):  # sums in place grow
                 taken = measure(comm, calls)
             limit = crossing(name, 4 * count, 2, comm.local_size) / (asked.bytes_per_second / 1e6)
             row = {"operation": name, "bytes": 4 * count, **{f"{key} us": round(us, 1) for key, us in taken.items()}}
@@ -180,12 +184,14 @@ def main() -> None:
     if asked.bytes_per_second:
         rank(asked)
         return
+    load = os.getloadavg()[0]
     try:
         rows = [row for rate in asked.rate or ["1gbit"] for row in run(rate, asked)]
     except Impossible as why:
         parser.error(str(why))
     if asked.json:
-        asked.json.write_text(to_json({**provenance("benchmarks.between_hosts", None, 2 * asked.ranks), "rows": rows}))
+        facts = {**provenance("benchmarks.between_hosts", None, 2 * asked.ranks), "load_before": load}
+        asked.json.write_text(to_json({**facts, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A vector is cut into blocks of 64 elements.  A block is sent as 64 codes and a scale, a bfloat16.  A value is its code
 times the scale.  The kernels that include ``gpu/kernels/codec.cuh`` make and read the same bits, and so does the
-compiled core (``_core/codec.c``), which encodes four to six times as fast as NumPy here.
+compiled core (``_core/codec.c``), which encodes four to five times as fast as NumPy here.
 
 ======  ==============================  =================  =================================================
 name    code                            bytes by block     error of a finite x, where m is its block's maximum

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from kos.comm import compressed
 from kos.comm.compression import FORMATS
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
+from kos.comm.work import Engine
 from kos.testing import spawn
 from tests.comm.ranks import on_hosts
 from tests.comm.tcp_ranks import TCPRanks
@@ -137,3 +140,29 @@ def test_messages_within_a_host_use_no_socket(monkeypatch: pytest.MonkeyPatch) -
     on_hosts(monkeypatch, (2, 2))
     TCPRanks(4).run(_calls)
     assert peers and all(rank // 2 != peer // 2 for rank, peer in peers)
+
+
+def test_a_wait_for_another_host_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for the other host alone; rank 1 for rank 0, whose messages are no events."""
+    polls: Counter[Engine] = Counter()
+    poll = Engine.poll
+
+    def counting(self: Engine) -> bool:
+        polls[self] += 1
+        return poll(self)
+
+    monkeypatch.setattr(Engine, "poll", counting)
+
+    def body(comm: kos.Communicator) -> int:
+        engine = comm.backend.engine
+        comm.barrier()
+        before = polls[engine]
+        if comm.rank >= 2:
+            time.sleep(0.5)
+        comm.broadcast(np.ones(10), root=2)
+        return polls[engine] - before
+
+    on_hosts(monkeypatch, (2, 2))
+    across, inside, *_ = TCPRanks(4).run(body)
+    assert across < 100  # it would poll thousands of times
+    assert inside < 1000

@@ -97,14 +97,14 @@ class TCPTransport(Transport):
 
     def agree(self, work: Work[Any], local: Callable[[], bool] | None) -> Callable[[], bool] | None:
         """Ranks do not wait to agree: messages and descriptions of another call raise."""
-        tag, describe_at = self.tag(work.sequence), time.monotonic() + _DESCRIBE_SECONDS
+        tag, describe_at, waits = self.tag(work.sequence), time.monotonic() + _DESCRIBE_SECONDS, False
         self._group = work.group
         self._calls[tag] = work.prepared.fingerprint, work.prepared.text
         for rank, call in self._described.pop(tag, {}).items():
             self.compare(tag, rank, *call)
 
         def all_arrived() -> bool:
-            nonlocal describe_at
+            nonlocal describe_at, waits
             if time.monotonic() > describe_at:
                 describe_at = math.inf
                 for rank in self.peers:
@@ -113,8 +113,11 @@ class TCPTransport(Transport):
                 self.failures.ask(work.sequence)
             if local is None:
                 return True
-            self.poller.progress()  # a rank that waits for one of its host hears what other hosts report
-            return local()
+            arrived = local()
+            if waits or not arrived:
+                self.poller.progress()  # a rank that waits for one of its host hears what other hosts report
+            waits = True
+            return arrived
 
         return all_arrived
 
