@@ -101,5 +101,7 @@ void set_field(State *s, int field, PyObject *value);
 State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
                  PyObject *sequence, PyObject *record);
 int eager_init(void);
+// Makes a tuple and a dict of the arguments of a vectorcall; 0, or an exception is set.  Both are the caller's.
+int unpack(PyObject *const *args, Py_ssize_t positional, PyObject *names, PyObject **given, PyObject **options);
 
 #endif
