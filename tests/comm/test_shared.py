@@ -32,7 +32,7 @@ from tests.comm.test_programs import Program, execute, programs
 
 pytestmark = needs_core
 
-SIZES = [0, 1, 7, 997, 70_001]  # elements: in a cache line, in one stage, in several stages, or parts of complex128 in one copy
+SIZES = [0, 1, 7, 997, 70_001]  # elements: in a cache line, a stage, several stages; parts of complex128: one copy
 F32 = np.dtype(np.float32)
 
 
