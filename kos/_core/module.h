@@ -104,5 +104,7 @@ int eager_init(void);
 // Of codec.c.
 PyObject *codec_encode(PyObject *self, PyObject *args);
 PyObject *codec_decode(PyObject *self, PyObject *args);
+// Makes a tuple and a dict of the arguments of a vectorcall; 0, or an exception is set.  Both are the caller's.
+int unpack(PyObject *const *args, Py_ssize_t positional, PyObject *names, PyObject **given, PyObject **options);
 
 #endif

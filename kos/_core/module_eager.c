@@ -282,17 +282,11 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
 
 // Calls the method, and remembers how it went if the call has a key.  ``asked`` is the thread that waits for this.
 static PyObject *ask(Operation *o, const call_key *key, PyObject *const *args, Py_ssize_t positional, PyObject *names) {
-    PyObject *given = PyTuple_New(positional), *options = PyDict_New(), *result = NULL;
+    PyObject *given, *options, *result = NULL;
     PyObject *node = Py_NewRef(o->group->objects[NODE]);
     PyObject *asked = PyLong_FromUnsignedLong(key->words ? PyThread_get_thread_ident() : 0);
     PyObject *method = o->method ? Py_NewRef(o->method) : PyObject_GetAttr((PyObject *)o, s_start);
-    int error = !given || !options || !asked || !method || PyObject_SetAttr(node, s_asked, asked);
-    Py_XDECREF(asked);
-    for (Py_ssize_t a = 0; !error && a < positional; a++)
-        PyTuple_SetItem(given, a, Py_NewRef(args[a]));
-    for (Py_ssize_t a = 0; !error && names && a < PyTuple_Size(names); a++)
-        error = PyDict_SetItem(options, PyTuple_GetItem(names, a), args[positional + a]);
-    if (!error)
+    if (!unpack(args, positional, names, &given, &options) && asked && method && !PyObject_SetAttr(node, s_asked, asked))
         result = PyObject_Call(method, given, options);
     if (result && key->words) {
         PyObject *how = PyObject_CallMethodObjArgs(node, s_remember, o->name ? o->name : (PyObject *)o, given, options,
@@ -306,6 +300,7 @@ static PyObject *ask(Operation *o, const call_key *key, PyObject *const *args, P
         Py_XDECREF(how);
     }
     Py_DECREF(node);
+    Py_XDECREF(asked);
     Py_XDECREF(method);
     Py_XDECREF(given);
     Py_XDECREF(options);
