@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kos.comm import timeouts
 from kos.comm.control.wire import Connection, Waiting, drive
 from kos.errors import RendezvousError
 
@@ -99,7 +100,7 @@ class Newcomers:
             if now - max(each.asked, each.answered) <= READY_SECONDS:
                 continue
             if each.asked > each.answered:
-                self.refuse(each, f"no answer within {READY_SECONDS:g} s")
+                self.refuse(each, timeouts.late("it", timeouts.ANSWER, READY_SECONDS))
             else:
                 each.asked = now
                 tell(each.connection, {"ready": True})
