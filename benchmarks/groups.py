@@ -1,7 +1,8 @@
 """How long a change of the membership takes: python -m benchmarks.groups [--hosts 2] [--json FILE]
 
-Ranks on this machine run collectives over tcp (shared memory, or sockets with ``--hosts``).  In each round one of them
-kills itself, rank 0 in every other round, while a newcomer waits.  Seconds, the slowest rank of each round:
+Ranks on this machine run collectives over tcp (shared memory, or sockets with ``--hosts``), or on GPUs with ``--backend
+nccl`` or ``peer``.  In each round one of them kills itself, rank 0 in every other pair of rounds, while a newcomer
+waits.  Seconds, the slowest rank of each round:
 
 - detect: from the kill to the error on the survivors
 - shrink: the call, and a first all_reduce of the survivors
@@ -29,29 +30,40 @@ import numpy as np
 import kos
 from kos.bench.report import provenance, to_json
 from kos.commands import program
+from kos.cuda.devices import visible_devices
 from kos.errors import RankLost
 from kos.files import check_writable
+from kos.memory import Array
 
 SECONDS = 60.0  # limit for each wait
 PARTS = ("detect", "shrink", "grow", "replace")
+
+
+def add(comm: kos.Communicator) -> None:
+    """An all_reduce of 1,000 numbers, to its end."""
+    comm.all_reduce(np.ones(1000) if comm.device is None else Array.zeros(1000, "float32", comm.device))
+    comm.synchronize()
 
 
 def timed(call: Any) -> tuple[kos.Communicator, float]:
     """The communicator that ``call()`` returns, and the seconds until it has added for the first time."""
     began = time.monotonic()
     comm = call()
-    comm.all_reduce(np.ones(1000))
+    add(comm)
     return comm, time.monotonic() - began
 
 
-def run_rank(rounds: int, folder: Path, joins: bool) -> None:
+def largest(comm: kos.Communicator, number: int) -> int:
+    return max(int(each) for each in comm.all_gather_bytes(str(number).encode()))
+
+
+def run_rank(rounds: int, folder: Path, joins: bool, backend: str) -> None:
     """One rank: plays the rounds that are left, and prints what it measured."""
-    comm = kos.join(timeout=SECONDS) if joins else kos.init("tcp", timeout=SECONDS)
-    if joins:
-        comm.all_reduce(np.ones(1000))
+    comm = kos.join(timeout=SECONDS) if joins else kos.init(backend, timeout=SECONDS)
+    add(comm)
     number = 0
-    while (number := int(comm.all_gather(np.array(number)).max())) < rounds:
-        while not comm.broadcast(np.array(comm.newcomers()), 0):
+    while (number := largest(comm, number)) < rounds:
+        while not largest(comm, comm.newcomers()):
             time.sleep(0.001)
         try:
             comm.barrier()
@@ -59,7 +71,7 @@ def run_rank(rounds: int, folder: Path, joins: bool) -> None:
                 (folder / str(number)).write_text(repr(time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL)
             while True:
-                comm.all_reduce(np.ones(1000))
+                add(comm)
         except RankLost:
             found = {"detect": time.monotonic() - float((folder / str(number)).read_text())}
         if number % 2:
@@ -73,7 +85,7 @@ def run_rank(rounds: int, folder: Path, joins: bool) -> None:
     comm.close()
 
 
-def measure(ranks: int, rounds: int, hosts: int) -> dict[str, list[float]]:
+def measure(ranks: int, rounds: int, hosts: int, backend: str) -> dict[str, list[float]]:
     """Start the ranks, and a newcomer for each round; the seconds of each part, the slowest rank of each round."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -81,7 +93,8 @@ def measure(ranks: int, rounds: int, hosts: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory(prefix="kos-groups-") as name:
         env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
         env |= {"KOS_JOIN": f"{name}/address", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "benchmarks.groups", "--rounds", str(rounds), "--as-rank", name]
+        command = [sys.executable, "-m", "benchmarks.groups", "--rounds", str(rounds), "--backend", backend]
+        command += ["--as-rank", name]
 
         def start(number: int, more: dict[str, str], *options: str) -> subprocess.Popen[str]:
             host = {"KOS_HOST": f"host {number % hosts}"} if hosts > 1 else {}
@@ -106,22 +119,24 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--hosts", type=int, default=1, help="that the ranks pretend to be on")
+    parser.add_argument("--backend", choices=("tcp", "nccl", "peer"), default="tcp")
     parser.add_argument("--json", type=Path, help="where to write the seconds")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--joins", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank is not None:
-        return run_rank(options.rounds, options.as_rank, options.joins)
+        return run_rank(options.rounds, options.as_rank, options.joins, options.backend)
     if options.json is not None:
         check_writable(options.json)
-    seconds = measure(options.ranks, options.rounds, options.hosts)
-    print(f"{options.ranks} ranks on {options.hosts} hosts, seconds: median, largest")
+    seconds = measure(options.ranks, options.rounds, options.hosts, options.backend)
+    print(f"{options.ranks} ranks on {options.hosts} hosts, {options.backend}, seconds: median, largest")
     for part, found in seconds.items():
         print(f"{part:8} {median(found):6.3f} {max(found):6.3f}")
     if options.json is not None:
-        shape = {"ranks": options.ranks, "hosts": options.hosts, "rounds": options.rounds}
+        shape = {"backend": options.backend, "ranks": options.ranks, "hosts": options.hosts, "rounds": options.rounds}
+        gpu, gpus = (None, 1) if options.backend == "tcp" else (0, len(visible_devices()))
         rows = [{"what": part, "seconds": [round(each, 4) for each in found]} for part, found in seconds.items()]
-        options.json.write_text(to_json(provenance("benchmarks.groups", None, 1) | shape | {"rows": rows}))
+        options.json.write_text(to_json(provenance("benchmarks.groups", gpu, gpus) | shape | {"rows": rows}))
 
 
 if __name__ == "__main__":

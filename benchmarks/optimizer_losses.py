@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-import kos
+from benchmarks import paired_losses
 from benchmarks.optimizers import OPTIMIZERS
-from benchmarks.paired_losses import Row, add_arguments, find, seconds, work
-from kos.commands import program
-from kos.train.config.options import TrainConfig
-from kos.train.device.machine import thread_pools
+from benchmarks.paired_losses import Row, shown
 
 RATES = (3e-4, 6e-4, 1.2e-3, 2.4e-3, 4.8e-3)
 
@@ -40,23 +37,28 @@ class Wanted(NamedTuple):
     steps: int
 
 
-class Plan:
-    """The runs of a file: which are there, and which come next."""
+class Plan(paired_losses.Plan):
+    name, run = "benchmarks.optimizer_losses", Wanted
 
-    def __init__(self, arguments: argparse.Namespace, config: TrainConfig, rows: list[Row]) -> None:
-        self.arguments, self.rows, tokens_of_a_step = arguments, rows, config.batch_size * config.seq_len
-        self.steps = max(1, round(arguments.tokens / tokens_of_a_step))
-        self.tune_steps = max(1, round(arguments.tune_tokens / tokens_of_a_step))
-        self.short_steps = max(1, round(arguments.share * self.steps))
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--tune-tokens", type=float, default=12e6, metavar="N", help="of a rate's run (default: 12e6)"
+        )
+        parser.add_argument("--rates", type=float, nargs="+", default=RATES, metavar="LR", help=f"default: {RATES}")
+        parser.add_argument("--share", type=float, default=0.8, metavar="X", help="of Muon's runs (default: 0.8)")
 
-    def find(self, wanted: Wanted) -> Row | None:
-        return find(self.rows, wanted)
+    @property
+    def short_steps(self) -> int:
+        """Of Muon's runs."""
+        return max(1, round(self.arguments.share * self.steps))
 
     def tuning(self) -> list[Wanted]:
         """The runs by each rate; those of Muon once AdamW's best is known."""
-        adamw = [Wanted("adamw", lr, None, 0, self.tune_steps) for lr in self.arguments.rates]
+        steps = self.steps_of(self.arguments.tune_tokens)
+        adamw = [Wanted("adamw", lr, None, 0, steps) for lr in self.arguments.rates]
         found = self._best(adamw)
-        muon = [Wanted("muon", found.lr, rate, 0, self.tune_steps) for rate in self.arguments.rates] if found else []
+        muon = [Wanted("muon", found.lr, rate, 0, steps) for rate in self.arguments.rates] if found else []
         return adamw + muon
 
     def _best(self, tuning: Sequence[Wanted]) -> Wanted | None:
@@ -71,36 +73,17 @@ class Plan:
         return {name: self._best([wanted for wanted in tuning if wanted.optimizer == name]) for name in OPTIMIZERS}
 
     def of_seed(self, seed: int) -> dict[str, Wanted]:
-        """The runs that are compared; none while rates are not known."""
         found, steps = self.best(), dict(zip(OPTIMIZERS, (self.steps, self.short_steps), strict=True))
         if None in found.values():
             return {}
         return {name: each._replace(seed=seed, steps=steps[name]) for name, each in found.items() if each}
 
-    def missing(self) -> Iterator[Wanted]:
-        yield from (wanted for wanted in self.tuning() if self.find(wanted) is None)
-        for seed in range(1, self.arguments.seeds + 1):
-            yield from (wanted for wanted in self.of_seed(seed).values() if self.find(wanted) is None)
-
-    def seconds(self, wanted: Wanted) -> float:
-        return seconds(self.rows, wanted, "optimizer")
-
     def summary(self) -> list[Row]:
-        """Of each seed the last losses: AdamW's, and Muon's of its share of the tokens."""
-        found = []
-        for seed in range(1, self.arguments.seeds + 1):
-            rows = {name: self.find(wanted) for name, wanted in self.of_seed(seed).items()}
-            if rows and all(rows.values()):
-                losses = {name: row["val_loss"] for name, row in rows.items() if row}
-                found.append({"seed": seed, **losses, "share": self.short_steps / self.steps})
-        return found
+        """Also Muon's share of the tokens."""
+        return [{**row, "share": self.short_steps / self.steps} for row in super().summary()]
 
     def __str__(self) -> str:
         """The tables: of the learning rates, and of the seeds."""
-
-        def shown(value: float | None) -> str:
-            return f"{'-':>10}" if value is None else f"{value:>10.4f}"
-
         lines = [f"{'lr':<10}" + "".join(f"{name:>10}" for name in OPTIMIZERS)]
         tuning = {(each.optimizer, each.muon_lr or each.lr): each for each in self.tuning()}
         for lr in self.arguments.rates:
@@ -115,22 +98,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        program("benchmarks.optimizer_losses"), description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    add_arguments(parser)
-    parser.add_argument("--tune-tokens", type=float, default=12e6, metavar="N", help="of a rate's run (default: 12e6)")
-    parser.add_argument("--rates", type=float, nargs="+", default=RATES, metavar="LR", help=f"default: {RATES}")
-    parser.add_argument("--share", type=float, default=0.8, metavar="X", help="of Muon's runs (default: 0.8)")
-    arguments, flags = parser.parse_known_args(argv)
-    thread_pools()  # before other threads import
-    with kos.init() as comm:
-        say = print if comm.rank == 0 else lambda line: None
-        name, compared = "benchmarks.optimizer_losses", ("optimizer", "lr", "muon_lr")
-        work(name, compared, partial(Plan, arguments), arguments, flags, comm, say)
-
+main = partial(paired_losses.main, Plan, __doc__)
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
 """Runs whose validation losses are compared, on text that is not seen twice: what such benchmarks have in common.
 
-A benchmark says with a ``Plan`` which runs there are. ``work`` makes those that its file lacks: with a seed all begin
+A benchmark says with a ``Plan`` which runs there are. ``main`` makes those that its file lacks: with a seed all begin
 with the same weights and see the same tokens in the same order. The file has each run as soon as it is over.
 """
 
@@ -13,20 +13,22 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any, Protocol
+from statistics import mean, median, stdev
+from typing import Any, ClassVar
 
+import kos
 from benchmarks.optimizers import gpu_of, release
 from benchmarks.wheel_corpus import unpack
 from kos.bench import report
 from kos.comm.communicator import Communicator
+from kos.commands import program
 from kos.errors import ConfigError
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
 from kos.train.device.base import Device
 from kos.train.device.choose import layout_of, make_device
-from kos.train.device.machine import limit_threads
+from kos.train.device.machine import limit_threads, thread_pools
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop
@@ -41,22 +43,70 @@ Wanted = Any
 """A run: a NamedTuple of settings, ``seed`` and ``steps`` among them. The losses of seed 0 are those of its end."""
 
 
-class Plan(Protocol):
+class Plan:
     """The runs of a file: which are there, and which come next."""
 
-    rows: list[Row]
+    name: ClassVar[str]
+    """Of the benchmark."""
 
-    steps: int
-    """Of the longest run."""
+    run: ClassVar[type[Wanted]]
+    """Its fields before ``seed`` and ``steps`` are the settings that are compared; by the first a run's time varies."""
+
+    def __init__(self, arguments: argparse.Namespace, config: TrainConfig, rows: list[Row]) -> None:
+        self.arguments, self.rows, self.config = arguments, rows, config
+        self.steps = self.steps_of(arguments.tokens)
+        """Of the longest run."""
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Those of this benchmark alone."""
+
+    def tuning(self) -> list[Wanted]:
+        """The runs before those that are compared."""
+        return []
+
+    def of_seed(self, seed: int) -> dict[str, Wanted]:
+        """The runs that are compared by name, in their order; none while these are not known."""
+        raise NotImplementedError
+
+    def steps_of(self, tokens: float) -> int:
+        return max(1, round(tokens / (self.config.batch_size * self.config.seq_len)))
+
+    def find(self, wanted: Wanted) -> Row | None:
+        """The row of a run."""
+        names = wanted._asdict().items()
+        return next((row for row in self.rows if all(row[name] == value for name, value in names)), None)
 
     def missing(self) -> Iterator[Wanted]:
         """The runs that are not there yet, in order."""
+        yield from (wanted for wanted in self.tuning() if self.find(wanted) is None)
+        for seed in range(1, self.arguments.seeds + 1):
+            yield from (wanted for wanted in self.of_seed(seed).values() if self.find(wanted) is None)
 
     def seconds(self, wanted: Wanted) -> float:
         """About how long a run takes; 0: it is not known."""
+        kind = wanted._fields[0]
+        each = [row["seconds"] / row["steps"] for row in self.rows if row[kind] == getattr(wanted, kind)]
+        return float(wanted.steps * max(each, default=0.0))
 
     def summary(self) -> list[Row]:
-        """The comparison of each seed."""
+        """Of each seed whose runs are there the last losses; None: a run ended before."""
+        found = []
+        for seed in range(1, self.arguments.seeds + 1):
+            rows = {name: self.find(wanted) for name, wanted in self.of_seed(seed).items()}
+            if rows and all(rows.values()):
+                found.append({"seed": seed, **{name: row["val_loss"] for name, row in rows.items() if row}})
+        return found
+
+
+def shown(value: float | None, form: str = ".4f") -> str:
+    """A column of a table; None: no run has it."""
+    return f"{'-' if value is None else format(value, form):>10}"
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Of two or more values the mean, and its standard error."""
+    return mean(values), stdev(values) / math.sqrt(len(values))
 
 
 class Curve:
@@ -106,22 +156,25 @@ def run(config: TrainConfig, data: Dataset, comm: Communicator, wanted: Wanted, 
     }  # fmt: skip
 
 
-def find(rows: Sequence[Row], wanted: Wanted) -> Row | None:
-    """The row of a run."""
-    return next((row for row in rows if all(row[name] == value for name, value in wanted._asdict().items())), None)
+def main(kind: type[Plan], about: str | None, argv: Sequence[str] | None = None) -> None:
+    """The command of a benchmark."""
+    parser = argparse.ArgumentParser(
+        program(kind.name), description=about, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    _add_arguments(parser)
+    kind.add_arguments(parser)
+    arguments, flags = parser.parse_known_args(argv)
+    thread_pools()  # before other threads import
+    with kos.init() as comm:
+        _work(kind, arguments, flags, comm, print if comm.rank == 0 else lambda line: None)
 
 
-def seconds(rows: Sequence[Row], wanted: Wanted, kind: str) -> float:
-    """About how long a run takes, by those of the same ``kind``, a setting; 0: it is not known."""
-    each = [row["seconds"] / row["steps"] for row in rows if row[kind] == getattr(wanted, kind)]
-    return float(wanted.steps * max(each, default=0.0))
-
-
-def work(
-    name: str, compared: Sequence[str], make_plan: Callable[[TrainConfig, list[Row]], Plan],
-    arguments: argparse.Namespace, flags: Sequence[str], comm: Communicator, say: Callable[[str], object],
+def _work(
+    kind: type[Plan], arguments: argparse.Namespace, flags: Sequence[str], comm: Communicator,
+    say: Callable[[str], object],
 ) -> None:  # fmt: skip
-    """All runs of benchmark ``name`` for which there is time. They differ in the settings ``compared``. Collective."""
+    """All runs for which there is time. Collective."""
     began = time.monotonic()
     path = together(comm, lambda: unpack(arguments.corpus) if comm.rank == 0 else None)
     given = ["--data", str(path or unpack(arguments.corpus)), "--eval-batches", "32", *flags, "--epochs", "1"]
@@ -131,12 +184,10 @@ def work(
     limit_threads(comm)
     data = together(comm, lambda: load_data(config))
     size = config.batch_size * config.seq_len
-    about = {key: value for key, value in config.to_json().items() if key not in (*compared, *VARIED, "data", "epochs")}
-    head = {
-        **report.provenance(name, gpu, comm.size), "fingerprint": data.fingerprint,
-        "settings": about,
-    }  # fmt: skip
-    plan = make_plan(config, _earlier(arguments.json, head))
+    other = {*kind.run._fields, *VARIED, "data", "epochs"}
+    about = {key: value for key, value in config.to_json().items() if key not in other}
+    head = {**report.provenance(kind.name, gpu, comm.size), "fingerprint": data.fingerprint, "settings": about}
+    plan = kind(arguments, config, _earlier(arguments.json, head))
     if plan.steps > data.steps_per_epoch:
         most = data.steps_per_epoch * size
         raise ConfigError(f"--tokens: expected at most {most:,}, which are seen once, got {arguments.tokens:,.0f}")
@@ -176,7 +227,7 @@ def _write(path: Path, result: Row) -> None:
     os.replace(beside, path)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", type=Path, required=True, metavar="FILE", help="text, JSON Lines, or that in .xz")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="the results, and those of before")
     parser.add_argument("--tokens", type=float, default=60e6, metavar="N", help="of a run (default: 60e6)")

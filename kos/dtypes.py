@@ -32,11 +32,8 @@ class DType:
     """The member of ncclDataType_t."""
     accumulate: np.dtype[Any]
     """The type in which sums and products are computed."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return self.numpy.itemsize
+    itemsize: int
+    """Bytes of one element."""
 
     @property
     def is_float(self) -> bool:
@@ -49,8 +46,8 @@ class DType:
 
 def _entry(numpy: Any, kind: str, mpi: str, nccl: str) -> DType:
     dtype = np.dtype(numpy)
-    narrow = kind == "float" and dtype.itemsize < 4
-    return DType(dtype.name, dtype, kind, mpi, nccl, np.dtype(np.float32) if narrow else dtype)
+    accumulate = np.dtype(np.float32) if kind == "float" and dtype.itemsize < 4 else dtype
+    return DType(dtype.name, dtype, kind, mpi, nccl, accumulate, dtype.itemsize)
 
 
 DTYPES: dict[str, DType] = {
@@ -77,7 +74,11 @@ DTYPES: dict[str, DType] = {
 }
 """All element types by name."""
 
+DTYPE_CODES = {entry.numpy: code for code, entry in enumerate(DTYPES.values())}
+"""The number that stands for a dtype in a message."""
+
 _BY_NUMPY: dict[np.dtype[Any], DType] = {entry.numpy: entry for entry in DTYPES.values()}
+_BY_CODE = list(_BY_NUMPY)
 
 
 def dtype_of(numpy_dtype: np.dtype[Any]) -> DType:
@@ -87,6 +88,11 @@ def dtype_of(numpy_dtype: np.dtype[Any]) -> DType:
     non-native byte order.
     """
     entry = _BY_NUMPY.get(numpy_dtype)
-    if entry is None or not numpy_dtype.isnative:
+    if entry is None:
         raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}; got {numpy_dtype!r}")
     return entry
+
+
+def dtype_of_code(code: int) -> np.dtype[Any]:
+    """The dtype that a message names."""
+    return _BY_CODE[code % len(_BY_CODE)]

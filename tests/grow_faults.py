@@ -1,6 +1,6 @@
-"""The fault campaign of memberships: kills, stops and joins at random while ranks run random collectives on tcp.
+"""The fault campaign of memberships: kills, stops and joins at random while ranks run random collectives.
 
-usage: python -m tests.faults grow --trials N [--seed S] [--timeout T] [--jobs J] [--out FILE]
+usage: python -m tests.faults grow --trials N [--backend tcp|peer] [--seed S] [--timeout T] [--jobs J] [--out FILE]
 
 A trial starts 2 to 4 ranks as processes.  They play rounds of collectives with known results.  After a failure the
 survivors call ``shrink``, or ``replace`` and then ``shrink``; when newcomers wait they call ``grow``.  The trial's seed
@@ -9,6 +9,8 @@ and newcomers join, or die or are stopped while they join.  In half of the trial
 
 The trial is right if all live ranks end in time with one membership, which is that of the live processes, if no result
 was wrong, and if a rank that was stopped ends with an error that says so, or is still a member.
+
+On ``peer``, ranks share the GPUs, and all are on one host.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import numpy as np
 
 import kos
 from kos.errors import KosError
+from kos.memory import Array
 from tests.forked import PATHS, Forked, fork_server
 
 START_SECONDS = 60.0  # for ranks to come
@@ -55,14 +58,16 @@ class Trial:
     replaces: bool  # after a failure: replace, else shrink
     hosts: int
     timeout: float
+    backend: str
     events: list[tuple[str, float]]  # kinds, and a moment within 1 s
 
     @classmethod
-    def of(cls, seed: int, timeout: float) -> Trial:
+    def of(cls, seed: int, timeout: float, backend: str = "tcp") -> Trial:
         rng = np.random.default_rng([seed, 43])
         kinds = [str(rng.choice(KINDS)) for _ in range(int(rng.integers(1, 4)))]
         events = [(kind, float(rng.random())) for kind in kinds]
-        return cls(seed, int(rng.integers(2, 5)), bool(rng.random() < 0.5), int(rng.integers(1, 3)), timeout, events)
+        size, replaces, hosts = int(rng.integers(2, 5)), bool(rng.random() < 0.5), int(rng.integers(1, 3))
+        return cls(seed, size, replaces, hosts if backend == "tcp" else 1, timeout, backend, events)
 
     def __str__(self) -> str:
         how, kinds = "replace" if self.replaces else "shrink", ", ".join(kind for kind, _ in self.events)
@@ -76,13 +81,13 @@ class Out(Exception):
     """This rank was left out by the others."""
 
 
-def run_rank(seed: int, timeout: float, folder_name: str, joins: bool) -> int:
+def run_rank(seed: int, timeout: float, backend: str, folder_name: str, joins: bool) -> int:
     """The process of one rank: leaves what it met in its folder."""
     faulthandler.register(signal.SIGUSR2)
-    trial, folder, report = Trial.of(seed, timeout), Path(folder_name), dict[str, Any]()
+    trial, folder, report = Trial.of(seed, timeout, backend), Path(folder_name), dict[str, Any]()
     code = 1
     try:
-        comm = kos.join(timeout=START_SECONDS) if joins else kos.init("tcp", timeout=START_SECONDS)
+        comm = kos.join(timeout=START_SECONDS) if joins else kos.init(backend, timeout=START_SECONDS)
         comm.timeout = timeout
         report["members"] = _play(trial, comm, folder)
         code = 0
@@ -101,9 +106,9 @@ def _play(trial: Trial, comm: kos.Communicator, folder: Path) -> list[int]:
         try:
             if fresh:
                 members = [int(each) for each in comm.all_gather_bytes(me)]
-                number, fresh = int(comm.all_gather(np.array(number)).max()), False
+                number, fresh = int(_table(comm, number).max()), False
                 _write(folder / f"at-{os.getpid()}.json", {"members": members, "round": number})
-            table = comm.all_gather(np.array([number, (folder / "end").exists(), comm.newcomers()]))
+            table = _table(comm, number, (folder / "end").exists(), comm.newcomers())
             assert (table[:, 0] == number).all(), f"rounds differ: {table[:, 0]}"
             if table[:, 1].any():
                 comm.barrier()
@@ -118,6 +123,11 @@ def _play(trial: Trial, comm: kos.Communicator, folder: Path) -> list[int]:
             _check_out(comm, error)
             if comm.failure is not None or not str(error).startswith("world: grow"):
                 comm, fresh = _recover(trial, comm), True
+
+
+def _table(comm: kos.Communicator, *numbers: int) -> Any:
+    """The numbers of each rank, as a row."""
+    return np.array([json.loads(each) for each in comm.all_gather_bytes(json.dumps([*map(int, numbers)]).encode())])
 
 
 def _recover(trial: Trial, comm: kos.Communicator) -> kos.Communicator:
@@ -142,26 +152,31 @@ def _round(comm: kos.Communicator, rng: Any, number: int) -> None:
     ramp, total = np.arange(count, dtype=np.float32) % 64 + number % 8, n * (n - 1) / 2
     calls = ["all_reduce", "broadcast", "all_gather", "split", "ring", "async", "barrier"]
     name, root = str(rng.choice(calls)), number % n
+    mine: Any = ramp + r if comm.device is None else Array.from_numpy(ramp + r, comm.device)
     got: Any = None
     expected: Any = None
     if name == "all_reduce":
-        got, expected = comm.all_reduce(ramp + r), n * ramp + total
+        got, expected = comm.all_reduce(mine), n * ramp + total
     elif name == "broadcast":
-        got, expected = comm.broadcast(ramp + r, root), ramp + root
+        got, expected = comm.broadcast(mine, root), ramp + root
     elif name == "all_gather":
-        got, expected = comm.all_gather(ramp + r), np.stack([ramp + each for each in range(n)])
+        got, expected = comm.all_gather(mine), np.stack([ramp + each for each in range(n)])
     elif name == "split":
         with comm.group(range(n)) as part:  # type: ignore[union-attr]
-            got, expected = part.all_reduce(ramp + r), n * ramp + total
+            got, expected = part.all_reduce(mine), n * ramp + total
+            part.synchronize()
     elif name == "ring" and n > 1:
-        got, expected = np.empty_like(ramp), ramp + (r - 1) % n
-        comm.send_recv(ramp + r, got, (r + 1) % n, (r - 1) % n)
+        got = np.empty_like(ramp) if comm.device is None else Array.zeros(count, "float32", comm.device)
+        expected = ramp + (r - 1) % n
+        comm.send_recv(mine, got, (r + 1) % n, (r - 1) % n)
     elif name == "async":
-        work = comm.all_reduce(ramp + r, async_op=True)
+        work = comm.all_reduce(mine, async_op=True)
         got, expected = work.wait(), n * ramp + total
     else:
         comm.barrier()
-    assert np.array_equal(got, expected), f"wrong result of {name} in round {number}"
+    comm.synchronize()
+    found = got.numpy() if isinstance(got, Array) else got
+    assert np.array_equal(found, expected), f"wrong result of {name} in round {number}"
 
 
 def _write(path: Path, report: dict[str, Any]) -> None:
@@ -185,8 +200,10 @@ class Ranks:
 
     def start(self, rank: int | None = None) -> int:
         number = len(self.live) + len(self.stopped) + len(self.dead)
-        env = self.env | ({} if rank is None else {"RANK": str(rank)}) | {"KOS_HOST": f"h{number % self.trial.hosts}"}
-        arguments = [self.trial.seed, self.trial.timeout, str(self.folder), rank is None]
+        env = self.env | ({} if rank is None else {"RANK": str(rank)})
+        env |= {"KOS_HOST": f"h{number % self.trial.hosts}"} if self.trial.backend == "tcp" else {}
+        trial = self.trial
+        arguments = [trial.seed, trial.timeout, trial.backend, str(self.folder), rank is None]
         process = fork_server().start("tests.grow_faults:run_rank", arguments, env, self.folder / "log")
         self.live[process.pid] = process
         return process.pid
@@ -353,11 +370,11 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def campaign(trials: int, seed: int, timeout: float, jobs: int, out: Path | None = None) -> int:
+def campaign(trials: int, backend: str, seed: int, timeout: float, jobs: int, out: Path | None = None) -> int:
     """Run the trials, print what was wrong and the counts; the number of wrong ones."""
     began, counts, wrong = time.monotonic(), Counter[str](), list[dict[str, str]]()
-    chosen = [Trial.of(seed + index, timeout) for index in range(trials)]
-    print(f"seed {seed}: {trials} trials of memberships on tcp, timeout {timeout:g} s, {jobs} at a time", flush=True)
+    chosen = [Trial.of(seed + index, timeout, backend) for index in range(trials)]
+    print(f"seed {seed}: {trials} trials of memberships on {backend}, timeout {timeout:g} s, {jobs} jobs", flush=True)
     with ThreadPoolExecutor(jobs) as pool:
         for trial, (became, story) in zip(chosen, pool.map(run_trial, chosen), strict=True):
             counts[became] += 1
@@ -366,7 +383,8 @@ def campaign(trials: int, seed: int, timeout: float, jobs: int, out: Path | None
                 print(f"WRONG {trial}: {became}\n      {story}", flush=True)
             if out is not None:
                 seconds = round(time.monotonic() - began, 1)
-                done = {"seed": seed, "timeout": timeout, "of": trials, "verdicts": dict(counts), "seconds": seconds}
+                done = {"backend": backend, "seed": seed, "timeout": timeout, "of": trials, "verdicts": dict(counts)}
+                done["seconds"] = seconds
                 out.write_text(json.dumps({**done, "wrong": wrong}, indent=1) + "\n")
     events = Counter(kind for trial in chosen for kind, _ in trial.events)
     shown = ", ".join(f"{count} {kind!r}" for kind, count in sorted(events.items()))
@@ -377,10 +395,12 @@ def campaign(trials: int, seed: int, timeout: float, jobs: int, out: Path | None
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults grow", description="Change memberships at random.")
     parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--backend", choices=("tcp", "peer"), default="tcp")
     parser.add_argument("--seed", type=int, default=None, help="of the first trial; the next ones follow it")
-    parser.add_argument("--timeout", type=float, default=3.0, help="of the ranks, in seconds")
+    parser.add_argument("--timeout", type=float, default=None, help="of the ranks, in seconds (3; on peer 5)")
     parser.add_argument("--jobs", type=int, default=1, help="trials side by side")
     parser.add_argument("--out", type=Path, default=None, help="where to write the summary, as JSON")
     options = parser.parse_args(arguments)
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if options.seed is None else options.seed
-    return int(campaign(options.trials, seed, options.timeout, options.jobs, options.out) > 0)
+    timeout = options.timeout or (3.0 if options.backend == "tcp" else 5.0)
+    return int(campaign(options.trials, options.backend, seed, timeout, options.jobs, options.out) > 0)

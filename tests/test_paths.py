@@ -13,11 +13,11 @@ from tests.launcher import needs_mpirun
 
 MOST: dict[str, dict[str, tuple[int, int | None]]] = {
     "mock": {"miss": (16, None), "hit": (14, None)},  # how often its threads return depends on their timing
-    "tcp": {"miss": (13, 12), "hit": (0, 0)},
-    "mpi": {"miss": (13, 12), "hit": (0, 0)},
-    "nccl": {"miss": (16, 24), "hit": (0, 0)},  # a miss describes the launch, and the core makes the hits
-    "peer": {"miss": (22, 38), "hit": (0, 0)},
-    "nccl+peer": {"miss": (17, 26), "hit": (0, 0)},
+    "tcp": {"miss": (9, 11), "hit": (0, 0)},
+    "mpi": {"miss": (9, 11), "hit": (0, 0)},
+    "nccl": {"miss": (11, 20), "hit": (0, 0)},  # a miss describes the launch, and the core makes the hits
+    "peer": {"miss": (16, 27), "hit": (0, 0)},
+    "nccl+peer": {"miss": (12, 22), "hit": (0, 0)},
 }
 """Files, and returns to one of them, with the compiled core; these numbers only go down."""
 if native is None:  # how often ranks return depends on their timing

@@ -141,6 +141,17 @@ def eight_bits() -> dict[str, dict[str, Row]]:
     return found
 
 
+EIGHT_BIT_LOSSES = {"124m": "fp8-losses-h100-1", "baby": "fp8-losses-baby-h100-1"}
+
+
+def losses(name: str, compared: str) -> dict[int, dict[str, Row]]:
+    """The runs of a file of paired losses, by seed and then by ``compared``, a setting; those of tuning have seed 0."""
+    found: dict[int, dict[str, Row]] = {}
+    for row in sorted((row for row in load(name)["rows"] if row["seed"]), key=lambda row: row["seed"]):
+        found.setdefault(row["seed"], {})[row[compared]] = row
+    return found
+
+
 def variant(row: Row) -> str:
     """How PyTorch was set up, in words."""
     words = {

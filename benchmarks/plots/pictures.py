@@ -280,6 +280,26 @@ def baby() -> Any:
     return figure
 
 
+def fp8_losses() -> Any:
+    """Validation losses of pairs of runs in bfloat16 and in 8 bits, and the differences."""
+    figure, panels = new(3.6, rows=2, columns=2, sharex="col", height_ratios=[2, 1])
+    for (curves, changes), (label, file) in zip(panels.T, measured.EIGHT_BIT_LOSSES.items(), strict=True):
+        for seed, found in measured.losses(file, "dtype").items():
+            tokens = [seen / 1e6 for seen, _ in found["fp8"]["curve"]]
+            sixteen, eight = ([loss for _, loss in found[dtype]["curve"]] for dtype in ("bfloat16", "fp8"))
+            for name, series, color, style in (("bfloat16", sixteen, PEER, "-"), ("fp8", eight, KOS, "--")):
+                curves.plot(tokens, series, style, color=color, linewidth=0.9, label=name if seed == 1 else None)
+            changes.plot(tokens, [100 * (b / a - 1) for a, b in zip(sixteen, eight, strict=True)], color=KOS,
+                         linewidth=0.9)  # fmt: skip
+        curves.set_title(f"{label} on {gpus(file)}, three seeds")
+        changes.axhline(0, **LIMIT_LINE)
+        changes.set(xlabel="million tokens", ylim=(-4, 4))
+    panels[0][0].set_ylabel("validation loss")
+    panels[1][0].set_ylabel("fp8 differs, %")
+    panels[0][0].legend()
+    return figure
+
+
 PICTURES = {
     "latency": latency,
     "training-types": training_types,
@@ -293,4 +313,5 @@ PICTURES = {
     "kernels": kernels,
     "attention": attention,
     "torch-backend": torch_backend,
+    "fp8-losses": fp8_losses,
 }

@@ -13,7 +13,8 @@ from benchmarks.plots import tables_training as training
 from benchmarks.plots.results import RESULTS, ROOT, gpus, load, newest, ratio, table, us
 from kos.bench.report import size
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted((DOCS / "benchmarks").glob("*.md")), DOCS / "how-it-works" / "fp8.md"]
 MARKED = re.compile(r"(?P<begin>^<!-- table (?P<name>\S+) -->\n)(?P<body>.*?)(?P<end>^<!-- end -->$)", re.M | re.S)
 
 
@@ -105,7 +106,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosts-files": partial(provenance, "host-calls-2", "host-calls-4"),
     "training": training.training,
     "training-types": training.training_types,
+    "optimizer-rates": training.optimizer_rates,
     "optimizer-losses": training.optimizer_losses,
+    "fp8-losses": training.fp8_losses,
     "training-cpu": training.training_cpu,
     "training-files": partial(
         provenance, *(("train", ranks) for ranks in measured.TRAINED_ON), ("train-fp8", 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from benchmarks.paired_losses import mean_and_error
 from benchmarks.plots import measured
 from benchmarks.plots.results import GIB, RESULTS, Row, gpus, load, newest, one, ratio, select, table
 from kos.train.tools.profile import OPTIMIZER
@@ -48,16 +49,42 @@ def training_types() -> str:
     return table([f"{gpus(newest('train-fp8', 1))}, sequences x tokens", *head], rows)
 
 
-def optimizer_losses() -> str:
-    """AdamW and Muon on equal text: the runs after the tuning, which has the fewest tokens."""
+def loss(row: Row) -> str:
+    return f"{row['val_loss']:.4f}"
+
+
+def optimizer_rates() -> str:
+    """The losses of tuning, which has the fewest tokens: of AdamW by its rate, of Muon by its matrices'."""
     rows = load("optimizer-losses-h100-1")["rows"]
-    tuning = min(row["tokens"] for row in rows)
+    tokens_seen = min(row["tokens"] for row in rows)
+    found = {(row["optimizer"], row["muon_lr"] or row["lr"]): loss(row) for row in rows if row["tokens"] == tokens_seen}
+    rates = sorted({rate for _, rate in found})
+    lines = [[name, *(found[name, rate] for rate in rates)] for name in ("adamw", "muon")]
+    return table([f"{tokens_seen / 1e6:.0f} million tokens, by rate", *map(str, rates)], lines)
+
+
+def optimizer_losses() -> str:
+    """AdamW and Muon on equal text: the runs of each seed after the tuning."""
     lines = []
-    for row in sorted((row for row in rows if row["tokens"] > tuning), key=lambda row: (row["seed"], row["optimizer"])):
-        rates = ", ".join(f"{row[key]:g}" for key in ("lr", "muon_lr") if row.get(key))
-        tokens_seen = f"{row['tokens'] / 1e6:.0f}"
-        lines.append([str(row["seed"]), row["optimizer"], rates, tokens_seen, f"{row['val_loss']:.4f}"])
-    return table(["seed", "optimizer", "learning rates", "million tokens", "validation loss"], lines)
+    runs = measured.losses("optimizer-losses-h100-1", "optimizer")
+    for seed, found in runs.items():
+        change = found["muon"]["val_loss"] / found["adamw"]["val_loss"] - 1
+        lines.append([str(seed), loss(found["adamw"]), loss(found["muon"]), f"{change:+.2%}"])
+    sizes = {name: f"{name}, {row['tokens'] / 1e6:.0f} million tokens" for name, row in runs[1].items()}
+    return table(["seed", sizes["adamw"], sizes["muon"], "differs"], lines)
+
+
+def fp8_losses() -> str:
+    """The last losses in 8 bits beside bfloat16's, by seed, and the mean of the differences with its standard error."""
+    lines = []
+    for label, name in measured.EIGHT_BIT_LOSSES.items():
+        pairs = measured.losses(name, "dtype").values()
+        changes = [100 * (found["fp8"]["val_loss"] / found["bfloat16"]["val_loss"] - 1) for found in pairs]
+        mean, error = mean_and_error(changes)
+        cells = [", ".join(loss(found[dtype]) for found in pairs) for dtype in ("bfloat16", "fp8")]
+        each = ", ".join(f"{change:+.2f}%" for change in changes)
+        lines.append([f"[{label}](benchmarks/results/{name}.json)", *cells, each, f"{mean:+.2f}% ± {error:.2f}%"])
+    return table(["three seeds", "bfloat16", "fp8", "fp8 differs", "mean"], lines)
 
 
 def training_cpu() -> str:

@@ -11,7 +11,7 @@
 enum {
     POLLS = 100,  // between two checks of the clock and the failure word, which other ranks may be writing
     PAUSES = 10,  // between two polls without the GIL
-    PAUSES_NS = 50000, YIELDS_NS = 1000000, SLEEP_NS = 100000,  // a long wait: pause, then yield, then sleep
+    PAUSES_NS = 50000, YIELDS_NS = 4000000, SLEEP_NS = 100000,  // a long wait: pause, then yield, then sleep
 };
 
 static inline void pause_core(void) {

@@ -1,5 +1,6 @@
 // One copy from another process's memory, by process_vm_readv ("cross memory attach"), which Linux allows to processes
-// that may debug each other.  A slot would need two copies, and its lines would come from the core that wrote them.
+// that may debug each other.  Linux pins each page, so that two copies through a slot, which stays in the caches, are
+// faster up to some 512 KB, and at any size where several ranks read the data or one rank reads from all (prepare.c).
 //
 // In the first stage of a call each rank offers its data: it writes to its area, for every rank, where the data is.
 // Data that fits is in the area; for the rest the offer has its address, or says that it comes in later stages, if the
@@ -35,34 +36,29 @@ static kos_offer *offer_of(const kos_group *g, const kos_work *w, int rank) {
     return (kos_offer *)kos_area_of(g, w->first, rank);
 }
 
-static int takes(const kos_prepared *p, int rank) { return kos_is_in(p->patterns[0]->takers, rank, p->root); }
-
 void kos_put_offer(kos_group *g, kos_work *w) {
     const kos_prepared *p = w->prepared;
-    const kos_pattern *pattern = p->patterns[0];
     kos_offer *offer = offer_of(g, w, g->rank);
-    const int puts = kos_is_in(pattern->putters, g->rank, p->root);
+    const int puts = kos_is_in(p->patterns[0]->putters, g->rank, p->root);
     size_t end = kos_up(sizeof *offer + g->size * sizeof *offer->parts, KOS_CACHE_LINE);
-    uint64_t later = 0, shared = 0;
+    uint64_t later = 0;
     int readable = -1;  // not known yet
     for (int r = 0; r < g->size; r++) {
         kos_part mine = p->parts[r];
         uint8_t byte;
-        offer->parts[r].bytes = puts && takes(p, r) ? mine.bytes : 0;
+        offer->parts[r].bytes = puts ? mine.bytes : 0;
         offer->parts[r].expects = p->parts[g->size + r].bytes;
         if (r == g->rank || !offer->parts[r].bytes)
             offer->parts[r].at = KOS_IN_SLOT;
-        else if (!pattern->parted && shared)
-            offer->parts[r].at = shared;
-        else if (!pattern->reduces && end + mine.bytes <= g->layout.area_bytes) {
+        else if (end + mine.bytes <= g->layout.area_bytes) {
             memcpy((uint8_t *)offer + end, w->send + mine.at, mine.bytes);
-            offer->parts[r].at = shared = KOS_IN_SLOT + end;
+            offer->parts[r].at = KOS_IN_SLOT + end;
             end += kos_up(mine.bytes, KOS_CACHE_LINE);
         } else {
             uint64_t address = (uint64_t)(uintptr_t)(w->send + mine.at);
             if (readable < 0)
                 readable = g->direct && !kos_read(g, g->rank, &byte, address, 1);
-            offer->parts[r].at = shared = readable ? address : KOS_LATER;
+            offer->parts[r].at = readable ? address : KOS_LATER;
             w->drains |= readable > 0;
             later = !readable && mine.bytes > later ? mine.bytes : later;
         }
@@ -103,28 +99,6 @@ static int take_part(kos_group *g, kos_work *w, int r) {
     return 0;
 }
 
-// Reads and reduces in chunks that stay in the cache.
-static int reduce_parts(kos_group *g, kos_work *w) {
-    const kos_prepared *p = w->prepared;
-    const size_t most = KOS_SCRATCH_BYTES / (size_t)g->size / KOS_CACHE_LINE * KOS_CACHE_LINE;
-    const kos_part mine = p->parts[g->rank];
-    for (size_t at = 0; at < mine.bytes; at += most) {
-        const void *in[KOS_MAX_RANKS];
-        size_t bytes = mine.bytes - at < most ? mine.bytes - at : most;
-        for (int r = 0; r < g->size; r++) {
-            uint8_t *to = g->scratch + most * (size_t)r;
-            in[r] = r == g->rank ? w->send + mine.at + at : to;
-            int error = r == g->rank ? 0 : kos_read(g, r, to, offer_of(g, w, r)->parts[g->rank].at + at, bytes);
-            if (error) {
-                w->unreadable = r + 1;
-                return error;
-            }
-        }
-        kos_reduce(&p->reduction, w->recv + at, in, g->size, bytes / p->reduction.bytes, g->size);
-    }
-    return 0;
-}
-
 int kos_take_offers(kos_group *g, kos_work *w) {
     const kos_prepared *p = w->prepared;
     uint64_t later = 0;
@@ -134,15 +108,9 @@ int kos_take_offers(kos_group *g, kos_work *w) {
         uint64_t theirs = offer_of(g, w, r)->later;
         later = theirs > later ? theirs : later;
     }
-    if (p->patterns[0]->reduces && later) {
-        for (int r = 0; r < g->size; r++)  // all in later stages: the parts of the longest receiver are those of all
-            later = p->parts[r].bytes > later ? p->parts[r].bytes : later;
-        w->drains = 0;
-    } else if (p->patterns[0]->reduces)
-        error = reduce_parts(g, w);
-    else if (p->operation == KOS_ALL_TO_ALL && (w->unreadable = 1 + differing(g, w)))
+    if (p->operation == KOS_ALL_TO_ALL && (w->unreadable = 1 + differing(g, w)))
         error = -1;
-    else if (takes(p, g->rank))
+    else
         for (int r = 0; r < g->size && !error; r++)
             if (kos_is_in(p->patterns[0]->sources, r, p->root) && (error = take_part(g, w, r)))
                 w->unreadable = r + 1;

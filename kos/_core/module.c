@@ -159,6 +159,8 @@ static PyMethodDef functions[] = {
     {"tensors", take_tensors, METH_O, NULL},
     {"arrays", take_arrays, METH_O, NULL},
     {"windows", take_windows, METH_O, NULL},
+    {"encode", codec_encode, METH_VARARGS, NULL},
+    {"decode", codec_decode, METH_VARARGS, NULL},
     {0},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", NULL, -1, functions, NULL, NULL, NULL, NULL};

@@ -101,5 +101,8 @@ void set_field(State *s, int field, PyObject *value);
 State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
                  PyObject *sequence, PyObject *record);
 int eager_init(void);
+// Of codec.c.
+PyObject *codec_encode(PyObject *self, PyObject *args);
+PyObject *codec_decode(PyObject *self, PyObject *args);
 
 #endif

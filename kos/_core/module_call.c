@@ -37,25 +37,29 @@ static int advance(Work *work) {
     return kos_phase_of(&work->core) == KOS_BROKEN ? -1 : kos_phase_of(&work->core) == KOS_ENDED;
 }
 
-// wait(): advances a Work for KOS_WAIT_NS at most, and not while there are others, which Python advances too.  Returns
-// None if it is complete, or the Work.  A signal's handler may raise: nobody would have the Work of a message then, so
-// it is cancelled.
+// wait(): advances a Work until it has made no progress for KOS_WAIT_NS, and not while there are others, which Python
+// advances too.  Returns None if it is complete, or the Work.  A signal's handler may raise: nobody would have the Work
+// of a message then, so it is cancelled.
 static PyObject *work_wait(PyObject *work, PyObject *unused) {
     Group *g = (Group *)((Work *)work)->group;
     kos_work *w = &((Work *)work)->core;
-    const int64_t start = kos_clock();
+    int64_t start = kos_clock();
+    uint64_t progress = w->progress;
     for (int polls = 0, ended;; polls++) {
         if ((ended = advance((Work *)work)))
             return ended < 0 ? NULL : Py_NewRef(Py_None);
-        if (!is_only(&g->core, w) || kos_clock() - start >= KOS_WAIT_NS)
+        if (PyErr_CheckSignals())
             break;
+        if (w->progress != progress)  // it has copied meanwhile: the other ranks do the same
+            start = kos_clock();
+        progress = w->progress;
+        if (!is_only(&g->core, w) || kos_clock() - start >= KOS_WAIT_NS)
+            return Py_NewRef(work);
         g->parks += !polls;
         Py_BEGIN_ALLOW_THREADS
         kos_rest(start, g->core.yields || !g->core.spin_ns);
         Py_END_ALLOW_THREADS
     }
-    if (!PyErr_CheckSignals())
-        return Py_NewRef(work);
     kos_abandon(&g->core, w);
     return NULL;
 }

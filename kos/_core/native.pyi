@@ -23,6 +23,12 @@ MOST_WORDS: int
 def layout(size: int, /) -> tuple[int, int, int, int, int]:
     """Bytes from the start of a segment to its lines, rings, texts and mailboxes, and of the whole."""
 
+def encode(bits: int, top: int, dtype: int, x: Any, out: Any, /) -> None:
+    """``Format.encode``: ``dtype`` as in ``compression.CARRIED``, the arrays as bytes.  ValueError: they do not fit."""
+
+def decode(bits: int, top: int, dtype: int, data: Any, out: Any, add: bool, /) -> None:
+    """``Format.decode``, likewise."""
+
 class Owner(Protocol):
     def failed(self, code: int, rank: int, word: int, *counts: int) -> NoReturn:
         """``counts``, of COUNTS: the receiver, the bytes that it expects, and those that are sent."""
@@ -31,7 +37,7 @@ class Work:
     def done(self) -> bool:
         """Advance all Works of the group; whether this one is complete."""
     def wait(self) -> Work | None:
-        """Advance it for up to 10 ms; None if it is complete."""
+        """Advance it until 10 ms pass without progress; None if it is complete."""
     def cancel(self) -> None:
         """End a message that is not complete."""
     def missing(self, rank: int, /) -> int:
@@ -72,7 +78,7 @@ class Group:
     ) -> Any:  # fmt: skip
         """A call for any arrays, for ``start``; None if it is not supported.  The counts are of uint64, by rank."""
     def start(self, prepared: Any, sequence: int, waits: bool, send: Any, recv: Any, /) -> Work | None:
-        """Begin a call, and wait for up to 10 ms if it ``waits``; None if it is complete.
+        """Begin a call, and ``wait`` for it if it ``waits``; None if it is complete.
 
         Arrays are objects with the buffer protocol; None where this rank has none, one array for a call in place.
         """

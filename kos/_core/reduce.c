@@ -11,17 +11,9 @@
 
 enum { BLOCK_BYTES = 4096 };  // of an accumulator
 
-// Also compiled for AVX2, which the loader chooses where the CPU has it: 10 to 20% faster for 1 to 64 KB.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) \
-    && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-#define WIDE __attribute__((target_clones("avx2", "default")))
-#else
-#define WIDE
-#endif
-
 // ivdep: `out` is one of the inputs, or overlaps none.
 #define COMBINE(name, type, expression) \
-    WIDE static void name(void *out, const void *first, const void *second, size_t count) { \
+    KOS_WIDE static void name(void *out, const void *first, const void *second, size_t count) { \
         type *to = out; \
         const type *xs = first, *ys = second; \
         _Pragma("GCC ivdep") for (size_t i = 0; i < count; i++) { \
@@ -120,11 +112,11 @@ static inline uint32_t narrow(format f, float x) {
 
 // NumPy's minimum of float16 is the first of two equal numbers, unlike that of all other types.
 #define NARROW(name, type, f, less, greater) \
-    WIDE static void widen_##name(float *out, const void *in, size_t count) { \
+    KOS_WIDE static void widen_##name(float *out, const void *in, size_t count) { \
         const type *x = in; \
         for (size_t i = 0; i < count; i++) out[i] = widen(f, x[i]); \
     } \
-    WIDE static void narrow_##name(void *out, const float *in, size_t count) { \
+    KOS_WIDE static void narrow_##name(void *out, const float *in, size_t count) { \
         type *to = out; \
         for (size_t i = 0; i < count; i++) to[i] = (type)narrow(f, in[i]); \
     } \

@@ -51,7 +51,7 @@ int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size) {
     if (bytes < g->layout.total)
         return -1;
     g->boxes = calloc(size, sizeof *g->boxes);
-    g->scratch = aligned_alloc(KOS_CACHE_LINE, KOS_SCRATCH_BYTES);
+    g->scratch = aligned_alloc(KOS_CACHE_LINE, KOS_AREA_BYTES);
     g->slots = calloc(2 * (KOS_SLOT_DEPTH + KOS_AREA_DEPTH) * size, sizeof *g->slots);
     if (!g->boxes || !g->scratch || !g->slots)
         return -2;

@@ -72,7 +72,7 @@ def host_flag_us(job: Job) -> float:
     segment, _ = open_segment(job.comm.rendezvous)
     best = 0.0
     if segment is not None:
-        words = segment.bytes[segment.layout.texts : segment.layout.texts + 3 * 128].cast("Q")
+        words = segment.bytes[segment.texts : segment.texts + 3 * 128].cast("Q")
         if segment.rank < 2:
             mine, other = (0, 16) if segment.rank == 0 else (16, 0)
             best = min(_ping_pong(words, mine, other, segment.rank == 0, r * _ROUNDS) for r in range(_REPEATS))

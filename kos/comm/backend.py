@@ -68,13 +68,22 @@ class Backend(ABC):
     """What traces the launch of each operation of a batch."""
     work: ClassVar[type[Work[Any]]] = Work
     """The class of what its calls start."""
+    inner: Sequence[Backend] = ()
+    """The backends that it consists of."""
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         self.rank, self.size, self.failures = rendezvous.rank, rendezvous.size, rendezvous.failures
         self.group_suffix = self.failures.group_suffix  # follows the number of a rank in texts
-        self.timeout = rendezvous.timeout  # seconds, for operations without one; follows the communicator's
+        self.timeout = rendezvous.timeout
+        """Seconds that an operation without a timeout of its own may take."""
         self.engine = engine or Engine()
         self.store = Store()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Follow the communicator's timeout."""
+        self.timeout = seconds
+        for each in self.inner:
+            each.set_timeout(seconds)
 
     @classmethod
     @abstractmethod
@@ -98,6 +107,11 @@ class Backend(ABC):
 
     def close(self) -> None:  # noqa: B027 -- nothing to do unless a backend holds something
         """Free the backend's resources.  Collective; nothing may be in flight."""
+
+    @property
+    def ended_words(self) -> list[int]:
+        """As ``Communicator.ended_words``."""
+        return [word for each in self.inner for word in each.ended_words]
 
     def signal_end(self, reason: str) -> None:  # noqa: B027
         """Called before ``abort``, on several communicators before any of them ends: one end may wait for another."""
@@ -145,18 +159,13 @@ class Backend(ABC):
         """Rows for ``Communicator.explain``: a resource, whether it is used, and why."""
         return []
 
-    @property
-    def parts(self) -> Sequence[Backend]:
-        """The backends that move data for this one."""
-        return (self,)
-
     def eager(self, comm: Any) -> Any:
         """A ``kos._core.native.Group`` for the calls of ``comm``, or None."""
         return None
 
     def owns(self, work: Work[Any]) -> bool:
         """Whether it started ``work``; splits share an engine."""
-        return work.backend in self.parts
+        return work.backend is self or work.backend in self.inner
 
     def refuse(self, work: Work[Any]) -> NoReturn:
         """Raise the first failure of this communicator for ``work``, which is recorded already."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +10,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import numpy as np
-
 from kos.comm import watchdog
-from kos.comm.arguments import check_bool, check_int, check_rank, check_shape, check_timeout
+from kos.comm.arguments import check_bool, check_int, check_shape, check_timeout
 from kos.comm.backend import Backend, Probe
 from kos.comm.collectives import Operations
 from kos.comm.control.base import Rendezvous
@@ -83,9 +80,8 @@ class Communicator(Groups):
         self._groups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # split from this one
         self._closed, self._why_closed = False, " is closed"
         self._progress: ProgressThread | None = None
-        ranks = list(range(self.size))
         self._group = group or Group(
-            Recorder(self.rank, self.size, rendezvous.job), "world", ranks, self.rank, backend.name
+            Recorder(self.rank, self.size, rendezvous.job), "world", list(range(self.size)), self.rank, backend.name
         )
         self.recorder = self._group.recorder  # shared with the communicators split from this one
         self.name = self._group.name
@@ -150,86 +146,10 @@ class Communicator(Groups):
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        seconds = self.rendezvous.timeout = self.backend.timeout = check_timeout(seconds)
+        seconds = self.rendezvous.timeout = check_timeout(seconds)
+        self.backend.set_timeout(seconds)
         self._defaults, self._overlapped = Options(seconds), Options(seconds, overlap=True)
         self._store.clear()
-
-    def all_gather_bytes(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
-        """All ranks' ``data``, of any lengths, in rank order.  Collective; for small control data.
-
-        ``timeout`` in seconds replaces the communicator's own.  Raises InvalidArgument in a batch and for other types
-        than bytes, bytearray and memoryview; CollectiveMismatch, CollectiveTimeout, RankLost.
-
-            names = comm.all_gather_bytes(socket.gethostname().encode())
-        """
-        parts = self._bytes("all_gather_bytes", "all_gather_v", data, None, timeout)
-        assert parts is not None
-        return parts
-
-    def gather_bytes(self, data: bytes, root: int = 0, *, timeout: float | None = None) -> list[bytes] | None:
-        """All ranks' ``data``, of any lengths, in rank order on rank ``root``; None elsewhere.
-
-        Takes the ``timeout`` and raises the errors of ``all_gather_bytes``.
-
-            names = comm.gather_bytes(socket.gethostname().encode())
-        """
-        return self._bytes("gather_bytes", "gather_v", data, check_rank("root", root, self.size), timeout)
-
-    def broadcast_bytes(self, data: bytes | None, root: int = 0, *, timeout: float | None = None) -> bytes:
-        """The ``data`` of rank ``root``, of any length, on every rank.  The other ranks pass None.
-
-        Takes the ``timeout`` and raises the errors of ``all_gather_bytes``.
-
-            settings = json.loads(comm.broadcast_bytes(file.read_bytes() if comm.rank == 0 else None))
-        """
-        sends = self._is_root("data", data, root := check_rank("root", root, self.size))
-        parts = self._bytes("broadcast_bytes", "broadcast", data if sends else b"", root, timeout)
-        assert parts is not None
-        return parts[root]
-
-    def _bytes(
-        self, name: str, operation: str, data: Any, root: int | None, timeout: float | None
-    ) -> list[bytes] | None:
-        """The bytes of every rank; None on a rank that gets none.  Lengths travel first."""
-        if self._batch is not None:
-            raise InvalidArgument(f"{name}: expected a call outside of a batch, got one inside")
-        if not isinstance(data, bytes | bytearray | memoryview):
-            raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
-        data = bytes(data)
-        purpose = name if root is None else f"{name} with root {root}{self._suffix}"
-        if not self.backend.carries_host:
-            with self._exchange(purpose, timeout):
-                parts = self.rendezvous.allgather(data)
-            return None if operation == "gather_v" and self.rank != root else parts
-        counts = [row[0] for row in self._all_gather_numbers([len(data)], purpose, timeout, 5)]
-        gets = operation != "gather_v" or self.rank == root
-        out = np.empty(sum(counts) if gets else 0, np.uint8)
-        send, recv = as_buffer(np.frombuffer(data, np.uint8), "data", False), as_buffer(out, "data", True)
-        if operation == "broadcast":
-            send = send if self.rank == root else recv
-        options = replace(self._options(operation, False, timeout), purpose=name)
-        recv_counts = None if operation == "broadcast" else tuple(counts)
-        call = Operation(
-            operation, self.rank, options, send, recv if gets else None, root=root, recv_counts=recv_counts
-        )
-        work = self._prepare(call)
-        work.prepared.start(self, work, depth=3)
-        ends = itertools.accumulate(counts)
-        return [out[end - count : end].tobytes() for count, end in zip(counts, ends, strict=True)] if gets else None
-
-    def _all_gather_numbers(
-        self, numbers: Sequence[int], purpose: str, timeout: float | None, depth: int
-    ) -> list[list[int]]:
-        if not self.backend.carries_host:
-            with self._exchange(purpose, timeout):
-                return [json.loads(row) for row in self.rendezvous.allgather(json.dumps(numbers).encode())]
-        mine, everyone = np.array(numbers, np.int64), np.empty((self.size, len(numbers)), np.int64)
-        send, recv = as_buffer(mine, "counts", False), as_buffer(everyone, "counts", True)
-        options = replace(self._options("all_gather", False, timeout), purpose=purpose)
-        work = self._prepare(Operation("all_gather", self.rank, options, send, recv))
-        work.prepared.start(self, work, depth=depth - 1)
-        rows: list[list[int]] = everyone.tolist()
-        return rows
 
     def batch(self, *, async_op: bool = False) -> Batch:
         """Check the operations called in ``with comm.batch() as batch:`` at once and launch them together.
@@ -242,6 +162,15 @@ class Communicator(Groups):
                 comm.recv(theirs, src=left)
         """
         return Batch(self, check_bool("async_op", async_op))
+
+    @property
+    def ended_words(self) -> list[int]:
+        """Addresses of 64-bit words of page-locked memory that kernels can read.  Not collective.
+
+        One of them is not 0 as soon as an operation on the GPU was ended early, before the stream goes on.  So a kernel
+        on the stream, in a graph too, knows whether the results so far are complete.  Empty without a GPU.
+        """
+        return self.backend.ended_words
 
     def synchronize(
         self, timeout: float | None = None, stream: Any = None, *, until: Callable[[], bool] | None = None

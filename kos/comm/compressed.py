@@ -7,8 +7,8 @@ A vector of an all_reduce has a part for each rank, of whole blocks.  ``gpu/comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ from kos.comm.work import Steps, Work
 from kos.errors import CollectiveMismatch, InvalidArgument
 
 Array = np.ndarray[Any, Any]
-SendPieces = Callable[..., Steps]
-"""Sends piece j to rank j and receives piece j from it; takes both lists, and what checks the latter."""
+SEGMENT, MOST_SEGMENTS = 2048 * BLOCK, 32
+"""Elements that are encoded, sent and added at a time, or more, so that a rank's part has at most so many segments."""
 
 
 def check(o: Operation) -> None:
@@ -47,35 +47,85 @@ def parts(o: Operation, size: int) -> tuple[Sequence[int], Sequence[int]]:
     return o.send_counts or even, o.recv_counts or even
 
 
-def steps(work: Work[Any], rank: int, size: int, send_pieces: SendPieces) -> Steps:
-    """The steps of a compressed operation."""
+def steps(work: Work[Any], calls: Any) -> Steps:
+    """The steps of a compressed operation over the messages of ``calls``, the ``ScheduledCalls`` of this rank."""
     o = work.operation
     form = FORMATS[o.options.compress]
-    counts, last = parts(o, size)
-    x, out = work.send, work.send if o.recv is None else work.recv
+    counts, last = parts(o, calls.size)
+    out = work.send if o.recv is None else work.recv
+    if o.reduction is None and counts:
+        yield from _all_to_all(work, calls, form)
+        return
     if o.reduction is None:
-        mine = [form.encode(part) for part in split(x, counts)] if counts else [form.encode(x)] * size
-        if o.name == "all_to_all_v":
-            mine = [np.append(data, _as_bytes(count)) for data, count in zip(mine, counts, strict=True)]
+        mine: Iterator[Array | None] = map(form.encode, _segments(work.send))
+    elif o.name == "all_reduce":
+        mine = (None if total is None else form.encode(total) for total in _sums(work, calls, form, counts))
     else:
-        arrived = _room(form, [counts[rank]] * size)
-        yield from send_pieces([form.encode(part) for part in split(x, counts)], arrived)
-        total = _sum(form, arrived, counts[rank])
-        o.reduction.finish(total, total)
-        if o.name != "all_reduce":
+        segments = iter(_segments(out))
+        for total in _sums(work, calls, form, counts):
+            if total is None:
+                yield
+                continue
             with np.errstate(over="ignore"):
-                out[...] = total
-            return
-        mine = [form.encode(total)] * size
-    arrived = _room(form, last, _as_bytes(0).size if o.name == "all_to_all_v" else 0)
+                next(segments)[...] = total
+        return
+    targets = [_segments(part) for part in split(out, last)]
+    arrived = [[_room(form, each.size) for each in target] for target in targets]
+    yield from calls.share(work, mine, arrived)
+    for data, part in zip(chain(*arrived), chain(*targets), strict=True):
+        form.decode(data, part)
+
+
+def _sums(work: Work[Any], calls: Any, form: Format, counts: Sequence[int]) -> Iterator[Array | None]:
+    """Encode and send every rank's part of this rank's input; returns the sums of its own, segment after segment.
+
+    Among them is None where they wait for messages.
+    """
+    pieces = [_segments(part) for part in split(work.send, counts)]
+    arrived = [[_room(form, segment.size) for _ in counts] for segment in pieces[calls.rank]]
+    tag, messages = calls.tag(work), calls.messages
+    receives = [[messages.irecv(data[peer], peer, tag) for peer in calls.peers] for data in arrived]
+    sends = [
+        messages.isend(form.encode(pieces[peer][number]), peer, tag)
+        for number in range(max(map(len, pieces))) for peer in calls.peers if number < len(pieces[peer])
+    ]  # fmt: skip
+    for data, segment in zip(arrived, pieces[calls.rank], strict=True):
+        data[calls.rank] = form.encode(segment)
+
+    def added() -> Iterator[Array | None]:
+        for data, requests, segment in zip(arrived, receives, pieces[calls.rank], strict=True):
+            while not all(request.done() for request in requests):
+                yield None
+            total = np.empty(segment.size, np.float32)
+            for rank, contribution in enumerate(data):
+                form.decode(contribution, total, add=rank > 0)
+            assert work.operation.reduction is not None
+            work.operation.reduction.finish(total, total)
+            yield total
+        while not all(request.done() for request in sends):
+            yield None
+
+    return added()
+
+
+def _all_to_all(work: Work[Any], calls: Any, form: Format) -> Steps:
+    """Also all_to_all_v, where a count follows each piece: only its two ranks know it, and 60 elements are encoded as
+    long as 64."""
+    counts, last = parts(work.operation, calls.size)
+    pieces, varies = split(work.send, counts), work.operation.name == "all_to_all_v"
+
+    def piece(peer: int) -> Array:
+        data = form.encode(pieces[peer])
+        return np.append(data, np.array([counts[peer]], np.int64).view(np.uint8)) if varies else data
 
     def check() -> None:
         for sender, (data, count) in enumerate(zip(arrived, last, strict=True)):
-            if o.name == "all_to_all_v" and (sent := int(data[-8:].view(np.int64)[0])) != count:
-                raise CollectiveMismatch(f"rank {rank} expected {count} elements from rank {sender}, got {sent}")
+            if varies and (sent := int(data[-8:].view(np.int64)[0])) != count:
+                raise CollectiveMismatch(f"rank {calls.rank} expected {count} elements from rank {sender}, got {sent}")
 
-    yield from send_pieces(mine, arrived, check)
-    for data, part in zip(arrived, split(out, last), strict=True):
+    arrived = [_room(form, count, 8 * varies) for count in last]
+    yield from calls.send_pieces(work, piece, arrived, check)
+    for data, part in zip(arrived, split(work.recv, last), strict=True):
         form.decode(data[: form.nbytes(part.size)], part)
 
 
@@ -95,21 +145,12 @@ def split(x: Array, counts: Sequence[int]) -> list[Array]:
     return [x[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
-def _as_bytes(count: int) -> Array:
-    """What follows a piece of which only its two ranks know the count: encoded, 60 elements are as long as 64."""
-    return np.array([count], np.int64).view(np.uint8)
+def _segments(part: Array) -> list[Array]:
+    """A part of a vector in segments of whole blocks; the same on every rank, by its size."""
+    size = max(SEGMENT, -(-part.size // (MOST_SEGMENTS * BLOCK)) * BLOCK)
+    return [part[at : at + size] for at in range(0, part.size, size)]
 
 
-def _room(form: Format, counts: Sequence[int], more: int = 0) -> list[Array]:
-    """Memory for an encoded vector of each count, and ``more`` bytes."""
-    return [np.empty(form.nbytes(count) + more, np.uint8) for count in counts]
-
-
-def _sum(form: Format, encoded: Sequence[Array], count: int) -> Array:
-    total, one = np.empty(count, np.float32), np.empty(count, np.float32)
-    form.decode(encoded[0], total)
-    with np.errstate(all="ignore"):
-        for data in encoded[1:]:
-            form.decode(data, one)
-            total += one
-    return total
+def _room(form: Format, count: int, more: int = 0) -> Array:
+    """Memory for an encoded vector of so many elements, and ``more`` bytes."""
+    return np.empty(form.nbytes(count) + more, np.uint8)

@@ -1,7 +1,8 @@
-"""Compression: the 8-bit and 4-bit formats in which compressed collectives send floats, and their codec in NumPy.
+"""Compression: the 8-bit and 4-bit formats in which compressed collectives send floats, and their codec.
 
 A vector is cut into blocks of 64 elements.  A block is sent as 64 codes and a scale, a bfloat16.  A value is its code
-times the scale.  The kernels that include ``gpu/kernels/codec.cuh`` make and read the same bits.
+times the scale.  The kernels that include ``gpu/kernels/codec.cuh`` make and read the same bits, and so does the
+compiled core (``_core/codec.c``), which encodes four to six times as fast as NumPy here.
 
 ======  ==============================  =================  =================================================
 name    code                            bytes by block     error of a finite x, where m is its block's maximum
@@ -28,6 +29,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from kos._core import native
 from kos.errors import InvalidArgument
 
 Array = np.ndarray[Any, Any]
@@ -58,6 +60,10 @@ class Format:
     def encode(self, x: Array) -> Array:
         """The 1-D ``x`` as bytes (uint8), by float32."""
         out = np.empty(self.nbytes(x.size), np.uint8)
+        if native is not None:
+            x = np.ascontiguousarray(x)
+            native.encode(self.bits, self.top, CARRIED.index(x.dtype.name), x.view(np.uint8), out)
+            return out
         with np.errstate(all="ignore"):
             for codes, scales, elements in self._blocks(out, x.size):
                 part = np.zeros(len(codes) * BLOCK, np.float32)
@@ -65,12 +71,19 @@ class Format:
                 self._encode(part.reshape(-1, BLOCK), codes, scales)
         return out
 
-    def decode(self, data: Array, out: Array) -> None:
-        """Write the vector of ``encode`` to ``out``, rounded once to its dtype."""
+    def decode(self, data: Array, out: Array, add: bool = False) -> None:
+        """Write the vector of ``encode`` to the contiguous ``out``, rounded once to its dtype.
+
+        ``add``: add it to ``out``, which is of float32.
+        """
+        if native is not None:
+            native.decode(self.bits, self.top, CARRIED.index(out.dtype.name), data, out.view(np.uint8), add)
+            return
         with np.errstate(all="ignore"):
             for codes, scales, elements in self._blocks(data, out.size):
-                values = (_decode_floats if self.name == "fp8" else self._decode_ints)(codes, scales)
-                out[elements] = values.reshape(-1)[: elements.stop - elements.start]
+                values = (_decode_floats if self.name == "fp8" else self._decode_ints)(codes, scales).reshape(-1)
+                values = values[: elements.stop - elements.start]
+                out[elements] = out[elements] + values if add else values
 
     def _blocks(self, data: Array, count: int) -> Iterator[tuple[Array, Array, slice]]:
         """Of some blocks at a time the codes, a row each, the scales, and the elements."""

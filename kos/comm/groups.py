@@ -1,8 +1,9 @@
-"""Groups of a communicator's ranks: split, grid, duplicate, and shrink after a loss."""
+"""Groups of a communicator's ranks (split, grid, duplicate, shrink after a loss), and small exchanges among them."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import time
 import weakref
@@ -14,7 +15,7 @@ from typing import Any, Literal, Self, overload
 
 import numpy as np
 
-from kos.comm.arguments import check_int, check_ranks, check_shape, check_timeout, number_in
+from kos.comm.arguments import check_int, check_rank, check_ranks, check_shape, check_timeout, number_in
 from kos.comm.backend import CHANGES, UNMADE, Probe
 from kos.comm.collectives import Operations
 from kos.comm.control.base import Rendezvous
@@ -25,13 +26,15 @@ from kos.comm.recorder import Group, Recorder
 from kos.comm.records import again
 from kos.comm.versions import versions
 from kos.errors import CollectiveError, InvalidArgument, KosError, RankLost, RendezvousError
+from kos.memory import as_buffer
 
 
 class Groups(Operations):
-    """What makes communicators of the ranks of this one, and compares the calls that do."""
+    """What makes communicators of the ranks of this one, compares the calls that do, and exchanges bytes."""
 
     name: str
     backend_name: str
+    _suffix: str
     rendezvous: Rendezvous
     probes: Mapping[str, Probe]
     recorder: Recorder
@@ -305,6 +308,83 @@ class Groups(Operations):
             "kos": versions()["kos"], "backend": backend, "timeout": self.timeout, "GPU": self.device is not None,
             "nccl": dict(self.rendezvous.nccl),
         }  # fmt: skip
+
+    def all_gather_bytes(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
+        """All ranks' ``data``, of any lengths, in rank order.  Collective; for small control data.
+
+        ``timeout`` in seconds replaces the communicator's own.  Raises InvalidArgument in a batch and for other types
+        than bytes, bytearray and memoryview; CollectiveMismatch, CollectiveTimeout, RankLost.
+
+            names = comm.all_gather_bytes(socket.gethostname().encode())
+        """
+        parts = self._bytes("all_gather_bytes", "all_gather_v", data, None, timeout)
+        assert parts is not None
+        return parts
+
+    def gather_bytes(self, data: bytes, root: int = 0, *, timeout: float | None = None) -> list[bytes] | None:
+        """All ranks' ``data``, of any lengths, in rank order on rank ``root``; None elsewhere.
+
+        Takes the ``timeout`` and raises the errors of ``all_gather_bytes``.
+
+            names = comm.gather_bytes(socket.gethostname().encode())
+        """
+        return self._bytes("gather_bytes", "gather_v", data, check_rank("root", root, self.size), timeout)
+
+    def broadcast_bytes(self, data: bytes | None, root: int = 0, *, timeout: float | None = None) -> bytes:
+        """The ``data`` of rank ``root``, of any length, on every rank.  The other ranks pass None.
+
+        Takes the ``timeout`` and raises the errors of ``all_gather_bytes``.
+
+            settings = json.loads(comm.broadcast_bytes(file.read_bytes() if comm.rank == 0 else None))
+        """
+        sends = self._is_root("data", data, root := check_rank("root", root, self.size))
+        parts = self._bytes("broadcast_bytes", "broadcast", data if sends else b"", root, timeout)
+        assert parts is not None
+        return parts[root]
+
+    def _bytes(
+        self, name: str, operation: str, data: Any, root: int | None, timeout: float | None
+    ) -> list[bytes] | None:
+        """The bytes of every rank; None on a rank that gets none.  Lengths travel first."""
+        if self._batch is not None:
+            raise InvalidArgument(f"{name}: expected a call outside of a batch, got one inside")
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
+        data = bytes(data)
+        purpose = name if root is None else f"{name} with root {root}{self._suffix}"
+        if not self.backend.carries_host:
+            with self._exchange(purpose, timeout):
+                parts = self.rendezvous.allgather(data)
+            return None if operation == "gather_v" and self.rank != root else parts
+        counts = [row[0] for row in self._all_gather_numbers([len(data)], purpose, timeout, 5)]
+        gets = operation != "gather_v" or self.rank == root
+        out = np.empty(sum(counts) if gets else 0, np.uint8)
+        send, recv = as_buffer(np.frombuffer(data, np.uint8), "data", False), as_buffer(out, "data", True)
+        if operation == "broadcast":
+            send = send if self.rank == root else recv
+        options = replace(self._options(operation, False, timeout), purpose=name)
+        recv_counts = None if operation == "broadcast" else tuple(counts)
+        call = Operation(
+            operation, self.rank, options, send, recv if gets else None, root=root, recv_counts=recv_counts
+        )
+        work = self._prepare(call)
+        work.prepared.start(self, work, depth=3)
+        ends = itertools.accumulate(counts)
+        return [out[end - count : end].tobytes() for count, end in zip(counts, ends, strict=True)] if gets else None
+
+    def _all_gather_numbers(
+        self, numbers: Sequence[int], purpose: str, timeout: float | None, depth: int
+    ) -> list[list[int]]:
+        if not self.backend.carries_host:
+            with self._exchange(purpose, timeout):
+                return [json.loads(row) for row in self.rendezvous.allgather(json.dumps(numbers).encode())]
+        mine, everyone = np.array(numbers, np.int64), np.empty((self.size, len(numbers)), np.int64)
+        send, recv = as_buffer(mine, "counts", False), as_buffer(everyone, "counts", True)
+        options = replace(self._options("all_gather", False, timeout), purpose=purpose)
+        work = self._prepare(Operation("all_gather", self.rank, options, send, recv))
+        work.prepared.start(self, work, depth=depth - 1)
+        rows: list[list[int]] = everyone.tolist()
+        return rows
 
     @contextmanager
     def _exchange(self, call: str, timeout: float | None = None) -> Iterator[None]:

@@ -39,13 +39,15 @@ def communicator(
     """The communicator, of class ``kind``, of the group of ``rendezvous``.  Collective; ``timeout`` is its own.
 
     An error frees what was made of it, and the rendezvous if it is ``owned``.  ``agreed``: return once all ranks have
-    made it.
+    made it, as those do that grow; members then have GPUs, of which newcomers take others.
     """
     with ExitStack() as undo:
         if owned:
             undo.push(partial(_end, rendezvous.close, partial(rendezvous.abort, None)))
         if device is not None:
             rendezvous.device = device
+        if agreed:  # members have GPUs, of which newcomers take others
+            rendezvous.requested_gpus = [each.decode() for each in rendezvous.allgather(requested_gpu(device).encode())]
         probes, made = _make(backend, rendezvous, device, progress_thread, undo)
         comm = kind(made, rendezvous, probes, timeout)
         comm._requested = backend, progress_thread
@@ -187,6 +189,12 @@ def _agree(
     requested = (f"{each['device']} of rank {rank}" for rank, each in enumerate(ballots) if each["device"] is not None)
     gpu_ranks = (rank for rank, each in enumerate(ballots) if each["sees a GPU"])
     return agreed, next(requested, None), next(gpu_ranks, None)
+
+
+def requested_gpu(device: int | None) -> str:
+    """The UUID of the GPU with this index; "" if there is none."""
+    devices = visible_devices() if device is not None and sees_gpu() else ()
+    return devices[device].uuid if device is not None and 0 <= device < len(devices) else ""
 
 
 def sees_gpu() -> bool:

@@ -7,7 +7,9 @@ any arrays.  On GPUs the addresses in windows belong to the signature: kernels r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from hashlib import blake2b
 from sys import _getframe
 from time import time_ns
 from typing import Any
@@ -21,6 +23,10 @@ from kos.errors import CollectiveMismatch
 
 MOST_STORED = 256
 """Prepared calls of a communicator; one more drops all.  Ranks publish as many descriptions."""
+
+
+TEXTS, TEXT_BYTES = 256, 1024
+"""Descriptions of calls that a rank keeps and publishes, and bytes of each."""
 
 
 class Prepared:
@@ -73,7 +79,7 @@ class Prepared:
 
     def belongs_to(self, group: Group) -> Prepared:
         """Completes it for a communicator, which is ``group`` to the flight recorder."""
-        self.description = group.describe(self.operation)
+        self.description = group, self.operation
         return self
 
     def start(self, comm: Any, work: Work[Any], waits: bool = True, depth: int = 2, left: Any = None) -> Any:
@@ -139,6 +145,59 @@ def note(comm: Any, work: Work[Any], depth: int) -> None:
     work.record = record = recorder.slots[count & LAST_SLOT]  # a new list would be one more cache miss
     record[:] = prepared.description, time_ns(), frame.f_code, frame.f_lasti, sequence, None, None
     recorder.count = count + 1
+
+
+class Fingerprints:
+    """The fingerprints of one rank's calls: numbers that are equal on two ranks exactly if their calls match.
+
+    A description of the call goes with each, for the error of a rank whose call differs.
+    """
+
+    def __init__(self, memory: memoryview | None = None) -> None:
+        """``memory``: where the other ranks of the host read the descriptions."""
+        self.texts: dict[int, bytes] = {}  # the descriptions of the last calls, by fingerprint
+        self._places: dict[int, int] = {}  # and where they are published
+        self._memory = memory
+
+    def add(self, prepared: Prepared) -> Prepared:
+        """Set the fingerprint of a collective and its description, and publish that."""
+        if not prepared.collective:
+            return prepared
+        values, texts = prepared.values, self.texts
+        exact = json.dumps(values, sort_keys=True).encode()
+        prepared.fingerprint = fingerprint = int.from_bytes(blake2b(exact, digest_size=7).digest(), "little") + 1
+        if fingerprint not in texts:
+            place = len(texts)
+            if place == TEXTS:
+                oldest = next(iter(texts))
+                place = self._places.pop(oldest)
+                del texts[oldest]
+            arguments = prepared.operation.text(prepared.backend.group_suffix)[:200]
+            text = json.dumps([fingerprint, arguments, {k: _brief(v) for k, v in values.items()}]).encode()
+            texts[fingerprint], self._places[fingerprint] = text, place
+            if self._memory is not None:
+                self._memory[TEXT_BYTES * place : TEXT_BYTES * (place + 1)] = text.ljust(TEXT_BYTES)
+        prepared.text = texts[fingerprint]
+        return prepared
+
+
+def described(text: bytes, sequence: int, fingerprint: int | None = None) -> tuple[str, dict[str, Any]]:
+    """The call that a rank described, as text and as fingerprint values.
+
+    Raises KeyError if it has another ``fingerprint``, ValueError if it is incomplete.
+    """
+    known, arguments, call = json.loads(text)
+    if fingerprint not in (None, known):
+        raise KeyError(fingerprint)
+    return f"{call['operation']} #{sequence}{arguments}", call
+
+
+def _brief(value: Any) -> Any:
+    """A value of a fingerprint, with long lists shortened to their head and a digest."""
+    if isinstance(value, list) and len(value) > 16:
+        digest = blake2b(json.dumps(value).encode(), digest_size=4).hexdigest()
+        return f"[{', '.join(map(str, value[:8]))}, ... {len(value)} in all, digest {digest}]"
+    return value
 
 
 BY_CAPTURE: Any = object()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -41,6 +41,8 @@ _DEFAULTS = {
     "broadcast": "tree", "all_gather": "ring", "all_to_all": "pairwise", "gather": "direct", "scatter": "direct",
 }  # fmt: skip
 _ORDERED = {**_DEFAULTS, "all_reduce": "two_shot", "reduce": "one_shot", "reduce_scatter": "one_shot"}
+_HIERARCHICAL = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
+"""Those whose bytes leave a host once where hosts have several ranks each."""
 _SMALL = 32 * 1024  # bytes up to which latency, not bandwidth, decides between schedules
 
 
@@ -68,6 +70,7 @@ class Transport(ABC):
     def __init__(self, rendezvous: Rendezvous, engine: Engine) -> None:
         """Connects the ranks of ``rendezvous``.  Collective."""
         self.rank, self.size, self.failures, self.engine = rendezvous.rank, rendezvous.size, rendezvous.failures, engine
+        self.ranks_per_host = rendezvous.ranks_per_host
 
     @classmethod
     @abstractmethod
@@ -95,6 +98,10 @@ class Transport(ABC):
         """How a wait polls or sleeps, as in ``Backend``."""
         return Backoff()
 
+    def sleep(self, seconds: float | None) -> bool:
+        """Wait for an event of a message, for at most ``seconds``; False if the transport has no events."""
+        return False
+
     def check_threads(self) -> None:  # noqa: B027
         """Raise BackendUnavailable if only the program's thread may advance operations."""
 
@@ -108,6 +115,8 @@ class Transport(ABC):
             return o.options.algorithm
         if collective == "all_reduce" and nbytes <= _SMALL and not o.options.deterministic:
             return "halving_doubling"
+        if not o.options.deterministic and collective in _HIERARCHICAL and (self.ranks_per_host or 1) > 1:
+            return "hierarchical"
         return (_ORDERED if o.options.deterministic else _DEFAULTS)[collective]
 
     def native(self, work: Work[Any], spaces: Mapping[str, Array], collective: str) -> Steps | None:
@@ -191,6 +200,16 @@ class ScheduledCalls:
 
     def __init__(self, transport: Transport, messages: Any) -> None:
         self.rank, self.size, self.transport, self.messages = transport.rank, transport.size, transport, messages
+        self.arriving = 0  # collectives that wait for other ranks to begin them
+        self._inside, self._across = self._neighbours(transport.ranks_per_host or self.size)
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
+        self.peers = sorted(others, key=self._inside.__contains__)  # those of other hosts first
+
+    def _neighbours(self, local: int) -> tuple[list[int], list[int]]:
+        """The ranks of this host from the next one on, and those of the same place on the next hosts."""
+        first = self.rank - self.rank % local
+        inside = [first + (self.rank + step) % local for step in range(1, local)]
+        return inside, [(self.rank + step) % self.size for step in range(local, self.size, local)]
 
     # The operations.
 
@@ -201,9 +220,13 @@ class ScheduledCalls:
             return
         name = "compressed" if work.operation.options.compress and self.size > 1 else work.name
         carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{name}")
+        self.arriving += 1
         try:
             while all_arrived is not None and not all_arrived():  # MPI cannot receive a message that is too long
                 yield
+        finally:
+            self.arriving -= 1
+        try:
             for _ in carry(work):
                 if all_arrived is not None:
                     all_arrived()  # raises if the wait would never end
@@ -232,7 +255,7 @@ class ScheduledCalls:
             return
         o = work.operation
         algorithm = self.transport.choose(o, collective, nbytes)
-        schedule = runnable(collective, algorithm, self.size, root=o.root or 0)
+        schedule = runnable(collective, algorithm, self.size, o.root or 0, self.transport.ranks_per_host)
         combine: Any = o.reduction and o.reduction.combine  # a schedule that only moves needs none
         yield from execute(schedule, self.rank, self.messages, spaces, combine, self.tag(work))
 
@@ -271,13 +294,17 @@ class ScheduledCalls:
     _gather = _scatter = _all_to_all = _all_gather
 
     def _all_to_all_v(self, work: Work[Any]) -> Steps:
-        """Also all_gather_v, gather_v and scatter_v."""
+        """Also gather_v and scatter_v."""
         o = work.operation
         send = self._pieces(work.send if o.send is not None else None, o.send_counts, o.root)
         recv = self._pieces(work.recv if o.recv is not None else None, o.recv_counts, o.root)
-        yield from self._send_pieces(work, send, recv)
+        yield from self.send_pieces(work, send.__getitem__, recv)
 
-    _all_gather_v = _gather_v = _scatter_v = _all_to_all_v
+    _gather_v = _scatter_v = _all_to_all_v
+
+    def _all_gather_v(self, work: Work[Any]) -> Steps:
+        pieces = self._pieces(work.recv, work.operation.recv_counts, None)
+        yield from self.share(work, [work.send], [[piece] for piece in pieces])
 
     def _pieces(self, x: Array | None, counts: Sequence[int] | None, root: int | None) -> list[Array | None]:
         """The piece of ``x`` for or from each rank; without counts all of ``x``, for the root or for every rank."""
@@ -291,14 +318,15 @@ class ScheduledCalls:
         x, out, reduction = _reducing(work)
         staged = x if reduction.is_plain else reduction.stage(x, None)
         parts = np.empty((self.size, out.size), staged.dtype)
-        yield from self._send_pieces(work, compressed.split(staged, work.operation.send_counts or ()), list(parts))
+        pieces = compressed.split(staged, work.operation.send_counts or ())
+        yield from self.send_pieces(work, pieces.__getitem__, list(parts))
         for part in parts[1:]:
             reduction.combine(parts[0], part)
         reduction.finish(parts[0], out)
 
     def _compressed(self, work: Work[Any]) -> Steps:
         """Any operation that sends compressed data."""
-        return compressed.steps(work, self.rank, self.size, partial(self._send_pieces, work))
+        return compressed.steps(work, self)
 
     def _barrier(self, work: Work[Any]) -> Steps:
         native = self.transport.native(work, {}, "barrier") if self.size > 1 else None
@@ -345,19 +373,19 @@ class ScheduledCalls:
             self.messages.cancel(lambda each: each in requests)
             raise
 
-    def _send_pieces(
-        self, work: Work[Any], send: Sequence[Array | None], recv: Sequence[Array | None],
+    def send_pieces(
+        self, work: Work[Any], send: Callable[[int], Array | None], recv: Sequence[Array | None],
         check: Callable[[], None] = lambda: None,
     ) -> Steps:  # fmt: skip
-        """Send piece j to rank j and receive piece j from rank j, all at once; None: no message.
+        """Send piece ``send(j)`` to rank j and receive piece j from rank j, all at once; None: no message.
 
-        Empty pieces are sent too: the receiver may expect a longer one, which is a mismatch.
+        Empty pieces are sent too: the receiver may expect a longer one, which is a mismatch.  A piece is sent as soon
+        as it is made, those for other hosts first.
         """
         tag, messages = self.tag(work), self.messages
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
-        requests = [messages.irecv(x, peer, tag) for peer in peers if (x := recv[peer]) is not None]
-        requests += [messages.isend(x, peer, tag) for peer in peers if (x := send[peer]) is not None]
-        mine, own = send[self.rank], recv[self.rank]
+        requests = [messages.irecv(x, peer, tag) for peer in self.peers if (x := recv[peer]) is not None]
+        requests += [messages.isend(x, peer, tag) for peer in self.peers if (x := send(peer)) is not None]
+        mine, own = send(self.rank), recv[self.rank]
         if mine is not None and own is not None:
             np.copyto(own, mine.copy())
         yield from _wait_for(*requests)
@@ -365,6 +393,29 @@ class ScheduledCalls:
         if work.name == "all_to_all_v":
             # Only the two ranks of a pair know whether their counts agree: wait until all pairs have agreed.
             yield from self._disseminate(tag)
+
+    def share(self, work: Work[Any], mine: Iterable[Array | None], arrived: Sequence[Sequence[Any]]) -> Steps:
+        """Send all of ``mine`` to every rank, and receive those of rank j into ``arrived[j]``.
+
+        They go to one rank of each other host, which sends them on in its host.  ``mine`` may yield None to wait.
+        """
+        tag, messages, size, local = self.tag(work), self.messages, self.size, len(self._inside) + 1
+        first = [[(messages.irecv(x, peer, tag), x) for x in arrived[peer]] for peer in self._across]
+        requests = [
+            messages.irecv(x, peer, tag)
+            for peer in self._inside for host in range(0, size, local) for x in arrived[(peer + host) % size]
+        ]  # fmt: skip
+        own = iter(arrived[self.rank])
+        for x in mine:
+            if x is None:
+                yield
+            else:
+                np.copyto(next(own), x)
+                requests += [messages.isend(x, peer, tag) for peer in (*self._across, *self._inside)]
+        for message, x in chain(*first):
+            yield from _wait_for(message)
+            requests += [messages.isend(x, peer, tag) for peer in self._inside]
+        yield from _wait_for(*requests)
 
 
 def _wait_for(*requests: Request) -> Steps:

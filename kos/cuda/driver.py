@@ -10,6 +10,8 @@ import functools
 import importlib
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kos.errors import BackendUnavailable, CudaError, install
@@ -173,3 +175,13 @@ def synchronize(device: int) -> None:
     """
     with on_device(device):
         call(cu.cuCtxSynchronize)
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allow a thread that captures a graph to allocate, free and load kernels."""
+    former = call(cu.cuThreadExchangeStreamCaptureMode, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        call(cu.cuThreadExchangeStreamCaptureMode, former)

@@ -52,7 +52,7 @@ class Graph:
         # No wait here: the collector may run during a capture. The driver frees a running graph when it ends.
         executable, self._executable = self._executable, None
         if executable is not None and not sys.is_finalizing():
-            with relaxed_capture():
+            with driver.relaxed_capture():
                 cu.cuGraphExecDestroy(executable)
 
 
@@ -142,13 +142,3 @@ def captured_graph(stream: int) -> CapturedGraph | None:
             _captured.pop(former, None)  # another thread may have removed it
         _captured[number] = CapturedGraph(graph)
     return _captured[number]
-
-
-@contextmanager
-def relaxed_capture() -> Iterator[None]:
-    """Allow a thread that captures a graph to allocate, free and load kernels."""
-    former = call(cu.cuThreadExchangeStreamCaptureMode, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-    try:
-        yield
-    finally:
-        call(cu.cuThreadExchangeStreamCaptureMode, former)

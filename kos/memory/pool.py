@@ -20,8 +20,7 @@ import numpy as np
 
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
-from kos.cuda.driver import call, cu
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda.driver import call, cu, relaxed_capture
 from kos.errors import InvalidArgument, OutOfMemory
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
@@ -31,6 +31,7 @@ from kos.errors import (
     CheckpointError,
     CollectiveError,
     CollectiveMismatch,
+    ConfigError,
     Interrupted,
     KosError,
     RendezvousError,
@@ -38,6 +39,7 @@ from kos.errors import (
     ranks_in_words,
 )
 from kos.memory.array import as_dtype
+from kos.train.checkpoint.saving import Saving
 from kos.train.checkpoint.state import FLOAT32, ShardedState
 from kos.train.config.options import TrainConfig
 from kos.train.device.base import Device
@@ -45,21 +47,24 @@ from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Left
 from kos.train.tools.console import Console
-from kos.train.train import Run, Runner, StepResult
+from kos.train.train import WRITING, Run, Runner, StepResult
 
 JOIN_SECONDS = 30.0
 """How long the ranks wait for newcomers that have called."""
 
 TRIES = 3
-"""How often ``shrink`` may fail before this rank gives up: the first time, it may only name a rank that is stopped."""
+"""How often ``shrink`` may fail before this rank gives up: the first time, it may only name a rank that is stopped.
+That another rank grows does not count: each rank that knows of a loss late may do so once."""
 
 Error = TypeVar("Error", bound=KosError)
 
 
 class _Changed(CollectiveError):
-    """All ranks are at the boundary of a step. Some leave, or so many are ``joining``."""
+    """All ranks are at the boundary of a step. Those that are ``leaving`` do so, or so many are ``joining``."""
 
-    joining = 0
+    def __init__(self, message: str = "", leaving: Collection[int] = (), joining: int = 0) -> None:
+        super().__init__(message)
+        self.leaving, self.joining = {*leaving}, joining
 
 
 class Moving(Run, Protocol):
@@ -74,12 +79,16 @@ class Moving(Run, Protocol):
     saved_step: int
     untrained: float | None
     row: dict[str, Any] | None
+    saving: Saving | None
 
     def facts(self) -> dict[str, Any]:
         """What a newcomer is told of the run, of JSON's types."""
 
+    def misfit(self, facts: dict[str, Any]) -> str:
+        """On a newcomer, why its settings or data do not fit them, or ""."""
+
     def take(self, facts: dict[str, Any]) -> None:
-        """On a newcomer, take them. ConfigError where its settings or data are others."""
+        """On a newcomer, take them."""
 
     def train(self, device: Runner) -> bool:
         """Train from the current step; returns whether a stop was requested."""
@@ -107,13 +116,13 @@ class Elastic(Runner):
 
     def train(self) -> bool:
         """As ``Trainer.train``. CheckpointError if a part of the state is lost, CollectiveError if too few are left."""
-        change: CollectiveError | None = _Changed() if self.run.epoch < 0 else None
+        change: KosError | None = _Changed() if self.run.epoch < 0 else None
         while True:
             if change is not None:
                 self._change(change)
             try:
                 return self.run.train(self)
-            except CollectiveError as error:
+            except (CollectiveError, RendezvousError) as error:  # the latter of exchanges of a group of GPUs alone
                 if not _is_loss(error):
                     raise
                 change = error
@@ -124,48 +133,58 @@ class Elastic(Runner):
         self._began = step
         if self.run.comm.size < self.run.config.least_ranks:
             self._end()
+        comm, device, saving = self.run.comm, self.run.device, self.run.saving
         if self._last is not None and ((last := self._last[1]).leaving or last.joining):
-            self._last, change = (self._last[0], last._replace(leaving=(), joining=0)), _Changed("ranks leave or join")
-            self.run.finish_save()  # all that write it are here
-            if self.run.comm.rank in last.leaving:
-                self.run.comm.abort(Left.code, "it left the run, as asked")
-                raise Left(f"left the run after step {step}, as asked")
-            change.joining = 0 if last.leaving else last.joining
-            raise change
-        comm, device = self.run.comm, self.run.device
+            self._last = self._last[0], last._replace(leaving=(), joining=0)
+            if saving is None or saving.step < step:  # else all have just begun to write, and report it next
+                self._leave_or_join(last, step)
         device.newcomers = comm.newcomers() if comm.size < self.run.config.most_ranks(comm.size) else 0
+        if saving is not None and not saving.done:
+            device.newcomers = WRITING
         device.start_step(step, wish)
+
+    def _leave_or_join(self, last: StepResult, step: int) -> NoReturn:
+        comm = self.run.comm
+        self.run.finish_save()  # which is complete
+        if comm.rank in last.leaving:
+            comm.abort(Left.code, "it left the run, as asked")
+            raise Left(f"left the run after step {step}, as asked")
+        leaving = [comm.world_ranks[rank] for rank in last.leaving]
+        raise _Changed("ranks leave or join", leaving, 0 if leaving else last.joining)
 
     def finish_step(self, step: int) -> StepResult:
         if self._last is None or step != self._last[0]:
             self._last = step, self.run.device.finish_step(step)
         return self._last[1]
 
-    def _change(self, change: CollectiveError) -> None:
+    def _change(self, change: KosError) -> None:
         """Go on with the ranks that are there, and with newcomers; again, if some are lost meanwhile."""
-        run, since, grows = self.run, time.perf_counter(), isinstance(change, _Changed) and change.joining
+        run, since, planned = self.run, time.perf_counter(), change if isinstance(change, _Changed) else _Changed()
+        grows = planned.joining
         size, gone, joins, tries = run.comm.size, set[int](), run.epoch < 0, TRIES
+        late, newcomers = size + TRIES, set[int]()
         run.drop_save()
         while True:
             try:
                 before = run.comm
                 if grows:
                     run.comm, grows = before.grow(grows, timeout=min(JOIN_SECONDS, before.timeout)), 0
+                    newcomers = {*run.comm.world_ranks[size:]}
                 elif not joins:
                     run.comm = before.shrink()
-                    gone |= {*before.world_ranks} - {*run.comm.world_ranks}
+                    gone |= {*before.world_ranks} - {*run.comm.world_ranks} - newcomers
                 joins, tries = False, TRIES
                 self._regroup()
                 break
             except (CollectiveError, RendezvousError, BackendUnavailable) as error:
                 if grows and isinstance(error, RendezvousError | BackendUnavailable):
                     return run.console.say(f"no rank joined: {error}")  # and the group is as it was
-                tries -= 1
                 shrinks = isinstance(error, CollectiveMismatch) and run.comm is before  # some knew of a loss first
-                if not (shrinks or _is_loss(error)) or not tries:
+                late, tries = late - shrinks, tries - (not shrinks)
+                if not (shrinks or _is_loss(error)) or not tries or not late:
                     raise
                 grows = 0
-        self._report(size, gone, "left" if isinstance(change, _Changed) else "lost", time.perf_counter() - since)
+        self._report(size, gone & planned.leaving, gone - planned.leaving, time.perf_counter() - since)
 
     def _end(self) -> NoReturn:
         """Save, and raise CollectiveError: too few ranks are left. All that belongs to the last step is over."""
@@ -174,12 +193,15 @@ class Elastic(Runner):
         least, got = plural(self.run.config.least_ranks, "rank"), self.run.comm.size
         raise _on_every_rank(CollectiveError(f"expected at least {least} (--elastic), got {got}"))
 
-    def _report(self, before: int, gone: set[int], how: str, seconds: float) -> None:
+    def _report(self, before: int, left: set[int], lost: set[int], seconds: float) -> None:
         """Say how the ranks have changed."""
-        now, what = self.run.comm.size, f"{ranks_in_words([*gone])} {how}" if gone else ""
-        if joined := now - (before - len(gone)):
-            what += f"{' and ' * bool(gone)}{plural(joined, 'rank')} joined"
-        self.run.console.say(f"{what} after step {self.run.step}: {plural(now, 'rank')} now, {seconds:.2f} s later")
+        now, pairs = self.run.comm.size, ((left, "left"), (lost, "lost"))
+        what = [f"{ranks_in_words([*ranks])} {how}" for ranks, how in pairs if ranks]
+        if joined := now - (before - len(left | lost)):
+            what.append(f"{plural(joined, 'rank')} joined")
+        if what:  # else newcomers were refused
+            then = f"after step {self.run.step}: {plural(now, 'rank')} now, {seconds:.2f} s later"
+            self.run.console.say(f"{' and '.join(what)} {then}")
 
     def _regroup(self) -> None:
         """Agree on the last step, and move to the ranks of ``run.comm``."""
@@ -192,6 +214,8 @@ class Elastic(Runner):
         if all(each["rank"] is None for each in every):
             raise _on_every_rank(CollectiveError("expected a rank that has the state of the run, got newcomers alone"))
         applied = max(each["applied"] for each in every)
+        if min(epochs) < 0:
+            self._check_newcomers(every[0]["run"])
         if run.epoch < 0:
             run.take(every[0]["run"])
             run.epoch, kept = max(epochs), Kept(Layout(*every[0]["layout"]), None, applied, {})
@@ -212,6 +236,17 @@ class Elastic(Runner):
         kept.load(run.device, comm, present)
         _exchange(comm, None)
         self._commit()
+
+    def _check_newcomers(self, facts: dict[str, Any]) -> None:
+        """ConfigError on newcomers that do not fit the run, of which all ranks report; the others begin again."""
+        run, comm = self.run, self.run.comm
+        problems = _exchange(comm, run.misfit(facts) if run.epoch < 0 else "")
+        if problems[comm.rank]:
+            comm.abort(reason="its settings or data are not those of the run")
+            raise ConfigError(problems[comm.rank])
+        if refused := [*filter(None, problems)]:
+            run.console.say("".join(f"a newcomer was refused: {each}\n" for each in refused).rstrip())
+            raise _Changed("newcomers were refused")
 
     def _facts(self, newcomers: bool) -> dict[str, Any]:
         """What this rank knows, of JSON's types."""

@@ -13,36 +13,47 @@ from typing import Any
 
 import kos
 from kos.comm.communicator import Communicator
-from kos.errors import ConfigError, RendezvousError
-from kos.train.config.options import TrainConfig, flag_of
+from kos.errors import RendezvousError
+from kos.train.config.options import TrainConfig, flag_of, flatten
 from kos.train.data.batches import load_data
 from kos.train.parallel.failures import PATIENCE
-from kos.train.parallel.stopping import Stop
+from kos.train.parallel.stopping import Left, Stop, Stopped
 from kos.train.run import PATHS, Trainer
 from kos.train.tools.console import Console
 
 CHOSEN = {"micro_batch_size", "device", "dtype", "grad_dtype", "elastic", "steps"}
 """Settings that the run has chosen, and a newcomer takes."""
 
+NO_NUMBERS = {
+    "preset", "backend", "sample_tokens", "prompt", "temperature", "top_k", "save_every", "keep", "save_async",
+    "log_every", "tracker", "recompute", "graph", "debug", "timeout",
+}  # fmt: skip
+"""Settings that change no number of the run: a newcomer takes those of the run too."""
+
 
 class Newcomer(Trainer):
     """The run of ``config`` that this process joins, at ``config.join``. What it makes is known to the run's ranks.
 
-    ConfigError if its settings or data are others than those of the run; RendezvousError if the run does not admit it.
+    ConfigError if its settings or data are others than those of the run; RendezvousError if the run does not admit it;
+    Left if it was asked to stop before.
     """
 
     def __init__(self, config: TrainConfig, stop: Stop | None = None) -> None:
         self.prepare(config, stop)
         self.console, self.epoch, self.step, self._trains = Console(0, config.steps), -1, 0, True
         self.stop.announce(lambda text: self.console.warn(text))
-        self.stop.leaves, self.start = True, 0
-        with self.stop.at_once():
-            self.data = load_data(config, self.console.progress)
-        self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
-        self.console.close()
+        self.start = 0
+        try:
+            with self.stop.at_once():
+                self.data = load_data(config, self.console.progress)
+            self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
+            self.console.close()
+            self.comm = self._join()
+        except Stopped as stopped:
+            raise Left("left before it joined the run, as asked") from stopped
+        self.stop.leaves = True
         self._held.push(self._close_groups)
         self._held.callback(lambda: self.console.close())
-        self.comm = self._join()
 
     def _join(self) -> Communicator:
         """Wait until the run has a place: with a file as long as the run is there, which removes it at its end."""
@@ -57,15 +68,19 @@ class Newcomer(Trainer):
                 if refused or not os.path.isfile(where) or time.monotonic() > limit:
                     raise
 
+    def misfit(self, facts: dict[str, Any]) -> str:
+        mine, theirs = flatten("", self._asked), flatten("", facts["settings"])
+        mine["data in words"], theirs["data in words"] = self.data_in_words, facts["data"]
+        for name in mine:
+            if name not in PATHS | CHOSEN | NO_NUMBERS and mine[name] != theirs.get(name):
+                flag = flag_of(name.partition(" ")[0])
+                return f"{flag}: expected {theirs.get(name)}, which the run has, got {mine[name]}"
+        return ""
+
     def take(self, facts: dict[str, Any]) -> None:
-        for name, theirs in facts["settings"].items():
-            if name not in PATHS | CHOSEN and (ours := self._asked.get(name)) != theirs:
-                raise ConfigError(f"{flag_of(name)}: expected {theirs}, which the run has, got {ours}")
-        ours = f"{self.data.name} ({self.data.fingerprint[:12]})"
-        if ours != facts["data"]:
-            raise ConfigError(f"--data: expected {facts['data']}, which the run has, got {ours}")
-        self._asked = facts["settings"]
-        self.config = self.config.model_copy(update={name: facts["chosen"][name] for name in CHOSEN})
+        self._asked, chosen = facts["settings"], facts["chosen"]
+        chosen["tracker"] = tuple(chosen["tracker"])  # JSON has lists alone
+        self.config = self.config.model_copy(update={name: chosen[name] for name in CHOSEN | NO_NUMBERS})
         self.out, self.source, self.name, self.row = Path(facts["out"]), facts["source"], facts["name"], facts["row"]
         self.start, self.skipped, self.last_finite = facts["start"], set(facts["skipped"]), facts["last_finite"]
         vars(self)["description"] = facts["description"]

@@ -59,6 +59,8 @@ PATHS = {"out", "resume", "init_from", "data", "val_data", "tokenizer", "join"}
 ADDRESS = "address"
 """The file in the folder of an elastic run with the address for ``--join``."""
 
+LEAVES = "this rank leaves after"
+
 MOST_NOT_FINITE = 20
 """Steps in a row without a finite gradient that end a run: none of them has changed the weights, none after would."""
 
@@ -80,7 +82,8 @@ class Trainer:
         limit_threads(comm, 1 if config.deterministic else None)
         self.console = Console(comm.rank, config.steps)
         self.stop.announce(lambda text: self.console.warn(text))
-        self.stop.leaves = config.elastic is not None
+        if config.elastic is not None:
+            self.stop.leaves, self.stop.plan = True, f"{LEAVES} the first step, or the run stops before it (Ctrl-C)"
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
         together(comm, lambda: check_folder(self.out, comm.rank))
         try:
@@ -90,7 +93,7 @@ class Trainer:
                 self._asked["steps"] = self.console.steps = steps = config.epochs * self.data.steps_per_epoch
                 self.config = config = config.model_copy(update={"steps": steps})
             self._trains = self.start < config.steps and not config.profile
-            same_on_all(comm, {"data": f"{self.data.name} ({self.data.fingerprint[:12]})"})
+            same_on_all(comm, {"data": self.data_in_words})
             with raised_on_every_rank():
                 self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             alone(comm, self._check_source)
@@ -125,13 +128,17 @@ class Trainer:
         self.epoch = 0
         """How often the ranks have changed (``--elastic``); -1: this rank has not joined them."""
         self.untrained: float | None = None  # validation loss before training
-        self._saving: Saving | None = None
+        self.saving: Saving | None = None
         self._held: contextlib.ExitStack = contextlib.ExitStack()  # what the end of the run closes
         self._held.callback(self._cancel_save)
 
     @property
     def checkpoints(self) -> Path:
         return self.out / "checkpoints"
+
+    @property
+    def data_in_words(self) -> str:
+        return f"{self.data.name} ({self.data.fingerprint[:12]})"
 
     def _load_data(self) -> Dataset:
         """Read the data.  One rank of each machine prepares it, and the others read the result."""
@@ -235,10 +242,14 @@ class Trainer:
         """What a newcomer is told of the run (``kos.train.joining``), of JSON's types."""
         return {
             "settings": self._asked, "chosen": self.config.to_json(), "out": str(self.out), "source": self.source,
-            "data": f"{self.data.name} ({self.data.fingerprint[:12]})", "name": self.name, "row": self.row,
+            "data": self.data_in_words, "name": self.name, "row": self.row,
             "start": self.start, "skipped": sorted(self.skipped), "last_finite": self.last_finite,
             "description": self.description,
         }  # fmt: skip
+
+    def misfit(self, facts: dict[str, Any]) -> str:
+        """On a newcomer, why its settings or data do not fit them, or ""."""
+        raise NotImplementedError
 
     def take(self, facts: dict[str, Any]) -> None:
         """On a newcomer, take them."""
@@ -293,7 +304,14 @@ class Trainer:
             raise unwritable(self.out, error) from error
 
     def _take_output(self) -> None:
-        """Write metrics and checkpoints instead of the rank that was the first; its last row may be missing."""
+        """Write metrics and checkpoints instead of the rank that was the first; its last row may be missing.
+
+        CheckpointError if others went on meanwhile: this rank was stopped, and all those that it knew have left since.
+        """
+        epochs = (row.get("epoch", 0) for row in read_metrics(self.out / METRICS) if row["step"] > self.start)
+        if (latest := max(epochs, default=0)) > self.epoch:
+            text = f"the others went on without this rank: expected epoch {self.epoch} in {self.out}, got {latest}"
+            raise CheckpointError(text)
         self.console = Console(0, self.config.steps)
         with contextlib.suppress(ConfigError):  # it may be stopped, and hold the lock
             lock_folder(self.out, self._held, self.name)
@@ -315,7 +333,7 @@ class Trainer:
     def drop_save(self) -> None:
         """End the checkpoint that is being written; it is either complete or absent."""
         self._cancel_save()
-        self._saving = None
+        self.saving = None
 
     def _close_groups(self, failed: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """After a failure the abort of the world ends them: ranks out of step cannot close them together."""
@@ -379,7 +397,7 @@ class Trainer:
             stop_together(self.comm, self.stop)
         self.stop.plan = f"stopping after this step, then saving to {self.checkpoints}"
         if self.stop.leaves:
-            self.stop.plan = f"this rank leaves after this step; if the run stops, it saves to {self.checkpoints}"
+            self.stop.plan = f"{LEAVES} this step; if the run stops, it saves to {self.checkpoints}"
         if self.comm.rank == 0:
             self.stop.advice = f"; resume with: {commands.resume(self.out, self.comm.size)}"
         self.console.close()
@@ -454,7 +472,7 @@ class Trainer:
             return
         if self.step == self.config.steps:
             self.stop.plan = f"saving the last step to {self.checkpoints}, then ending"
-        self._saving = checkpoint.save(
+        self.saving = checkpoint.save(
             self.checkpoints, self.device.state, step=self.step, tokenizer=self.data.tokenizer, config=self.description,
             keep=self.config.keep, before=max(self.start, self.saved_step), run=f"{self.name}-{self.epoch}",
             extra=self._extra, show=None if self.config.save_async else self.console.progress,
@@ -498,13 +516,13 @@ class Trainer:
 
     def finish_save(self) -> None:
         """Wait for the checkpoint that is being written; the error of one rank is raised on all. Collective."""
-        if self._saving is not None:
-            self._saving.finish()
-            self.saved_step, self._saving = self._saving.step, None
+        if self.saving is not None:
+            self.saving.finish()
+            self.saved_step, self.saving = self.saving.step, None
 
     def _cancel_save(self) -> None:
-        if self._saving is not None:
-            self._saving.cancel()
+        if self.saving is not None:
+            self.saving.cancel()
 
     def _announce(self) -> None:
         config, model, parallel = self.config, self.model_config, self.device.step.parallel

@@ -21,7 +21,8 @@ from kos.comm.reduction import ReduceOp
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.layers.context import LOOKUPS, Weights
-from kos.train.layers.fp8 import Fp8Weights, weight_store
+from kos.train.layers.fp8 import Fp8Weights, linear_names, store_bytes, weight_store
+from kos.train.layers.fp8_gather import Fp8Gather
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight
 from kos.train.model.parameters import Parameters
@@ -54,6 +55,9 @@ class StepResult(NamedTuple):
 REPORT = 4
 """What a rank reports of a step besides its losses: whether it was asked to stop, the epoch of the group, the step, and
 how many newcomers wait at it."""
+
+WRITING = -1
+"""In place of their number: it writes a checkpoint, until when no rank joins or leaves."""
 
 
 class Run(Protocol):
@@ -129,7 +133,8 @@ class Step:
     """One optimizer step of this rank, which holds ``parts`` of ``model``, a stage of the pipeline each. Collective.
 
     It adds up ``gradients``, and computes with activations of ``dtype``. ``head_rows``: tokens whose logits are in
-    memory at once. The device sets the other attributes before the first step.
+    memory at once. ``gathered(size, dtype)`` makes memory into which ranks gather. The device sets the other attributes
+    before the first step.
     """
 
     weights: Any
@@ -150,15 +155,20 @@ class Step:
     micro_batch: Callable[[int], Batch]
     """This rank's rows and columns of a micro-batch, (B, T)."""
 
+    vouch: Callable[[], None] | None = None
+    """Spoils ``report`` if a collective of this step was ended on this rank: its sums are undefined."""
+
     asked: Callable[[], int] | None = None
     """What was requested on this rank (``Stop.wish``): looked at again at the end of a step that takes long."""
 
     def __init__(
         self, config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, pipeline: Pipeline,
         ops: Ops, gradients: Parameters, dtype: Any, buckets: Buckets, head_rows: int | None = None,
+        gathered: Callable[[int, Any], Array] | None = None,
     ) -> None:  # fmt: skip
         assert config.micro_batch_size is not None
         self.mesh, self.gradients, self.pipeline, arena = mesh, gradients, pipeline, ops.make_arena()
+        self.elastic = config.elastic is not None
         options: dict[str, Any] = {"arena": arena, "recompute": config.recompute, "head_rows": head_rows}
         self.models = [make_stage(config, model, ops, part, mesh, **options) for part in parts]
         first, last = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
@@ -183,7 +193,10 @@ class Step:
             apart = Parameters(table, gradients.flat.dtype, None, gradients.zeros, multiple)
             longest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
             lookups = TreeSum(mesh.dp, total, apart, make_buckets(apart.flat.size, multiple, longest, longest), ops)
-        self.store = weight_store(self.models, gradients, ops) if config.dtype == "fp8" else {}
+        names, self.fp8_gather = linear_names(self.models) if config.dtype == "fp8" else [], None
+        if names and buckets.sharded:
+            self.fp8_gather = Fp8Gather(gradients, names, self.parallel, ops, gathered or ops.zeros)
+        self.store = self.fp8_gather.store if self.fp8_gather else weight_store(names, gradients, ops)
         """Memory for the weights of linear layers in 8 bits, if they are."""
         tied_apart = model.tie_word_embeddings and first != last
         self.sums = GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups)
@@ -196,14 +209,17 @@ class Step:
         return set(self.gradients) - twice
 
     def run(self) -> None:
-        """The whole step. All ranks report in the last exchange before the update, which needs the same step of all."""
+        """The whole step. All ranks report in its last exchange. With ``--elastic`` the update needs that of all."""
         self.passes()
         self.norm()
         if self.asked is not None:
             self.report[0] = self.report[0] or self.asked()
         if self.mesh.world.size > 1:
+            if self.vouch is not None:
+                self.vouch()
             self.mesh.world.all_gather(self.report, self.reports)
-            self.optimizer.agree(self.gradients, self.report, self.reports)
+            if self.elastic:
+                self.optimizer.agree(self.gradients, self.report, self.reports)
         self.apply()
 
     def apply(self) -> None:
@@ -215,6 +231,17 @@ class Step:
         model = self.models[0]
         return Fp8Weights(weights, self.store, model.ops, model.arena) if self.store else weights
 
+    def gather(self) -> Weights:
+        """What passes of this step read; with ZeRO-1, once it is gathered."""
+        if self.fp8_gather:
+            return self.fp8_gather.gather(self.weights, self.models[0].arena)
+        return self.as_read(self.parallel.gather(self.weights) if self.parallel.sharded else self.weights)
+
+    @property
+    def fp8_bytes(self) -> int:
+        """What the weights of linear layers in 8 bits take, if they are."""
+        return store_bytes(self.store) + (self.fp8_gather.extra_bytes if self.fp8_gather else 0)
+
     def norm(self) -> None:
         """The norm of the gradient of all ranks."""
         world, parallel = self.mesh.world, self.parallel
@@ -224,7 +251,7 @@ class Step:
 
     def passes(self) -> None:
         """Forward and backward of every micro-batch of this rank, and the sums over all that hold the same weights."""
-        weights = self.as_read(self.parallel.gather(self.weights) if self.parallel.sharded else self.weights)
+        weights = self.gather()
         for action, received in self.pipeline.inputs():
             self.act(action, weights, received)
         self.sums.finish()

@@ -247,7 +247,7 @@ class TunerBetweenHosts(Tuner):
     first = PHASES
 
     def table(self, say: Callable[[str], None]) -> Table:
-        part = self.peer.backend.parts[1]
+        part = self.peer.backend.inner[1]
         assert isinstance(part, HierarchicalBackend)
         if part.table is None:
             raise InvalidArgument(f"tune: {part.hierarchy}")

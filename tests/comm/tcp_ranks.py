@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.control.env import JobRendezvous, env_rendezvous
+from kos.comm.control.env import env_rendezvous
+from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import Hub
 from kos.errors import RendezvousError
 from tests.comm import ranks
@@ -69,7 +70,7 @@ def run_threads(*bodies: Callable[[], Any]) -> list[Any]:
 
 
 def run_ranks(
-    size: int, fn: Callable[[JobRendezvous], Any], timeout: float = TIMEOUT, **more: str
+    size: int, fn: Callable[[TCPRendezvous], Any], timeout: float = TIMEOUT, **more: str
 ) -> list[Any]:
     """What ``fn(rendezvous)`` returned on each rank; a failure of any of them is raised."""
     port = free_port()
@@ -121,7 +122,7 @@ class TCPRanks:
         self.size = size
 
     def run(self, fn: Callable[[kos.Communicator], Any]) -> list[Any]:
-        def body(rendezvous: JobRendezvous) -> Any:
+        def body(rendezvous: TCPRendezvous) -> Any:
             with kos.init("tcp", rendezvous=rendezvous, timeout=TIMEOUT) as comm:
                 return fn(comm)
 

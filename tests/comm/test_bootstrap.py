@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control import function
+from kos.comm.control import offers
 from kos.comm.control.store import store_rendezvous
 from kos.comm.control.wire import Network
 from kos.errors import CollectiveTimeout, InvalidArgument, RendezvousError
@@ -128,7 +128,7 @@ def test_an_exchange_of_another_framework(monkeypatch: pytest.MonkeyPatch, hosts
             socket.gethostbyname(platform.node())
         except OSError as error:
             pytest.skip(f"this host does not resolve its own name: {error}")
-        monkeypatch.setattr(function, "machine_id", lambda: f"host {named.rank}")
+        monkeypatch.setattr(offers, "loopback_id", lambda: f"host {named.rank}")
 
     def body(rank: int) -> tuple[int, str, int]:
         named.rank, member = rank, group.of(rank)
@@ -336,14 +336,14 @@ def test_rank_0_of_an_exchange_that_fails_closes_its_listener(monkeypatch: pytes
                 raise OSError("lost")
             return super().allgather(data)
 
-    made, listen = list[Any](), function.listen_for
+    made, listen = list[Any](), offers.listen_for
 
     def listening(hosts: Any) -> Any:
         found = listen(hosts)
         made.append(found[0])
         return found
 
-    monkeypatch.setattr(function, "listen_for", listening)
+    monkeypatch.setattr(offers, "listen_for", listening)
     with pytest.raises(OSError, match="lost"):
         kos.init(rendezvous=Broken(0), timeout=TIMEOUT)
     assert made[0].fileno() == -1

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.host.fingerprints import Fingerprints
 from kos.comm.host.shared import CallRing
 from kos.comm.host.shared.segment import ARRIVED, PID, RING
+from kos.comm.prepared import Fingerprints
 from kos.comm.work import Work
 from kos.errors import RankLost
 from tests.comm.ranks import on_each_rank
@@ -56,7 +56,7 @@ class Words:
     """Those of the segment; once it was read how far a rank has come, something happens."""
 
     def __init__(self, calls: CallRing, then: Callable[[], None], rank: int = 1) -> None:
-        self.words, self.then, self.place = calls.segment.words, then, calls.segment.layout.line(rank) + ARRIVED
+        self.words, self.then, self.place = calls.segment.words, then, calls.segment.line(rank) + ARRIVED
 
     def __getitem__(self, place: Any) -> Any:
         word = self.words[place]
@@ -123,7 +123,7 @@ def test_own_calls_that_are_no_longer_on_record(calls: list[CallRing], /) -> Non
 def test_several_ranks_that_are_gone(calls: list[CallRing], /) -> None:
     mine = calls[0]
     for local in (1, 2):
-        mine.segment.words[mine.segment.layout.line(local) + PID] = (1 << 22) + 1  # no process has it
+        mine.segment.words[mine.segment.line(local) + PID] = (1 << 22) + 1  # no process has it
     mine.announce(call(0))
     with pytest.raises(RankLost, match=r"barrier #0.*rank [12] is gone: its process"):
         wait(mine, call(0))

@@ -10,6 +10,7 @@ import pytest
 
 import kos
 from kos import ReduceOp
+from kos.comm import compression
 from kos.comm.compression import BLOCK, FORMATS, Format
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.testing import spawn
@@ -55,6 +56,54 @@ def test_errors_are_within_the_bounds(form: Format, seed: int, power: int) -> No
     error = abs(decoded(form, x.reshape(-1)).reshape(x.shape) - wide)
     assert (error <= bound).all()
     assert (error.max(1) > bound.max(1) / 8).mean() > 0.2, "the bound is far from what happens"
+
+
+def _any_floats(rng: np.random.Generator, count: int, kind: int) -> np.ndarray:
+    """Any bits; all exponents; one exponent, denormals too; infinities, NaN and signed zeros; ties; outliers."""
+    if kind == 0:
+        return rng.integers(0, 1 << 32, count, dtype=np.uint32).view(np.float32)
+    x = rng.standard_normal(count).astype(np.float32)
+    if kind in (1, 2):
+        x = np.ldexp(x, rng.integers(-160, 128, count if kind == 1 else 1)).astype(np.float32)
+    elif kind == 3:
+        special = np.array([np.inf, -np.inf, np.nan, -np.nan, 0, -0.0, 3e38, 1e-45], np.float32)
+        x = np.where(rng.random(count) < 0.02, rng.choice(special, count), x)
+    elif kind == 4:
+        x = (rng.integers(-600, 600, count) / rng.choice([1, 2, 3, 17, 256])).astype(np.float32)
+    else:
+        x[:: rng.integers(2, 90)] *= np.float32(2.0 ** rng.integers(0, 60))
+    return x
+
+
+@pytest.mark.skipif(compression.native is None, reason="needs the compiled core")
+@formats
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_the_core_has_the_bits_of_numpy(form: Format, dtype: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoded, decoded and added, on any floats and lengths."""
+    rng = np.random.default_rng(seed)
+    core = compression.native
+    for kind in [*range(6)] * 5:
+        with np.errstate(all="ignore"):
+            x, before = (_any_floats(rng, int(rng.integers(1, 5000)), kind) for _ in range(2))
+            x, before = x.astype(dtype), np.resize(before, x.size)
+        results = []
+        for native in (core, None):
+            monkeypatch.setattr(compression, "native", native)
+            data, out, total = form.encode(x), np.empty_like(x), before.copy()
+            form.decode(data, out)
+            form.decode(data, total, add=True)
+            results.append((data.tobytes(), out.tobytes(), total.tobytes()))
+        assert results[0] == results[1]
+
+
+@pytest.mark.skipif(compression.native is None, reason="needs the compiled core")
+@pytest.mark.parametrize(
+    "wrong", [(8, 127, 3, 64, 66), (8, 127, 0, 256, 65), (8, 127, -1, 256, 66), (4, 7, 0, 256, 66)]
+)
+def test_the_core_refuses_wrong_bytes(wrong: tuple[int, int, int, int, int]) -> None:
+    bits, top, dtype, nbytes, encoded = wrong
+    with pytest.raises(ValueError, match="expected"):
+        compression.native.encode(bits, top, dtype, bytes(nbytes), bytearray(encoded))
 
 
 @formats
@@ -106,7 +155,9 @@ def test_what_cannot_be_compressed(seed: int) -> None:
             with pytest.raises(InvalidArgument, match="compress: expected None, 'fp8', 'int8', 'int4', got "):
                 comm.all_reduce(x, compress=compress)  # type: ignore[call-overload]
         for dtype in (np.float64, np.int32, np.complex64, np.bool_, ml_dtypes.float8_e5m2):
-            with pytest.raises(InvalidArgument, match=f"x: expected float32, float16, bfloat16 with compress, got {np.dtype(dtype)}"):  # noqa: E501
+            with pytest.raises(
+                InvalidArgument, match=f"x: expected float32, float16, bfloat16 with compress, got {np.dtype(dtype)}"
+            ):
                 comm.all_gather(np.zeros(8, dtype), compress="int8")
         for op in (ReduceOp.MAX, kos.PremulSum(0.5)):
             with pytest.raises(InvalidArgument, match="op: expected SUM or AVG with compress, got (MAX|PREMUL_SUM)"):

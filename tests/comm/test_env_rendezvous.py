@@ -14,7 +14,8 @@ import pytest
 
 import kos
 from kos.comm.control.bootstrap import default_rendezvous, launched_rank
-from kos.comm.control.env import JobRendezvous, Place
+from kos.comm.control.env import Place
+from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import Hub
 from kos.comm.control.threads import ThreadRendezvous
 from kos.errors import RendezvousError
@@ -57,7 +58,7 @@ def test_the_default_rendezvous(no_launcher: pytest.MonkeyPatch) -> None:
     no_launcher.setenv("RANK", "0")
     no_launcher.setenv("WORLD_SIZE", "1")
     rendezvous = default_rendezvous(5)
-    assert isinstance(rendezvous, JobRendezvous)
+    assert isinstance(rendezvous, TCPRendezvous)
     assert rendezvous.timeout == 5
     with kos.init() as comm:
         assert (comm.backend_name, comm.size) == ("tcp", 1)

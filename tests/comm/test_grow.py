@@ -20,7 +20,7 @@ from kos.comm import making
 from kos.comm.backend import Probe
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.join import parse
-from kos.comm.control.mpi import MPIRanks, MPIRendezvous, SharedComm
+from kos.comm.control.mpi import MPIRanks, MPIRendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.control.wire import JOIN, Connection, Network, authenticate, connect, drive, receive_greeting
 from kos.comm.failures import FailureLog
@@ -470,7 +470,7 @@ def test_the_backend_of_gpus_is_made_again(backend: str, monkeypatch: pytest.Mon
 def grow_on_gpus(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = NCCLBackend if backend == "nccl" else PeerBackend
     monkeypatch.setattr(kind, "probe", classmethod(lambda kind, rendezvous: Probe(True, "a stand-in")))
-    monkeypatch.setattr(making, "visible_devices", lambda: ["a stand-in"])
+    monkeypatch.setattr(making, "visible_devices", lambda: [SimpleNamespace(uuid="a stand-in")])
     monkeypatch.setattr("kos.comm.gpu.backend.device_of", lambda rendezvous: SimpleNamespace(index=0))
 
     def use(comm: kos.Communicator) -> tuple[int, int]:
@@ -662,7 +662,7 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 def test_hosts_without_tcp_refuse_by_name() -> None:
-    carrier: Any = MPIRendezvous(MPIRanks(SharedComm(None), range(2)), 0, 1.0, FailureLog(range(2), 0), "")
+    carrier: Any = MPIRendezvous(MPIRanks(None, range(2)), 0, 1.0, FailureLog(range(2), 0), "")
     carrier.without_tcp = "rank 1 did not reach rank 0 at node1:4000: timed out"
     for call in ("grow 1", "replace", "shrink"):
         words = f"^{call}: expected hosts that reach each other by TCP, got: rank 1 did not reach rank 0 at node1:4000"

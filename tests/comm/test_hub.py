@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.env import JobRendezvous, env_rendezvous
+from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import Hub, pair
 from kos.comm.control.wire import Connection, Network, admit_all
@@ -28,7 +28,7 @@ from tests.forked import python
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_allgather_and_split(size: int) -> None:
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         me = rendezvous.rank
         for length in (0, 1, 70_000):
             got = rendezvous.allgather(bytes([me]) * (length + me))
@@ -51,7 +51,7 @@ def test_allgather_and_split(size: int) -> None:
 
 
 def test_allgather_on_200_ranks() -> None:
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         for _ in range(5):
             assert rendezvous.allgather(bytes([rendezvous.rank])) == [bytes([r]) for r in range(200)]
 
@@ -82,7 +82,7 @@ def test_a_group_that_is_freed_on_the_thread_of_its_hub(monkeypatch: pytest.Monk
             gc.collect()
         receive(self, rank, slots)
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         group: Any = rendezvous.split(0)
         hub = group._hub
         if rendezvous.rank == 0:
@@ -212,7 +212,7 @@ def test_a_rank_that_fails_within_a_join_says_why(
     monkeypatch.setattr(Network, "listen", listen)
     failing: Network | None = None
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         nonlocal failing
         if rendezvous.rank != rank:
             with pytest.raises(RendezvousError, match=told.format(rank)) as caught:
@@ -250,7 +250,7 @@ def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.Monk
             time.sleep(0.5)  # rank 0 leaves
         join_at(self, *arguments)
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         monkeypatch.setattr(rendezvous.failures.status, "ended", lambda rank: rank == 2)
         with pytest.raises(RankLost) as caught:
             rendezvous.split(0)
@@ -273,7 +273,7 @@ def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) 
     ) -> tuple[dict[int, Connection], list[int]]:
         return admit_all(listener, key, above - {2}, size, deadline, look=look)[0], [2]
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         problem = ""
         if rendezvous.rank == 2:
             rendezvous.allgather(b"")  # the first step of connect
@@ -298,7 +298,7 @@ def test_a_rank_that_is_lost(how: str, gone: int) -> None:
         "closed": "it closed the group|its connection was closed",
     }[how]
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         rendezvous.barrier()
         if rendezvous.rank == gone:
             if how == "killed":
@@ -319,7 +319,7 @@ def test_rank_0_aborts_at_once() -> None:
     """The abort does not wait for the other ranks, which learn of it in their next call."""
     aborted = threading.Event()
 
-    def body(rendezvous: JobRendezvous) -> float:
+    def body(rendezvous: TCPRendezvous) -> float:
         began = time.monotonic()
         if rendezvous.rank == 0:
             rendezvous.abort(1)
@@ -339,7 +339,7 @@ def test_a_rank_that_stalls_is_named(late: int, within: bool, monkeypatch: pytes
     met, named = threading.Barrier(3), threading.Barrier(3)
     come_first(monkeypatch, 2)
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         rendezvous.timeout = 0.3
         if late == 0 and rendezvous._hub is not None:  # else the hub uses the timeout of rank 0
             rendezvous._hub.timeout = 0.3
@@ -359,7 +359,7 @@ def test_a_rank_that_stalls_is_named(late: int, within: bool, monkeypatch: pytes
 def test_a_rank_that_does_not_read_delays_no_other_rank() -> None:
     came = threading.Event()
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         connection = rendezvous._connection
         if rendezvous.rank == 2:
             receive = connection.receive
@@ -400,7 +400,7 @@ def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_exchange_of_too_many_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kos.comm.control.hub.MAX_MESSAGE", 1000)
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         message = "allgather: expected less than 1000 bytes in all, got 12[0-9][0-9]"
         with pytest.raises(RendezvousError, match=message):
             rendezvous.allgather(bytes(600))

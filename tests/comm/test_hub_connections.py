@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from kos.comm.control.env import JobRendezvous, env_rendezvous
+from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import Hub
 from kos.comm.control.wire import Connection, Network, admit_all
@@ -35,7 +35,7 @@ def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(
         full.set()
         return slots
 
-    def interrupted(rendezvous: JobRendezvous) -> None:
+    def interrupted(rendezvous: TCPRendezvous) -> None:
         unjoined = rendezvous._unjoined
 
         def make(ranks: list[int]) -> TCPRendezvous:
@@ -59,7 +59,7 @@ def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(
         last = rendezvous.failures.status.last
         assert last is not None and last.ranks == (rank,) and "KeyboardInterrupt" in str(last)
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         if rendezvous.rank == rank:
             return interrupted(rendezvous)
         if rendezvous.rank == 0:
@@ -86,7 +86,7 @@ def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(
 def test_a_rank_that_waits_for_connections_hears_of_a_failure() -> None:
     """Before its timeout."""
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         expected: type[BaseException] = RendezvousError
         if rendezvous.rank == 1:
             expected, rendezvous.network = KeyboardInterrupt, Mock(call=Mock(side_effect=KeyboardInterrupt))
@@ -102,7 +102,7 @@ def test_a_timeout_of_another_rank_is_no_lack_of_connections() -> None:
     """In Python a CollectiveTimeout is an OSError."""
     late = blaming(CollectiveTimeout("all_reduce #3: rank 2 did not arrive"), [2])
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         usual = rendezvous.barrier
 
         def fail() -> None:
@@ -168,7 +168,7 @@ def test_a_rank_without_file_descriptors_for_the_others_is_named(monkeypatch: py
 
     limit("create_connection" if opens == "connect" else opens, socket if opens == "connect" else socket.socket)
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         nonlocal lacking
         if rendezvous.rank == 1:
             lacking = threading.current_thread()
@@ -215,7 +215,7 @@ def interrupt_once(owner: Any, name: str, *, after: bool) -> None:
 def test_ctrl_c_within_a_split_is_reported_to_the_new_group(rank: int, where: str) -> None:
     """Rank 0 runs the hub of the new group."""
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         if rendezvous.rank != rank:
             with pytest.raises(KosError, match=f"interrupted on rank {rank} .*by KeyboardInterrupt") as caught:
                 rendezvous.split(0, rendezvous.rank)

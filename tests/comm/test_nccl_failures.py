@@ -168,7 +168,7 @@ def test_a_rank_that_goes_after_it_queued_what_others_wait_for(gpu: Any, /, queu
         if how == "abort":
             comm.abort(reason="ZeroDivisionError: boom")
         else:
-            calls.segment.words[calls.segment.layout.line(1) + PID] = (1 << 22) + 1  # no process has it
+            calls.segment.words[calls.segment.line(1) + PID] = (1 << 22) + 1  # no process has it
             comm._closed = True
         return
     why = "ZeroDivisionError: boom" if how == "abort" else "its process ended"
@@ -185,7 +185,7 @@ def test_a_rank_that_closed_may_end_while_others_still_wait(queued: FakeNCCL, mo
         comm.all_reduce(Array.zeros(5, np.float32, 0))
         calls, last = comm.backend.shared.calls, comm.backend._last
         if comm.rank == 1:
-            calls.segment.words[calls.segment.layout.line(1) + PID] = (1 << 22) + 1
+            calls.segment.words[calls.segment.line(1) + PID] = (1 << 22) + 1
             comm.close()
         closed.wait(20)
         if comm.rank == 0:

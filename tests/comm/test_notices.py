@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from kos.comm.control import mpi_job
-from kos.comm.control.env import JobRendezvous
+from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import CONNECTION_CLOSED
-from kos.comm.control.mpi import MPIRanks, SharedComm
+from kos.comm.control.mpi import MPIRanks
 from kos.comm.control.notices import FORWARD_SECONDS
 from kos.errors import RankLost, RendezvousError
 from tests.comm.tcp_ranks import run_ranks
@@ -32,7 +32,7 @@ def until(found: Callable[[], Any]) -> Any:
     return what
 
 
-def die(rendezvous: JobRendezvous) -> None:
+def die(rendezvous: TCPRendezvous) -> None:
     """As the kernel does when the process dies."""
     assert rendezvous._connection is not None
     rendezvous._connection.sock.shutdown(socket.SHUT_RDWR)
@@ -41,7 +41,7 @@ def die(rendezvous: JobRendezvous) -> None:
 def test_a_notice_that_is_awaited_has_been_forwarded() -> None:
     """What a rank tells others afterwards comes later; without a hub it waits for no answer."""
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         channel = rendezvous.open_channel()
         assert channel is not None
         rendezvous.barrier()
@@ -70,7 +70,7 @@ def test_a_notice_that_is_awaited_has_been_forwarded() -> None:
 def test_notices_reach_all_others_in_order() -> None:
     """Of two backends, each of which gets its own; in and between exchanges."""
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         me, channels = rendezvous.rank, [rendezvous.open_channel() for _ in range(2)]
         rendezvous.barrier()
         for number in range(20):
@@ -93,7 +93,7 @@ def test_a_notice_arrives_while_a_rank_waits_in_an_exchange() -> None:
     """Another of its threads gets it."""
     came = threading.Event()
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         channel = rendezvous.open_channel()
         assert channel is not None
         if rendezvous.rank == 1:
@@ -114,7 +114,7 @@ def test_a_notice_arrives_while_a_rank_waits_in_an_exchange() -> None:
 def test_a_notice_that_is_not_urgent_is_for_those_that_stay() -> None:
     closed = threading.Event()
 
-    def body(rendezvous: JobRendezvous) -> int:
+    def body(rendezvous: TCPRendezvous) -> int:
         channel, forwarded = rendezvous.open_channel(), 0
         assert channel is not None
         rendezvous.barrier()
@@ -135,7 +135,7 @@ def test_a_notice_that_is_not_urgent_is_for_those_that_stay() -> None:
 def test_a_death_is_found_at_once(gone: int, busy: bool) -> None:
     """Whether or not others wait in an exchange; the exchanges then raise it."""
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         rendezvous.barrier()
         if rendezvous.rank == gone:
             return die(rendezvous)
@@ -153,7 +153,7 @@ def test_a_death_is_found_at_once(gone: int, busy: bool) -> None:
 def test_a_failed_group_still_carries_notices_and_deaths(first: str) -> None:
     heard = threading.Barrier(2)
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         channel = rendezvous.open_channel()
         assert channel is not None
         rendezvous.barrier()
@@ -182,7 +182,7 @@ def test_the_hub_serves_until_all_have_closed() -> None:
     """Rank 0, which runs it, closes first: that is no death."""
     closed = threading.Event()
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         channel = rendezvous.open_channel()
         assert channel is not None
         rendezvous.barrier()
@@ -203,9 +203,9 @@ def test_the_hub_serves_until_all_have_closed() -> None:
 def test_two_threads_close_the_last_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them frees the communicator that the groups share."""
     freed, both = [], threading.Barrier(2)
-    shared = SharedComm(None)
-    groups = [MPIRanks(shared, [0]) for _ in range(2)]
-    shared.comm = SimpleNamespace()
+    shared = SimpleNamespace()
+    whole = MPIRanks(shared, [0])
+    groups = [whole, whole.of([0])]
     stand_in = SimpleNamespace(Is_finalized=lambda: both.wait(WAIT) < 0)  # once both have left
     monkeypatch.setattr(mpi_job, "load_mpi", lambda: stand_in)
     monkeypatch.setattr(mpi_job, "free_after_all", freed.append)
@@ -214,7 +214,7 @@ def test_two_threads_close_the_last_two_groups(monkeypatch: pytest.MonkeyPatch) 
         thread.start()
     for thread in threads:
         thread.join()
-    assert freed == [shared.comm]
+    assert freed == [shared]
 
 
 def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(monkeypatch: pytest.MonkeyPatch) -> None:

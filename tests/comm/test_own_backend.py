@@ -16,7 +16,7 @@ import pytest
 
 import kos
 from kos.comm.backend import Probe
-from kos.comm.control.env import JobRendezvous
+from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.mpi_job import Backoff
 from kos.comm.operation import Operation
 from kos.comm.schedules import registry
@@ -162,7 +162,7 @@ def sockets() -> Iterator[None]:
 
 
 def on_sockets(size: int, body: Any, timeout: float = TIMEOUT) -> list[Any]:
-    def rank(rendezvous: JobRendezvous) -> Any:
+    def rank(rendezvous: TCPRendezvous) -> Any:
         with kos.init("sockets", rendezvous=rendezvous, timeout=timeout) as world:
             return body(world)
 

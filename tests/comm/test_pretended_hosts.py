@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.env import JobRendezvous, env_rendezvous
+from kos.comm.control.env import env_rendezvous
+from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import devices as gpu_devices
 from kos.comm.gpu.nccl import NCCLBackend
@@ -202,12 +203,12 @@ def test_who_waits_for_a_rank_whose_failure_the_lost_hub_does_not_report(tmp_pat
 
 WITHOUT_TCP = """
 import numpy as np, kos
-from kos.comm.control import mpi
+from kos.comm.control import mpi, offers
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
 os.environ["KOS_HOST"] = {hosts}[int(rank)]
-mpi._host = lambda: os.environ["KOS_HOST"]
-reach = mpi._try
-mpi._try = lambda rank, offer: "rank 2 did not reach rank 0 at x:1: refused" if rank == 2 else reach(rank, offer)
+offers.loopback_id = lambda: os.environ["KOS_HOST"]
+reach, refused = mpi.unreachable, "rank 2 did not reach rank 0 at x:1: refused"
+mpi.unreachable = lambda rank, offer: refused if rank == 2 else reach(rank, offer)
 comm = kos.init(timeout=60)
 assert comm.backend_name == "mpi" and not comm.probes["tcp"].usable
 halves = [comm.split(comm.rank % 2, -comm.rank), comm.split("host"), comm.duplicate()]
@@ -284,7 +285,7 @@ def test_hosts_of_spawn_that_do_not_add_up(hosts: Any) -> None:
 def test_the_names_of_a_launcher_give_way() -> None:
     """LOCAL_RANK, of the machine, chooses the GPU alone."""
 
-    def body(rendezvous: JobRendezvous) -> tuple[int, int]:
+    def body(rendezvous: TCPRendezvous) -> tuple[int, int]:
         return rendezvous.local_rank, rendezvous.place_on_machine[0]
 
     port, hosts = free_port(), ["a", "b", "a"]
@@ -306,7 +307,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, hosts: tuple[int, ...], gpus: int
         devices = [kos.cuda.devices.DeviceInfo(i, "", f"{i}", (9, 0), 1, 1, "", None, False) for i in range(gpus)]
         monkeypatch.setattr(gpu_devices, "visible_devices", lambda: devices)
 
-        def body(rendezvous: JobRendezvous) -> tuple[int, str, str]:
+        def body(rendezvous: TCPRendezvous) -> tuple[int, str, str]:
             device = gpu_devices.device_of(rendezvous).index
             return device, NCCLBackend.probe(rendezvous).claim, PeerBackend.probe(rendezvous).reason
 

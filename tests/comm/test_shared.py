@@ -32,13 +32,13 @@ from tests.comm.test_programs import Program, execute, programs
 
 pytestmark = needs_core
 
-SIZES = [0, 1, 7, 997, 70_001]  # elements: in a cache line, in one stage, in several stages or in one copy
+SIZES = [0, 1, 7, 997, 70_001]  # elements: in a cache line, in one stage, in several stages, or parts of complex128 in one copy
 F32 = np.dtype(np.float32)
 
 
 @pytest.fixture(params=["slots", "direct"])
 def large(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Large arrays take several stages in slots; then they take one copy, where that is possible."""
+    """Large parts take several stages in slots; then they take one copy, where that is possible."""
     if request.param == "slots":
         monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)
 
@@ -66,7 +66,6 @@ SIZED = [(size, *each) for i, each in enumerate(REDUCTIONS) for size in (3, (2, 
 
 
 @pytest.mark.parametrize(("size", "dtype", "op"), SIZED, ids=lambda x: getattr(x, "__name__", str(x)))
-@pytest.mark.usefixtures("large")
 def test_reductions_have_the_bits_of_rank_order(seed: int, size: int, dtype: Any, op: Any) -> None:
     def body(comm: kos.Communicator) -> list[np.ndarray]:
         found = []
@@ -110,7 +109,6 @@ def test_movements(seed: int, size: int, dtype: Any) -> None:
     [(np.float32, ReduceOp.SUM), (ml_dtypes.bfloat16, ReduceOp.PREMUL_SUM), (np.int64, ReduceOp.MAX)],
     ids=["float32", "bfloat16", "int64"],
 )
-@pytest.mark.usefixtures("large")
 def test_scans(seed: int, size: int, dtype: Any, op: Any) -> None:
     for name in ("scan", "exscan"):
         run(lambda comm, name=name: results.correct(comm, seed, name, np.dtype(dtype), op, sizes=SIZES), size)

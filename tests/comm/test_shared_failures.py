@@ -100,7 +100,7 @@ def test_a_rank_that_comes_while_it_is_looked_for() -> None:
             mine, theirs = (work_of("barrier", sequence=0) for _ in range(2))
             calls[0].announce(mine)
             assert calls[0].check(mine) == 1
-            calls[0].words = Words(calls[0].segment.layout.ring(1), lambda: calls[1].announce(theirs))
+            calls[0].words = Words(calls[0].segment.ring(1), lambda: calls[1].announce(theirs))
             assert calls[0].check(mine) is None
         comm.rendezvous.barrier()
 
@@ -156,7 +156,7 @@ def test_a_long_reason_is_cut_not_lost(comm: kos.Communicator, /, letter: str) -
 def test_a_description_that_is_half_written_does_not_hide_the_others(comm: kos.Communicator, /) -> None:
     calls, segment = comm.backend.calls, comm.backend._segment
     calls.texts[0], calls._places[0] = b"", 0  # a call whose description is being written has the first place
-    at = segment.layout.text(segment.rank, 0)
+    at = segment.text(segment.rank, 0)
     segment.bytes[at : at + 5] = b"[12, "
     with pytest.raises(CollectiveMismatch, match="count 4 against 5"):
         comm.all_reduce(np.zeros(4 + comm.rank))
@@ -193,7 +193,7 @@ def test_a_rank_that_was_stopped_while_it_told_its_failure(comm: kos.Communicato
     comm.barrier()
     if comm.rank == 1:
         calls.report_failure(CollectiveError("of a later call"), 1)
-        at = calls.segment.layout.report_of(1)
+        at = calls.segment.report_of(1)
         calls.segment.bytes[at : at + 5] = b"[12, "
         comm.rendezvous.barrier()
         return
@@ -220,7 +220,7 @@ def test_a_segment_that_cannot_be_mapped_gives_its_file_back() -> None:
 def test_a_rank_that_has_not_written_its_process_number_has_not_ended(comm: kos.Communicator, /) -> None:
     """The others may look for lost ranks while it opens the segment."""
     segment, status = comm.backend._segment, comm.rendezvous.failures.status
-    place = segment.layout.line(1) + PID
+    place = segment.line(1) + PID
     comm.rendezvous.barrier()
     if comm.rank == 0:
         pid, segment.words[place] = segment.words[place], 0
@@ -374,6 +374,7 @@ CALLS: dict[str, tuple[int, Callable[[kos.Communicator, Any], Any]]] = {  # and 
     "scatter": (0, lambda c, o: c.scatter(x(3) if c.rank == 0 else None, x(), **o)),
     "all_reduce": (0, lambda c, o: c.all_reduce(x(), kos.ReduceOp.MAX, **o)),
     "all_gather": (2, lambda c, o: c.all_gather(x(), **o)),
+    "all_to_all": (2, lambda c, o: c.all_to_all(x(3), **o)),
 }
 
 
@@ -381,7 +382,7 @@ def x(parts: int = 1) -> np.ndarray:
     return np.zeros(parts * COUNT, np.uint8)
 
 
-@pytest.mark.parametrize(("name", "one_copy"), [*((name, False) for name in CALLS), ("all_gather", True)])
+@pytest.mark.parametrize(("name", "one_copy"), [*((name, False) for name in CALLS), ("all_to_all", True)])
 def test_only_those_that_are_waited_for_are_named(name: str, one_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not one_copy:
         monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kos.comm.control import wire as tcp
-from kos.comm.control.env import JobRendezvous
+from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import Connection, HandshakeError, Network, drive
 from kos.errors import RankLost, RendezvousError
@@ -303,7 +303,7 @@ def test_a_header_of_too_many_bytes_is_refused_before_anything_is_allocated() ->
 
 
 def test_a_rank_that_breaks_the_protocol_is_named() -> None:
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         rendezvous.barrier()
         if rendezvous.rank == 1:
             rendezvous._connection.sock.send(struct.pack("!II", 0xFFFFFFFF, 0) + bytes(32))

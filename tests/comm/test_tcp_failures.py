@@ -15,7 +15,7 @@ import pytest
 
 import kos
 from kos.comm import groups
-from kos.comm.control.env import JobRendezvous
+from kos.comm.control.group import TCPRendezvous
 from kos.comm.host import backend as host
 from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import TCPTransport
@@ -214,12 +214,12 @@ def test_a_rank_whose_backend_cannot_be_made(monkeypatch: pytest.MonkeyPatch) ->
     """Nobody waits for it: it says so, though its process goes on."""
     make = TCPTransport.__init__
 
-    def make_but_on_1(self: TCPTransport, rendezvous: JobRendezvous, engine: Any) -> None:
+    def make_but_on_1(self: TCPTransport, rendezvous: TCPRendezvous, engine: Any) -> None:
         if rendezvous.rank == 1:
             raise MemoryError("all is used")
         make(self, rendezvous, engine)
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         with pytest.raises(MemoryError if rendezvous.rank == 1 else KosError) as caught:
             kos.init("tcp", rendezvous=rendezvous)
         if rendezvous.rank != 1:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kos.comm.control.env import JobRendezvous
+from kos.comm.control.group import TCPRendezvous
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 from tests.comm.tcp_ranks import TIMEOUT, run_processes, run_ranks
 
 
-def die(rendezvous: JobRendezvous) -> None:
+def die(rendezvous: TCPRendezvous) -> None:
     """What the others see of a process that is killed."""
     rendezvous._connection.close()
     rendezvous._listener.close()
@@ -26,7 +26,7 @@ def test_the_ranks_that_are_left_meet(gone: list[int], waiting: bool) -> None:
     """Whether or not they had learned of the loss."""
     left = [rank for rank in range(4) if rank not in gone]
 
-    def body(rendezvous: JobRendezvous) -> Any:
+    def body(rendezvous: TCPRendezvous) -> Any:
         rendezvous.barrier()
         if rendezvous.rank in gone:
             die(rendezvous)
@@ -50,7 +50,7 @@ def test_the_ranks_that_are_left_meet(gone: list[int], waiting: bool) -> None:
 
 
 def test_twice() -> None:
-    def body(rendezvous: JobRendezvous) -> int:
+    def body(rendezvous: TCPRendezvous) -> int:
         part: Any = rendezvous
         for gone in (0, 2):
             part.barrier()
@@ -71,7 +71,7 @@ def test_a_rank_that_lives_and_does_not_come(of_a_part: bool) -> None:
     """All that come name it, by its rank in the world, and none goes on without it."""
     refused = threading.Barrier(3)
 
-    def body(rendezvous: JobRendezvous) -> None:
+    def body(rendezvous: TCPRendezvous) -> None:
         group: Any = rendezvous.split(int(rendezvous.rank > 0)) if of_a_part else rendezvous
         rank = 1 + of_a_part
         if group.size == 1:
@@ -90,7 +90,7 @@ def test_a_rank_that_lives_and_does_not_come(of_a_part: bool) -> None:
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_rank_that_dies_while_the_others_wait_for_it(gone: int) -> None:
-    def body(rendezvous: JobRendezvous) -> int:
+    def body(rendezvous: TCPRendezvous) -> int:
         rendezvous.barrier()
         if rendezvous.rank == gone:
             rendezvous._listener.setblocking(True)
@@ -111,7 +111,7 @@ def test_a_rank_that_fails_in_a_split_is_not_awaited_in_the_new_group(exchange: 
     """Rank 0 dies while its hub answers: only rank 1 gets that answer.  Rank 0 and rank 3 form the other new group."""
     failed = threading.Barrier(3)
 
-    def body(rendezvous: JobRendezvous) -> Any:
+    def body(rendezvous: TCPRendezvous) -> Any:
         rendezvous.barrier()
         last, hub = rendezvous._exchanges + exchange, rendezvous._hub
         if hub is not None:
@@ -142,7 +142,7 @@ def test_a_rank_that_fails_in_a_split_is_not_awaited_in_the_new_group(exchange: 
 def test_each_shrink_begins_an_epoch() -> None:
     """In which no rank of the earlier membership takes part; groups that are split have that of their parent."""
 
-    def body(rendezvous: JobRendezvous) -> list[int]:
+    def body(rendezvous: TCPRendezvous) -> list[int]:
         epochs = [rendezvous.epoch]
         for _ in range(2):
             rendezvous = rendezvous.shrink()  # type: ignore[assignment]
@@ -161,7 +161,7 @@ def test_a_rank_that_joins_a_new_group_late() -> None:
     """After the split, the loss of a rank of another group does not affect the new group."""
     lost = threading.Event()
 
-    def body(rendezvous: JobRendezvous) -> int:
+    def body(rendezvous: TCPRendezvous) -> int:
         unjoined = rendezvous._unjoined
 
         def late(ranks: list[int]) -> Any:

@@ -76,7 +76,7 @@ def fails(comm: kos.Communicator, kind: type[KosError], match: str) -> None:
 
 def kill(comm: kos.Communicator, rank: int) -> None:
     calls = comm.backend.host.calls
-    calls.segment.words[calls.segment.layout.line(rank) + PID] = (1 << 22) + 1  # no process has it
+    calls.segment.words[calls.segment.line(rank) + PID] = (1 << 22) + 1  # no process has it
 
 
 @pytest.mark.parametrize("parts", ["nccl", "peer", "nccl peer"])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.control.env import JobRendezvous
+from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.testing.conformance import failures, run
@@ -43,7 +43,7 @@ def test_it_is_short() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_on_ranks_that_meet_as_processes_do(size: int) -> None:
-    def body(rendezvous: JobRendezvous) -> dict[str, str]:
+    def body(rendezvous: TCPRendezvous) -> dict[str, str]:
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             return run(world)
 
@@ -72,7 +72,7 @@ def test_the_suite_finds_a_backend_that_moves_wrong_bytes(files: Any, monkeypatc
 
     monkeypatch.setattr(files.__init__.__globals__["Folder"], "write", wrong)
 
-    def body(rendezvous: JobRendezvous) -> dict[str, str]:
+    def body(rendezvous: TCPRendezvous) -> dict[str, str]:
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             return run(world, only="broadcast float32")
 
@@ -144,7 +144,7 @@ def test_the_suite_finds_a_backend_that_lacks_a_part(
     monkeypatch.setattr(failures, "GRACE", 2.0)
     change(files)
 
-    def body(rendezvous: JobRendezvous) -> dict[str, str]:
+    def body(rendezvous: TCPRendezvous) -> dict[str, str]:
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             return run(world, only=check)
 

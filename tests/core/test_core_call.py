@@ -49,6 +49,30 @@ def guarded(x: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[A
     return inner, whole
 
 
+def test_a_wait_lasts_while_the_call_makes_progress() -> None:
+    """The other rank takes a stage each millisecond.  The core returns after 10 ms without a stage, not 10 ms in all."""
+    stages = 40
+    with groups(2) as made:
+        x, y = (np.ones(stages * (128 << 10), np.uint8) for _ in range(2))
+        mine, theirs = (each.prepare("broadcast", "uint8", x.size) for each in made)
+
+        def slow() -> None:
+            work = theirs.start(y)
+            while not work.done():
+                time.sleep(1e-3)
+
+        def completes_in_one_wait() -> bool:
+            thread = threading.Thread(target=slow)
+            thread.start()
+            work = mine.start(x, waits=True)
+            complete = work.left is None
+            work.wait()
+            thread.join()
+            return complete
+
+        assert any(completes_in_one_wait() for _ in range(20)), "on a busy machine a millisecond may take 10"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_count_has_the_bits_of_numpys_sum_in_rank_order(size: int, dtype: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kos._core import native
-from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS
+from kos.comm.prepared import TEXT_BYTES, TEXTS
 from tests.core.core_ranks import groups, needs_core, on_processes, on_threads, run_threads, said_by_a_child
 from tests.core.group import CoreError, CoreGroup
 

@@ -60,7 +60,7 @@ def run_calls(group: CoreGroup) -> None:
     for prepared, arrays in (
         (group.prepare("all_reduce", "float64", 1), (np.ones(1),)),
         (group.prepare("all_reduce", "float64", n), (x,)),
-        (group.prepare("all_gather", "float64", n), (x, y)),
+        (group.prepare("all_to_all", "float64", n), (y, np.zeros(2 * n))),
         (group.prepare("all_to_all", "float64", varies=True, **counts), (x[:10], y[:10])),
         (group.prepare("send_recv", "float64", n, dst=peer, src=peer), (x, y[:n])),
         (group.prepare("send_recv", "float64", 3, dst=peer, src=peer), (x[:3], y[:3])),

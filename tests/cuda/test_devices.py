@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from kos import cuda
+from kos.comm.gpu import devices as choice
 from kos.cuda import devices, driver
 from kos.cuda.devices import assign_devices
 from kos.errors import BackendUnavailable, install
@@ -40,6 +41,28 @@ def test_assign_devices(ranks: list[int | None], nodes: list[int | None], expect
 def test_assign_devices_without_any() -> None:
     with pytest.raises(BackendUnavailable, match="a device for 2 ranks, got none"):
         assign_devices([None, None], [])
+
+
+@pytest.mark.parametrize(
+    ("given", "place", "expected"),
+    [
+        (["", ""], 1, 1),
+        (["b", ""], 1, 0),  # rank 0 of two was lost: the newcomer takes its GPU
+        (["b", "a", ""], 2, 0),
+        (["b", "a", "b", ""], 3, 0),
+        (["", "a", ""], 0, 1),
+        (["", "a", ""], 2, 0),
+    ],
+)
+def test_a_rank_without_a_gpu_takes_the_one_that_the_fewest_were_given(
+    given: list[str], place: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = [SimpleNamespace(index=index, uuid=uuid, numa_node=None) for index, uuid in enumerate("ab")]
+    monkeypatch.setattr(choice, "visible_devices", lambda: two)
+    monkeypatch.setattr(driver, "require", lambda: None)
+    ranks = [(rank, None) for rank in range(len(given))]
+    group = SimpleNamespace(device=None, place_on_machine=place, on_machine=ranks, requested_gpus=given)
+    assert choice.device_of(group).index == expected  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -89,8 +89,11 @@ CASES = [
     ("muon.cu", {"DTYPE": "float32", "MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "float32", "COPY": 0}, MUON),
 ]
 EIGHT_BITS = [
-    {"SOURCE": source, "E5M2": int(source == 2), "ROWS": rows, "COLUMNS": columns}
-    for source in range(4) for rows, columns in ((1, 1), (1, 2), (2, 2), (1, 0), (0, 1), (0, 2), (3, 3), (3, 0))
+    {"SOURCE": source, "E5M2": int(source == 2), "ROWS": rows, "COLUMNS": columns, "STAGE": stage}
+    for stage, sources, copies in (
+        (0, range(4), ((1, 1), (1, 2), (2, 2), (1, 0), (0, 1), (0, 2), (3, 3), (3, 0))),
+        (1, [0], ((0, 0), (1, 0), (3, 0))), (2, [0], ((2, 2), (3, 3))),
+    ) for source in sources for rows, columns in copies
 ]  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import signal
 import threading
 import time
@@ -37,9 +39,9 @@ from kos.train.optim.adamw import AdamW
 from kos.train.optim.base import Optimizer
 from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.parallel.stopping import Left, Stop
+from kos.train.parallel.stopping import LEAVE, Left, Stop
 from kos.train.run import Trainer
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools.metrics import METRICS, read_metrics
 from kos.train.train import Step
 from tests.train import elastic_faults
 from tests.train.emulated_runs import emulated
@@ -102,6 +104,12 @@ def train(
 @pytest.fixture(scope="module")
 def unhurt(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return train(text, tmp_path_factory.mktemp("unhurt"), elastic=None)
+
+
+def until(true: Callable[[], Any]) -> None:
+    """Wait until it is ``true``. The test's timeout limits it."""
+    while not true():
+        time.sleep(0.001)
 
 
 def ranks_of(out: Path) -> list[tuple[int, int]]:
@@ -222,6 +230,23 @@ def test_both_holders_of_a_part_are_lost(text: Path, tmp_path: Path) -> None:
         train(text, tmp_path, faults, zero=1)
 
 
+def test_who_was_stopped_while_the_others_went_on_leaves_their_output(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot ask the ranks that it knew, which have left since; the epochs of the run's metrics tell."""
+    take_output, theirs = Trainer._take_output, '{"step": 5, "epoch": 7}\n'
+
+    def take(run: Any) -> None:
+        with (run.out / METRICS).open("a") as file:
+            file.write(theirs)
+        take_output(run)
+
+    monkeypatch.setattr(Trainer, "_take_output", take)
+    with pytest.raises(CheckpointError, match=r"the others went on without this rank: expected epoch 0 in .*, got 7"):
+        train(text, tmp_path, [Fault("crash", 0, 4, call="all_to_all")])
+    assert theirs in (tmp_path / METRICS).read_text()
+
+
 @pytest.mark.parametrize("where", ["within a step", "in a validation", "at a checkpoint"])
 def test_fewer_ranks_than_the_least_save_and_end(where: str, text: Path, tmp_path: Path, unhurt: Any) -> None:
     """What is saved is the step that is done, also if its validation or its row was not."""
@@ -275,6 +300,61 @@ def test_where_too_few_would_be_left_all_stop(text: Path, tmp_path: Path) -> Non
     assert checkpoint.find(tmp_path).step == 2
 
 
+@pytest.mark.parametrize("when", ["while data is read", "in the first validation"])
+def test_a_rank_that_is_asked_before_the_first_step_leaves_alone(
+    when: str, text: Path, tmp_path: Path, unhurt: Any
+) -> None:
+    config = config_of(text, tmp_path, elastic="1")
+
+    def run(comm: Communicator) -> None:
+        stop, asked = Stop(), comm.rank == 2
+        stop.number, stop.asked = signal.SIGTERM, asked and when == "while data is read"
+        trainer = Trainer(config, comm, stop)
+        stop.asked = asked
+        with pytest.raises(Left) if asked else contextlib.nullcontext():
+            trainer.run()
+
+    spawn(run, RANKS, timeout=60)
+    assert result(tmp_path / "metrics.jsonl") == unhurt
+    assert ranks_of(tmp_path) == [(4, 0)] + [(3, 1)] * 5
+
+
+def test_a_newcomer_that_is_asked_before_it_joins_leaves(text: Path, tmp_path: Path) -> None:
+    (stop := Stop()).asked = True
+    with pytest.raises(Left, match="left before it joined the run, as asked"):
+        Newcomer(config_of(text, tmp_path, elastic="1", join="127.0.0.1:9"), stop)
+
+
+def test_an_exchange_of_gpus_alone_finds_the_loss(
+    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their validation ends in an exchange of the rendezvous (backend nccl), which raises its own error."""
+    evaluate = Device.evaluate
+
+    def other(self: Device) -> float:
+        try:
+            return evaluate(self)
+        except RankLost as error:
+            raise RendezvousError(str(error)) from error
+
+    monkeypatch.setattr(Device, "evaluate", other)
+    assert train(text, tmp_path, FAULTS["in a validation"]) == unhurt
+    assert ranks_of(tmp_path)[-1] == (3, 1)
+
+
+def test_other_runs_agree_on_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, agree = Counter[bool](), Optimizer.agree
+
+    def counted(self: Optimizer, *arguments: Any) -> None:
+        calls[changes] += 1
+        agree(self, *arguments)
+
+    monkeypatch.setattr(Optimizer, "agree", counted)
+    for changes in (False, True):
+        train(text, tmp_path / str(changes), elastic="1" if changes else None)
+    assert calls == {True: RANKS * STEPS}
+
+
 def test_ctrl_c_stops_the_run() -> None:
     stop = Stop()
     stop.leaves, stop.asked = True, True
@@ -292,7 +372,12 @@ def join(text: Path, out: Path, address: str, **changes: Any) -> tuple[threading
 
     def run() -> None:
         try:
-            Newcomer(config_of(text, out, elastic="1", join=address, **changes)).run()
+            newcomer = Newcomer(config_of(text, out, elastic="1", join=address, **changes))
+            try:
+                newcomer.run()
+            finally:
+                place: Any = newcomer.comm.rendezvous
+                place.threads.world.end(place.rank, "its function returned")  # as ``spawn`` does for its ranks
         except BaseException as error:
             errors.append(error)
 
@@ -367,33 +452,55 @@ def invite(
     return threads
 
 
-def test_a_checkpoint_is_completed_before_ranks_join(
-    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_checkpoint_is_completed_before_ranks_leave_or_join(
+    leaves: bool, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rank is lost: all of them still write it."""
-    write = saving.write_tensors
+    """No rank waits for its files: the run goes on with the same ranks until they are complete."""
+    write, start, may_end = saving.write_tensors, elastic.Elastic.start_step, threading.Event()
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(0.3)
+        may_end.wait(60)
         return write(*arguments)
 
+    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
+        files = self.run.saving
+        if step == 4 and files is not None:
+            may_end.set()
+            until(lambda: files.done)
+        start(self, step, LEAVE if leaves and step > 1 and self.run.mesh.world.rank == 3 else wish)
+
     monkeypatch.setattr(saving, "write_tensors", slow)
-    invite(text, tmp_path, monkeypatch, lambda self: None, keep=10, save_async=True)
-    assert train(text, tmp_path, elastic="1:5", keep=10, save_async=True) == unhurt
-    assert [step for step, _ in checkpoint.steps_in(tmp_path / "checkpoints")] == [2, 4, 6]
+    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
+    threads = [] if leaves else invite(text, tmp_path, monkeypatch, lambda self: None)
+    assert train(text, tmp_path, elastic="1:5", keep=10, save_async=True, save_every=3) == unhurt
+    assert [step for step, _ in checkpoint.steps_in(tmp_path / "checkpoints")] == [3, 6]
+    assert ranks_of(tmp_path) == [(4, 0)] * 5 + [(3 if leaves else 5, 1)]
+    for thread, errors in threads:
+        thread.join(30)
+        assert not errors and not thread.is_alive()
 
 
 def test_some_ranks_know_of_a_loss_where_others_grow(
     text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have called shrink, and the others grow: all go on without the rank that is lost."""
+    """One has called shrink, and the others grow, each of them late: all go on without the rank that is lost."""
+    shrink, calls = Communicator.shrink, Counter[int]()
+
+    def counted(self: Communicator) -> Communicator:
+        calls[self.rank] += 1
+        return shrink(self)
 
     def admit(self: elastic.Elastic) -> None:
-        if self.run.comm.rank == 1 and self.run.epoch == 0:
-            raise RankLost("a rank is lost")  # as in a validation that has ended on the other ranks
+        if self.run.epoch == 0:
+            if (rank := self.run.comm.rank) == 1:
+                raise RankLost("a rank is lost")  # as in a validation that has ended on the other ranks
+            until(lambda: calls[1] >= max(1, rank))  # the others before it have made rank 1 begin again
 
+    monkeypatch.setattr(Communicator, "shrink", counted)
     invite(text, tmp_path, monkeypatch, admit)
     assert train(text, tmp_path, elastic="1:5") == unhurt
+    assert calls[1] == RANKS and elastic.TRIES < RANKS
 
 
 def test_a_newcomer_without_the_backend_does_not_end_the_run(
@@ -411,22 +518,35 @@ def test_a_newcomer_without_the_backend_does_not_end_the_run(
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"seed": 5}, "--seed: expected 1337, which the run has, got 5"),
-    ({"data": "stdlib"}, "--data: expected letters.txt .*, which the run has, got stdlib"),
+    ({"model": {**SHAPE, "rope_theta": 5.0}}, "--rope-theta: expected 10000.0, which the run has, got 5.0"),
+    ({}, "--data: expected letters.txt ([0-9a-f]{12}), which the run has, got other.txt"),
 ])  # fmt: skip
 def test_a_newcomer_with_other_settings_is_refused(
-    changes: dict[str, Any], said: str, text: Path, tmp_path: Path
+    changes: dict[str, Any], said: str, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:  # fmt: skip
+    """By name, on its side and on theirs; the ranks go on, and say nothing of a rank that is gone."""
+    (other := tmp_path / "other.txt").write_bytes(text.read_bytes()[::-1])
+    threads = invite(text if changes else other, tmp_path, monkeypatch, lambda self: None, **changes)
+    assert train(text, tmp_path, elastic="1:5") == unhurt
+    ((thread, errors),) = threads
+    thread.join(30)
+    assert [type(error) for error in errors] == [ConfigError]
+    assert re.match(re.escape(said).replace(re.escape("[0-9a-f]{12}"), "[0-9a-f]{12}"), str(errors[0]))
+    out = capsys.readouterr().out
+    assert f"a newcomer was refused: {errors[0]}" in out and " left " not in out and " lost " not in out
+    assert {ranks for ranks, _ in ranks_of(tmp_path)} == {RANKS}
+
+
+def test_a_newcomer_takes_settings_that_change_no_number(
+    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name, on its side; the ranks go on."""
-    facts = {
-        "settings": config_of(text, tmp_path, elastic="1").to_json(), "data": "letters.txt (0)",
-        "chosen": config_of(text, tmp_path, elastic="1").for_world(4).to_json(),
-    }  # fmt: skip
-    newcomer = Newcomer.__new__(Newcomer)
-    config = config_of(text, tmp_path, elastic="1", **{k: v for k, v in changes.items() if k != "data"})
-    newcomer.prepare(config, None)
-    newcomer.data = type("Data", (), {"name": changes.get("data", "letters.txt"), "fingerprint": "0"})()
-    with pytest.raises(ConfigError, match=said):
-        newcomer.take(facts)
+    changes = {"log_every": 7, "keep": 9, "tracker": ("tensorboard",), "save_every": 1, "timeout": 29.0}
+    threads = invite(text, tmp_path, monkeypatch, lambda self: None, **changes)
+    assert train(text, tmp_path, elastic="1:5") == unhurt
+    ((thread, errors),) = threads
+    thread.join(30)
+    assert not errors and ranks_of(tmp_path)[-1] == (5, 1)
 
 
 def test_nobody_is_there(text: Path, tmp_path: Path) -> None:
@@ -495,11 +615,10 @@ def test_the_second_part_is_planned(text: Path, tmp_path: Path) -> None:
 
 def test_processes_end_as_promised(tmp_path: Path) -> None:
     """A run with random faults; a rank that left ends with 75, one that others left out by itself."""
-    text = tmp_path / "letters.txt"
-    text.write_bytes(np.random.default_rng(7).integers(97, 110, 20_000, np.uint8).tobytes())
+    text = elastic_faults.letters(tmp_path / "letters.txt")
     plain = elastic_faults.Run(tmp_path / "plain", text)
-    assert plain.wait(100) == [0] * RANKS
-    found = elastic_faults.one(tmp_path / "hurt", text, plain.result(), seed=102)
+    assert plain.wait(100) == [0] * RANKS, plain.output()
+    found = elastic_faults.one(tmp_path / "hurt", text, plain, seed=102)
     assert found["same"] and not found["hang"], found
     kinds, codes = [fault.partition(" after")[0] for fault in found["faults"]], Counter(found["codes"])
     assert kinds and found["epochs"] >= len(kinds), found

@@ -23,8 +23,9 @@ from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
 from kos.train.optim.cuda import CHUNK
 from kos.train.run import Trainer
+from kos.train.train import Step
 from tests.train.emulated_runs import SMALL, column, emulated, text, train
-from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event
+from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event, captured
 from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
 
@@ -74,6 +75,20 @@ def test_the_graph_resuming_and_the_way_back(emulated, text, tmp_path):
     np.testing.assert_allclose(column(back), column(whole)[2:], rtol=1e-5)
     forth = train(text, tmp_path / "forth", resume=str(tmp_path / "back"), steps=6)
     assert column(forth, "step") == [5, 6]
+
+
+def test_the_rehearsal_of_a_graph_reports_no_step(emulated, text, tmp_path, monkeypatch):
+    """What is left of its reports in a rank's memory must not count for the step, if that is ended."""
+    reported, run = list[list[float]](), Step.run
+
+    def spy(step):
+        if not captured():
+            reported.append(step.report.numpy()[1:3].tolist())
+        run(step)
+
+    monkeypatch.setattr(Step, "run", spy)
+    train(text, tmp_path, steps=1, ranks=2)
+    assert reported == [[0, 0], [0, 0]]
 
 
 def test_resuming_says_what_changes_bits(emulated, text, tmp_path, caplog, monkeypatch):

@@ -20,6 +20,7 @@ from kos.train.layers.products import Products
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops import numpy as reference
 from kos.train.parallel.mesh import Layout
+from kos.train.train import Step
 from tests.train import test_layouts as on_cpus
 from tests.train import test_layouts_on_host as layouts
 from tests.train.emulated_runs import SMALL, column, text, train
@@ -194,6 +195,44 @@ FIXED = [
 def test_deterministic(emulated, sixteens, layout, changes, monkeypatch):
     """The bits of one rank."""
     layouts.check_deterministic(layout, {"seq_len": 128, "dtype": "fp8", **changes}, monkeypatch)
+
+
+GATHERED = [
+    (Layout(dp=2), {"tied": True}),
+    (Layout(dp=2), {"optimizer": "muon", "lr": 1e-3}),
+    (Layout(dp=2, tp=2), {"family": "qwen3"}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "graph": False}),
+    (Layout(cp=2), {"master_weights": "none"}),
+]
+
+
+def in_16_bits(step):
+    return step.as_read(step.parallel.gather(step.weights))
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["blocks", "one"])
+@pytest.mark.parametrize(("layout", "changes"), GATHERED, ids=lambda x: named(x) if isinstance(x, Layout) else str(x))
+def test_zero_gathers_in_8_bits(emulated, sixteens, layout, changes, one, monkeypatch):
+    """With the bits of a gather in 16 bits."""
+    monkeypatch.setattr(QueuedOps, "one_scale", one)
+    monkeypatch.setattr(reference, "one_scale", one)
+    how = {"seq_len": 64, "dtype": "fp8", "zero": 1, "layers": layouts.layers_of(layout), **changes}
+    layers = how.pop("layers")
+    ours = layouts.train(layout, layers, **how)
+    monkeypatch.setattr(Step, "gather", in_16_bits)
+    for got, expected in zip(ours, layouts.train(layout, layers, **how), strict=True):
+        assert got["rows"].tobytes() == expected["rows"].tobytes() and got["loss"] == expected["loss"]
+        assert all(value.tobytes() == expected["weights"][name].tobytes() for name, value in got["weights"].items())
+
+
+@pytest.mark.parametrize("elastic", [None, "2"])
+def test_zero_gathers_in_8_bits_on_cpus(sixteens, elastic, monkeypatch):
+    how: dict[str, Any] = {"dtype": "fp8", "seq_len": 64, "lr": 1e-3, "zero": 1, "elastic": elastic}
+    ours = on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how)
+    monkeypatch.setattr(Step, "gather", in_16_bits)
+    for got, expected in zip(ours, on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how), strict=True):
+        assert got["rows"].tobytes() == expected["rows"].tobytes() and got["loss"] == expected["loss"]
+        assert all(value.tobytes() == expected["weights"][name].tobytes() for name, value in got["weights"].items())
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2), Layout(cp=2), Layout(dp=2, cp=2)], ids=named)

@@ -26,6 +26,16 @@ ODD = ModelSection(
     vocab_size=301,
 )  # fmt: skip
 UNITS = {"bfloat16": 8, "float32": 24}  # of rounding: sums of up to 768 products are the worst
+TO_OTHERS_UNITS = 8 + 8 + 3 + 2 + 3
+"""Of 2^-24, for the gradients of attention to other keys, which are fp32 for either dtype; bf16 inputs are exact.
+
+A term of dK and dV is exp(s - lse) (dP - delta).  These change it, at most or by three standard deviations: rounding
+s - lse, between 8 and 16 in size (8); SCALE and its product s, below 4 in size (8); the sum of 42 products in q k,
+times SCALE (3); expf (2); the sums of dP - delta (3).  Nothing averages that out.  The case draws lse from N(8, 1)
+instead of from its scores, so the squares of the 108 terms are log-normal, with a standard deviation of 2.8 of the
+logarithm, and one to five of them make the norm.  Of 4,000 seeds in NumPy, the median was 3.3, the 99.9th percentile
+8.6 and the largest 10.1.
+"""
 
 
 @pytest.fixture
@@ -72,9 +82,10 @@ def test_attention_on_request(zoo, monkeypatch, dtype, name):
     runner = importlib.import_module("benchmarks.kernels.runner")
     monkeypatch.setattr(runner, "CHECKED_TOKENS", 12)
     monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "simple")
-    torch = pytest.importorskip("torch")
-    torch.manual_seed(int(np.random.default_rng().integers(1 << 31)))
-    assert runner.check(zoo.Zoo(ODD, 6, getattr(torch, dtype)), name)["fast"] < UNITS[dtype]
+    seed = int(np.random.default_rng().integers(1 << 31))
+    torch.manual_seed(seed)
+    most = TO_OTHERS_UNITS if name == "attention_to_backward" else UNITS[dtype]
+    assert runner.check(zoo.Zoo(ODD, 6, getattr(torch, dtype)), name)["fast"] < most, f"{seed = }"
 
 
 @pytest.mark.parametrize(
@@ -92,11 +103,10 @@ def test_both_versions_of_every_operation(zoo, monkeypatch, dtype, shape, seq_le
     runner = importlib.import_module("benchmarks.kernels.runner")
     monkeypatch.setattr(runner, "CHECKED_TOKENS", tokens)
     seed = int(np.random.default_rng().integers(1 << 31))
-    print(f"{seed = }")
     torch.manual_seed(seed)
     of_shape = zoo.Zoo(shape, seq_len, getattr(torch, dtype))
     for name in chain.from_iterable(kernels.OPERATIONS.values()):
         errors = runner.check(of_shape, name)
         assert ("fast" in errors) == ("repeat_kv" not in name)
         assert ("naive" in errors) == ((name, dtype) != ("adamw", "float32"))
-        assert all(error < UNITS[dtype] for error in errors.values()), (name, errors)  # NaN is not
+        assert all(error < UNITS[dtype] for error in errors.values()), (seed, name, errors)  # NaN is not

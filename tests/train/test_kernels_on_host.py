@@ -319,6 +319,43 @@ def test_an_update_needs_the_same_step_of_all_ranks(ops):
     assert moved == [True, False, False, False, True] and optimizer.step_count == 5
 
 
+def test_what_is_halted_keeps_its_steps(ops):
+    """A run without effect may be ended: this rank must not seem to be behind, and make up for updates."""
+    weights = Parameters({"a": (9, 11)}, "float32", None, ops.zeros)
+    gradients = weights.like()
+    gradients["a"].copy_from(np.full((9, 11), 0.5, np.float32))
+    optimizer = CudaOptimizer(AdamW(), ops, weights, None, LearningRate("constant", 1e-2, 0, 9, 0))
+    optimizer.step_count = 5
+    optimizer.halt()
+    before = weights.flat.numpy()
+    queue(optimizer, gradients)
+    assert np.array_equal(before, weights.flat.numpy()) and optimizer.step_count == 5
+    optimizer.resume()
+    queue(optimizer, gradients)
+    assert not np.array_equal(before, weights.flat.numpy()) and optimizer.step_count == 6
+
+
+def test_a_rank_whose_collectives_were_ended_has_a_report_for_which_no_step_counts(ops):
+    weights = Parameters({"a": (9, 11)}, "float32", None, ops.zeros)
+    gradients = weights.like()
+    optimizer = CudaOptimizer(AdamW(), ops, weights, None, LearningRate("constant", 1e-2, 0, 9, 0))
+    words, report = np.zeros(2, np.uint64), ops.zeros(5, np.float64)
+    addresses = ops.zeros(2, np.uint64)
+    addresses.copy_from(np.array([words.ctypes.data, words.ctypes.data + 8], np.uint64))
+    counted = []
+    for words[0], words[1] in ((0, 0), (1, 0), (0, 1)):
+        report.copy_from(np.array([0.0, 2.0, 7.0, 0.0, 1.5]))
+        optimizer.vouch(gradients, addresses, report)
+        reports = ops.zeros((3, 5), np.float64)
+        reports.copy_from(np.stack([report.numpy()] * 3))  # all ranks have the same: none may count
+        optimizer.step_count = 0
+        optimizer.norm(gradients)
+        optimizer.agree(gradients, report, reports)
+        optimizer.update(gradients)
+        counted.append(optimizer.step_count)
+    assert counted == [1, 0, 0]
+
+
 def test_adamw_without_master_weights(ops):
     on_models.test_adamw_without_master_weights(ops)
     on_models.test_weights_are_rounded_at_random(ops)

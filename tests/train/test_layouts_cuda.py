@@ -169,6 +169,13 @@ def test_deterministic_float32(train, flags: str) -> None:
     same_bits(train, 2, "peer", *flags.split(), dtype="float32")
 
 
+@pytest.mark.parametrize("backend", ["peer", "nccl"])
+@pytest.mark.parametrize("flags", ["--dp 2 --zero 1", "--dp 2 --zero 1 --no-graph"])
+def test_deterministic_fp8(train, flags: str, backend: str) -> None:
+    """Its matrices are gathered in 8 bits."""
+    same_bits(train, 2, backend, *flags.split(), dtype="fp8")
+
+
 def test_deterministic_is_the_same_up_to_rounding(train) -> None:
     """A sequence in pieces, compared with the same sequence that is not split."""
     flags = ("--dtype", "float32", *LONG.split())

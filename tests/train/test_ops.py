@@ -15,7 +15,7 @@ import pytest
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.ops import numpy as ops
-from kos.train.ops import numpy_attention
+from kos.train.ops import numpy_attention, numpy_blocks
 
 
 def poisoned_slab(nbytes):
@@ -30,7 +30,7 @@ def arena():
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks so small that every loop over them turns more than once, with a rest."""
-    monkeypatch.setattr(ops, "BLOCK", 40)
+    monkeypatch.setattr(numpy_blocks, "BLOCK", 40)
     monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 4)
 
 

@@ -54,6 +54,19 @@ def test_gradients_are_summed_once_a_step(zero):
     assert sent == {"gradients": 2 * 3 / 4 * 4 * whole, "tp": 0, "pp": 0, "cp": 0}
 
 
+def test_matrices_are_gathered_in_8_bits():
+    """A byte each, and two of the embedding and of what shares a bucket with it."""
+    sent = {}
+    for dtype in ("bfloat16", "fp8"):
+        config = parse(["--device=cuda", "--zero=1", "--preset=1b", "--micro-batch-size=1", "--dtype", dtype])
+        model = config.model_config_for(V)
+        job = make_job(config, model, Layout(dp=4), gpu_rates("H100", model.head_dim))
+        sent[dtype] = TimedDryRun(job, 0).clock.spent["gradients"]
+    count, table = model.num_parameters(), math.prod(model.parameter_shapes()[model.embedding])
+    assert sent["bfloat16"] == pytest.approx(3 / 4 * (4 + 2) * count, rel=0.01)
+    assert sent["bfloat16"] - sent["fp8"] == pytest.approx(3 / 4 * (count - table), rel=0.06)
+
+
 @pytest.mark.parametrize(("zero", "compress", "of_64"), [(0, "int8", 66), (1, "fp8", 66), (0, "int4", 34)])
 def test_compressed_gradients_are_sent_in_fewer_bytes(zero, compress, of_64, capsys):
     """The weights that ZeRO-1 gathers are not compressed, and the time of the codec is said to be left out."""

@@ -62,11 +62,13 @@ def _digest(out: Path) -> str:
     return hashlib.sha256(b"".join(tensors_of_run(out).values())).hexdigest()
 
 
-def test_zero_and_the_graph_change_no_bit(train):
-    plain = train(2, "--dtype", "float32")
-    assert train(2, "--dtype", "float32", "--zero", "1") == plain
-    assert train(2, "--dtype", "float32", "--no-graph") == plain
-    assert train(2, "--dtype", "float32", "--zero", "1", "--no-graph") == plain
+@pytest.mark.parametrize("dtype", ["float32", "fp8"])
+def test_zero_and_the_graph_change_no_bit(train, dtype):
+    """In fp8 matrices are gathered in 8 bits."""
+    plain = train(2, "--dtype", dtype)
+    assert train(2, "--dtype", dtype, "--zero", "1") == plain
+    assert train(2, "--dtype", dtype, "--no-graph") == plain
+    assert train(2, "--dtype", dtype, "--zero", "1", "--no-graph") == plain
 
 
 def test_bfloat16_gradients_over_ranks(train):

@@ -60,6 +60,8 @@ class Rendezvous(ABC):
     connect: Callable[..., dict[int, Any]] | None = None
     device: int | None = None
     """The index in this process of the requested GPU."""
+    requested_gpus: Sequence[str] = ()
+    """Of each rank the UUID of the GPU that it requested, "" for none; empty before backends are compared."""
     nccl: Mapping[str, Any] = MappingProxyType({})
     """The options of NCCL for this group, the same on all ranks."""
     host: str | None = None
@@ -254,6 +256,19 @@ class Rendezvous(ABC):
         return [rank for rank, place in enumerate(self._places) if place.identity == mine]
 
     @property
+    def ranks_per_host(self) -> int | None:
+        """The number of ranks of each host, where that is the same on several hosts and the ranks of each are in a row.
+
+        Else None.  Collective on first use.
+        """
+        hosts = [place.identity for place in self._places]
+        size = hosts.count(hosts[0])
+        alike = len({*hosts}) * size == len(hosts) and all(
+            len({*hosts[i : i + size]}) == 1 for i in range(0, len(hosts), size)
+        )
+        return size if alike and size < len(hosts) else None
+
+    @property
     def host_identity(self) -> str:
         """An identity of this rank's host, pretended hosts included.  Collective on first use."""
         return self._places[self.rank].identity
@@ -264,14 +279,18 @@ class Rendezvous(ABC):
         return self._places[self.rank].host
 
     @property
-    def place_on_machine(self) -> tuple[int, list[int | None]]:
-        """Index of this rank among the group's ranks on the same machine, and the NUMA node that each is bound to.
+    def place_on_machine(self) -> int:
+        """Index of this rank among the group's ranks on the same machine.  Collective on first use."""
+        return [rank for rank, _ in self.on_machine].index(self.rank)
+
+    @property
+    def on_machine(self) -> list[tuple[int, int | None]]:
+        """The group's ranks on the same machine, ascending, and the NUMA node that each is bound to.
 
         Pretended hosts share the machine.  Collective on first use.
         """
-        places = self._places
-        here = [rank for rank, place in enumerate(places) if place.machine == places[self.rank].machine]
-        return here.index(self.rank), [places[rank].numa_node for rank in here]
+        mine = self._places[self.rank].machine
+        return [(rank, place.numa_node) for rank, place in enumerate(self._places) if place.machine == mine]
 
     def wrong_hosts(self) -> str:
         """What is wrong with the ranks' ``KOS_HOST``, the same text on all ranks, or "".  Collective on first use."""

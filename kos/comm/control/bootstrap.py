@@ -14,12 +14,12 @@ from typing import Any
 from kos.comm.arguments import number_in
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.env import JobRendezvous, Place, env_rendezvous
+from kos.comm.control.env import Place, env_rendezvous, job_rendezvous
 from kos.comm.control.function import rendezvous_by_function
 from kos.comm.control.join import call_members
 from kos.comm.control.mpi import rendezvous_of_mpi
 from kos.comm.control.secret import load_secret
-from kos.comm.control.store import Store, of_process_group, store_rendezvous
+from kos.comm.control.store import METHODS, of_process_group, store_rendezvous
 from kos.comm.control.threads import RANK_THREAD, THREADS, join_threads, single_rendezvous
 from kos.errors import InvalidArgument
 
@@ -121,7 +121,7 @@ def _by_place(given: Mapping[str, Any], timeout: float) -> Rendezvous:
     size = number_in("rendezvous: size", given["size"], 1, 1 << 20)
     rank = number_in("rendezvous: rank", given["rank"], 0, size - 1)
     if meeting == "store":
-        if not isinstance(store := given["store"], Store):
+        if not all(hasattr(store := given["store"], method) for method in METHODS):
             raise InvalidArgument(f"rendezvous: store: expected the methods set, get, add and wait, got {store!r:.80}")
         return store_rendezvous(store, rank, size, timeout)
     local_rank = given.get("local_rank")
@@ -139,4 +139,4 @@ def _by_place(given: Mapping[str, Any], timeout: float) -> Rendezvous:
     names = "rendezvous: address", "rendezvous: address"
     purpose = f"address {port}".encode()
     place = Place(rank, size, local_rank, host.strip("[]"), [int(port)], purpose, known or b"", names)
-    return JobRendezvous(place, timeout)
+    return job_rendezvous(place, timeout)

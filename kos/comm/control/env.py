@@ -30,39 +30,36 @@ OFFER = b"offer"  # the purpose of a group whose secret rank 0 has made
 BUSY_SECONDS = 1.0  # limit for a port that the kernel gave to a connection to become free
 
 
-class JobRendezvous(TCPRendezvous):
+def job_rendezvous(
+    place: Place, timeout: float, listener: socket.socket | None = None, failures: FailureLog | None = None,
+    host: str | None = None,
+) -> TCPRendezvous:  # fmt: skip
     """All ranks of a job, which find rank 0 at the address of their ``place``.  Collective.
 
     ``timeout`` in seconds bounds the start and every later wait.  ``listener``: on rank 0, the socket where it listens
     already.  Raises RendezvousError for a port in use, a wrong secret, a rank that joins twice or with another world
     size, and missing ranks, which it names.
     """
-
-    _is_job = True
-
-    def __init__(
-        self, place: Place, timeout: float, listener: socket.socket | None = None, failures: FailureLog | None = None,
-        host: str | None = None,
-    ) -> None:  # fmt: skip
-        loopback = is_loopback(place.host)
-        hub = place.host if loopback or place.rank else "127.0.0.1"
-        network = Network(place.secret, hub, "", loopback, name=place.host)
-        super().__init__(place.rank, place.size, timeout, network, place.local_rank)
-        self._failures, self.host = failures, host
-        if self.size > 1:
-            self._address = f"{place.names[0]}={place.host}"
-            if self.rank == 0 and listener is None:
-                listener = _listen(network, place)
-            self._join("", place.ports, place.purpose, listener)
-        if self.rank == 0:
-            publish(self)
-        self.join_secret = b"" if place.purpose == OFFER else place.secret  # that of an offer is not known outside
-        self.failures.status.connect(self)
+    loopback = is_loopback(place.host)
+    hub = place.host if loopback or place.rank else "127.0.0.1"
+    network = Network(place.secret, hub, "", loopback, name=place.host)
+    group = TCPRendezvous(place.rank, place.size, timeout, network, place.local_rank)
+    group.is_job, group._failures, group.host = True, failures, host
+    if place.size > 1:
+        group.found_by = f"{place.names[0]}={place.host}"
+        if place.rank == 0 and listener is None:
+            listener = _listen(network, place)
+        group._join("", place.ports, place.purpose, listener)
+    if place.rank == 0:
+        publish(group)
+    group.join_secret = b"" if place.purpose == OFFER else place.secret  # that of an offer is not known outside
+    group.failures.status.connect(group)
+    return group
 
 
-def env_rendezvous(timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> JobRendezvous:
+def env_rendezvous(timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> TCPRendezvous:
     """The ranks named by the environment.  Also raises RendezvousError for variables that are missing or wrong."""
-    return JobRendezvous(Place.read(environ), timeout, host=environ.get("KOS_HOST", ""))
+    return job_rendezvous(Place.read(environ), timeout, host=environ.get("KOS_HOST", ""))
 
 
 @dataclass(frozen=True, slots=True)

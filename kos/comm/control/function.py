@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from typing import Any
 
 from kos.comm.arguments import number_in
-from kos.comm.control.base import Rendezvous, machine_id
-from kos.comm.control.env import JobRendezvous, Place
-from kos.comm.control.offers import checked_offer, listen_for, place_by
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.env import Place, job_rendezvous
+from kos.comm.control.offers import exchange_offer, place_by
 from kos.errors import RendezvousError
 from kos.memory.symmetric import Exchange
 
 
 def rendezvous_by_function(given: Exchange, timeout: float) -> Rendezvous:
     """Rank 0 listens at a free port, and sends its address and a secret through ``given``."""
-    size, listener, offer = number_in("rendezvous: size", given.size, 1, 1 << 20), None, dict[str, Any]()
+    size = number_in("rendezvous: size", given.size, 1, 1 << 20)
     rank = number_in("rendezvous: rank", given.rank, 0, size - 1)
     if size == 1:
-        return JobRendezvous(Place(0, 1), timeout)
-    hosts = _allgather(given, machine_id().encode())
-    if rank == 0:
-        listener, offer = listen_for(hosts)
-    try:
-        offer = checked_offer("allgather", _allgather(given, json.dumps(offer).encode())[0])
-    except BaseException:
-        if listener is not None:
-            listener.close()
-        raise
-    return JobRendezvous(place_by(rank, size, "rendezvous: rank 0", offer), timeout, listener)
+        return job_rendezvous(Place(0, 1), timeout)
+    listener, offer, _ = exchange_offer(rank, partial(_allgather, given))
+    return job_rendezvous(place_by(rank, size, "rendezvous: rank 0", offer), timeout, listener)
 
 
 def _allgather(given: Exchange, data: bytes) -> list[bytes]:

@@ -60,11 +60,11 @@ from kos.errors import BackendUnavailable, KosError, RendezvousError
 class TCPRendezvous(Rendezvous):
     """A group of ranks connected to the hub on rank 0; ``network`` is how they reach each other."""
 
-    _is_job = False  # all ranks of a job: they may call before rank 0 listens, and learn their own addresses
+    is_job = False  # all ranks of a job: they may call before rank 0 listens, and learn their own addresses
 
     def __init__(self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None) -> None:
         self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
-        self._given_local_rank, self._purpose, self._address = local_rank, b"", ""
+        self._given_local_rank, self._purpose, self.found_by = local_rank, b"", ""
         self._connection: Connection | None = None  # to the hub, while the group is open
         self._listener: socket.socket | None = None  # for connections of other ranks, and for shrink
         self._addresses: list[tuple[str, int]] = []  # of the listeners of all ranks
@@ -341,7 +341,7 @@ class TCPRendezvous(Rendezvous):
                 port = listener.getsockname()[1]
                 where = f"{host or self.network.hub}:{port}"
                 if not self.network.loopback:
-                    where = f"port {port}, which others find by {self._address or 'the address they know'}"
+                    where = f"port {port}, which others find by {self.found_by or 'the address they know'}"
                 self._serve(listener, self.network.key(purpose), where, len(ports) == 1)  # at others, other jobs call
             else:
                 with nullcontext() if self.failures.over else self.waiting():  # a rank that only reports does not wait
@@ -388,12 +388,12 @@ class TCPRendezvous(Rendezvous):
                     if lacks_files(error):
                         raise
                     problem = f"{host or self.network.hub}:{port}: {error}"
-                    if isinstance(error, ConnectionRefusedError) and not self._is_job:  # it listened before
+                    if isinstance(error, ConnectionRefusedError) and not self.is_job:  # it listened before
                         raise self.failures.lost(0, "its connection was refused", "rendezvous") from error
                     if isinstance(error, HandshakeError) and len(ports) == 1:
                         raise RendezvousError(f"rendezvous: rank {self.rank}: {problem}") from error
                     continue
-                if self._is_job and not self.network.loopback:
+                if self.is_job and not self.network.loopback:
                     mine = found.sock.getsockname()[0].removeprefix("::ffff:")  # of an IPv4 address at an IPv6 socket
                     self.network.host = "" if is_loopback(mine) else mine
                 return found
@@ -488,9 +488,8 @@ class TCPRendezvous(Rendezvous):
         return local_rank if self._given_local_rank is None or self.pretended_host else self._given_local_rank
 
     @property
-    def place_on_machine(self) -> tuple[int, list[int | None]]:
-        place, nodes = super().place_on_machine
-        return place if self._given_local_rank is None else self._given_local_rank, nodes
+    def place_on_machine(self) -> int:
+        return super().place_on_machine if self._given_local_rank is None else self._given_local_rank
 
 
 def _abort(why: str, cause: KosError | None) -> bytes:

@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import logging
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from kos.comm import timeouts
 from kos.comm.control import mpi_job
-from kos.comm.control.base import Rendezvous, machine_id
-from kos.comm.control.env import JobRendezvous, Place
-from kos.comm.control.offers import listen_for, place_by
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.env import Place, job_rendezvous
+from kos.comm.control.offers import exchange_offer, place_by, unreachable
 from kos.comm.failures import FailureLog, Late
 from kos.comm.records import blaming
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
@@ -32,19 +28,7 @@ from kos.memory.ipc import pretended_host
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-TAGS = 1 << 26
-"""Number of MPI tags in use by messages of backends."""
 NAMING_SECONDS = 1.0  # of waiting for the name of a rank that MPI reports as lost
-_REACH_SECONDS = 8.0  # limit for a connection to rank 0; Linux asks again after 1, 3 and 7 s
-
-
-class SharedComm:
-    """An MPI communicator that several groups share."""
-
-    def __init__(self, comm: Any) -> None:
-        self.comm = comm
-        self.lock = threading.Lock()  # of the next: each group may be used by a separate thread
-        self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
 
 
 class MPIRanks:
@@ -53,44 +37,44 @@ class MPIRanks:
     Such a group has a communicator of its own only if its backend asks for one (``comm``).
     """
 
-    def __init__(self, shared: SharedComm, ranks: Sequence[int], are_job: bool = False) -> None:
-        self.shared, self.ranks = shared, list(ranks)
-        self._are_job = are_job  # all ranks of the job, which ends if one of them aborts this group
+    def __init__(self, shared: Any, ranks: Sequence[int], is_job: bool = False, whole: MPIRanks | None = None) -> None:
+        self.shared, self.ranks, self.whole = shared, list(ranks), whole or self
+        self._is_job = is_job  # all ranks of the job, which ends if one of them aborts this group
         self._own: Any = None
-        with shared.lock:
-            shared.users += 1
+        if whole is None:
+            self._lock = threading.Lock()  # of the next: each group may be used by a separate thread
+            self._users, self._orderly = 0, True  # groups that are open; whether all closed groups closed in order
+        with self.whole._lock:
+            self.whole._users += 1
 
     def of(self, ranks: Sequence[int]) -> MPIRanks:
         """The group of these ranks of this one."""
-        return MPIRanks(self.shared, [self.ranks[rank] for rank in ranks])
+        return MPIRanks(self.shared, [self.ranks[rank] for rank in ranks], whole=self.whole)
 
     def comm(self, rendezvous: Rendezvous, name: bytes) -> Any:
         """A communicator of exactly these ranks.  Collective on first use; ``name`` differs between groups."""
-        shared = self.shared.comm
-        if self.ranks == list(range(shared.size)):
-            return shared
+        if self.ranks == list(range(self.shared.size)):
+            return self.shared
         if self._own is None:
             tag = int.from_bytes(hashlib.sha256(name).digest()[:3], "big")
-            create = partial(shared.Create_group, shared.Get_group().Incl(self.ranks), tag)
+            create = partial(self.shared.Create_group, self.shared.Get_group().Incl(self.ranks), tag)
             look = look_for_lost(rendezvous)  # on a thread, because MPI_Comm_create_group has no timeout
-            self._own = wait_for_all(
-                rendezvous, "create", partial(mpi_job.in_thread, create, rendezvous.timeout, look)
-            )[0]
+            wait = partial(mpi_job.in_thread, create, rendezvous.timeout, look)
+            self._own = wait_for_all(rendezvous, "create", wait)[0]
         return self._own
 
     def free(self, orderly: bool, code: int | None) -> None:
         """Free the communicators that no other group uses, if no rank is lost.  ``code`` is as in ``abort``."""
-        if self._are_job and code is not None:
+        if self._is_job and code is not None:
             mpi_job.abort_code = code or 1
-        shared = self.shared
-        with shared.lock:
-            shared.users -= 1
-            shared.orderly &= orderly
-            unused = shared.comm if shared.users == 0 else None
-        if not mpi_job.load_mpi().Is_finalized() and shared.orderly:
-            for comm in self._own, unused:
-                if comm is not None:
-                    mpi_job.free_after_all(comm)
+        whole = self.whole
+        with whole._lock:
+            whole._users -= 1
+            whole._orderly &= orderly
+            unused = self.shared if whole._users == 0 else None
+        if not mpi_job.load_mpi().Is_finalized() and whole._orderly:
+            for comm in filter(None, (self._own, unused)):
+                mpi_job.free_after_all(comm)
 
 
 def look_for_lost(rendezvous: Rendezvous) -> Callable[[], None]:
@@ -154,7 +138,7 @@ class MPIRendezvous(Rendezvous):
         return self.mpi.comm(self, str(self.mpi.ranks).encode())
 
     def deaths(self) -> dict[int, str]:
-        failed = mpi_job.failed_ranks(self.mpi.shared.comm)
+        failed = mpi_job.failed_ranks(self.mpi.shared)
         return {rank: "" for rank, each in enumerate(self.mpi.ranks) if each in failed}
 
     def _exchange(self, message: bytes) -> list[bytes]:
@@ -166,8 +150,7 @@ class MPIRendezvous(Rendezvous):
         return [bytes(everyone[start:end]) for start, end in itertools.pairwise(ends)]
 
     def split(self, color: int | None, key: int = 0) -> MPIRendezvous | None:
-        ranks = self._alike(color, key)
-        if not ranks:
+        if not (ranks := self._alike(color, key)):
             return None
         rank = ranks.index(self.rank)
         child = MPIRendezvous(self.mpi.of(ranks), rank, self.timeout, self.failures.of(ranks, rank), self.host or "")
@@ -194,7 +177,7 @@ def rendezvous_of_mpi(comm: Any = None, timeout: float = 120.0, process_hooks: b
     mpi_job.free_closed()
     parent, is_job = (MPI.COMM_WORLD, True) if comm is None else (comm, False)
     rank, size = parent.rank, parent.size
-    ranks, failures = MPIRanks(SharedComm(parent), range(size), is_job), FailureLog(range(size), rank, timeout=timeout)
+    ranks, failures = MPIRanks(parent, range(size), is_job), FailureLog(range(size), rank, timeout=timeout)
     carrier = MPIRendezvous(ranks, rank, timeout, failures, pretended_host())
     begun = None  # the request of an earlier attempt that timed out: MPI matches calls by their order
     if is_job:
@@ -207,46 +190,17 @@ def rendezvous_of_mpi(comm: Any = None, timeout: float = 120.0, process_hooks: b
             mpi_job.starting = duplicate, request
         raise
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)
-    carrier.mpi.shared.comm = duplicate
-    return _connected(carrier) if size > 1 else _job(carrier, Place(0, 1), None)
-
-
-def _connected(carrier: MPIRendezvous) -> Rendezvous:
-    """The group of ``carrier``, connected to a hub on rank 0; ``carrier`` itself if a rank cannot reach it."""
-    rank, listener, offer = carrier.rank, None, dict[str, Any]()
-    hosts = carrier.allgather(_host().encode())
-    if rank == 0:
-        listener, offer = listen_for(hosts)
-    offer = json.loads(carrier.allgather(json.dumps(offer).encode())[0])
-    if len(set(hosts)) > 1:
-        problems = carrier.allgather(_try(rank, offer).encode())
-        if problem := b"".join(problems[:1]) or next(filter(None, problems), b""):
+    ranks.shared = duplicate
+    place, listener = Place(0, 1), None
+    if size > 1:
+        listener, offer, one_host = exchange_offer(rank, carrier.allgather)
+        if not one_host and any(problems := carrier.allgather(unreachable(rank, offer).encode())):
             if listener is not None:
                 listener.close()
-            carrier.without_tcp = problem.decode()
+            carrier.without_tcp = next(filter(None, problems)).decode()
             log.warning("MPI carries small messages too, as %s", carrier.without_tcp)
             return carrier
-    return _job(carrier, place_by(rank, carrier.size, "rendezvous: rank 0", offer), listener)
-
-
-def _job(carrier: MPIRendezvous, place: Place, listener: socket.socket | None) -> JobRendezvous:
-    job = JobRendezvous(place, carrier.timeout, listener, carrier.failures, carrier.host)
-    job.mpi = carrier.mpi
+        place = place_by(rank, size, "rendezvous: rank 0", offer)
+    job = job_rendezvous(place, timeout, listener, failures, carrier.host)
+    job.mpi = ranks
     return job
-
-
-def _try(rank: int, offer: dict[str, Any]) -> str:
-    """Why this rank cannot reach rank 0, or "".  The kernel accepts the call before the hub runs."""
-    if "error" in offer:
-        return f"rank 0 cannot listen: {offer['error']}"
-    try:
-        socket.create_connection((offer["host"] if rank else "127.0.0.1", offer["port"]), _REACH_SECONDS).close()
-    except OSError as error:
-        return f"rank {rank} did not reach rank 0 at {offer['host']}:{offer['port']}: {error}"
-    return ""
-
-
-def _host() -> str:
-    """What ranks have in common that reach each other at a loopback address."""
-    network = Path("/proc/self/ns/net")
-    return machine_id() + (os.readlink(network) if network.exists() else "")

@@ -115,12 +115,14 @@ class Backoff:
     """The wait of a polling loop without events: spins, then yields the core, then sleeps.
 
     Ranks often outnumber cores, so a waiting rank must let the awaited rank run: at once if ``crowded``.
+    ``block(seconds, polled)`` may sleep until an event instead, and returns whether it did; ``polled``: often before.
     """
 
-    __slots__ = ("_polls", "_sleep_at")
+    __slots__ = ("_block", "_polls", "_sleep_at")
     SPINS, YIELDS, SLEEP_AFTER, SLEEP = 50, 200, 1.0, 0.0005
 
-    def __init__(self, crowded: bool = False) -> None:
+    def __init__(self, crowded: bool = False, block: Callable[[float | None, bool], bool] | None = None) -> None:
+        self._block = block
         self._polls = self.SPINS if crowded else 0  # spinning may keep the awaited rank from running
         self._sleep_at = 0.0
 
@@ -129,6 +131,8 @@ class Backoff:
 
     def pause(self, mark: int = 0, seconds: float | None = None) -> None:
         self._polls += 1
+        if self._block is not None and self._block(seconds, self._polls > self.YIELDS):
+            return
         if self._polls <= self.SPINS:
             return
         if self._polls <= self.YIELDS:

@@ -8,14 +8,49 @@ import os
 import platform
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from kos.comm.control.base import machine_id
 from kos.comm.control.env import OFFER, Place
 from kos.comm.control.wire import Network, is_loopback
 from kos.errors import RendezvousError
 
 _OFFERS = {"host", "port", "secret"}, {"error"}, {"missing"}
+_REACH_SECONDS = 8.0  # limit for a connection to rank 0; Linux asks again after 1, 3 and 7 s
+
+
+def exchange_offer(
+    rank: int, allgather: Callable[[bytes], list[bytes]]
+) -> tuple[socket.socket | None, dict[str, Any], bool]:
+    """Rank 0's listener, its offer, and whether all ranks reach each other at a loopback address.  Collective."""
+    listener, offer, hosts = None, dict[str, Any](), allgather(loopback_id().encode())
+    if rank == 0:
+        listener, offer = listen_for(hosts)
+    try:
+        return listener, checked_offer("allgather", allgather(json.dumps(offer).encode())[0]), len(set(hosts)) == 1
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+
+
+def loopback_id() -> str:
+    """What ranks have in common that reach each other at a loopback address."""
+    network = Path("/proc/self/ns/net")
+    return machine_id() + (os.readlink(network) if network.exists() else "")
+
+
+def unreachable(rank: int, offer: Mapping[str, Any]) -> str:
+    """Why a rank cannot reach rank 0, or "".  The kernel accepts the call before the hub runs."""
+    if "error" in offer:
+        return f"rank 0 cannot listen: {offer['error']}"
+    try:
+        socket.create_connection((offer["host"] if rank else "127.0.0.1", offer["port"]), _REACH_SECONDS).close()
+    except OSError as error:
+        return f"rank {rank} did not reach rank 0 at {offer['host']}:{offer['port']}: {error}"
+    return ""
 
 
 def listen_for(hosts: Sequence[bytes | None]) -> tuple[socket.socket | None, dict[str, Any]]:

@@ -7,37 +7,23 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.control.base import machine_id
-from kos.comm.control.env import JobRendezvous, Place
+from kos.comm.control.env import Place, job_rendezvous
+from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.grow import GRACE_SECONDS
-from kos.comm.control.offers import checked_offer, listen_for, place_by
+from kos.comm.control.offers import checked_offer, listen_for, loopback_id, place_by
 from kos.comm.failures import FailureLog, Late
 from kos.errors import InvalidArgument, RendezvousError
 
-
-@runtime_checkable
-class Store(Protocol):
-    """The methods of a store that kos uses, with the meaning of torch.distributed's.  Values are bytes."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a key."""
-
-    def get(self, key: str, /) -> bytes:
-        """The value of a key that was set."""
-
-    def add(self, key: str, value: int, /) -> int:
-        """Add to a counter, which begins at 0, and return the sum."""
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Return once all keys are set; raises any exception after ``timeout``."""
+METHODS = ("set", "get", "add", "wait")
+"""What kos calls of a store, with the meaning of torch.distributed's; values are bytes."""
 
 
 def store_rendezvous(
-    store: Store, rank: int, size: int, timeout: float = 120.0, world_ranks: Sequence[int] | None = None
-) -> JobRendezvous:
+    store: Any, rank: int, size: int, timeout: float = 120.0, world_ranks: Sequence[int] | None = None
+) -> TCPRendezvous:
     """The ranks that share ``store``, such as a ``Store`` of torch.distributed.  Collective.
 
     ``store`` is this group's own: its keys have a prefix that no other group uses.  It carries the address of rank 0
@@ -56,10 +42,10 @@ def store_rendezvous(
             text = timeouts.late(failures.names(missing), timeouts.JOIN, timeout)
             raise failures.overdue(Late(missing, text), "rendezvous", None, RendezvousError)
         place = place_by(rank, size, "the store", offer)
-    return JobRendezvous(place, timeout, listener, failures)
+    return job_rendezvous(place, timeout, listener, failures)
 
 
-def of_process_group(dist: Any, group: Any, timeout: float) -> JobRendezvous:
+def of_process_group(dist: Any, group: Any, timeout: float) -> TCPRendezvous:
     """The ranks of a process group of ``dist``, the module torch.distributed.  Collective in the group.
 
     Raises InvalidArgument on a rank outside the group.
@@ -71,12 +57,12 @@ def of_process_group(dist: Any, group: Any, timeout: float) -> JobRendezvous:
     return store_rendezvous(store, rank, len(ranks), timeout, ranks)
 
 
-def _by_store(store: Store, rank: int, size: int, timeout: float) -> tuple[socket.socket | None, dict[str, Any]]:
+def _by_store(store: Any, rank: int, size: int, timeout: float) -> tuple[socket.socket | None, dict[str, Any]]:
     """The listener (rank 0 only) and rank 0's offer, or the ranks that are missing."""
     deadline = time.monotonic() + timeout
     # A new group in the same store, after an earlier one was closed, must not read its keys.
     prefix = f"kos/{store.add(f'kos/joined/{rank}', 1)}"
-    store.set(f"{prefix}/host/{rank}", machine_id())
+    store.set(f"{prefix}/host/{rank}", loopback_id())
 
     def get(key: str, more: float = 0.0) -> bytes | None:
         """The value of the key; None if it is not set at the deadline."""

@@ -47,6 +47,7 @@ class AutoBackend(Backend):
         # nccl ends first: peer waits for the whole GPU, after its kernels have ended (``signal_abort``).
         self.host, self.gpus = host, tuple(sorted(gpus, key=lambda gpu: gpu.name))
         super().__init__(rendezvous, host.engine)
+        self.inner = (host, *self.gpus)
         self.name = "+".join(part.name for part in (*self.gpus, host))
         self.device: int = self.gpus[0].device
         self.table: Table | None = next((gpu.table for gpu in self.gpus if gpu.table is not None), None)
@@ -64,16 +65,6 @@ class AutoBackend(Backend):
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
         return Probe(False, "combines several backends")
-
-    @property
-    def timeout(self) -> float:
-        """The timeout of all backends, in seconds."""
-        return self.host.timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        for part in (self.host, *self.gpus):
-            part.timeout = seconds
 
     def choose_backend(self, o: Operation) -> tuple[Backend, bool]:
         """The backend of this operation, and whether it is the same inside and outside a graph.
@@ -119,10 +110,6 @@ class AutoBackend(Backend):
 
     def details(self) -> list[tuple[str, str, str]]:
         return list(dict.fromkeys(row for part in (self.host, *self.gpus) for row in part.details()))
-
-    @property
-    def parts(self) -> Sequence[Backend]:
-        return (self.host, *self.gpus)
 
     def idle(self) -> Any:
         return self.host.idle()

@@ -40,9 +40,8 @@ from kos.comm.records import again
 from kos.comm.tuning import Table
 from kos.comm.work import Work
 from kos.cuda import Kernel, create_stream, driver, load_kernel
-from kos.cuda.driver import call, cu
-from kos.cuda.graphs import relaxed_capture
-from kos.cuda.streams import capture_of, is_captured
+from kos.cuda.driver import call, cu, relaxed_capture
+from kos.cuda.streams import capture_of
 from kos.errors import CollectiveError, CudaError, InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array
@@ -50,6 +49,8 @@ from kos.memory.libraries import immutable
 
 _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
+
+
 
 class DeviceBackend(Backend):
     """Carries arrays on the GPU ``device``.  Subclasses ``resolve`` operations and end them (``abort_device``).
@@ -77,7 +78,6 @@ class DeviceBackend(Backend):
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
         self._marks = Marks(self.device, self.marks)
-        self._captures = False  # whether the last call that was to have a mark was captured
         self._scratch = ScratchPool(self.device)
         self._closing = False
         self.awaited: list[int] = []  # by kernels, at the watchdog's last look
@@ -212,22 +212,13 @@ class DeviceBackend(Backend):
                 held.hold(each.stream, each.queue)
             alone = all(each.stream == first.stream for each in works)
             if alone and self._marks.free:
-                self._queue_marked(works, first.stream)
+                self._marks.queue(works, first.stream, self.queue)
             else:
                 self.queue(works, None)
             held.current = first.queue if alone and held.is_kept(first.stream) else held.NONE
             for each in works:
                 if type(each.queue) is int:
                     self._note_end(each)
-
-    def _queue_marked(self, works: Sequence[Work[Any]], stream: int) -> None:
-        """Queue between two events, by which the watchdog knows when the GPU began and ended it."""
-        self._captures = is_captured(stream)
-        if self._captures:  # it runs when the graph is replayed
-            return self.queue(works, stream)
-        mark = self._marks.begin(works[-1], stream)
-        self.queue(works, stream)
-        self._marks.end(mark, stream)
 
     def _note_end(self, o: Work[Any]) -> None:
         """Record where a call ends whose stream nothing keeps; hold an array that is not freed in stream order."""
@@ -269,7 +260,7 @@ class DeviceBackend(Backend):
                 call(cu.cuEventRecord, event.handle, stream)
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
             if self._marks.free:
-                self._queue_marked(works, side)
+                self._marks.queue(works, side, self.queue)
             else:
                 self.queue(works, side)
             call(cu.cuEventRecord, event.handle, side)
@@ -418,7 +409,7 @@ class DeviceBackend(Backend):
         if (overdue := self._marks.overdue(now)) is not None:
             late = overdue[0] or self._last or unstarted("watchdog", self)
             raise self.timed_out(late, overdue[1])
-        if not self._marks.running and not self._captures:
+        if not self._marks.running and not self._marks.captured:
             self.shared.look_for_the_late(now, self)
         raise_if_stuck(self, now)
         self.streams.current = self.streams.NONE  # the next call is marked again
@@ -459,8 +450,14 @@ class DeviceBackend(Backend):
     def _raise(self, work: Work[Any], error: Exception) -> NoReturn:
         raise self.to_error(work, error)
 
+    @property
+    def ended_words(self) -> list[int]:
+        """As ``Communicator.ended_words``; a backend whose kernels end by themselves has a word that they set."""
+        return [self.shared.ended_word, *super().ended_words]
+
     def signal_abort(self) -> None:
         """Let kernels that wait for other ranks end, without waiting for that."""
+        self.shared.mark_ended()
 
     def abort_device(self) -> None:
         """Abort what is in flight on the GPU, without the other ranks, and wait until the GPU is idle."""

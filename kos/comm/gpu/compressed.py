@@ -15,11 +15,11 @@ from typing import Any
 from kos.comm.compressed import parts
 from kos.comm.compression import FORMATS, Format
 from kos.comm.gpu.devices import FLOAT8
-from kos.comm.gpu.memory import up
+from kos.comm.gpu.memory import InScratch, up
 from kos.comm.operation import Operation
-from kos.cuda import Kernel, driver
+from kos.cuda import driver
 from kos.cuda.devices import device_info
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda.driver import relaxed_capture
 from kos.errors import InvalidArgument
 from kos.memory import Buffer
 from kos.memory.windows import Run
@@ -28,8 +28,6 @@ KERNELS = Path(__file__).with_name("kernels") / "compressed.cu"
 
 THREADS = 128
 _MOST_BLOCKS = 2048
-_BOUND = 16
-"""Pieces of scratch memory, one for each stream, whose launches are cached."""
 
 
 def feed_back(backend: Any, x: Buffer, residual: Buffer, compress: str) -> None:
@@ -61,12 +59,15 @@ def _grid(count: int, size: int) -> int:
     return min(-(-count // (tile(size) * THREADS // 32)), _MOST_BLOCKS)
 
 
-class CompressedOperation:
-    """The launch of one operation that sends compressed data.  ``kernels`` stands for the kernels that it loads."""
+class CompressedOperation(InScratch):
+    """The launch of one operation that sends compressed data."""
+
+    source = KERNELS
 
     def __init__(self, backend: Any, o: Operation) -> None:
         assert o.send is not None
-        self._backend, self._form, self._name = backend, check_float8(backend, o.options.compress), o.name
+        super().__init__(backend)
+        self._form, self._name = check_float8(backend, o.options.compress), o.name
         self._send: Any = o.send.pointer
         self._recv: Any = self._send if o.recv is None else o.recv.pointer
         self._itemsize = o.send.dtype.itemsize
@@ -80,37 +81,18 @@ class CompressedOperation:
         self.kernels = (self._form.name, *macros.items())
         sums = ["add_encoded", "decode"] if o.name == "all_reduce" else ["add_encoded"]
         for name in ("encode", *(sums if self._reduces else ["decode"])):
-            self._kernel(name)  # compiled and loaded before anything is sent
-        self._bound: dict[int, list[Run]] = {}  # the launches in order, by the address of their scratch memory
-
-    def _kernel(self, name: str) -> Kernel:
-        with relaxed_capture():
-            kernel: Kernel = self._backend.load(KERNELS, name, RANKS=self._backend.size, **self._macros)
-        return kernel
+            self._load(name, **macros)  # compiled and loaded before anything is sent
+        arrived, own = backend.size * self._nbytes(self._mine), max(map(self._nbytes, self._last), default=0)
+        last = sum(map(self._nbytes, self._last)) + backend.size * up(own)
+        self._divide(sum(map(self._nbytes, self._counts)), arrived, own, last)
 
     def _nbytes(self, count: int) -> int:
         """Of an encoded piece in scratch memory, where pieces are aligned."""
         return -(-self._form.nbytes(count) // 16) * 16
 
-    def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
-        backend, size = self._backend, self._backend.size
-        out = up(sum(map(self._nbytes, self._counts)))
-        arrived = up(size * self._nbytes(self._mine))
-        own = up(max(map(self._nbytes, self._last), default=0))
-        needed = out + arrived + own + up(sum(map(self._nbytes, self._last)) + size * own)
-        scratch = backend.scratch(needed, stream)
-        if scratch not in self._bound:
-            if len(self._bound) == _BOUND:
-                self._bound.clear()
-            with relaxed_capture():
-                at = [scratch, scratch + out, scratch + out + arrived, scratch + out + arrived + own]
-                self._bound[scratch] = self._bind(*at)
-        with driver.on_device(backend.device):
-            for run in self._bound[scratch]:
-                run(stream, send, recv)
-
-    def _bind(self, out: int, arrived: int, own: int, last: int) -> list[Run]:
-        """Encode, exchange, add, exchange, decode; addresses of what each leaves."""
+    def _bind(self, parts: Sequence[int]) -> list[Run]:
+        """Encode, exchange, add, exchange, decode; each leaves its results in a part."""
+        out, arrived, own, last = parts
         backend, rank, size = self._backend, self._backend.rank, self._backend.size
         if not self._counts:  # an all_gather
             count = self._last[rank]
@@ -168,4 +150,4 @@ class CompressedOperation:
         """A launch that handles ``count`` elements."""
         if not count:
             return []
-        return [self._kernel(name).bind(_grid(count, self._backend.size), THREADS, *arguments)]
+        return [self._load(name, **self._macros).bind(_grid(count, self._backend.size), THREADS, *arguments)]

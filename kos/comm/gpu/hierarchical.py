@@ -163,7 +163,7 @@ class HierarchicalBackend(NCCLBackend):
     node: PeerBackend | None = None
     rail: NCCLBackend | None = None
     alone = (*NCCLBackend.alone, Phases)
-    _of_phases: Sequence[DeviceBackend] = ()
+    inner: Sequence[DeviceBackend] = ()
     _groups: Sequence[Rendezvous] = ()
 
     def __init__(
@@ -205,21 +205,11 @@ class HierarchicalBackend(NCCLBackend):
         for part in made:
             watchdog.remove(part)
             part.shared.close()
-            part.shared, part.failures, part.timeout = self.shared, self.failures, self.timeout
-        self._groups, self._of_phases, self._failure = groups, made, made[0]._failure
+            part.shared, part.failures = self.shared, self.failures
+        self._groups, self.inner, self._failure = groups, made, made[0]._failure
+        self.set_timeout(self.timeout)
         self.node, self.rail = made  # type: ignore[assignment]
         self.hierarchy = f"{len(hosts)} hosts of {len(self._local)} ranks"
-
-    @property
-    def timeout(self) -> float:
-        """The timeout of all phases, in seconds."""
-        return self._seconds
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        self._seconds = seconds
-        for part in self._of_phases:
-            part.timeout = seconds
 
     # Which calls go in phases.
 
@@ -286,12 +276,12 @@ class HierarchicalBackend(NCCLBackend):
 
     def signal_abort(self) -> None:
         super().signal_abort()
-        for part in self._of_phases:
+        for part in self.inner:
             part.signal_abort()
 
     def abort(self, reason: str) -> None:
         super().abort(reason)
-        for part in self._of_phases:
+        for part in self.inner:
             part.abort(reason)
         for group in self._groups:
             group.abort(None)
@@ -302,7 +292,7 @@ class HierarchicalBackend(NCCLBackend):
             for group in self._groups:
                 rest.callback(group.close)
             rest.callback(super().close)
-            for part in self._of_phases:
+            for part in self.inner:
                 rest.callback(part.close)
 
 

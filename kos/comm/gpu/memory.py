@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, ClassVar
 
 from kos.comm.control.base import Rendezvous
 from kos.comm.operation import Operation
-from kos.cuda import driver
-from kos.cuda.driver import call, cu
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda import Kernel, driver
+from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.streams import capture_of
 from kos.dtypes import DType
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.memory.buffer import Buffer
-from kos.memory.windows import Window, WindowMemory
+from kos.memory.windows import Run, Window, WindowMemory
 
 _LEAST_BYTES = 1 << 20
+_BOUND = 16
+"""Pieces of scratch memory, one for each stream, whose launches are kept."""
 Piece = tuple[Any, int]
 """Address and bytes; the address may refer to an array of a launch."""
 NONE: Piece = (0, 0)
@@ -117,6 +121,45 @@ class ScratchPool:
             for piece in pieces:
                 piece.close()
         self._pieces.clear()
+
+
+class InScratch(ABC):
+    """The launch of an operation in steps, with parts of scratch memory for what they leave to one another.
+
+    The steps are bound once for each piece of scratch memory.  ``kernels`` stands for the kernels among them.
+    """
+
+    source: ClassVar[Path]  # of its kernels
+    kernels: tuple[Any, ...]
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._bound: dict[int, list[Run]] = {}  # the steps in order, by the address of their scratch memory
+
+    def _load(self, kernel: str, **macros: Any) -> Kernel:
+        with relaxed_capture():
+            loaded: Kernel = self._backend.load(self.source, kernel, RANKS=self._backend.size, **macros)
+        return loaded
+
+    def _divide(self, *sizes: int) -> None:
+        """Give each step that needs it a part of scratch memory, of so many bytes."""
+        self._parts = list(accumulate(map(up, sizes), initial=0))
+
+    @abstractmethod
+    def _bind(self, parts: Sequence[int]) -> list[Run]:
+        """The steps with the parts of scratch memory at these addresses."""
+
+    def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
+        backend = self._backend
+        scratch = backend.scratch(self._parts[-1], stream)
+        if scratch not in self._bound:
+            if len(self._bound) == _BOUND:
+                self._bound.clear()
+            with relaxed_capture():
+                self._bound[scratch] = self._bind([scratch + start for start in self._parts[:-1]])
+        with driver.on_device(backend.device):
+            for run in self._bound[scratch]:
+                run(stream, send, recv)
 
 
 class Windows:

@@ -32,7 +32,7 @@ from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.devices import device_of
-from kos.comm.gpu.memory import Piece, Scratch, Windows, exchange_of
+from kos.comm.gpu.memory import InScratch, Piece, Scratch, Windows, exchange_of
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM, native_call, native_launch, packed
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.routes import Route, nothing
@@ -42,7 +42,7 @@ from kos.comm.prepared import Prepared
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.work import Work
 from kos.cuda import driver
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda.driver import relaxed_capture
 from kos.cuda.kernels import resolved
 from kos.dtypes import DTYPES, DType
 from kos.errors import (
@@ -78,7 +78,7 @@ class NCCLBackend(DeviceBackend):
 
     name = "nccl"
     marks = 16
-    alone: ClassVar[tuple[type, ...]] = OrderedReduction, CompressedOperation
+    alone: ClassVar[tuple[type, ...]] = (InScratch,)
     """The launches that no group of NCCL may hold: they launch kernels of kos too."""
 
     def __init__(
@@ -220,6 +220,7 @@ class NCCLBackend(DeviceBackend):
 
         An abort frees memory, for which CUDA waits for the kernels of every communicator of the GPU.
         """
+        super().signal_abort()
         with self.shared.lock:
             comm, self._comm = self._handle, None
             if comm is not None:
@@ -321,9 +322,7 @@ class NCCLBackend(DeviceBackend):
         connected = kind in self._connected
         return launch if connected else partial(self._first_call, kind, o.options.timeout, launch), None, connected
 
-    def _first_call(
-        self, kind: _Kind, timeout: float | None, launch: Run, stream: int, send: int, recv: int
-    ) -> None:
+    def _first_call(self, kind: _Kind, timeout: float | None, launch: Run, stream: int, send: int, recv: int) -> None:
         """The first launch of its kind: NCCL may connect to the other ranks, and wait for them."""
         if kind not in self._connected:
             self.bounded(lambda: launch(stream, send, recv), timeout, str(self._last))
@@ -420,7 +419,7 @@ class NCCLBackend(DeviceBackend):
                 return partial(self.exchange, *exchange_of(o, self.rank, self.size)), "exchange"
         return (native_call(o.name, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
 
-    # The interface for OrderedReduction and CompressedOperation.
+    # The interface for InScratch.
 
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
         """Send piece j to rank j and receive piece j from it, including this rank; empty pieces are skipped."""

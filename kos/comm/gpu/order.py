@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from kos.cuda import driver, streams
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda.driver import relaxed_capture
 from kos.cuda.streams import LEGACY, Event, capture_of, is_idle
 from kos.errors import InvalidArgument
 
@@ -30,7 +30,7 @@ class Streams:
         """The keeper of the last stream held: the next call on it need not hold it again."""
         self.keepers: dict[int, Any] = {}
         """The object that keeps a stream alive: None for the legacy default stream, the handle if none is known."""
-        self._device = device
+        self.device = device
         self._ends: dict[tuple[int, int], Event] = {}  # the end of the last work, by capture (0: none) and stream
         self._spare: list[Event] = []
         self._event = Event(device)
@@ -57,7 +57,7 @@ class Streams:
             place = capture_of(stream), stream
             end = self._ends.get(place)
             if end is None:
-                end = self._ends[place] = self._spare.pop() if self._spare else Event(self._device)
+                end = self._ends[place] = self._spare.pop() if self._spare else Event(self.device)
             end.record(stream)
 
     def over(self, stream: int, keeper: Any) -> bool:
@@ -87,7 +87,7 @@ class Streams:
         """Whether the owner of ``stream`` has closed it; if so, waits on the host, since closing does not."""
         closed = hasattr(keeper, "__cuda_stream__") and streams.handle(keeper) != stream
         if closed:
-            driver.synchronize(self._device)
+            driver.synchronize(self.device)
         return closed
 
     def _remove_idle(self) -> None:

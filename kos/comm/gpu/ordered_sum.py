@@ -9,6 +9,7 @@ reductions, and uses this for the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,10 @@ import numpy as np
 
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.devices import FLOAT8
-from kos.comm.gpu.memory import Piece, up
+from kos.comm.gpu.memory import InScratch, Piece
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp, Reduction
-from kos.cuda import Kernel, driver
 from kos.cuda.devices import device_info
-from kos.cuda.graphs import relaxed_capture
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.memory.windows import Run
@@ -33,8 +32,6 @@ _ONE_SHOT_BYTES = 1 << 20
 """The largest total of all ranks' vectors that is gathered on every rank: one exchange instead of two."""
 THREADS = 256
 _ALIGNMENT = 16  # elements: parts begin at multiples of it
-_BOUND = 16
-"""Pieces of scratch memory, one for each stream, whose launches are cached."""
 
 
 def kernel_types(reduction: Reduction, device: int) -> tuple[str, str, int]:
@@ -51,15 +48,18 @@ def kernel_types(reduction: Reduction, device: int) -> tuple[str, str, int]:
     return ("uint8" if dtype.kind == "bool" else dtype.name), op.name, 1
 
 
-class OrderedReduction:
+class OrderedReduction(InScratch):
     """The launch of one all_reduce, reduce, reduce_scatter, reduce_scatter_v, scan or exscan."""
+
+    source = KERNELS
 
     def __init__(self, backend: DeviceBackend, o: Operation) -> None:
         assert o.send is not None and o.reduction is not None
+        super().__init__(backend)
         size, rank = backend.size, backend.rank
         name, op, per = kernel_types(o.reduction, backend.device)
         self.kernels = name, op  # the dtype and operation that select the kernels
-        self._backend, self._name, self._root, self._factor = backend, o.name, o.root, o.reduction.factor
+        self._name, self._root, self._factor = o.name, o.root, o.reduction.factor
         self._send: Any = o.send.pointer
         self._recv: Any = o.recv.pointer if o.recv is not None else 0
         self._result = DTYPES[name].itemsize
@@ -85,29 +85,15 @@ class OrderedReduction:
         self._counts = counts
         self._starts = [sum(counts[:r]) for r in range(size)]
         self._mine = self._count if self._whole else counts[rank]
-        self._bound: dict[int, list[Run]] = {}  # the launches in order, by the address of their scratch memory
+        self._divide(  # the scaled input, the parts of all ranks, the result
+            self._count * self._itemsize if self._scale is not None else 0,
+            size * self._mine * self._itemsize,
+            self._mine * self._result * (size if self._scans else 1),
+        )
 
-    def _load(self, kernel: str, **macros: str) -> Kernel:
-        with relaxed_capture():
-            return self._backend.load(KERNELS, kernel, RANKS=self._backend.size, **macros)
-
-    def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
-        backend = self._backend
-        scaled = up(self._count * self._itemsize) if self._scale is not None else 0
-        pieces = up(backend.size * self._mine * self._itemsize)
-        results = self._mine * self._result * (backend.size if self._scans else 1)
-        scratch = backend.scratch(scaled + pieces + results, stream)
-        if scratch not in self._bound:
-            if len(self._bound) == _BOUND:
-                self._bound.clear()
-            with relaxed_capture():
-                self._bound[scratch] = self._bind(scratch, scratch + scaled, scratch + scaled + pieces)
-        with driver.on_device(backend.device):
-            for run in self._bound[scratch]:
-                run(stream, send, recv)
-
-    def _bind(self, scaled: int, gathered: int, target: Any) -> list[Run]:
-        """Scale, exchange, add, distribute; scratch memory holds the scaled input, gathered parts, and the result."""
+    def _bind(self, parts: Sequence[int]) -> list[Run]:
+        """Scale, exchange, add, distribute."""
+        scaled, gathered, target = parts
         runs, source = list[Run](), self._send
         if self._scale is not None:
             factor = np.float64(self._factor)
@@ -150,7 +136,6 @@ class OrderedReduction:
         sends = [mine if self._root in (None, r) else none for r in range(backend.size)]
         sends[backend.rank] = recvs[backend.rank] = none  # already in place
         return partial(backend.exchange, sends, recvs)
-
 
     def _distribute_rows(self, target: int, exclusive: int) -> Run:
         """Send row r of the part to rank r."""

@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from kos.comm.backend import Backend
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.notices import Channel
@@ -20,11 +22,12 @@ from kos.comm.failures import EndedEarly, FailureLog, Late
 from kos.comm.gpu.eager import EagerCalls
 from kos.comm.gpu.order import Streams
 from kos.comm.host.backend import HostBackend, at_exit, closed
-from kos.comm.host.fingerprints import described
 from kos.comm.host.shared import CallRing, open_segment
+from kos.comm.prepared import described
 from kos.comm.records import again
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
+from kos.memory.pool import pinned_empty
 
 _UNCONFIRMED = 64
 """Collectives that are queued before they are compared with those of the other ranks, as far as these have arrived."""
@@ -47,6 +50,7 @@ class CommState:
         self.last: Work[Any] | None = None  # the last collective
         self.ended = False
         """Whether what was in flight has been ended, because of ``failures.first``."""
+        self._ended_word: np.ndarray[Any, Any] | None = None  # made when asked
         self.eager: EagerCalls | None = None
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._owns_calls = False
@@ -76,6 +80,19 @@ class CommState:
             return None
         self.eager = EagerCalls(comm, self, backend)
         return self.eager.bind(self.calls.core)
+
+    @property
+    def ended_word(self) -> int:
+        """Address of a word that is not 0 after ``mark_ended``."""
+        if self._ended_word is None:
+            self._ended_word = pinned_empty(1, np.uint64, self.streams.device)
+            self._ended_word[0] = self.ended
+        return int(self._ended_word.__array_interface__["data"][0])
+
+    def mark_ended(self) -> None:
+        """Before anything in flight is ended: its results are not complete."""
+        if self._ended_word is not None:
+            self._ended_word[0] = 1
 
     # Comparing calls.
 
@@ -153,7 +170,7 @@ class CommState:
         calls = self.calls
         if calls is None:
             return
-        self.confirm()
+        self.confirm()  # also finds the end of a rank that has not begun the last call
         self._hear()
         self.failures.ask(calls.begun - 1, latest)
         calls.raise_failure(calls.begun - 1)

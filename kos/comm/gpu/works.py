@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kos.comm.arguments import check_timeout
@@ -15,7 +16,7 @@ from kos.comm.recorder import completed
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
-from kos.cuda.streams import Event, is_over
+from kos.cuda.streams import Event, is_captured, is_over
 from kos.errors import KosError
 
 
@@ -95,6 +96,7 @@ class Marks:
         self.free = [_Mark(device) for _ in range(count)]
         self._in_flight: deque[_Mark] = deque()
         self._sequence = -1  # of the last call with a mark
+        self.captured = False  # whether the last call that was to have a mark was captured
 
     @property
     def running(self) -> bool:
@@ -102,15 +104,15 @@ class Marks:
         first = self._in_flight[0] if self._in_flight else None
         return first is not None and (first.begun is not None or not first.follows_unmarked)
 
-    def begin(self, o: Work[Any], stream: int) -> _Mark:
-        """Record by a free mark that ``o`` begins on ``stream``, which no graph captures."""
-        mark = self.free.pop()
-        mark.begin(o, stream, o.sequence > self._sequence + 1)
-        self._sequence = o.sequence
-        return mark
-
-    def end(self, mark: _Mark, stream: int) -> None:
-        """Record that what ``begin`` was called for has been queued."""
+    def queue(self, works: Sequence[Work[Any]], stream: int, queue: Callable[[Sequence[Work[Any]], int], None]) -> None:
+        """Queue ``works`` on ``stream`` by ``queue``, between the two events of a free mark."""
+        self.captured = is_captured(stream)
+        if self.captured:  # it runs when the graph is replayed
+            return queue(works, stream)
+        mark, last = self.free.pop(), works[-1]
+        mark.begin(last, stream, last.sequence > self._sequence + 1)
+        self._sequence = last.sequence
+        queue(works, stream)
         mark.end(stream)
         self._in_flight.append(mark)
 

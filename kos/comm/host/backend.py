@@ -1,9 +1,9 @@
 """HostBackend: runs the operations of a group on host memory, over a transport and through a node.
 
 The **transport** moves messages between any two ranks (``kos.comm.transport``).  The **node** is the shared memory of
-the group's host, if all ranks are there, and runs their operations in the compiled core.  Ranks that share memory with
-some of the others compare their calls in it, and detect missing and dead ranks.  Between hosts the transport compares
-calls and reports failures.
+this rank's host.  If all ranks are there, it runs their operations in the compiled core; else it carries the messages
+of collectives within the host.  Ranks that share memory compare their calls in it, and detect missing and dead ranks.
+Between hosts the transport compares calls and reports failures.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from kos.comm.backend import UNMADE, Backend, Probe, ends_group
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi_job import Backoff
 from kos.comm.failures import Late
-from kos.comm.host.fingerprints import Fingerprints
 from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, open_segment
 from kos.comm.operation import AUTO, Operation
-from kos.comm.prepared import Prepared
+from kos.comm.prepared import Fingerprints, Prepared
 from kos.comm.schedules import runnable
 from kos.comm.transport import ScheduledCalls, Transport
 from kos.comm.work import Engine, Steps, Work
@@ -45,7 +44,8 @@ class HostBackend(Backend):
         self.calls: CallRing | None = None
         """The comparison of calls between the ranks of this host, shared with GPU backends of the communicator."""
         self.fingerprints = Fingerprints() if self.transport.processes else None  # None: this rank compares no calls
-        self.node: Node | None = None
+        self.node: Node | None = None  # runs the calls of a group on one host
+        self.messages: Any = self.transport
         self.arrays: SharedArrays | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._begun = 0  # the number of the next collective
@@ -61,7 +61,7 @@ class HostBackend(Backend):
             if self._segment is not None:
                 self._segment.close()
             raise
-        self.scheduled = ScheduledCalls(self.transport, self.transport if self.node is None else self.node)
+        self.scheduled = ScheduledCalls(self.transport, self.messages)
         if self.transport.processes:
             at_exit(self)
 
@@ -77,10 +77,10 @@ class HostBackend(Backend):
             self.calls = self.fingerprints = CallRing(self._segment, self.failures)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
-            if self.one_host:
-                self.node = Node(self.calls, self.engine, rendezvous)
-                if not self.node.one_copy:
-                    self.shared_memory += "; process_vm_readv is not permitted, so large arrays are copied twice"
+            self.messages = node = Node(self.calls, self.engine, rendezvous, self.transport)
+            self.node = node if self.one_host else None
+            if not node.one_copy:
+                self.shared_memory += "; process_vm_readv is not permitted, so large arrays are copied twice"
         if rendezvous.local_size == self.size:
             self.arrays = SharedArrays(rendezvous)
 
@@ -122,8 +122,20 @@ class HostBackend(Backend):
     # How operations run.
 
     def idle(self) -> Any:
-        """Shared memory has no events: a wait polls."""
-        return Backoff(self.crowded) if self.shares_memory else self.transport.idle()
+        """Shared memory has no events: a wait polls, unless it waits for other hosts alone."""
+        if not self.shares_memory:
+            return self.transport.idle()
+        return Backoff(self.crowded, None if self.one_host else self._sleep)
+
+    def _sleep(self, seconds: float | None, polled: bool) -> bool:
+        """Wait for an event of the transport, if the operation in flight waits for other hosts; whether it did.
+
+        Messages within the host have no events: a wait for both kinds polls first, and sleeps a millisecond at most.
+        """
+        inside = bool(self.messages.active)
+        if self.scheduled.arriving or len(self.engine.active) != 1 or (inside and not polled):
+            return False
+        return self.transport.sleep(0.001 if inside else seconds)
 
     def prepare(self, o: Operation) -> Prepared:
         options, buffer = o.options, o.send or o.recv
@@ -205,7 +217,7 @@ class HostBackend(Backend):
             return Late(late, timeouts.late(names(late)))
         if late := [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]:
             return Late(late, timeouts.stuck(names(late)))
-        late = self.scheduled.messages.awaited(self.scheduled.tag(work))
+        late = self.messages.awaited(self.scheduled.tag(work))
         return Late(late, timeouts.awaited(names(late)) if late else timeouts.UNKNOWN)
 
     def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
@@ -214,7 +226,7 @@ class HostBackend(Backend):
             return bool(work.left.missing(rank) & (native.AWAITS_MESSAGE if receives else native.AWAITS_READ))
         message = work.operation.message
         tag: int = message.recv_tag if receives else message.tag
-        return bool(self.scheduled.messages.in_flight(rank, tag, receives))
+        return bool(self.messages.in_flight(rank, tag, receives))
 
     def _late_in_message(self, work: Work[Any]) -> Late:
         message = work.operation.message

@@ -20,19 +20,19 @@ import numpy as np
 from kos.comm.backend import CHANGES, Probe
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.mpi import NAMING_SECONDS, TAGS, await_request
+from kos.comm.control.mpi import NAMING_SECONDS, await_request
 from kos.comm.control.notices import Channel
 from kos.comm.failures import WHY_CLOSED
-from kos.comm.host.fingerprints import described, dtype_of_code
 from kos.comm.host.mpi_messages import DTYPE_SHIFT, LARGEST, TAG, MPIMessage, as_bytes
 from kos.comm.host.shared.calls import CHECK_SECONDS
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.operation import AUTO, Operation
+from kos.comm.prepared import described
 from kos.comm.records import again
 from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.transport import Request, Transport, remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work
-from kos.dtypes import DTYPES, DType, dtype_of
+from kos.dtypes import DTYPES, DType, dtype_of, dtype_of_code
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
@@ -45,7 +45,8 @@ _NATIVE_BYTES = 128 * 1024
 UNSENT = "its last messages are lost: "
 """Prefix of a rank's reason to abort while MPI may still read the memory of its messages."""
 
-
+_TAGS = 1 << 26
+"""MPI tags in use by messages."""
 _cancelled: list[Array] = []
 """The numbers of failed comparisons.  Open MPI 5.0.11 writes to such memory even after the request is over: the next
 comparison, in a new array at the same address, got other ranks' numbers of the failed one (4 ranks on 2 cores)."""
@@ -86,8 +87,8 @@ class MPITransport(Transport):
         if rendezvous.mpi is None:
             return Probe(False, "the ranks are not processes of an MPI job (start with mpirun)")
         MPI = mpi_job.load_mpi()
-        if MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) < TAGS:
-            return Probe(False, f"the MPI library has fewer than {TAGS} tags")
+        if MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) < _TAGS:
+            return Probe(False, f"the MPI library has fewer than {_TAGS} tags")
         alone = "" if mpi_job.under_mpirun() else "; a group of one, as it was not started by mpirun"
         return Probe(True, MPI.Get_library_version().split(",")[0].strip() + alone)
 

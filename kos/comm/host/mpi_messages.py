@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.host.fingerprints import DTYPE_CODES
 from kos.comm.operation import COLLECTIVE_TAGS
+from kos.dtypes import DTYPE_CODES
 from kos.errors import CollectiveMismatch
 
 Array = np.ndarray[Any, Any]

@@ -18,9 +18,9 @@ import numpy as np
 from kos.comm.backend import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import WHY_CLOSED
-from kos.comm.host.fingerprints import described
 from kos.comm.host.tcp_messages import ABORT, CALL, CLOSE, CLOSED_HERE, FAILED, REASON_LENGTH, Peer, Poller
 from kos.comm.operation import COLLECTIVE_TAGS
+from kos.comm.prepared import described
 from kos.comm.records import again, to_record
 from kos.comm.transport import Request, Transport
 from kos.comm.work import Engine, Work
@@ -67,6 +67,10 @@ class TCPTransport(Transport):
     def idle(self) -> Any:
         return self.poller
 
+    def sleep(self, seconds: float | None) -> bool:
+        self.poller.pause(seconds=seconds)
+        return True
+
     def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Transport]:
         return partial(TCPTransport, poller=self.poller)
 
@@ -107,10 +111,10 @@ class TCPTransport(Transport):
                     self.describe(rank, tag)
             if self.failures.reported is not None:
                 self.failures.ask(work.sequence)
-            if local is None or local():
+            if local is None:
                 return True
             self.poller.progress()  # a rank that waits for one of its host hears what other hosts report
-            return False
+            return local()
 
         return all_arrived
 

@@ -25,10 +25,10 @@ import numpy as np
 
 from kos.comm.control.wire import Waiting, fill
 from kos.comm.failures import RECENT_SECONDS
-from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.records import from_record
 from kos.comm.transport import remove, take, wrong_message
+from kos.dtypes import DTYPE_CODES, dtype_of_code
 from kos.errors import KosError, RendezvousError
 
 Array = np.ndarray[Any, Any]

@@ -18,10 +18,10 @@ from time import time_ns
 from types import CodeType
 from typing import Any, NamedTuple
 
-from kos.comm.operation import NO_MESSAGE, Operation
-from kos.dtypes import DType
+from kos.comm.operation import Operation
 from kos.errors import InvalidArgument
 from kos.files import replace_file
+from kos.memory import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ SEQUENCE, COMPLETED, _ERROR = 4, -2, -1  # of an _Entry
 class _Entry(NamedTuple):
     """The fields of a slot, in order; the last two change when the operation ends."""
 
-    description: tuple[Any, ...]
+    description: tuple[Group, Operation]  # the same for all starts of a Prepared
     created: int  # nanoseconds since 1970
     code: CodeType  # with ``instruction``: the call site
     instruction: int
@@ -51,14 +51,6 @@ class Group:
     def __init__(self, recorder: Recorder, name: str, ranks: list[int], rank: int, backend: str) -> None:
         self.recorder, self.name, self.ranks, self.rank, self.backend = recorder, name, ranks, rank, backend
         self.number = recorder.add(self)
-
-    def describe(self, o: Operation) -> tuple[Any, ...]:
-        """What the records of all starts of ``o`` share: a tuple, which ``_describe`` takes apart."""
-        send, recv = o.send, o.recv
-        return (
-            self, None if o.collective else o.message, o.options.timeout, o.name, send and send.shape,
-            recv is not send and recv and recv.shape, send.dtype if send else recv and recv.dtype, o.reduction, o.root,
-        )  # fmt: skip
 
 
 class Recorder:
@@ -135,8 +127,8 @@ class Recorder:
             return ""
         entry = _Entry(*self.slots[self.count - 1 & LAST_SLOT])
         site = _frame(entry.code, entry.instruction)
-        group, _, _, name, *_ = entry.description
-        return f"{group.name}: {name} #{entry.sequence} at {site['filename']}:{site['line']}"
+        group, o = entry.description
+        return f"{group.name}: {o.name} #{entry.sequence} at {site['filename']}:{site['line']}"
 
     def dump(self, path: str | Path | None = None, reason: str = "requested") -> Path:
         """Write the record as JSON to ``path``, atomically; returns the file.
@@ -207,9 +199,7 @@ def call_site(work: Any) -> str:
 
 
 def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
-    group, message, timeout, name, input_shape, output_shape, dtype, reduction, root = e.description
-    is_p2p = message is not None
-    output = input_shape if output_shape is False else output_shape  # False: the input's
+    (group, o), is_p2p = e.description, not e.description[1].collective
     entry: dict[str, Any] = {
         "record_id": number,
         "pg_id": group.number,
@@ -217,36 +207,36 @@ def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
         "collective_seq_id": 0 if is_p2p else e.sequence,
         "p2p_seq_id": e.sequence if is_p2p else 0,
         "op_id": number,
-        "profiling_name": f"{group.backend}:{name}",
+        "profiling_name": f"{group.backend}:{o.name}",
         "time_created_ns": e.created,
-        **_sizes("input", input_shape, dtype),
-        **_sizes("output", output, dtype),
+        **_sizes("input", o.send),
+        **_sizes("output", o.recv),
         "state": "failed" if e.error else {None: "scheduled", 0: "started"}.get(e.completed, "completed"),
         "time_discovered_started_ns": None if e.completed is None else e.created,
         "time_discovered_completed_ns": e.completed or None,
         "retired": bool(e.completed),
-        "timeout_ms": None if timeout is None else round(timeout * 1000),
+        "timeout_ms": None if o.options.timeout is None else round(o.options.timeout * 1000),
         "is_p2p": is_p2p,
         "frames": [_frame(e.code, e.instruction)],
-        "reduce_op": reduction.op.name if reduction else None,
-        "root": root,
+        "reduce_op": o.reduction.op.name if o.reduction else None,
+        "root": o.root,
         "error": e.error,
     }
     if not is_p2p:
         yield entry
-    dst, src, tag, recv_tag = message or NO_MESSAGE
+    dst, src, tag, recv_tag = o.message
     if dst is not None:
         sent = f"{group.backend}:send {group.rank}->{dst}"
-        yield entry | _sizes("output", None, None) | {"profiling_name": sent, "tag": tag}
+        yield entry | _sizes("output", None) | {"profiling_name": sent, "tag": tag}
     if src is not None:
         received = f"{group.backend}:recv {group.rank}<-{src}"
-        yield entry | _sizes("input", None, None) | {"profiling_name": received, "tag": recv_tag}
+        yield entry | _sizes("input", None) | {"profiling_name": received, "tag": recv_tag}
 
 
-def _sizes(which: str, shape: tuple[int, ...] | bool | None, dtype: DType | None) -> dict[str, Any]:
-    if dtype is None or not isinstance(shape, tuple):
+def _sizes(which: str, buffer: Buffer | None) -> dict[str, Any]:
+    if buffer is None:
         return {f"{which}_sizes": [], f"{which}_dtypes": []}
-    return {f"{which}_sizes": [list(shape)], f"{which}_dtypes": [dtype.name]}
+    return {f"{which}_sizes": [list(buffer.shape)], f"{which}_dtypes": [buffer.dtype.name]}
 
 
 def _frame(code: CodeType, instruction: int) -> dict[str, Any]:

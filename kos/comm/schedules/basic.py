@@ -9,6 +9,7 @@ Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms" (2009) for the ring.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -17,14 +18,14 @@ from kos.comm.schedules.schedule import Moves, Pairs, Repeat, Rounds
 
 
 def ring(rank: np.ndarray, after: np.ndarray, position: np.ndarray, size: int, *, base: np.ndarray | int = 0,
-         width: int = 1, space: str = "data", reduce: bool = False) -> Rounds:
+         width: int = 1, stride: int = 0, space: str = "data", reduce: bool = False) -> Rounds:
     """All-gather on a ring, in which position p starts with block p; or reduce-scatter in place.
 
     The reduce-scatter ends with block (p + 1) % size complete at p; block b is added as ((x_b + x_b+1) + ...).
-    A block is ``width`` chunks from ``base`` on.
+    A block is ``width`` chunks; the first is at ``base``, and each next one ``stride`` (default: ``width``) later.
     """
-    yield Repeat(size - 1, lambda step: [[Moves(rank, after, base + (position - step) % size * width, count=width,
-                                                space=space, reduce=reduce)]])
+    yield Repeat(size - 1, lambda step: [[Moves(rank, after, base + (position - step) % size * (stride or width),
+                                                count=width, space=space, reduce=reduce)]])
 
 
 def in_rank_order(r: np.ndarray, chunk: np.ndarray, n: int, *, stride: int, count: int, space: str = "data",
@@ -148,6 +149,32 @@ def _hops(n: int, c: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield rank, time - rank
 
 
+@algorithm("reduce_scatter", "hierarchical")
+def hierarchical_reduce_scatter(n: int, c: int, local: int) -> Rounds:
+    """Rings: in each node for the blocks of every node, its own last; then the node's sums across nodes.
+
+    Added in ring order in the node, then in ring order of nodes.  Partial sums alternate between two scratch blocks.
+    """
+    if local in (1, n):
+        yield from ring_reduce_scatter(n, c)
+        return
+    r = np.arange(n)
+    node, place, nodes = r // local, r % local, n // local
+    beside, across, last = node * local + (place + 1) % local, (r + local) % n, local % 2 * c
+
+    def step(theirs: np.ndarray, k: int) -> Iterator[list[Moves]]:
+        block, to = theirs * local + (place - k - 1) % local, theirs * 2 * c + k % 2 * c
+        space, chunk = ("scratch", theirs * 2 * c + (k - 1) % 2 * c) if k else ("input", block * c)
+        yield [Moves(r, beside, chunk, to, count=c, space=space, to_space="scratch")]
+        mine = theirs * local + (place - k - 2) % local
+        yield [Moves(r, r, mine * c, to, count=c, space="input", to_space="scratch", reduce=True)]
+
+    for nearer in range(nodes):
+        yield Repeat(local - 1, partial(step, (node - 1 - nearer) % nodes))
+    yield from ring(r, across, node - 1, nodes, base=last, width=c, stride=2 * c, space="scratch", reduce=True)
+    yield [Moves(r, r, node * 2 * c + last, 0, count=c, space="scratch", to_space="output")]
+
+
 @algorithm("scan", "chain", ordered=True)
 def chain_scan(n: int, c: int) -> Rounds:
     """Rank r gets the sum of the ranks before it from rank r - 1, adds its own, and sends that on.
@@ -194,6 +221,19 @@ def ring_all_gather(n: int, c: int) -> Rounds:
     r = np.arange(n)
     yield [Moves(r, r, 0, r * c, count=c, space="input", to_space="output")]
     yield from ring(r, (r + 1) % n, r, n, width=c, space="output")
+
+
+@algorithm("all_gather", "hierarchical")
+def hierarchical_all_gather(n: int, c: int, local: int) -> Rounds:
+    """Rings: each rank's block to the ranks beside it in the other nodes, then the blocks of each node in the node."""
+    r = np.arange(n)
+    node, place, nodes = r // local, r % local, n // local
+    beside, across = node * local + (place + 1) % local, (r + local) % n
+    yield [Moves(r, r, 0, r * c, count=c, space="input", to_space="output")]
+    yield from ring(r, across, node, nodes, base=place * c, width=c, stride=local * c, space="output")
+    for further in range(nodes):
+        theirs = (node - further) % nodes * local
+        yield from ring(r, beside, place, local, base=theirs * c, width=c, space="output")
 
 
 @algorithm("all_gather", "one_shot")

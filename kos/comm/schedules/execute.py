@@ -81,7 +81,7 @@ def execute(schedule: Schedule, rank: int, transport: Any, buffers: Mapping[str,
     waits = [events + 1 for events in program.waits]  # one more for the start
     messages: deque[int] = deque()
     local: deque[int] = deque()
-    active: list[tuple[Any, int]] = []
+    active: defaultdict[tuple[str, int], deque[tuple[Any, int]]] = defaultdict(deque)  # messages, by kind and peer
 
     def release(waiting: Iterable[int]) -> None:
         for i in waiting:
@@ -95,7 +95,7 @@ def execute(schedule: Schedule, rank: int, transport: Any, buffers: Mapping[str,
             i = messages.popleft()
             kind, space, start, stop, peer, *_ = instructions[i]
             post = transport.isend if kind == "send" else transport.irecv
-            active.append((post(spaces[space][start:stop], peer, tag), i))
+            active[kind, peer].append((post(spaces[space][start:stop], peer, tag), i))
             release(after_post[i])
         elif local:
             i = local.popleft()
@@ -107,15 +107,15 @@ def execute(schedule: Schedule, rank: int, transport: Any, buffers: Mapping[str,
                 np.copyto(target, operand)
             release(after_done[i])
         elif active:
-            still = []
-            for entry in active:
-                if entry[0].done():
-                    release(after_done[entry[1]])
-                else:
-                    still.append(entry)
-            if len(still) == len(active):
+            waiting = True
+            for key, queue in list(active.items()):
+                while queue and queue[0][0].done():  # those of a pair complete in order, so one poll is enough
+                    release(after_done[queue.popleft()[1]])
+                    waiting = False
+                if not queue:
+                    del active[key]
+            if waiting:
                 yield
-            active = still
         else:
             return
 

@@ -6,7 +6,6 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,14 +13,8 @@ from kos.comm.schedules.schedule import IN_PLACE, ROOTED, Rounds, Schedule
 from kos.comm.schedules.verify import verify
 from kos.errors import InvalidArgument
 
-
-class Algorithm(NamedTuple):
-    """An algorithm: its rounds, the chunks of a unit, and whether it adds in rank order."""
-
-    rounds: Callable[..., Rounds]
-    parts: Callable[[int, int], int]
-    ordered: bool
-
+Algorithm = tuple[Callable[..., Rounds], Callable[[int, int], int], bool]
+"""The rounds of an algorithm, the chunks of a unit, and whether it adds in rank order."""
 
 _REGISTRY: dict[str, dict[str, Algorithm]] = defaultdict(dict)
 
@@ -44,13 +37,13 @@ def algorithm(collective: str, name: str, *, parts: Callable[[int, int], int] = 
     def register(rounds: Callable[..., Rounds]) -> Callable[..., Rounds]:
         if not _is_builtin(rounds):
             known = algorithms(collective)
-            taken = ["auto", *(other for other in known if _is_builtin(_REGISTRY[collective][other].rounds))]
+            taken = ["auto", *(other for other in known if _is_builtin(_REGISTRY[collective][other][0]))]
             if not isinstance(name, str) or not name or name in taken:
                 raise InvalidArgument(f"algorithm: expected a name other than {', '.join(taken)}, got {name!r}")
             if unknown := set(inspect.signature(rounds).parameters) - {"n", "c", "root", "local"}:
                 names = ", ".join(sorted(unknown))
                 raise InvalidArgument(f"{name}: expected a function of n, c, root and local, got one of {names}")
-        _REGISTRY[collective][name] = Algorithm(rounds, parts, ordered)
+        _REGISTRY[collective][name] = rounds, parts, ordered
         build.cache_clear()
         runnable.cache_clear()
         return rounds
@@ -73,7 +66,7 @@ def algorithms(collective: str, *, ordered: bool | None = None) -> tuple[str, ..
     """
     if collective not in _REGISTRY:
         raise InvalidArgument(f"unknown collective {collective!r}, expected one of {', '.join(_REGISTRY)}")
-    return tuple(name for name, a in _REGISTRY[collective].items() if ordered is None or a.ordered == ordered)
+    return tuple(name for name, (_, _, adds) in _REGISTRY[collective].items() if ordered in (None, adds))
 
 
 def describe(collective: str, name: str) -> str:
@@ -81,7 +74,7 @@ def describe(collective: str, name: str) -> str:
 
     Raises InvalidArgument for an unknown collective or algorithm.
     """
-    return inspect.getdoc(_find(collective, name).rounds) or ""
+    return inspect.getdoc(_find(collective, name)[0]) or ""
 
 
 def _find(collective: str, name: str) -> Algorithm:
@@ -121,9 +114,9 @@ def build(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: in
 
 
 @lru_cache(maxsize=256)
-def runnable(collective: str, algorithm: str, ranks: int, root: int = 0) -> Schedule:
+def runnable(collective: str, algorithm: str, ranks: int, root: int = 0, ranks_per_node: int | None = None) -> Schedule:
     """``build`` for backends: verifies the user's own algorithms.  Raises ScheduleError for an incorrect one."""
-    schedule = build(collective, algorithm, ranks, root=root)
-    if not _is_builtin(_REGISTRY[collective][algorithm].rounds):
+    schedule = build(collective, algorithm, ranks, root=root, ranks_per_node=ranks_per_node)
+    if not _is_builtin(_REGISTRY[collective][algorithm][0]):
         verify(schedule)
     return schedule

@@ -65,6 +65,11 @@ class Saving:
         """Pass the next tensor, which must not change afterwards. Waits while too many tensors wait to be written."""
         self._tensors.put(tensor)
 
+    @property
+    def done(self) -> bool:
+        """Whether this rank has no more to do; on rank 0, whether the checkpoint is complete."""
+        return self._done.done()
+
     def finish(self) -> None:
         """Wait until the checkpoint is complete. Collective: the error of one rank is raised on all."""
         try:

@@ -30,7 +30,7 @@ from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action, forward_only
 from kos.train.parallel.stopping import LEAVE, STOP
 from kos.train.parallel.tensor import TensorParallel
-from kos.train.train import REPORT, Runner, Step, StepResult
+from kos.train.train import REPORT, WRITING, Runner, Step, StepResult
 
 
 class Device(Runner):
@@ -49,7 +49,7 @@ class Device(Runner):
     """How often the ranks of the run have changed."""
 
     newcomers = 0
-    """How many wait at this rank."""
+    """How many wait at this rank, or ``WRITING``."""
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         self.config, self.data, self.mesh, self.comm, self.show = config, data, mesh, mesh.world, show
@@ -136,11 +136,11 @@ class Device(Runner):
         loss, ranks = total / self.step.micro_batches, self.comm.size
         leaves: list[int] = np.flatnonzero(asked == LEAVE).tolist()
         stop = bool((asked == STOP).any()) or ranks - len(leaves) < self.config.least_ranks
-        leaving: list[int] = []
-        for rank in leaves if not stop else ():  # not both that hold the same part of the state: one leaves later
+        leaving, stay = list[int](), stop or (reports[:, REPORT - 1] == WRITING).any()
+        for rank in leaves if not stay else ():  # not both that hold the same part of the state: one leaves later
             if not self.step.parallel.twice or not {(rank - 1) % ranks, (rank + 1) % ranks} & {*leaving}:
                 leaving.append(rank)
-        joining = min(int(reports[:, REPORT - 1].max()), self.config.most_ranks(ranks) - ranks)
+        joining = 0 if stay else min(int(reports[:, REPORT - 1].max()), self.config.most_ranks(ranks) - ranks)
         return StepResult(loss, norm, lr, seconds, stop, tuple(leaving), joining, ranks, self.epoch)
 
     @property

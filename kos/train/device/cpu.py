@@ -19,7 +19,6 @@ from kos.train.data.corpus import Show
 from kos.train.device.base import Device
 from kos.train.device.machine import free_memory
 from kos.train.device.memory_plan import GIB, DryRun, MemoryPlan, plan_buckets
-from kos.train.layers.fp8 import store_bytes
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
@@ -49,7 +48,7 @@ def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: S
     saved = files.host_bytes(mesh.world.rank, config.save_async)
     uses = {
         f"weights, gradients, {about}": 8 * count + state,
-        "weights of layers, fp8, and transposed": store_bytes(run.store),
+        "weights of layers, fp8, and transposed": run.fp8_bytes,
         f"residual of gradients sent as {config.compress}": 4 * count * (run.parallel.residual is not None),
         "gradients summed in order": 4 * count * waiting,
         "activations": activations,

@@ -44,7 +44,7 @@ from kos.train.device.feed import Feed
 from kos.train.device.machine import free_memory, peak_flops
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
 from kos.train.layers.context import Gradients
-from kos.train.layers.fp8 import Fp8Weights, weight_store
+from kos.train.layers.fp8 import Fp8Weights, linear_names, weight_store
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight
 from kos.train.model.parameters import OwnedSlices, Parameters
@@ -100,9 +100,8 @@ class CudaDevice(Device):
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, buckets.multiple)
         gradients.zeros = ops.zeros  # arrays made like these need not be visible to other ranks
-        self.step = step = Step(
-            config, model, parts, mesh, self.pipeline, ops, gradients, DTYPES[config.compute_dtype], buckets, HEAD_ROWS
-        )
+        about = config, model, parts, mesh, self.pipeline, ops, gradients, DTYPES[config.compute_dtype], buckets
+        self.step = step = Step(*about, HEAD_ROWS, self._zeros)
         self._fix_arenas()
         dtype, copy = config.master_dtype, None
         master = OwnedSlices(gradients, step.parallel.parts(), dtype) if buckets.sharded else gradients.like(dtype)
@@ -123,11 +122,18 @@ class CudaDevice(Device):
         self.feed = Feed(data, self.micro_batches, mesh.dp, step.models[0].context, ops)
         step.count, step.micro_batch = self.feed.count, self.feed.micro_batch
         step.report = ops.zeros(self.report_size, np.float64)
-        several = comm.size > 1
-        step.reports = ops.zeros((comm.size, step.report.size), np.float64) if several else step.report.reshape(1, -1)
+        self._share_reports()
         self._graph: Graph | None = None
         self._pending = [_PendingResult(step.reports, step.optimizer.scalars) for _ in range(self.lag + 2)]
         self._newest: _PendingResult | None = None  # of the steps under way
+
+    def _share_reports(self) -> None:
+        """Take memory for the reports of all ranks; in an elastic run a step reports if a collective was ended."""
+        step, ops, size = self.step, self.ops, self.comm.size
+        step.reports = ops.zeros((size, step.report.size), np.float64) if size > 1 else step.report.reshape(1, -1)
+        if self.config.elastic is not None and size > 1:
+            words = Array.from_numpy(np.array(self.comm.ended_words, np.uint64), ops.device, stream=ops.stream)
+            step.vouch = partial(step.optimizer.vouch, step.gradients, words, step.report)
 
     def _fix_arenas(self) -> None:
         """Give scratch memory and micro-batches in flight what was planned, and connect the stages."""
@@ -188,7 +194,7 @@ class CudaDevice(Device):
             gradients, loss = drawn.like(config.grad_dtype), trying.zeros(1, np.float64)
             random = np.random.default_rng(0)
             _draw_quickly(drawn, random, trying)
-            store = weight_store([trial], drawn, trying) if config.dtype == "fp8" else {}
+            store = weight_store(linear_names([trial]), drawn, trying) if config.dtype == "fp8" else {}
             weights = Fp8Weights(drawn, store, trying, trial.arena)
             shape = config.micro_batch_size or 1, config.seq_len // cp.size
             tokens = random.integers(model.vocab_size, size=shape).astype(np.int32)
@@ -241,9 +247,10 @@ class CudaDevice(Device):
         result.begin(stream, self._newest)
         result.asked[:] = wish, self.epoch, step + 1, self.newcomers
         self.feed.take(step)
-        program.report[:REPORT].copy_from(result.asked, stream)
         if self.config.graph:
             self._graph = self._graph or self._capture()
+        program.report[:REPORT].copy_from(result.asked, stream)
+        if self._graph is not None:
             self._graph.replay(stream)
         else:
             program.run()
@@ -253,14 +260,16 @@ class CudaDevice(Device):
             self.feed.fetch(step + 1)
 
     def _capture(self) -> Graph:
-        """The step as a graph, after a run without effect has loaded all kernels and connected all ranks."""
+        """The step as a graph, after a run without effect has loaded all kernels and connected all ranks.
+
+        The run's reports name no step: what is left of them anywhere, if a collective is ended later, counts nowhere.
+        """
         optimizer = self.step.optimizer
-        count = optimizer.step_count
         optimizer.halt()
+        self.ops.zero(self.step.report)
         with self.step.parallel.rehearsal():
             self.step.run()
-        self.ops.zero(self.step.reports)  # those of this very step: none may count before it comes again
-        optimizer.step_count = count
+        optimizer.resume()
         with capture(self.ops.stream) as graph:
             self.step.run()
         return graph

@@ -17,7 +17,6 @@ from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.layers.fp8 import store_bytes
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.model.shapes import Local
@@ -120,7 +119,8 @@ class DryRun(Step):
         self.config, self.dry = config, dry
         self.parts = parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
         buckets = plan_buckets(config, model, parts, mesh.dense, reaches=True)
-        if not bucketed and not buckets.uncut:  # a model that fits on no machine would have too many buckets to list
+        counted = buckets.uncut or (config.dtype == "fp8" and buckets.sharded)  # memory depends on buckets
+        if not (bucketed or counted):  # a model that fits on no machine would have too many buckets to list
             buckets = buckets._replace(nbytes=1 << 62, least=1 << 62)
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         gradients = Parameters(shapes, config.grad_dtype, groups, dry.zeros, buckets.multiple)
@@ -202,7 +202,7 @@ def plan_memory(
     uses = {
         **({f"weights, {config.compute_dtype}": count * itemsize} if has_copy else {}),
         f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
-        "weights of layers, fp8, and transposed": store_bytes(run.store),
+        "weights of layers, fp8, and transposed": run.fp8_bytes,
         f"{about}, {', '.join(dict.fromkeys(kept.dtype for kept in run.state.values()))}{share}": state,
         f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * (count + lookups) * (1 + waiting),
         f"residual of gradients sent as {config.compress}": 0 if residual is None else residual.flat.nbytes,

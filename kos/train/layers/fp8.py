@@ -243,8 +243,11 @@ class Fp8Weights(Mapping[str, Array]):
             return self._weights[name]
         if name in self._missing:
             self._missing.remove(name)
-            self._ops.quantize(self._weights[name], found.rows, found.columns, self._arena)
+            self._quantize(name, found)
         return found
+
+    def _quantize(self, name: str, made: Quantized) -> None:
+        self._ops.quantize(self._weights[name], made.rows, made.columns, self._arena)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -260,9 +263,13 @@ def linears(layers: Iterable[Iterable[Any]]) -> Iterator[Any]:
             yield from (sublayer.column, sublayer.row)
 
 
-def weight_store(models: Iterable[Any], weights: Weights, ops: Ops) -> dict[str, Quantized]:
-    """Memory for the weights of the linear layers of ``models``, whose shapes are those of ``weights``."""
-    names = [linear.name for model in models for linear in linears(model.layers)]
+def linear_names(models: Iterable[Any]) -> list[str]:
+    """The weights of the linear layers of ``models``."""
+    return [linear.name for model in models for linear in linears(model.layers)]
+
+
+def weight_store(names: Iterable[str], weights: Weights, ops: Ops) -> dict[str, Quantized]:
+    """Memory for the weights of linear layers, whose shapes are those of ``weights``."""
     return {
         name: Quantized.empty(tuple(weights[name].shape), WEIGHTS, ops, ops.zeros, ops.zeros, name=name)
         for name in names

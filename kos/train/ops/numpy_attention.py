@@ -1,5 +1,7 @@
 """Attention on CPUs: softmax(q k^T / sqrt(d)) v over blocks of queries, forward and backward.
 
+``attend`` and ``attend_backward`` compute it; the operations give them views of the arrays in their layout.
+
 Arrays are views (B, K, d, G, T) of q and out, (B, K, d, T) of k and v, with G = H / K.  Scores lie as
 (keys, G * queries): the query heads that share a kv head are one matrix product, and the softmax runs over the first
 of two axes, which NumPy reduces at full speed.  Keys after a block of queries are never read, nor are those before
@@ -16,10 +18,128 @@ from collections.abc import Iterator
 import numpy as np
 
 from kos.memory.arena import Arena
+from kos.train.ops import Mask
+from kos.train.ops.numpy_blocks import Array, columns, ones
 
-Array = np.ndarray
 SCORES = 262_144  # elements: scores that are in memory at once
 QUERY_BLOCK = 64  # queries whose scores are computed at once
+
+
+def attention_mask(
+    document_starts: Array | None, window: int | None, mask: Mask, positions: Array | None = None,
+    key_positions: Array | None = None,
+) -> None:  # fmt: skip
+    mask.check_sources(document_starts, window, positions, key_positions)
+    samples, queries = mask.first_key.shape
+    at = np.arange(queries) if positions is None else positions
+    keys = at if key_positions is None else key_positions
+    first = np.zeros((samples, queries), np.int32) if document_starts is None else document_starts
+    for b in range(samples):
+        seen_from = first[b] if window is None else np.maximum(first[b], at - window + 1)
+        mask.first_key[b] = np.searchsorted(keys, seen_from)
+        mask.last_query[b] = np.searchsorted(seen_from, keys, side="right") - 1
+
+
+def attention(
+    qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena, mask: Mask | None = None
+) -> None:
+    kv, every = keys_and_values(qkv, heads, kv_heads, arena), slice(0, len(log_sum_exp))
+    queries = slice(0, log_sum_exp.shape[-1])
+    attention_after(qkv, kv, heads, kv_heads, every, queries, 0, out, log_sum_exp, arena, mask)
+
+
+def attention_backward(
+    d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena,
+    mask: Mask | None = None,
+) -> None:  # fmt: skip
+    kv, d_kv = (keys_and_values(x, heads, kv_heads, arena) for x in (qkv, d_qkv))
+    every, queries = slice(0, len(log_sum_exp)), slice(0, log_sum_exp.shape[-1])
+    attention_after_backward(
+        d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, every, queries, 0, d_qkv, d_kv, False, arena, mask
+    )
+
+
+def keys_and_values(qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
+    """A view: (2 K d, N)."""
+    by_column = qkv.T
+    return by_column[len(by_column) // (heads + 2 * kv_heads) * heads :]
+
+
+def add_keys_and_values(d_kv: Array, d_qkv: Array) -> None:
+    columns(d_qkv)[-len(d_kv) :] += d_kv
+
+
+def attention_to(
+    qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array, log_sum_exp: Array,
+    arena: Arena, mask: Mask | None = None,
+) -> None:  # fmt: skip
+    every = slice(0, len(log_sum_exp))
+    attention_after(qkv, kv, heads, kv_heads, every, queries, None, out, log_sum_exp, arena, mask, keys)
+
+
+def attention_to_backward(
+    d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, queries: slice,
+    keys: slice, d_qkv: Array, d_kv: Array, arena: Arena, mask: Mask | None = None,
+) -> None:  # fmt: skip
+    d_kv.fill(0)
+    operands = d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, slice(0, len(log_sum_exp)), queries
+    attention_after_backward(*operands, None, d_qkv, d_kv, False, arena, mask, keys)
+
+
+def attention_after(
+    qkv: Array, kv: Array, heads: int, kv_heads: int, samples: slice, queries: slice, before: int | None, out: Array,
+    log_sum_exp: Array, arena: Arena, mask: Mask | None = None, keys: slice = slice(0, None),
+) -> None:  # fmt: skip
+    """Causal attention of tokens ``queries`` of ``samples`` of ``qkv``, which come after ``before`` keys of ``kv``.
+
+    ``kv`` (2 K d, N) has as many samples as are named, of any length; ``mask`` says which of them all queries see.
+    If ``before`` is None they see all ``keys``, as in ``attention_to``.
+    """
+    q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, samples, queries)
+    k, v = (x[..., keys] for x in _split_keys_and_values(kv, kv_heads, kv.shape[1] // len(q)))
+    attend(q, k, v, o, lse, before, arena, _first_key(mask, log_sum_exp, samples, queries, keys.start))
+
+
+def attention_after_backward(
+    d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, samples: slice,
+    queries: slice, before: int | None, d_qkv: Array, d_kv: Array, accumulate: bool, arena: Arena,
+    mask: Mask | None = None, keys: slice = slice(0, None),
+) -> None:  # fmt: skip
+    """Writes the ``queries`` of ``d_qkv``, and ``d_kv`` up to the last key that they see, or adds to it."""
+    q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, samples, queries)
+    dq, do, _ = _of_queries(d_qkv, d_out, log_sum_exp, heads, kv_heads, samples, queries)
+    length, keys = kv.shape[1] // len(q), keys if before is None else slice(0, before + q.shape[-1])
+    k, v, dk, dv = (x[..., keys] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
+    first_key = _first_key(mask, log_sum_exp, samples, queries, keys.start)
+    attend_backward(q, k, v, o, do, lse, before, dq, dk, dv, accumulate, arena, first_key)
+
+
+def _first_key(mask: Mask | None, log_sum_exp: Array, samples: slice, queries: slice, start: int = 0) -> Array | None:
+    """(B, queries): the first key of each query, counted from key ``start``."""
+    if mask is None:
+        return None
+    mask.check(len(log_sum_exp), log_sum_exp.shape[-1])
+    return np.maximum(mask.first_key[samples, queries] - start, 0)
+
+
+def _of_queries(
+    qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, samples: slice, queries: slice
+) -> tuple[Array, Array, Array]:
+    """q and out as (B, K, d, G, queries), log_sum_exp as (B, K, 1, G, queries)."""
+    length, d = log_sum_exp.shape[-1], out.shape[-1] // heads
+    q, o = (_by_kv_head(x[:, : heads * d], kv_heads, d, length)[samples][..., queries] for x in (qkv, out))
+    return q, o, log_sum_exp.reshape(len(log_sum_exp), kv_heads, 1, -1, length)[samples][..., queries]
+
+
+def _by_kv_head(x: Array, kv_heads: int, d: int, length: int) -> Array:
+    """(N, H d) of ``empty_columns`` seen as (B, K, d, G, T)."""
+    return columns(x).reshape(kv_heads, -1, d, len(x) // length, length).transpose(3, 0, 2, 1, 4)
+
+
+def _split_keys_and_values(kv: Array, kv_heads: int, length: int) -> tuple[Array, Array]:
+    """(2 K d, N) seen as k and v, each (B, K, d, T)."""
+    both = kv.reshape(2, kv_heads, -1, kv.shape[1] // length, length).transpose(0, 3, 1, 2, 4)
+    return both[0], both[1]
 
 
 def attend(
@@ -173,8 +293,3 @@ def _flat(x: Array) -> Array:
 def _causal_mask(size: int, dtype: np.dtype) -> Array:
     """(keys, 1, queries): -inf where the key comes after the query."""
     return np.where(np.tri(size, dtype=bool).T, 0, -np.inf).astype(dtype)[:, None]
-
-
-@functools.lru_cache(maxsize=64)
-def ones(size: int, dtype: np.dtype) -> Array:
-    return np.ones((1, size), dtype)

@@ -23,21 +23,56 @@ LEAST_SCALE = -100
 
 
 def quantize(x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
-    form = next(made.values.dtype for made in (rows, columns) if made is not None)
+    made = next(made for made in (rows, columns) if made is not None)
     with arena.scope():
-        rounded, wide = arena.take(x.shape, BFLOAT16), arena.take(x.shape, np.dtype(np.float32))
-        np.copyto(rounded, x, casting="unsafe")
-        np.copyto(wide, rounded)
-        largest = largest_of_blocks(wide)
-        if any(made is not None and made.scales.shape == (1,) for made in (rows, columns)):
-            largest[...] = largest.max()
-        scales = scales_of(largest, LARGEST_EXPONENT[form])
-        for band, of_band in _bands(wide):
-            band *= np.repeat(np.float32(1) / scales[of_band], BLOCK)[: band.shape[1]]
+        wide = _rounded(x, arena)
+        scales = _scales(largest_of_blocks(wide), x.shape, made)
+        _divide(wide, scales)
         for out, values, of_blocks in ((rows, wide, scales), (columns, wide.T, scales.T)):
             if out is not None:
                 np.copyto(out.values, values, casting="unsafe")
                 _put(of_blocks, out)
+
+
+def largest_of_part(x: Array, part: slice, largest: Array, arena: Arena) -> None:
+    with arena.scope():
+        wide = _rounded(x, arena).reshape(-1)
+        wide[: part.start] = wide[part.stop :] = 0
+        found = np.abs(largest_of_blocks(wide.reshape(x.shape)))
+        np.maximum(largest, found.astype(np.float32).view(np.uint32).reshape(-1), out=largest)
+
+
+def quantize_part(x: Array, part: slice, largest: Array, rows: Scaled, arena: Arena) -> None:
+    with arena.scope():
+        wide = _rounded(x, arena)
+        _divide(wide, _scales(largest.view(np.float32), x.shape, rows))
+        np.copyto(rows.values.reshape(-1)[part], wide.reshape(-1)[part], casting="unsafe")
+
+
+def quantize_rest(largest: Array, rows: Scaled, columns: Scaled) -> None:
+    scales = _scales(largest.view(np.float32), rows.values.shape, rows)
+    np.copyto(columns.values, rows.values.T)
+    _put(scales, rows)
+    _put(scales.T, columns)
+
+
+def _rounded(x: Array, arena: Arena) -> Array:
+    rounded, wide = arena.take(x.shape, BFLOAT16), arena.take(x.shape, np.dtype(np.float32))
+    np.copyto(rounded, x, casting="unsafe")
+    np.copyto(wide, rounded)
+    return wide
+
+
+def _scales(largest: Array, shape: tuple[int, ...], made: Scaled) -> Array:
+    """The scales of a matrix's blocks by their ``largest``; of all the same, if that is how they are ``made``."""
+    blocks = [-(-size // BLOCK) for size in shape]
+    of_each = np.full(blocks, largest.max()) if made.scales.shape == (1,) else largest.reshape(blocks)
+    return scales_of(of_each, LARGEST_EXPONENT[made.values.dtype])
+
+
+def _divide(x: Array, scales: Array) -> None:
+    for band, of_band in _bands(x):
+        band *= np.repeat(np.float32(1) / scales[of_band], BLOCK)[: band.shape[1]]
 
 
 def largest_of_blocks(x: Array) -> Array:

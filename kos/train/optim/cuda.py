@@ -85,20 +85,21 @@ class CudaOptimizer:
 
     @step_count.setter
     def step_count(self, step: int) -> None:
-        self._set(step=step)
+        self._set(**{name: step * (name == "step") for name in SCALARS})
 
     def halt(self) -> None:
-        """Make updates change nothing until ``step_count`` is set."""
+        """Make updates change nothing until ``resume``; step and norm stay. Waits for the device."""
         self._set(halted=1)
 
     def resume(self) -> None:
         """Let updates change something again; step and norm stay. Waits for the device."""
-        scalars = self.ops.to_host(self.scalars)
-        scalars[SCALARS.index("halted")] = 0
-        self.scalars.copy_from(scalars, self.ops.stream)
+        self._set(halted=0)
 
-    def _set(self, **scalars: float) -> None:
-        self.scalars.copy_from(np.array([scalars.get(name, 0) for name in SCALARS], np.float64), self.ops.stream)
+    def _set(self, **changes: float) -> None:
+        scalars = self.ops.to_host(self.scalars)
+        for name, value in changes.items():
+            scalars[SCALARS.index(name)] = value
+        self.scalars.copy_from(scalars, self.ops.stream)
 
     def norm(
         self, gradients: Parameters, sum_shards: Callable[[Array], object] | None = None, others: Axis = ALONE,
@@ -128,6 +129,12 @@ class CudaOptimizer:
         self._launch("finish_norm", flat, rows, 1024, self.partial, stride, self.scalars)
         if others.size > 1:
             others.comm.all_reduce(self.scalars[SCALARS.index("sum_of_squares") :][:rows])
+
+    def vouch(self, gradients: Parameters, addresses: Array, report: Array) -> None:
+        """Make ``report`` differ from every other one, if a collective of this rank was ended (``addresses``: (n,)
+        uint64, ``Communicator.ended_words``): its sums are undefined, and no rank may count the step.
+        """
+        self._launch("vouch", gradients.flat, 1, 1, addresses, addresses.size, report)
 
     def agree(self, gradients: Parameters, report: Array, reports: Array) -> None:
         """Updates change nothing any more unless all ranks report the same epoch and step (``kos.train.train.REPORT``).

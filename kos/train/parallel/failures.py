@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 import kos.errors
 from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, KosError, in_words
-from kos.train.parallel.stopping import Stop, Stopped
+from kos.train.parallel.stopping import STOP, Stop, Stopped
 
 PATIENCE = 3600.0
 """Seconds that ranks wait for one that reads, writes or computes alone: a large checkpoint takes minutes.
@@ -90,8 +90,8 @@ def raised_on_every_rank() -> Iterator[None]:
 
 
 def stop_together(comm: Communicator, stop: Stop) -> None:
-    """Raise ``Stopped`` on all ranks if a stop was requested on any.  Takes about 50 µs."""
-    if any(comm.all_gather_bytes(b"!" * stop.asked)):
+    """Raise ``Stopped`` on all ranks if the end of the run was requested on any.  Takes about 50 µs."""
+    if any(comm.all_gather_bytes(b"!" * (stop.wish == STOP))):
         raise Stopped("asked to stop")
 
 

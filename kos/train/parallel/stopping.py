@@ -97,7 +97,7 @@ class Stop:
             signal.signal(number, signal.SIG_DFL)
 
     def _check(self) -> None:
-        if self.asked and self._at_once:
+        if self.wish == STOP and self._at_once:  # a rank that leaves does so after the first step
             raise Stopped("asked to stop")
 
     @contextmanager

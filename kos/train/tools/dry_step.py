@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from kos.comm.communicator import Communicator
 from kos.comm.compression import FORMATS
+from kos.comm.reduction import ReduceOp
 from kos.dtypes import DTYPES
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
@@ -114,7 +115,9 @@ class Link:
     def split(self, color: int | None, key: int | None = None) -> Link:
         return self
 
-    def all_reduce(self, x: Array, *, async_op: bool = False, compress: str | None = None) -> Arrival:
+    def all_reduce(
+        self, x: Array, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False, compress: str | None = None
+    ) -> Arrival:
         return self._collective(2 * _sent(x, compress) * (self.size - 1) / self.size, async_op)
 
     def reduce_scatter(

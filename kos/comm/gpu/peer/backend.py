@@ -28,12 +28,10 @@ from kos.comm import watchdog
 from kos.comm.backend import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.backend import DeviceBackend
-from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.eager import Guard
-from kos.comm.gpu.memory import Piece, Windows
+from kos.comm.gpu.memory import InScratch, Piece, Windows
 from kos.comm.gpu.order import Order
-from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.peer.bind import bind, bind_messages, by_copies, is_beside
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels
 from kos.comm.gpu.peer.engine import PeerEngine
@@ -48,7 +46,7 @@ from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import for_group
 from kos.comm.work import Work
 from kos.cuda import Kernel, driver
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda.driver import relaxed_capture
 from kos.cuda.kernels import BoundKernel
 from kos.cuda.streams import PER_THREAD
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
@@ -119,16 +117,9 @@ class PeerBackend(DeviceBackend):
             return Probe(False, f"the ranks are on several hosts: {rendezvous.local_size} of {rendezvous.size} here")
         return Probe(True, f"own kernels over peer memory on {device.name}")
 
-    @property
-    def timeout(self) -> float:
-        """Seconds that a kernel waits for another rank, unless its operation has a timeout of its own."""
-        return self._seconds
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        self._seconds = seconds
-        if "_engine" in self.__dict__:
-            self._engine.record.timeout = seconds
+    def set_timeout(self, seconds: float) -> None:
+        super().set_timeout(seconds)
+        self._engine.record.timeout = seconds
 
     def split(
         self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
@@ -225,6 +216,11 @@ class PeerBackend(DeviceBackend):
         super().abort(reason)
         self._concurrent.remove(self)
 
+    @property
+    def ended_words(self) -> list[int]:
+        record = self._engine.record
+        return [record.abort_address, record.failed_address]
+
     def signal_abort(self) -> None:
         """The slab lives as long as this object: graphs that are replayed find the abort flag in it."""
         self._engine.record.abort()
@@ -254,10 +250,10 @@ class PeerBackend(DeviceBackend):
         if named != AUTO and (o.name != "all_reduce" or named not in PACKETS):
             own = ", ".join(("'auto'", *PACKETS)) if o.name == "all_reduce" else "'auto'"
             raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {named!r}")
-        deadline = None if o.options.timeout == self._seconds else o.options.timeout
+        deadline = None if o.options.timeout == self.timeout else o.options.timeout
         with relaxed_capture(), self._engine.within(deadline):
             run, kernel, occupancy = self._engine.with_occupancy(lambda: bind(self, self._engine, o))
-        if isinstance(run, OrderedReduction | CompressedOperation):  # whose exchanges are bound at their launch
+        if isinstance(run, InScratch):  # whose exchanges are bound at their launch
             occupancy = Occupancy(self._engine.blocks, 1)
             self._engine.record_kernel(o.name, run.kernels)
         run = run if deadline is None else partial(self._within, deadline, run)
@@ -416,7 +412,7 @@ class PeerBackend(DeviceBackend):
         launch = launch.args[0] if launch.func == self._launch_when_loaded else launch
         return [(self, "_at", work.stream), *((self, "_occupancy", tuple(each)) for each in launch.args[1:])]
 
-    # What OrderedReduction and CompressedOperation require.
+    # What InScratch requires.
 
     def load(self, path: Path, name: str, **macros: Any) -> Kernel:
         self._engine.wait_before_load(path, name, **macros)

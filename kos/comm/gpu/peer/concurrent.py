@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer.launches import Occupancy
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda.driver import relaxed_capture
 from kos.cuda.streams import capture_of
 from kos.errors import KosError
 
@@ -34,12 +34,8 @@ class _Member(NamedTuple):
     occupancy: Occupancy
 
 
-class _Phase:
-    """Communicators whose kernels run concurrently, by their ``Streams``."""
-
-    def __init__(self, before: Iterable[tuple[Streams, int]] = ()) -> None:
-        self.members: dict[Streams, _Member] = {}
-        self.before = list(before)  # the streams that each member follows
+_Phase = dict[Streams, _Member]
+"""Communicators whose kernels run concurrently."""
 
 
 class ConcurrentKernels:
@@ -49,6 +45,7 @@ class ConcurrentKernels:
         self._lock = threading.RLock()  # reentrant: the garbage collector may close a backend meanwhile
         self._backends: weakref.WeakSet[Any] = weakref.WeakSet()
         self._phases: dict[int, _Phase] = {}  # by capture; 0: eager
+        self._before: dict[int, list[tuple[Streams, int]]] = {}  # the streams that each member of those follows
         self._launching: set[Streams] = set()  # of those between ``order`` and ``launched``
 
     def add(self, backend: Any) -> None:
@@ -68,9 +65,9 @@ class ConcurrentKernels:
         with self._lock:
             self._backends.discard(backend)
             self._launching.discard(backend.streams)
-            for phase in self._phases.values():
-                phase.members.pop(backend.streams, None)
-                phase.before = [each for each in phase.before if each[0] is not backend.streams]
+            for capture, phase in self._phases.items():
+                phase.pop(backend.streams, None)
+                self._before[capture] = [each for each in self._before[capture] if each[0] is not backend.streams]
             self._update_exclusive()
 
     def _update_exclusive(self) -> list[Any]:
@@ -86,8 +83,8 @@ class ConcurrentKernels:
         """
         capture, streams = capture_of(stream), backend.streams
         with self._lock:
-            phase = self._phases.get(capture) or self._begin(capture)
-            mine = phase.members.get(streams)
+            phase = self._phase(capture)
+            mine = phase.get(streams)
             total = occupancy if mine is None else mine.occupancy.merged(occupancy)
             if mine is None or total != mine.occupancy:
                 if not _fits(phase, streams, total, multiprocessors) and not capture:
@@ -95,10 +92,10 @@ class ConcurrentKernels:
                 if not _fits(phase, streams, total, multiprocessors):
                     phase, mine, total = self._next(capture), None, occupancy
                 if mine is None:
-                    for others, before in phase.before:
+                    for others, before in self._before[capture]:
                         if others is not streams:
                             others.follow(stream, before, capture)
-            phase.members[streams] = _Member(weakref.ref(backend), stream, total)
+            phase[streams] = _Member(weakref.ref(backend), stream, total)
             self._launching.add(streams)
         return total, not capture and streams.is_kept(stream)
 
@@ -109,35 +106,37 @@ class ConcurrentKernels:
 
     def _remove_idle(self, phase: _Phase, streams: Streams) -> None:
         """Remove the other members whose work has completed."""
-        for holder, each in list(phase.members.items()):
+        for holder, each in list(phase.items()):
             if holder is not streams and holder not in self._launching:
                 _invalidate((each,))
                 if _is_complete(holder, each.stream):
-                    del phase.members[holder]
+                    del phase[holder]
 
-    def _begin(self, capture: int) -> _Phase:
-        """The first phase of a capture.  A member of the eager phase may have launched into the capture already."""
-        phase = _Phase()
-        for streams, each in self._phases[0].members.items() if capture and 0 in self._phases else ():
+    def _phase(self, capture: int) -> _Phase:
+        """The phase of a capture, perhaps its first: members of the eager one may have launched into the capture."""
+        if (phase := self._phases.get(capture)) is not None:
+            return phase
+        phase = {}
+        for streams, each in self._phases[0].items() if capture and 0 in self._phases else ():
             if each.stream in streams.keepers and streams.is_kept(each.stream) and capture_of(each.stream) == capture:
-                phase.members[streams] = each
+                phase[streams] = each
         for ended in sorted(number for number in self._phases if number)[: 1 - _CAPTURES]:
-            del self._phases[ended]
-        self._phases[capture] = phase
+            del self._phases[ended], self._before[ended]
+        self._phases[capture], self._before[capture] = phase, []
         return phase
 
     def _next(self, capture: int) -> _Phase:
         """A new phase, which follows the current one."""
-        former = self._phases[capture].members
-        phase = self._phases[capture] = _Phase((streams, each.stream) for streams, each in former.items())
+        former, phase = self._phases[capture], _Phase()
+        self._phases[capture] = phase
+        self._before[capture] = [(streams, each.stream) for streams, each in former.items()]
         _invalidate(former.values())
         return phase
 
     def record(self, backend: Any, stream: int) -> None:
         """Record a launch on ``stream`` by the only communicator of the GPU."""
         with self._lock:
-            phase = self._phases.get(0) or self._begin(0)
-            phase.members[backend.streams] = _Member(weakref.ref(backend), stream, Occupancy(0, 1))
+            self._phase(0)[backend.streams] = _Member(weakref.ref(backend), stream, Occupancy(0, 1))
 
     def is_idle(self, backend: Any = None) -> bool:
         """Whether the eager work of ``backend``, or of all communicators, has completed.
@@ -145,8 +144,8 @@ class ConcurrentKernels:
         For one communicator, work on a stream that is being captured does not count: it cannot be queried.
         """
         with self._lock:
-            phase = self._phases.get(0) or _Phase()
-            placed = [*((streams, each.stream) for streams, each in phase.members.items()), *phase.before]
+            members = self._phases.get(0, {}).items()
+            placed = [*((streams, each.stream) for streams, each in members), *self._before.get(0, ())]
         if backend is None:
             return all(_is_complete(streams, stream) for streams, stream in placed)
         return all(_is_complete(streams, stream, True) for streams, stream in placed if streams is backend.streams)
@@ -154,14 +153,13 @@ class ConcurrentKernels:
     def others(self, backend: Any) -> list[Any]:
         """The other communicators of the current phase and of the phase before it."""
         with self._lock:
-            phase = self._phases.get(0) or _Phase()
-            known = {*phase.members, *(streams for streams, _ in phase.before)}
+            known = {*self._phases.get(0, ()), *(streams for streams, _ in self._before.get(0, ()))}
             return [each for each in self._backends if each is not backend and each.streams in known]
 
 
 def _fits(phase: _Phase, streams: Streams, wanted: Occupancy, multiprocessors: int) -> bool:
     """Whether the blocks of a communicator with this occupancy and of the other members are resident at once."""
-    others = [each.occupancy for holder, each in phase.members.items() if holder is not streams]
+    others = [each.occupancy for holder, each in phase.items() if holder is not streams]
     per_sm = min(each.blocks_per_sm for each in (*others, wanted))
     return not others or sum(each.blocks for each in (*others, wanted)) <= multiprocessors * per_sm
 

@@ -15,8 +15,7 @@ from typing import Any
 from kos.comm.gpu.memory import Scratch
 from kos.comm.gpu.peer.launches import KernelConfig
 from kos.cuda import create_stream, driver, streams
-from kos.cuda.driver import call, cu
-from kos.cuda.graphs import relaxed_capture
+from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.kernels import resolved
 from kos.cuda.streams import Event, capture_of
 from kos.memory.windows import Run

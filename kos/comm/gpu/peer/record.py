@@ -36,6 +36,11 @@ class KernelRecord:
         return int(self.words.__array_interface__["data"][0])
 
     @property
+    def abort_address(self) -> int:
+        """Of a word that is not 0 once the host has told the kernels to end."""
+        return self.address + ABORT * self.words.itemsize
+
+    @property
     def failed_address(self) -> int:
         """Of a word that is not 0 once a kernel has ended early."""
         return self.address + FAILED * self.words.itemsize

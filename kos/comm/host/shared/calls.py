@@ -13,12 +13,11 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from kos._core import native
 from kos.comm.failures import RECENT_SECONDS, WHY_CLOSED, FailureLog
-from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described
 from kos.comm.host.shared.segment import (
     ARRIVED,
     CLOSED,
@@ -31,6 +30,7 @@ from kos.comm.host.shared.segment import (
     started,
 )
 from kos.comm.host.shared.status import SharedStatus, fitting
+from kos.comm.prepared import TEXT_BYTES, TEXTS, Fingerprints, described
 from kos.comm.records import from_record, to_record
 from kos.comm.work import Work, forked_from
 from kos.errors import CollectiveError, KosError
@@ -58,21 +58,21 @@ class CallRing(Fingerprints):
     """The published collectives of the ranks of one host, and this rank's compiled core (``core``)."""
 
     def __init__(self, segment: Segment, failures: FailureLog) -> None:
-        super().__init__()
+        super().__init__(segment.bytes[segment.text(segment.rank, 0) : segment.text(segment.rank, TEXTS)])
         self.segment, self.failures = segment, failures
         if not isinstance(failures.status, SharedStatus):  # the first group is the world
             failures.status = SharedStatus(segment, failures.world, failures.status)
-        words, layout = segment.words, segment.layout
-        self.words, self._failure = words, layout.failure
-        self._line, self._ring = layout.line(segment.rank), layout.ring(segment.rank)
-        self.core: Any = native.Group(segment.bytes[: layout.core], segment.rank, segment.size, self)
+        words = segment.words
+        self.words, self._failure = words, segment.failure
+        self._line, self._ring = segment.line(segment.rank), segment.ring(segment.rank)
+        self.core: Any = native.Group(segment.bytes[: segment.core], segment.rank, segment.size, self)
         self.core.spin_ns = SPIN_NANOSECONDS
         self.core.yields = segment.size > len(os.sched_getaffinity(0))
         self._peers = [
-            (local, layout.line(local), layout.ring(local)) for local in range(segment.size) if local != segment.rank
+            (local, segment.line(local), segment.ring(local)) for local in range(segment.size) if local != segment.rank
         ]
         self._reporting = threading.Lock()  # the program's thread and the watchdog's report failures
-        self._late: Wait | None = None  # what ``compare`` waits for
+        self._late: Liveness | None = None  # what ``compare`` waits for
         self._processes: Processes | None = None  # of the other ranks
         pid = os.getpid()
         words[self._line + STARTED] = started(pid)
@@ -85,14 +85,30 @@ class CallRing(Fingerprints):
         """Publish that this rank begins ``o``."""
         self.core.publish(o.sequence, o.prepared.fingerprint)
 
-    def publish(self, o: Work[Any]) -> Wait:
+    def publish(self, o: Work[Any]) -> Callable[[], bool]:
         """Publish that this rank begins ``o``; returns a function that polls whether every rank of the host has.
 
         The poll raises CollectiveMismatch if a rank began another call, RankLost if a rank is lost, and the failure of
         another rank of the host.
         """
         self.announce(o)
-        return Wait(self, o)
+        liveness = Liveness(self)
+
+        def all_arrived() -> bool:
+            absent = self.check(o)
+            if absent is not None:
+                self._check_alive(o, absent, liveness)
+            return absent is None
+
+        return all_arrived
+
+    def _check_alive(self, o: Work[Any], absent: int, liveness: Liveness) -> None:
+        """Raise a failure of the host, or the end of rank ``absent``, for which ``o`` waits."""
+        if self.words[self._failure]:
+            self.raise_failure(o.sequence)
+        if (end := liveness((absent,), o)) is not None:
+            self.check(o)  # the calls of other ranks may differ already
+            self.raise_everywhere(end, o.sequence)
 
     def check(self, o: Work[Any]) -> int | None:
         """Compare ``o`` with the calls of the ranks that have begun it; returns a rank that has not, if any.
@@ -140,9 +156,8 @@ class CallRing(Fingerprints):
         if absent is None:
             self._late = None
         else:
-            late = self._late = self._late or Wait(self, o)  # the watchdog's thread may replace the attribute
-            late.operation = o
-            late.check_alive(absent)
+            late = self._late = self._late or Liveness(self)  # the watchdog's thread may replace the attribute
+            self._check_alive(o, absent, late)
         if words[self._failure]:
             self.raise_failure(o.sequence)
         return max(first, through)
@@ -201,7 +216,7 @@ class CallRing(Fingerprints):
         with self._reporting:
             if (word := self.core.failure()) and word & native.WORD_SEQUENCE <= sequence:
                 return
-            at = self.segment.layout.report_of(self.segment.rank)
+            at = self.segment.report_of(self.segment.rank)
             self.segment.bytes[at : at + FAILURE_BYTES] = fitting(to_record(error)).ljust(FAILURE_BYTES)
             self.core.fail(sequence)
 
@@ -211,7 +226,7 @@ class CallRing(Fingerprints):
         for _ in range(_READS):
             if not (word := self.core.failure()):
                 return None
-            at, sequence = self.segment.layout.report_of(word >> _RANK_SHIFT & 0xFF), word & native.WORD_SEQUENCE
+            at, sequence = self.segment.report_of(word >> _RANK_SHIFT & 0xFF), word & native.WORD_SEQUENCE
             known = CollectiveError(f"collective #{sequence} failed on a rank that was stopped meanwhile"), sequence
             with contextlib.suppress(ValueError):  # its rank is writing the failure of an earlier one
                 return from_record(json.loads(bytes(self.segment.bytes[at : at + FAILURE_BYTES]))), sequence
@@ -238,7 +253,8 @@ class CallRing(Fingerprints):
         self.core.close()
         self.segment.close()
         self.failures.status.release()
-        self.words = self.segment.words  # releases the old view, which holds the memory and its descriptor
+        # Releases the old views, which hold the memory and its descriptor.
+        self.words = self._memory = self.segment.words
 
     def failed(self, code: int, rank: int, word: int, *counts: int) -> NoReturn:
         """Raise what the core has found: it calls this."""
@@ -258,7 +274,7 @@ class CallRing(Fingerprints):
 
     def end_of(self, local: int, what: object = None) -> KosError | None:
         """The error of ``what``, which waits for that rank, if it has ended; None if it has not."""
-        closed, ended = self.words[self.segment.layout.line(local) + CLOSED], self._ended(local)
+        closed, ended = self.words[self.segment.line(local) + CLOSED], self._ended(local)
         rank, failures = self.segment.ranks[local], self.failures
         if closed == CLOSED_ORDERLY:
             cause, _ = self._causes().failure(failures.world[rank]) or (None, 0.0)
@@ -272,22 +288,18 @@ class CallRing(Fingerprints):
         return SharedStatus(self.segment, self.failures.world)
 
     def _ended(self, local: int) -> str | None:
-        line = self.segment.layout.line(local)
+        line = self.segment.line(local)
         pid, began = self.words[line + PID], self.words[line + STARTED]
         try:
             return f"its process {pid} ended" if pid and started(pid) != began else None
         except OSError:  # the state of the process is unknown
             return None
 
-    def _publish(self, index: int, text: bytes) -> None:
-        at = self.segment.layout.text(self.segment.rank, index)
-        self.segment.bytes[at : at + TEXT_BYTES] = text.ljust(TEXT_BYTES)
-
     def _describe(self, local: int, sequence: int) -> tuple[str, dict[str, Any]]:
         """Collective ``sequence`` of a rank, as text and as fingerprint values."""
-        fingerprint = self.words[self.segment.layout.ring(local) + sequence % RING] - sequence
+        fingerprint = self.words[self.segment.ring(local) + sequence % RING] - sequence
         for index in range(TEXTS):
-            at = self.segment.layout.text(local, index)
+            at = self.segment.text(local, index)
             text = bytes(self.segment.bytes[at : at + TEXT_BYTES]).rstrip(b"\0 ")
             with contextlib.suppress(KeyError, ValueError):  # its rank may be writing it
                 return described(text, sequence, fingerprint)
@@ -300,37 +312,29 @@ class CallRing(Fingerprints):
         self.raise_everywhere(self.failures.mismatch(group, *calls), sequence)
 
 
-class Wait:
-    """A wait in a collective: checks for failures at every poll, and for dead ranks every ``CHECK_SECONDS``."""
+class Liveness:
+    """Checks from time to time whether ranks of the host that a call waits for have ended."""
 
-    __slots__ = ("_began", "_calls", "_next_check", "_suspect", "operation")
+    __slots__ = ("_began", "_calls", "_next", "_suspects")
 
-    def __init__(self, calls: CallRing, o: Work[Any]) -> None:
-        self._calls, self.operation = calls, o
-        self._began = time.monotonic()
-        self._next_check = self._began + CHECK_SECONDS
-        self._suspect: int | None = None
+    def __init__(self, calls: CallRing) -> None:
+        self._calls, self._began = calls, time.monotonic()
+        self._next = self._began + CHECK_SECONDS
+        self._suspects: set[int] = set()
 
-    def __call__(self) -> bool:
-        """Whether every rank of the host has begun the operation."""
-        absent = self._calls.check(self.operation)
-        if absent is not None:
-            self.check_alive(absent)
-        return absent is None
+    def __call__(self, ranks: Iterable[int], what: object = None) -> KosError | None:
+        """The error of ``what`` if one of ``ranks`` had ended before this poll and before the last one.
 
-    def check_alive(self, local: int) -> None:
-        """Check rank ``local`` of the host; called at each poll that still waits for it."""
-        calls = self._calls
-        if calls.words[calls._failure]:
-            calls.raise_failure(self.operation.sequence)
+        Its last store may have arrived in between.
+        """
         now = time.monotonic()
-        if now < self._next_check:
-            return
-        calls.check(self.operation)  # the calls of other ranks may differ already
-        end = calls.end_of(local, self.operation)
-        if end is None:
-            self._next_check = now + min(max(CHECK_SECONDS, (now - self._began) / 100), LONGEST_CHECK_SECONDS)
-        elif self._suspect != local:
-            self._suspect = local  # its last store may have arrived after this poll: the next poll decides
-        else:
-            calls.raise_everywhere(end, self.operation.sequence)
+        if now < self._next:
+            return None
+        self._next = now + min(max(CHECK_SECONDS, (now - self._began) / 100), LONGEST_CHECK_SECONDS)
+        for local in ranks:
+            if (end := self._calls.end_of(local, what)) is not None:
+                if local in self._suspects:
+                    return end
+                self._suspects.add(local)
+                self._next = now
+        return None

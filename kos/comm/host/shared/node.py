@@ -1,5 +1,7 @@
 """The operations of the ranks of one host through their segment, which the compiled core runs (``kos/_core``).
 
+Where a group has several hosts, the core carries the messages of its schedules within each.
+
 This module prepares calls for the core, checks whether the ranks that a call waits for are alive, and raises what the
 core has found.
 """
@@ -7,7 +9,6 @@ core has found.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import time_ns
@@ -17,15 +18,15 @@ import numpy as np
 
 from kos._core import native
 from kos.comm.control.base import Rendezvous
-from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
-from kos.comm.host.shared.calls import CHECK_SECONDS, LONGEST_CHECK_SECONDS, CallRing, Difference
+from kos.comm.host.shared.calls import CallRing, Difference, Liveness
 from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import COMPLETED
 from kos.comm.reduction import ReduceOp
-from kos.comm.transport import Request, wrong_message
+from kos.comm.transport import Request, Transport, wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
+from kos.dtypes import DTYPE_CODES, dtype_of_code
 from kos.errors import CollectiveMismatch, KosError
 from kos.memory.libraries import library_of
 
@@ -49,10 +50,15 @@ _REDUCTIONS[ReduceOp.PREMUL_SUM] = _REDUCTIONS[ReduceOp.SUM]
 
 
 class Node:
-    """The calls of one rank of a group on one host; also the transport of messages within its schedules."""
+    """The calls of one rank of a group on one host; also the messages of collectives within a host.
 
-    def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous) -> None:
+    All other messages go through ``transport``.
+    """
+
+    def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous, transport: Transport) -> None:
         self.calls, self._core, self._engine, self._works = calls, calls.core, engine, engine.active
+        self._transport, self.ranks = transport, calls.segment.ranks
+        self._local = {rank: local for local, rank in enumerate(self.ranks)}
         self.batch = False  # whether other calls begin at once, which this one may need
         self.asked = 0  # the thread whose next call is kept for ``remember``, or 0
         self._last: tuple[int, Work[Any]] | None = None  # that call, and its thread
@@ -67,14 +73,15 @@ class Node:
         token = np.frombuffer(os.urandom(16), np.uint8)
         at = token.__array_interface__["data"][0]
         everyone = rendezvous.allgather(at.to_bytes(8, "little") + token.tobytes())
-        words, layout = self.calls.words, self.calls.segment.layout
-        if os.getpid() in [words[layout.line(r) + PID] for r in range(self.size) if r != self.failures.rank]:
+        words, segment = self.calls.words, self.calls.segment
+        if os.getpid() in [words[segment.line(r) + PID] for r in range(self.size) if r != segment.rank]:
             self._core.spin_ns = 0
         reads = (
-            read_memory(words[layout.line(r) + PID], int.from_bytes(each[:8], "little"), 16) == each[8:]
-            for r, each in enumerate(everyone)
+            read_memory(words[segment.line(r) + PID], int.from_bytes(each[:8], "little"), 16) == each[8:]
+            for r, each in enumerate(everyone[rank] for rank in self.ranks)
         )
-        return all(rendezvous.allgather(b"1" if all(reads) else b""))
+        all_read = rendezvous.allgather(b"1" if all(reads) else b"")
+        return all(all_read[rank] for rank in self.ranks)
 
     def bind(self, prepared: Prepared) -> None:
         """Have the core run such calls, unless it cannot: by a schedule, compressed, or of arrays of two dtypes."""
@@ -202,10 +209,10 @@ class Node:
     def steps(self, work: Work[Any], left: Any) -> Steps:
         """The steps of a call that the core has begun."""
         work.left = left
-        check = Check(self, left, work if work.collective else None)
+        liveness, what = Liveness(self.calls), work if work.collective else None
         try:
             while not left.done():
-                if (end := check()) is not None:
+                if (end := liveness(filter(left.missing, range(self.size)), what)) is not None:
                     if work.collective:
                         self.calls.raise_everywhere(end, work.sequence)
                     raise end
@@ -242,41 +249,52 @@ class Node:
         """The error of a message of this rank, or to it, whose other end has other bytes or another dtype."""
         mine, theirs = (array.nbytes, array.dtype), (found.word >> 8, dtype_of_code(found.word & 0xFF))
         if found.code == native.MESSAGE:
-            return wrong_message(self.failures, self.failures.rank, mine, found.rank, theirs)
-        return wrong_message(self.failures, found.rank, theirs, self.failures.rank, mine)
+            return wrong_message(self.failures, self.failures.rank, mine, self.ranks[found.rank], theirs)
+        return wrong_message(self.failures, self.ranks[found.rank], theirs, self.failures.rank, mine)
 
     # The transport.
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
-        return SegmentMessage(self, array, peer, tag, receives=False)
+        if self._is_inside(peer, tag):
+            return SegmentMessage(self, array, peer, tag, receives=False)
+        return self._transport.isend(array, peer, tag)
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
-        return SegmentMessage(self, array, peer, tag, receives=True)
+        if self._is_inside(peer, tag):
+            return SegmentMessage(self, array, peer, tag, receives=True)
+        return self._transport.irecv(array, peer, tag)
+
+    def _is_inside(self, peer: int, tag: int) -> bool:
+        """Whether the core carries such messages; the program's own do only if it carries all."""
+        return peer in self._local and (tag >= COLLECTIVE_TAGS or len(self.ranks) == self._transport.size)
 
     def cancel(self, cancelled: Callable[[Any], bool]) -> None:
+        self._transport.cancel(cancelled)
         for message in [each for each in self.active if cancelled(each)]:
             message.end()
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        if not self._is_inside(rank, tag):
+            return self._transport.in_flight(rank, tag, receives)
         return any((each.peer, each.tag, each.receives) == (rank, tag, receives) for each in self.active)
 
     def awaited(self, tag: int) -> list[int]:
-        return sorted({each.peer for each in self.active if each.tag == tag})
+        return sorted({each.peer for each in self.active if each.tag == tag} | {*self._transport.awaited(tag)})
 
     def begin(self, array: Array, peer: int, tag: int, receives: bool) -> Any:
         """Begin a message; returns what the core has left to do, None if it is complete."""
         code, sequence = DTYPE_CODES[array.dtype], native.WORD_SEQUENCE
         if tag >= COLLECTIVE_TAGS:
             sequence = tag - COLLECTIVE_TAGS
-        operation = _OPERATIONS["recv" if receives else "send"]
-        call = self._core.prepare(operation, code, 0, 0, array.size, False, None, None, peer, peer, tag, tag, 0)
+        operation, local = _OPERATIONS["recv" if receives else "send"], self._local[peer]
+        call = self._core.prepare(operation, code, 0, 0, array.size, False, None, None, local, local, tag, tag, 0)
         return self._core.start(call, sequence, False, None if receives else array, array if receives else None)
 
 
 class SegmentMessage:
-    """One end of a message of a schedule."""
+    """One end of a message of a schedule, between ranks of one host."""
 
-    __slots__ = ("_check", "_left", "_node", "array", "peer", "receives", "tag")
+    __slots__ = ("_left", "_liveness", "_node", "array", "peer", "receives", "tag")
 
     def __init__(self, node: Node, array: Array, peer: int, tag: int, receives: bool) -> None:
         self._node, self.array, self.peer, self.tag, self.receives = node, array, peer, tag, receives
@@ -284,7 +302,7 @@ class SegmentMessage:
             self._left = node.begin(array, peer, tag, receives)
         except Difference as found:
             raise node.refusal(found, array) from None
-        self._check = Check(node, self._left)
+        self._liveness = Liveness(node.calls)
         if self._left is not None:
             node.active.add(self)
 
@@ -293,7 +311,7 @@ class SegmentMessage:
             return True
         try:
             if not self._left.done():
-                if (end := self._check()) is not None:
+                if (end := self._liveness(filter(self._left.missing, range(self._node.size)))) is not None:
                     raise end
                 return False
         except Difference as found:
@@ -306,33 +324,6 @@ class SegmentMessage:
         self._left.cancel()
         self._node.active.discard(self)
         self._left = None
-
-
-class Check:
-    """Checks from time to time whether the ranks that a call of the core waits for have ended."""
-
-    __slots__ = ("_began", "_left", "_next", "_node", "_suspects", "_what")
-
-    def __init__(self, node: Node, left: Any, what: object = None) -> None:
-        """``what`` is the call for errors."""
-        self._node, self._left, self._what = node, left, what
-        self._began = time.monotonic()
-        self._next = self._began + CHECK_SECONDS
-        self._suspects: set[int] = set()
-
-    def __call__(self) -> KosError | None:
-        """The error if such a rank had ended before this poll, and the poll before: it may have sent its data then."""
-        now = time.monotonic()
-        if now < self._next:
-            return None
-        self._next = now + min(max(CHECK_SECONDS, (now - self._began) / 100), LONGEST_CHECK_SECONDS)
-        for rank in filter(self._left.missing, range(self._node.size)):
-            if (end := self._node.calls.end_of(rank, self._what)) is not None:
-                if rank in self._suspects:
-                    return end
-                self._suspects.add(rank)
-                self._next = now
-        return None
 
 
 def _count(o: Operation, size: int) -> int:

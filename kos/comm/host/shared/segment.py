@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from kos._core import native, unavailable
 from kos.comm.control.base import Rendezvous
-from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS
+from kos.comm.prepared import TEXT_BYTES, TEXTS
 
 T = TypeVar("T")
 
@@ -36,15 +36,41 @@ FAILURE_BYTES, CALL_BYTES = 4096, 512
 
 
 class Segment:
-    """The mapped memory and its layout.  ``ranks`` are the communicator's ranks on this host."""
+    """The mapped memory and its layout: flags, lines and rings in words, the rest in bytes.
+
+    ``ranks`` are the communicator's ranks on this host.
+    """
+
+    failure = 0
+    """The failure word, or 0."""
 
     def __init__(self, file: int, ranks: list[int], rank: int) -> None:
         self._file = file  # opened by this rank, so that flock also excludes other ranks of this process
         self.ranks, self.size, self.rank = ranks, len(ranks), rank
-        layout = _Layout(self.size)
-        self.bytes = memoryview(mmap.mmap(file, layout.total))
-        self.words = self.bytes[: layout.texts].cast("Q")
-        self.layout = layout
+        self.bytes = memoryview(mmap.mmap(file, _total(self.size)))
+        self._lines, self._rings, self.texts, _, self.core = native.layout(self.size)
+        self.words = self.bytes[: self.texts].cast("Q")
+
+    def line(self, rank: int) -> int:
+        return int(self._lines + native.LINE * rank) // 8
+
+    def ring(self, rank: int) -> int:
+        return int(self._rings) // 8 + RING * rank
+
+    def text(self, rank: int, index: int) -> int:
+        return int(self.texts) + TEXT_BYTES * (TEXTS * rank + index)
+
+    def report_of(self, rank: int) -> int:
+        """What a rank has reported of this group."""
+        return int(self.core) + FAILURE_BYTES * rank
+
+    def failure_of(self, rank: int) -> int:
+        """The last failure of a rank, in any group."""
+        return int(self.core) + FAILURE_BYTES * (self.size + rank)
+
+    def call_of(self, rank: int) -> int:
+        """The last call of a rank, in any group."""
+        return self.failure_of(self.size) + CALL_BYTES * rank
 
     def close(self) -> None:
         """Unmap the memory, which is freed when the last rank has unmapped it."""
@@ -57,37 +83,9 @@ class Segment:
             os.close(file)
 
 
-class _Layout:
-    """Offsets of a segment for ``size`` ranks: flags, lines and rings in words, the rest in bytes."""
-
-    failure = 0
-    """The failure word, or 0."""
-
-    def __init__(self, size: int) -> None:
-        lines, rings, self.texts, _, self.core = native.layout(size)
-        self.lines, self.rings = lines // 8, rings // 8
-        self.reports = self.core  # what each rank has reported of this group
-        self.failures = self.reports + FAILURE_BYTES * size  # the last failure of each rank, in any group
-        self.calls = self.failures + FAILURE_BYTES * size  # the last call of each rank, in any group
-        self.total = self.calls + CALL_BYTES * size
-
-    def line(self, rank: int) -> int:
-        return self.lines + native.LINE // 8 * rank
-
-    def ring(self, rank: int) -> int:
-        return self.rings + RING * rank
-
-    def text(self, rank: int, index: int) -> int:
-        return self.texts + TEXT_BYTES * (TEXTS * rank + index)
-
-    def report_of(self, rank: int) -> int:
-        return self.reports + FAILURE_BYTES * rank
-
-    def failure_of(self, rank: int) -> int:
-        return self.failures + FAILURE_BYTES * rank
-
-    def call_of(self, rank: int) -> int:
-        return self.calls + CALL_BYTES * rank
+def _total(size: int) -> int:
+    """Bytes of a segment."""
+    return int(native.layout(size)[-1]) + (2 * FAILURE_BYTES + CALL_BYTES) * size
 
 
 def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
@@ -106,11 +104,11 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     def use(file: int) -> Segment:
         return Segment(file, ranks, ranks.index(rendezvous.rank))
 
-    nbytes = 0 if refusal else _Layout(len(ranks)).total
+    nbytes = 0 if refusal else _total(len(ranks))
     segment, refusal = share_file(rendezvous, ranks, nbytes, refusal, use)
     if segment is None:
         return None, refusal
-    shared = f"{len(ranks)} ranks of this host share up to {segment.layout.total >> 10} KiB"
+    shared = f"{len(ranks)} ranks of this host share up to {len(segment.bytes) >> 10} KiB"
     return segment, shared if len(ranks) > 1 else "no other rank runs on this host"
 
 

@@ -44,15 +44,15 @@ class SharedStatus(PeerStatus):
         """``status``: the one that this replaces."""
         super().__init__()
         self._plane = self._plane if status is None else status._plane
-        layout, ranks = segment.layout, [world[rank] for rank in segment.ranks]
-        self._my_text = layout.failure_of(segment.rank)
-        self._texts = {rank: layout.failure_of(local) for local, rank in enumerate(ranks)}
-        self._my_call, self._calls = layout.call_of(segment.rank), {r: layout.call_of(i) for i, r in enumerate(ranks)}
+        ranks = [world[rank] for rank in segment.ranks]
+        self._my_text = segment.failure_of(segment.rank)
+        self._texts = {rank: segment.failure_of(local) for local, rank in enumerate(ranks)}
+        self._my_call, self._calls = segment.call_of(segment.rank), {r: segment.call_of(i) for i, r in enumerate(ranks)}
         self._read_call: Callable[[], str] | None = None
         self._posted = ""
-        lines = {rank: layout.line(local) for local, rank in enumerate(ranks)}
+        lines = {rank: segment.line(local) for local, rank in enumerate(ranks)}
         # One attribute, which each method reads once: the hub and the watchdog may read while the program frees it.
-        self._memory: _Memory = segment.words, segment.bytes, layout.line(segment.rank), lines
+        self._memory: _Memory = segment.words, segment.bytes, segment.line(segment.rank), lines
 
     def free(self) -> None:
         self._memory = memoryview(b""), memoryview(b""), None, {}

@@ -7,6 +7,8 @@ can be captured. Needs compute capability 8.9.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kos.cuda.devices import DeviceInfo
@@ -51,20 +53,50 @@ def quantize(
     for given in (x, more):
         if given is not None and (n % MULTIPLE or f % multiple or given.dtype.name != "bfloat16"):
             raise InvalidArgument(f"quantize: expected bfloat16 of sizes that are multiples of {multiple}, got {given}")
-    form = next(made.values.dtype.name for made in (rows, columns) if made is not None)
     part = rows.scales.shape[-1] if rows is not None else 1
     sources = [0 if each is None else each for each in (x, more, rstd)]
     made = [array for each in (rows, columns) for array in (each or (0, 0))]
-    tiles = -(-f // SCALE_BLOCK), -(-n // SCALE_BLOCK)
-    defines = {
-        "SOURCE": source, "E5M2": int(form == "float8_e5m2"), "ROWS": _scales(rows), "COLUMNS": _scales(columns),
-    }  # fmt: skip
+    launch, tiles = partial(_launch, ops, (n, f), rows, columns, source), -(-f // SCALE_BLOCK) * -(-n // SCALE_BLOCK)
     with arena.scope():
         largest: Any = 0
-        if ONE in (defines["ROWS"], defines["COLUMNS"]):
-            largest = arena.take((tiles[0] * tiles[1],), UINT32)
-            ops.launch("fp8.cu", "largest", tiles, THREADS, *sources, largest, n, f, **defines)
-        ops.launch("fp8.cu", "quantize", tiles, THREADS, *sources, *made, largest, n, f, part, **defines)
+        if ONE in map(_scales, (rows, columns)):
+            largest = arena.take((tiles,), UINT32)
+            launch("largest", *sources, largest, n, f, 0, 0)
+        launch("quantize", *sources, *made, largest, tiles, n, f, part, 0, 0)
+
+
+def largest_of_part(ops: Any, x: Array, part: slice, largest: Array) -> None:
+    """``Ops.largest_of_part``."""
+    if any(size % MULTIPLE for size in x.shape) or part.start % 8 or part.stop % 8 or x.dtype.name != "bfloat16":
+        expected = f"bfloat16 of sizes that are multiples of {MULTIPLE} and a part at multiples of 8"
+        raise InvalidArgument(f"largest: expected {expected}, got {x} from {part.start} to {part.stop}")
+    given = x, 0, 0, largest, *x.shape, part.start, part.stop
+    _launch(ops, x.shape, None, None, 0, "largest", *given, stage=1)
+
+
+def quantize_part(ops: Any, x: Array, part: slice, largest: Array, rows: Scaled) -> None:
+    """``Ops.quantize_part``."""
+    given = x, 0, 0, *rows, 0, 0, largest, largest.size, *x.shape, 1, part.start, part.stop
+    _launch(ops, x.shape, rows, None, 0, "quantize", *given, stage=1)
+
+
+def quantize_rest(ops: Any, largest: Array, rows: Scaled, columns: Scaled) -> None:
+    """``Ops.quantize_rest``."""
+    given = 0, 0, 0, *rows, *columns, largest, largest.size, *rows.values.shape, 1, 0, 0
+    _launch(ops, rows.values.shape, rows, columns, 0, "quantize", *given, stage=2)
+
+
+def _launch(
+    ops: Any, shape: Sequence[int], rows: Scaled | None, columns: Scaled | None, source: int, name: str,
+    *arguments: Any, stage: int = 0,
+) -> None:  # fmt: skip
+    """Queue a kernel of fp8.cu, a thread block for each block of a matrix of ``shape``."""
+    forms = [made.values.dtype.name for made in (rows, columns) if made is not None]
+    n, f = (-(-size // SCALE_BLOCK) for size in shape)
+    ops.launch(
+        "fp8.cu", name, (f, n), THREADS, *arguments, SOURCE=source, E5M2=int("float8_e5m2" in forms),
+        ROWS=_scales(rows), COLUMNS=_scales(columns), STAGE=stage,
+    )  # fmt: skip
 
 
 def _scales(made: Scaled | None) -> int:

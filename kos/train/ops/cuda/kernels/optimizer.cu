@@ -108,13 +108,20 @@ __device__ double learning_rate(long step, int shape, double lr, double min_lr, 
     return min_lr + share * (lr - min_lr);
 }
 
+// If one of the words (``Communicator.ended_words``) is not 0, what this rank has summed is undefined: its report then has
+// an epoch that no rank has, for which no step counts.  One thread.
+extern "C" __global__ void vouch(const unsigned long long* addresses, int count, double* report) {
+    for (int i = 0; i < count; i++)
+        if (*reinterpret_cast<volatile unsigned long long*>(addresses[i])) report[1] = -1;
+}
+
 // reports (ranks, columns): of each rank whether it stops, its epoch and its step, as in this rank's own `report`.  No
 // step counts any more once one differs: a collective that was ended leaves the report of an earlier step, or none.
 extern "C" __global__ void __launch_bounds__(32)
 agree(const double* report, const double* reports, int ranks, int columns, State* state) {
     for (int rank = threadIdx.x; rank < ranks; rank += 32) {
         const double* theirs = reports + long(rank) * columns;
-        if (theirs[1] != report[1] || theirs[2] != report[2]) state->halted = 1;
+        if (theirs[1] != report[1] || theirs[2] != report[2] || theirs[1] < 0) state->halted = 1;
     }
 }
 
