@@ -106,6 +106,7 @@ class Newcomers:
             else:
                 each.asked = now
                 tell(each.connection, {"ready": True})
+        chosen = [each for each in chosen if each in self._waiting]
         _await_answers([each for each in chosen if each.asked > each.answered])
         return len(chosen) == count and all(each.answered > each.asked for each in chosen)
 
