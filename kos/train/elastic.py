@@ -245,7 +245,8 @@ class Elastic(Runner):
             comm.abort(reason="its settings or data are not those of the run")
             raise ConfigError(problems[comm.rank])
         if refused := [*filter(None, problems)]:
-            run.console.say("".join(f"a newcomer was refused: {each}\n" for each in refused).rstrip())
+            if run.epoch >= 0:
+                run.console.say("\n".join(f"a newcomer was refused: {each}" for each in refused))
             raise _Changed("newcomers were refused")
 
     def _facts(self, newcomers: bool) -> dict[str, Any]:
