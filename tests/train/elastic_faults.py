@@ -41,13 +41,24 @@ FLAGS = [
     "--vocab-size=256", "--num-attention-heads=4", "--num-key-value-heads=2", f"--timeout={TIMEOUT}",
 ]  # fmt: skip
 DEVICES = {
-    "cpu": (80, ["--seq-len=16", "--hidden-size=36", "--intermediate-size=29", "--num-hidden-layers=2",
-                 "--head-dim=6", "--eval-every=10", "--save-every=20"]),
+    "cpu": (100, ["--seq-len=16", "--hidden-size=36", "--intermediate-size=29", "--num-hidden-layers=2",
+                  "--head-dim=6", "--eval-every=10", "--save-every=20"]),
     "cuda": (400, ["--seq-len=64", "--hidden-size=256", "--intermediate-size=704", "--num-hidden-layers=4",
                    "--head-dim=64", "--eval-every=50", "--save-every=100"]),
 }  # fmt: skip
 """The steps of a run, and its other flags, by device."""
 COMPILING = "--timeout=120"  # of the first run on a GPU, which compiles the kernels of all
+START = """
+import sys, time
+from pathlib import Path
+from kos.train import __main__, joining, run
+ready, begin, *flags = sys.argv[1:]
+Path(ready).touch()
+while not Path(begin).exists():
+    time.sleep(0.01)
+sys.exit(__main__.main(flags))
+"""
+"""A rank: on a busy machine imports take long, so all begin together."""
 KINDS = ("kill", "stop", "leave", "kill two")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGUSR1}
 
@@ -66,6 +77,7 @@ class Run:
     ) -> None:
         self.folder, self.out = folder, folder / "run"
         folder.mkdir()
+        self.ready = list[Path]()
         self.steps, more = DEVICES[device]
         about = [f"--device={device}", f"--backend={backend}", f"--steps={self.steps}", *more]
         self.flags = [*FLAGS, *about, f"--data={text}", f"--out={self.out}", *flags]
@@ -73,11 +85,17 @@ class Run:
         place = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.processes = [self.start(f"rank-{rank}", {**place, "RANK": str(rank)}) for rank in range(RANKS)]
         self.spares = [self.start(f"spare-{n}", {}, f"--join={self.out}/address") for n in range(spares)]
+        deadline = time.monotonic() + SECONDS
+        while not all(path.exists() for path in self.ready):
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.01)
+        (folder / "begin").touch()
 
     def start(self, name: str, environment: dict[str, str], *flags: str) -> subprocess.Popen[bytes]:
         with (self.folder / name).open("wb") as output:
             environment = {**OUTSIDE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-            command = [sys.executable, "-m", "kos.train", *self.flags, *flags]
+            begin, self.ready = self.folder / "begin", [*self.ready, self.folder / f"{name}.ready"]
+            command = [sys.executable, "-c", START, str(self.ready[-1]), str(begin), *self.flags, *flags]
             return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
     def begins(self) -> bool:
@@ -90,7 +108,7 @@ class Run:
             if any(process.poll() is not None for process in self.processes):
                 self.wait(0)
                 output = self.output()
-                assert re.search(r"did not (arrive|connect|answer)|gave no answer", output), output
+                assert re.search(r"did not (arrive|connect|answer|reach)|gave no answer", output), output
                 return False
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.02)
@@ -110,7 +128,7 @@ class Run:
 
     def output(self) -> str:
         """What the ranks have printed."""
-        texts = [f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("*-*")) if path.is_file()]
+        texts = [f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("*-*")) if path.suffix == ""]
         return "\n".join(texts)
 
     def changes(self) -> list[str]:
