@@ -152,9 +152,10 @@ class Run:
         return codes
 
 
-def hurt(run: Run, kinds: random.Random, zero: bool, seconds: float) -> list[str]:
-    """Faults of a run that takes so many ``seconds`` unhurt, until a few have happened or it is over."""
-    done, alive = list[str](), [*run.processes]
+def hurt(run: Run, kinds: random.Random, zero: bool) -> list[str]:
+    """Faults of a run, until a few have happened or it is over."""
+    done, alive, taken = list[str](), [*run.processes], [row["step_seconds"] for row in run.rows()]
+    seconds = run.steps * sum(taken) / len(taken)  # of the run unhurt
     for _ in range(kinds.randrange(1, 4)):
         time.sleep(kinds.uniform(0.0, seconds / 4))
         rows = run.rows()
@@ -185,7 +186,7 @@ def one(folder: Path, text: Path, plain: Run, seed: int, **how: str) -> dict[str
         if run.begins():
             break
         shutil.rmtree(folder)
-    faults = hurt(run, kinds, zero, sum(row["step_seconds"] for row in plain.rows()))
+    faults = hurt(run, kinds, zero)
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and len(run.rows()) < run.steps:
         time.sleep(0.1)
