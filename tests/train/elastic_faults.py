@@ -190,13 +190,13 @@ def one(folder: Path, text: Path, plain: Run, seed: int, **how: str) -> dict[str
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and len(run.rows()) < run.steps:
         time.sleep(0.1)
+    said = run.changes()
     for process in run.processes:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGCONT)  # who was stopped finds that it is out, and ends
     codes = run.wait(40)
     (numbers, tensors), expected, rows = run.result(), plain.result(), run.rows()
     same = (numbers == expected[0], tensors == expected[1])
-    said = run.changes()
     pauses = [float(x) for line in said for x in re.findall(r" now, ([\d.]+) s later", line)]
     return {
         "seed": seed, "zero": int(zero), "same": all(same), "numbers": same[0], "tensors": same[1], "rows": len(rows),
