@@ -41,7 +41,7 @@ FLAGS = [
     "--vocab-size=256", "--num-attention-heads=4", "--num-key-value-heads=2", f"--timeout={TIMEOUT}",
 ]  # fmt: skip
 DEVICES = {
-    "cpu": (100, ["--seq-len=16", "--hidden-size=36", "--intermediate-size=29", "--num-hidden-layers=2",
+    "cpu": (60, ["--seq-len=16", "--hidden-size=36", "--intermediate-size=29", "--num-hidden-layers=2",
                   "--head-dim=6", "--eval-every=10", "--save-every=20"]),
     "cuda": (400, ["--seq-len=64", "--hidden-size=256", "--intermediate-size=704", "--num-hidden-layers=4",
                    "--head-dim=64", "--eval-every=50", "--save-every=100"]),
