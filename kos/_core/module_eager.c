@@ -203,8 +203,8 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
         PyMem_Free(k);
         return;
     }
-    for (int i = 0; !o->name && how != Py_False && i < 3; i++)
-        k->fixed[i] = PyTuple_GetItem(objects, i);
+    for (int i = 0; !o->name && i < 3; i++)
+        k->fixed[i] = how == Py_False ? Py_None : PyTuple_GetItem(objects, i);
     k->words = key->words;
     memcpy(k->word, key->word, key->words * sizeof *k->word);
     k->core = how == Py_False || PyBytes_Check(k->call) ? NULL : prepared_of(k->call);
