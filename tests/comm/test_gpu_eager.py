@@ -13,6 +13,7 @@ import pytest
 
 import kos
 from kos import ReduceOp
+from kos.comm import Persistent
 from kos.comm.operation import EAGER
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
@@ -253,3 +254,82 @@ def test_sizes_that_travel_do_so_at_every_call(monkeypatch: pytest.MonkeyPatch) 
 
     with no_gpus(monkeypatch, 2):
         ThreadRanks(2).run(body)
+
+
+PERSISTENT: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda c, x, y: c.all_reduce_init(x, out=y[: x.size]),
+    "broadcast": lambda c, x, y: c.broadcast_init(x, 1),
+    "all_gather": lambda c, x, y: c.all_gather_init(x, y),
+    "reduce_scatter": lambda c, x, y: c.reduce_scatter_init(y, x),
+    "gather": lambda c, x, y: c.gather_init(x, 1, y if c.rank == 1 else None),
+}
+
+
+def test_persistent_starts_are_those_through_python(gpu_run: Run, seed: int) -> None:
+    """Each start reads the arrays anew, and is an entry of the recorder."""
+
+    def body(comm: kos.Communicator) -> None:
+        plain = comm.duplicate()
+        random = np.random.default_rng(seed + comm.rank)
+        for name, make in PERSISTENT.items():
+            mine, others = ([on_gpu(np.zeros(n, np.int32)) for n in (5, 10)] for _ in range(2))
+            one, other = make(comm, *mine), make(plain, *others)
+            before = hits(comm)
+            for _ in range(5):
+                for a, b in zip(mine, others, strict=True):
+                    values = random.integers(0, 99, a.size).astype(np.int32)
+                    _ = a.copy_from(values), b.copy_from(values)
+                got = one.start()
+                expected = Persistent.start(other).wait()  # the method that needs no core
+                assert (got.wait() is None) == (expected is None), name
+                for a, b in zip(mine, others, strict=True):
+                    np.testing.assert_array_equal(a.numpy(), b.numpy(), name)
+                assert f"{name} #{got.sequence} " in f"{comm.recorder.last_call()} " and got.sequence in got.record
+            assert hits(comm) - before >= 2, name
+        plain.close()
+
+    gpu_run(body)
+
+
+def test_works_of_persistent_starts(gpu_run: Run) -> None:
+    """A start returns a Work that the program has let go; if it has none, Python makes another one."""
+
+    def body(comm: kos.Communicator) -> None:
+        x = on_gpu(np.ones(4, np.float32))
+        start = comm.all_reduce_init(x).start
+        for _ in range(3):
+            work = start()
+        with by(comm, 6):
+            for _ in range(6):
+                work = start()  # the last one is still there
+        kept = [start() for _ in range(5)]
+        assert len({id(each) for each in [work, *kept]}) == 6
+        assert [each.sequence for each in kept] == list(range(work.sequence + 1, work.sequence + 6))
+        del work, kept
+        with by(comm, 0), comm.batch():
+            start()
+        comm.timeout = 19.0
+        with by(comm, 0):
+            start()
+        with by(comm, 1):
+            start()
+        assert x.numpy().tolist() == [2.0**17] * 4
+
+    gpu_run(body)
+
+
+def test_a_persistent_start_in_a_capture(fake: FakeNCCL) -> None:
+    """Of memory in a window, which is kept for the graph."""
+
+    def body(gpu: Any) -> None:
+        comm, stream = gpu.comm, Stream(40)
+        start = comm.all_reduce_init(comm.allocate(4, np.float32), stream=stream).start
+        for _ in range(3):
+            start()
+        with captures() as graph, by(comm, 0):
+            start()
+        with by(comm, 1):
+            start()
+        graph.destroy()
+
+    FakeRanks(2).run(body)
