@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kos
 from kos.comm import groups
 from kos.comm.communicator import Communicator
 from kos.errors import (
@@ -549,6 +550,25 @@ def test_a_newcomer_takes_settings_that_change_no_number(
     ((thread, errors),) = threads
     thread.join(30)
     assert not errors and ranks_of(tmp_path)[-1] == (5, 1)
+
+
+def test_a_spare_waits_for_the_run(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the timeout: until it has written its address; once that is gone, the run is over."""
+    address, calls = tmp_path / ADDRESS, list[float]()
+
+    def nobody(where: str, timeout: float) -> Communicator:
+        calls.append(timeout)
+        if len(calls) == 3:
+            address.write_text("127.0.0.1:9")
+        if len(calls) == 5:
+            address.unlink()
+        time.sleep(timeout)
+        raise RendezvousError("join: nobody admits newcomers")
+
+    monkeypatch.setattr(kos, "join", nobody)
+    with pytest.raises(RendezvousError, match="join: nobody"):
+        Newcomer(config_of(text, tmp_path, elastic="1", join=str(address), timeout=0.01))
+    assert len(calls) == 5
 
 
 def test_nobody_is_there(text: Path, tmp_path: Path) -> None:
