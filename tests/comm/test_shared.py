@@ -32,7 +32,7 @@ from tests.comm.test_programs import Program, execute, programs
 
 pytestmark = needs_core
 
-SIZES = [0, 1, 7, 997, 70_001]  # elements: in a cache line, a stage, several stages; parts of complex128: one copy
+SIZES = [0, 1, 7, 997, 70_001]  # elements: a cache line, a stage, several stages; complex128: one copy
 
 
 @pytest.fixture(params=["slots", "direct"])
