@@ -19,8 +19,10 @@ import kos
 from kos.comm import making
 from kos.comm.backend import Probe
 from kos.comm.control.env import env_rendezvous
+from kos.comm.control.hub import pair
 from kos.comm.control.join import parse
 from kos.comm.control.mpi import MPIRanks, MPIRendezvous
+from kos.comm.control.newcomers import Newcomer
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.control.wire import JOIN, Connection, Network, authenticate, connect, drive, receive_greeting
 from kos.comm.failures import FailureLog
@@ -404,6 +406,15 @@ def receive_plan(connection: Connection) -> None:
         assert message == b'{"ready": true}'
         connection.post(message)
         drive(connection.flush(), connection.sock, deadline)
+
+
+def test_a_newcomer_that_has_ended_stays_so() -> None:
+    ours, theirs = pair()
+    newcomer = Newcomer(ours, {"me": ["127.0.0.1", 1]}, True)
+    assert newcomer.read()
+    theirs.close()
+    assert [newcomer.read() for _ in range(3)] == [False] * 3
+    ours.close()
 
 
 @pytest.mark.parametrize("when", ["before it is asked", "once it has the plan", "while it makes its communicator"])

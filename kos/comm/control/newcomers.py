@@ -39,6 +39,7 @@ class Newcomer:
     came: float = field(default_factory=time.monotonic)
     asked: float = 0.0  # whether it is ready
     answered: float = 0.0
+    ended: bool = False
 
     def __post_init__(self) -> None:
         self.reading = self.connection.receive()
@@ -50,7 +51,7 @@ class Newcomer:
     def read(self) -> bool:
         """Read what it has sent; whether it is still there."""
         try:
-            while True:
+            while not self.ended:  # a generator that has raised has no more messages
                 try:
                     next(self.reading)
                     return True
@@ -59,7 +60,9 @@ class Newcomer:
                     self.reaches = self.reaches or "reached" in message
                     if "ready" in message:
                         self.answered = time.monotonic()
+            return False
         except (OSError, RendezvousError, ValueError):
+            self.ended = True
             return False
 
 
