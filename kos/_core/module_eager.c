@@ -323,8 +323,10 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
     }
     call_key key;
     char *data[ARGUMENTS];
-    make_key(&key, data, args, positional, positional + (names ? PyTuple_Size(names) : 0), names);
-    const known *k = key.words ? *find(o, &key) : NULL;
+    const int is_start = !o->name && o->used && !positional && !names;  // a Persistent has one call
+    if (!is_start)
+        make_key(&key, data, args, positional, positional + (names ? PyTuple_Size(names) : 0), names);
+    const known *k = is_start ? *o->found : key.words ? *find(o, &key) : NULL;
     for (int i = 0; k && !o->name && i < 2; i++)
         data[i] = k->fixed[i] == Py_None ? NULL
             : k->core ? ((ndarray *)k->fixed[i])->data : PyLong_AsVoidPtr(k->fixed[i]);
