@@ -28,9 +28,7 @@ import faulthandler
 import json
 import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -40,6 +38,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,9 @@ from kos.cuda import driver
 from kos.errors import KosError, install
 from kos.memory.array import Array
 from tests import grow_faults
+from tests.comm.tcp_ranks import free_port
 from tests.forked import PATHS, Forked, fork_server, remove_session
+from tests.launcher import MPIRUN
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 60.0  # for a rank to come, with a GPU to connect and compile
@@ -349,11 +350,7 @@ Process = Forked | subprocess.Popen[bytes]
 def start(trial: Trial, largest: int, folder: Path, hosts: int) -> Sequence[Process]:
     """The processes of a trial, whose output goes to ``folder``: its ranks in their order, or one mpirun."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    env |= {
-        "PYTHONPATH": PATHS,
-        "OPENBLAS_NUM_THREADS": "1",
-        "KOS_SECRET": "of the tests",
-    }
+    env |= {"PYTHONPATH": PATHS, "OPENBLAS_NUM_THREADS": "1", "KOS_SECRET": "of the tests"}
     arguments = [trial.seed, trial.backend, trial.timeout, largest, str(folder), hosts]
     if trial.backend != "mpi":
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(trial.size)}
@@ -365,20 +362,15 @@ def start(trial: Trial, largest: int, folder: Path, hosts: int) -> Sequence[Proc
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_btl": "^ofi"}
     env |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     options = ["--with-ft", "ulfm"] if trial.fault_tolerant else []
-    command = [str(_mpirun()), *options, "-n", str(trial.size), sys.executable, "-m", "tests.faults", "--as-rank"]
+    command = [MPIRUN, *options, "-n", str(trial.size), sys.executable, "-m", "tests.faults", "--as-rank"]
     command.append(json.dumps(arguments))
     with (folder / "log").open("ab") as log:
         return [subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)]
 
 
-def _mpirun() -> str | None:
-    beside = Path(sys.executable).parent
-    return shutil.which(os.environ.get("MPIRUN") or "mpirun", path=f"{beside}:{os.environ.get('PATH', '')}")
-
-
 def lacking(backend: str) -> str:
     """What the trials need and this machine lacks, with the command that installs it; empty if nothing is missing."""
-    if backend == "mpi" and _mpirun() is None:
+    if backend == "mpi" and not MPIRUN:
         return f"mpirun was not found beside Python or in PATH: {install('mpi')}"
     try:
         if backend in GPU_BACKENDS:
@@ -436,12 +428,6 @@ def _await(trial: Trial, folder: Path, processes: Sequence[Process]) -> bool:
     return False
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def campaign(
     trials: int, backend: str, seed: int, timeout: float, jobs: int, largest: int = 4, out: Path | None = None,
     hosts: int = 0,
@@ -462,12 +448,10 @@ def campaign(
             "seconds": round(time.monotonic() - began, 1), "wrong": wrong,
         }  # fmt: skip
 
-    def run(trial: Trial) -> tuple[str, str]:
-        return run_trial(trial, largest, hosts)
-
     with ThreadPoolExecutor(jobs) as pool:
         for each in (faultless, chosen):
-            for trial, (became, story) in zip(each, pool.map(run, each), strict=True):
+            ran = pool.map(partial(run_trial, largest=largest, hosts=hosts), each)
+            for trial, (became, story) in zip(each, ran, strict=True):
                 if became != RIGHT:
                     wrong.append({"trial": str(trial), "verdict": became, "story": story})
                     print(f"WRONG {trial}: {became}\n      {story}", flush=True)

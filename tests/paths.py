@@ -35,7 +35,8 @@ from kos.memory import Array
 from kos.testing import spawn
 from tests.comm import fake_driver
 from tests.comm.fake_nccl import WAIT, Comm, Group
-from tests.comm.fake_peer import HostKernel, no_gpus
+from tests.comm.fake_peer import no_gpus
+from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import on_threads
 from tests.comm.tcp_ranks import run_processes
 from tests.launcher import MPIRUN, OUTSIDE, run_program

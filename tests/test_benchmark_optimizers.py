@@ -23,7 +23,7 @@ from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
 from tests.train.host_kernels.engine import DeviceComm, host_engine
 from tests.train.refusal import refused
-from tests.train.test_muon import needs_compiler
+from tests.train.test_muon_on_host import needs_compiler
 
 FLAGS = shlex.split("""
 --seq-len 16 --batch-size 4 --hidden-size 16 --intermediate-size 24 --num-hidden-layers 2 --num-attention-heads 2

@@ -145,7 +145,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "RendezvousError: …: grow …: … of … newcomers joined at … within … s": lambda: spawn(
         lambda comm: comm.grow(1, timeout=0.2), 2, check_deadlock=False
     ),
-    "RendezvousError: join: expected members at … that admit newcomers within … s, got none": lambda: spawn(
+    "RendezvousError: join: expected members at … that admit newcomers within … s, got none: …": lambda: spawn(
         lambda comm: kos.join(comm.address, timeout=0.2), 1
     ),
     "Deadlock: deadlock: every rank waits, and none can continue:…": lambda: spawn(both_send, 2),

@@ -21,10 +21,10 @@ MOST: dict[str, dict[str, tuple[int, int | None]]] = {
 }
 """Files, and returns to one of them, with the compiled core; these numbers only go down."""
 if native is None:  # how often ranks return depends on their timing
-    MOST["tcp"] = MOST["mpi"] = {"miss": (18, None), "hit": (14, None)}
-    MOST["nccl"] = {"miss": (13, 14), "hit": (5, 0)}
-    MOST["peer"] = {"miss": (19, 28), "hit": (5, 0)}
-    MOST["nccl+peer"] = {"miss": (14, 15), "hit": (6, 0)}
+    MOST["tcp"] = MOST["mpi"] = {"miss": (17, None), "hit": (14, None)}
+    MOST["nccl"] = {"miss": (11, 12), "hit": (5, 0)}
+    MOST["peer"] = {"miss": (16, 19), "hit": (5, 0)}
+    MOST["nccl+peer"] = {"miss": (12, 13), "hit": (6, 0)}
 
 
 def test_the_path_of_a_trace() -> None:

@@ -45,7 +45,7 @@ REASONS = {
     "counts": "kos compares the counts; persistent calls are faster",
     "waits": "kos compares and records each call; in Open MPI a rank that only sends does not wait. "
     "Limit: a flag's way to another rank and back, {round_trip:.2f} µs",
-    "plain": "only plain calls: persistent calls are faster. Not explained. Limit: memory",
+    "plain": "ranks slept in a wait although the call made progress, until a later commit. Limit: memory",
     "slots": "reductions copy through slots; Open MPI's exscan of 2 ranks is one message in one copy. Limit: memory",
     "copies": "both libraries copy once. Limit: memory",
 }

@@ -94,7 +94,8 @@ PyObject *take_arrays(PyObject *self, PyObject *example);
 PyObject *take_windows(PyObject *self, PyObject *ranges);
 int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
 uint64_t key_of(const char *data);  // what a call depends on of an address: as kos.memory.windows.place
-// Queues a call that is described by `how`; NULL without an exception: the method must.  `result` is its result.
+// Queues a call that is described by `how`; NULL without an exception: the method must.  `result` is its result, but
+// that of a Persistent is a Work.
 PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv);
 void set_field(State *s, int field, PyObject *value);
 // A Work; `old`, a former start of the same Prepared on the same arrays, if it is complete and nobody else has it.
@@ -104,5 +105,7 @@ int eager_init(void);
 // Of codec.c.
 PyObject *codec_encode(PyObject *self, PyObject *args);
 PyObject *codec_decode(PyObject *self, PyObject *args);
+// Makes a tuple and a dict of the arguments of a vectorcall; 0, or an exception is set.  Both are the caller's.
+int unpack(PyObject *const *args, Py_ssize_t positional, PyObject *names, PyObject **given, PyObject **options);
 
 #endif

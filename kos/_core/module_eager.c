@@ -188,7 +188,8 @@ static known **find(Operation *o, const call_key *key) {
 
 // Keeps a call as Node.remember describes it:
 // (native Prepared, Prepared, description, class of the Works or None, send, recv, result, objects); on a GPU
-// EagerCalls.remember, which gives False for one that the core will never make.
+// EagerCalls.remember, which gives False for one that the core will never make.  Those of a Persistent are its arrays,
+// on a GPU their addresses.
 static void remember(Operation *o, const call_key *key, PyObject *how) {
     if (*find(o, key))
         return;  // a call within this one has been kept
@@ -202,8 +203,8 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
         PyMem_Free(k);
         return;
     }
-    for (int i = 0; !o->name && how != Py_False && i < 3; i++)
-        k->fixed[i] = PyTuple_GetItem(objects, i);
+    for (int i = 0; !o->name && i < 3; i++)
+        k->fixed[i] = how == Py_False ? Py_None : PyTuple_GetItem(objects, i);
     k->words = key->words;
     memcpy(k->word, key->word, key->words * sizeof *k->word);
     k->core = how == Py_False || PyBytes_Check(k->call) ? NULL : prepared_of(k->call);
@@ -234,14 +235,23 @@ static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObjec
     return (PyObject *)s;
 }
 
+// Returns the result of a start; of a Persistent it is the last one.
+static PyObject *keep(Operation *o, PyObject *value) {
+    if (!o->name && value) {
+        Py_XDECREF((PyObject *)o->last);
+        o->last = (State *)Py_NewRef(value);
+    }
+    return value;
+}
+
 // A call that is known; NULL without an exception: the method must make it.
 static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *const *data) {
     Group *g = o->group;
     PyObject *const *objects = g->objects;
     if (!k->core)
         return k->how == Py_False ? NULL
-            : queue_call(g, k->how, k->result < 0 ? Py_None : args[k->result], k->send < 0 ? NULL : data[k->send],
-                         k->recv < 0 ? NULL : data[k->recv]);
+            : keep(o, queue_call(g, k->how, k->result < 0 ? Py_None : args[k->result],
+                                 k->send < 0 ? NULL : data[k->send], k->recv < 0 ? NULL : data[k->recv]));
     const int message = k->core->algorithm == KOS_MAIL;
     PyObject *frame;
     if (g->off || (o->last && !o->last->reported) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
@@ -270,29 +280,19 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
     else
         value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, prepared, send, recv, result, sequence, slot, left,
                                            k->work == Py_None ? Py_True : Py_False, NULL);
-    if (!o->name && value) {
-        Py_XDECREF((PyObject *)o->last);
-        o->last = (State *)Py_NewRef(value);
-    }
     Py_DECREF(left);
     Py_DECREF(prepared);
     Py_DECREF(sequence);
-    return value;
+    return keep(o, value);
 }
 
 // Calls the method, and remembers how it went if the call has a key.  ``asked`` is the thread that waits for this.
 static PyObject *ask(Operation *o, const call_key *key, PyObject *const *args, Py_ssize_t positional, PyObject *names) {
-    PyObject *given = PyTuple_New(positional), *options = PyDict_New(), *result = NULL;
+    PyObject *given, *options, *result = NULL;
     PyObject *node = Py_NewRef(o->group->objects[NODE]);
     PyObject *asked = PyLong_FromUnsignedLong(key->words ? PyThread_get_thread_ident() : 0);
     PyObject *method = o->method ? Py_NewRef(o->method) : PyObject_GetAttr((PyObject *)o, s_start);
-    int error = !given || !options || !asked || !method || PyObject_SetAttr(node, s_asked, asked);
-    Py_XDECREF(asked);
-    for (Py_ssize_t a = 0; !error && a < positional; a++)
-        PyTuple_SetItem(given, a, Py_NewRef(args[a]));
-    for (Py_ssize_t a = 0; !error && names && a < PyTuple_Size(names); a++)
-        error = PyDict_SetItem(options, PyTuple_GetItem(names, a), args[positional + a]);
-    if (!error)
+    if (!unpack(args, positional, names, &given, &options) && asked && method && !PyObject_SetAttr(node, s_asked, asked))
         result = PyObject_Call(method, given, options);
     if (result && key->words) {
         PyObject *how = PyObject_CallMethodObjArgs(node, s_remember, o->name ? o->name : (PyObject *)o, given, options,
@@ -306,6 +306,7 @@ static PyObject *ask(Operation *o, const call_key *key, PyObject *const *args, P
         Py_XDECREF(how);
     }
     Py_DECREF(node);
+    Py_XDECREF(asked);
     Py_XDECREF(method);
     Py_XDECREF(given);
     Py_XDECREF(options);
@@ -325,7 +326,8 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
     make_key(&key, data, args, positional, positional + (names ? PyTuple_Size(names) : 0), names);
     const known *k = key.words ? *find(o, &key) : NULL;
     for (int i = 0; k && !o->name && i < 2; i++)
-        data[i] = k->fixed[i] == Py_None ? NULL : ((ndarray *)k->fixed[i])->data;
+        data[i] = k->fixed[i] == Py_None ? NULL
+            : k->core ? ((ndarray *)k->fixed[i])->data : PyLong_AsVoidPtr(k->fixed[i]);
     PyObject *result = k ? run(o, k, o->name ? args : k->fixed, data) : NULL;
     if (k || o->group->off)
         key.words = 0;  // nothing to remember

@@ -128,6 +128,11 @@ static void put(PyObject *object, PyObject *name, PyObject *value) {
 PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv) {
     const queued_call *q = (const queued_call *)PyBytes_AsString(PyTuple_GetItem(how, PLAN));
     PyObject *const *objects = g->objects, *work = PyTuple_GetItem(how, WORK), *frame, *sequence;
+    if (PyTuple_Check(work)) {  // the Works of a Persistent: the result is one that only they hold
+        result = PyTuple_GetItem(work, Py_REFCNT(PyTuple_GetItem(work, 0)) > 1);
+        if (Py_REFCNT(work = result) > 1)
+            return NULL;
+    }
     Py_INCREF(how);  // another thread may make this forgotten while a stream is asked, and while the GIL is released
     if (!may_queue(g, q, PyTuple_GetItem(how, GUARDS), send, recv) || !(frame = (PyObject *)PyEval_GetFrame())
         || !(sequence = PyIter_Next(objects[q->fingerprint ? COLLECTIVES : MESSAGES]))) {

@@ -106,16 +106,28 @@ static int completes(State *s) {
     return !PyList_SetSlice(active, 0, 1, NULL);
 }
 
-static PyObject *state_wait(PyObject *self, PyObject *args, PyObject *kwargs) {
+int unpack(PyObject *const *args, Py_ssize_t positional, PyObject *names, PyObject **given, PyObject **options) {
+    int error = !(*given = PyTuple_New(positional)) | !(*options = PyDict_New());
+    for (Py_ssize_t a = 0; !error && a < positional; a++)
+        PyTuple_SetItem(*given, a, Py_NewRef(args[a]));
+    for (Py_ssize_t a = 0; !error && names && a < PyTuple_Size(names); a++)
+        error = PyDict_SetItem(*options, PyTuple_GetItem(names, a), args[positional + a]);
+    return error;
+}
+
+static PyObject *state_wait(PyObject *self, PyObject *const *args, Py_ssize_t positional, PyObject *names) {
     State *s = (State *)self;
-    if (!PyTuple_Size(args) && !kwargs && !has(s, STEPS) && !has(s, ERROR) && !has(s, CONVERT)
+    if (!positional && !names && !has(s, STEPS) && !has(s, ERROR) && !has(s, CONVERT)
         && (!has(s, LEFT) || completes(s))) {
         s->reported = 1;
         return Py_NewRef(s->fields[ARRAY] ? s->fields[ARRAY] : Py_None);
     }
-    PyObject *wait = PyObject_GetAttrString(self, "_wait_in_python");
-    PyObject *result = wait ? PyObject_Call(wait, args, kwargs) : NULL;
+    PyObject *given, *options, *wait = PyObject_GetAttrString(self, "_wait_in_python"), *result = NULL;
+    if (!unpack(args, positional, names, &given, &options) && wait)
+        result = PyObject_Call(wait, given, options);
     Py_XDECREF(wait);
+    Py_XDECREF(given);
+    Py_XDECREF(options);
     return result;
 }
 
@@ -147,7 +159,7 @@ static PyMemberDef state_members[] = {
     FIELD("_error", ERROR), FIELD("convert", CONVERT), {"reported", T_BOOL, offsetof(State, reported), 0, NULL}, {0},
 };
 static PyMethodDef state_methods[] = {
-    {"wait", (PyCFunction)(void *)state_wait, METH_VARARGS | METH_KEYWORDS,
+    {"wait", (PyCFunction)(void *)state_wait, METH_FASTCALL | METH_KEYWORDS,
      "wait($self, timeout=None)\n--\n\nWait for the operation, ``timeout`` seconds at most; returns its output array."},
     {0},
 };

@@ -176,7 +176,7 @@ class Benchmark:
             return []
         slots = max(1, min(arrays, ROTATED_BYTES // (sum(case.largest) * case.dtype.itemsize)))
         calls = min(self.options.iterations // (1 if mode == "eager" else 4), BATCH_BYTES // case.nbytes)
-        runs = [run for run in self._runs(case, slots, max(1, calls // slots)) if mode == "eager" or run.loop is None]
+        runs = [run for run in self._runs(case, slots, max(1, calls // slots)) if run.offers(mode)]
         batches = BATCHES if case.nbytes < LARGE else LARGE_BATCHES
         samples = measure(self.job, self.timer, runs, mode, batches * slots, slots, self.options.warmup)
         return [

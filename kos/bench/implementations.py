@@ -73,6 +73,31 @@ class Ours(Implementation):
         self._on_gpu = backend in GPU_BACKENDS
 
     def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
+        written = self._written(case, send, recv)
+        if written is None:
+            return None
+        function, positional, keywords = written
+        call = partial(function, *positional, **keywords)
+        return call if self.call == "function" or self._on_gpu else lambda: call().wait()
+
+    def loop(self, case: Case, slots: Sequence[Any], calls: int) -> Call | None:
+        """The calls as a program writes them: a partial makes a dict of keywords each time, a lambda makes a frame."""
+        written = [self._written(case, slot.send, slot.recv) for slot in slots]
+        if self._on_gpu or None in written:
+            return None
+        rotation = [(each[0], *each[1], *each[2].values()) for each in written if each is not None]
+        _, positional, keywords = written[0]  # type: ignore[misc]
+        names = [f"x{i}" for i in range(len(positional))]
+        given = ", ".join([*names, *(f"{name}={name}" for name in keywords)])
+        waits = "" if self.call == "function" else ".wait()"
+        text = f"for {', '.join(['call', *names, *keywords])}, in rotation: call({given}){waits}"
+        made: dict[str, Any] = {"rotation": rotation * (calls // len(slots))}
+        exec(f"def run():\n    {text}", made)
+        run: Call = made["run"]
+        return run
+
+    def _written(self, case: Case, send: Any, recv: Any) -> tuple[Call, tuple[Any, ...], dict[str, Any]] | None:
+        """A function and its arguments.  On a host its Work is waited for, unless ``call`` is function."""
         comm, op, parts = self.comm, case.function, case.parts
         out = None if case.in_place else recv
         redop: Any = kos.ReduceOp[case.redop.upper()] if case.redop != "none" else None
@@ -112,11 +137,10 @@ class Ours(Implementation):
             except InvalidArgument:
                 return None
             if persistent:
-                return operation.start if self._on_gpu else lambda: operation.start().wait()
+                return operation.start, (), {}
         if self.call == "async":
-            start = partial(getattr(comm, op), *arguments, async_op=True, **chosen)
-            return lambda: start().wait()
-        return partial(getattr(comm, op), *arguments, **chosen)
+            chosen |= {"async_op": True}
+        return getattr(comm, op), arguments, chosen
 
     def close(self) -> None:
         self.comm.close()

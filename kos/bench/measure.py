@@ -200,6 +200,10 @@ class Run:
         self._replay_lead: Call = self._lead
         self._iteration = 0
 
+    def offers(self, mode: str) -> bool:
+        """Whether it can be measured in that mode."""
+        return mode == "eager" or bool(self._calls)
+
     def batch(self, job: Job, timer: Timer, mode: str) -> tuple[Times, float, int]:
         """Write all slots, time their calls, check all slots: times and CPU time in us, wrong elements."""
         first, slots = self._iteration, range(len(self._calls) if self.loop is None else len(self._space.slots) - 1)
@@ -215,7 +219,7 @@ class Run:
                 self._replay = timer.capture(self._calls)
                 self._replay_lead = timer.lead([self._lead] * len(slots))
             times, cpu = timer.graph(self._replay, len(slots), self._replay_lead)
-        elif self.loop is not None:
+        elif self.loop is not None and mode == "eager":
             assert isinstance(timer, HostTimer)
             times, cpu = timer.eager([self.loop], self._lead, len(slots) * self.repeats)
         else:

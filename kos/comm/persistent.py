@@ -49,7 +49,8 @@ class Persistent(Generic[T]):
         last = self._last
         if last is not None and not last.reported and not last.backend.on_gpu:
             raise InvalidArgument(f"start: expected the previous start to be waited for, got {last}")
-        if self._generation != comm._store.generation or not self._work.prepared.fixed:
+        prepared = self._work.prepared
+        if self._generation != comm._store.generation or not (prepared.fixed and prepared.lasting):
             # It may use memory that is not registered any more, or be captured, where another backend may be faster.
             self._generation = comm._store.generation
             self._work = comm._prepare(*self._checked)
@@ -68,7 +69,7 @@ class Persistent(Generic[T]):
 
 def persistent(comm: Any, *checked: Any) -> Persistent[Any]:
     """A Persistent of ``comm``, of what a Persistent is made of."""
-    if comm._eager is None or comm.device is not None:
+    if comm._eager is None or (comm.device is not None and not checked[-1].backend.on_gpu):
         return Persistent(comm, *checked)
     made: Persistent[Any] = _InCore(comm, *checked)
     made._group = comm._eager

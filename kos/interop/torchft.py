@@ -27,10 +27,11 @@ class TorchftProcessGroup(_Wrapper):
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60), options: Options | None = None) -> None:
         super().__init__(timeout)
-        self._options, self._failure = options or Options(), None
+        self._options = options or Options()
+        self._failure: Exception | None = None
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> ProcessGroupKos:
-        self._failure: Exception | None = None
+        self._failure = None
         return ProcessGroupKos(store, rank, world_size, self._timeout, range(world_size), self._options)
 
     def abort(self, errored: bool = True) -> None:

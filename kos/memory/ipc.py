@@ -53,7 +53,8 @@ class DeviceMemory:
                 call(cu.cuMemFree, pointer)
 
     def __del__(self) -> None:
-        self.close()
+        if sys is not None:  # else the interpreter is ending, and has cleared the names of this module
+            self.close()
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,8 @@ class Mapping:
                 call(cu.cuIpcCloseMemHandle, base)
 
     def __del__(self) -> None:
-        self.close()
+        if sys is not None:  # else the interpreter is ending, and has cleared the names of this module
+            self.close()
 
 
 def _open(handle: IpcHandle, device: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kos.cuda.driver import cu
 from kos.cuda.graphs import CapturedGraph, captured_graph
@@ -18,27 +18,20 @@ Run = Callable[..., None]
 """Queues an operation on a stream: (stream, address of what is sent, address of what is received)."""
 
 
-class Registrar(Protocol):
-    """The registrar of the memory."""
-
-    def release(self, pointer: int, window: Any) -> None:
-        """Undo the registration and free the memory."""
-
-
 class Window:
-    """The owner of an array in registered memory."""
+    """The owner of an array in registered memory; ``release`` undoes the registration and frees the memory."""
 
-    __slots__ = ("_registrar", "_window", "closed", "pointer")
+    __slots__ = ("_release", "closed", "pointer")
 
-    def __init__(self, registrar: Registrar, pointer: int, window: Any) -> None:
-        self._registrar, self.pointer, self._window = registrar, pointer, window
+    def __init__(self, pointer: int, release: Callable[[], None]) -> None:
+        self.pointer, self._release = pointer, release
         self.closed = False  # whether the memory was released
 
     def close(self) -> None:
         """Release the memory, which must be unused.  A second call does nothing."""
         pointer, self.pointer, self.closed = self.pointer, 0, True
         if pointer and not sys.is_finalizing():
-            self._registrar.release(pointer, self._window)
+            self._release()
 
     def __del__(self) -> None:
         self.close()

@@ -99,6 +99,9 @@ class Moving(Run, Protocol):
     def finish_save(self) -> None:
         """Wait for the checkpoint that is being written."""
 
+    def newest_epoch(self) -> int:
+        """That of the last step that ranks have logged, this run's or others that continue it."""
+
     def move_to(self, comm: Communicator, epoch: int) -> None:
         """Make again what depends on the ranks, which are those of ``comm`` now."""
 
@@ -213,6 +216,9 @@ class Elastic(Runner):
         every = _exchange(comm, self._facts(newcomers=min(epochs) < 0))
         if all(each["rank"] is None for each in every):
             raise _on_every_rank(CollectiveError("expected a rank that has the state of the run, got newcomers alone"))
+        if every[0]["newest"] > max(epochs):  # these ranks were stopped
+            text = f"expected the run in epoch {max(epochs)}, got {every[0]['newest']}"
+            raise _on_every_rank(CollectiveError(f"{text}: these ranks are out, others have continued it"))
         applied = max(each["applied"] for each in every)
         if min(epochs) < 0:
             self._check_newcomers(every[0]["run"])
@@ -245,7 +251,8 @@ class Elastic(Runner):
             comm.abort(reason="its settings or data are not those of the run")
             raise ConfigError(problems[comm.rank])
         if refused := [*filter(None, problems)]:
-            run.console.say("".join(f"a newcomer was refused: {each}\n" for each in refused).rstrip())
+            if run.epoch >= 0:
+                run.console.say("\n".join(f"a newcomer was refused: {each}" for each in refused))
             raise _Changed("newcomers were refused")
 
     def _facts(self, newcomers: bool) -> dict[str, Any]:
@@ -257,6 +264,7 @@ class Elastic(Runner):
         if done == self._began + 1 and (self._last is None or self._last[0] != self._began):
             self._last = self._began, run.device.result_of(self._began)
         facts: dict[str, Any] = {"rank": rank, "applied": done, "began": self._began, "last": self._last}
+        facts["newest"] = run.newest_epoch() if run.comm.rank == 0 else 0
         if newcomers and rank is not None:
             facts |= {"run": run.facts(), "layout": layout_of(run.device) if kept is None else kept.layout}
         return facts | {"saved": run.saved_step, "untrained": run.untrained}

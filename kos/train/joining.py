@@ -56,8 +56,11 @@ class Newcomer(Trainer):
         self._held.callback(lambda: self.console.close())
 
     def _join(self) -> Communicator:
-        """Wait until the run has a place: with a file as long as the run is there, which removes it at its end."""
+        """Wait until the run has a place; with a file, until it is over: it writes that, and removes it at its end."""
         where, timeout, limit = str(self.config.join), self.config.timeout, time.monotonic() + PATIENCE
+        begun = os.sep not in where or os.path.isfile(where)
+        if not begun:
+            self.console.say(f"waiting for {where}, which a run with --elastic writes")
         while True:
             began = time.monotonic()
             try:
@@ -65,8 +68,10 @@ class Newcomer(Trainer):
                     return kos.join(where, timeout=timeout)
             except RendezvousError:
                 refused = time.monotonic() - began < timeout  # else nobody has answered
-                if refused or not os.path.isfile(where) or time.monotonic() > limit:
+                there = os.path.isfile(where)
+                if refused or (begun and not there) or time.monotonic() > limit:
                     raise
+                begun = begun or there
 
     def misfit(self, facts: dict[str, Any]) -> str:
         mine, theirs = flatten("", self._asked), flatten("", facts["settings"])

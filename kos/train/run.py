@@ -255,6 +255,11 @@ class Trainer:
         """On a newcomer, take them."""
         raise NotImplementedError
 
+    def newest_epoch(self) -> int:
+        """That of the last step in metrics.jsonl, if this run has written it."""
+        rows = read_metrics(self.out / METRICS, last=1 << 16)
+        return int(rows[-1].get("epoch", 0)) if rows and rows[-1]["step"] > self.start else 0
+
     def move_to(self, comm: Communicator, epoch: int) -> None:
         """Make again what depends on the ranks, which are those of ``comm`` now; weights come later. Collective."""
         if hasattr(self, "device"):  # else a rank was lost while it was made
@@ -304,14 +309,7 @@ class Trainer:
             raise unwritable(self.out, error) from error
 
     def _take_output(self) -> None:
-        """Write metrics and checkpoints instead of the rank that was the first; its last row may be missing.
-
-        CheckpointError if others went on meanwhile: this rank was stopped, and all those that it knew have left since.
-        """
-        epochs = (row.get("epoch", 0) for row in read_metrics(self.out / METRICS) if row["step"] > self.start)
-        if (latest := max(epochs, default=0)) > self.epoch:
-            text = f"the others went on without this rank: expected epoch {self.epoch} in {self.out}, got {latest}"
-            raise CheckpointError(text)
+        """Write metrics and checkpoints instead of the rank that was the first; its last row may be missing."""
         self.console = Console(0, self.config.steps)
         with contextlib.suppress(ConfigError):  # it may be stopped, and hold the lock
             lock_folder(self.out, self._held, self.name)
@@ -339,7 +337,9 @@ class Trainer:
         """After a failure the abort of the world ends them: ranks out of step cannot close them together."""
         broken = failed is not None and not issubclass(failed, Stopped)
         if self.epoch >= 0 and self.comm.rank == 0:  # before others notice: they may write it again
-            (self.out / ADDRESS).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                if (self.out / ADDRESS).read_bytes() == self.comm.address.encode():  # else it is that of others
+                    (self.out / ADDRESS).unlink()
         if self.epoch and broken:
             self.comm.abort(reason=f"{type(error).__name__}: {error}")
         if hasattr(self, "device"):  # else it could not be made again

@@ -130,6 +130,26 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield fake
 
 
+@pytest.fixture
+def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog, after whose looks Python marks a call of NCCL, looks at nothing."""
+    monkeypatch.setattr("kos.comm.watchdog.TICK", 1000.0)
+
+
+@pytest.fixture(params=["nccl", "peer"])
+def gpu_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Runs a function of a communicator on two ranks, with stand-ins for GPUs."""
+    from tests.comm.fake_nccl import FakeRanks, no_gpu
+    from tests.comm.fake_peer import ThreadRanks, no_gpus
+    from tests.host_compiler import COMPILER
+
+    if request.param == "peer" and COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    ranks: Any = FakeRanks(2) if request.param == "nccl" else ThreadRanks(2)
+    with no_gpu(monkeypatch) if request.param == "nccl" else no_gpus(monkeypatch, 2):
+        yield lambda body: ranks.run(lambda gpu: body(gpu.comm))
+
+
 @pytest.fixture(scope="module", params=["nccl", "peer", "auto"])
 def world(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
     """The ranks of the mpirun that runs this pytest, on each backend for GPUs."""

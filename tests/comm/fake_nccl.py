@@ -36,6 +36,7 @@ from kos.dtypes import DTYPES
 from kos.memory import array, windows
 from tests.comm import fake_driver
 from tests.comm.gpu_ranks import OnGPU
+from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import on_threads
 
 WAIT = 20.0  # seconds
@@ -395,9 +396,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     monkeypatch.setattr(device, "create_stream", lambda index, **_: SimpleNamespace(handle=99))
     for module in (nccl, memory):
         monkeypatch.setattr(module, "Scratch", Memory)
-    monkeypatch.setattr(
-        device, "load_kernel", _load_kernel
-    )
+    monkeypatch.setattr(device, "load_kernel", _load_kernel)
     info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
     for module in (compressed, ordered_sum):
         monkeypatch.setattr(module, "device_info", lambda index: info)
@@ -430,8 +429,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
 
 def _load_kernel(path: Path, name: str, index: int, **defines: Any) -> Any:
     """A stand-in for the kernel, or itself, compiled for the host."""
-    from tests.comm.fake_peer import HostKernel  # which has stand-ins of this module
-
     assert path.exists()
     return FakeKernel(name, **defines) if path.name == "reduce_ordered.cu" else HostKernel(path, name, index, **defines)
 

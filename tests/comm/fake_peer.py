@@ -7,15 +7,11 @@ What they compute, how they cut, wait, count and order is tested; hardware and t
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
-import itertools
 import mmap
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,84 +27,13 @@ from kos.comm.gpu.peer import copies as peer_copies
 from kos.comm.gpu.peer import engine, record
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.cuda import driver
-from kos.cuda.kernels import BoundKernel, _read_sources
 from kos.errors import RankLost
 from kos.memory.array import Array
-from tests.comm import fake_driver
 from tests.comm.fake_nccl import WAIT, FakeNCCL, Memory, no_gpu
 from tests.comm.gpu_ranks import OnGPU
-from tests.host_compiler import compiled
+from tests.comm.host_kernel import HostKernel
 
 HANG = 240.0  # seconds, less than pytest gives a test; each wait of a rank, and of a kernel, has a limit of its own
-HERE = Path(__file__).parent
-SIMT = HERE.parent / "train/host_kernels/simt.h"
-
-
-NAMES = {  # the kernels of a file, all compiled at once
-    "all_reduce_packets": (
-        "one_shot", "two_shot", "reduce_scatter", "reduce_scatter_v", "scan", "exscan", "ring", "tree"
-    ),
-    "all_reduce_push": ("push", "reduce_scatter", "reduce_scatter_v"),
-    "all_gather": ("all_gather", "all_to_all"),
-    "all_reduce_direct": ("direct",),
-    "all_reduce_specialized": ("specialized",),
-    "all_reduce_copies": ("copies",),
-    "compressed": ("encode", "decode", "add_encoded", "feed_back"),
-}  # fmt: skip
-THREADS = {
-    "all_reduce_push": 32,
-    "all_reduce_direct": 32,
-    "all_gather": 32,
-    "all_reduce_copies": 32,
-    "all_reduce_specialized": 64,
-    "all_reduce_compressed": 128,
-}  # others take any number
-
-
-@functools.cache
-def library(path: Path, defines: tuple[tuple[str, Any], ...]) -> Any:
-    """C functions ``run_<kernel>`` that run the kernels of a file: (blocks, threads, seed, arguments)."""
-    source, headers, _ = _read_sources(path)
-    headers["ptx.cuh"] = f'#pragma once\n#include "{SIMT}"\n#include "{HERE / "ptx_host.h"}"\n'
-    source += "\n".join(f"RUN({name})" for name in NAMES.get(path.stem, (path.stem,)))
-    defines += (("AT_ONCE", path.stem == "all_reduce_specialized"),)
-    options = [f"-D{name}={int(value) if isinstance(value, bool) else value}" for name, value in defines]
-    return compiled({**headers, "kernels.cc": source}, ["-ffp-contract=off", *options])
-
-
-_compiling = threading.Lock()
-
-
-class HostKernel:
-    """A kernel whose launch returns when it has run."""
-
-    def __init__(self, path: Path, name: str, device: int, **defines: Any) -> None:
-        defines.pop("ONLY", None), defines.pop("THREADS", None)
-        self._threads = THREADS.get(path.stem, 0)
-        if self._threads:
-            defines["THREADS"] = self._threads
-        self._parts = 2 if path.stem == "all_reduce_push" and name != "push" else 1  # of THREADS each
-        with _compiling:
-            code = library(path, tuple(sorted(defines.items())))
-        self._run = getattr(code, f"run_{name}")
-        self._parameters = ctypes.c_int.in_dll(code, f"parameters_{name}").value
-        self._function, self._seeds = fake_driver.number(self), itertools.count(threading.get_ident() % 99_991)
-        self.name = name
-
-    def max_active_blocks(self, threads: int) -> int:
-        return 2
-
-    def bind(self, blocks: int, threads: int, *arguments: Any, **_: Any) -> BoundKernel:
-        assert blocks > 0 and threads > 0
-        assert len(arguments) == self._parameters, f"expected {self._parameters} arguments, got {len(arguments)}"
-        return BoundKernel(self, fake_driver.Config(blocks, threads), arguments)
-
-    def run(self, config: fake_driver.Config, parameters: int) -> None:
-        """Run it; ``parameters`` is the address of the addresses of its parameters."""
-        threads = self._parts * self._threads or min(config.block[0], 64)
-        places = (ctypes.c_uint64 * self._parameters).from_address(parameters)
-        words = (ctypes.c_uint64 * self._parameters)(*(ctypes.c_uint64.from_address(at).value for at in places))
-        self._run(config.grid[0], threads, ctypes.c_uint(next(self._seeds) * 2_654_435_761 % (1 << 32)), words)
 
 
 class HostMemory:

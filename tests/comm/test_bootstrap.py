@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control import offers
+from kos.comm.control import offers, store
 from kos.comm.control.store import store_rendezvous
 from kos.comm.control.wire import Network
 from kos.errors import CollectiveTimeout, InvalidArgument, RendezvousError
@@ -322,6 +323,24 @@ class Echo:
 
     def allgather(self, data: bytes) -> list[bytes]:
         return [data] * self.size
+
+
+def test_ranks_of_other_network_namespaces_do_not_meet_at_a_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they share a store or an exchange."""
+    here, given = threading.local(), list[Any]()
+    monkeypatch.setattr(offers.os, "readlink", lambda path: f"net:{here.rank}")
+    monkeypatch.setattr(store, "listen_for", lambda hosts: given.append(hosts) or (None, {"error": "seen"}))
+    monkeypatch.setattr(offers, "listen_for", store.listen_for)
+
+    def body(rank: int, rendezvous: Any) -> None:
+        here.rank = rank
+        with pytest.raises(RendezvousError, match="rank 0 cannot listen: seen"):
+            kos.init(rendezvous=rendezvous(rank), timeout=TIMEOUT)
+
+    group, shared = Threads(2), DictStore()
+    for rendezvous in (group.of, lambda rank: {"rank": rank, "size": 2, "store": shared}):
+        run_threads(*(partial(body, rank, rendezvous) for rank in range(2)))
+    assert [len(set(hosts)) for hosts in given] == [2, 2]
 
 
 def test_an_exchange_without_the_offer_of_rank_0() -> None:

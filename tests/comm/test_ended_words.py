@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.comm.gpu import backend as gpu_backend
+from kos.comm.gpu import shared
 from kos.testing import spawn
 from tests.comm.fake_nccl import FakeRanks, no_gpu
 from tests.comm.fake_peer import ThreadRanks, no_gpus
@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compil
 
 @pytest.mark.parametrize("backend", ["nccl", pytest.param("peer", marks=needs_compiler)])
 def test_a_word_is_set_before_operations_are_ended(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_backend, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
+    monkeypatch.setattr(shared, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
     ranks: Any = FakeRanks(2) if backend == "nccl" else ThreadRanks(2)
 
     def body(gpu: Any) -> None:

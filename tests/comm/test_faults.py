@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import threading
 from pathlib import Path
 
@@ -202,7 +201,7 @@ def test_every_survivor_names_the_rank_that_failed_first(backend: str, trials: i
 def test_what_is_not_installed_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name, path: None)
+    monkeypatch.setattr("tests.faults.MPIRUN", "")
     monkeypatch.setattr("kos.cuda.driver.unavailable", lambda: "no CUDA driver")
     lines = {"mpi": r"mpirun was not found .*: .*pip install .*\[mpi\].*", "nccl": "CUDA: no CUDA driver"}
     for backend, line in lines.items():

@@ -19,14 +19,23 @@ import kos
 from kos.comm import making
 from kos.comm.backend import Probe
 from kos.comm.control.env import env_rendezvous
+from kos.comm.control.hub import pair
 from kos.comm.control.join import parse
 from kos.comm.control.mpi import MPIRanks, MPIRendezvous
+from kos.comm.control.newcomers import Newcomer
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.control.wire import JOIN, Connection, Network, authenticate, connect, drive, receive_greeting
 from kos.comm.failures import FailureLog
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, RankLost, RendezvousError
+from kos.errors import (
+    BackendUnavailable,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    RankLost,
+    RendezvousError,
+)
 from kos.memory.array import Array
 from tests import grow_faults
 from tests.comm import fake_nccl, fake_peer
@@ -399,6 +408,15 @@ def receive_plan(connection: Connection) -> None:
         drive(connection.flush(), connection.sock, deadline)
 
 
+def test_a_newcomer_that_has_ended_stays_so() -> None:
+    ours, theirs = pair()
+    newcomer = Newcomer(ours, {"me": ["127.0.0.1", 1]}, True)
+    assert newcomer.read()
+    theirs.close()
+    assert [newcomer.read() for _ in range(3)] == [False] * 3
+    ours.close()
+
+
 @pytest.mark.parametrize("when", ["before it is asked", "once it has the plan", "while it makes its communicator"])
 def test_a_newcomer_stops_while_it_joins(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A healthy newcomer that waits too is taken instead."""
@@ -517,6 +535,35 @@ def test_a_leader_that_came_too_late_leads_the_next_time(monkeypatch: pytest.Mon
     failed, began = threading.Barrier(3, timeout=20), threading.Barrier(3, timeout=20)
     results = run("tcp", 3, body, lambda address: check(join(address)))
     assert results == [(rank, 4) for rank in range(4)]
+
+
+def test_ranks_do_not_call_again_at_a_leader_that_was_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be late for the next one, which waits for the silent one no longer than the timeout."""
+    monkeypatch.setattr("kos.comm.control.grow.GRACE_SECONDS", 2.0)
+
+    def body(comm: kos.Communicator) -> float:
+        comm.barrier()
+        if comm.rank == 0:
+            assert over.wait(40)
+            comm.abort()
+            return 0.0
+        with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] did not arrive"):
+            comm.all_reduce(np.ones(1), timeout=0.3)
+        comm.timeout = 1.0
+        with pytest.raises(CollectiveMismatch):
+            comm.shrink() if comm.rank == 1 else comm.replace(0)
+        began = time.monotonic()
+        try:
+            rest = comm.shrink()
+        finally:
+            over.set()
+        seconds = time.monotonic() - began
+        assert rest.size == 2
+        rest.close()
+        return seconds
+
+    over = threading.Event()
+    assert max(run("tcp", 3, body)) < 1.0 + 2.0
 
 
 def processes(members: str, size: int, newcomers: str, joining: int, folder: Path, **more: str) -> list[str]:

@@ -295,7 +295,7 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, mon
     monkeypatch.setattr(backend._token, "close", lambda: log.append("freed"))
     for number in range(2):
         backend._windows.memories[number] = WindowMemory(number, 1, "window")
-        backend._windows.release(number, number)
+        backend._windows.release(number)
     with pytest.raises(CollectiveError, match="destroy") as caught:
         backend.close()
     assert str(caught.value.__context__) == "window"

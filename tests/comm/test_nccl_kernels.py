@@ -11,9 +11,9 @@ import pytest
 from kos.comm.gpu.ordered_sum import KERNELS
 from kos.cuda import kernels
 from kos.dtypes import DTYPES
-from tests.comm import fake_driver, fake_peer
+from tests.comm import fake_driver, host_kernel
 from tests.comm.fake_nccl import FakeKernel
-from tests.comm.fake_peer import HostKernel
+from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import assert_bits
 from tests.host_compiler import COMPILER
 
@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name in NAMES for case in CASES[name]])
 def test_as_the_stand_in(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, case: tuple[str, str, str]) -> None:
-    monkeypatch.setitem(fake_peer.NAMES, "reduce_ordered", NAMES)
+    monkeypatch.setitem(host_kernel.NAMES, "reduce_ordered", NAMES)
     launch = SimpleNamespace(cuLaunchKernelEx=lambda config, *rest: (fake_driver.launch(config.getPtr(), *rest),))
     monkeypatch.setattr(kernels, "cu", launch)
     dtype, result, op = case

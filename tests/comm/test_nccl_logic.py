@@ -225,13 +225,13 @@ def test_a_window_that_is_collected_while_others_are_freed(fake: FakeNCCL, monke
     def free(memory: WindowMemory) -> None:
         freed.append(memory.pointer)
         if len(freed) == 1:
-            windows.release(3, 3)
+            windows.release(3)
 
     rendezvous = ThreadRendezvous(ThreadGroup(1), 0, 20.0)
     windows = Windows(rendezvous, 0, free, lambda: len(freed) > 0)
     windows.memories = {number: WindowMemory(number, 1, "window") for number in (1, 2, 3)}
-    windows.release(1, 1)
-    windows.release(2, 2)
+    windows.release(1)
+    windows.release(2)
     windows.free(windows.unused())
     assert sorted(freed) == [1, 2, 3] and not windows.memories and not windows.unused()
 

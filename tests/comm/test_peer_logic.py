@@ -31,7 +31,8 @@ from kos.testing.conformance import compressed, results
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_nccl import WAIT
-from tests.comm.fake_peer import HostKernel, HostMemory, ThreadRanks, no_gpus
+from tests.comm.fake_peer import HostMemory, ThreadRanks, no_gpus
+from tests.comm.host_kernel import HostKernel
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
 from tests.comm.test_conformance import test_shapes_and_scalars  # noqa: F401 -- collected here
@@ -131,9 +132,7 @@ def test_compressed(ranks: Any, seed: int, form: str, dtype: np.dtype) -> None:
     ranks.run(lambda comm: compressed.feedback_keeps_what_is_lost(comm, seed, form, dtype))
 
 
-def test_what_no_kernel_takes_is_exchanged_and_added(
-    ranks: Any, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_kernel_takes_is_exchanged_and_added(ranks: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_engine, "_SCANNED_UP_TO", 0)
     conformance.test_scan(ranks, seed, BF16)
     kind, op = np.dtype(np.complex64), ReduceOp.PROD

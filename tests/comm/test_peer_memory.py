@@ -26,8 +26,9 @@ from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from tests.comm.fake_nccl import Stream, captures, launching_alone
-from tests.comm.fake_peer import HostKernel, Memory, ThreadRanks
+from tests.comm.fake_peer import Memory, ThreadRanks
 from tests.comm.gpu_ranks import Prepared
+from tests.comm.host_kernel import HostKernel
 from tests.comm.model import Step
 from tests.comm.ranks import on_each_rank
 from tests.comm.test_current_device import Devices

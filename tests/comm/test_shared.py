@@ -32,8 +32,7 @@ from tests.comm.test_programs import Program, execute, programs
 
 pytestmark = needs_core
 
-SIZES = [0, 1, 7, 997, 70_001]  # elements: in a cache line, in one stage, in several stages, or parts of complex128 in one copy
-F32 = np.dtype(np.float32)
+SIZES = [0, 1, 7, 997, 70_001]  # elements: a cache line, a stage, several stages; complex128: one copy
 
 
 @pytest.fixture(params=["slots", "direct"])

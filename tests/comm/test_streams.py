@@ -26,6 +26,7 @@ from kos.errors import CollectiveMismatch, KosError
 from kos.memory.array import Array
 from tests.comm import fake_peer, test_auto
 from tests.comm.fake_nccl import Comm, FakeGraph, FakeNCCL, alone, launching_alone, no_gpu
+from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import SharedOnly
 from tests.host_compiler import COMPILER
@@ -144,7 +145,7 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
             pytest.skip("needs a C++ compiler")
         with fake_peer.no_gpus(monkeypatch, 1):
             device.install(driver.cu)
-            monkeypatch.setattr(engine, "load_kernel", lambda *a, **b: Noted(device, fake_peer.HostKernel(*a, **b)))
+            monkeypatch.setattr(engine, "load_kernel", lambda *a, **b: Noted(device, HostKernel(*a, **b)))
             comm = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
             yield lambda body: body(comm, device, lambda stream: reduce(comm, stream, 40, 20_000))
         return
@@ -351,7 +352,7 @@ def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch: pytest.
         pytest.skip("needs a C++ compiler")
     with fake_peer.no_gpus(monkeypatch, 1, multiprocessors=132):
         device.install(driver.cu)
-        monkeypatch.setattr(engine, "load_kernel", lambda *a, **b: Noted(device, fake_peer.HostKernel(*a, **b)))
+        monkeypatch.setattr(engine, "load_kernel", lambda *a, **b: Noted(device, HostKernel(*a, **b)))
         comms = [fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)) for _ in range(5)]
         many = [Stream(device, 1000 + k) for k in range(5)]
         device.busy.update(each.handle for each in many)

@@ -50,7 +50,7 @@ def guarded(x: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[A
 
 
 def test_a_wait_lasts_while_the_call_makes_progress() -> None:
-    """The other rank takes a stage each millisecond.  The core returns after 10 ms without a stage, not 10 ms in all."""
+    """The other rank takes a stage each millisecond.  The core returns after 10 ms without a stage, not in all."""
     stages = 40
     with groups(2) as made:
         x, y = (np.ones(stages * (128 << 10), np.uint8) for _ in range(2))

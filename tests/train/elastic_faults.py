@@ -41,13 +41,24 @@ FLAGS = [
     "--vocab-size=256", "--num-attention-heads=4", "--num-key-value-heads=2", f"--timeout={TIMEOUT}",
 ]  # fmt: skip
 DEVICES = {
-    "cpu": (80, ["--seq-len=16", "--hidden-size=36", "--intermediate-size=29", "--num-hidden-layers=2",
-                 "--head-dim=6", "--eval-every=10", "--save-every=20"]),
+    "cpu": (60, ["--seq-len=16", "--hidden-size=36", "--intermediate-size=29", "--num-hidden-layers=2",
+                  "--head-dim=6", "--eval-every=10", "--save-every=20"]),
     "cuda": (400, ["--seq-len=64", "--hidden-size=256", "--intermediate-size=704", "--num-hidden-layers=4",
                    "--head-dim=64", "--eval-every=50", "--save-every=100"]),
 }  # fmt: skip
 """The steps of a run, and its other flags, by device."""
 COMPILING = "--timeout=120"  # of the first run on a GPU, which compiles the kernels of all
+START = """
+import sys, time
+from pathlib import Path
+from kos.train import __main__, joining, run
+ready, begin, *flags = sys.argv[1:]
+Path(ready).touch()
+while not Path(begin).exists():
+    time.sleep(0.01)
+sys.exit(__main__.main(flags))
+"""
+"""A rank: on a busy machine imports take long, so all begin together."""
 KINDS = ("kill", "stop", "leave", "kill two")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGUSR1}
 
@@ -66,6 +77,7 @@ class Run:
     ) -> None:
         self.folder, self.out = folder, folder / "run"
         folder.mkdir()
+        self.ready = list[Path]()
         self.steps, more = DEVICES[device]
         about = [f"--device={device}", f"--backend={backend}", f"--steps={self.steps}", *more]
         self.flags = [*FLAGS, *about, f"--data={text}", f"--out={self.out}", *flags]
@@ -73,11 +85,17 @@ class Run:
         place = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.processes = [self.start(f"rank-{rank}", {**place, "RANK": str(rank)}) for rank in range(RANKS)]
         self.spares = [self.start(f"spare-{n}", {}, f"--join={self.out}/address") for n in range(spares)]
+        deadline = time.monotonic() + SECONDS
+        while not all(path.exists() for path in self.ready):
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.01)
+        (folder / "begin").touch()
 
     def start(self, name: str, environment: dict[str, str], *flags: str) -> subprocess.Popen[bytes]:
         with (self.folder / name).open("wb") as output:
             environment = {**OUTSIDE, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **environment}
-            command = [sys.executable, "-m", "kos.train", *self.flags, *flags]
+            begin, self.ready = self.folder / "begin", [*self.ready, self.folder / f"{name}.ready"]
+            command = [sys.executable, "-c", START, str(self.ready[-1]), str(begin), *self.flags, *flags]
             return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
     def begins(self) -> bool:
@@ -90,7 +108,7 @@ class Run:
             if any(process.poll() is not None for process in self.processes):
                 self.wait(0)
                 output = self.output()
-                assert re.search(r"did not (arrive|connect|answer)|gave no answer", output), output
+                assert re.search(r"did not (arrive|connect|answer|reach)|gave no answer", output), output
                 return False
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.02)
@@ -110,7 +128,7 @@ class Run:
 
     def output(self) -> str:
         """What the ranks have printed."""
-        texts = [f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("*-*")) if path.is_file()]
+        texts = [f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("*-*")) if path.suffix == ""]
         return "\n".join(texts)
 
     def changes(self) -> list[str]:
@@ -134,9 +152,10 @@ class Run:
         return codes
 
 
-def hurt(run: Run, kinds: random.Random, zero: bool, seconds: float) -> list[str]:
-    """Faults of a run that takes so many ``seconds`` unhurt, until a few have happened or it is over."""
-    done, alive = list[str](), [*run.processes]
+def hurt(run: Run, kinds: random.Random, zero: bool) -> list[str]:
+    """Faults of a run, until a few have happened or it is over."""
+    done, alive, taken = list[str](), [*run.processes], [row["step_seconds"] for row in run.rows()]
+    seconds = run.steps * sum(taken) / len(taken)  # of the run unhurt
     for _ in range(kinds.randrange(1, 4)):
         time.sleep(kinds.uniform(0.0, seconds / 4))
         rows = run.rows()
@@ -167,17 +186,17 @@ def one(folder: Path, text: Path, plain: Run, seed: int, **how: str) -> dict[str
         if run.begins():
             break
         shutil.rmtree(folder)
-    faults = hurt(run, kinds, zero, sum(row["step_seconds"] for row in plain.rows()))
+    faults = hurt(run, kinds, zero)
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and len(run.rows()) < run.steps:
         time.sleep(0.1)
+    said = run.changes()
     for process in run.processes:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGCONT)  # who was stopped finds that it is out, and ends
     codes = run.wait(40)
     (numbers, tensors), expected, rows = run.result(), plain.result(), run.rows()
     same = (numbers == expected[0], tensors == expected[1])
-    said = run.changes()
     pauses = [float(x) for line in said for x in re.findall(r" now, ([\d.]+) s later", line)]
     return {
         "seed": seed, "zero": int(zero), "same": all(same), "numbers": same[0], "tensors": same[1], "rows": len(rows),

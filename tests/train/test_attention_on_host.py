@@ -1,7 +1,8 @@
 """The attention kernels of every family on machines without a GPU: tensor cores, TMA and its barriers are emulated.
 
-The checks are those of ``test_attention_cuda``, on few shapes.  What the GPU does beside a thread is done at once here:
-arithmetic, indexing and the order of barriers are checked, not what only a race shows.
+The checks are those of ``test_attention_cuda`` and ``test_attention_masks_cuda``, on few shapes.  What the GPU does
+beside a thread is done at once here: arithmetic, indexing and the order of barriers are checked, not what only a race
+shows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import pytest
 from kos.errors import InvalidArgument
 from kos.train.ops.cuda import attention
 from tests.host_compiler import COMPILER
+from tests.train import attention_cases as cases
 from tests.train import test_attention_cuda as on_device
+from tests.train import test_attention_masks_cuda as on_masks
 from tests.train.host_kernels import emulator
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
@@ -26,19 +29,19 @@ def host(monkeypatch):
     ops = emulator.HostOps()
     ops.shared_memory, ops.multiprocessors = 227 << 10, 2
     monkeypatch.setattr(attention, "_tensor_map", emulator.HostMap.of)
-    monkeypatch.setattr(on_device, "launcher", lambda stream: ops)
-    monkeypatch.setattr(on_device, "device_arena", lambda stream: ops.make_arena())
+    monkeypatch.setattr(cases, "launcher", lambda stream: ops)
+    monkeypatch.setattr(cases, "device_arena", lambda stream: ops.make_arena())
 
 
 def test_heads_that_no_kernel_takes_are_refused(rng):
-    case = on_device.make_case(rng, None, (1, 8, 1, 1, 258), "bfloat16")
+    case = cases.make_case(rng, None, (1, 8, 1, 1, 258), "bfloat16")
     with pytest.raises(InvalidArgument, match="expected heads of at most 256 elements, got 258"):
         attention.attention(case.qkv, 1, 1, case.out, case.log_sum_exp, emulator.HostOps())
 
 
 def test_masks_that_do_not_fit_are_refused(rng):
-    case, ops = on_device.make_case(rng, None, (2, 8, 1, 1, 64), "bfloat16"), emulator.HostOps()
-    mask, _ = on_device.make_mask(None, None, None, 2, np.arange(9), np.arange(9))
+    case, ops = cases.make_case(rng, None, (2, 8, 1, 1, 64), "bfloat16"), emulator.HostOps()
+    mask, _ = cases.make_mask(None, None, None, 2, np.arange(9), np.arange(9))
     with pytest.raises(InvalidArgument, match="expected a mask of 2 x 8 tokens, as qkv has, got one of 2 x 9"):
         attention.attention(case.qkv, 1, 1, case.out, case.log_sum_exp, ops, mask=mask)
     with pytest.raises(InvalidArgument, match="expected a window of at least 1 token, got 0"):
@@ -99,50 +102,50 @@ def test_others_that_matter_alone_or_not_at_all(rng, family):
 
 
 QUICK_MASKS = {"random documents", "both"}
-MASKS = [pytest.param(kind, id=kind, marks=() if kind in QUICK_MASKS else pytest.mark.slow) for kind in on_device.MASKS]
+MASKS = [pytest.param(kind, id=kind, marks=() if kind in QUICK_MASKS else pytest.mark.slow) for kind in on_masks.MASKS]
 
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masks(rng, family, kind):
     shape = (2, 140, 2, 1, 64) if family == "mma" else (1, 270, 1, 1, 64)
-    on_device.test_masks(rng, None, family, "bfloat16", shape, kind)
+    on_masks.test_masks(rng, None, family, "bfloat16", shape, kind)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", on_device.MASKS)
+@pytest.mark.parametrize("kind", on_masks.MASKS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masks_of_large_heads(rng, family, kind):
-    on_device.test_masks(rng, None, family, "bfloat16", (2, 140, 2, 1, 128), kind)
+    on_masks.test_masks(rng, None, family, "bfloat16", (2, 140, 2, 1, 128), kind)
 
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_simple_masks(rng, dtype, kind):
-    on_device.test_masks(rng, None, "simple", dtype, (2, 20, 4, 2, 40), kind)
+    on_masks.test_masks(rng, None, "simple", dtype, (2, 20, 4, 2, 40), kind)
 
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("family", [*FAMILIES, "simple"])
 def test_masks_of_zigzag_parts(rng, family, kind):
     chunk = 5 if family == "simple" else 70
-    on_device.test_masks_of_zigzag_parts(rng, None, family, (2, 1, chunk, 1, 1, 64), kind)
+    on_masks.test_masks_of_zigzag_parts(rng, None, family, (2, 1, chunk, 1, 1, 64), kind)
 
 
 @pytest.mark.parametrize("kind", ["window of 1", pytest.param("window of 64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masks_of_which_whole_blocks_see_nothing(rng, family, kind):
-    on_device.test_masks_of_zigzag_parts(rng, None, family, (2, 1, 128, 1, 1, 64), kind)
+    on_masks.test_masks_of_zigzag_parts(rng, None, family, (2, 1, 128, 1, 1, 64), kind)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_documents_do_not_matter(rng, family):
-    on_device.test_other_documents_do_not_matter(rng, None, family, 64)
+    on_masks.test_other_documents_do_not_matter(rng, None, family, 64)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mask_of_everything_changes_no_bit(rng, family):
-    on_device.test_a_mask_of_everything_changes_no_bit(rng, None, family)
+    on_masks.test_a_mask_of_everything_changes_no_bit(rng, None, family)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "simple"])
@@ -150,4 +153,4 @@ def test_a_mask_of_everything_changes_no_bit(rng, family):
 def test_masks_to_others(rng, family, parts):
     shape = (2, 20, 4, 2, 40, (5, 18), (3, 20)) if family == "simple" else (1, 150, 2, 1, 64, *parts)
     for window in (1, 40, 300):
-        on_device.test_masks_to_others(rng, None, family, window, shape)
+        on_masks.test_masks_to_others(rng, None, family, window, shape)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kos
 from kos.comm import groups
 from kos.comm.communicator import Communicator
 from kos.errors import (
@@ -40,8 +41,8 @@ from kos.train.optim.base import Optimizer
 from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.stopping import LEAVE, Left, Stop
-from kos.train.run import Trainer
-from kos.train.tools.metrics import METRICS, read_metrics
+from kos.train.run import ADDRESS, Trainer
+from kos.train.tools.metrics import read_metrics
 from kos.train.train import Step
 from tests.train import elastic_faults
 from tests.train.emulated_runs import emulated
@@ -230,23 +231,6 @@ def test_both_holders_of_a_part_are_lost(text: Path, tmp_path: Path) -> None:
         train(text, tmp_path, faults, zero=1)
 
 
-def test_who_was_stopped_while_the_others_went_on_leaves_their_output(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It cannot ask the ranks that it knew, which have left since; the epochs of the run's metrics tell."""
-    take_output, theirs = Trainer._take_output, '{"step": 5, "epoch": 7}\n'
-
-    def take(run: Any) -> None:
-        with (run.out / METRICS).open("a") as file:
-            file.write(theirs)
-        take_output(run)
-
-    monkeypatch.setattr(Trainer, "_take_output", take)
-    with pytest.raises(CheckpointError, match=r"the others went on without this rank: expected epoch 0 in .*, got 7"):
-        train(text, tmp_path, [Fault("crash", 0, 4, call="all_to_all")])
-    assert theirs in (tmp_path / METRICS).read_text()
-
-
 @pytest.mark.parametrize("where", ["within a step", "in a validation", "at a checkpoint"])
 def test_fewer_ranks_than_the_least_save_and_end(where: str, text: Path, tmp_path: Path, unhurt: Any) -> None:
     """What is saved is the step that is done, also if its validation or its row was not."""
@@ -340,6 +324,25 @@ def test_an_exchange_of_gpus_alone_finds_the_loss(
     monkeypatch.setattr(Device, "evaluate", other)
     assert train(text, tmp_path, FAULTS["in a validation"]) == unhurt
     assert ranks_of(tmp_path)[-1] == (3, 1)
+
+
+def test_ranks_that_others_have_left_out_do_not_continue(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wake up after the others have gone on, and ended; what is the others' stays."""
+    change, address = elastic.Elastic._change, tmp_path / ADDRESS
+
+    def woken(self: elastic.Elastic, why: Any) -> None:
+        if self.run.comm.rank == 0:
+            with (tmp_path / "metrics.jsonl").open("a") as rows:
+                rows.write('{"step": 5, "epoch": 1}\n')
+            address.write_text("of the others")
+        change(self, why)
+
+    monkeypatch.setattr(elastic.Elastic, "_change", woken)
+    with pytest.raises(CollectiveError, match="in epoch 0, got 1: these ranks are out"):
+        train(text, tmp_path, FAULTS["within a step"])
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 5 and address.read_text() == "of the others"
 
 
 def test_other_runs_agree_on_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,6 +550,25 @@ def test_a_newcomer_takes_settings_that_change_no_number(
     ((thread, errors),) = threads
     thread.join(30)
     assert not errors and ranks_of(tmp_path)[-1] == (5, 1)
+
+
+def test_a_spare_waits_for_the_run(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the timeout: until it has written its address; once that is gone, the run is over."""
+    address, calls = tmp_path / ADDRESS, list[float]()
+
+    def nobody(where: str, timeout: float) -> Communicator:
+        calls.append(timeout)
+        if len(calls) == 3:
+            address.write_text("127.0.0.1:9")
+        if len(calls) == 5:
+            address.unlink()
+        time.sleep(timeout)
+        raise RendezvousError("join: nobody admits newcomers")
+
+    monkeypatch.setattr(kos, "join", nobody)
+    with pytest.raises(RendezvousError, match="join: nobody"):
+        Newcomer(config_of(text, tmp_path, elastic="1", join=str(address), timeout=0.01))
+    assert len(calls) == 5
 
 
 def test_nobody_is_there(text: Path, tmp_path: Path) -> None:

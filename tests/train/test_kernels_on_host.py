@@ -21,6 +21,8 @@ from kos.train.optim.adamw import AdamW
 from kos.train.optim.base import Group, Optimizer, clip_coefficient
 from kos.train.optim.cuda import CHUNK, CudaOptimizer
 from tests.host_compiler import COMPILER
+from tests.train import ops_cases
+from tests.train import test_cross_entropy_cuda as on_loss
 from tests.train import test_model_cuda as on_models
 from tests.train import test_ops_cuda as on_ops
 from tests.train.host_kernels import emulator
@@ -36,9 +38,9 @@ def ops(monkeypatch):
     return emulator.HostOps()
 
 
-@pytest.fixture(params=on_ops.DTYPES)
+@pytest.fixture(params=ops_cases.DTYPES)
 def side(ops, request):
-    return on_ops.Side(ops, request.param)
+    return ops_cases.Side(ops, request.param)
 
 
 @pytest.fixture
@@ -48,8 +50,8 @@ def arena(ops):
 
 def shapes(names, quick, others=()):
     """Each quick shape with one dtype, by turns; the rest takes long to compile."""
-    both = [(dtype, *shape) for shape in (*quick, *others) for dtype in on_ops.DTYPES]
-    chosen = [(on_ops.DTYPES[n % 2], *shape) for n, shape in enumerate(quick)]
+    both = [(dtype, *shape) for shape in (*quick, *others) for dtype in ops_cases.DTYPES]
+    chosen = [(ops_cases.DTYPES[n % 2], *shape) for n, shape in enumerate(quick)]
     cases = [*chosen, *(pytest.param(*case, marks=pytest.mark.slow) for case in both if case not in chosen)]
     return pytest.mark.parametrize(("side", *names), cases, indirect=["side"])
 
@@ -129,20 +131,20 @@ def test_gelu(ops, side, rng, arena):
 
 @shapes(["n", "vocabulary"], [(5, 65), (9, 20_008)], [(5, 1000), (7, 60_008)])
 def test_cross_entropy(ops, side, rng, arena, monkeypatch, n, vocabulary):
-    on_ops.test_cross_entropy(ops, side, rng, arena, monkeypatch, n, vocabulary)
+    on_loss.test_cross_entropy(ops, side, rng, arena, monkeypatch, n, vocabulary)
 
 
 @shapes(["n", "bounds"], [(13, (0, 4, 17)), (5, (0, 4008, 20_008))], [(5, (0, 256, 1000))])
 def test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds):
-    on_ops.test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds)
+    on_loss.test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds)
 
 
 def test_cross_entropy_of_parts_stands_large_logits(ops, side, arena):
-    on_ops.test_cross_entropy_of_parts_stands_large_logits(ops, side, arena)
+    on_loss.test_cross_entropy_of_parts_stands_large_logits(ops, side, arena)
 
 
 def test_cross_entropy_stands_large_logits(ops, side, arena):
-    on_ops.test_cross_entropy_stands_large_logits(ops, side, arena)
+    on_loss.test_cross_entropy_stands_large_logits(ops, side, arena)
 
 
 def test_small_things(ops, side, rng):
@@ -176,7 +178,7 @@ def test_bfloat16_gradients_are_rounded_once(ops):
     on_models.test_bfloat16_gradients_are_rounded_once(ops, "wide")
 
 
-@pytest.mark.parametrize("gradient_dtype", on_ops.DTYPES)
+@pytest.mark.parametrize("gradient_dtype", ops_cases.DTYPES)
 def test_adamw(ops, rng, gradient_dtype):
     """Warm-up, clipping, each group's decay and learning rate; a gradient of NaN changes nothing."""
     shapes = {"a": (7, 5), "norm": (5,), "b": (130, 128)}
@@ -243,7 +245,7 @@ def test_adamw_in_shards_is_the_whole_bit_for_bit(ops, rng, dtype):
             assert half.copy.flat[part].numpy().tobytes() == one.copy.flat[part].numpy().tobytes()
 
 
-@pytest.mark.parametrize("gradient_dtype", on_ops.DTYPES)
+@pytest.mark.parametrize("gradient_dtype", ops_cases.DTYPES)
 def test_the_exact_norm_does_not_depend_on_cuts(ops, rng, gradient_dtype):
     """Numbers of very different magnitudes give the CPU's two sums, whole and in three stages, in every layout."""
     sizes = {"a": (7,), "b": (3, 6001), "c": (1, 1), "d": (5, 13), "e": (131, 130)}

@@ -334,9 +334,9 @@ def test_training_lowers_the_loss(ops):
 )
 def test_muon(ops, master, copy, gradient):
     """Beside the host's in float64: several matrices of a shape at once, wide, tall and stacked ones."""
-    from tests.train import test_muon
+    from tests.train import test_muon_on_host
 
     print(f"KOS_TEST_SEED={SEED}")
     shapes = {"head": (500, 256), "norm": (256,), "wide": (256, 768), "q": (256, 256), "tall": (1024, 256)}
     shapes["stacked.c_attn"] = (768, 256)
-    test_muon.check_optimizer(ops, np.random.default_rng(SEED), master, copy, gradient, shapes)
+    test_muon_on_host.check_optimizer(ops, np.random.default_rng(SEED), master, copy, gradient, shapes)

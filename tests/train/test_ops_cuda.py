@@ -1,12 +1,7 @@
-"""Each operation of the cuda dialect against the numpy one in float64, on odd and even shapes.
-
-Inputs are rounded to the dtype first, so that what is measured is the kernel's error alone: its norm over that
-of the result, as a multiple of the dtype's rounding unit.  Outputs and scratch start as NaN.
-"""
+"""Each operation of the cuda dialect against the numpy one in float64, on odd and even shapes."""
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import numpy as np
@@ -14,101 +9,17 @@ import pytest
 
 from kos import cuda
 from kos.memory.arena import Arena
-from kos.memory.array import Array
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda.cublaslt import Matmul
-from kos.train.ops.cuda.dialect import CudaOps
+from tests.train import ops_cases
+from tests.train.ops_cases import DTYPES, UNIT, Side, check_orthogonalize, columns, weight_gradients
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
 ]
 
-DTYPES = ["float32", "bfloat16"]
-UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}  # half a unit in the last place, relative
-
-
-@pytest.fixture(scope="module")
-def ops():
-    return CudaOps(0)
-
-
-@pytest.fixture
-def arena(ops):
-    """Scratch memory that is NaN wherever nothing has been written."""
-
-    def allocate(nbytes):
-        slab = ops.zeros(max(nbytes, 1), np.uint8)
-        slab.fill_bytes(255, ops.stream)
-        return slab
-
-    arena = ops.make_arena()
-    return Arena(0, allocate, arena._view)
-
-
-def check_orthogonalize(ops, side, rng, arena, count, rows, columns):
-    """Matrices of any norm, several at once; what is left is in the dtype's rounding near float64's."""
-    x, x64 = side.put(rng.normal(size=(count, rows, columns)) * 10.0 ** rng.integers(-3, 4, (count, 1, 1)))
-    ops.orthogonalize(x, arena)
-    reference.orthogonalize(x64, Arena())
-    got = side.get(x)
-    for ours, expected in zip(got, x64, strict=True):
-        error = np.linalg.norm(ours - expected) / np.linalg.norm(expected)
-        assert error < (1e-5 if side.dtype == "float32" else 0.03), (rows, columns)
-
-
-class Side:
-    """Arrays that exist twice: rounded to ``dtype`` on the device, and the same numbers in float64."""
-
-    def __init__(self, ops, dtype):
-        self.ops, self.dtype = ops, dtype
-
-    def put(self, values, dtype=None):
-        """The device's array and float64's, of the same rounded numbers."""
-        from kos.dtypes import DTYPES as table
-
-        rounded = np.asarray(values, np.float32).astype(table[dtype or self.dtype].numpy)
-        return Array.from_numpy(rounded, 0, stream=self.ops.stream), rounded.astype(np.float64)
-
-    def nan(self, *shape, dtype=None):
-        array = self.ops.zeros(shape, dtype or self.dtype)
-        array.fill_bytes(255, self.ops.stream)
-        return array
-
-    def ints(self, values):
-        return Array.from_numpy(np.asarray(values, np.int32), 0, stream=self.ops.stream)
-
-    def get(self, array):
-        return self.ops.to_host(array).astype(np.float64)
-
-    def close(self, got, expected, units, dtype=None):
-        """The error of ``got``, an array of the device, in rounding units of its dtype."""
-        got = self.get(got)
-        assert got.shape == expected.shape
-        error = np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30)
-        floor = UNIT[dtype or self.dtype]
-        assert error <= units * floor, f"{error / floor:.2f} units, expected at most {units}"
-
-
-@pytest.fixture(params=DTYPES)
-def side(ops, request):
-    return Side(ops, request.param)
-
-
-def columns(array):
-    return np.asfortranarray(array)
-
-
-def weight_gradients(side, rng, shape, expected, backward, units):
-    """A weight's gradient, in the activations' dtype and in fp32, written and added."""
-    for dtype in {side.dtype, "float32"}:
-        written = side.nan(*shape, dtype=dtype)
-        backward(written, False)
-        limit = units if dtype == "float32" else 2  # fp32 sums, rounded once
-        side.close(written, expected, limit, dtype)
-        added, start = side.put(rng.normal(size=shape), dtype)
-        backward(added, True)
-        side.close(added, start + expected, limit, dtype)
+ops, arena, side = ops_cases.ops, ops_cases.arena, ops_cases.side
 
 
 @pytest.mark.parametrize(
@@ -449,104 +360,6 @@ def test_swiglu_stands_large_gates(ops, side, arena):
     large = side.get(gate_up)[1, 0]
     assert np.array_equal(side.get(out), [[0], [2 * large]])
     assert np.array_equal(side.get(d_gate_up), [[0, 0], [2, large]])
-
-
-@pytest.mark.parametrize(("n", "vocabulary"), [(13, 17), (5, 65), (70, 1000), (33, 50_304), (7, 128_256)])
-def test_cross_entropy(ops, side, rng, arena, monkeypatch, n, vocabulary):
-    monkeypatch.setattr(ops, "multiprocessors", 2)  # so that a block has several rows
-    logits, logits64 = side.put(rng.normal(size=(n, vocabulary)) * 5)
-    targets = rng.integers(0, vocabulary, n).astype(np.int32)
-    targets[[2, n - 1]] = -1
-    on_device = side.ints(targets)
-    losses, alone, count, mean = (
-        side.nan(size, dtype=dtype) for size, dtype in ((n, "float32"), (n, "float32"), (1, "float32"), (1, "float64"))
-    )
-    losses64, count64, mean64 = np.empty(n), np.empty(1), np.empty(1)
-    scratch, _ = side.put(logits64)
-    ops.cross_entropy(scratch, on_device, None, alone, arena)
-    ops.count_targets(on_device, count)
-    assert side.get(count) == [n - 2]
-    ops.cross_entropy(logits, on_device, count, losses, arena)
-    reference.count_targets(targets, count64)
-    reference.cross_entropy(logits64, targets, count64, losses64, Arena())
-    side.close(losses, losses64, 20, "float32")
-    assert np.array_equal(side.get(losses), side.get(alone))
-    side.close(logits, logits64, 20 if side.dtype == "float32" else 3)
-    assert not side.get(logits)[[2, n - 1]].any()
-    ops.mean_loss(losses, count, mean)
-    reference.mean_loss(losses64, count64, mean64)
-    assert side.get(mean)[0] == pytest.approx(mean64[0], rel=1e-6)
-
-
-def test_cross_entropy_stands_large_logits(ops, side, arena):
-    logits, _ = side.put([[8192.0, 0.0], [-8192.0, 0.0], [-math.inf, 1.0]])
-    count, _ = side.put([2.0], "float32")
-    losses = side.nan(3, dtype="float32")
-    ops.cross_entropy(logits, side.ints([1, 1, 1]), count, losses, arena)
-    assert np.array_equal(side.get(losses), [8192, 0, 0])
-    assert np.array_equal(side.get(logits), [[0.5, -0.5], [0, 0], [0, 0]])
-
-
-@pytest.mark.parametrize(
-    ("n", "bounds"),
-    [(13, (0, 4, 17)), (5, (0, 1, 64, 65)), (70, (0, 256, 1000)), (9, (0, 16_032, 20_008)), (6, (0, 32_064, 128_256))],
-)
-def test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds):
-    """Parts of any size have the losses and the gradient of the whole vocabulary."""
-    (_, whole64), count64, losses64 = side.put(rng.normal(size=(n, bounds[-1])) * 5), np.empty(1), np.empty(n)
-    targets = rng.integers(0, bounds[-1], n).astype(np.int32)
-    targets[:4] = [0, bounds[1] - 1, -1, bounds[1]]
-    parts, on_device, count = list(pairwise(bounds)), side.ints(targets), side.nan(1, dtype="float32")
-    statistics = side.nan(len(parts), 3, n, dtype="float32")
-    for index, (first, end) in enumerate(parts):
-        logits, logits64 = side.put(whole64[:, first:end])
-        ops.logit_statistics(logits, on_device, first, statistics[index], arena)
-        expected = np.empty((3, n))
-        reference.logit_statistics(logits64, targets, first, expected, Arena())
-        top, total, at_target = side.get(statistics[index])
-        assert np.array_equal(side.get(logits), logits64)
-        assert np.array_equal([top, at_target], expected[[0, 2]])
-        np.testing.assert_allclose(total, expected[1], rtol=128 * UNIT["float32"])
-    gradient64 = whole64.copy()
-    reference.count_targets(targets, count64)
-    reference.cross_entropy(gradient64, targets, count64, losses64, Arena())
-    ops.count_targets(on_device, count)
-    first_losses = None
-    for first, end in parts:
-        logits, logits64 = side.put(whole64[:, first:end])
-        alone, losses = side.nan(n, dtype="float32"), side.nan(n, dtype="float32")
-        ops.cross_entropy_of_parts(logits, on_device, first, statistics, None, alone, arena)
-        ops.cross_entropy_of_parts(logits, on_device, first, statistics, count, losses, arena)
-        side.close(losses, losses64, 20, "float32")
-        first_losses = side.get(losses) if first_losses is None else first_losses
-        assert np.array_equal(side.get(losses), first_losses) and np.array_equal(side.get(alone), first_losses)
-        side.close(logits, gradient64[:, first:end], 20 if side.dtype == "float32" else 3)
-        assert not side.get(logits)[2].any()
-
-
-def test_cross_entropy_of_parts_stands_large_logits(ops, side, arena):
-    """And a part in which no token can come next."""
-    whole = np.array([[8192.0, 0, 0], [-8192, 0, -8192], [-math.inf, -math.inf, 1], [-math.inf, -math.inf, 1]])
-    targets, statistics = side.ints([2, 1, 2, -1]), side.nan(2, 3, 4, dtype="float32")
-    parts, (count, _) = {0: whole[:, :2], 2: whole[:, 2:]}, side.put([2.0], "float32")
-    for index, (first, part) in enumerate(parts.items()):
-        ops.logit_statistics(side.put(part)[0], targets, first, statistics[index], arena)
-    gradient = np.array([[0.5, 0, -0.5], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
-    for first, part in parts.items():
-        logits, losses = side.put(part)[0], side.nan(4, dtype="float32")
-        ops.cross_entropy_of_parts(logits, targets, first, statistics, count, losses, arena)
-        assert np.array_equal(side.get(losses), [8192, 0, 0, 0])
-        assert np.array_equal(side.get(logits), gradient[:, first : first + part.shape[1]])
-
-
-def test_cross_entropy_of_nothing_is_zero(ops, side, rng, arena):
-    logits, _ = side.put(rng.normal(size=(3, 5)))
-    targets, losses, count = side.ints([-1, -1, -1]), side.nan(3, dtype="float32"), side.nan(1, dtype="float32")
-    mean = side.nan(1, dtype="float64")
-    ops.count_targets(targets, count)
-    ops.cross_entropy(logits, targets, count, losses, arena)
-    ops.mean_loss(losses, count, mean)
-    assert side.get(mean)[0] == 0 and not side.get(logits).any()
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (64, 40)])

@@ -77,12 +77,12 @@ class Place:
     """The user's names of host and port, for errors."""
 
     @staticmethod
-    def is_given(environ: Mapping[str, str] = os.environ) -> bool:
+    def is_given() -> bool:
         """Whether the environment sets the rank of this process, completely or in part.
 
         A shell of a Slurm allocation has a rank number too; only a step of srun with several tasks counts.
         """
-        return not environ.keys().isdisjoint(_VARIABLES) or environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+        return not os.environ.keys().isdisjoint(_VARIABLES) or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Place:

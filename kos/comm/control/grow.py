@@ -142,6 +142,7 @@ class Change:
             sock.close()
             if leader in self.blamed or self._stopped(leader):
                 self.left_out.add(leader)
+                group.silent.add(leader)
                 self.deadline = time.monotonic() + group.timeout
                 raise ConnectionError from error
             raise self._late([leader]) from None

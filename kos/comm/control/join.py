@@ -191,7 +191,7 @@ def _connected(sock: socket.socket) -> Waiting[None]:
     poll.register(sock, select.POLLOUT)
     while not poll.poll(0):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no connection within {CALL_SECONDS:g} s")
+            raise TimeoutError(timeouts.late("it", timeouts.ANSWER, CALL_SECONDS))
         yield select.POLLOUT
     if problem := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         raise OSError(problem, os.strerror(problem))

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import select
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kos.comm import timeouts
 from kos.comm.control.wire import Connection, Waiting, drive
 from kos.errors import RendezvousError
 
@@ -23,6 +25,7 @@ Address = tuple[str, int]
 READY_SECONDS = 2.0  # limit for the answer of a newcomer that is asked whether it is ready
 REACH_SECONDS = 5.0  # limit for a newcomer to reach the leader
 _TELL_SECONDS = 2.0
+_ANSWER_SECONDS = 0.05  # in which a newcomer that runs answers
 
 
 @dataclass(eq=False)
@@ -36,6 +39,7 @@ class Newcomer:
     came: float = field(default_factory=time.monotonic)
     asked: float = 0.0  # whether it is ready
     answered: float = 0.0
+    ended: bool = False
 
     def __post_init__(self) -> None:
         self.reading = self.connection.receive()
@@ -47,7 +51,7 @@ class Newcomer:
     def read(self) -> bool:
         """Read what it has sent; whether it is still there."""
         try:
-            while True:
+            while not self.ended:  # a generator that has raised has no more messages
                 try:
                     next(self.reading)
                     return True
@@ -56,7 +60,9 @@ class Newcomer:
                     self.reaches = self.reaches or "reached" in message
                     if "ready" in message:
                         self.answered = time.monotonic()
+            return False
         except (OSError, RendezvousError, ValueError):
+            self.ended = True
             return False
 
 
@@ -99,10 +105,12 @@ class Newcomers:
             if now - max(each.asked, each.answered) <= READY_SECONDS:
                 continue
             if each.asked > each.answered:
-                self.refuse(each, f"no answer within {READY_SECONDS:g} s")
+                self.refuse(each, timeouts.late("it", timeouts.ANSWER, READY_SECONDS))
             else:
                 each.asked = now
                 tell(each.connection, {"ready": True})
+        chosen = [each for each in chosen if each in self._waiting]
+        _await_answers([each for each in chosen if each.asked > each.answered])
         return len(chosen) == count and all(each.answered > each.asked for each in chosen)
 
     def refuse(self, newcomer: Newcomer, problem: str) -> None:
@@ -124,6 +132,19 @@ class Newcomers:
         """Close their connections: they call again."""
         while self._waiting:
             self._waiting.pop().connection.close()
+
+
+def _await_answers(newcomers: Sequence[Newcomer]) -> None:
+    """Wait for a moment until all have answered, or one has ended."""
+    deadline, waiting = time.monotonic() + _ANSWER_SECONDS, list(newcomers)
+    while waiting and (remaining := deadline - time.monotonic()) > 0:
+        poll = select.poll()
+        for each in waiting:
+            poll.register(each.connection.sock, select.POLLIN)
+        poll.poll(remaining * 1000)
+        if not all(each.read() for each in waiting):
+            return
+        waiting = [each for each in waiting if each.asked > each.answered]
 
 
 def place_name(host: str, port: int) -> str:

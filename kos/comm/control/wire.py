@@ -353,9 +353,9 @@ class Acceptor:
 
 def admit_all(
     listener: socket.socket, key: bytes, expected: set[int], size: int, deadline: float,
-    gone: Callable[[int], bool] = lambda rank: False, look: Callable[[], None] = lambda: None, epoch: int = 0,
+    look: Callable[[], None] = lambda: None, epoch: int = 0,
 ) -> tuple[dict[int, Connection], list[int]]:  # fmt: skip
-    """The connections of the ``expected`` ranks, and the ranks that are missing at the deadline and not ``gone``.
+    """The connections of the ``expected`` ranks, and the ranks that are missing at the deadline.
 
     ``look`` is called every second and may raise.  Closes the listener.  Raises the OSError of ``Acceptor.admit``.
     """
@@ -365,7 +365,6 @@ def admit_all(
             caller = acceptor.admit(min(remaining, 1.0))
             if caller is None:
                 look()
-                expected = {rank for rank in expected if rank in admitted or not gone(rank)}
                 continue
             rank, its_size, connection = caller
             if rank in admitted or rank not in expected or its_size != size:

@@ -63,21 +63,25 @@ class EagerCalls:
             self.asked, self._last = 0, (self.asked, work, work.held, work.array)
 
     def remember(
-        self, name: str, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
+        self, asked: Any, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
     ) -> tuple[Any, ...] | bool | None:
-        """How the core makes calls like this thread's last, ``name`` with these arguments; False: it never will.
+        """How the core makes calls like this thread's last; False: it never will.
+
+        ``asked`` is the name of the operation, which got these arguments, or the Persistent that was started.
 
         None if this call says nothing of others.
 
         What it queues, the Prepared, what the recorder has of the call, the Work that stands for all of them, and which
         arguments are input, output and result, -1 for none.  Then the objects by whose identity calls are compared,
         which must live on, and the guards.  Last two objects that keep the last Work: the backend and what is shared.
+        Of a Persistent, the Works that its starts return in turn, and addresses instead of objects.
         """
         thread, self.asked, last, self._last = self.asked, 0, self._last, None
         if thread or last is None or last[0] != get_ident():
             return None
         work, prepared = last[1], last[1].prepared
-        if prepared.name != name or not prepared.lasting:
+        persistent = not isinstance(asked, str)
+        if not (result is work if persistent else prepared.name == asked) or not prepared.lasting:
             return None
         if work.stream > LEGACY and is_captured(work.stream):  # graphs may have other routes
             return None
@@ -85,7 +89,7 @@ class EagerCalls:
         streams = (id(stream),) if stream is not None and not library_of(stream) else ()  # torch's are new each time
         if any(not (_is_fixed(x) or id(x) in streams) for x in arguments):
             return None  # the next call may have another object
-        if name.endswith("_v") and sum(map(_is_counts, arguments)) != 1 + (name == "all_to_all_v"):
+        if not persistent and asked.endswith("_v") and sum(map(_is_counts, arguments)) != 1 + (asked == "all_to_all_v"):
             return None  # each call tells the ranks its sizes
         if not prepared.waits:
             return False
@@ -93,16 +97,18 @@ class EagerCalls:
         if any(not any(x is each for each in ends) for x in arguments if _address(x) is not None):
             return False
         used = [_place(x, arguments) for x in (*ends, result)]
-        if None in used:
+        if None in used and not persistent:
             return False
         plan = self._plan(work)
         if plan is None:
             return False
         lasting = prepared.work(prepared)
         lasting.stream, lasting.queue = work.stream, work.queue
-        objects = *map(_identity, arguments), *keywords
+        objects, works = (*map(_identity, arguments), *keywords), lasting
+        if persistent:
+            objects, works, used = (work.send, work.recv, None), (work.again(), work.again()), [0, 1, -1]
         guards = tuple(each for guard in self._guards(lasting) for each in guard)
-        return plan, prepared, prepared.description, lasting, *used, objects, guards, prepared.backend, self._shared
+        return plan, prepared, prepared.description, works, *used, objects, guards, prepared.backend, self._shared
 
     def _plan(self, work: Work[Any]) -> bytes | None:
         """What the core queues, as it reads it; None if the call is more than one launch on a stream that is kept."""

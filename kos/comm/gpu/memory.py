@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
@@ -199,9 +200,9 @@ class Windows:
         """The array in a window that all ranks have registered; ``free`` uses ``handle``."""
         number, self._count = self._count, self._count + 1
         self.memories[number] = WindowMemory(pointer, nbytes, handle, owner)
-        return Array(pointer, shape, dtype, self._device, owner=Window(self, pointer, number))
+        return Array(pointer, shape, dtype, self._device, owner=Window(pointer, partial(self.release, number)))
 
-    def release(self, pointer: int, window: int) -> None:
+    def release(self, window: int) -> None:
         """Record that a window has no arrays left; calls on it may be queued, and graphs may be captured."""
         self._dropped.append(window)
         if self._ended():

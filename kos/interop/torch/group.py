@@ -88,8 +88,9 @@ class ProcessGroupKos(Reconfigurable):
         ranks = given.global_ranks_in_group or range(given.group_size)
         if not isinstance(options, Options | None):
             raise InvalidArgument(f"pg_options: expected kos.interop.torch.Options or None, got {options!r}")
-        connects = not getattr(given, "enable_reconfigure", False)  # of torch 2.14
-        return cls(given.store, given.group_rank, given.group_size, given.timeout, ranks, options or Options(), connects)
+        late = getattr(given, "enable_reconfigure", False)  # of torch 2.14: ``reconfigure`` connects
+        own = options or Options()
+        return cls(given.store, given.group_rank, given.group_size, given.timeout, ranks, own, not late)
 
     def _connect(self, backend: str, purpose: str, seconds: float | None = None, **keywords: Any) -> kos.Communicator:
         store = torch._C._distributed_c10d.PrefixStore(f"{self.prefix}{purpose}/", self._store)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,18 @@ def as_line(row: Mapping[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole rows of a metrics file; an unfinished last line is left out, a missing file is empty."""
+def read_metrics(path: Path, last: int = 0) -> list[dict[str, Any]]:
+    """The whole rows of a metrics file; an unfinished last line is left out, a missing file is empty.
+
+    ``last``: those in the last so many bytes; 0: all.
+    """
     if not path.exists():
         return []
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - last) if last else 0)
+        text = file.read().decode(errors="replace")
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in text.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

@@ -22,21 +22,19 @@ from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
 from kos.cuda.kernels import load_kernel
 from kos.dtypes import DTYPES, DType
-from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask, Scaled
 from kos.train.ops.cuda import attention, fp8
 from kos.train.ops.cuda.cublaslt import Matmul
+from kos.train.ops.cuda.norms import BLOCK, FLOAT32, NormOps, access_width
 
 KERNELS = Path(__file__).parent / "kernels"
-BLOCK = 256  # threads of an elementwise block
-WARP_HEAD = 512  # elements of a row of which a warp has 16 a lane
 DIGIT_BITS, DIGITS, TILE, RUN = 9, 512, 1024, 32  # of embedding.cu
-FLOAT32, INT32 = DTYPES["float32"], DTYPES["int32"]
+INT32 = DTYPES["int32"]
 
 
-class CudaOps:
+class CudaOps(NormOps):
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
     Matrix products use ``algorithms``, to which callers may add before a shape's first use; ``search`` times those
@@ -168,7 +166,7 @@ class CudaOps:
 
     def _elementwise(self, name: str, of: Array, *arguments: Any, row: int = 0, **defines: str | int) -> None:
         """A thread computes the elements of ``of`` in one memory access; accesses divide ``row``, or the whole."""
-        width = _width(row or of.size, of, *(x for x in arguments if isinstance(x, Array)))
+        width = access_width(row or of.size, of, *(x for x in arguments if isinstance(x, Array)))
         every: dict[str, Any] = {"DTYPE": of.dtype.name, "WIDTH": width, "COLUMNS": width, "SOURCE": "float32"}
         if packs := of.size // width:
             self.launch("elementwise.cu", name, -(-packs // BLOCK), BLOCK, *arguments, packs, **every | defines)
@@ -177,7 +175,7 @@ class CudaOps:
 
     def embedding(self, tokens: Array, table: Array, out: Array, first: int | None = None) -> None:
         vocabulary, columns = table.shape
-        width = _width(columns, out, table)
+        width = access_width(columns, out, table)
         otherwise = np.float32(math.nan if first is None else 0)
         if packs := out.size // width:
             self.launch(
@@ -196,7 +194,7 @@ class CudaOps:
         if not n:
             return
         vocabulary = d_table.shape[0]
-        width = _width(columns, d_out, d_table)
+        width = access_width(columns, d_out, d_table)
         defines: dict[str, Any]
         defines = {"DTYPE": d_out.dtype.name, "WIDTH": width, "COLUMNS": columns,
                    "GRADIENT": d_table.dtype.name, "ACCUMULATE": int(accumulate)}  # fmt: skip
@@ -270,118 +268,6 @@ class CudaOps:
     ) -> None:  # fmt: skip
         self.matmul(a.values, b.values, out, transpose_b=True, c=residual, bias=bias, scales=(a.scales, b.scales))
 
-    def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
-        rows, columns = x.shape
-        width = _width(columns, x)
-        across = -(-columns // (32 * width))
-        blocks = max(1, min(-(-rows // 8), 4 * self.multiprocessors // across))
-        with arena.scope():
-            partial = arena.take((blocks, columns), FLOAT32)
-            self.launch(
-                "sums.cu", "sum_rows", (across, blocks), 256, x, partial, rows,
-                DTYPE=x.dtype.name, WIDTH=width, COLUMNS=columns, GRADIENT="float32", ACCUMULATE=0,
-            )  # fmt: skip
-            self._add_partials(partial, 0, out, x, accumulate)
-
-    # --- rms_norm and layer_norm ---------------------------------------------------------------------
-
-    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> None:
-        self._norm(x, weight, None, eps, out, rstd)
-
-    def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float, out: Array, statistics: Array) -> None:
-        self._norm(x, weight, bias, eps, out, statistics)
-
-    def rms_norm_backward(
-        self, d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
-        arena: Arena,
-    ) -> None:  # fmt: skip
-        self._norm_backward(d_out, x, weight, rstd, dx, [d_weight], accumulate, arena)
-
-    def layer_norm_backward(
-        self, d_out: Array, x: Array, weight: Array, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
-        accumulate: bool, arena: Arena,
-    ) -> None:  # fmt: skip
-        self._norm_backward(d_out, x, weight, statistics, dx, [d_weight, d_bias], accumulate, arena)
-
-    def _norm(
-        self, x: Array, weight: Array, bias: Array | None, eps: float, out: Array | None, statistics: Array
-    ) -> None:
-        rows, columns = x.shape
-        bias = weight if bias is None else bias
-        width = _width(columns, x, weight, bias, x if out is None else out)
-        threads = _row_threads(columns, width, 32)
-        together = max(1, BLOCK // threads)
-        self._norms(
-            "norm_forward", x, -(-rows // together), threads * together,
-            x, weight, bias, np.float32(eps), 0 if out is None else out, statistics, rows,
-            WIDTH=width, THREADS=threads, ROWS=together, CENTERED=int(bias is not weight),
-        )  # fmt: skip
-
-    def _norm_backward(
-        self, d_out: Array, x: Array, weight: Array, statistics: Array, dx: Array, gradients: list[Array],
-        accumulate: bool, arena: Arena,
-    ) -> None:  # fmt: skip
-        rows, columns = x.shape
-        width = _width(columns, x, d_out, weight, dx)
-        threads = _row_threads(columns, width, 16)
-        # One block on each multiprocessor, of at most 15 barriers and 48 KiB of shared memory.
-        most = 768 if threads * width >= columns else 512  # a thread with one access needs few registers
-        together = max(1, min(most // threads, 12_288 // columns, 15))
-        blocks = min(-(-rows // together), self.multiprocessors)
-        with arena.scope():
-            partial = arena.take((blocks, len(gradients) * columns), FLOAT32)
-            self._norms(
-                "norm_backward", x, blocks, threads * together, d_out, x, weight, statistics, dx, partial, rows,
-                WIDTH=width, THREADS=threads, ROWS=together, CENTERED=len(gradients) - 1,
-            )  # fmt: skip
-            for index, gradient in enumerate(gradients):
-                self._add_partials(partial, index, gradient, x, accumulate)
-
-    def _add_partials(self, partial: Array, index: int, out: Array, x: Array, accumulate: bool) -> None:
-        """out (D,) = or += the sum of the rows of part ``index`` of ``partial`` (blocks, parts D)."""
-        blocks, stride = partial.shape
-        at = partial.pointer + 4 * index * out.size
-        self.launch(
-            "sums.cu", "sum_partials", -(-out.size // 32), 256, at, stride, blocks, out,
-            DTYPE=x.dtype.name, WIDTH=1, COLUMNS=out.size, GRADIENT=out.dtype.name, ACCUMULATE=int(accumulate),
-        )  # fmt: skip
-
-    def _norms(self, name: str, x: Array, grid: Any, block: int, *arguments: Any, **defines: int) -> None:
-        columns = x.shape[1]
-        self.launch("norms.cu", name, grid, block, *arguments, DTYPE=x.dtype.name, COLUMNS=columns, **defines)
-
-    def head_norm(self, x: Array, weight: Array, eps: float, heads: slice, raw: Array) -> None:
-        d, itemsize = len(weight), x.dtype.itemsize
-        first, count = heads.start * d * itemsize, len(x) * (heads.stop - heads.start)
-        together = BLOCK // _head_threads(d)
-        if count:
-            self.launch(
-                "head_norm.cu", "head_norm", -(-count // together), BLOCK, x.pointer + first, weight, np.float32(eps),
-                raw.pointer + first, heads.stop - heads.start, count, **self._of_heads(x, d, raw),
-            )  # fmt: skip
-
-    def head_norm_backward(
-        self, raw: Array, weight: Array, eps: float, heads: slice, dx: Array, d_weight: Array, accumulate: bool,
-        arena: Arena,
-    ) -> None:  # fmt: skip
-        d, itemsize = len(weight), raw.dtype.itemsize
-        first, count = heads.start * d * itemsize, len(raw) * (heads.stop - heads.start)
-        blocks = max(1, min(-(-count // (BLOCK // _head_threads(d))), 4 * self.multiprocessors))
-        with arena.scope():
-            partial = arena.take((blocks, d), FLOAT32)
-            self.launch(
-                "head_norm.cu", "head_norm_backward", blocks, BLOCK, raw.pointer + first, weight, np.float32(eps),
-                dx.pointer + first, partial, heads.stop - heads.start, count, **self._of_heads(dx, d, raw),
-            )  # fmt: skip
-            self._add_partials(partial, 0, d_weight, raw, accumulate)
-
-    def _of_heads(self, x: Array, head_dim: int, raw: Array) -> dict[str, Any]:
-        threads = _head_threads(head_dim)
-        return {
-            "DTYPE": x.dtype.name, "COLUMNS": head_dim, "ROW": x.shape[1], "RAW": raw.shape[1], "THREADS": threads,
-            "HEADS": BLOCK // threads,
-        }  # fmt: skip
-
     # --- rope ----------------------------------------------------------------------------------------
 
     def rope_tables(
@@ -403,7 +289,7 @@ class CudaOps:
 
     def _rotate(self, qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, sign: int) -> None:
         rows, columns = qkv.shape
-        width = _width(math.gcd(head_dim // 2, columns), qkv)
+        width = access_width(math.gcd(head_dim // 2, columns), qkv)
         if packs := rows * heads * (head_dim // 2) // width:
             self.launch(
                 "rope.cu", "rope", -(-packs // BLOCK), BLOCK, qkv, *tables, len(tables[0]), packs,
@@ -469,7 +355,7 @@ class CudaOps:
 
     def cross_entropy(self, logits: Array, targets: Array, count: Array | None, losses: Array, arena: Arena) -> None:
         (rows, vocabulary), backward = logits.shape, int(count is not None)
-        width = _width(vocabulary, logits)
+        width = access_width(vocabulary, logits)
         itemsize = logits.dtype.itemsize
         # Two blocks on a multiprocessor where both rows fit its shared memory, one of twice the threads else.
         half = self.shared_memory // 2 - 1024
@@ -497,7 +383,7 @@ class CudaOps:
 
     def _of_parts(self, name: str, logits: Array, backward: int, *operands: Any) -> None:
         rows, vocabulary = logits.shape
-        width = _width(vocabulary, logits)
+        width = access_width(vocabulary, logits)
         threads = min(512, _power_of_two(-(-vocabulary // width)))
         if rows:
             self._entropy(
@@ -539,35 +425,6 @@ class CudaOps:
         every: dict[str, Any]
         every = {"DTYPE": "float32", "WIDTH": 4, "BACKWARD": 0, "VOCABULARY": 1, "THREADS": 32, "SLOTS": 0, **defines}
         self.launch("cross_entropy.cu", name, grid, block, *arguments, shared=shared, **every)
-
-
-def _width(columns: int, first: Array, *others: Array) -> int:
-    """Elements of one access: 16 bytes of the dtype of ``first``, or 1 where rows or addresses do not allow it."""
-    for array in (first, *others):
-        if array.device != first.device:
-            raise InvalidArgument(f"expected arrays on cuda:{first.device}, got {array}")
-    wide = 16 // first.dtype.itemsize
-    aligned = columns % wide == 0 and all(array.pointer % 16 == 0 for array in (first, *others))
-    return wide if aligned else 1
-
-
-def _head_threads(head_dim: int) -> int:
-    """Those of a head of ``head_norm.cu``: a warp, as long as that keeps it in registers, or a block."""
-    return 32 if head_dim <= WARP_HEAD else BLOCK
-
-
-def _row_threads(columns: int, width: int, most: int) -> int:
-    """Threads that share a row: whole warps, at most a block, with the fewest idle.
-
-    None holds over ``most`` elements, if a block can do it; of equals, the one with more elements a thread.
-    """
-    accesses = -(-columns // width)
-
-    def threads(each: int) -> int:
-        return min(1024, -(-accesses // (32 * each)) * 32)
-
-    choices = range(max(1, most // width), 0, -1)
-    return threads(min(choices, key=lambda each: threads(each) * each - accesses))
 
 
 def _power_of_two(size: int) -> int:

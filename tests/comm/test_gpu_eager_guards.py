@@ -1,0 +1,281 @@
+"""Calls on GPUs that the compiled core makes: what a launch depends on, and what ends one.
+
+The driver, NCCL and memory are stand-ins; kernels of peer run on the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos import ReduceOp
+from kos.comm.gpu import nccl_binding
+from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.gpu.peer.launches import Occupancy
+from kos.comm.host.backend import HostBackend
+from kos.comm.host.threads import ThreadTransport
+from kos.cuda import driver
+from kos.errors import CollectiveError, CollectiveMismatch, CudaError, KosError
+from tests.comm import fake_peer
+from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group
+from tests.comm.fake_peer import ThreadRanks, no_gpus
+from tests.comm.gpu_eager import Run, by, hits, known, needs_compiler, on_gpu
+from tests.comm.ranks import on_threads
+from tests.comm.shared_ranks import needs_core
+
+pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
+
+
+def test_whatever_a_launch_depends_on(gpu_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, the core finds what Python would find; the next call after that is the core's again."""
+
+    def body(comm: kos.Communicator) -> None:
+        x, backend = on_gpu(np.ones(4, np.float32)), comm.backend
+        known(comm, x)
+        changes: list[tuple[Any, str, Any]] = [(backend.shared.streams, "current", backend.shared.streams.NONE)]
+        if backend.name == "peer":
+            changes.append((backend, "_at", -1))
+        for where, name, value in changes:
+            setattr(where, name, value)
+            with by(comm, 0):
+                comm.all_reduce(x)
+            with by(comm, 1):
+                comm.all_reduce(x)
+        backend.shared.calls.core.fail(10**6)  # another rank reports that a later call fails
+        with by(comm, 0):
+            comm.all_reduce(x)
+        comm.timeout = 19.0  # the Prepared are other ones
+        with by(comm, 0):
+            comm.all_reduce(x)
+
+    gpu_run(body)
+
+
+@needs_compiler
+def test_other_communicators_leave_too_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        other = comm.duplicate()
+        x = on_gpu(np.ones(4, np.float32))
+        for _ in range(3):
+            other.all_reduce(x)
+        known(comm, x)
+        room = comm.backend._occupancy
+        for less in (Occupancy(room.blocks - 1, room.blocks_per_sm), Occupancy(room.blocks, room.blocks_per_sm + 1)):
+            comm.backend._occupancy = less
+            with by(comm, 0):
+                comm.all_reduce(x)
+        comm.backend._occupancy = Occupancy(room.blocks + 1, room.blocks_per_sm - 1)
+        with by(comm, 1):
+            comm.all_reduce(x)
+        other.close()
+
+    with no_gpus(monkeypatch, 2):
+        ThreadRanks(2).run(body)
+
+
+@needs_compiler
+def test_the_legacy_stream_is_that_of_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, on_gpu(np.ones(4, np.float32))
+        known(comm, x)
+        fake.driver.current += 1
+        with by(comm, 0):
+            comm.all_reduce(x)
+        comm.rendezvous.barrier()
+        fake.driver.current -= 1
+
+    with no_gpus(monkeypatch, 2) as fake:
+        ThreadRanks(2).run(body)
+
+
+def test_every_64th_call_compares(fake: FakeNCCL) -> None:
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, on_gpu([1.0])
+        known(comm, x)
+        for _ in range(400):
+            comm.all_reduce(x)
+        at = comm.backend.shared.calls.core.compare_at
+        assert at > 300 and 390 <= hits(comm) <= 403
+        assert comm.backend.shared._confirmed > 300
+
+    FakeRanks(2).run(body)
+
+
+def test_calls_that_differ_are_named(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks never wait for one another here."""
+    monkeypatch.setattr(FakeNCCL, "all_reduce", lambda *_: None)
+    failures: list[Exception] = []
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, on_gpu([1])
+        known(comm, x)
+        known(comm, x, op=ReduceOp.MAX)
+        comm.rendezvous.barrier()
+
+        def call(number: int) -> None:
+            comm.all_reduce(x, op=ReduceOp.MAX if number == 50 and comm.rank else ReduceOp.SUM)
+            time.sleep(0.001 * (number > 100))  # ranks compare the last 1,024
+
+        with pytest.raises(CollectiveMismatch) as found:
+            deque(map(call, range(5000)), 0)
+        failures.append(found.value)
+        assert hits(comm) > 45
+
+    FakeRanks(2).run(body)
+    assert len(failures) == 2
+    for error in failures:
+        assert "rank 0 called all_reduce #58 of int64[1] by SUM but rank 1 called all_reduce #58" in str(error)
+
+
+@needs_compiler
+def test_an_early_end_of_a_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, on_gpu([1.0])
+        known(comm, x)
+        comm.rendezvous.barrier()
+        comm.backend._engine.record.words[fake_peer.record.FAILED] = 1
+        with pytest.raises(CollectiveError), by(comm, 0):
+            comm.all_reduce(x)
+
+    with no_gpus(monkeypatch, 2):
+        ranks = ThreadRanks(2)
+        monkeypatch.setattr(ThreadRanks, "_with_communicator", staticmethod(_left_open))
+        ranks.run(body)
+
+
+def _left_open(fn: Callable[[Any], None], rendezvous: Any, timeout: float) -> None:
+    comm = fake_peer.communicator(rendezvous, timeout)
+    fn(fake_peer.OnGPU(comm))
+    comm.abort()
+
+
+def test_a_launch_that_is_refused(fake: FakeNCCL) -> None:
+    class NCCLError(Exception):
+        def __init__(self, status: int) -> None:
+            super().__init__(f"status {status}")
+            self.status = status
+
+    fake.NCCLError = NCCLError  # type: ignore[attr-defined]
+    failed = threading.Event()
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, on_gpu([1.0])
+        known(comm, x)
+        comm.rendezvous.barrier()
+        driver.cu.cuMemGetInfo = lambda: (0,)
+        fake.driver.instead["all_reduce"] = lambda *words: 1
+        before = hits(comm)
+        if comm.rank == 1:
+            failed.wait(10.0)
+            with pytest.raises(KosError):
+                comm.all_reduce(x)
+            return
+        with pytest.raises(CudaError, match=r"all_reduce #4 .*status 1"):
+            comm.all_reduce(x)
+        failed.set()
+        assert hits(comm) == before + 1 and comm._active is None
+        with pytest.raises(CudaError, match="failed before"):
+            comm.all_reduce(x)
+        assert hits(comm) == before + 1
+
+    FakeRanks(2).run(body)
+
+
+SLEEP = "all_reduce"
+
+
+def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all_reduce by the core reads at its first address how long it blocks: nanosleep."""
+    nanosleep = ctypes.cast(ctypes.CDLL(None).nanosleep, ctypes.c_void_p).value
+    monkeypatch.setattr(nccl_binding, "_address_of", lambda operation: nanosleep)
+    monkeypatch.setattr(FakeNCCL, "all_reduce", lambda *_: None)
+
+
+def test_other_threads_run_while_a_launch_blocks(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeping(monkeypatch)
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, on_gpu(np.array([0, 200_000_000], np.int64))
+        ticks, over = [], threading.Event()
+
+        def tick() -> None:
+            while not over.wait(0.002):
+                ticks.append(time.monotonic())
+
+        known(comm, x)
+        thread = threading.Thread(target=tick)
+        thread.start()
+        began = time.monotonic()
+        with by(comm, 1):
+            comm.all_reduce(x)
+        ended = time.monotonic()
+        over.set()
+        thread.join()
+        assert ended - began >= 0.2
+        assert len([each for each in ticks if began < each < ended]) > 10
+
+    FakeRanks(2).run(body)
+
+
+def test_two_threads_are_found_while_a_launch_blocks(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeping(monkeypatch)
+    found = threading.Event()
+
+    def body(gpu: Any) -> None:
+        comm, x, y = gpu.comm, on_gpu(np.array([0, 500_000_000], np.int64)), on_gpu(np.array([0, 0], np.int64))
+        known(comm, y)
+        comm.rendezvous.barrier()
+        if comm.rank == 1:
+            found.wait(10.0)
+            comm.all_reduce(y)  # the one that the other rank has begun
+            comm.all_reduce(y)
+            with pytest.raises(CollectiveError, match="two threads"):
+                comm.synchronize()
+            return
+        first = threading.Thread(target=lambda: comm.all_reduce(x))
+        first.start()
+        while comm._active is None:
+            time.sleep(0.001)
+        with pytest.raises(CollectiveError, match=r"two threads call .*all_reduce #4 .* and all_reduce"):
+            comm.all_reduce(y)
+        found.set()
+        first.join()
+
+    FakeRanks(2).run(body)
+
+
+@needs_compiler
+def test_of_two_backends_python_orders_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic calls go by peer, others by NCCL."""
+    group = Group(2)
+
+    def rank(rendezvous: Any) -> None:
+        host = HostBackend(rendezvous, ThreadTransport)
+        gpus = [NCCLBackend(rendezvous, 0, Comm(group, rendezvous.rank), host), PeerBackend(rendezvous, 0, host)]
+        with kos.Communicator(AutoBackend(rendezvous, host, gpus), rendezvous, {}, WAIT) as comm:
+            x, ways = on_gpu(np.ones(4, np.float32)), [{}, {"deterministic": True}]
+            parts = set()
+            for options in ways:
+                known(comm, x, **options)
+                parts.add(comm.backend._last_part.name)
+            assert parts == {"nccl", "peer"}
+            for options in (*ways, *ways):
+                with by(comm, 0):
+                    comm.all_reduce(x, **options)
+                with by(comm, 1):
+                    comm.all_reduce(x, **options)
+            assert comm.all_reduce(np.ones(3)).sum() == 6  # of host memory, by Python
+
+    with no_gpus(monkeypatch, 2):
+        on_threads(2, rank, WAIT, group.barrier.abort)

@@ -1,0 +1,240 @@
+"""Cases of attention on a GPU: random operands, what they should give in float64, and how close results are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kos import cuda
+from kos.cuda.devices import device_info
+from kos.dtypes import DTYPES
+from kos.memory.arena import Arena
+from kos.memory.array import Array
+from kos.train.ops import Mask
+from kos.train.ops import numpy as reference
+from kos.train.ops.cuda import attention as ops
+from kos.train.ops.cuda.dialect import CudaOps
+from tests.train import masks
+
+EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+
+# samples, T, heads, kv_heads, head_dim
+SMALL = [(2, 65, 4, 2, 48), (1, 130, 4, 1, 128), (1, 40, 2, 2, 200)]
+# samples, T, heads, kv_heads, head_dim, the queries of each sample, and the keys of another rank that they all see
+TO_OTHERS = [
+    (2, 256, 4, 2, 64, (0, 256), (0, 128)),
+    (1, 256, 4, 1, 128, (128, 256), (0, 256)),
+    (2, 170, 3, 3, 128, (0, 170), (0, 85)),
+    (2, 170, 4, 1, 64, (85, 170), (0, 170)),
+    (3, 333, 2, 1, 64, (300, 301), (130, 333)),
+    (2, 333, 2, 2, 128, (1, 333), (332, 333)),
+]
+
+
+def make_stream() -> Any:
+    cuda.set_device(0)
+    return cuda.create_stream(0)
+
+
+def launcher(stream: Any) -> CudaOps:
+    """Operations that have made nothing that a captured stream may not."""
+    ops = CudaOps.__new__(CudaOps)
+    ops.__dict__.update(device=0, stream=stream, multiprocessors=device_info(0).multiprocessors, _kernels={})
+    return ops
+
+
+@dataclass
+class Case:
+    """Random operands on the device, and what they should give, from float64."""
+
+    heads: int
+    kv_heads: int
+    qkv: Array
+    d_out: Array
+    out: Array
+    log_sum_exp: Array
+    d_qkv: Array
+    expected: dict[str, np.ndarray]
+    mask: Mask | None = None
+
+    def run(self, stream: Any, arena: Arena, **options: Any) -> dict[str, np.ndarray]:
+        """All outputs, poisoned beforehand."""
+        for array in (self.out, self.log_sum_exp, self.d_qkv):
+            array.fill_bytes(255, stream)
+        self.launch(stream, arena, **options)
+        return self.results(stream)
+
+    def launch(self, stream: Any, arena: Arena, **options: Any) -> None:
+        operands, launch = (self.qkv, self.heads, self.kv_heads, self.out, self.log_sum_exp), launcher(stream)
+        options["mask"] = self.mask
+        ops.attention(*operands, launch, **options)
+        ops.attention_backward(
+            self.d_out, self.qkv, self.out, self.log_sum_exp, self.heads, self.kv_heads, self.d_qkv, arena, launch,
+            **options,
+        )  # fmt: skip
+
+    def results(self, stream: Any) -> dict[str, np.ndarray]:
+        names = {"out": self.out, "log_sum_exp": self.log_sum_exp, "d_qkv": self.d_qkv}
+        return {name: array.numpy(stream) for name, array in names.items()}
+
+
+def upload(x: np.ndarray, stream: Any) -> Array:
+    """``x`` on the device.  Kernels on another stream could run before the copy, even of pageable memory, has ended."""
+    return Array.from_numpy(x, 0, stream=stream)
+
+
+def device_arena(stream: Any) -> Arena:
+    return Arena(
+        allocate=lambda nbytes: Array.empty(max(nbytes, 1), "uint8", 0, stream=stream),
+        view=lambda slab, offset, shape, dtype: Array(slab.pointer + offset, shape, dtype, 0, owner=slab),
+    )
+
+
+def make_case(rng: np.random.Generator, stream: Any, shape: tuple[int, ...], dtype: str, spread: float = 1.0) -> Case:
+    samples, length, heads, kv_heads, d = shape
+    tokens, width = samples * length, (heads + 2 * kv_heads) * d
+    kind = DTYPES[dtype].numpy
+    qkv = (rng.standard_normal((tokens, width)) * spread).astype(kind)
+    d_out = rng.standard_normal((tokens, heads * d)).astype(kind)
+    expected = expect(qkv, d_out, samples, length, heads, kv_heads)
+    empty = [Array.empty(s, t, 0, stream=stream) for s, t in (
+        ((tokens, heads * d), dtype), ((samples, heads, length), "float32"), ((tokens, width), dtype))]  # fmt: skip
+    return Case(heads, kv_heads, upload(qkv, stream), upload(d_out, stream), *empty, expected)
+
+
+def expect(
+    qkv: np.ndarray, d_out: np.ndarray, samples: int, length: int, heads: int, kv_heads: int,
+    out: np.ndarray | None = None,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """``out``: what the backward pass is given, unless it is the forward's of here, rounded."""
+    arena = Arena()
+    x, dy, y, dx = (reference.empty_columns(arena, len(qkv), n, np.float64)
+                    for n in (qkv.shape[1], d_out.shape[1], d_out.shape[1], qkv.shape[1]))  # fmt: skip
+    x[...], dy[...] = qkv.astype(np.float64), d_out.astype(np.float64)
+    log_sum_exp = np.empty((samples, heads, length))
+    reference.attention(x, heads, kv_heads, y, log_sum_exp, arena)
+    stored = reference.empty_columns(arena, *y.shape, np.float64)
+    stored[...] = y.astype(qkv.dtype) if out is None else out
+    reference.attention_backward(dy, x, stored, log_sum_exp, heads, kv_heads, dx, arena)
+    return {"out": y, "log_sum_exp": log_sum_exp, "d_qkv": dx}
+
+
+def assert_close(case: Case, results: dict[str, np.ndarray], dtype: str, d: int) -> None:
+    """Errors as multiples of the dtype's rounding: of every part as a whole, and of each head of each token."""
+    epsilon = EPSILON[dtype]
+    np.testing.assert_allclose(results["log_sum_exp"], case.expected["log_sum_exp"], rtol=0, atol=2e-5)
+    q_end, k_end = case.heads * d, (case.heads + case.kv_heads) * d
+    parts = {"out": ("out", slice(None)), "dq": ("d_qkv", slice(0, q_end)),
+             "dk": ("d_qkv", slice(q_end, k_end)), "dv": ("d_qkv", slice(k_end, None))}  # fmt: skip
+    for name, (array, columns) in parts.items():
+        got = results[array][:, columns].astype(np.float64)
+        want = np.ascontiguousarray(case.expected[array][:, columns])
+        assert np.isfinite(got).all(), f"{name}: not all written"
+        size = np.linalg.norm(want)
+        if size < 1e-12:  # one token: its q and k have no gradient
+            assert np.abs(got).max() < 1e-2
+            continue
+        error = np.linalg.norm(got - want) / size
+        assert error < (2 if dtype != "float32" else 16) * epsilon, f"{name}: {error / epsilon:.2f} epsilon"
+        rows = want.reshape(-1, d)
+        floor = np.sqrt((rows**2).mean()) * np.sqrt(d)
+        worst = (np.linalg.norm(got.reshape(-1, d) - rows, axis=1) / (np.linalg.norm(rows, axis=1) + floor)).max()
+        assert worst < (8 if dtype != "float32" else 64) * epsilon, f"{name}: a row with {worst / epsilon:.2f} epsilon"
+
+
+def families() -> list[str]:
+    if cuda.unavailable() is not None:
+        return ["mma"]
+    return ["mma", "hopper"] if device_info(0).arch == "sm_90a" else ["mma"]
+
+
+def make_mask(
+    stream: Any, starts: np.ndarray | None, window: int | None, samples: int, *positions: np.ndarray
+) -> tuple[Mask, Any]:
+    """A mask on the device, which is that of NumPy, and the device's starts of documents.
+
+    ``positions``: of the queries and of the keys.
+    """
+    poison = [np.full((samples, len(at)), -9, np.int32) for at in positions]
+    mask, want = Mask(*(upload(x, stream) for x in poison)), Mask(*poison)
+    on_device = None if starts is None else upload(starts, stream)
+    of_device = [upload(at.astype(np.int32), stream) for at in positions]
+    ops.attention_mask(on_device, window, mask, *of_device, launcher(stream))
+    reference.attention_mask(starts, window, want, *positions)
+    for got, expected in zip(mask, want, strict=True):
+        np.testing.assert_array_equal(got.numpy(stream), expected)
+    return mask, on_device
+
+
+def check_to_others(
+    rng: np.random.Generator, stream: Any, family: str, dtype: str, shape: tuple[Any, ...], unlike: bool = False,
+    window: int | None = None,
+) -> None:  # fmt: skip
+    """``unlike``: all scores are far below 0, and the last keys' values far above all others.
+
+    With ``window`` queries and keys are at random positions of a sequence of documents.
+    """
+    samples, length, heads, kv_heads, d, *parts = shape
+    queries, keys = (slice(*part) for part in parts)
+    tokens, kind, width = samples * length, DTYPES[dtype].numpy, (heads + 2 * kv_heads) * d
+
+    def some(*shape: int, kind: Any = kind) -> np.ndarray:
+        return rng.standard_normal(shape).astype(kind)
+
+    def columns(x: np.ndarray) -> np.ndarray:
+        return np.asfortranarray(x.astype(np.float64))
+
+    qkv, kv, d_out = some(tokens, width), some(tokens, 2 * kv_heads * d), some(tokens, heads * d)
+    out, lse = some(tokens, heads * d, kind="float32"), 5 + some(samples, heads, length, kind="float32")
+    d_qkv, launch = some(tokens, width, kind="float32"), launcher(stream)
+    if unlike:
+        qkv[:, : heads * d], lse = 1, lse - 300
+        kv[:, : kv_heads * d] -= 200 / np.sqrt(d)
+        kv.reshape(samples, length, -1)[:, keys][:, -9:, kv_heads * d :] *= 1000
+    mask = mask64 = None
+    if window is not None:
+        positions = masks.random_positions(rng, length)
+        starts = masks.random_starts(rng, samples, length, positions[0])
+        mask, _ = make_mask(stream, starts, window, samples, *positions)
+        mask64 = Mask(*(x.numpy(stream) for x in mask))
+    out64, lse64, d_qkv64, kv64 = columns(out), lse.astype(np.float64), columns(d_qkv), columns(kv).T
+    with np.errstate(divide="ignore"):
+        reference.attention_to(columns(qkv), kv64, heads, kv_heads, queries, keys, out64, lse64, Arena(), mask64)
+    on_device = [upload(x, stream) for x in (qkv, kv, out, lse, d_out, d_qkv)]
+    qkv_, kv_, out_, lse_, d_out_, d_qkv_ = on_device
+    to = ops.Others(kv_, queries, keys)
+    ops.attention(qkv_, heads, kv_heads, out_, lse_, launch, mask=mask, to=to, family=family)
+
+    def close(name: str, got: np.ndarray, want: np.ndarray, units: float) -> None:
+        error, size = np.linalg.norm(got - want), np.linalg.norm(want)
+        print(name, error, size, EPSILON[dtype])
+        assert error <= units * EPSILON[dtype] * size, f"{name}: {error / size / EPSILON[dtype]:.2f} epsilon"
+
+    def of(x: np.ndarray, part: slice) -> np.ndarray:
+        return x.reshape(samples, length, -1)[:, part]
+
+    units, merged = 16 if dtype == "float32" else 2, out_.numpy(stream)
+    np.testing.assert_allclose(lse_.numpy(stream), lse64, rtol=0, atol=1e-3 if unlike else 2e-5)
+    close("out", of(merged, queries), of(out64, queries), units)
+    merged_kind, d_kv_ = merged.astype(kind), upload(np.zeros(kv.shape, np.float32), stream)
+    ops.attention_backward(
+        d_out_, qkv_, upload(merged_kind, stream), lse_, heads, kv_heads, d_qkv_, device_arena(stream), launch,
+        mask=mask, to=to, d_kv=d_kv_, family=family,
+    )  # fmt: skip
+    d_kv64 = np.empty(kv64.shape)
+    reference.attention_to_backward(
+        columns(d_out), columns(qkv), kv64, columns(merged_kind), lse64, heads, kv_heads, queries, keys, d_qkv64,
+        d_kv64, Arena(), mask64,
+    )  # fmt: skip
+    added, d_kv = d_qkv_.numpy(stream), d_kv_.numpy(stream)
+    units *= 8 if unlike else 1  # what all keys have in common is not in dq: slopes add up to 0, but for their rounding
+    close("dq", of(added - d_qkv, queries)[..., : heads * d], of(d_qkv64 - d_qkv, queries)[..., : heads * d], units)
+    for name, half in (("dk", slice(0, kv_heads * d)), ("dv", slice(kv_heads * d, None))):
+        close(name, of(d_kv, keys)[..., half], of(d_kv64.T, keys)[..., half], units)
+    assert not np.delete(of(d_kv, slice(None)), np.r_[keys], axis=1).any()
+    for before, after in ((out, merged), (d_qkv, added)):
+        unseen = [np.delete(of(x, slice(None)), np.r_[queries], axis=1) for x in (before, after)]
+        np.testing.assert_array_equal(*unseen)
+    np.testing.assert_array_equal(added[:, heads * d :], d_qkv[:, heads * d :])

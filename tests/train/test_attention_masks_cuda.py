@@ -1,0 +1,230 @@
+"""Attention on a GPU with masks of documents and windows, against NumPy in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos import cuda
+from kos.dtypes import DTYPES
+from kos.memory.array import Array
+from kos.train.ops.cuda import attention as ops
+from kos.train.parallel import context
+from tests.train import attention_cases as cases
+from tests.train import masks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
+]
+
+MASKS = {  # lengths of documents, and the window
+    "random documents": ("random", None),
+    "documents of one token": ([1], None),
+    "documents that end around blocks of 128": ([127, 129, 128, 1], None),
+    "documents that end around blocks of 64": ([63, 65, 64, 1, 127, 65], None),
+    "one document": ([10_000], None),
+    "window of 1": (None, 1),
+    "window of 63": (None, 63),
+    "window of 64": (None, 64),
+    "window of 65": (None, 65),
+    "window of 127": (None, 127),
+    "window of 128": (None, 128),
+    "window of 129": (None, 129),
+    "window that is longer than the sample": (None, 10_000),
+    "both": ("random", 50),
+    "a window across long documents": ([150, 90], 128),
+}
+
+
+@pytest.fixture
+def stream() -> Any:
+    return cases.make_stream()
+
+
+def make_starts(rng: np.random.Generator, documents: Any, samples: int, length: int) -> np.ndarray | None:
+    if documents is None:
+        return None
+    if documents == "random":
+        return masks.random_starts(rng, samples, length)
+    return masks.starts_of(documents, samples, length)
+
+
+def make_masked(
+    rng: np.random.Generator, stream: Any, shape: tuple[int, ...], dtype: str, starts: np.ndarray | None,
+    window: int | None,
+) -> cases.Case:  # fmt: skip
+    samples, length, heads, kv_heads, _ = shape
+    case, at = cases.make_case(rng, stream, shape, dtype), np.arange(length)
+    mask, _ = cases.make_mask(stream, starts, window, samples, at, at)
+    qkv, d_out = (x.numpy(stream).astype(np.float64) for x in (case.qkv, case.d_out))
+    seen = masks.visible(starts, window, at)
+    out, lse, _ = masks.dense_packed(qkv, d_out, samples, heads, kv_heads, seen)
+    rounded = out.astype(DTYPES[dtype].numpy).astype(np.float64)
+    d_qkv = masks.dense_packed(qkv, d_out, samples, heads, kv_heads, seen, rounded)[2]
+    return replace(case, mask=mask, expected={"out": out, "log_sum_exp": lse, "d_qkv": d_qkv})
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("shape", [(2, 77, 4, 4, 64), (1, 333, 8, 2, 128), (2, 640, 4, 1, 64)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", cases.families())
+def test_masks(
+    rng: np.random.Generator, stream: Any, family: str, dtype: str, shape: tuple[int, ...], kind: str
+) -> None:
+    documents, window = MASKS[kind]
+    starts = make_starts(rng, documents, *shape[:2])
+    case = make_masked(rng, stream, shape, dtype, starts, window)
+    cases.assert_close(case, case.run(stream, cases.device_arena(stream), family=family), dtype, shape[-1])
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_simple_masks(rng: np.random.Generator, stream: Any, dtype: str, kind: str) -> None:
+    for shape in cases.SMALL:
+        test_masks(rng, stream, "simple", dtype, shape, kind)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("family", cases.families())
+def test_random_masks(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
+    for _ in range(8):
+        kv_heads, group = (int(x) for x in rng.integers(1, 4, 2))
+        shape = (int(rng.integers(1, 4)), int(rng.integers(1, 700)), kv_heads * group, kv_heads, d)
+        starts = masks.random_starts(rng, *shape[:2]) if rng.random() < 0.7 else None
+        window = int(rng.integers(1, 300)) if rng.random() < 0.7 else None
+        print(shape, window, starts is None)
+        case = make_masked(rng, stream, shape, "bfloat16", starts, window)
+        cases.assert_close(case, case.run(stream, cases.device_arena(stream), family=family), "bfloat16", d)
+
+
+# ranks, samples, tokens of a chunk, heads, kv_heads, head_dim
+RANKS = [(2, 2, 40, 4, 2, 64), (3, 1, 65, 2, 2, 128), (2, 1, 160, 4, 1, 64), (4, 1, 128, 2, 1, 128)]
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("shape", RANKS, ids=str)
+@pytest.mark.parametrize("family", cases.families())
+def test_masks_of_zigzag_parts(
+    rng: np.random.Generator, stream: Any, family: str, shape: tuple[int, ...], kind: str
+) -> None:
+    """Each rank's attention to its own keys and to others', with masks of positions, is that of whole sequences."""
+    ranks, samples, chunk, heads, kv_heads, d = shape
+    (documents, window), length, n, dtype = MASKS[kind], 2 * ranks * chunk, 2 * samples * chunk, "bfloat16"
+    starts, kind_of = make_starts(rng, documents, samples, length), DTYPES[dtype].numpy
+    places = [np.r_[r * chunk : (r + 1) * chunk, length - (r + 1) * chunk : length - r * chunk] for r in range(ranks)]
+    qkv, d_out = (rng.standard_normal((samples, length, m * d)).astype(kind_of) for m in (heads + 2 * kv_heads, heads))
+    whole, seen = (samples, heads, kv_heads), masks.visible(starts, window, np.arange(length))
+    wide = [x.reshape(samples * length, -1).astype(np.float64) for x in (qkv, d_out)]
+    out64, lse64, _ = masks.dense_packed(*wide, *whole, seen)
+    d_qkv64 = masks.dense_packed(*wide, *whole, seen, out64.astype(kind_of))[2]
+
+    def of_rank(x: np.ndarray, at: np.ndarray) -> np.ndarray:
+        return x.reshape(samples, length, -1)[:, at].reshape(n, -1)
+
+    gradients = [np.zeros((n, qkv.shape[2]), np.float32) for _ in places]
+    for rank, at in enumerate(places):
+        mine, d_mine = (cases.upload(of_rank(x, at), stream) for x in (qkv, d_out))
+        arena, launch = cases.device_arena(stream), cases.launcher(stream)
+        of_owner = [cases.make_mask(stream, None if starts is None else starts[:, at], window, samples, at, keys)[0]
+                    for keys in places]  # fmt: skip
+        empty = [Array.empty(s, t, 0, stream=stream) for s, t in (
+            (d_mine.shape, dtype), ((samples, heads, 2 * chunk), "float32"), (mine.shape, dtype))]  # fmt: skip
+        case = cases.Case(heads, kv_heads, mine, d_mine, *empty, {}, of_owner[rank])
+        for array in empty:
+            array.fill_bytes(255, stream)
+        ops.attention(mine, heads, kv_heads, case.out, case.log_sum_exp, launch, mask=case.mask, family=family)
+        merged, others = cases.upload(case.out.numpy(stream).astype(np.float32), stream), []
+        for owner, keys in enumerate(places):
+            if owner != rank:
+                kv = of_rank(qkv, keys)[:, heads * d :]
+                others.append((owner, ops.Others(cases.upload(kv, stream), *context.seen(owner, rank, 2 * chunk))))
+        for owner, to in others:
+            ops.attention(
+                mine, heads, kv_heads, merged, case.log_sum_exp, launch, mask=of_owner[owner], to=to, family=family
+            )
+        case.out.copy_from(merged.numpy(stream).astype(kind_of), stream)
+        got, want = case.out.numpy(stream).astype(np.float64), of_rank(out64, at)
+        assert np.linalg.norm(got - want) < 4 * cases.EPSILON[dtype] * np.linalg.norm(want)
+        np.testing.assert_allclose(case.log_sum_exp.numpy(stream), lse64[..., at], rtol=0, atol=2e-5)
+        forward = (case.d_out, mine, case.out, case.log_sum_exp, heads, kv_heads)
+        ops.attention_backward(*forward, case.d_qkv, arena, launch, mask=case.mask, family=family)
+        total = cases.upload(case.d_qkv.numpy(stream).astype(np.float32), stream)
+        for owner, to in others:
+            d_kv = cases.upload(np.zeros(to.kv.shape, np.float32), stream)
+            ops.attention_backward(
+                *forward, total, arena, launch, mask=of_owner[owner], to=to, d_kv=d_kv, family=family
+            )
+            gradients[owner][:, heads * d :] += d_kv.numpy(stream)
+        gradients[rank] += total.numpy(stream)
+    ends = (heads * d, (heads + kv_heads) * d)
+    both = (gradients, [of_rank(d_qkv64, at) for at in places])
+    for got, want in zip(*(np.split(np.concatenate(x), ends, axis=1) for x in both), strict=True):
+        assert np.isfinite(got).all()
+        assert np.linalg.norm(got - want) <= 4 * cases.EPSILON[dtype] * np.linalg.norm(want) + 1e-2
+
+
+@pytest.mark.parametrize("shape", cases.TO_OTHERS, ids=str)
+@pytest.mark.parametrize("window", [1, 100, 1000])
+@pytest.mark.parametrize("family", cases.families())
+def test_masks_to_others(
+    rng: np.random.Generator, stream: Any, family: str, window: int, shape: tuple[Any, ...]
+) -> None:
+    """Any queries and keys of two ranks; many queries see none of the keys."""
+    cases.check_to_others(rng, stream, family, "bfloat16", shape, window=window)
+
+
+@pytest.mark.parametrize("family", cases.families())
+def test_one_graph_for_all_masks(rng: np.random.Generator, stream: Any, family: str) -> None:
+    """Replayed after new starts of documents are in device memory: equal bits with a launch of its own."""
+    samples, length = shape = (2, 520)
+    case = cases.make_case(rng, stream, (*shape, 4, 2, 64), "bfloat16")
+    starts = [masks.random_starts(rng, *shape) for _ in range(3)]
+    mask, of_device = cases.make_mask(stream, starts[0], 200, samples, np.arange(length), np.arange(length))
+    case, arena = replace(case, mask=mask), cases.device_arena(stream)
+    case.run(stream, arena, family=family)
+    with cuda.capture(stream, keep=[case, arena, of_device]) as graph:
+        ops.attention_mask(of_device, 200, mask, None, None, cases.launcher(stream))
+        case.launch(stream, arena, family=family)
+    for changed in starts:
+        of_device.copy_from(changed, stream)
+        graph.replay(stream)
+        replayed = case.results(stream)
+        other, _ = cases.make_mask(stream, changed, 200, samples, np.arange(length), np.arange(length))
+        again = replace(case, mask=other).run(stream, arena, family=family)
+        for name, array in replayed.items():
+            np.testing.assert_array_equal(array.view(np.uint8), again[name].view(np.uint8))
+
+
+@pytest.mark.parametrize("family", cases.families())
+@pytest.mark.parametrize("d", [64, 128])
+def test_other_documents_do_not_matter(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
+    """Not by a bit, however large and not finite they are: the documents are whole blocks."""
+    length, document = 384, slice(128, 256)
+    starts = masks.starts_of([128], 1, length)
+    case = make_masked(rng, stream, (1, length, 2, 1, d), "bfloat16", starts, None)
+    first = case.run(stream, cases.device_arena(stream), family=family)
+    for value in (4096.0, np.nan):
+        huge = case.qkv.numpy(stream)
+        huge[document] *= DTYPES["bfloat16"].numpy.type(value) if value == value else np.nan
+        case.qkv.copy_from(huge, stream)
+        second = case.run(stream, cases.device_arena(stream), family=family)
+        for name in ("out", "d_qkv"):
+            others = [np.delete(x[name].view(np.uint16), document, axis=0) for x in (first, second)]
+            np.testing.assert_array_equal(*others)
+        others = [np.delete(x["log_sum_exp"], document, axis=2) for x in (first, second)]
+        np.testing.assert_array_equal(*others)
+
+
+@pytest.mark.parametrize("family", cases.families())
+def test_a_mask_of_everything_changes_no_bit(rng: np.random.Generator, stream: Any, family: str) -> None:
+    case = cases.make_case(rng, stream, (1, 150, 2, 1, 64), "bfloat16")
+    arena, at = cases.device_arena(stream), np.arange(150)
+    plain = case.run(stream, arena, family=family)
+    mask, _ = cases.make_mask(stream, None, 10_000, 1, at, at)
+    masked = replace(case, mask=mask).run(stream, arena, family=family)
+    for name, array in plain.items():
+        np.testing.assert_array_equal(array.view(np.uint8), masked[name].view(np.uint8))
