@@ -109,9 +109,9 @@ class Backend(ABC):
         """Free the backend's resources.  Collective; nothing may be in flight."""
 
     @property
-    def ended_words(self) -> list[int]:
-        """As ``Communicator.ended_words``."""
-        return [word for each in self.inner for word in each.ended_words]
+    def abort_flags(self) -> list[int]:
+        """As ``Communicator.abort_flags``."""
+        return [flag for each in self.inner for flag in each.abort_flags]
 
     def signal_end(self, reason: str) -> None:  # noqa: B027
         """Called before ``abort``, on several communicators before any of them ends: one end may wait for another."""

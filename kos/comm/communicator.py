@@ -164,13 +164,13 @@ class Communicator(Groups):
         return Batch(self, check_bool("async_op", async_op))
 
     @property
-    def ended_words(self) -> list[int]:
-        """Addresses of 64-bit words of page-locked memory that kernels can read.  Not collective.
+    def abort_flags(self) -> list[int]:
+        """Addresses of 64-bit flags in page-locked memory that kernels can read.  Not collective.
 
-        One of them is not 0 as soon as an operation on the GPU was ended early, before the stream goes on.  So a kernel
-        on the stream, in a graph too, knows whether the results so far are complete.  Empty without a GPU.
+        A flag is set (not 0) when an operation on the GPU is ended early, before its stream continues.  A later kernel
+        on the stream, also in a graph, can check whether the results so far are complete.  Empty without a GPU.
         """
-        return self.backend.ended_words
+        return self.backend.abort_flags
 
     def synchronize(
         self, timeout: float | None = None, stream: Any = None, *, until: Callable[[], bool] | None = None

@@ -85,10 +85,10 @@ class Moving(Run, Protocol):
         """What a newcomer is told of the run, of JSON's types."""
 
     def misfit(self, facts: dict[str, Any]) -> str:
-        """On a newcomer, why its settings or data do not fit them, or ""."""
+        """On a newcomer, why its settings or data differ from the run's ``facts``, or ""."""
 
     def take(self, facts: dict[str, Any]) -> None:
-        """On a newcomer, take them."""
+        """On a newcomer, use the settings in ``facts``."""
 
     def train(self, device: Runner) -> bool:
         """Train from the current step; returns whether a stop was requested."""
@@ -99,8 +99,8 @@ class Moving(Run, Protocol):
     def finish_save(self) -> None:
         """Wait for the checkpoint that is being written."""
 
-    def newest_epoch(self) -> int:
-        """That of the last step that ranks have logged, this run's or others that continue it."""
+    def logged_epoch(self) -> int:
+        """The epoch of the last logged step, of this run or of ranks that continue it."""
 
     def move_to(self, comm: Communicator, epoch: int) -> None:
         """Make again what depends on the ranks, which are those of ``comm`` now."""
@@ -216,7 +216,7 @@ class Elastic(Runner):
         every = _exchange(comm, self._facts(newcomers=min(epochs) < 0))
         if all(each["rank"] is None for each in every):
             raise _on_every_rank(CollectiveError("expected a rank that has the state of the run, got newcomers alone"))
-        if every[0]["newest"] > max(epochs):  # these ranks were stopped
+        if every[0]["logged_epoch"] > max(epochs):  # these ranks were stopped
             text = f"expected the run in epoch {max(epochs)}, got {every[0]['newest']}"
             raise _on_every_rank(CollectiveError(f"{text}: these ranks are out, others have continued it"))
         applied = max(each["applied"] for each in every)
@@ -264,7 +264,7 @@ class Elastic(Runner):
         if done == self._began + 1 and (self._last is None or self._last[0] != self._began):
             self._last = self._began, run.device.result_of(self._began)
         facts: dict[str, Any] = {"rank": rank, "applied": done, "began": self._began, "last": self._last}
-        facts["newest"] = run.newest_epoch() if run.comm.rank == 0 else 0
+        facts["logged_epoch"] = run.logged_epoch() if run.comm.rank == 0 else 0
         if newcomers and rank is not None:
             facts |= {"run": run.facts(), "layout": layout_of(run.device) if kept is None else kept.layout}
         return facts | {"saved": run.saved_step, "untrained": run.untrained}

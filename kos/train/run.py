@@ -248,15 +248,15 @@ class Trainer:
         }  # fmt: skip
 
     def misfit(self, facts: dict[str, Any]) -> str:
-        """On a newcomer, why its settings or data do not fit them, or ""."""
+        """On a newcomer, why its settings or data differ from the run's ``facts``, or ""."""
         raise NotImplementedError
 
     def take(self, facts: dict[str, Any]) -> None:
-        """On a newcomer, take them."""
+        """On a newcomer, use the settings in ``facts``."""
         raise NotImplementedError
 
-    def newest_epoch(self) -> int:
-        """That of the last step in metrics.jsonl, if this run has written it."""
+    def logged_epoch(self) -> int:
+        """The epoch of the last step in metrics.jsonl if this run has trained it, else 0."""
         rows = read_metrics(self.out / METRICS, last=1 << 16)
         return int(rows[-1].get("epoch", 0)) if rows and rows[-1]["step"] > self.start else 0
 

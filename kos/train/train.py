@@ -155,8 +155,8 @@ class Step:
     micro_batch: Callable[[int], Batch]
     """This rank's rows and columns of a micro-batch, (B, T)."""
 
-    vouch: Callable[[], None] | None = None
-    """Spoils ``report`` if a collective of this step was ended on this rank: its sums are undefined."""
+    invalidate_if_aborted: Callable[[], None] | None = None
+    """Invalidates ``report`` if a collective of this step was aborted on this rank: its sums are undefined."""
 
     asked: Callable[[], int] | None = None
     """What was requested on this rank (``Stop.wish``): looked at again at the end of a step that takes long."""
@@ -215,8 +215,8 @@ class Step:
         if self.asked is not None:
             self.report[0] = self.report[0] or self.asked()
         if self.mesh.world.size > 1:
-            if self.vouch is not None:
-                self.vouch()
+            if self.invalidate_if_aborted is not None:
+                self.invalidate_if_aborted()
             self.mesh.world.all_gather(self.report, self.reports)
             if self.elastic:
                 self.optimizer.agree(self.gradients, self.report, self.reports)

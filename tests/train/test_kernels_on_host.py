@@ -347,7 +347,7 @@ def test_a_rank_whose_collectives_were_ended_has_a_report_for_which_no_step_coun
     counted = []
     for words[0], words[1] in ((0, 0), (1, 0), (0, 1)):
         report.copy_from(np.array([0.0, 2.0, 7.0, 0.0, 1.5]))
-        optimizer.vouch(gradients, addresses, report)
+        optimizer.invalidate_if_aborted(gradients, addresses, report)
         reports = ops.zeros((3, 5), np.float64)
         reports.copy_from(np.stack([report.numpy()] * 3))  # all ranks have the same: none may count
         optimizer.step_count = 0

@@ -451,9 +451,9 @@ class DeviceBackend(Backend):
         raise self.to_error(work, error)
 
     @property
-    def ended_words(self) -> list[int]:
-        """As ``Communicator.ended_words``; a backend whose kernels end by themselves has a word that they set."""
-        return [self.shared.ended_word, *super().ended_words]
+    def abort_flags(self) -> list[int]:
+        """As ``Communicator.abort_flags``; kernels that can end early set a flag of their own."""
+        return [self.shared.abort_flag, *super().abort_flags]
 
     def signal_abort(self) -> None:
         """Let kernels that wait for other ranks end, without waiting for that."""

@@ -50,7 +50,7 @@ class CommState:
         self.last: Work[Any] | None = None  # the last collective
         self.ended = False
         """Whether what was in flight has been ended, because of ``failures.first``."""
-        self._ended_word: np.ndarray[Any, Any] | None = None  # made when asked
+        self._abort_flag: np.ndarray[Any, Any] | None = None  # made when asked
         self.eager: EagerCalls | None = None
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._owns_calls = False
@@ -82,17 +82,17 @@ class CommState:
         return self.eager.bind(self.calls.core)
 
     @property
-    def ended_word(self) -> int:
-        """Address of a word that is not 0 after ``mark_ended``."""
-        if self._ended_word is None:
-            self._ended_word = pinned_empty(1, np.uint64, self.streams.device)
-            self._ended_word[0] = self.ended
-        return int(self._ended_word.__array_interface__["data"][0])
+    def abort_flag(self) -> int:
+        """Address of a flag that is not 0 after ``mark_ended``."""
+        if self._abort_flag is None:
+            self._abort_flag = pinned_empty(1, np.uint64, self.streams.device)
+            self._abort_flag[0] = self.ended
+        return int(self._abort_flag.__array_interface__["data"][0])
 
     def mark_ended(self) -> None:
-        """Before anything in flight is ended: its results are not complete."""
-        if self._ended_word is not None:
-            self._ended_word[0] = 1
+        """Set the abort flag.  Called before operations in flight are ended: their results are incomplete."""
+        if self._abort_flag is not None:
+            self._abort_flag[0] = 1
 
     # Comparing calls.
 

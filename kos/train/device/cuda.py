@@ -128,12 +128,13 @@ class CudaDevice(Device):
         self._newest: _PendingResult | None = None  # of the steps under way
 
     def _share_reports(self) -> None:
-        """Take memory for the reports of all ranks; in an elastic run a step reports if a collective was ended."""
+        """Take memory for the reports of all ranks; in an elastic run a step also reports aborted collectives."""
         step, ops, size = self.step, self.ops, self.comm.size
         step.reports = ops.zeros((size, step.report.size), np.float64) if size > 1 else step.report.reshape(1, -1)
         if self.config.elastic is not None and size > 1:
-            words = Array.from_numpy(np.array(self.comm.ended_words, np.uint64), ops.device, stream=ops.stream)
-            step.vouch = partial(step.optimizer.vouch, step.gradients, words, step.report)
+            flags = Array.from_numpy(np.array(self.comm.abort_flags, np.uint64), ops.device, stream=ops.stream)
+            invalidate = step.optimizer.invalidate_if_aborted
+            step.invalidate_if_aborted = partial(invalidate, step.gradients, flags, step.report)
 
     def _fix_arenas(self) -> None:
         """Give scratch memory and micro-batches in flight what was planned, and connect the stages."""

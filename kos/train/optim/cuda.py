@@ -130,11 +130,11 @@ class CudaOptimizer:
         if others.size > 1:
             others.comm.all_reduce(self.scalars[SCALARS.index("sum_of_squares") :][:rows])
 
-    def vouch(self, gradients: Parameters, addresses: Array, report: Array) -> None:
-        """Make ``report`` differ from every other one, if a collective of this rank was ended (``addresses``: (n,)
-        uint64, ``Communicator.ended_words``): its sums are undefined, and no rank may count the step.
+    def invalidate_if_aborted(self, gradients: Parameters, addresses: Array, report: Array) -> None:
+        """Give ``report`` an epoch that no rank has if a collective of this rank was aborted (``addresses``: (n,)
+        uint64, ``Communicator.abort_flags``).  Its sums are then undefined, and no rank applies the step.
         """
-        self._launch("vouch", gradients.flat, 1, 1, addresses, addresses.size, report)
+        self._launch("invalidate_if_aborted", gradients.flat, 1, 1, addresses, addresses.size, report)
 
     def agree(self, gradients: Parameters, report: Array, reports: Array) -> None:
         """Updates change nothing any more unless all ranks report the same epoch and step (``kos.train.train.REPORT``).

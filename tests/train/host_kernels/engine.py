@@ -269,7 +269,7 @@ class DeviceComm:
     message of a size between two ranks waits on the host for the other's, as NCCL's does.
     """
 
-    device, backend_name, ended_words = 0, "peer", ()
+    device, backend_name, abort_flags = 0, "peer", ()
 
     def __init__(self, comm):
         self._comm = comm

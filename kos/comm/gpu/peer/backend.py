@@ -217,7 +217,7 @@ class PeerBackend(DeviceBackend):
         self._concurrent.remove(self)
 
     @property
-    def ended_words(self) -> list[int]:
+    def abort_flags(self) -> list[int]:
         record = self._engine.record
         return [record.abort_address, record.failed_address]
 

@@ -37,7 +37,7 @@ class KernelRecord:
 
     @property
     def abort_address(self) -> int:
-        """Of a word that is not 0 once the host has told the kernels to end."""
+        """Address of the flag by which the host aborts kernels: then not 0."""
         return self.address + ABORT * self.words.itemsize
 
     @property

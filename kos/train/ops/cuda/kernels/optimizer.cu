@@ -108,9 +108,9 @@ __device__ double learning_rate(long step, int shape, double lr, double min_lr, 
     return min_lr + share * (lr - min_lr);
 }
 
-// If one of the words (``Communicator.ended_words``) is not 0, what this rank has summed is undefined: its report then has
-// an epoch that no rank has, for which no step counts.  One thread.
-extern "C" __global__ void vouch(const unsigned long long* addresses, int count, double* report) {
+// If one of the flags (``Communicator.abort_flags``) is not 0, the sums of this rank are undefined: its report then gets an
+// epoch that no rank has, so that no rank applies the step.  One thread.
+extern "C" __global__ void invalidate_if_aborted(const unsigned long long* addresses, int count, double* report) {
     for (int i = 0; i < count; i++)
         if (*reinterpret_cast<volatile unsigned long long*>(addresses[i])) report[1] = -1;
 }

@@ -1,4 +1,4 @@
-"""``Communicator.ended_words``, by which kernels learn that an operation of the communicator was ended early."""
+"""``Communicator.abort_flags``: flags in memory that tell kernels whether an operation was ended early."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.host_compiler import COMPILER
 
 
-def read(words: list[int]) -> list[int]:
-    return [ctypes.c_uint64.from_address(word).value for word in words]
+def read(flags: list[int]) -> list[int]:
+    return [ctypes.c_uint64.from_address(flag).value for flag in flags]
 
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
 @pytest.mark.parametrize("backend", ["nccl", pytest.param("peer", marks=needs_compiler)])
-def test_a_word_is_set_before_operations_are_ended(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_is_set_before_operations_are_ended(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
     ranks: Any = FakeRanks(2) if backend == "nccl" else ThreadRanks(2)
 
     def body(gpu: Any) -> None:
-        words = gpu.comm.ended_words
-        assert words and not any(read(words))
+        flags = gpu.comm.abort_flags
+        assert flags and not any(read(flags))
         gpu.comm.abort()
-        assert any(read(words))
+        assert any(read(flags))
 
     with no_gpu(monkeypatch) if backend == "nccl" else no_gpus(monkeypatch, 2):
         ranks.run(body)
 
 
 def test_hosts_have_none() -> None:
-    assert spawn(lambda comm: comm.ended_words, 2) == [[], []]
+    assert spawn(lambda comm: comm.abort_flags, 2) == [[], []]
