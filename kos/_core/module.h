@@ -17,7 +17,7 @@ typedef struct {
 
 // What a Group refers to.  All but its owner are those of the communicator that it is bound to; ACTIVE: the Works of
 // the engine, SLOTS: of the recorder.
-enum { OWNER, COMM, FAILURES, NODE, STATUS, ACTIVE, RECORDER, SLOTS, COLLECTIVES, MESSAGES, OBJECTS };
+enum { OWNER, COMM, FAILURES, NODE, STATUS, ACTIVE, COUNTER, SLOTS, COLLECTIVES, MESSAGES, OBJECTS };
 
 typedef struct {
     PyObject_HEAD
@@ -30,6 +30,7 @@ typedef struct {
     char off;                 // in a batch
     unsigned generation;      // how often all calls were forgotten
     unsigned long long hits;  // calls that were started there
+    uint64_t *recorded;       // entries of the recorder so far: the memory of COUNTER
     uint64_t compare_at;      // the collective on a GPU at which Python compares calls again
 } Group;
 
@@ -43,7 +44,7 @@ typedef struct {
 
 enum { NUMBER = 4, COMPLETED };  // of an entry of the recorder
 PyObject *nanoseconds(void);     // for it
-PyObject *note(PyObject *const *objects, PyObject *description, PyObject *sequence, PyObject *frame);
+PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame);
 
 // Names of attributes, made once; a list of them ends with a NULL.
 typedef struct { PyObject **to; const char *name; } interned;

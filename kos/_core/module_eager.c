@@ -269,7 +269,7 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
     g->hits++;
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
     const kos_result r = begin(g, k->core, number, from, to);
-    PyObject *slot = note(objects, k->description, sequence, frame);  // while the data is on its way
+    PyObject *slot = note(g, k->description, sequence, frame);  // while the data is on its way
     PyObject *left = go_on(g, k->call, r, send, recv, k->work == Py_None);
     if (left == Py_None)
         PyList_SetItem(slot, COMPLETED, nanoseconds());
@@ -323,8 +323,10 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
     }
     call_key key;
     char *data[ARGUMENTS];
-    make_key(&key, data, args, positional, positional + (names ? PyTuple_Size(names) : 0), names);
-    const known *k = key.words ? *find(o, &key) : NULL;
+    const int is_start = !o->name && o->used && !positional && !names;  // a Persistent has one call
+    if (!is_start)
+        make_key(&key, data, args, positional, positional + (names ? PyTuple_Size(names) : 0), names);
+    const known *k = is_start ? *o->found : key.words ? *find(o, &key) : NULL;
     for (int i = 0; k && !o->name && i < 2; i++)
         data[i] = k->fixed[i] == Py_None ? NULL
             : k->core ? ((ndarray *)k->fixed[i])->data : PyLong_AsVoidPtr(k->fixed[i]);
@@ -336,7 +338,7 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
 
 // --- The operations of a group ---------------------------------------------------------------------------------------
 
-// bind(example, address, comm, backend, node, board, active, recorder, slots, collectives, messages): to what the
+// bind(example, address, comm, backend, node, board, active, counter, slots, collectives, messages): to what the
 // operations use.  ``example`` is an array of float64, 2 x 3.  False if NumPy's layout of arrays is another one, or the
 // group is bound.
 PyObject *group_bind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -350,6 +352,11 @@ PyObject *group_bind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     if (objects[COMM] || x->data != address || x->nd != 2 || x->dimensions[0] != 2 || x->dimensions[1] != 3
         || (x->flags & FLAGS) != FLAGS)
         Py_RETURN_FALSE;
+    Py_buffer counter;  // its memory does not move: nothing is added to that array
+    if (PyObject_GetBuffer(args[COUNTER + 1], &counter, PyBUF_WRITABLE))
+        return NULL;
+    ((Group *)self)->recorded = counter.buf;
+    PyBuffer_Release(&counter);
     ndarray_type = Py_TYPE(args[0]);
     for (int i = COMM; i < OBJECTS; i++)
         objects[i] = Py_NewRef(args[i + 1]);

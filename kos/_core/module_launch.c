@@ -143,7 +143,7 @@ PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char
     g->hits++;
     if (q->fingerprint)
         put(objects[COMM], s_active, work);  // before anything that might let another thread run
-    set_field((State *)work, RECORD, note(objects, PyTuple_GetItem(how, DESCRIPTION), sequence, frame));
+    set_field((State *)work, RECORD, note(g, PyTuple_GetItem(how, DESCRIPTION), sequence, frame));
     set_field((State *)work, SEQUENCE, sequence);
     put(PyTuple_GetItem(how, BACKEND), s_last_work, work);
     if (q->fingerprint) {

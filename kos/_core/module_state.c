@@ -10,7 +10,7 @@
 
 PyTypeObject *state_type;
 PyObject *s_active, *s_last, *s_last_work, *s_closed;
-static PyObject *s_count, *s_lasti;
+static PyObject *s_lasti;
 
 int intern(const interned *names) {
     for (; names->to; names++)
@@ -21,7 +21,7 @@ int intern(const interned *names) {
 
 int names_init(void) {
     const interned names[] = {
-        {&s_active, "_active"}, {&s_last, "last"}, {&s_last_work, "_last"}, {&s_closed, "closed"}, {&s_count, "count"},
+        {&s_active, "_active"}, {&s_last, "last"}, {&s_last_work, "_last"}, {&s_closed, "closed"},
         {&s_lasti, "f_lasti"}, {NULL, NULL},
     };
     return intern(names);
@@ -67,17 +67,15 @@ PyObject *nanoseconds(void) {
 
 // Writes the next entry of the flight recorder, as kos.comm.prepared.note does; returns it, borrowed.  The call has
 // begun: what there is no memory for is None.
-PyObject *note(PyObject *const *objects, PyObject *description, PyObject *sequence, PyObject *frame) {
-    PyObject *count = PyObject_GetAttr(objects[RECORDER], s_count), *slots = objects[SLOTS];
-    const long long number = count ? PyLong_AsLongLong(count) : 0;
-    PyObject *slot = PyList_GetItem(slots, number % PyList_Size(slots)), *next = PyLong_FromLongLong(number + 1);
+PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame) {
+    PyObject *slots = g->objects[SLOTS];
+    PyObject *slot = PyList_GetItem(slots, (Py_ssize_t)(*g->recorded % (uint64_t)PyList_Size(slots)));
     PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame), *at = PyObject_GetAttr(frame, s_lasti);
     PyObject *entry[] = {Py_NewRef(description), nanoseconds(), code, at, Py_NewRef(sequence), Py_NewRef(Py_None),
                          Py_NewRef(Py_None)};
-    if (!next || PyObject_SetAttr(objects[RECORDER], s_count, next) || !at)
+    if (!at)
         PyErr_Clear();
-    Py_XDECREF(count);
-    Py_XDECREF(next);
+    ++*g->recorded;
     for (int i = 0; i < 7; i++)
         PyList_SetItem(slot, i, entry[i] ? entry[i] : Py_NewRef(Py_None));
     return slot;

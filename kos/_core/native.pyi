@@ -1,5 +1,6 @@
 """The extension module built from the C files of this folder; module.c describes the owner of a group."""
 
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
@@ -93,7 +94,7 @@ class Group:
     def close(self) -> None: ...
     def bind(
         self, example: Any, address: int, comm: Any, failures: Any, node: Any, status: Any, active: list[Any],
-        recorder: Any, slots: list[list[Any]], collectives: Iterator[int], messages: Iterator[int], /,
+        counter: array[int], slots: list[list[Any]], collectives: Iterator[int], messages: Iterator[int], /,
     ) -> bool:  # fmt: skip
         """Make the operations of ``comm`` that need no Python (``module_eager.c``); False if the group is bound.
 

@@ -141,10 +141,10 @@ def note(comm: Any, work: Work[Any], depth: int) -> None:
     except ValueError:  # called from C
         frame = _getframe(depth - 1)
     recorder = comm.recorder
-    count = recorder.count
+    count = recorder.counter[0]
     work.record = record = recorder.slots[count & LAST_SLOT]  # a new list would be one more cache miss
     record[:] = prepared.description, time_ns(), frame.f_code, frame.f_lasti, sequence, None, None
-    recorder.count = count + 1
+    recorder.counter[0] = count + 1
 
 
 class Fingerprints:

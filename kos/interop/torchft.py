@@ -1,9 +1,9 @@
-"""torchft over kos: the ``ProcessGroup`` of a ``torchft.Manager``, whose replicas are lost and join between steps.
+"""torchft over kos: the ``ProcessGroup`` of a ``torchft.Manager``, whose replicas may be lost, or join between steps.
 
     manager = torchft.Manager(pg=TorchftProcessGroup(), ...)
 
-The Manager configures the group anew for each quorum.  A lost replica ends operations in flight at once, and the
-survivors' ``errored`` names it.
+The Manager configures the group again for each quorum.  When a replica is lost, operations in flight fail at once, and
+``errored`` of the survivors names it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TorchftProcessGroup(_Wrapper):
     """A group of torchft over ``ProcessGroupKos``; ``timeout`` bounds its connections and operations.
 
     ``options`` choose the backend for GPUs.  ``configure`` raises ``dist.DistBackendError``, which names a replica that
-    does not come.
+    does not connect.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60), options: Options | None = None) -> None:
@@ -35,7 +35,7 @@ class TorchftProcessGroup(_Wrapper):
         return ProcessGroupKos(store, rank, world_size, self._timeout, range(world_size), self._options)
 
     def abort(self, errored: bool = True) -> None:
-        """End the operations in flight, and the group until ``configure``; the other replicas raise."""
+        """Abort the operations in flight, and the group until ``configure``; the other replicas raise."""
         if errored:
             self._failure = self.errored() or RuntimeError("kos: the process group was aborted")
         super().abort(errored)
@@ -47,7 +47,7 @@ class TorchftProcessGroup(_Wrapper):
         super().shutdown()
 
     def errored(self) -> Exception | None:
-        """The failure since which the group must be configured anew; None if there is none.  Does not wait."""
+        """The failure after which the group must be configured again, or None.  Does not wait."""
         return self._failure or (None if self._pg is None else self._pg.errored())
 
     def set_timeout(self, timeout: timedelta) -> None:

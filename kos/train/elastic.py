@@ -53,14 +53,14 @@ JOIN_SECONDS = 30.0
 """How long the ranks wait for newcomers that have called."""
 
 TRIES = 3
-"""How often ``shrink`` may fail before this rank gives up: the first time, it may only name a rank that is stopped.
-That another rank grows does not count: each rank that knows of a loss late may do so once."""
+"""How often ``shrink`` may fail before this rank aborts: the first failure may only name a stopped rank.
+Failures because another rank grows do not count: each rank that learns of a loss late may cause one."""
 
 Error = TypeVar("Error", bound=KosError)
 
 
 class _Changed(CollectiveError):
-    """All ranks are at the boundary of a step. Those that are ``leaving`` do so, or so many are ``joining``."""
+    """All ranks are between two steps; ``leaving`` are the ranks that leave, ``joining`` is the number of newcomers."""
 
     def __init__(self, message: str = "", leaving: Collection[int] = (), joining: int = 0) -> None:
         super().__init__(message)
@@ -216,7 +216,7 @@ class Elastic(Runner):
         every = _exchange(comm, self._facts(newcomers=min(epochs) < 0))
         if all(each["rank"] is None for each in every):
             raise _on_every_rank(CollectiveError("expected a rank that has the state of the run, got newcomers alone"))
-        if every[0]["logged_epoch"] > max(epochs):  # these ranks were stopped
+        if every[0]["logged_epoch"] > max(epochs):  # these ranks were stopped meanwhile
             text = f"expected the run in epoch {max(epochs)}, got {every[0]['newest']}"
             raise _on_every_rank(CollectiveError(f"{text}: these ranks are out, others have continued it"))
         applied = max(each["applied"] for each in every)
@@ -244,7 +244,7 @@ class Elastic(Runner):
         self._commit()
 
     def _check_newcomers(self, facts: dict[str, Any]) -> None:
-        """ConfigError on newcomers that do not fit the run, of which all ranks report; the others begin again."""
+        """Raise ConfigError on newcomers that differ from the run.  All ranks report them; the others start again."""
         run, comm = self.run, self.run.comm
         problems = _exchange(comm, run.misfit(facts) if run.epoch < 0 else "")
         if problems[comm.rank]:

@@ -28,7 +28,7 @@ NO_NUMBERS = {
     "preset", "backend", "sample_tokens", "prompt", "temperature", "top_k", "save_every", "keep", "save_async",
     "log_every", "tracker", "recompute", "graph", "debug", "timeout",
 }  # fmt: skip
-"""Settings that change no number of the run: a newcomer takes those of the run too."""
+"""Settings that do not affect results: a newcomer takes them from the run too."""
 
 
 class Newcomer(Trainer):
@@ -56,7 +56,7 @@ class Newcomer(Trainer):
         self._held.callback(lambda: self.console.close())
 
     def _join(self) -> Communicator:
-        """Wait until the run has a place; with a file, until it is over: it writes that, and removes it at its end."""
+        """Wait until the run admits this rank, or is over: a run writes the address file, and removes it at its end."""
         where, timeout, limit = str(self.config.join), self.config.timeout, time.monotonic() + PATIENCE
         begun = os.sep not in where or os.path.isfile(where)
         if not begun:
@@ -84,7 +84,7 @@ class Newcomer(Trainer):
 
     def take(self, facts: dict[str, Any]) -> None:
         self._asked, chosen = facts["settings"], facts["chosen"]
-        chosen["tracker"] = tuple(chosen["tracker"])  # JSON has lists alone
+        chosen["tracker"] = tuple(chosen["tracker"])  # JSON has only lists
         self.config = self.config.model_copy(update={name: chosen[name] for name in CHOSEN | NO_NUMBERS})
         self.out, self.source, self.name, self.row = Path(facts["out"]), facts["source"], facts["name"], facts["row"]
         self.start, self.skipped, self.last_finite = facts["start"], set(facts["skipped"]), facts["last_finite"]

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, of a checkpoint or of Hugging Face")
     parser.add_argument("--prompt", default="", help="text to continue")
     parser.add_argument("--tokens", type=int, default=500, help="tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")

@@ -19,9 +19,10 @@ import pytest
 
 from kos.errors import CheckpointError, ConfigError
 from kos.testing import spawn
-from kos.train.checkpoint import huggingface
+from kos.train.checkpoint import extra_files, huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
+from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.cpu import CpuDevice
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
@@ -365,6 +366,15 @@ def test_what_transformers_works_out_for_settings_that_are_missing() -> None:
             assert [*(ours.no_rope_layers or [1] * 4)] == theirs.no_rope_layers
 
 
+def test_a_new_models_vocabulary_may_be_small() -> None:
+    """Smaller than the token of transformers' default for padding, with which it cannot make the model."""
+    written = {"config.json": huggingface.to_huggingface(of(SmolLM3Config)), **ByteTokenizer().files()}
+    settings = extra_files.merge_extra(written, {}, ByteTokenizer())["config.json"]
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
+    theirs = {"config.json": b'{"use_cache": true}'}
+    assert "pad_token_id" not in extra_files.merge_extra(written, theirs, ByteTokenizer())["config.json"]
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
@@ -377,6 +387,10 @@ def test_what_transformers_works_out_for_settings_that_are_missing() -> None:
         ("qwen3", {"layer_types": [FULL, "x"]}, "layer_types: expected 2 of full_attention and sliding_att"),
         ("qwen3", {"layer_types": [FULL, SLIDING]}, "sliding_window: expected a number of tokens (layer_types), got"),
         ("qwen2", {"layer_types": [SLIDING] * 2}, "sliding_window: expected a number of tokens (layer_types), got"),
+        ("qwen3", {"layer_types": [FULL]}, "layer_types: expected 2 of full_attention and sliding_attention (num"),
+        ("qwen2", {"layer_types": [FULL] * 3}, "layer_types: expected 2 of full_attention and sliding_attention"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected 2 of 0 and 1 (num_hidden_layers), got [1]"),
+        ("smollm3", {"no_rope_layers": [0], "use_sliding_window": True, "sliding_window": 3}, "expected 2 of 0 and 1"),
         ("smollm3", {"no_rope_layers": 5}, "expected no_rope_layers to be a list, got 5"),
         ("smollm3", {"no_rope_layer_interval": "4"}, "expected no_rope_layer_interval to be an integer, got '4'"),
     ],

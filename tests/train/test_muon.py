@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from kos.errors import CheckpointError, ConfigError, InvalidArgument
 from kos.memory.arena import Arena
 from kos.testing import spawn
 from kos.train.checkpoint import checkpoint, huggingface
-from kos.train.config.flags import parse
+from kos.train.config.flags import parse, set_by_file
 from kos.train.device import memory_plan
 from kos.train.layers.placement import Placement
 from kos.train.model.gpt2 import GPT2Config
@@ -299,6 +300,8 @@ def test_another_optimizers_state_is_refused(text: Path, tmp_path: Path, ranks: 
 
     spawn(resume, ranks, timeout=100)
     assert len(errors) == ranks and len(set(errors)) == 1
+    (file := tmp_path / "mine.json").write_text(json.dumps({"init_from": str(checkpoint.find(tmp_path).path)}))
+    assert set_by_file(["--config", str(file), "--optimizer", now], errors[0]) == ""  # the file's --init-from is fine
     weights = {**HOW, "optimizer": now, "init_from": str(checkpoint.find(tmp_path).path)}
     assert len(_train(text, tmp_path / "new", steps=1, **weights)) == 1
 

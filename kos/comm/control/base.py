@@ -61,7 +61,7 @@ class Rendezvous(ABC):
     device: int | None = None
     """The index in this process of the requested GPU."""
     requested_gpus: Sequence[str] = ()
-    """Of each rank the UUID of the GPU that it requested, "" for none; empty before backends are compared."""
+    """The UUID of the GPU that each rank requested, "" for none; empty before backends are compared."""
     nccl: Mapping[str, Any] = MappingProxyType({})
     """The options of NCCL for this group, the same on all ranks."""
     host: str | None = None
@@ -178,9 +178,9 @@ class Rendezvous(ABC):
         raise NotImplementedError
 
     def lose_newcomers(self, ranks: Sequence[int]) -> bool:
-        """Wait no longer for those of these ranks of an attempt at a change that are newcomers.
+        """Leave out the newcomers among ``ranks``, which an attempt at a change has lost.
 
-        Returns whether all of them are, and there is one: the change can begin again without them.
+        Returns whether all ``ranks``, at least one, are newcomers: the change can then start again without them.
         """
         return False
 
@@ -257,7 +257,7 @@ class Rendezvous(ABC):
 
     @property
     def ranks_per_host(self) -> int | None:
-        """The number of ranks of each host, where that is the same on several hosts and the ranks of each are in a row.
+        """The number of ranks per host if there are several hosts with equally many ranks, numbered host by host.
 
         Else None.  Collective on first use.
         """

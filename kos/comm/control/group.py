@@ -35,7 +35,7 @@ from kos.comm.control.hub import (
     stop,
 )
 from kos.comm.control.inbox import Inbox
-from kos.comm.control.newcomers import Address, Newcomers, tell
+from kos.comm.control.newcomers import Address, Newcomers, send_message
 from kos.comm.control.notices import Channel
 from kos.comm.control.secret import load_secret
 from kos.comm.control.threads import ThreadGroup
@@ -224,7 +224,7 @@ class TCPRendezvous(Rendezvous):
                 self.joining.add(connection, hello, self.members[0] if self.rank else None)
             else:
                 if tuple(hello["me"]) not in self.members:
-                    tell(connection, {"out": self.epoch})
+                    send_message(connection, {"out": self.epoch})
                 connection.close()  # a member calls again
         return self.joining.count(self.failures.names([0], False), self.members[0])
 

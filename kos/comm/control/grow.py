@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kos.comm import timeouts
-from kos.comm.control.newcomers import Address, Newcomer, place_name, tell
+from kos.comm.control.newcomers import Address, Newcomer, place_name, send_message
 from kos.comm.control.wire import (
     JOIN,
     Connection,
@@ -262,12 +262,12 @@ class Change:
         if self.me not in self.members:
             raise self._out(self.epoch)
         if address not in self.members:
-            tell(connection, {"out": self.epoch})
+            send_message(connection, {"out": self.epoch})
             return connection.close()
         if hello["call"] != self.call:
             me, other = (self._names([each]) for each in (self.me, address))
             error = CollectiveMismatch(f"{me} called {self.call} but {other} called {hello['call']}")
-            tell(connection, {"error": to_record(error)})
+            send_message(connection, {"error": to_record(error)})
             raise error
         self.came[address] = connection
         self.left_out.discard(address)
@@ -290,11 +290,11 @@ class Change:
         plan["timeout"] = group.timeout
         for rank, connection in connections.items():
             secret = connection.mask(group.network.secret, sent=True).hex()
-            tell(connection, {"plan": plan, "rank": rank, "terms": self.terms, "secret": secret})
+            send_message(connection, {"plan": plan, "rank": rank, "terms": self.terms, "secret": secret})
         for rank, address in enumerate(survivors):
             if address != self.me:
                 connections[rank] = self.came.pop(address)
-                tell(connections[rank], {"plan": plan, "rank": rank})
+                send_message(connections[rank], {"plan": plan, "rank": rank})
         return survivors.index(self.me), plan, connections
 
     def _close_all(self) -> None:
@@ -303,7 +303,7 @@ class Change:
 
     def _post(self, message: Mapping[str, Any]) -> None:
         for connection in self.came.values():
-            tell(connection, message)
+            send_message(connection, message)
 
     def _addresses(self, world: Collection[int]) -> set[Address]:
         """Those of these ranks of the world."""

@@ -15,7 +15,7 @@ from typing import Any
 from kos.comm import timeouts
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.grow import CALL_SECONDS, POLL_SECONDS, as_address
-from kos.comm.control.newcomers import Address, place_name, tell
+from kos.comm.control.newcomers import Address, place_name, send_message
 from kos.comm.control.wire import (
     JOIN,
     Connection,
@@ -64,21 +64,21 @@ def call_members(
 
 
 class Calls:
-    """The calls of a newcomer at all places where members listen; one that ends is made again."""
+    """The connections of a newcomer to all addresses where members listen; a closed one is made again."""
 
     def __init__(self, address: str, secret: bytes, hello: dict[str, Any]) -> None:
         self._address, self._secret, self._hello = address, secret, hello
         self.listener: socket.socket | None = None
         self._calls = dict[Address, tuple[socket.socket, Waiting[Answer]]]()
-        self._events = dict[Address, int]()  # that a call waits for
-        self._again = dict[Address, float]()  # when to call again
-        self._states = dict[Address, str]()  # how far the calls have come
+        self._events = dict[Address, int]()  # the poll events that a connection waits for
+        self._again = dict[Address, float]()  # when to connect again
+        self._states = dict[Address, str]()  # the state of each connection, as text
         self._reached = set[Address]()
         self._led = dict[Address, tuple[Connection, Address]]()  # members that have named their leader
         self._no_file = ""  # why the address is not known
 
     def first_answer(self, deadline: float) -> Answer | None:
-        """The first connection with an answer, and the answer; None at the deadline.
+        """The first connection that receives an answer, and the answer; None at the deadline.
 
         Raises RendezvousError if a member has another secret or protocol.
         """
@@ -91,7 +91,7 @@ class Calls:
                     return answer
             for place, (connection, leader) in list(self._led.items()):
                 if leader in self._reached:
-                    tell(connection, {"reached": True})
+                    send_message(connection, {"reached": True})
                     del self._led[place]
             poll = select.poll()
             for place, (sock, _) in self._calls.items():
@@ -100,7 +100,7 @@ class Calls:
         return None
 
     def _places(self) -> list[Address]:
-        """Where members listen: at the address, which may be in a file, and where members say that their leader is."""
+        """The addresses of members: the given ones, which may be in a file, and those of leaders that members name."""
         self._no_file = ""
         try:
             places = parse(Path(self._address).read_text().strip() if os.sep in self._address else self._address)
@@ -144,7 +144,7 @@ class Calls:
             self._calls.pop(place)[0].close()
 
     def _knock(self, place: Address, sock: socket.socket) -> Waiting[Answer]:
-        """A call at one place, until the member there admits or refuses this newcomer."""
+        """One connection, until the member admits or refuses this newcomer."""
         yield from _connected(sock)
         self._reached.add(place)
         self._states[place] = "is there, but has not called grow or replace"
@@ -168,17 +168,17 @@ class Calls:
                 return connection, answer
 
     def state(self) -> str:
-        """What this newcomer has waited for, as text."""
+        """What this newcomer waits for, as text."""
         each = (f"{place_name(*place)}: {text}" for place, text in self._states.items())
         return "; ".join(filter(None, [self._no_file, *each])) or "no member"
 
     def problems(self) -> str:
-        """The places that were not reached, and why, as text."""
+        """The addresses that were not reached, and why, as text."""
         places = {place: text for place, text in self._states.items() if place not in self._reached}
         return "".join(f"; {place_name(*place)}: {text}" for place, text in places.items())
 
     def close(self) -> None:
-        """Close the calls and the listener."""
+        """Close the connections and the listener."""
         for sock, _ in self._calls.values():
             sock.close()
         if self.listener is not None:

@@ -1,8 +1,8 @@
 """The newcomers that wait at one member of a group, until a change of the membership admits them.
 
-The lowest rank leads a change, so a newcomer must reach it.  Any other member names the leader to a newcomer, and
-counts it once it has reached that.  A leader asks newcomers whether they are ready before it sends them the plan: one
-that was stopped does not answer, and the next one takes its place.
+The lowest rank leads a change, so a newcomer must reach it.  Other members send the leader's address to a newcomer, and
+count it once it has reached the leader.  Before the leader sends the plan, it asks newcomers whether they are ready.  A
+stopped newcomer does not answer, and the next one takes its place.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ log = logging.getLogger(__name__)
 Address = tuple[str, int]
 READY_SECONDS = 2.0  # limit for the answer of a newcomer that is asked whether it is ready
 REACH_SECONDS = 5.0  # limit for a newcomer to reach the leader
-_TELL_SECONDS = 2.0
-_ANSWER_SECONDS = 0.05  # in which a newcomer that runs answers
+_SEND_SECONDS = 2.0
+_ANSWER_SECONDS = 0.05  # limit for one wait for answers: a running newcomer needs less
 
 
 @dataclass(eq=False)
 class Newcomer:
-    """One that waits, and what it says; times are of ``time.monotonic``, 0 for never."""
+    """A waiting newcomer and its last messages; times are of ``time.monotonic``, 0 for never."""
 
     connection: Connection
     hello: Mapping[str, Any]
-    reaches: bool  # the leader
+    reaches: bool  # whether it has reached the leader
     reading: Waiting[bytes] = field(init=False)
     came: float = field(default_factory=time.monotonic)
-    asked: float = 0.0  # whether it is ready
+    asked: float = 0.0  # when the leader last asked whether it is ready
     answered: float = 0.0
     ended: bool = False
 
@@ -49,7 +49,7 @@ class Newcomer:
         return f"the newcomer at {place_name(host, port)}"
 
     def read(self) -> bool:
-        """Read what it has sent; whether it is still there."""
+        """Read its messages; returns whether it is still connected."""
         try:
             while not self.ended:  # a generator that has raised has no more messages
                 try:
@@ -75,7 +75,7 @@ class Newcomers:
         """Why newcomers were refused or dropped."""
 
     def __iter__(self) -> Iterator[Newcomer]:
-        """Those that are still there, each once: one that knows two names of this host calls twice."""
+        """The connected ones, each once: a newcomer that knows two names of this host connects twice."""
         for each in [each for each in self._waiting if not each.read()]:
             self._waiting.remove(each)
             each.connection.close()
@@ -85,13 +85,13 @@ class Newcomers:
         return iter(list(first.values()))
 
     def add(self, connection: Connection, hello: Mapping[str, Any], leader: Address | None) -> None:
-        """Add one that has called; ``leader`` is None on the leader."""
+        """Add a newcomer that has connected; ``leader`` is None on the leader."""
         self._waiting.append(Newcomer(connection, hello, leader is None))
         if leader is not None:
-            tell(connection, {"leader": leader})
+            send_message(connection, {"leader": leader})
 
     def count(self, name: str, leader: Address) -> int:
-        """How many wait that have reached the leader, rank ``name``; refuses those that do not reach it."""
+        """How many waiting newcomers have reached the leader ``name``; refuses those that do not reach it in time."""
         for each in self:
             if not each.reaches and time.monotonic() - each.came > REACH_SECONDS:
                 where = f"{name} at {place_name(*leader)}"
@@ -99,7 +99,7 @@ class Newcomers:
         return sum(each.reaches for each in self)
 
     def ready(self, count: int) -> bool:
-        """Whether the first ``count`` of them are there and have just answered.  Asks them, and drops the silent."""
+        """Whether the first ``count`` have just answered.  Asks them, and refuses those that do not answer."""
         now, chosen = time.monotonic(), list(self)[:count]
         for each in chosen:
             if now - max(each.asked, each.answered) <= READY_SECONDS:
@@ -108,34 +108,34 @@ class Newcomers:
                 self.refuse(each, timeouts.late("it", timeouts.ANSWER, READY_SECONDS))
             else:
                 each.asked = now
-                tell(each.connection, {"ready": True})
+                send_message(each.connection, {"ready": True})
         chosen = [each for each in chosen if each in self._waiting]
         _await_answers([each for each in chosen if each.asked > each.answered])
         return len(chosen) == count and all(each.answered > each.asked for each in chosen)
 
     def refuse(self, newcomer: Newcomer, problem: str) -> None:
-        """Tell it why it cannot be admitted; one that wakes up too late for that calls again."""
+        """Send the newcomer the reason, and close its connection.  One that was stopped then connects again."""
         self._waiting.remove(newcomer)
         self.refused.append(f"{newcomer}: {problem}")
         log.warning("refused %s: %s", newcomer, problem)
         if newcomer.asked <= newcomer.answered:
-            tell(newcomer.connection, {"refused": problem})
+            send_message(newcomer.connection, {"refused": problem})
         newcomer.connection.close()
 
     def take(self, count: int) -> list[Newcomer]:
-        """The first ``count``, which no longer wait."""
+        """Remove and return the first ``count``."""
         taken = list(self)[:count]
         self._waiting = [each for each in self._waiting if each not in taken]
         return taken
 
     def close(self) -> None:
-        """Close their connections: they call again."""
+        """Close their connections: they connect again."""
         while self._waiting:
             self._waiting.pop().connection.close()
 
 
 def _await_answers(newcomers: Sequence[Newcomer]) -> None:
-    """Wait for a moment until all have answered, or one has ended."""
+    """Wait briefly until all have answered, or one has disconnected."""
     deadline, waiting = time.monotonic() + _ANSWER_SECONDS, list(newcomers)
     while waiting and (remaining := deadline - time.monotonic()) > 0:
         poll = select.poll()
@@ -152,8 +152,8 @@ def place_name(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def tell(connection: Connection, message: Mapping[str, Any]) -> None:
-    """Send a message of JSON's types at once, unless the other side has ended."""
+def send_message(connection: Connection, message: Mapping[str, Any]) -> None:
+    """Send a message, of JSON's types, now; ignores a closed connection."""
     connection.post(json.dumps(message).encode())
-    with contextlib.suppress(OSError):  # the other side has ended, which its next reader finds
-        drive(connection.flush(), connection.sock, time.monotonic() + _TELL_SECONDS)
+    with contextlib.suppress(OSError):  # the next read reports it
+        drive(connection.flush(), connection.sock, time.monotonic() + _SEND_SECONDS)

@@ -37,7 +37,7 @@ def exchange_offer(
 
 
 def loopback_id() -> str:
-    """What ranks have in common that reach each other at a loopback address."""
+    """An identity that is equal on ranks that reach each other at a loopback address."""
     network = Path("/proc/self/ns/net")
     return machine_id() + (os.readlink(network) if network.exists() else "")
 

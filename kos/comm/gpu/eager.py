@@ -53,7 +53,7 @@ class EagerCalls:
         array = Array(1 << 40, (2, 3), "float32", 5, owner=self, stream=core, readonly=True)
         bound = native.arrays(array) and core.bind(
             example, example.ctypes.data, comm, failures, self, failures.status, self._backend.engine.active,
-            comm.recorder, comm.recorder.slots, comm._collectives, comm._messages,
+            comm.recorder.counter, comm.recorder.slots, comm._collectives, comm._messages,
         )  # fmt: skip
         return core if bound else None
 

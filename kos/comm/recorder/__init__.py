@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import weakref
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import time_ns
@@ -63,7 +64,7 @@ class Recorder:
     def __init__(self, rank: int, size: int, job: str = "") -> None:
         self.rank, self.size, self.job = rank, size, job
         self.slots: list[list[Any]] = [[None] * len(_Entry._fields) for _ in range(SLOTS)]
-        self.count = 0  # recorded operations
+        self.counter = array("Q", [0])  # recorded operations; the core counts too
         # With KOS_RECORDER_TIMING, by the id of a slot: when its operation was recorded, and what returns its duration.
         self.durations: dict[int, tuple[int, Callable[[], float | None]]] = {}
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
@@ -72,6 +73,11 @@ class Recorder:
         self._directory = os.environ.get("KOS_RECORDER_DIR")
         self._failed = False
         recorders.add(self)
+
+    @property
+    def count(self) -> int:
+        """The number of recorded operations."""
+        return self.counter[0]
 
     def add(self, group: Group) -> int:
         """Add a group, held weakly; returns its number on this rank."""

@@ -103,7 +103,7 @@ class ProcessGroupKos(Reconfigurable):
         return comm
 
     def _forget(self) -> None:
-        """Forget what belongs to connections that have ended."""
+        """Clear the state of connections that were aborted."""
         self._messages, self._coalesced, self._last = [], None, lambda: None
         self._scalars.clear()
 

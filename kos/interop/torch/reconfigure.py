@@ -1,8 +1,8 @@
 """New ranks for a process group: ``torch.distributed._reconfigure`` (torch 2.14), and what torchft needs.
 
-Each rank has a handle.  The program gives all ranks of the new group the handles of all, and a number that was not used
-before.  The ranks then find each other by torch's Store, which must live: keep it outside of the ranks, as torchrun
-and torchft do.
+Each rank has a handle.  The program passes the handles of all ranks, and a number that was not used before, to every
+rank of the new group.  The ranks then connect through torch's Store.  Its server must outlive the ranks: run it in
+another process, as torchrun and torchft do.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kos.interop.torch.anysource import AnySource
 from kos.interop.torch.operations import Operations
 from kos.interop.torch.works import CoalescedWork
 
-REASON = "it makes its process group anew"
+REASON = "it reconfigures its process group"
 
 
 class Reconfigurable(Operations):
-    """A group whose ranks may change; ``ProcessGroupKos`` has ``_connect`` and what that makes."""
+    """A group whose ranks may change; ``ProcessGroupKos`` defines ``_connect`` and the attributes below."""
 
     # Of ProcessGroupKos.
     _host: Any
@@ -55,12 +55,12 @@ class Reconfigurable(Operations):
         return self._handle
 
     def reconfigure(self, opts: Any) -> Any:
-        """Make this the group of the processes of ``opts.handles``; ``opts.uuid`` is new.  Returns a completed Work.
+        """Make this the group of the processes ``opts.handles``; ``opts.uuid`` must be new.  Returns a completed Work.
 
-        All of them call it.  A list gives their ranks by position; in a set they are in the order of their first ranks.
-        Operations in flight and the connections to the former ranks end.  The groups split from this one are not
+        All of these processes call it.  A list gives their ranks by position; a set orders them by their first ranks.
+        Operations in flight and connections to the former ranks are aborted.  Groups split from this one are not
         changed.  Raises InvalidArgument for a wrong argument, and DistBackendError, which names a rank that does not
-        come within ``opts.timeout``: the program may then call it again, with another ``uuid``.
+        connect within ``opts.timeout``: the program may then call it again with another ``uuid``.
         """
         handles = list(opts.handles) if isinstance(opts.handles, Sequence) else sorted(opts.handles)
         if len({*handles}) < len(handles) or self._handle not in handles:
@@ -74,14 +74,14 @@ class Reconfigurable(Operations):
         return CoalescedWork([])
 
     def connect(self, seconds: float | None = None) -> None:
-        """Connect the ranks in host memory, within ``seconds``, and their GPUs if this one has used its own."""
+        """Connect the ranks in host memory within ``seconds``, and their GPUs if this rank has used its GPU."""
         self._host = self._connect("tcp", "host", seconds, progress_thread=True)
         self._any = AnySource(self._host)
         if self.device is not None:
             self._connect_gpu(self.device)
 
     def disconnect(self, reason: str) -> None:
-        """End all operations and connections; other ranks that wait for this one raise.  Raises nothing."""
+        """Abort all operations and connections; ranks that wait for this one raise.  Raises nothing."""
         for comm in filter(None, (self._gpu, self._host)):
             comm.abort(reason=reason)
         self._gpu = self._host = None

@@ -52,7 +52,7 @@ def check_optimizer(found: Checkpoint, config: TrainConfig) -> None:
     if (theirs := found.config.get("config", {}).get("optimizer", "adamw")) != config.optimizer:
         raise CheckpointError(
             f"{found.path}: expected the state of --optimizer {config.optimizer}, got that of {theirs}; "
-            f"--init-from {found.path} takes its weights alone"
+            f"a new run with --init-from={found.path} takes its weights alone"  # "=": no setting for set_by_file
         )
 
 

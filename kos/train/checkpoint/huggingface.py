@@ -111,16 +111,17 @@ def _of_family(family: type[LlamaConfig], settings: dict[str, Any]) -> dict[str,
     if "no_rope_layers" in family.takes:
         every = settings["no_rope_layer_interval"]
         flags = settings.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]
-        settings["no_rope_layers"] = [] if all(flags[: len(layers)]) else flags[: len(layers)]
+        flags = flags[: len(layers)]
+        settings["no_rope_layers"] = [] if all(flags) and len(flags) == len(layers) else flags
     if "layer_types" in family.takes:
         window = settings.get("sliding_window") if settings["use_sliding_window"] else None
         first = settings["max_window_layers"] if "max_window_layers" in family.defaults else 0
         rotated = settings.get("no_rope_layers")
-        windowed = [layer >= first and (rotated is None or (bool(rotated) and not rotated[layer])) for layer in layers]
+        windowed = [layer >= first and (rotated is None or not all(rotated[layer : layer + 1])) for layer in layers]
         types = settings.get("layer_types") or [SLIDING if each and window else FULL for each in windowed]
         alike = isinstance(types, list) and len(set(map(str, types))) == 1 and types[0] in (FULL, SLIDING)
         settings["sliding_window"] = None if alike and types[0] == FULL else window
-        settings["layer_types"] = [] if alike and (window or types[0] == FULL) else types
+        settings["layer_types"] = [] if alike and len(types) == len(layers) and (window or types[0] == FULL) else types
     names = [name for name in ModelSection.model_fields if name not in FAMILY_SETTINGS or name in family.takes]
     return {name: settings[name] for name in names if settings.get(name) is not None}
 

@@ -1,9 +1,9 @@
 """ZeRO-1 with ``--dtype fp8``: the matrices of linear layers are gathered in 8 bits, half the bytes of bfloat16.
 
 A rank's part of a bucket (``kos.train.parallel.data``) may end within a block that has one scale. So ranks first find
-the largest magnitudes of all blocks, in one all-reduce of a number for each 16,384 weights. Each quantizes its own
-parts, and buckets are gathered as they are in 16 bits. The first read of a matrix transposes it. It then has the bits
-that ``Fp8Weights`` gives it after a gather in 16 bits.
+the largest magnitudes of all blocks, by one all-reduce of one number per 16,384 weights. Each rank quantizes its own
+parts, and buckets are gathered as in 16 bits. The first read of a matrix transposes it. The result has the bits that
+``Fp8Weights`` computes after a gather in 16 bits.
 
 Vectors, such as norms, go with the magnitudes. Buckets with other matrices, such as the embedding, are gathered in 16
 bits, and in 8 too if they have some of both.
@@ -26,18 +26,18 @@ from kos.train.parallel.data import DataParallel, GatheredWeights
 
 
 class Piece(NamedTuple):
-    """What this rank has of a matrix, between two ends of a bucket's part."""
+    """The elements of a matrix in this rank's part of a bucket."""
 
     name: str
     band: slice  # the rows of its blocks
-    part: slice  # its elements, of those of the band
+    part: slice  # the elements, counted from the start of the band
     blocks: slice  # in ``Fp8Gather.largest``
 
 
 class Fp8Gather:
-    """Gathers weights in the ``layout`` that ``parallel`` shards, of which passes read ``names`` in 8 bits alone.
+    """Gathers weights in the ``layout`` that ``parallel`` shards. Passes read the weights ``names`` only in 8 bits.
 
-    ``zeros(size, dtype)`` makes the memory into which ranks gather. ``store`` has by name what they gather.
+    ``zeros(size, dtype)`` allocates the memory into which ranks gather. ``store`` has the gathered matrices by name.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Fp8Gather:
             parts = filter(None, (overlap(part, span) for part in parallel.own()))
             self.pieces += [self._piece(name, part.start - span.start, part.stop - span.start, n, f) for part in parts]
         self.shared = ops.zeros(count + elements(vectors), np.dtype(np.uint32))
-        """Of each block the largest magnitude, as the bits of a float; then the numbers of all vectors."""
+        """The largest magnitude of each block, as the bits of a float; then all vectors."""
         self.of_vectors, places = self.shared[count:].view(SCALE), packed(vectors)
         self.vectors = places, [
             (cut, slice(at.start + cut.start - span.start, at.start + cut.stop - span.start))
             for span, at in places for part in parallel.own() if (cut := overlap(part, span))
         ]  # fmt: skip
-        """Where all lie in the layout and in ``of_vectors``, and those that this rank has."""
+        """The places of all vectors in the layout and in ``of_vectors``, and of this rank's parts of them."""
 
     def _scales(self, n: int, f: int) -> Array:
         return self.ops.zeros(scales_shape(n, f, False, one=self.ops.one_scale), SCALE)
@@ -86,7 +86,7 @@ class Fp8Gather:
         return Piece(name, rows, part, slice(blocks + first * across, blocks + last * across))
 
     def gather(self, weights: Parameters, arena: Arena) -> Fp8Weights:
-        """Start to gather ``weights``, of which this rank has its parts; the first read of one waits for it."""
+        """Start to gather ``weights`` from the parts of all ranks; the first read of a weight waits for it."""
         ops, parallel, shared = self.ops, self.parallel, self.shared
         every, mine = self.vectors
         with ops.step(arena):
@@ -113,7 +113,7 @@ class Fp8Gather:
 
     @property
     def extra_bytes(self) -> int:
-        """What is held besides the matrices in 8 bits."""
+        """Bytes held besides the matrices in 8 bits."""
         held = sum(made.rows.values.nbytes for made in self.store.values() if made.rows)
         return int(self.codes.nbytes - held + self.shared.nbytes)
 

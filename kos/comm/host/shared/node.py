@@ -143,8 +143,8 @@ class Node:
         """
         example = np.zeros((2, 3))
         bound = self._core.bind(
-            example, example.ctypes.data, comm, backend.failures, self, self._status, self._works, comm.recorder,
-            comm.recorder.slots, comm._collectives, comm._messages,
+            example, example.ctypes.data, comm, backend.failures, self, self._status, self._works,
+            comm.recorder.counter, comm.recorder.slots, comm._collectives, comm._messages,
         )  # fmt: skip
         return self._core if bound else None
 
