@@ -40,7 +40,7 @@ PARTS = ("detect", "shrink", "grow", "replace")
 
 
 def add(comm: kos.Communicator) -> None:
-    """An all_reduce of 1,000 numbers, to its end."""
+    """Run an all_reduce of 1,000 numbers, and wait for it."""
     comm.all_reduce(np.ones(1000) if comm.device is None else Array.zeros(1000, "float32", comm.device))
     comm.synchronize()
 

@@ -50,7 +50,7 @@ class Plan(paired_losses.Plan):
 
     @property
     def short_steps(self) -> int:
-        """Of Muon's runs."""
+        """The steps of Muon's runs."""
         return max(1, round(self.arguments.share * self.steps))
 
     def tuning(self) -> list[Wanted]:

@@ -1,7 +1,7 @@
-"""Runs whose validation losses are compared, on text that is not seen twice: what such benchmarks have in common.
+"""The common parts of benchmarks that compare validation losses of runs, on text that is not seen twice.
 
-A benchmark says with a ``Plan`` which runs there are. ``main`` makes those that its file lacks: with a seed all begin
-with the same weights and see the same tokens in the same order. The file has each run as soon as it is over.
+A ``Plan`` lists the runs of a benchmark. ``main`` makes those that the results file lacks. All runs of one seed begin
+with the same weights and see the same tokens in the same order. Each run is written to the file when it ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop
 from kos.train.train import StepResult, train
 
-WARM_UP = 0.05  # of the steps of a run
+WARM_UP = 0.05  # fraction of the steps of a run
 VARIED = ("seed", "steps", "warmup_steps", "eval_every")
 """The settings that differ between runs of one file, besides those that a benchmark compares."""
 
@@ -44,29 +44,29 @@ Wanted = Any
 
 
 class Plan:
-    """The runs of a file: which are there, and which come next."""
+    """The runs of a file: which it has, and which come next."""
 
     name: ClassVar[str]
-    """Of the benchmark."""
+    """The name of the benchmark."""
 
     run: ClassVar[type[Wanted]]
-    """Its fields before ``seed`` and ``steps`` are the settings that are compared; by the first a run's time varies."""
+    """The fields before ``seed`` and ``steps`` are the compared settings; the time of a step depends on the first."""
 
     def __init__(self, arguments: argparse.Namespace, config: TrainConfig, rows: list[Row]) -> None:
         self.arguments, self.rows, self.config = arguments, rows, config
         self.steps = self.steps_of(arguments.tokens)
-        """Of the longest run."""
+        """The steps of the longest run."""
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Those of this benchmark alone."""
+        """Add the flags of this benchmark alone."""
 
     def tuning(self) -> list[Wanted]:
-        """The runs before those that are compared."""
+        """The runs that precede the compared ones, to choose settings."""
         return []
 
     def of_seed(self, seed: int) -> dict[str, Wanted]:
-        """The runs that are compared by name, in their order; none while these are not known."""
+        """The compared runs by name, in order; empty until their settings are known."""
         raise NotImplementedError
 
     def steps_of(self, tokens: float) -> int:
@@ -78,19 +78,19 @@ class Plan:
         return next((row for row in self.rows if all(row[name] == value for name, value in names)), None)
 
     def missing(self) -> Iterator[Wanted]:
-        """The runs that are not there yet, in order."""
+        """The runs that the file lacks, in order."""
         yield from (wanted for wanted in self.tuning() if self.find(wanted) is None)
         for seed in range(1, self.arguments.seeds + 1):
             yield from (wanted for wanted in self.of_seed(seed).values() if self.find(wanted) is None)
 
     def seconds(self, wanted: Wanted) -> float:
-        """About how long a run takes; 0: it is not known."""
+        """The expected seconds of a run; 0 if unknown."""
         kind = wanted._fields[0]
         each = [row["seconds"] / row["steps"] for row in self.rows if row[kind] == getattr(wanted, kind)]
         return float(wanted.steps * max(each, default=0.0))
 
     def summary(self) -> list[Row]:
-        """Of each seed whose runs are there the last losses; None: a run ended before."""
+        """The last losses of each seed whose runs are complete; None for a run that diverged."""
         found = []
         for seed in range(1, self.arguments.seeds + 1):
             rows = {name: self.find(wanted) for name, wanted in self.of_seed(seed).items()}
@@ -100,12 +100,12 @@ class Plan:
 
 
 def shown(value: float | None, form: str = ".4f") -> str:
-    """A column of a table; None: no run has it."""
+    """A column of a table; ``-`` for None."""
     return f"{'-' if value is None else format(value, form):>10}"
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Of two or more values the mean, and its standard error."""
+    """The mean of two or more values, and its standard error."""
     return mean(values), stdev(values) / math.sqrt(len(values))
 
 
@@ -133,7 +133,7 @@ class Curve:
             self.losses.append((self.step * config.batch_size * config.seq_len, row["val_loss"]))
 
     def save(self) -> None:
-        """Nothing: the weights are of no use."""
+        """Do nothing: the weights are not used."""
 
 
 def run(config: TrainConfig, data: Dataset, comm: Communicator, wanted: Wanted, evaluations: int) -> Row:

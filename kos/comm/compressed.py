@@ -21,7 +21,7 @@ from kos.errors import CollectiveMismatch, InvalidArgument
 
 Array = np.ndarray[Any, Any]
 SEGMENT, MOST_SEGMENTS = 2048 * BLOCK, 32
-"""Elements that are encoded, sent and added at a time, or more, so that a rank's part has at most so many segments."""
+"""Elements of a segment, the unit of encoding, sending and adding; more if a part would have over ``MOST_SEGMENTS``."""
 
 
 def check(o: Operation) -> None:
@@ -70,19 +70,19 @@ def steps(work: Work[Any], calls: Any) -> Steps:
                 next(segments)[...] = total
         return
     targets = [_segments(part) for part in split(out, last)]
-    arrived = [[_room(form, each.size) for each in target] for target in targets]
-    yield from calls.share(work, mine, arrived)
+    arrived = [[_encoded_buffer(form, each.size) for each in target] for target in targets]
+    yield from calls.send_to_all(work, mine, arrived)
     for data, part in zip(chain(*arrived), chain(*targets), strict=True):
         form.decode(data, part)
 
 
 def _sums(work: Work[Any], calls: Any, form: Format, counts: Sequence[int]) -> Iterator[Array | None]:
-    """Encode and send every rank's part of this rank's input; returns the sums of its own, segment after segment.
+    """Encode and send all parts of this rank's input; returns an iterator over the sums of its own part by segment.
 
-    Among them is None where they wait for messages.
+    The iterator yields None while it waits for messages.
     """
     pieces = [_segments(part) for part in split(work.send, counts)]
-    arrived = [[_room(form, segment.size) for _ in counts] for segment in pieces[calls.rank]]
+    arrived = [[_encoded_buffer(form, segment.size) for _ in counts] for segment in pieces[calls.rank]]
     tag, messages = calls.tag(work), calls.messages
     receives = [[messages.irecv(data[peer], peer, tag) for peer in calls.peers] for data in arrived]
     sends = [
@@ -109,8 +109,8 @@ def _sums(work: Work[Any], calls: Any, form: Format, counts: Sequence[int]) -> I
 
 
 def _all_to_all(work: Work[Any], calls: Any, form: Format) -> Steps:
-    """Also all_to_all_v, where a count follows each piece: only its two ranks know it, and 60 elements are encoded as
-    long as 64."""
+    """all_to_all and all_to_all_v.  In the latter a count follows each piece: only its two ranks know it, and the codes
+    of 60 and of 64 elements have equal length."""
     counts, last = parts(work.operation, calls.size)
     pieces, varies = split(work.send, counts), work.operation.name == "all_to_all_v"
 
@@ -123,7 +123,7 @@ def _all_to_all(work: Work[Any], calls: Any, form: Format) -> Steps:
             if varies and (sent := int(data[-8:].view(np.int64)[0])) != count:
                 raise CollectiveMismatch(f"rank {calls.rank} expected {count} elements from rank {sender}, got {sent}")
 
-    arrived = [_room(form, count, 8 * varies) for count in last]
+    arrived = [_encoded_buffer(form, count, 8 * varies) for count in last]
     yield from calls.send_pieces(work, piece, arrived, check)
     for data, part in zip(arrived, split(work.recv, last), strict=True):
         form.decode(data[: form.nbytes(part.size)], part)
@@ -141,16 +141,16 @@ def feed_back(x: Array, residual: Array, compress: str) -> None:
 
 
 def split(x: Array, counts: Sequence[int]) -> list[Array]:
-    """So many elements of ``x`` for each rank, one after another."""
+    """``x`` in consecutive parts of ``counts`` elements."""
     return [x[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 def _segments(part: Array) -> list[Array]:
-    """A part of a vector in segments of whole blocks; the same on every rank, by its size."""
+    """A part of a vector in segments of whole blocks; its size alone decides, so all ranks make the same."""
     size = max(SEGMENT, -(-part.size // (MOST_SEGMENTS * BLOCK)) * BLOCK)
     return [part[at : at + size] for at in range(0, part.size, size)]
 
 
-def _room(form: Format, count: int, more: int = 0) -> Array:
-    """Memory for an encoded vector of so many elements, and ``more`` bytes."""
+def _encoded_buffer(form: Format, count: int, more: int = 0) -> Array:
+    """Memory for an encoded vector of ``count`` elements, and ``more`` bytes."""
     return np.empty(form.nbytes(count) + more, np.uint8)

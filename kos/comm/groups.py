@@ -30,7 +30,7 @@ from kos.memory import as_buffer
 
 
 class Groups(Operations):
-    """What makes communicators of the ranks of this one, compares the calls that do, and exchanges bytes."""
+    """Makes communicators of the ranks of this one, compares such calls between ranks, and exchanges bytes."""
 
     name: str
     backend_name: str
@@ -265,9 +265,9 @@ class Groups(Operations):
                 try:
                     group = self._successor(call, rendezvous)
                     break
-                except KosError as error:  # again, with the ranks that live
+                except KosError as error:  # again, with the surviving ranks
                     only_newcomers = self.rendezvous.lose_newcomers(error.ranks)
-                    error.ranks = error.ranks if call == "shrink" else ()  # else of the world that was not made
+                    error.ranks = error.ranks if call == "shrink" else ()  # ranks of a group that was not made
                     if only_newcomers:
                         deadline = time.monotonic() + limit
                     elif not isinstance(error, RankLost) or time.monotonic() > deadline:

@@ -26,7 +26,7 @@ MOST_STORED = 256
 
 
 TEXTS, TEXT_BYTES = 256, 1024
-"""Descriptions of calls that a rank keeps and publishes, and bytes of each."""
+"""The number of call descriptions that a rank keeps and publishes, and the bytes of each."""
 
 
 class Prepared:

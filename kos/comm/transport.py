@@ -42,7 +42,7 @@ _DEFAULTS = {
 }  # fmt: skip
 _ORDERED = {**_DEFAULTS, "all_reduce": "two_shot", "reduce": "one_shot", "reduce_scatter": "one_shot"}
 _HIERARCHICAL = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
-"""Those whose bytes leave a host once where hosts have several ranks each."""
+"""Collectives that run in phases, within hosts and between them, if hosts have several ranks each."""
 _SMALL = 32 * 1024  # bytes up to which latency, not bandwidth, decides between schedules
 
 
@@ -206,7 +206,7 @@ class ScheduledCalls:
         self.peers = sorted(others, key=self._inside.__contains__)  # those of other hosts first
 
     def _neighbours(self, local: int) -> tuple[list[int], list[int]]:
-        """The ranks of this host from the next one on, and those of the same place on the next hosts."""
+        """The other ranks of this host, and the ranks with this local rank on other hosts; in ring order."""
         first = self.rank - self.rank % local
         inside = [first + (self.rank + step) % local for step in range(1, local)]
         return inside, [(self.rank + step) % self.size for step in range(local, self.size, local)]
@@ -304,7 +304,7 @@ class ScheduledCalls:
 
     def _all_gather_v(self, work: Work[Any]) -> Steps:
         pieces = self._pieces(work.recv, work.operation.recv_counts, None)
-        yield from self.share(work, [work.send], [[piece] for piece in pieces])
+        yield from self.send_to_all(work, [work.send], [[piece] for piece in pieces])
 
     def _pieces(self, x: Array | None, counts: Sequence[int] | None, root: int | None) -> list[Array | None]:
         """The piece of ``x`` for or from each rank; without counts all of ``x``, for the root or for every rank."""
@@ -380,7 +380,7 @@ class ScheduledCalls:
         """Send piece ``send(j)`` to rank j and receive piece j from rank j, all at once; None: no message.
 
         Empty pieces are sent too: the receiver may expect a longer one, which is a mismatch.  A piece is sent as soon
-        as it is made, those for other hosts first.
+        as ``send`` returns it, pieces for other hosts first.
         """
         tag, messages = self.tag(work), self.messages
         requests = [messages.irecv(x, peer, tag) for peer in self.peers if (x := recv[peer]) is not None]
@@ -394,10 +394,12 @@ class ScheduledCalls:
             # Only the two ranks of a pair know whether their counts agree: wait until all pairs have agreed.
             yield from self._disseminate(tag)
 
-    def share(self, work: Work[Any], mine: Iterable[Array | None], arrived: Sequence[Sequence[Any]]) -> Steps:
-        """Send all of ``mine`` to every rank, and receive those of rank j into ``arrived[j]``.
+    def send_to_all(
+        self, work: Work[Any], mine: Iterable[Array | None], arrived: Sequence[Sequence[Any]]
+    ) -> Steps:
+        """Send all segments of ``mine`` to every rank, and receive those of rank j into ``arrived[j]``.
 
-        They go to one rank of each other host, which sends them on in its host.  ``mine`` may yield None to wait.
+        One rank of each other host receives them, and forwards them within its host.  ``mine`` may yield None to wait.
         """
         tag, messages, size, local = self.tag(work), self.messages, self.size, len(self._inside) + 1
         first = [[(messages.irecv(x, peer, tag), x) for x in arrived[peer]] for peer in self._across]

@@ -38,7 +38,7 @@ def device_of(rendezvous: Rendezvous) -> DeviceInfo:
 
 
 def _least_used(given: Sequence[str], usual: Sequence[int], devices: Sequence[str]) -> list[int]:
-    """The device of each rank, by index: one that the fewest ranks have, if possible the ``usual`` one.
+    """The device index of each rank: a device with the fewest ranks, if possible the rank's ``usual`` one.
 
     ``given`` are UUIDs, "" of a rank that was given none: these choose in order.  A rank that was given one keeps the
     usual index here, as it does not ask.

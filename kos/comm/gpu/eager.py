@@ -65,7 +65,7 @@ class EagerCalls:
     def remember(
         self, asked: Any, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
     ) -> tuple[Any, ...] | bool | None:
-        """How the core makes calls like this thread's last; False: it never will.
+        """How the core makes calls like the last one of this thread; False if it never will.
 
         ``asked`` is the name of the operation, which got these arguments, or the Persistent that was started.
 
@@ -74,7 +74,7 @@ class EagerCalls:
         What it queues, the Prepared, what the recorder has of the call, the Work that stands for all of them, and which
         arguments are input, output and result, -1 for none.  Then the objects by whose identity calls are compared,
         which must live on, and the guards.  Last two objects that keep the last Work: the backend and what is shared.
-        Of a Persistent, the Works that its starts return in turn, and addresses instead of objects.
+        For a Persistent, the result has the Works that its starts return in turn, and addresses instead of objects.
         """
         thread, self.asked, last, self._last = self.asked, 0, self._last, None
         if thread or last is None or last[0] != get_ident():

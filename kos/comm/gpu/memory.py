@@ -23,7 +23,7 @@ from kos.memory.windows import Run, Window, WindowMemory
 
 _LEAST_BYTES = 1 << 20
 _BOUND = 16
-"""Pieces of scratch memory, one for each stream, whose launches are kept."""
+"""The largest number of pieces of scratch memory, one per stream, whose launches are cached."""
 Piece = tuple[Any, int]
 """Address and bytes; the address may refer to an array of a launch."""
 NONE: Piece = (0, 0)
@@ -125,9 +125,9 @@ class ScratchPool:
 
 
 class InScratch(ABC):
-    """The launch of an operation in steps, with parts of scratch memory for what they leave to one another.
+    """The launch of an operation in several steps, which pass intermediate results in scratch memory.
 
-    The steps are bound once for each piece of scratch memory.  ``kernels`` stands for the kernels among them.
+    The steps are bound once for each piece of scratch memory.  ``kernels`` are the kernels among them.
     """
 
     source: ClassVar[Path]  # of its kernels
@@ -143,12 +143,12 @@ class InScratch(ABC):
         return loaded
 
     def _divide(self, *sizes: int) -> None:
-        """Give each step that needs it a part of scratch memory, of so many bytes."""
+        """Divide scratch memory into parts of so many bytes, one for each step that needs it."""
         self._parts = list(accumulate(map(up, sizes), initial=0))
 
     @abstractmethod
     def _bind(self, parts: Sequence[int]) -> list[Run]:
-        """The steps with the parts of scratch memory at these addresses."""
+        """The steps, bound to the parts of scratch memory at these addresses."""
 
     def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
         backend = self._backend

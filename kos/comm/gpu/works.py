@@ -96,7 +96,7 @@ class Marks:
         self.free = [_Mark(device) for _ in range(count)]
         self._in_flight: deque[_Mark] = deque()
         self._sequence = -1  # of the last call with a mark
-        self.captured = False  # whether the last call that was to have a mark was captured
+        self.captured = False  # whether the last call that needed a mark was captured
 
     @property
     def running(self) -> bool:

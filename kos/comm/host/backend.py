@@ -122,13 +122,13 @@ class HostBackend(Backend):
     # How operations run.
 
     def idle(self) -> Any:
-        """Shared memory has no events: a wait polls, unless it waits for other hosts alone."""
+        """Shared memory has no events: a wait polls, unless it waits only for other hosts."""
         if not self.shares_memory:
             return self.transport.idle()
         return Backoff(self.crowded, None if self.one_host else self._sleep)
 
     def _sleep(self, seconds: float | None, polled: bool) -> bool:
-        """Wait for an event of the transport, if the operation in flight waits for other hosts; whether it did.
+        """Wait for an event of the transport if the operation in flight waits for other hosts; returns whether it did.
 
         Messages within the host have no events: a wait for both kinds polls first, and sleeps a millisecond at most.
         """

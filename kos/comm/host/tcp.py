@@ -115,7 +115,7 @@ class TCPTransport(Transport):
                 return True
             arrived = local()
             if waits or not arrived:
-                self.poller.progress()  # a rank that waits for one of its host hears what other hosts report
+                self.poller.progress()  # a rank that waits for its own host also receives reports of other hosts
             waits = True
             return arrived
 

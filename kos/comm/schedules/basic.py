@@ -225,7 +225,7 @@ def ring_all_gather(n: int, c: int) -> Rounds:
 
 @algorithm("all_gather", "hierarchical")
 def hierarchical_all_gather(n: int, c: int, local: int) -> Rounds:
-    """Rings: each rank's block to the ranks beside it in the other nodes, then the blocks of each node in the node."""
+    """Rings: a rank's block to the ranks with its local rank in other nodes, then all blocks within each node."""
     r = np.arange(n)
     node, place, nodes = r // local, r % local, n // local
     beside, across = node * local + (place + 1) % local, (r + local) % n
