@@ -286,7 +286,7 @@ def test_the_names_of_a_launcher_give_way() -> None:
     """LOCAL_RANK, of the machine, chooses the GPU alone."""
 
     def body(rendezvous: TCPRendezvous) -> tuple[int, int]:
-        return rendezvous.local_rank, rendezvous.place_on_machine[0]
+        return rendezvous.local_rank, rendezvous.place_on_machine
 
     port, hosts = free_port(), ["a", "b", "a"]
     environments = [
