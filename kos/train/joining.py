@@ -21,6 +21,8 @@ from kos.train.parallel.stopping import Left, Stop, Stopped
 from kos.train.run import PATHS, Trainer
 from kos.train.tools.console import Console
 
+LOOK_EVERY = 0.05  # seconds between two looks for the file of a run that has not begun
+
 CHOSEN = {"micro_batch_size", "device", "dtype", "grad_dtype", "elastic", "steps"}
 """Settings that the run has chosen, and a newcomer takes."""
 
@@ -58,9 +60,11 @@ class Newcomer(Trainer):
     def _join(self) -> Communicator:
         """Wait until the run admits this rank, or is over: a run writes the address file, and removes it at its end."""
         where, timeout, limit = str(self.config.join), self.config.timeout, time.monotonic() + PATIENCE
-        begun = os.sep not in where or os.path.isfile(where)
-        if not begun:
+        if os.sep in where and not os.path.isfile(where):
             self.console.say(f"waiting for {where}, which a run with --elastic writes")
+            with self.stop.at_once():
+                while not os.path.isfile(where) and time.monotonic() < limit:
+                    time.sleep(LOOK_EVERY)
         while True:
             began = time.monotonic()
             try:
@@ -68,10 +72,8 @@ class Newcomer(Trainer):
                     return kos.join(where, timeout=timeout)
             except RendezvousError:
                 refused = time.monotonic() - began < timeout  # else nobody has answered
-                there = os.path.isfile(where)
-                if refused or (begun and not there) or time.monotonic() > limit:
+                if refused or not os.path.isfile(where) or time.monotonic() > limit:
                     raise
-                begun = begun or there
 
     def misfit(self, facts: dict[str, Any]) -> str:
         mine, theirs = flatten("", self._asked), flatten("", facts["settings"])

@@ -262,6 +262,24 @@ def test_a_newcomer_that_knows_another_member_is_shown_the_leader() -> None:
     assert sorted(run("tcp", 3, body, newcomer)) == [(rank, 4) for rank in range(4)]
 
 
+def test_a_newcomer_that_the_leader_has_dropped_calls_there_again() -> None:
+    """Also if it knows the leader from another member alone, which still counts it."""
+
+    def body(comm: kos.Communicator) -> Any:
+        counted: list[int] = []
+        poll_newcomers(comm, lambda: counted.append(comm.newcomers()) or counted[-1] > 0)  # type: ignore[func-returns-value]
+        while not comm.all_gather(np.array(comm.newcomers())).all():
+            pass
+        if comm.rank == 0:
+            comm.rendezvous.joining.close()  # type: ignore[attr-defined]
+        return check(comm.grow(1, timeout=4.0))
+
+    def newcomer(address: str) -> Any:
+        return check(join(address.split(",")[1]))
+
+    assert sorted(run("tcp", 2, body, newcomer)) == [(rank, 3) for rank in range(3)]
+
+
 @both
 def test_calls_that_differ(backend: str) -> None:
     def body(comm: kos.Communicator) -> None:
@@ -386,14 +404,14 @@ def test_the_members_say_who_was_refused() -> None:
     run("tcp", 2, body, stranger)
 
 
-def raw_newcomer(address: str) -> Connection:
-    """Only the handshake and the first message of a newcomer."""
+def raw_newcomer(address: str, port: int = 1) -> Connection:
+    """Only the handshake and the first message of a newcomer, which says that it listens at ``port``."""
     place, deadline = parse(address)[0], time.monotonic() + 20
     sock = connect(*place, deadline)
     greeting = drive(receive_greeting(sock), sock, deadline)
     key = Network(SECRET.encode(), "", "", False).key(b"join")
     connection = drive(authenticate(sock, greeting, key, JOIN, 0, None), sock, deadline)
-    hello = {"kos": kos.__version__, "me": ["127.0.0.1", 1]}
+    hello = {"kos": kos.__version__, "me": ["127.0.0.1", port]}
     connection.post(json.dumps(hello).encode())
     drive(connection.flush(), sock, deadline)
     return connection
@@ -435,12 +453,13 @@ def test_a_newcomer_stops_while_it_joins(when: str, monkeypatch: pytest.MonkeyPa
             with pytest.raises(RankLost, match="the test is over"):
                 join(address, timeout=1.0)
             return
-        connection = raw_newcomer(address)
-        if when.startswith("once"):
-            receive_plan(connection)
-        here.set()
-        assert over.wait(40)
-        connection.close()
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel answers for a process that is stopped
+            connection = raw_newcomer(address, listener.getsockname()[1])
+            if when.startswith("once"):
+                receive_plan(connection)
+            here.set()
+            assert over.wait(40)
+            connection.close()
 
     def newcomer(address: str) -> Any:
         assert here.wait(20)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos._core import native
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
@@ -25,6 +26,7 @@ from kos.testing import spawn
 from kos.testing.conformance import cases
 from tests.comm.fake_nccl import no_gpu
 from tests.comm.ranks import MockRanks, MPIRanks, on_hosts
+from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TCPRanks, environment, free_port, run_processes, run_ranks, run_threads
 from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import ULFM, job
@@ -113,6 +115,24 @@ def test_what_ranks_share(ranks: Ranks) -> None:
         across.barrier()
 
     ranks.run(body)
+
+
+@needs_core
+def test_hosts_without_shared_memory_beside_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take part in what the others exchange."""
+
+    def body(rank: int) -> None:
+        rendezvous = env_rendezvous(20.0, environment(rank, 3, port, KOS_HOST="b" if rank == 2 else "a"))
+        comm = kos.init("tcp", rendezvous=rendezvous, timeout=20.0)
+        assert (comm.backend.calls is None) == (rank < 2)  # type: ignore[attr-defined]
+        assert (comm.all_reduce(np.full(70_001, comm.rank + 1.0)) == 6).all()
+        assert comm.all_gather_bytes(b"%d" % rank) == [b"0", b"1", b"2"]
+        comm.close()
+        rendezvous.close()
+
+    port = free_port()
+    monkeypatch.setattr(native, "MAX_RANKS", 1)
+    assert run_threads(*[lambda rank=rank: body(rank) for rank in range(3)]) == [None] * 3
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "broadcast", "reduce"])

@@ -98,6 +98,7 @@ class Change:
                 return group.successor(plan, rank, connections)
             except (CollectiveError, RendezvousError) as error:
                 if group.lose_newcomers(error.ranks):
+                    self.left_out |= group.gone_newcomers
                     self.deadline = time.monotonic() + group.timeout
                 elif time.monotonic() > self.deadline:
                     raise

@@ -74,7 +74,8 @@ class Calls:
         self._again = dict[Address, float]()  # when to connect again
         self._states = dict[Address, str]()  # the state of each connection, as text
         self._reached = set[Address]()
-        self._led = dict[Address, tuple[Connection, Address]]()  # members that have named their leader
+        self._leaders = dict[Address, Address]()  # that members have named
+        self._untold = dict[Address, Connection]()  # those members, until they know that it is reached
         self._no_file = ""  # why the address is not known
 
     def first_answer(self, deadline: float) -> Answer | None:
@@ -89,10 +90,9 @@ class Calls:
             for place in list(self._calls):
                 if (answer := self._advance(place)) is not None:
                     return answer
-            for place, (connection, leader) in list(self._led.items()):
-                if leader in self._reached:
-                    send_message(connection, {"reached": True})
-                    del self._led[place]
+            for place in list(self._untold):
+                if self._leaders[place] in self._reached:
+                    send_message(self._untold.pop(place), {"reached": True})
             poll = select.poll()
             for place, (sock, _) in self._calls.items():
                 poll.register(sock, self._events[place])
@@ -106,7 +106,7 @@ class Calls:
             places = parse(Path(self._address).read_text().strip() if os.sep in self._address else self._address)
         except OSError as error:  # the file is not there yet
             places, self._no_file = [], str(error)
-        return list(dict.fromkeys([*places, *(leader for _, leader in self._led.values())]))
+        return list(dict.fromkeys([*places, *self._leaders.values()]))
 
     def _call(self, place: Address) -> None:
         host, _ = place
@@ -139,7 +139,8 @@ class Calls:
 
     def _failed(self, place: Address, error: OSError) -> None:
         self._states[place], self._again[place] = str(error), time.monotonic() + POLL_SECONDS
-        self._led.pop(place, None)
+        self._leaders.pop(place, None)
+        self._untold.pop(place, None)
         if place in self._calls:
             self._calls.pop(place)[0].close()
 
@@ -158,8 +159,7 @@ class Calls:
         while True:
             answer = json.loads((yield from connection.receive()))
             if "leader" in answer:
-                leader = as_address(answer["leader"])
-                self._led[place] = connection, leader
+                self._leaders[place], self._untold[place] = (leader := as_address(answer["leader"])), connection
                 self._states[place] = f"is there, and waits for its leader at {place_name(*leader)}"
             elif "ready" in answer:
                 connection.post(json.dumps({"ready": True}).encode())

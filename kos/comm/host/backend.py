@@ -20,7 +20,7 @@ from kos.comm.backend import UNMADE, Backend, Probe, ends_group
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi_job import Backoff
 from kos.comm.failures import Late
-from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, open_segment
+from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, await_nodes, open_segment
 from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import Fingerprints, Prepared
 from kos.comm.schedules import runnable
@@ -81,6 +81,8 @@ class HostBackend(Backend):
             self.node = node if self.one_host else None
             if not node.one_copy:
                 self.shared_memory += "; process_vm_readv is not permitted, so large arrays are copied twice"
+        elif self.size > 1 and self.transport.processes:
+            await_nodes(rendezvous)
         if rendezvous.local_size == self.size:
             self.arrays = SharedArrays(rendezvous)
 

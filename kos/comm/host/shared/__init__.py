@@ -2,7 +2,7 @@
 
 from kos.comm.host.shared.arrays import SharedArrays
 from kos.comm.host.shared.calls import ABORTED, CallRing
-from kos.comm.host.shared.node import Node
+from kos.comm.host.shared.node import Node, await_nodes
 from kos.comm.host.shared.segment import Segment, open_segment
 
-__all__ = ["ABORTED", "CallRing", "Node", "Segment", "SharedArrays", "open_segment"]
+__all__ = ["ABORTED", "CallRing", "Node", "Segment", "SharedArrays", "await_nodes", "open_segment"]

@@ -291,6 +291,12 @@ class Node:
         return self._core.start(call, sequence, False, None if receives else array, array if receives else None)
 
 
+def await_nodes(rendezvous: Rendezvous) -> None:
+    """Take part in the exchanges of the Nodes of other hosts, on a host that has none.  Collective."""
+    for _ in range(2):
+        rendezvous.barrier()
+
+
 class SegmentMessage:
     """One end of a message of a schedule, between ranks of one host."""
 
