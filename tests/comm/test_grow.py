@@ -22,7 +22,7 @@ from kos.comm.control.env import env_rendezvous
 from kos.comm.control.hub import pair
 from kos.comm.control.join import parse
 from kos.comm.control.mpi import MPIRanks, MPIRendezvous
-from kos.comm.control.newcomers import Newcomer
+from kos.comm.control.newcomers import Newcomer, Newcomers
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.control.wire import JOIN, Connection, Network, authenticate, connect, drive, receive_greeting
 from kos.comm.failures import FailureLog
@@ -433,6 +433,23 @@ def test_a_newcomer_that_has_ended_stays_so() -> None:
     theirs.close()
     assert [newcomer.read() for _ in range(3)] == [False] * 3
     ours.close()
+
+
+def test_who_was_ready_is_taken() -> None:
+    """Also if it has ended since, which the new group finds: another one in its place was not asked."""
+    pairs, joining = [pair(), pair()], Newcomers()
+    for port, (ours, _) in enumerate(pairs):
+        joining.add(ours, {"me": ["127.0.0.1", 1 + port]}, None)
+    for _ in range(2):
+        ready = joining.ready(1)
+        pairs[0][1].post(b'{"ready": true}')
+        drive(pairs[0][1].flush(), pairs[0][1].sock, time.monotonic() + 5)
+    assert ready
+    pairs[0][1].close()
+    assert [each.hello["me"][1] for each in joining.take(1)] == [1]
+    for each in pairs:
+        for end in each:
+            end.close()
 
 
 @pytest.mark.parametrize("when", ["before it is asked", "once it has the plan", "while it makes its communicator"])

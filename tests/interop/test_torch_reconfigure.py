@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.comm.tcp_ranks import run_threads
 from tests.interop.ranks import run
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
@@ -34,3 +38,30 @@ def test_a_manager_of_torchft_goes_on_without_a_replica(tmp_path: Path) -> None:
     first, killed, last = run(f"{PROGRAMS}:torchft_manager", 3, "kos", str(tmp_path))
     assert killed is None
     assert first == last == [6.0, 2]
+
+
+def test_a_split_of_a_new_membership_reads_no_keys_of_an_earlier_one() -> None:
+    """Under the same name: a rank that is new has made no such split before."""
+    import torch.distributed as dist
+
+    from kos.interop.torch.group import Options, ProcessGroupKos
+
+    store, limit, ready = dist.HashStore(), timedelta(seconds=10), threading.Barrier(3)
+    handles = dict[int, str]()
+
+    def body(rank: int) -> int:
+        member, options = rank < 2, Options()
+        group = ProcessGroupKos(store, rank, 2 if member else 3, limit, range(3), options, connects=member)
+        if member:
+            group.split_group([0, 1], group_name="part").shutdown()  # type: ignore[union-attr]
+        handles[rank] = group.get_reconfigure_handle()
+        ready.wait(20)
+        group.reconfigure(SimpleNamespace(uuid=1, handles=[handles[each] for each in range(3)], timeout=None))
+        part = group.split_group([0, 1, 2], group_name="part")
+        assert part is not None
+        size = part.size()
+        part.shutdown()
+        group.shutdown()
+        return size
+
+    assert run_threads(*[lambda rank=rank: body(rank) for rank in range(3)]) == [3, 3, 3]

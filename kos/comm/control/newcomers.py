@@ -79,10 +79,13 @@ class Newcomers:
         for each in [each for each in self._waiting if not each.read()]:
             self._waiting.remove(each)
             each.connection.close()
+        return iter(self._once())
+
+    def _once(self) -> list[Newcomer]:
         first: dict[str, Newcomer] = {}
         for each in self._waiting:
             first.setdefault(str(each), each)
-        return iter(list(first.values()))
+        return list(first.values())
 
     def add(self, connection: Connection, hello: Mapping[str, Any], leader: Address | None) -> None:
         """Add a newcomer that has connected; ``leader`` is None on the leader."""
@@ -123,8 +126,8 @@ class Newcomers:
         newcomer.connection.close()
 
     def take(self, count: int) -> list[Newcomer]:
-        """Remove and return the first ``count``."""
-        taken = list(self)[:count]
+        """The first ``count``, which were ``ready`` and wait no longer; the new group finds one that ended since."""
+        taken = self._once()[:count]
         self._waiting = [each for each in self._waiting if each not in taken]
         return taken
 

@@ -225,7 +225,7 @@ class ProcessGroupKos(Reconfigurable):
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self._name}:split:{','.join(map(str, ranks))}"
-        store = torch._C._distributed_c10d.PrefixStore(f"{name}/", self._store)
+        store = torch._C._distributed_c10d.PrefixStore(f"{self.prefix}{name}/", self._store)
         world, limit = [self._ranks[rank] for rank in ranks], timeout or timedelta(seconds=self._timeout)
         me, options = ranks.index(self.rank()), opts or self.options
         group = ProcessGroupKos(store, me, len(ranks), limit, world, options)
