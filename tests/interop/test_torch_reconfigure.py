@@ -7,6 +7,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -65,3 +66,40 @@ def test_a_split_of_a_new_membership_reads_no_keys_of_an_earlier_one() -> None:
         return size
 
     assert run_threads(*[lambda rank=rank: body(rank) for rank in range(3)]) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("users", [1, 2])
+def test_gpus_are_connected_if_all_ranks_have_used_theirs(users: int) -> None:
+    """A newcomer may use host memory first, for which members that wait for its GPU would not come."""
+    import torch
+    import torch.distributed as dist
+
+    from kos.interop.torch.group import Options, ProcessGroupKos
+
+    class Group(ProcessGroupKos):
+        """Its GPUs are connected over host memory."""
+
+        def _connect(self, backend: str, purpose: str, seconds: float | None = None, **options: Any) -> Any:
+            connected.append((purpose, seconds))
+            options.pop("device", None)
+            return super()._connect("tcp", purpose, seconds, **options)
+
+        def _use_gpu(self, device: Any) -> None:
+            pass
+
+    store, limit, ready = dist.HashStore(), timedelta(seconds=10), threading.Barrier(2)
+    handles, connected = dict[int, str](), list[tuple[str, float | None]]()
+
+    def body(rank: int) -> float:
+        group = Group(store, rank, 2, limit, range(2), Options())
+        group.device = SimpleNamespace(index=0) if rank < users else None
+        handles[rank] = group.get_reconfigure_handle()
+        ready.wait(20)
+        both = [handles[each] for each in range(2)]
+        group.reconfigure(SimpleNamespace(uuid=1, handles=both, timeout=timedelta(seconds=8)))
+        group.allreduce([total := torch.ones(1)]).wait()
+        group.shutdown()
+        return total.item()
+
+    assert run_threads(*[lambda rank=rank: body(rank) for rank in range(2)]) == [2.0, 2.0]
+    assert [each for each in connected if each[0] == "gpu"] == [("gpu", 8.0)] * (2 if users == 2 else 0)

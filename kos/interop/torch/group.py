@@ -107,12 +107,12 @@ class ProcessGroupKos(Reconfigurable):
         self._messages, self._coalesced, self._last = [], None, lambda: None
         self._scalars.clear()
 
-    def _connect_gpu(self, device: Any) -> kos.Communicator:
-        """The communicator of this rank's GPU; the first call connects all ranks of the group."""
+    def _connect_gpu(self, device: Any, seconds: float | None = None) -> kos.Communicator:
+        """The communicator of this rank's GPU; the first call connects all ranks of the group, within ``seconds``."""
         self._use_gpu(device)
         if self._gpu is None:
             self.check_connected()
-            self._gpu = self._connect(self.options.gpu, "gpu", device=device.index)
+            self._gpu = self._connect(self.options.gpu, "gpu", seconds, device=device.index)
         return self._gpu
 
     def _use_gpu(self, device: Any) -> None:

@@ -70,15 +70,20 @@ class Reconfigurable(Operations):
         self.disconnect(REASON)
         self._uuid, self.prefix = opts.uuid, f"reconfigured/{opts.uuid}/"
         self._rank, self._size, self._ranks = handles.index(self._handle), len(handles), [*range(len(handles))]
-        self.connect(None if opts.timeout is None else opts.timeout.total_seconds())
+        seconds = None if opts.timeout is None else opts.timeout.total_seconds()
+        self.connect(seconds)
+        try:
+            uses = self._host.all_gather_bytes(b"1" if self.device is not None else b"", timeout=seconds)
+        except KosError as error:
+            raise self.translated(error) from error
+        if all(uses):  # else the first operation on GPUs connects them: a newcomer may use host memory first
+            self._connect_gpu(self.device, seconds)
         return CoalescedWork([])
 
     def connect(self, seconds: float | None = None) -> None:
-        """Connect the ranks in host memory within ``seconds``, and their GPUs if this rank has used its GPU."""
+        """Connect the ranks in host memory, within ``seconds``."""
         self._host = self._connect("tcp", "host", seconds, progress_thread=True)
         self._any = AnySource(self._host)
-        if self.device is not None:
-            self._connect_gpu(self.device)
 
     def disconnect(self, reason: str) -> None:
         """Abort all operations and connections; ranks that wait for this one raise.  Raises nothing."""
