@@ -330,16 +330,16 @@ def test_ranks_that_others_have_left_out_do_not_continue(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wake up after the others have gone on, and ended; what is the others' stays."""
-    change, address = elastic.Elastic._change, tmp_path / ADDRESS
+    drop, address = Trainer.drop_save, tmp_path / ADDRESS
 
-    def woken(self: elastic.Elastic, why: Any) -> None:
-        if self.run.comm.rank == 0:
+    def woken(self: Trainer) -> None:
+        if self.comm.rank == 0:
             with (tmp_path / "metrics.jsonl").open("a") as rows:
                 rows.write('{"step": 5, "epoch": 1}\n')
             address.write_text("of the others")
-        change(self, why)
+        drop(self)
 
-    monkeypatch.setattr(elastic.Elastic, "_change", woken)
+    monkeypatch.setattr(Trainer, "drop_save", woken)
     with pytest.raises(CollectiveError, match="in epoch 0, got 1: these ranks are out"):
         train(text, tmp_path, FAULTS["within a step"])
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 5 and address.read_text() == "of the others"
