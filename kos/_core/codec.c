@@ -13,18 +13,6 @@ typedef struct {
     kos_reduction dtype;
 } codec;
 
-static inline float float_of(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-static inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
 static inline int32_t largest_of(const float *x, int32_t limit) {
     int32_t largest = 0;
     for (int i = 0; i < BLOCK; i++) {

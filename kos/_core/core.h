@@ -14,6 +14,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 // Also compiled for AVX2, which the loader chooses where the CPU has it: 10 to 20% faster for 1 to 64 KB.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) \
@@ -343,6 +344,18 @@ static inline uint8_t *kos_area_of(const kos_group *g, uint64_t stage, int rank)
 
 // Whether this process may not use the memory: the group is closed, or another process made it.
 static inline int kos_is_over(const kos_group *g) { return g->closed || g->generation != kos_forks; }
+
+static inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
 
 static inline uint64_t kos_min(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static inline size_t kos_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }

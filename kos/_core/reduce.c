@@ -70,18 +70,6 @@ COMPLEX(64, double, fma)
 
 // --- 16- and 8-bit floats ------------------------------------------------------------------------------------------
 
-static inline float float_of(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-static inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
 // A format: bits in all, bits of the mantissa, the exponent's bias, the magnitude of the first value that is no number
 // of the format (infinity, or NaN where there is none), and that of NaN.
 typedef struct {
