@@ -30,6 +30,7 @@ from typing import Any
 
 import kos
 from kos.bench.report import provenance, to_json
+from kos.comm.gpu.backend import DeviceBackend
 from kos.commands import program
 from kos.cuda import create_stream, driver
 from kos.errors import BackendUnavailable, KosError
@@ -102,7 +103,8 @@ class Timer:
 
     def _launch(self, run: Call) -> tuple[Any, Any] | None:
         """The launch of a call by Python, and its Work, which has the addresses and the stream."""
-        parts = [each for each in self._comm.backend.parts if each.on_gpu]
+        backend = self._comm.backend
+        parts = [each for each in (backend, *backend.inner) if isinstance(each, DeviceBackend)]
         for each in parts:
             each._last = None
         run()

@@ -56,9 +56,9 @@ def calls_beside_others(ranks: int, work: Work[Any]) -> CallRing:
     calls = CallRing(segment, FailureLog(range(ranks), 0))
     calls.add(work.prepared)
     for rank in range(1, ranks):
-        segment.words[segment.layout.line(rank) + ARRIVED] = RING
+        segment.words[segment.line(rank) + ARRIVED] = RING
         for slot in range(RING):
-            segment.words[segment.layout.ring(rank) + slot] = work.prepared.fingerprint + slot
+            segment.words[segment.ring(rank) + slot] = work.prepared.fingerprint + slot
     return calls
 
 

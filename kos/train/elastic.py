@@ -217,7 +217,7 @@ class Elastic(Runner):
         if all(each["rank"] is None for each in every):
             raise _on_every_rank(CollectiveError("expected a rank that has the state of the run, got newcomers alone"))
         if every[0]["logged_epoch"] > max(epochs):  # these ranks were stopped meanwhile
-            text = f"expected the run in epoch {max(epochs)}, got {every[0]['newest']}"
+            text = f"expected the run in epoch {max(epochs)}, got {every[0]['logged_epoch']}"
             raise _on_every_rank(CollectiveError(f"{text}: these ranks are out, others have continued it"))
         applied = max(each["applied"] for each in every)
         if min(epochs) < 0:

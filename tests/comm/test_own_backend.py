@@ -36,7 +36,9 @@ SEND, PROGRESS = "sends_need_no_further_call", "one_poll_advances_all_messages"
 def test_a_collective_that_ends_early_cancels_its_messages(compared: bool) -> None:
     """Whether or not the transport compares calls."""
     cancelled: list[Any] = []
-    transport: Any = SimpleNamespace(rank=0, size=2, tag=lambda sequence: 100 + sequence, cancel=cancelled.append)
+    transport: Any = SimpleNamespace(
+        rank=0, size=2, ranks_per_host=None, tag=lambda sequence: 100 + sequence, cancel=cancelled.append
+    )
     calls: Any = ScheduledCalls(transport, transport)
     calls._barrier = lambda work: iter([None, None])
     work: Any = SimpleNamespace(name="barrier", collective=True, sequence=5, operation=Operation("barrier", 0))

@@ -199,8 +199,14 @@ def _finish_norm(partial, stride, state):
         state[SCALARS.index("sum_of_squares") + row] = sums.sum()
 
 
+def _invalidate_if_aborted(addresses, count, report):
+    if any(ctypes.c_uint64.from_address(int(address)).value for address in addresses[:count]):
+        report[1] = -1
+
+
 def _agree(report, reports, ranks, columns, state):
-    if (reports.reshape(ranks, columns)[:, 1:3] != report[1:3]).any():
+    theirs = reports.reshape(ranks, columns)[:, 1:3]
+    if (theirs != report[1:3]).any() or (theirs[:, 0] < 0).any():
         state[SCALARS.index("halted")] = 1
 
 
@@ -257,7 +263,7 @@ def _update(rule, weights, gradients, state, copy, chunks, groups, scalars, seed
 
 _OPTIMIZER = {
     "squares": _squares, "largest": _largest, "exact_squares": _exact_squares, "finish_norm": _finish_norm,
-    "agree": _agree, "prepare": _prepare,
+    "agree": _agree, "invalidate_if_aborted": _invalidate_if_aborted, "prepare": _prepare,
 }  # fmt: skip
 
 
