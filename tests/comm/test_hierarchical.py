@@ -142,7 +142,7 @@ class Ways(list[str]):
     """How each call of ``comm`` goes: the kernel of its route."""
 
     def __init__(self, comm: kos.Communicator) -> None:
-        part: Any = comm.backend.parts[1]
+        part: Any = comm.backend.inner[1]
         resolve, self._store = part.resolve, comm.backend.store
 
         def noting(o: Any) -> Any:

@@ -26,7 +26,7 @@ PHASES = START + """
 from dataclasses import replace
 from kos.comm.gpu.hierarchical import CARRIED, NAME
 from kos.comm.tuning import key
-part = comm.backend.parts[1]
+part = comm.backend.inner[1]
 print(part.hierarchy, flush=True)
 part.use(replace(part.table, routes={{key(name, False, False, True): ((None, NAME),) for name in CARRIED}}))
 n, me, total = comm.size, comm.rank, comm.size * (comm.size + 1) / 2
