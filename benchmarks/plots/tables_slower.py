@@ -45,23 +45,20 @@ REASONS = {
     "counts": "kos compares the counts; persistent calls are faster",
     "waits": "kos compares and records each call; in Open MPI a rank that only sends does not wait. "
     "Limit: a flag's way to another rank and back, {round_trip:.2f} µs",
-    "plain": "ranks slept in a wait although the call made progress, until a later commit. Limit: memory",
     "slots": "reductions copy through slots; Open MPI's exscan of 2 ranks is one message in one copy. Limit: memory",
-    "copies": "both libraries copy once. Limit: memory",
+    "copies": "Open MPI copies once; kos too, or twice through slots, which stay in the caches. Limit: memory",
 }
 """Why calls on a host are slower than Open MPI's, by kind of call."""
 REDUCE = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan")
-SMALL, LARGE = 64 << 10, 16 << 20
-"""Up to so many bytes the cost of a call decides; from so many on a call takes milliseconds."""
+SMALL = 64 << 10
+"""Up to so many bytes the cost of a call decides."""
 
 
-def kind(op: str, nbytes: int, slowest: float, persistent: float) -> str:
-    """The key of ``REASONS``, from the time of the slower plain call and of the persistent call over Open MPI's."""
+def kind(op: str, nbytes: int) -> str:
+    """The key of ``REASONS``."""
     if nbytes <= SMALL:
         return "counts" if op.endswith("_v") else "waits"
-    if op not in REDUCE:
-        return "copies"
-    return "plain" if nbytes >= LARGE and slowest > 1.5 * persistent else "slots"
+    return "slots" if op in REDUCE else "copies"
 
 
 def hosts() -> str:
@@ -72,7 +69,7 @@ def hosts() -> str:
             noise = values["noise"] or 1.0
             slowest = max(values[column] or 0.0 for column in ("same array", "arrays in rotation"))
             if slowest >= max(FROM, noise, 1 / noise):
-                why = kind(op, nbytes, slowest, values["persistent"] or slowest)
+                why = kind(op, nbytes)
                 found.setdefault((ranks, why), []).append((op, nbytes, slowest))
     rows = []
     for (ranks, why), cells in found.items():
