@@ -1,0 +1,302 @@
+"""Newcomers to a group that grows: who is admitted, who is refused by name, who dies or stops while joining."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm import making
+from kos.comm.control.hub import pair
+from kos.comm.control.join import parse
+from kos.comm.control.newcomers import Newcomer, Newcomers
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.wire import JOIN, Connection, Network, authenticate, connect, drive, receive_greeting
+from kos.errors import (
+    RankLost,
+    RendezvousError,
+)
+from tests.comm.growing import both, check, join, known, run
+from tests.comm.tcp_ranks import SECRET
+
+__all__ = ["known"]  # a fixture of every test
+
+
+@both
+def test_nobody_admits_a_newcomer(backend: str) -> None:
+    def newcomer(address: str) -> None:
+        words = r"^join: expected members at .* within 0.3 s, got none: .* not called grow or replace$"
+        with pytest.raises(RendezvousError, match=words):
+            join(address, timeout=0.3)
+        done.set()
+
+    done = threading.Event()
+    run(backend, 2, lambda comm: done.wait(20), newcomer)
+
+
+def test_the_timeout_of_join_says_what_it_waited_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        here, gone = (f"127.0.0.1:{each.getsockname()[1]}" for each in (silent, nobody))
+        with pytest.raises(RendezvousError) as caught:
+            join(f"{here},{gone}", timeout=0.3)
+    waited = f"{here}: is there, but has not called grow or replace; {gone}: [Errno 111] Connection refused"
+    assert str(caught.value).endswith(f" s, got none: {waited}")
+    with pytest.raises(RendezvousError, match="got none: .*No such file or directory: '.*/address'$"):
+        join(f"{tmp_path}/address", timeout=0.1)
+
+
+def test_a_newcomer_that_is_interrupted_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_for(self: threading.Condition, *args: Any) -> bool:
+        raise KeyboardInterrupt
+
+    group = ThreadGroup(1)
+    monkeypatch.setattr(threading.Condition, "wait_for", wait_for)
+    with pytest.raises(KeyboardInterrupt):
+        join(group.address)
+    assert ThreadRendezvous(group, 0).newcomers() == 0
+
+
+def poll_newcomers(comm: kos.Communicator, until: Callable[[], bool]) -> list[int]:
+    """The most newcomers that each rank has counted, at the steps of a program, until rank 0 says so."""
+    most = np.zeros(comm.size, np.int64)
+    while not comm.broadcast(np.array(until()), 0):
+        most = np.maximum(most, comm.all_gather(np.array(comm.newcomers())))
+    return [int(each) for each in most]
+
+
+def test_a_newcomer_that_does_not_reach_the_leader_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No member counts it: a member that did would have all of them wait for it."""
+    monkeypatch.setattr("kos.comm.control.newcomers.REACH_SECONDS", 0.3)
+    resolve = socket.getaddrinfo
+
+    def resolves(host: str, port: int, *args: Any, **options: Any) -> Any:
+        if threading.current_thread() is lost and port == closed[0]:
+            raise OSError("No route to host")
+        return resolve(host, port, *args, **options)
+
+    def stranger(address: str) -> None:
+        nonlocal lost
+        lost, closed[:] = threading.current_thread(), [parse(address)[0][1]]
+        words = r"^join: expected a newcomer that reaches rank 0 at \S+, which leads, got one that does not"
+        with pytest.raises(RendezvousError, match=words + r"; \S+: No route to host$"):
+            join(address)
+        refused.set()
+
+    def body(comm: kos.Communicator) -> Any:
+        assert poll_newcomers(comm, refused.is_set) == [0, 0]
+        return check(comm.grow(1))
+
+    def newcomer(address: str) -> Any:
+        assert refused.wait(20)
+        return check(join(address))
+
+    lost, closed, refused = threading.main_thread(), list[int](), threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", resolves)
+    assert sorted(each for each in run("tcp", 2, body, stranger, newcomer) if each) == [(rank, 3) for rank in range(3)]
+
+
+def test_a_newcomer_that_knows_another_member_is_shown_the_leader() -> None:
+    def body(comm: kos.Communicator) -> Any:
+        counted: list[int] = []
+        poll_newcomers(comm, lambda: counted.append(comm.newcomers()) or counted[-1] > 0)  # type: ignore[func-returns-value]
+        return check(comm.grow(1))
+
+    def newcomer(address: str) -> Any:
+        return check(join(address.split(",")[1]))
+
+    assert sorted(run("tcp", 3, body, newcomer)) == [(rank, 4) for rank in range(4)]
+
+
+def test_a_newcomer_that_the_leader_has_dropped_calls_there_again() -> None:
+    """Also if it knows the leader from another member alone, which still counts it."""
+
+    def body(comm: kos.Communicator) -> Any:
+        counted: list[int] = []
+        poll_newcomers(comm, lambda: counted.append(comm.newcomers()) or counted[-1] > 0)  # type: ignore[func-returns-value]
+        while not comm.all_gather(np.array(comm.newcomers())).all():
+            pass
+        if comm.rank == 0:
+            comm.rendezvous.joining.close()  # type: ignore[attr-defined]
+        return check(comm.grow(1, timeout=4.0))
+
+    def newcomer(address: str) -> Any:
+        return check(join(address.split(",")[1]))
+
+    assert sorted(run("tcp", 2, body, newcomer)) == [(rank, 3) for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"secret": "wrong"}, r"expected the same secret \(KOS_SECRET\) on all ranks, got different ones$"),
+        ({"backend": "nccl"}, "expected backend tcp, as the group has, got backend nccl$"),
+        ({"device": 1}, "expected no device, as backend tcp of the group uses no GPU, got 1$"),
+        ({"version": "0.0.1"}, r"expected version \S+ of kos, as the group has, got version 0.0.1 of kos$"),
+        ({"protocol": b"kos/tcp2"}, r"expected a rank of kos \(kos/tcp3\), got b'kos/tcp2'$"),
+    ],
+    ids=["secret", "backend", "device", "version", "protocol"],
+)
+def test_a_newcomer_that_does_not_fit_is_refused(
+    options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, on its side; the members go on waiting for another one."""
+    refused = threading.Event()
+    if version := options.pop("version", None):
+        known = kos.comm.versions
+        wrong = {**known(), "kos": version}
+        monkeypatch.setattr("kos.comm.versions", lambda: known() if refused.is_set() else wrong)
+
+    def stranger(address: str) -> None:
+        protocol = options.pop("protocol", None)
+        if protocol:
+            listener = socket.create_server(("127.0.0.1", 0))
+            greeter = threading.Thread(target=lambda: listener.accept()[0].sendall(protocol + bytes(36)))
+            greeter.start()
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(RendezvousError, match=f"^join: .*{words}") as caught:
+            join(address, **options)
+        assert "\n" not in str(caught.value)
+        refused.set()
+
+    def newcomer(address: str) -> Any:
+        assert refused.wait(20)
+        return check(join(address))
+
+    results = run("tcp", 2, lambda comm: check(comm.grow(1)), stranger, newcomer)
+    assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
+
+
+def test_the_members_say_who_was_refused() -> None:
+    def stranger(address: str) -> None:
+        for options in ({"secret": "wrong"}, {"backend": "nccl"}):
+            with pytest.raises(RendezvousError):
+                join(address, **options)
+        refused.set()
+
+    def body(comm: kos.Communicator) -> None:
+        words = "0 of 1 newcomers .*; refused: the newcomer at .*: expected backend tcp, .*; another secret: a newcomer"
+        with pytest.raises(RendezvousError, match=words):
+            comm.grow(1, timeout=1.0)
+        comm.close()
+
+    refused = threading.Event()
+    run("tcp", 2, body, stranger)
+
+
+def raw_newcomer(address: str, port: int = 1) -> Connection:
+    """Only the handshake and the first message of a newcomer, which says that it listens at ``port``."""
+    place, deadline = parse(address)[0], time.monotonic() + 20
+    sock = connect(*place, deadline)
+    greeting = drive(receive_greeting(sock), sock, deadline)
+    key = Network(SECRET.encode(), "", "", False).key(b"join")
+    connection = drive(authenticate(sock, greeting, key, JOIN, 0, None), sock, deadline)
+    hello = {"kos": kos.__version__, "me": ["127.0.0.1", port]}
+    connection.post(json.dumps(hello).encode())
+    drive(connection.flush(), sock, deadline)
+    return connection
+
+
+def receive_plan(connection: Connection) -> None:
+    """Answer that this newcomer is ready, and let the leader admit it."""
+    deadline = time.monotonic() + 20
+    while b"plan" not in (message := drive(connection.receive(), connection.sock, deadline)):
+        assert message == b'{"ready": true}'
+        connection.post(message)
+        drive(connection.flush(), connection.sock, deadline)
+
+
+def test_a_newcomer_that_has_ended_stays_so() -> None:
+    ours, theirs = pair()
+    newcomer = Newcomer(ours, {"me": ["127.0.0.1", 1]}, True)
+    assert newcomer.read()
+    theirs.close()
+    assert [newcomer.read() for _ in range(3)] == [False] * 3
+    ours.close()
+
+
+def test_who_was_ready_is_taken() -> None:
+    """Also if it has ended since, which the new group finds: another one in its place was not asked."""
+    pairs, joining = [pair(), pair()], Newcomers()
+    for port, (ours, _) in enumerate(pairs):
+        joining.add(ours, {"me": ["127.0.0.1", 1 + port]}, None)
+    for _ in range(2):
+        ready = joining.ready(1)
+        pairs[0][1].post(b'{"ready": true}')
+        drive(pairs[0][1].flush(), pairs[0][1].sock, time.monotonic() + 5)
+    assert ready
+    pairs[0][1].close()
+    assert [each.hello["me"][1] for each in joining.take(1)] == [1]
+    for each in pairs:
+        for end in each:
+            end.close()
+
+
+@pytest.mark.parametrize("when", ["before it is asked", "once it has the plan", "while it makes its communicator"])
+def test_a_newcomer_stops_while_it_joins(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A healthy newcomer that waits too is taken instead."""
+    monkeypatch.setattr("kos.comm.control.group.CONFIRM_SECONDS", 1.0)
+    make, first = making.communicator, threading.Lock()
+
+    def stopping(*args: Any, **options: Any) -> Any:
+        if when.startswith("while") and args[2].rank == 2 and first.acquire(blocking=False):
+            here.set()
+            over.wait(40)
+            raise RankLost("the test is over")
+        return make(*args, **options)
+
+    def stopped(address: str) -> None:
+        if when.startswith("while"):
+            with pytest.raises(RankLost, match="the test is over"):
+                join(address, timeout=1.0)
+            return
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel answers for a process that is stopped
+            connection = raw_newcomer(address, listener.getsockname()[1])
+            if when.startswith("once"):
+                receive_plan(connection)
+            here.set()
+            assert over.wait(40)
+            connection.close()
+
+    def newcomer(address: str) -> Any:
+        assert here.wait(20)
+        return check(join(address))
+
+    def body(comm: kos.Communicator) -> Any:
+        began = time.monotonic()
+        new = comm.grow(1, timeout=4.0)
+        seconds = time.monotonic() - began
+        over.set()
+        assert seconds < 8.0
+        return check(new)
+
+    monkeypatch.setattr("kos.comm.communicator", stopping)
+    here, over = threading.Event(), threading.Event()
+    results = run("tcp", 2, body, stopped, newcomer)
+    assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
+
+
+@pytest.mark.parametrize("when", ["before it is admitted", "once it is admitted"])
+def test_a_newcomer_dies_while_it_joins(when: str) -> None:
+    def dying(address: str) -> None:
+        connection = raw_newcomer(address)
+        if when.startswith("once"):
+            receive_plan(connection)
+        connection.close()
+        died.set()
+
+    def newcomer(address: str) -> Any:
+        assert died.wait(20)
+        return check(join(address))
+
+    died = threading.Event()
+    results = run("tcp", 2, lambda comm: check(comm.grow(1)), dying, newcomer)
+    assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
