@@ -130,14 +130,15 @@ def join(
         raise InvalidArgument(f"secret: expected a text or bytes, got {type(secret).__name__}")
     if backend is not None and not isinstance(backend, str):
         raise InvalidArgument(f"backend: expected the name of a backend, got {backend!r}")
-    deadline = time.monotonic() + check_timeout(timeout)
+    left = check_timeout(timeout)
+    deadline = time.monotonic() + left
     device = None if device is None else number_in("device", device, 0, 1 << 16)
     progress_thread = check_bool("progress_thread", progress_thread)
     register_installed()
     dump_on_env_signal()
     hello = {"kos": versions()["kos"], "backend": backend, "device": device, "GPU": sees_gpu()}
     while True:
-        rendezvous, terms = join_rendezvous(address, secret, hello, max(deadline - time.monotonic(), 0.001))
+        rendezvous, terms = join_rendezvous(address, secret, hello, left)
         rendezvous.nccl = terms["nccl"]
         try:
             return communicator(
@@ -145,5 +146,6 @@ def join(
             )
         except (RankLost, RendezvousError) as error:  # the members begin again without the ranks that it names
             begins_again = isinstance(error, RankLost) or (error.ranks and not error.on_every_rank)
+            left = max(deadline - time.monotonic(), 0.001)
             if not begins_again or time.monotonic() > deadline:
                 raise
