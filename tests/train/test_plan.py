@@ -518,6 +518,8 @@ def test_bad_requests_are_refused():
             planning.report(["--plan", *flags])
     with pytest.raises(ConfigError, match="--ranks: expected only together with --plan, .* mpirun -n N"):
         parse(["--ranks", "2"])
+    with pytest.raises(ConfigError, match="--hosts: expected only together with --plan, got no --plan$"):
+        parse(["--hosts", "2"])
     assert "--plan" in make_parser().format_help()
 
 
