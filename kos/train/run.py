@@ -39,7 +39,7 @@ from kos.train.checkpoint.write_plan import state_shapes
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.tokenizers import HuggingFaceTokenizer
-from kos.train.device.choose import choose_device, layout_of, make_device
+from kos.train.device.choose import choose_device, layout_of, make_device, scope_of
 from kos.train.device.machine import limit_threads, provenance
 from kos.train.elastic import Elastic
 from kos.train.model.generate import sample_text
@@ -73,9 +73,11 @@ class Trainer:
         self.comm = comm
         same_on_all(comm, {name: value for name, value in self._asked.items() if name not in PATHS})
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
+        hosts = comm.all_gather_bytes(str(comm.node[0]).encode()) if config.compress_scope == "hosts" else ()
         with raised_on_every_rank():
             layout = layout_of(config, comm.size)
-        self.mesh, kind = Mesh(world, layout), choose_device(config.device, comm)
+            config, local = scope_of(config, layout, hosts)
+        self.mesh, kind = Mesh(world, layout, local), choose_device(config.device, comm)
         with raised_on_every_rank():
             self.config = config = config.for_world(layout.dp, kind)
             config.check_ranks(comm.size)
@@ -216,7 +218,7 @@ class Trainer:
     def _residuals(self, path: Path) -> Residuals | None:
         """What this rank gets of the residuals in a checkpoint."""
         replicas, shapes = self.mesh.replicas, self.model_config.parameter_shapes()
-        return saved_residuals(path, shapes, self.config, replicas.rank, replicas.size)
+        return saved_residuals(path, shapes, self.config, replicas.rank, replicas.size, self.mesh.local)
 
     def _check_source(self) -> None:
         """Check that the weights fit the run, and read the files that checkpoints keep."""
@@ -359,8 +361,8 @@ class Trainer:
         """The settings as given, the derived values and the machine of the run, for config.json and checkpoints."""
         derived = {name: value for name, value in self.config.to_json().items() if value != self._asked[name]}
         config = {**self._asked, "out": str(self.out)}
-        about = {"cwd": os.getcwd(), "data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
-        return {"config": config, "derived": derived, **about}
+        about = {"cwd": os.getcwd(), "data_fingerprint": self.data.fingerprint, "local_replicas": self.mesh.local}
+        return {"config": config, "derived": derived, **about, **provenance(self.comm)}
 
     def run(self, failing: Callable[[KosError], None] = lambda error: None) -> None:
         """Train from ``start`` to ``steps``, or until a rank is asked to stop; then save, sample and say where.
@@ -533,7 +535,8 @@ class Trainer:
             f"kos: {model.num_parameters():,} parameters ({layers} x {model.hidden_size}), "
             f"{self.data.describe()}, {self.mesh.layout.describe()}"
             f"{', ZeRO-1' * parallel.sharded}{', held twice' * parallel.twice}"
-            f"{f', gradients sent as {parallel.compress}' * (parallel.residual is not None)}, "
+            f"{f', gradients sent as {parallel.compress}' * (parallel.residual is not None)}"
+            f"{f' between {parallel.rails.size} hosts' * (parallel.host.size > 1)}, "
             f"{config.batch_size} x {config.seq_len} tokens a step{epochs}"
         )
         if config.elastic is not None:
@@ -541,6 +544,9 @@ class Trainer:
             self.console.say(f"--elastic: {ranks} ranks; others join with the flags of this run and {joins}")
         elif self._asked["elastic"] is not None:
             self.console.say("--elastic is for dp: in this layout a lost rank ends the run at the last checkpoint")
+        if config.compress_scope != self._asked["compress_scope"]:
+            exact = "ranks with the same weights are on one host and send exact gradients"
+            self.console.say(f"--compress-scope hosts: {exact}")
         self.console.say("; ".join(filter(None, (self.data.trained_on, self.data.held_out))))
         if self.data.note:
             self.console.say(self.data.note)
