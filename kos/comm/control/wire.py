@@ -47,6 +47,7 @@ MAX_MESSAGE = 64 << 20  # bytes
 HANDSHAKE_SECONDS = 10.0  # limit for a caller's handshake
 MAX_PENDING = 256  # callers in their handshakes
 _MAX_REJECTED = 4  # rejected callers in an error
+RESENDS = 3  # of the same data, in 1.4 s or more, after which a host counts as cut off
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 JOIN = 0xFFFFFFFF  # instead of the rank: a newcomer
@@ -454,6 +455,18 @@ def copied(listener: socket.socket) -> socket.socket:
 def _prepare(sock: socket.socket) -> None:
     adopt(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def is_cut_off(sock: socket.socket) -> bool:
+    """Whether the other side's host has acknowledged nothing while this one sent the same data several times (Linux).
+
+    A host also acknowledges data for a process that is stopped.
+    """
+    try:
+        _, _, resent = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)
+    except (AttributeError, OSError):
+        return False
+    return resent >= RESENDS
 
 
 def fill(sock: socket.socket, place: Callable[[], memoryview]) -> Waiting[None]:
