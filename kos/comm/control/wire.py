@@ -463,10 +463,10 @@ def is_cut_off(sock: socket.socket) -> bool:
     A host also acknowledges data for a process that is stopped.
     """
     try:
-        _, _, resent = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)
+        _, _, resent, probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # without an answer
     except (AttributeError, OSError):
         return False
-    return resent >= RESENDS
+    return max(resent, probes) >= RESENDS  # probes: where the data has not left this host
 
 
 def fill(sock: socket.socket, place: Callable[[], memoryview]) -> Waiting[None]:
