@@ -29,6 +29,7 @@ from kos.comm.control.hub import (
     FAILURES,
     LOST,
     Hub,
+    look_beside_hub,
     pair,
     reporting,
     send,
@@ -46,14 +47,13 @@ from kos.comm.control.wire import (
     HandshakeError,
     Network,
     admit_all,
-    connect,
     copied,
     drive,
     is_cut_off,
     is_loopback,
     lacks_files,
 )
-from kos.comm.failures import HOST_SECONDS, Late
+from kos.comm.failures import Late
 from kos.comm.peer_status import PeerStatus
 from kos.comm.records import blaming, from_record, to_record
 from kos.errors import BackendUnavailable, KosError, RendezvousError
@@ -457,25 +457,12 @@ class TCPRendezvous(Rendezvous):
                 silent = self.failures.on_hosts_of([0]) if is_cut_off(connection.sock) else [0]
                 raise self.absent(silent, "rendezvous", timeouts.REPLY, several=False) from error
             except OSError as error:
-                self._look_beside_hub()
+                look_beside_hub(self.failures, self._addresses)
                 raise self.failures.lost(0, CONNECTION_CLOSED, "rendezvous") from error
             kind, answer = answer[:1], answer[1:]
             if kind in FAILURES:
                 raise self._failure_of(kind, *json.loads(answer))
             return answer
-
-    def _look_beside_hub(self) -> None:
-        """Find out whether all ranks of the host of the lost hub have ended, which no hub reports."""
-        status, others = self.failures.status, self.failures.on_hosts_of([0])[1:]
-        if others and self.rank not in others and self._addresses:
-            time.sleep(HOST_SECONDS)
-            for rank in others:
-                try:
-                    connect(*self._addresses[rank], time.monotonic() + HOST_SECONDS).close()
-                except ConnectionRefusedError:
-                    status.ends.setdefault(self.failures.world[rank], CONNECTION_CLOSED)
-                except OSError:
-                    return
 
     def _look_for_stopped(self, late_at: float) -> Callable[[], None]:
         """The check of a wait for the hub, which may wait for a stopped rank, or run on one."""
@@ -495,8 +482,7 @@ class TCPRendezvous(Rendezvous):
             return self.failures.lost(ranks[0], why, "rendezvous", None if cause is None else from_record(cause))
         if not ranks:
             return RendezvousError(why)
-        names = self.failures.names(ranks)
-        names += f" of {self.size}" * names.endswith("]")
+        names = (named := self.failures.names(ranks)) + f" of {self.size}" * named.endswith("]")
         return self.failures.overdue(Late(ranks, f"{names} {why}"), "rendezvous", None, RendezvousError)
 
     @property

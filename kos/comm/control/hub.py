@@ -18,13 +18,13 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, drive
-from kos.comm.failures import FailureLog
+from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, connect, drive
+from kos.comm.failures import HOST_SECONDS, FailureLog
 from kos.comm.records import blaming, to_record
 from kos.errors import RendezvousError
 
@@ -348,6 +348,20 @@ def send(connection: Connection, message: bytes) -> None:
     connection.post(message)
     with contextlib.suppress(OSError):  # the other side closed it first
         drive(connection.flush(), connection.sock, time.monotonic() + CLOSE_SECONDS)
+
+
+def look_beside_hub(failures: FailureLog, addresses: Sequence[tuple[str, int]]) -> None:
+    """Record which other ranks of the lost hub's host have ended, which no hub reports; ``addresses``: of all ranks."""
+    others = failures.on_hosts_of([0])[1:]
+    if others and failures.rank not in others and addresses:
+        time.sleep(HOST_SECONDS)
+        for rank in others:
+            try:
+                connect(*addresses[rank], time.monotonic() + HOST_SECONDS).close()
+            except ConnectionRefusedError:
+                failures.status.ends.setdefault(failures.world[rank], CONNECTION_CLOSED)
+            except OSError:
+                return
 
 
 reporting: weakref.WeakSet[Hub] = weakref.WeakSet()
