@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.dtypes import DType
+from kos.dtypes import DTYPES, DType
 from kos.errors import InvalidArgument
 
 Array = np.ndarray[Any, Any]
@@ -117,6 +117,8 @@ class Reduction:
     combine: Combine
     ufunc: Any  # what ``combine`` calls in a ``_Quiet`` context, if it does nothing else
     is_plain: bool  # contributions need no scaling or conversion
+    element: DType  # what the kernels add: of complex numbers, but for products, the parts; of bool its bytes
+    parts: int  # such elements in an element of the arrays
 
     def stage(self, x: Array, out: Array | None) -> Array:
         """A writable copy of the 1-D ``x`` in the carrier type: in ``out`` if that has this type, else new."""
@@ -171,4 +173,6 @@ def _resolve(op: Any, dtype: DType, size: int) -> Reduction:
     ufunc = None if op is ReduceOp.PROD and dtype.kind == "complex" else _UFUNCS[op]
     combine = _complex_product if ufunc is None else _COMBINE[ufunc]
     plain = carrier == dtype.numpy and op is not ReduceOp.PREMUL_SUM
-    return Reduction(op, dtype, size, factor, carrier, combine, ufunc, plain)
+    paired = dtype.kind == "complex" and op is not ReduceOp.PROD
+    element = DTYPES[f"float{4 * dtype.itemsize}" if paired else "uint8" if dtype.kind == "bool" else dtype.name]
+    return Reduction(op, dtype, size, factor, carrier, combine, ufunc, plain, element, 2 if paired else 1)

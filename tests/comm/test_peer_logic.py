@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -354,6 +355,26 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -
     ranks.run(body)
 
 
+def test_kernels_are_loaded_in_relaxed_capture_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any call may be the first that needs a kernel, also one that a thread captures."""
+    modes: list[str] = []
+
+    @contextmanager
+    def relaxed() -> Iterator[None]:
+        modes.append("relaxed")
+        yield
+        modes.append("as before")
+
+    monkeypatch.setattr(cuda_kernels, "relaxed_capture", relaxed)
+    monkeypatch.setattr(cuda_kernels, "Kernel", lambda *_: modes.append("loads"))
+    monkeypatch.setattr(cuda_kernels, "_kernels", {})
+    monkeypatch.setattr(cuda_kernels, "compile_kernels", lambda *_: b"")
+    monkeypatch.setattr(cuda_kernels, "device_info", lambda device: SimpleNamespace(arch="sm_90a"))
+    monkeypatch.setattr(driver, "require", lambda: None)
+    cuda_kernels.load_kernel("x.cu", "saxpy", 0)
+    assert modes == ["relaxed", "loads", "as before"]
+
+
 def test_a_thread_that_loads_a_kernel_delays_only_loads_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its load ends when running kernels do, and those may wait for what another thread launches."""
     begun, free = threading.Event(), threading.Event()
@@ -365,6 +386,7 @@ def test_a_thread_that_loads_a_kernel_delays_only_loads_on_its_gpu(monkeypatch: 
         return name, device
 
     monkeypatch.setattr(cuda_kernels, "Kernel", load)
+    monkeypatch.setattr(cuda_kernels, "relaxed_capture", nullcontext)
     monkeypatch.setattr(cuda_kernels, "_kernels", {})
     monkeypatch.setattr(cuda_kernels, "compile_kernels", lambda *_: b"")
     monkeypatch.setattr(cuda_kernels, "device_info", lambda device: SimpleNamespace(arch="sm_90a"))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +15,6 @@ from kos import ReduceOp
 from kos.comm.gpu.peer import backend as peer_backend
 from kos.comm.gpu.peer import copies as peer_copies
 from kos.comm.gpu.peer import engine as peer_engine
-from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.operation import Operation
 from kos.comm.reduction import resolve
@@ -317,30 +314,3 @@ def test_copies_beside_the_capture_of_another_stream(no_gpu: None, monkeypatch: 
             assert device.captures == {6: 3, 100: 3}
 
     ThreadRanks(1).run(body)
-
-
-def test_exchanges_are_bound_in_relaxed_capture_mode(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Binding may load kernels, which a capture allows in relaxed mode only.  A batch binds when it ends."""
-    local, bind = threading.local(), PeerEngine.bind_exchange
-
-    @contextmanager
-    def relaxed() -> Iterator[None]:
-        former, local.relaxed = getattr(local, "relaxed", False), True
-        yield
-        local.relaxed = former
-
-    def bound(*arguments: Any, **options: Any) -> Any:
-        assert getattr(local, "relaxed", False)
-        return bind(*arguments, **options)
-
-    monkeypatch.setattr(peer_backend, "relaxed_capture", relaxed)
-    monkeypatch.setattr(PeerEngine, "bind_exchange", bound)
-
-    def body(gpu: Any) -> None:
-        comm, x, y = gpu.comm, Array.zeros(9, np.float32, 0), Array.zeros(9, np.float32, 0)
-        with comm.batch():
-            comm.send(x, (comm.rank + 1) % SIZE)
-            comm.recv(y, (comm.rank - 1) % SIZE)
-        comm.all_to_all(x, y)
-
-    ranks.run(body)

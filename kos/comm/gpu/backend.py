@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
+from threading import get_ident
 from typing import Any, ClassVar, NoReturn
 
 from kos.comm import watchdog
@@ -25,7 +26,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.gpu.aborts import ENDED, lost, raise_if_stuck, wait_for_idle
 from kos.comm.gpu.compressed import feed_back
-from kos.comm.gpu.devices import device_of
+from kos.comm.gpu.devices import FLOAT8, device_of
 from kos.comm.gpu.eager import Guard
 from kos.comm.gpu.memory import Piece, ScratchPool
 from kos.comm.gpu.order import Streams
@@ -33,23 +34,23 @@ from kos.comm.gpu.routes import Route, alone
 from kos.comm.gpu.shared import CommState
 from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent, unstarted
 from kos.comm.operation import NO_MESSAGE, Operation
-from kos.comm.prepared import Prepared
-from kos.comm.recorder import completed
-from kos.comm.recorder import failed as record_failure
+from kos.comm.prepared import Prepared, without_memory
 from kos.comm.records import again
 from kos.comm.tuning import Table
 from kos.comm.work import Work
 from kos.cuda import Kernel, create_stream, driver, load_kernel
+from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.streams import capture_of
+from kos.dtypes import DType
 from kos.errors import CollectiveError, CudaError, InvalidArgument, KosError
-from kos.memory import Buffer
+from kos.memory import Buffer, windows
 from kos.memory.array import Array
 from kos.memory.libraries import immutable
+from kos.memory.windows import Run
 
 _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
-
 
 
 class DeviceBackend(Backend):
@@ -131,14 +132,28 @@ class DeviceBackend(Backend):
             )
         if message is not NO_MESSAGE and (tag := message.tag or message.recv_tag):
             raise InvalidArgument(f"tag: expected 0 ({self.name} matches messages by their order), got {tag}")
-        o = o.without_memory()
-        queue, kernel, lasting = (alone(o, self.device) if self.size == 1 else None) or self.resolve(o)
+        o = without_memory(o)
+        route = alone(o, self.device) if self.size == 1 else None
+        if route is None:
+            if o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
+                self._check_float8(o.reduction.dtype)
+            route = self.resolve(o)
+        queue, kernel, lasting = route
         prepared = Prepared(o, self, self.launch, queue, kernel, lasting)
         return prepared if self.shared.calls is None else self.shared.calls.add(prepared)
+
+    def _check_float8(self, dtype: DType) -> None:
+        if (info := device_info(self.device)).compute_capability < FLOAT8:
+            raise InvalidArgument(f"x: expected a GPU of compute capability 8.9 to reduce {dtype}, got {info.name}")
 
     @abstractmethod
     def resolve(self, o: Operation) -> Route:
         """The route of a call that is like ``o``, whose buffers have no memory."""
+
+    def in_windows(self, launch: Run, o: Operation) -> Run:
+        """``launch``, so that the windows in which the arrays of ``o`` lie outlive the graphs that capture it."""
+        ends = [end.pointer for end in (o.send, o.recv) if end is not None] if windows.memories else []
+        return windows.in_windows(launch, ends) if ends else launch
 
     def launch_words(self, prepared: Prepared) -> bytes | None:
         """A ``kos_launch`` of ``core.h`` if such a call queues nothing else, else None."""
@@ -159,8 +174,9 @@ class DeviceBackend(Backend):
     def launch(self, work: Work[Any]) -> None:
         """Queue ``work`` on its stream, or beside it."""
         prepared, shared, self._last = work.prepared, self.shared, work
-        if shared.eager is not None and shared.eager.asked:
-            shared.eager.begin(work)
+        eager = shared.eager
+        if eager is not None and eager.asked and eager.asked == get_ident():  # the core waits for this call
+            eager.asked, eager.last = 0, (eager.asked, work, work.held, work.array)
         try:
             if self._failure[0]:
                 self.inspect(work)
@@ -353,7 +369,7 @@ class DeviceBackend(Backend):
         several = self.streams.keepers.copy() if stream is None else {stream: None}
         for each, keeper in several.items():
             self.wait_on_host(last, partial(self.is_idle, each, keeper), timeout or self.timeout)
-        completed(last, time.time_ns())
+        last.record_end(time.time_ns())
         for each in several:
             self.streams.forget(each)
         if stream is None:
@@ -436,7 +452,7 @@ class DeviceBackend(Backend):
             if isinstance(error, KosError) and not lost(self, error):  # the other ranks of the host may know it better
                 error = shared.cause(work, error)
             failure = failures.named(work, error)
-            record_failure(work, failure)
+            work.record_failure(failure)
             begun = 0 if shared.calls is None else shared.calls.begun
             failures.report(work, failure, begun, lost(self, failure))
             shared.ended = True

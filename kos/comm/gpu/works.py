@@ -12,7 +12,6 @@ from kos.comm.arguments import check_timeout
 from kos.comm.gpu.routes import nothing
 from kos.comm.operation import Operation
 from kos.comm.prepared import Prepared
-from kos.comm.recorder import completed
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
@@ -63,7 +62,7 @@ class DeviceWork(Work[Any]):
         self.backend.failures.refuse(self)
         timeout = self.operation.options.timeout if timeout is None else check_timeout(timeout)
         self.backend.wait_on_host(self, self.over, timeout)
-        completed(self, time.time_ns())
+        self.record_end(time.time_ns())
         return self.wait()
 
     def cancel(self, error: KosError) -> None:

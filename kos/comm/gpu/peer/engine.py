@@ -32,6 +32,7 @@ from kos.comm.gpu.routes import nothing
 from kos.comm.reduction import ReduceOp
 from kos.cuda import Kernel, create_stream, driver, load_kernel, streams
 from kos.cuda.devices import device_info
+from kos.cuda.driver import relaxed_capture
 from kos.cuda.kernels import Address, is_loaded
 from kos.dtypes import DType
 from kos.errors import BackendUnavailable, InvalidArgument
@@ -93,8 +94,8 @@ class PeerEngine:
         self._overlap = sharing == 1 and overlap
         self.exclusive = True  # whether no other communicator of this process uses the GPU
         self.before_load: Callable[[], None] = lambda: None  # called if not ``exclusive``
-        self._occupancy = NO_OCCUPANCY
-        self._bound: set[tuple[Any, ...]] = set()  # kernels bound since ``with_occupancy`` began
+        self.occupancy = NO_OCCUPANCY  # of what was bound since ``within`` began
+        self._bound: set[tuple[Any, ...]] = set()  # kernels bound since then
         self._used: set[tuple[Any, ...]] = set()  # kernels that all ranks have loaded
         self.launches = launches
         self.staging = staging // 16 * 16
@@ -137,6 +138,7 @@ class PeerEngine:
     def within(self, seconds: float | None) -> Iterator[None]:
         """Operations bound in the block wait this long for another rank; ``None``: the ``timeout`` at that time."""
         usual = self.deadline, self._context
+        self.occupancy, self._bound = NO_OCCUPANCY, set()
         self.deadline, self._context = seconds, self._context_of(seconds)
         try:
             yield
@@ -149,14 +151,15 @@ class PeerEngine:
             record = self.record.address
             words = [*self.memory.pointers, record, self.rank]
             shape = (len(words) + 2,)
-            context = Array.empty(shape, "uint64", self.device, stream=self._loading, label="peer context")
-            if seconds is None:
-                words += [record + TIMEOUT * self.record.words.itemsize, 0]
-            else:
-                last = context.pointer + context.nbytes - context.dtype.itemsize
-                words += [last, max(nanoseconds(seconds), 1)]
-            context.copy_from(np.array(words, np.uint64), stream=self._loading)
-            streams.synchronize(self._loading, self.device)
+            with relaxed_capture():
+                context = Array.empty(shape, "uint64", self.device, stream=self._loading, label="peer context")
+                if seconds is None:
+                    words += [record + TIMEOUT * self.record.words.itemsize, 0]
+                else:
+                    last = context.pointer + context.nbytes - context.dtype.itemsize
+                    words += [last, max(nanoseconds(seconds), 1)]
+                context.copy_from(np.array(words, np.uint64), stream=self._loading)
+                streams.synchronize(self._loading, self.device)
             self._contexts[seconds] = context
         return self._contexts[seconds]
 
@@ -199,13 +202,24 @@ class PeerEngine:
                 f"all_reduce: expected elements at multiples of {dtype.itemsize} bytes, "
                 f"got {count} at {send} and {recv}"
             )
-        nbytes = count * dtype.itemsize
-        symmetric = self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes)
-        launch = self.possible(launch or self.launches.pick(nbytes, symmetric), op, nbytes, symmetric)
+        launch = self.choose(send, recv, count * dtype.itemsize, op, launch)
         if launch.algorithm in PACKETS:
             return self._bind_packets(launch, send, recv, count, dtype, op, factor)
         others = {"copies": self._bind_copies, "specialized": self._bind_specialized, "push": self._bind_push}
         return others.get(launch.algorithm, self._bind_direct)(launch, send, recv, count, dtype, op)
+
+    def pick(self, nbytes: int, symmetric: bool = False) -> KernelConfig:
+        """The launch of the table; packet algorithms do not depend on whether both buffers are symmetric."""
+        kinds = (self.launches.symmetric, self.launches.ordinary) if symmetric else (self.launches.ordinary,)
+        found = [next(launch for most, launch in rows if most is None or nbytes <= most) for rows in kinds]
+        return found[-1] if found[0].algorithm in PACKETS else found[0]
+
+    def choose(
+        self, send: Any, recv: Any, nbytes: int, op: ReduceOp, launch: KernelConfig | None = None
+    ) -> KernelConfig:
+        """The launch of an all-reduce: ``launch`` or that of the table, or what goes in its place."""
+        symmetric = self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes)
+        return self.possible(launch or self.pick(nbytes, symmetric), op, nbytes, symmetric)
 
     def possible(self, launch: KernelConfig, op: ReduceOp, nbytes: int, symmetric: bool) -> KernelConfig:
         """``launch``, or what goes in its place for what it does not take; ``symmetric``: both buffers are."""
@@ -236,7 +250,8 @@ class PeerEngine:
     def wait_before_load(self, path: Path, name: str, **macros: Any) -> None:
         """Wait until this kernel can be loaded, unless it has been."""
         if not self.exclusive and not is_loaded(path, name, self.device, **macros):
-            self.before_load()
+            with relaxed_capture():
+                self.before_load()
 
     def _bind_packets(
         self, launch: KernelConfig, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp, factor: float,
@@ -321,7 +336,7 @@ class PeerEngine:
         """
         count = max(counts)
         nbytes, equal = count * dtype.itemsize, min(counts) == count
-        usual = self.launches.pick(nbytes * self.size, False)
+        usual = self.pick(nbytes * self.size)
         if dtype.kind == "complex" or self.size == 1 or not nbytes:
             return None
         if usual.algorithm in PACKETS and not beside:
@@ -350,7 +365,7 @@ class PeerEngine:
         Returns None if packets do not fit: for larger buffers, for complex numbers and on one rank.
         """
         nbytes = count * dtype.itemsize
-        launch = self.launches.pick(nbytes, False)
+        launch = self.pick(nbytes)
         few = launch.algorithm in PACKETS and nbytes * (self.size - 1) <= _SCANNED_UP_TO
         if dtype.kind == "complex" or self.size == 1 or not few:
             return None
@@ -435,22 +450,19 @@ class PeerEngine:
         """
         everywhere = self._context.pointer, self.memory.pointer, self.rank
         overlap = overlap and self._overlap and self.exclusive
-        self._occupancy = self._occupancy.merged(Occupancy(blocks * (1 + overlap), kernel.max_active_blocks(threads)))
+        most, per_sm = self.occupancy
+        self.occupancy = Occupancy(
+            max(most, blocks * (1 + overlap)), min(per_sm, kernel.max_active_blocks(threads))
+        )
         run: Run = kernel.bind(blocks, threads, *everywhere, *arguments, overlap=overlap, cooperative=cooperative)
         return run
-
-    def with_occupancy(self, bind: Callable[[], tuple[Run, str | None]]) -> tuple[Run, str | None, Occupancy]:
-        """What ``bind`` returns, and the occupancy of the kernels that it binds."""
-        self._occupancy, self._bound = NO_OCCUPANCY, set()
-        run, kernel = bind()
-        return run, kernel, self._occupancy
 
     def record_kernel(self, *kernel: Any) -> None:
         """Record that a kernel for reductions is bound; all ranks describe it by the same values."""
         self._bound.add(kernel)
 
     def first_use(self) -> bool:
-        """Whether ``with_occupancy`` bound a kernel for reductions that was never bound before; alike on all ranks."""
+        """Whether the last ``within`` bound a kernel for reductions that was never bound before; alike on all ranks."""
         new = not self._bound <= self._used
         self._used |= self._bound
         return new
