@@ -22,7 +22,7 @@ from kos.comm.work import Steps, Work
 from kos.cuda.kernels import Address
 from kos.cuda.streams import is_captured
 from kos.errors import CollectiveMismatch
-from kos.memory import Buffer
+from kos.memory import Buffer, windows
 
 MOST_STORED = 256
 """Prepared calls of a communicator; one more drops all.  Ranks publish as many descriptions."""
@@ -149,7 +149,7 @@ def _alike(x: Buffer, number: int) -> Buffer:
     On a GPU its ``pointer`` is the address if it lies in a window, which the other ranks reach, else the Address of
     array ``number`` of a launch.
     """
-    near = x.device is None or x.at == x.pointer
+    near = x.device is None or (windows.memories and windows.place(x.pointer) == x.pointer)
     pointer: Any = x.pointer if near else Address(number, 0, x.pointer % 16)
     return replace(x, array=None, flat=_NO_VIEW, pointer=pointer, queue=None, convert=None)
 

@@ -12,7 +12,6 @@ import numpy as np
 from kos.cuda import streams
 from kos.dtypes import DType, dtype_of
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
-from kos.memory import windows
 from kos.memory.array import Array
 from kos.memory.dlpack import CPU, ON_GPU, host_array
 from kos.memory.libraries import current_stream, immutable, library_of, negated, plain_array
@@ -40,7 +39,6 @@ class Buffer:
     queue: Any = None  # the object that keeps that stream alive; the handle if none is known
     convert: Callable[[Any], Any] | None = None  # makes the result of ``array``, once the work is queued or done
     readonly: bool = False  # on a GPU
-    at: int = 0  # on a GPU, what a call depends on of the address (``windows.place``)
 
     @property
     def nbytes(self) -> int:
@@ -126,10 +124,8 @@ def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any)
         handle, queue = handle_and_keeper(stream)
     shape = array.shape
     count = shape[0] if len(shape) == 1 else math.prod(shape)
-    pointer = array.pointer
-    at = windows.place(pointer) if windows.memories else pointer & 15
-    where = array.device, pointer, handle, queue, None, array.readonly, at
-    return Buffer(given, _NO_VIEW, array.dtype, count, shape, *where)
+    where = array.device, array.pointer, handle, queue
+    return Buffer(given, _NO_VIEW, array.dtype, count, shape, *where, readonly=array.readonly)
 
 
 def handle_and_keeper(stream: Any) -> tuple[int, Any]:

@@ -87,7 +87,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with no_gpus(monkeypatch, SIZE):
         monkeypatch.setattr(on_gpus, "LARGE", 20_011)
         monkeypatch.setattr(on_gpus, "MUCH", 400_000)
-        for module, name in ((on_gpus, "BESIDE"), (peer_bind, "_BESIDE")):
+        for module, name in ((on_gpus, "OVERLAPPED_FROM"), (peer_bind, "_OVERLAPPED_FROM")):
             monkeypatch.setattr(module, name, 10_000)
         yield
 
@@ -211,7 +211,7 @@ def test_a_send_recv_meets_the_two_one_after_the_other(
     ranks: ThreadRanks, first: str, count: int, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither direction waits for the other, be it in one block for all channels or of fewer threads than packets."""
-    monkeypatch.setattr(peer_exchange, "BESIDE_BLOCKS", 1)
+    monkeypatch.setattr(peer_exchange, "OVERLAPPED_BLOCKS", 1)
     monkeypatch.setattr(peer_exchange, "_PACKET_THREADS", 64)  # as many as a stand-in's block has
 
     def body(rendezvous: Rendezvous) -> None:
@@ -223,7 +223,7 @@ def test_a_send_recv_meets_the_two_one_after_the_other(
             send[1 - rank], recv[1 - rank] = (x.pointer, x.nbytes), (out.pointer, out.nbytes)
         apart = [([none] * SIZE, recv), (send, [none] * SIZE)]
         for each in [(send, recv)] if rank == 0 else apart if first == "recv" else apart[::-1]:
-            engine.bind_exchange(*each, messages=True, beside=beside)(0)
+            engine.bind_exchange(*each, messages=True, overlapped=beside)(0)
         engine.record.check("exchange")
         assert rank == 2 or (out.numpy() == 1 - rank).all()
         engine.close()
@@ -313,7 +313,7 @@ def test_an_async_message_takes_few_blocks_and_is_not_ordered(
 
     monkeypatch.setattr(HostKernel, "bind", bound)
     monkeypatch.setattr(ConcurrentKernels, "record", recording)
-    monkeypatch.setattr(peer_exchange, "BESIDE_BLOCKS", 2)
+    monkeypatch.setattr(peer_exchange, "OVERLAPPED_BLOCKS", 2)
 
     def body(gpu: Any) -> None:
         comm, count = gpu.comm, 100_003

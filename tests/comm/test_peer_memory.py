@@ -65,6 +65,17 @@ def test_calls_on_memory_that_is_no_longer_registered(gpu: Any, /, persistent: b
     assert prepared.by(reduce)
 
 
+@on_each_rank("ranks.run")
+def test_a_persistent_operation_finds_memory_that_is_registered_later(gpu: Any, /) -> None:
+    memory = Memory(4 * 400_000 + 8192)
+    comm, x = gpu.comm, Array(memory.pointer + -memory.pointer % 4096, (400_000,), np.float32, 0, owner=memory)
+    operation = comm.all_reduce_init(x)
+    operation.start()
+    window, prepared = comm.register(x), Prepared(comm)
+    operation.start()
+    assert not prepared.by(lambda: comm.all_reduce(window)), "the start has prepared calls on that memory"
+
+
 def test_views_put_and_get(ranks: ThreadRanks) -> None:
     """Each rank can access the symmetric arrays of all ranks, and slices of them, until the group is closed."""
     views: list[list[Array]] = [[] for _ in range(SIZE)]

@@ -26,7 +26,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.gpu.aborts import ENDED, lost, raise_if_stuck, wait_for_idle
 from kos.comm.gpu.compressed import feed_back
-from kos.comm.gpu.devices import FLOAT8, device_of
+from kos.comm.gpu.devices import check_float8, device_of
 from kos.comm.gpu.eager import Guard
 from kos.comm.gpu.memory import Piece, ScratchPool
 from kos.comm.gpu.order import Streams
@@ -39,10 +39,8 @@ from kos.comm.records import again
 from kos.comm.tuning import Table
 from kos.comm.work import Work
 from kos.cuda import Kernel, create_stream, driver, load_kernel
-from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.streams import capture_of
-from kos.dtypes import DType
 from kos.errors import CollectiveError, CudaError, InvalidArgument, KosError
 from kos.memory import Buffer, windows
 from kos.memory.array import Array
@@ -134,17 +132,10 @@ class DeviceBackend(Backend):
             raise InvalidArgument(f"tag: expected 0 ({self.name} matches messages by their order), got {tag}")
         o = without_memory(o)
         route = alone(o, self.device) if self.size == 1 else None
-        if route is None:
-            if o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
-                self._check_float8(o.reduction.dtype)
-            route = self.resolve(o)
-        queue, kernel, lasting = route
-        prepared = Prepared(o, self, self.launch, queue, kernel, lasting)
+        if route is None and o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
+            check_float8(o.reduction.dtype, self.device)
+        prepared = Prepared(o, self, self.launch, *(route or self.resolve(o)))
         return prepared if self.shared.calls is None else self.shared.calls.add(prepared)
-
-    def _check_float8(self, dtype: DType) -> None:
-        if (info := device_info(self.device)).compute_capability < FLOAT8:
-            raise InvalidArgument(f"x: expected a GPU of compute capability 8.9 to reduce {dtype}, got {info.name}")
 
     @abstractmethod
     def resolve(self, o: Operation) -> Route:
@@ -152,8 +143,7 @@ class DeviceBackend(Backend):
 
     def in_windows(self, launch: Run, o: Operation) -> Run:
         """``launch``, so that the windows in which the arrays of ``o`` lie outlive the graphs that capture it."""
-        ends = [end.pointer for end in (o.send, o.recv) if end is not None] if windows.memories else []
-        return windows.in_windows(launch, ends) if ends else launch
+        return windows.in_windows(launch, [x.pointer for x in (o.send, o.recv) if x]) if windows.memories else launch
 
     def launch_words(self, prepared: Prepared) -> bytes | None:
         """A ``kos_launch`` of ``core.h`` if such a call queues nothing else, else None."""
@@ -227,7 +217,7 @@ class DeviceBackend(Backend):
             for each in works:
                 held.hold(each.stream, each.queue)
             alone = all(each.stream == first.stream for each in works)
-            if alone and self._marks.free:
+            if alone:
                 self._marks.queue(works, first.stream, self.queue)
             else:
                 self.queue(works, None)
@@ -275,10 +265,7 @@ class DeviceBackend(Backend):
             for stream in several:
                 call(cu.cuEventRecord, event.handle, stream)
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
-            if self._marks.free:
-                self._marks.queue(works, side, self.queue)
-            else:
-                self.queue(works, side)
+            self._marks.queue(works, side, self.queue)
             call(cu.cuEventRecord, event.handle, side)
         for each in works:
             each.event = event

@@ -104,7 +104,9 @@ class Marks:
         return first is not None and (first.begun is not None or not first.follows_unmarked)
 
     def queue(self, works: Sequence[Work[Any]], stream: int, queue: Callable[[Sequence[Work[Any]], int], None]) -> None:
-        """Queue ``works`` on ``stream`` by ``queue``, between the two events of a free mark."""
+        """Queue ``works`` on ``stream`` by ``queue``, between the two events of a mark if one is free."""
+        if not self.free:
+            return queue(works, stream)
         self.captured = is_captured(stream)
         if self.captured:  # it runs when the graph is replayed
             return queue(works, stream)

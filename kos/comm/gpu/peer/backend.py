@@ -256,10 +256,10 @@ class PeerBackend(DeviceBackend):
         if isinstance(run, InScratch):  # whose exchanges are bound at their launch
             occupancy = Occupancy(self._engine.blocks, 1)
             self._engine.record_kernel(o.name, run.kernels)
-        run = run if deadline is None else partial(self._within, deadline, run)
+            run = run if deadline is None else partial(self._within, deadline, run)
         first, exclusive = self._engine.first_use(), self._engine.exclusive
         if o.options.overlap and o.message is not NO_MESSAGE:
-            launch = partial(self._launch_beside, run)
+            launch = partial(self._launch_overlapped, run)
         elif exclusive:
             launch = partial(self._launch_exclusive, run)
         else:
@@ -268,7 +268,7 @@ class PeerBackend(DeviceBackend):
         return self.in_windows(launch, o), kernel, True
 
     def _within(self, deadline: float, run: Run, stream: int, send: int, recv: int) -> None:
-        """For what is bound at its launch only."""
+        """For what is bound at its launch."""
         with self._engine.within(deadline):
             run(stream, send, recv)
 
@@ -304,11 +304,11 @@ class PeerBackend(DeviceBackend):
                 self._concurrent.launched(self)
             self.streams.mark(stream)
 
-    def _launch_beside(self, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
+    def _launch_overlapped(self, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue a message behind the last operation of this communicator alone.
 
         It may wait for what its other rank computes, which may take kernels of other communicators on this GPU.  It
-        holds few multiprocessors (``BESIDE_BLOCKS``), so that those find a place.
+        holds few multiprocessors (``OVERLAPPED_BLOCKS``), so that those find a place.
         """
         with driver.on_device(self.device):
             with _lock:
@@ -403,8 +403,6 @@ class PeerBackend(DeviceBackend):
         if launch.func == self._launch_when_loaded and launch.args[1]:
             launch = launch.args[0]
         run = launch.args[0] if launch.func in (self._launch, self._launch_exclusive) else None
-        if isinstance(run, partial) and run.func == self._within:
-            run = run.args[1]  # its deadline is bound
         return run if isinstance(run, BoundKernel) else None
 
     def guards(self, work: Work[Any]) -> list[Guard]:
