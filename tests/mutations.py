@@ -214,7 +214,7 @@ MUTATIONS = [
              "self.first or next(filter(None, ())", "tests/comm/test_on_failure.py -k is_reported"),
     Mutation("kos/comm/watchdog.py", "failure is not None and backend.failures.first is None", "False",
              "tests/comm/test_on_failure.py -k cause"),
-    Mutation(HOST + "shared/calls.py", "if self._processes.ended() else None", "if False else None",
+    Mutation(HOST + "shared/calls.py", "        killed = self.killed()\n", "        killed = None\n",
              "tests/comm/test_on_failure.py -k mpi"),
     Mutation(HOST + "backend.py", "Late(late, timeouts.late(names(late)))", 'Late(late, "")',
              "tests/comm/test_shared_failures.py -k comes_late"),
