@@ -136,7 +136,11 @@ class Operations:
             else:
                 distance = _distance(x, out) if np.may_share_memory(x, out) else None
                 signature = name, op, ranks, options, x.dtype, x.shape, flags, out.dtype, out.shape, _FLAGS, distance
-            if (prepared := self._known(signature)) is None:
+            try:
+                prepared = self._store.get(signature)
+            except TypeError:  # an argument that cannot be hashed is refused later
+                prepared = None
+            if prepared is None:
                 return None
             flat = first if first.ndim == 1 else first.reshape(-1)
             if x is None or not prepared.gets:
@@ -150,14 +154,6 @@ class Operations:
             prepared = None if stream is not None else self._store.get((name, op, ranks, options))
             return None if prepared is None else prepared.work(prepared)
         return self._find_on_gpu(name, x, out, stream, options, op, ranks)
-
-    def _known(self, signature: Any, stream: int = 0) -> Prepared | None:
-        """The Prepared of that signature, for a call on ``stream``, or None."""
-        try:
-            prepared = self._store.get(signature)
-        except TypeError:  # an argument that cannot be hashed is refused later
-            return None
-        return self._store.get((signature, streams.is_captured(stream))) if prepared is BY_CAPTURE else prepared
 
     def _find_on_gpu(
         self, name: str, x: Any, out: Any, stream: Any, options: Options, op: Any, ranks: Any
@@ -184,7 +180,14 @@ class Operations:
         if known is not given:
             handle, keeper = handle_and_keeper(given)
             self._last_stream = given, handle, keeper
-        if (prepared := self._known((name, op, ranks, options, *signature), handle)) is None:
+        signature = name, op, ranks, options, *signature
+        try:
+            prepared = self._store.get(signature)
+        except TypeError:
+            prepared = None
+        if prepared is BY_CAPTURE:
+            prepared = self._store.get((signature, streams.is_captured(handle)))
+        if prepared is None:
             return None
         into, array = (first if recv is None else recv).pointer, x if out is None else out
         if not prepared.gets:
@@ -203,7 +206,10 @@ class Operations:
         if stream is not None:
             handle, keeper = handle_and_keeper(stream)
         signature = _signature(o, op)
-        if (prepared := self._known(signature, handle)) is None:
+        prepared: Prepared | None = self._store.get(signature)
+        if prepared is BY_CAPTURE:
+            prepared = self._store.get((signature, streams.is_captured(handle)))
+        if prepared is None:
             if self._closed:  # its backend has no memory to publish a description in
                 self._check_open()
             if o.options.compress:

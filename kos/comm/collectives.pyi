@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from kos.comm.operation import Operation, Options
 from kos.comm.persistent import Persistent
-from kos.comm.prepared import Prepared, Store
+from kos.comm.prepared import Store
 from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.work import Work
 from kos.cuda import streams
@@ -30,7 +30,6 @@ class Operations:
     def _find(
         self, name: str, x: Any, out: Any, stream: Any, options: Options, op: Any = ..., ranks: Any = ...
     ) -> Work[Any] | None: ...
-    def _known(self, signature: Any, stream: int = ...) -> Prepared | None: ...
     def _find_on_gpu(
         self, name: str, x: Any, out: Any, stream: Any, options: Options, op: Any, ranks: Any
     ) -> Work[Any] | None: ...

@@ -28,6 +28,7 @@ from kos.cuda.streams import is_captured
 from kos.dtypes import DTYPES, DType
 from kos.errors import InvalidArgument, PeerMemoryError
 from kos.memory import Array, Buffer
+from kos.memory.windows import InWindows
 
 _UNEVEN = frozenset({"all_to_all_v", "gather_v", "scatter_v", "send", "recv", "send_recv"})
 """Operations whose sizes differ between ranks: they all take the route of ``_UNEVEN_BYTES``."""
@@ -120,6 +121,9 @@ class AutoBackend(Backend):
             prepared.launch = partial(self._launch_on_host, prepared.launch)  # that of the core, or of the transport
         else:
             prepared.launch, prepared.fixed = self._launch_on_gpu, fixed
+            eager = not fixed and not is_captured((o.send or o.recv).stream)  # type: ignore[union-attr]
+            if eager and type(prepared.route) is InWindows:  # it is found outside of graphs alone, and need not look
+                prepared.route = prepared.route.launch
         return prepared
 
     def _launch_on_host(self, launch: Callable[[Work[Any]], Steps | None], work: Work[Any]) -> Steps | None:
