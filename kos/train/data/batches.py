@@ -31,6 +31,7 @@ from kos.train.data.tokenizers import (
     NumberTokenizer,
     Tokenizer,
     has_tokenizer,
+    how_to_make,
     make_tokenizer,
     tokenizer_from_json,
 )
@@ -337,7 +338,8 @@ def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
     if config.tokenizer != "auto":
         return config.tokenizer
     if folder is not None and not has_tokenizer(Path(folder)):
-        raise ConfigError(f"--tokenizer: expected the one of the weights in {folder}, which holds none, got none")
+        expected = f"bytes, chars or the PATH of a tokenizer.json, as {folder} has none"
+        raise ConfigError(f"--tokenizer: expected {expected}, got auto{how_to_make(Path(folder))}")
     return folder or "bytes"
 
 

@@ -10,6 +10,7 @@ import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NoReturn
@@ -149,7 +150,8 @@ def read_chat_template(tokenizer: str) -> ChatTemplate | None:
     if tokenizer in ("bytes", "chars"):
         return None
     try:
-        settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        found = [each for each in (folder / "special_tokens_map.json", path) if each.is_file()]
+        settings = dict(chain.from_iterable(json.loads(each.read_text("utf-8")).items() for each in found))
         source = alone.read_text("utf-8") if alone.is_file() else settings.get("chat_template")
         if isinstance(source, list):  # several, by name
             source = {each["name"]: each["template"] for each in source}.get("default")
