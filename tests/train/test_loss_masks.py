@@ -365,6 +365,14 @@ def test_a_mask_of_another_length_is_refused(tmp_path: Path, size: int) -> None:
             spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
 
 
+def test_a_mask_written_as_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(token_bytes([7] * 200))
+    (tmp_path / "a.mask").write_text("0" * 99 + "1" + "0" * 100)
+    with refused(DataError, f"--data {tmp_path / 'a.mask'}: expected bytes of 0 and 1, got 49"):
+        read(tmp_path / "a.bin")
+    assert len(read(tmp_path / "a.bin", "--loss-on", "all")[0]) == 180
+
+
 def test_training_and_validation_are_means_over_what_counts(pairs: Path, tmp_path: Path) -> None:
     """Of the whole batch, and of all validation windows, however many count in each."""
     config = _config(pairs, None, documents="cross")

@@ -26,7 +26,7 @@ from kos.train.data.corpus import Corpus, Show, read_corpus
 from kos.train.data.documents import Document, Lines
 from kos.train.data.permutation import permuted
 from kos.train.data.prepared import prepared
-from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary
+from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary, check_mask
 from kos.train.data.tokenizers import (
     NumberTokenizer,
     Tokenizer,
@@ -290,6 +290,8 @@ def _load_tokens(
 
     def make(folder: Path) -> dict[str, Any]:
         every, found, counts = [*shards, *val_shards], False, 0
+        for shard in every:
+            check_mask(shard)
         for number, piece in _pieces(every, show):
             tokens, flag = unmasked(piece), "--val-data" if config.val_data and number >= len(shards) else "--data"
             if tokens.max() >= tokenizer.vocab_size:
