@@ -77,6 +77,13 @@ def test_two_spellings_that_contradict_each_other() -> None:
         assert {"rope_theta": ours.rope_theta, **(ours.rope_scaling or SCALING).settings()} == theirs
 
 
+def test_a_context_of_yarn_that_is_null_is_the_model_s() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": None, "rope_theta": None}
+    found = from_huggingface({**to_huggingface(CONFIG), "max_position_embeddings": 48, "rope_scaling": scaling})
+    assert found.rope_scaling is not None and found.rope_scaling.original_max_position_embeddings == 48
+    assert found.rope_theta == CONFIG.rope_theta
+
+
 def test_weights_that_are_not_what_they_seem(tmp_path: Path) -> None:
     """A head beside a tied embedding, an adapter, quantized weights, a pointer, and weights that kos does not read."""
     from safetensors.numpy import save_file

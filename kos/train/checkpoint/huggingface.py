@@ -138,6 +138,7 @@ def _rope(given: Mapping[str, Any], context: Any, source: str) -> dict[str, Any]
     scaling = given.get("rope_scaling") or given.get("rope_parameters", {})  # in this order, as transformers looks
     if not isinstance(scaling, dict):
         raise CheckpointError(f"{source}: expected a table of RoPE's parameters, got {scaling!r}")
+    scaling = {key: value for key, value in scaling.items() if value is not None}
     theta = {"rope_theta": scaling.get("rope_theta", given.get("rope_theta", 10_000.0))}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if (part := scaling.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))) != 1:
@@ -151,7 +152,7 @@ def _rope(given: Mapping[str, Any], context: Any, source: str) -> dict[str, Any]
         scaling = {"original_max_position_embeddings": context, **scaling}
     if missing := [name for name in KEYS[kind] if name not in scaling and (kind != "yarn" or name == "factor")]:
         raise CheckpointError(f"{source}: expected {missing[0]} of the RoPE scaling, got none")
-    found = {name: scaling[name] for name in KEYS[kind] if scaling.get(name) is not None}
+    found = {name: scaling[name] for name in KEYS[kind] if name in scaling}
     return theta | {"rope_scaling": {"rope_type": kind, **found}}
 
 
