@@ -189,6 +189,7 @@ def test_a_config_is_frozen() -> None:
         (["--data", ""], ["--data", "at least 1 character", "got ''"]),
         (["--data", "a", "--steps=2", "--data=b"], ["--data: expected one value, got a and b"]),
         (["--val-data=a", "--val-data=b"], ["--val-data: expected one value, got a and b"]),
+        (["--config=a.toml", "--config=b.toml"], ["--config: expected one value, got a.toml and b.toml"]),
         (["--hidden-size", "0"], ["--hidden-size", "got 0"]),
         (["--keep", "0"], ["--keep", "equal to 1", "got 0"]),
         (["--num-key-value-heads", "3"], ["--num-attention-heads: expected", "of 3 (--num-key-value-heads), got 4"]),

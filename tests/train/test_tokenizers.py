@@ -17,6 +17,7 @@ from kos.errors import CheckpointError, ConfigError, DataError
 from kos.train.checkpoint import checkpoint
 from kos.train.data import tokenizers as kos_tokenizers
 from kos.train.data.batches import load_data
+from kos.train.data.chat import read_chat_template
 from kos.train.data.tokenizers import (
     ByteTokenizer,
     CharTokenizer,
@@ -234,6 +235,52 @@ def test_missing_library_names_the_extra(huggingface_file: Path, monkeypatch: py
         make_tokenizer(str(huggingface_file))
 
 
+@pytest.mark.parametrize(
+    ("files", "bos", "eos"),
+    [
+        ({}, None, None),
+        ({"special_tokens_map.json": {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}}}, 0, 1),
+        ({"special_tokens_map.json": {"eos_token": "<|begin|>"}, "config.json": {"eos_token_id": 1}}, None, 0),
+        ({"config.json": {"eos_token_id": 1, "bos_token_id": 0}}, None, 1),
+        ({"config.json": {"eos_token_id": [1, 7]}}, None, None),
+        ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": 1}}, None, None),
+        ({"tokenizer_config.json": {"eos_token": "<|end|>"}, "config.json": {"eos_token_id": 0}}, None, 1),
+    ],
+)
+def test_special_tokens_of_older_folders(
+    tmp_path: Path, huggingface_file: Path, files: dict[str, Any], bos: int | None, eos: int | None
+) -> None:
+    """Those that tokenizer_config.json does not mention; GPT-2's has no eos_token."""
+    (tmp_path / "tokenizer.json").write_bytes(huggingface_file.read_bytes())
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    found = make_tokenizer(str(tmp_path))
+    assert (found.bos, found.eos) == (bos, eos)
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}")
+    template = read_chat_template(str(tmp_path))
+    mentioned = files.get("special_tokens_map.json", {}) | files.get("tokenizer_config.json", {})
+    assert template is not None and set(template.special) == {name for name, token in mentioned.items() if token}
+
+
+def test_added_tokens_that_the_tokenizer_lacks(tmp_path: Path, huggingface_file: Path) -> None:
+    """transformers would add them. The command of the error does."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    (tmp_path / "tokenizer.json").write_bytes(huggingface_file.read_bytes())
+    settings = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "added_tokens.json").write_text('{"<|end|>": 1, "<|call|>": 330}')
+    with refused(DataError, f"{tmp_path / 'tokenizer.json'}: expected the added token '<|call|>' of the", "; to make"):
+        make_tokenizer(str(tmp_path))
+    token = {"content": "<|call|>", "special": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": {"330": token}}))
+    (tmp_path / "added_tokens.json").unlink()
+    with refused(DataError, "expected the added token '<|call|>' of the files beside it, got none; to make it, run"):
+        make_tokenizer(str(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path)
+    assert make_tokenizer(str(tmp_path)).encode("<|call|>").tolist() == theirs("<|call|>").input_ids
+
+
 def test_wrong_tokenizer_files(tmp_path: Path, huggingface_file: Path) -> None:
     with refused(DataError, "bytes, chars or the PATH", "'bites'", "No such file"):
         make_tokenizer("bites")
@@ -313,7 +360,10 @@ def test_weights_bring_their_tokenizer(text: Path, tmp_path: Path, huggingface_f
     assert len(_train(text, tmp_path / "theirs", steps=1, init_from=str(folder))) == 1
     assert f"words.txt ({folder}/tokenizer.json)" in capsys.readouterr().out
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=f"--tokenizer: expected the one of the weights in {folder}, .* got none"):
+    with pytest.raises(ConfigError, match=f"--tokenizer: expected bytes, .* as {folder} has none, got auto\n"):
+        _train(text, tmp_path / "none", 2, steps=1, init_from=str(folder))
+    (folder / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"got auto; to make it, run: python .*T.from_pretrained..{folder}"):
         _train(text, tmp_path / "none", 2, steps=1, init_from=str(folder))
     assert load_data(_config(text, None, init_from=str(folder), tokenizer="bytes")).tokenizer.kind == "bytes"
 

@@ -26,11 +26,12 @@ from kos.train.data.corpus import Corpus, Show, read_corpus
 from kos.train.data.documents import Document, Lines
 from kos.train.data.permutation import permuted
 from kos.train.data.prepared import prepared
-from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary
+from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary, check_mask
 from kos.train.data.tokenizers import (
     NumberTokenizer,
     Tokenizer,
     has_tokenizer,
+    how_to_make,
     make_tokenizer,
     tokenizer_from_json,
 )
@@ -289,6 +290,8 @@ def _load_tokens(
 
     def make(folder: Path) -> dict[str, Any]:
         every, found, counts = [*shards, *val_shards], False, 0
+        for shard in every:
+            check_mask(shard)
         for number, piece in _pieces(every, show):
             tokens, flag = unmasked(piece), "--val-data" if config.val_data and number >= len(shards) else "--data"
             if tokens.max() >= tokenizer.vocab_size:
@@ -337,7 +340,8 @@ def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
     if config.tokenizer != "auto":
         return config.tokenizer
     if folder is not None and not has_tokenizer(Path(folder)):
-        raise ConfigError(f"--tokenizer: expected the one of the weights in {folder}, which holds none, got none")
+        expected = f"bytes, chars or the PATH of a tokenizer.json, as {folder} has none"
+        raise ConfigError(f"--tokenizer: expected {expected}, got auto{how_to_make(Path(folder))}")
     return folder or "bytes"
 
 
