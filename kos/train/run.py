@@ -425,14 +425,15 @@ class Trainer:
                 forward = ", but what the forward breaks is in all" if name == "loss" and config.dtype != "fp8" else ""
                 where = f" (first in {tensor}{forward})" if tensor else ""
                 raise self._not_finite(step + 1, name, value, where)
-        tokens = config.batch_size * config.seq_len
+        tokens = self.data.tokens_in(step + 1)
+        rate = (tokens - self.data.tokens_in(step)) / result.seconds
         row: dict[str, Any] = {
             "step": step + 1,
             "loss": result.loss,
             "grad_norm": result.norm,
             "lr": result.lr,
-            "tokens": (step + 1) * tokens,
-            "tokens_per_second": tokens / result.seconds,
+            "tokens": tokens,
+            "tokens_per_second": rate,
             "step_seconds": result.seconds,
         }
         if config.skip_outliers and not result.norm <= config.skip_outliers:
@@ -442,7 +443,7 @@ class Trainer:
             self.last_finite = step if math.isfinite(result.norm) else step - 1
         if step - self.last_finite == MOST_NOT_FINITE:
             raise self._not_finite(step + 1, f"gradient norm in one of {MOST_NOT_FINITE} steps", result.norm)
-        row |= device.measures(row["tokens_per_second"])
+        row |= device.measures(rate)
         if step == 0 and self.untrained is not None:
             row["val_loss_before"] = self.untrained
         if config.elastic is not None:

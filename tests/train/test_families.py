@@ -20,6 +20,7 @@ import pytest
 from kos.errors import CheckpointError, ConfigError
 from kos.testing import spawn
 from kos.train.checkpoint import extra_files, huggingface
+from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.tokenizers import ByteTokenizer
@@ -364,6 +365,18 @@ def test_what_transformers_works_out_for_settings_that_are_missing() -> None:
         assert [each.window for each in attention] == windows, kind
         if kind == "smollm3":
             assert [*(ours.no_rope_layers or [1] * 4)] == theirs.no_rope_layers
+
+
+@pytest.mark.parametrize("layers", [3, 8])
+def test_a_new_smollm3_has_layers_without_rotary_positions(layers: int, tmp_path: Path) -> None:
+    """Those that transformers gives it; runs of before, which had none, go on so."""
+    flags = ["--model-type", "smollm3", "--num-hidden-layers", str(layers)]
+    theirs = transformers.AutoConfig.for_model("smollm3", num_hidden_layers=layers)
+    ours = parse(flags).model_config_for(256)
+    rotated = [int(attention.rope is not None) for attention, _ in ours.layers(range(layers))]
+    assert rotated == theirs.no_rope_layers
+    (file := tmp_path / "config.json").write_text(json.dumps({"model": {"no_rope_layers": []}}))
+    assert parse(["--config", str(file), *flags]).model_config_for(256).no_rope_layers == ()
 
 
 def test_a_new_models_vocabulary_may_be_small() -> None:
