@@ -149,7 +149,7 @@ def _residuals(text: Path, out: Path, ranks: int, **changes: Any) -> list[dict[s
         trainer = Trainer(config, comm)
         residual = trainer.device.step.parallel.residual
         found = {} if residual is None else {name: residual[name].copy() for name in residual}
-        trainer._held.close()
+        trainer.held.close()
         return found
 
     return spawn(look, ranks, timeout=100)

@@ -149,7 +149,7 @@ class DataParallel:
         return None if self.compress == "none" else self.compress
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def dry_run(self) -> Iterator[None]:
         """A context for a step without effect: the residual stays as it is, and the kernel that adds it is loaded."""
         kept, self.residual = self.residual, None
         if kept is not None:
