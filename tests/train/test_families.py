@@ -406,6 +406,7 @@ def test_a_new_models_vocabulary_may_be_small() -> None:
         ("smollm3", {"no_rope_layers": [0], "use_sliding_window": True, "sliding_window": 3}, "expected 2 of 0 and 1"),
         ("smollm3", {"no_rope_layers": 5}, "expected no_rope_layers to be a list, got 5"),
         ("smollm3", {"no_rope_layer_interval": "4"}, "expected no_rope_layer_interval to be an integer, got '4'"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "expected no_rope_layer_interval of at least 1, got 0"),
     ],
 )
 def test_others_are_refused_by_name(kind: str, change: dict[str, Any], message: str) -> None:

@@ -90,6 +90,8 @@ def from_huggingface(settings: Any, source: str = "config.json") -> LlamaConfig:
     for key, expected in _KINDS.items():
         if not isinstance(given.get(key, expected()), expected):
             raise CheckpointError(f"{source}: expected {key} to be {_NAMED[expected]}, got {given[key]!r}")
+    if (interval := given.get("no_rope_layer_interval", 1)) < 1:
+        raise CheckpointError(f"{source}: expected no_rope_layer_interval of at least 1, got {interval}")
     for key, values in _FIXED[kind].items():
         if given.get(key, values[0]) not in values:
             raise CheckpointError(f"{source}: expected {key} {values[0]!r}, got {given[key]!r}")

@@ -102,7 +102,7 @@ def stop_together(comm: Communicator, stop: Stop) -> None:
 
 
 def gather_json(comm: Communicator, mine: Any) -> list[Any]:
-    """Every rank's value, of JSON's types; what is of others becomes text. Collective."""
+    """Every rank's value, of JSON's types; others become text. Collective."""
     return [json.loads(each) for each in comm.all_gather_bytes(json.dumps(mine, default=str).encode())]
 
 
