@@ -4,8 +4,9 @@
 
 The hosts are network namespaces of this machine (benchmarks/two_hosts.py: root, Linux), joined by a virtual cable that
 ``tc`` slows down to ``--rate``, each way.  Each has ``--ranks`` ranks.  In turns, in the same processes: kos (``tcp``,
-with shared memory within a host), kos with ``compress=``, Open MPI (``btl tcp``) through mpi4py, and Gloo through
-torch.distributed, if torch is there.  An all_reduce of kos without compression is in place, as Gloo's.  The slowest
+with shared memory within a host), kos with ``compress=``, an all_reduce also with exact sums within each host and
+compressed ones between them ("hosts"), Open MPI (``btl tcp``) through mpi4py, and Gloo through torch.distributed, if
+torch is there.  An all_reduce of kos without compression is in place, as Gloo's.  The slowest
 rank of a turn counts; the figure is the median of the turns, in microseconds.  ``limit_us``: the time in which the
 bytes that have to leave a host cross the cable.
 """
@@ -42,8 +43,18 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 Call = Callable[[], Any]
 
 
-def kos_calls(comm: kos.Communicator, name: str, x: np.ndarray, out: np.ndarray) -> dict[str, Call]:
-    """kos without compression and with each format that the operation has."""
+def between_hosts(host: kos.Communicator, rail: kos.Communicator, x: np.ndarray, form: str) -> None:
+    """An all_reduce of ``x``, of which a rail compresses a piece of each host's sum (docs/guides/collectives.md)."""
+    piece = x.reshape(host.size, -1)[host.rank]
+    host.reduce_scatter(x, piece, deterministic=True)
+    rail.all_reduce(piece, compress=form)
+    host.all_gather(piece, x)
+
+
+def kos_calls(
+    comm: kos.Communicator, groups: tuple[kos.Communicator, kos.Communicator], name: str, x: np.ndarray, out: np.ndarray
+) -> dict[str, Call]:
+    """kos without compression and with each format that the operation has; ``groups``: of each host, and its rail."""
     if name == "broadcast":
         return {"kos": lambda: comm.broadcast(x, root=0)}
     call = getattr(comm, name)
@@ -53,6 +64,8 @@ def kos_calls(comm: kos.Communicator, name: str, x: np.ndarray, out: np.ndarray)
         calls["kos"] = lambda: comm.all_reduce(y)
     for form in COMPRESSED:
         calls[f"kos {form}"] = functools.partial(call, x, out=out, compress=form)
+        if name == "all_reduce" and x.size % groups[0].size == 0:
+            calls[f"kos {form} hosts"] = functools.partial(between_hosts, *groups, x.copy(), form)
     return calls
 
 
@@ -113,6 +126,7 @@ def crossing(name: str, nbytes: int, hosts: int, local: int) -> float:
 def rank(asked: argparse.Namespace) -> None:
     """One of the ranks that mpirun starts: print a row for each operation and size, as JSON, on rank 0."""
     comm = kos.init("tcp", timeout=120)
+    groups = comm.split("host"), comm.split(comm.local_rank)
     try:
         import torch.distributed as dist
 
@@ -130,7 +144,7 @@ def rank(asked: argparse.Namespace) -> None:
             x = np.random.default_rng(comm.rank).standard_normal(count).astype(np.float32)
             shape = {"all_gather": count * comm.size, "reduce_scatter": count // comm.size}.get(name, count)
             out = np.empty(shape, np.float32)
-            calls = kos_calls(comm, name, x, out) | {"Open MPI": mpi_call(name, x, out)}
+            calls = kos_calls(comm, groups, name, x, out) | {"Open MPI": mpi_call(name, x, out)}
             if dist is not None and (gloo := gloo_call(dist, name, x.copy(), out)) is not None:
                 calls["Gloo"] = gloo
             with np.errstate(over="ignore"):  # sums in place grow
@@ -141,7 +155,8 @@ def rank(asked: argparse.Namespace) -> None:
                 print("row", json.dumps(row | {"limit_us": round(limit, 1)}), flush=True)
     if dist is not None:
         dist.destroy_process_group()
-    comm.close()
+    for each in (*groups, comm):
+        each.close()
 
 
 def run(rate: str, asked: argparse.Namespace) -> list[dict[str, Any]]:

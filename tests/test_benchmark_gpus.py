@@ -57,7 +57,7 @@ def test_rows_on_emulated_gpus(op: str, in_place: bool, monkeypatch: pytest.Monk
     def run(control: Communicator) -> list[tuple[str, int, int, bool]]:
         stream = SimpleNamespace(handle=7, __cuda_stream__=lambda: (0, 7))
         job, memory, timer = Job(control), DeviceMemory(0, stream), DeviceTimer(Job(control), stream)
-        monkeypatch.setattr(timer, "capture", lambda calls: lambda: [call() for call in calls])
+        monkeypatch.setattr(timer, "capture", lambda calls: (lambda: [call() for call in calls], 5))
         comm = communicator(ThreadRendezvous(threads, control.rank, 20.0), group)
         implementations = [Ours(comm, "kos-nccl"), Ours(comm, "kos-nccl", call="persistent")]
         implementations.append(RawNCCL(control, 0, stream))
@@ -71,6 +71,7 @@ def test_rows_on_emulated_gpus(op: str, in_place: bool, monkeypatch: pytest.Monk
         for mode in DeviceTimer.MODES:
             for each, s in zip(runs, measure(job, timer, runs, mode, 3, 3), strict=True):
                 found.append((f"{each.name} {mode}", s.iterations, s.wrong, s.time_us > 0 and s.cpu_us > 0))
+                assert s.sms == (5 if mode == "graph" else None)
         space.fill(0, 0)  # a wrong result: the call did nothing
         space.check(0, 0)
         found.append(("nothing", 0, space.wrong(), True))

@@ -223,3 +223,18 @@ def test_a_run_becomes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert result["command"] == "make train" and result["tokens_per_second"] == 20 and result["val_loss_before"] == 5.5
     assert result["rows"][1] == {"step": 2, "loss": 3.1235, "val_loss": 4.0, "lr": 0.1} and len(result["rows"]) == 3
     assert result["output"] == [*log[:3], "done"]
+
+
+def test_sms_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column more, if the rows have it: what kos and NCCL take of a GPU at the largest size."""
+
+    def select(file: str, **wanted: object) -> list[results.Row]:
+        found = results.select(file, **wanted)
+        return [row | {"sms": 16 if row["backend"] == "auto" else 24} for row in found if row["op"] != "all_to_all"]
+
+    assert "SMs" not in collectives.every_operation(2, "graph", collectives.GRAPH_SIZES)
+    monkeypatch.setattr(measured, "select", select)
+    head, _, *rows = collectives.every_operation(2, "graph", collectives.GRAPH_SIZES).splitlines()
+    assert head.endswith("| SMs at 256 MB, kos / NCCL |")
+    ends = {row.split(" | ")[0].strip("| "): row.rsplit("| ", 1)[1] for row in rows}
+    assert ends["all_reduce"] == "16 / 24 |", ends

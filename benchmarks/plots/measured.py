@@ -33,13 +33,13 @@ Series = dict[int, float]
 def on_gpus(
     ranks: int, name: str, op: str = "all_reduce", mode: str = "graph", value: str = "time_us", file: str = ""
 ) -> Series:
-    """Values of an operation by size, out of place if the implementation can do that."""
+    """Values of an operation by size, out of place if the implementation can do that; of the rows that have them."""
     wanted: dict[str, Any] = {**GPU_LINES[name], "op": op, "mode": mode, "in_place": name in IN_PLACE_ONLY}
     file = file or newest("collectives", ranks)
     rows = select(file, **wanted)
     if not rows and name == "NCCL" and op in ("gather", "scatter", "send_recv"):  # grouped by kos' backend ``nccl``
         rows = select(file, **{**wanted, "backend": "kos-nccl", "algorithm": "auto"})
-    return {row["bytes"]: row[value] for row in rows}
+    return {row["bytes"]: row[value] for row in rows if row.get(value) is not None}
 
 
 def on(ranks: int) -> str:

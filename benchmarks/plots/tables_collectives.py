@@ -72,9 +72,12 @@ def auto_routes() -> str:
 
 
 def every_operation(ranks: int, mode: str, sizes: tuple[int, ...]) -> str:
-    """Operations by size: the time of kos with its faster buffers, and NCCL's time divided by it; of each NCCL."""
+    """Operations by size: the time of kos with its faster buffers, and NCCL's time divided by it; of each NCCL.
+
+    In graphs also the SMs of both at the largest size.
+    """
     other = measured.other_nccl(ranks)
-    rows = []
+    rows, taken = [], {}
     for op in ("all_reduce", *measured.others(ranks)):
         lines = {name: measured.on_gpus(ranks, name, op, mode) for name in measured.COMPARED}
         if op == "routing" or not lines["kos, any buffers"] or (mode == "eager" and op.endswith(("_v", "scan"))):
@@ -90,7 +93,20 @@ def every_operation(ranks: int, mode: str, sizes: tuple[int, ...]) -> str:
             for nbytes in sizes
         )
         rows.append([op, *(time + f" ({ratios})" * bool(ratios) for time, ratios in cells)])
-    return table(["operation", *map(size, sizes)], rows)
+        taken[op] = sms(ranks, op, sizes[-1]) if mode == "graph" else ""
+    head = [f"SMs at {size(sizes[-1])}, kos / NCCL"] if any(taken.values()) else []
+    return table(["operation", *map(size, sizes), *head], [[*row, taken[row[0]]] if head else row for row in rows])
+
+
+def sms(ranks: int, op: str, nbytes: int) -> str:
+    """What a call in a graph takes of a GPU with the faster buffers of kos, and of NCCL."""
+    found = []
+    for who in ("kos", "NCCL"):
+        names = [name for name in measured.COMPARED if name.startswith(who)]
+        times = {name: line[nbytes] for name in names if nbytes in (line := measured.on_gpus(ranks, name, op))}
+        taken = [measured.on_gpus(ranks, name, op, value="sms").get(nbytes) for name in sorted(times, key=times.get)]
+        found.append(str(taken[0]) if taken and taken[0] is not None else "")
+    return " / ".join(found) if any(found) else ""
 
 
 def routing() -> str:

@@ -37,7 +37,7 @@ def pipeline(name: str, stages: int = 4, micro_batches: int = 8) -> str:
 def gpu_step(zero: int) -> str:
     """A step of the preset 124m on four H200, two micro-batches a rank, as ``--plan`` predicts it."""
     words = ["--plan", "--ranks", "4", "--gpu", "H200", "--preset", "124m", "--zero", str(zero)]
-    config, _, _, ranks, gpu = parse_plan(words)
+    config, _, _, ranks, gpu, _ = parse_plan(words)
     config = config.model_copy(update={"device": "cuda"})
     assert gpu is not None and config.model.vocab_size is not None
     model = config.model_config_for(config.model.vocab_size)

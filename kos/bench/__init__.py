@@ -14,6 +14,7 @@ busbw and #wrong, out of place and in place.  What differs:
   is spinning; on a GPU the time until the call has returned to its caller; in ``graph`` mode that of the replay
   divided by its operations.  One rank (``mpirun -n 1``) and 4 bytes show Python's cost of a call,
   beside that of the library's own.
+- ``sms``: in ``graph`` mode the thread blocks of the call's largest kernel, at most the SMs of the GPU.
 
 The data of every timed call is checked.  A batch has a slot, with its own input and output, for each of its calls.
 Before the batch, all outputs are poisoned and all inputs are written, with values that follow from (seed, rank,

@@ -106,25 +106,27 @@ class DeviceTimer:
     def settle(self) -> None:
         self._call(self._cu.cuStreamSynchronize, self._handle)
 
-    def capture(self, calls: Sequence[Call]) -> Call:
-        """A function that replays the ``calls``."""
-        from kos.cuda import capture
+    def capture(self, calls: Sequence[Call]) -> tuple[Call, int]:
+        """A function that replays the ``calls``, and how many SMs the largest of their kernels can take."""
+        from kos.cuda import capture, device_info
+        from kos.cuda.graphs import kernel_blocks
 
         with capture(self._stream, keep=calls) as graph:
             for call in calls:
                 call()
-        return lambda: graph.replay(self._stream)
+            sms = min(kernel_blocks(self._stream), device_info(graph.device).multiprocessors)
+        return lambda: graph.replay(self._stream), sms
 
     def lead(self, calls: Sequence[Call]) -> Call:
         """A function that replays the ``calls``, as often as the launch of another graph takes.  Collective."""
-        replay = self.capture(calls)
+        replay, _ = self.capture(calls)
         for _ in range(2):  # the first is slower
             self._job.barrier()
             began = time.perf_counter_ns()
             replay()
             self.settle()
         slowest = float(self._job.gather([(time.perf_counter_ns() - began) / 1e3]).max())
-        return self.capture([*calls] * ceil(_LEAD_US / slowest)) if slowest < _LEAD_US else replay
+        return self.capture([*calls] * ceil(_LEAD_US / slowest))[0] if slowest < _LEAD_US else replay
 
     def graph(self, replay: Call, calls: int, lead: Call) -> tuple[Times, float]:
         return self._timed([replay], calls, lead)
@@ -165,12 +167,13 @@ Timer = HostTimer | DeviceTimer
 
 @dataclass
 class Samples:
-    """What the batches of one row gave: ``times`` are those of the slowest rank."""
+    """What the batches of one row gave: ``times`` are the slowest rank's, ``sms`` what a kernel in a graph can take."""
 
     times: Times = field(default_factory=list)
     cpu: Times = field(default_factory=list)
     wrong: int = 0
     iterations: int = 0
+    sms: int | None = None
 
     @property
     def time_us(self) -> float:
@@ -199,6 +202,7 @@ class Run:
         self._replay: Call | None = None
         self._replay_lead: Call = self._lead
         self._iteration = 0
+        self.sms: int | None = None
 
     def offers(self, mode: str) -> bool:
         """Whether it can be measured in that mode."""
@@ -216,7 +220,7 @@ class Run:
             if self._replay is None:
                 self._lead()  # what an implementation does on its first call is none of a graph's business
                 timer.settle()
-                self._replay = timer.capture(self._calls)
+                self._replay, self.sms = timer.capture(self._calls)
                 self._replay_lead = timer.lead([self._lead] * len(slots))
             times, cpu = timer.graph(self._replay, len(slots), self._replay_lead)
         elif self.loop is not None and mode == "eager":
@@ -231,7 +235,7 @@ class Run:
 
     def free(self) -> None:
         """Free the captured graphs."""
-        self._replay, self._replay_lead = None, self._lead
+        self._replay, self._replay_lead, self.sms = None, self._lead, None
 
 
 def measure(
@@ -254,6 +258,7 @@ def measure(
                 sample.iterations += slots * run.repeats
                 sample.cpu.append(float(ranks[:, 0].mean()))
                 sample.times += ranks[:, 2:].max(axis=0).tolist()
-    for run in runs:
+    for run, sample in zip(runs, samples, strict=True):
+        sample.sms = run.sms
         run.free()
     return samples

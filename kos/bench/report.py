@@ -25,10 +25,12 @@ Row = dict[str, Any]
 ROW_KEYS = (
     "op", "backend", "algorithm", "dtype", "bytes", "ranks", "mode", "time_us", "p99_us", "cpu_us", "algbw_gbps",
     "busbw_gbps", "wrong", "limit_us", "redop", "count", "in_place", "call", "iterations", "arrays",
+    "sms",
 )  # fmt: skip
 """The keys of a row: times in microseconds, bandwidths in GB/s, ``wrong`` in elements over all ranks.
 
-``arrays``: of ``--arrays``, else 0.
+``arrays``: of ``--arrays``, else 0.  ``sms``: the thread blocks of the call's largest kernel, at most the GPU's SMs, in
+mode ``graph``, else None.
 """
 KEYS = ("hardware", "driver", "versions", "date", "commit", "command", "limits", "skipped", "rows")
 PACKAGES = (
@@ -46,7 +48,7 @@ def make_row(
         case.op, implementation.backend, implementation.algorithm, case.dtype.name, case.nbytes, case.ranks, mode,
         samples.time_us, samples.p99_us, samples.cpu_us, *bandwidths(case.busbw_factor, case.nbytes, samples.time_us),
         samples.wrong, limit_us, case.redop, case.count, case.in_place, implementation.call, samples.iterations,
-        arrays,
+        arrays, samples.sms,
     )  # fmt: skip
     row = zip(ROW_KEYS, values, strict=True)
     return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in row}

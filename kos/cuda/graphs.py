@@ -131,6 +131,17 @@ def _c_library() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
+def kernel_blocks(stream: Any) -> int:
+    """Thread blocks of the largest kernel in the graph that ``stream`` is capturing, in whatever library; or 0."""
+    graph = call(cu.cuStreamGetCaptureInfo, streams.handle(stream))[2]
+    _, count = call(cu.cuGraphGetNodes, graph)
+    nodes, _ = call(cu.cuGraphGetNodes, graph, count)
+    kernel = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+    kernels = (each for each in nodes if call(cu.cuGraphNodeGetType, each) == kernel)
+    launches = (call(cu.cuGraphKernelNodeGetParams, each) for each in kernels)
+    return max((int(each.gridDimX * each.gridDimY * each.gridDimZ) for each in launches), default=0)
+
+
 def captured_graph(stream: int) -> CapturedGraph | None:
     """The graph that ``stream``, which is not the legacy default stream, is capturing, or None."""
     status, capture, graph, *_ = call(cu.cuStreamGetCaptureInfo, stream)

@@ -21,7 +21,8 @@ def announce(run: RunContext) -> None:
         f"kos: {model.num_parameters():,} parameters ({layers} x {model.hidden_size}), "
         f"{run.data.describe()}, {run.mesh.layout.describe()}"
         f"{', ZeRO-1' * parallel.sharded}{', held twice' * parallel.twice}"
-        f"{f', gradients sent as {parallel.compress}' * (parallel.residual is not None)}, "
+        f"{f', gradients sent as {parallel.compress}' * (parallel.residual is not None)}"
+        f"{f' between {parallel.rails.size} hosts' * (parallel.host.size > 1)}, "
         f"{config.batch_size} x {config.seq_len} tokens a step{epochs}"
     )
     if config.elastic is not None:
@@ -29,6 +30,8 @@ def announce(run: RunContext) -> None:
         say(f"--elastic: {ranks} ranks; others join with the flags of this run and {joins}")
     elif run.asked["elastic"] is not None:
         say("--elastic is for dp: in this layout a lost rank ends the run at the last checkpoint")
+    if config.compress_scope != run.asked["compress_scope"]:
+        say("--compress-scope hosts: ranks with the same weights are on one host and send exact gradients")
     say("; ".join(filter(None, (run.data.trained_on, run.data.held_out))))
     if run.data.note:
         say(run.data.note)

@@ -28,7 +28,7 @@ from kos.train.checkpoint import checkpoint, compatibility, huggingface
 from kos.train.checkpoint.residuals import Residuals, saved_residuals, warn_of_residuals
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
-from kos.train.device.choose import choose_device, layout_of, make_device
+from kos.train.device.choose import choose_device, layout_of, make_device, scope_of
 from kos.train.device.machine import limit_threads
 from kos.train.elastic import Elastic
 from kos.train.membership import PATHS
@@ -60,9 +60,11 @@ class Trainer(RunContext):
         self._found: checkpoint.Checkpoint | None = None
         same_on_all(comm, {name: value for name, value in self.asked.items() if name not in PATHS})
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
+        hosts = comm.all_gather_bytes(str(comm.node[0]).encode()) if config.compress_scope == "hosts" else ()
         with raised_on_every_rank():
             layout = layout_of(config, comm.size)
-        self.mesh, kind = Mesh(world, layout), choose_device(config.device, comm)
+            config, local = scope_of(config, layout, hosts)
+        self.mesh, kind = Mesh(world, layout, local), choose_device(config.device, comm)
         with raised_on_every_rank():
             self.config = config = config.for_world(layout.dp, kind)
             config.check_ranks(comm.size)
@@ -168,7 +170,7 @@ class Trainer(RunContext):
     def _residuals(self, path: Path) -> Residuals | None:
         """What this rank gets of the residuals in a checkpoint."""
         replicas, shapes = self.mesh.replicas, self.model_config.parameter_shapes()
-        return saved_residuals(path, shapes, self.config, replicas.rank, replicas.size)
+        return saved_residuals(path, shapes, self.config, replicas.rank, replicas.size, self.mesh.local)
 
     def _check_source(self) -> None:
         """Check that the weights fit the run, and read the files that checkpoints keep."""

@@ -75,8 +75,8 @@ class RunContext:
         """The settings as given, the derived values and the machine of the run, for config.json and checkpoints."""
         derived = {name: value for name, value in self.config.to_json().items() if value != self.asked[name]}
         config = {**self.asked, "out": str(self.out)}
-        about = {"cwd": os.getcwd(), "data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
-        return {"config": config, "derived": derived, **about}
+        about = {"cwd": os.getcwd(), "data_fingerprint": self.data.fingerprint, "local_replicas": self.mesh.local}
+        return {"config": config, "derived": derived, **about, **provenance(self.comm)}
 
     def train(self, device: Runner) -> bool:
         """Train on the device from the current step; returns whether a stop was requested. Collective."""

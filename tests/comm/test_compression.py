@@ -58,6 +58,41 @@ def test_errors_are_within_the_bounds(form: Format, seed: int, power: int) -> No
     assert (error.max(1) > bound.max(1) / 8).mean() > 0.2, "the bound is far from what happens"
 
 
+@formats
+@pytest.mark.parametrize("hosts", [(2, 2), (3, 3), (2, 2, 2), (1, 1, 1, 1)], ids=str)
+def test_errors_between_hosts_are_within_the_bounds(form: Format, hosts: tuple[int, ...], seed: int) -> None:
+    """Each host's sum is encoded once, and the sum of these once: a bound of each, whatever the ranks of a host."""
+    rng, count = np.random.default_rng(seed), 24 * BLOCK
+    xs = rng.standard_normal((sum(hosts), count)).astype(np.float32)
+    xs[:, :: 5 * BLOCK] = 1e4
+    xs[:, BLOCK : 2 * BLOCK] = np.eye(BLOCK)[3]
+    xs[:, 2 * BLOCK : 3 * BLOCK] = 0
+    xs[:, 4 * BLOCK : 5 * BLOCK - 1] *= np.float32(2.0**-140)
+
+    def body(comm: kos.Communicator) -> np.ndarray:
+        host, rail = comm.split("host"), comm.split(comm.local_rank)
+        x = xs[comm.rank].copy()
+        part = host.reduce_scatter(x, deterministic=True)
+        rail.all_reduce(part, compress=form.name)
+        return host.all_gather(part, x.reshape(host.size, -1)).reshape(-1)
+
+    got = spawn(body, sum(hosts), hosts=hosts)
+    assert all(each.tobytes() == got[0].tobytes() for each in got)
+    relative, of_maximum = BOUNDS[form.name]
+
+    def bound(x: np.ndarray) -> np.ndarray:
+        blocks = abs(x).reshape(-1, BLOCK)
+        return (relative * blocks + of_maximum * blocks.max(1, keepdims=True)).reshape(-1)
+
+    sums = xs.astype(np.float64).reshape(len(hosts), hosts[0], -1).sum(1)
+    exact, first = sums.sum(0), sum(map(bound, sums))
+    limit = first + bound(abs(exact) + first) + 1e-6 * abs(xs).sum(0)
+    error = abs(got[0] - exact)
+    assert (error <= limit).all() and not got[0][2 * BLOCK : 3 * BLOCK].any()
+    normal = slice(3 * BLOCK, 4 * BLOCK)
+    assert np.median(error[normal] / limit[normal]) > 0.02, "was it compressed?"
+
+
 def _any_floats(rng: np.random.Generator, count: int, kind: int) -> np.ndarray:
     """Any bits; all exponents; one exponent, denormals too; infinities, NaN and signed zeros; ties; outliers."""
     if kind == 0:

@@ -101,6 +101,11 @@ def test_error_feedback(ranks: Any, seed: int, form: str, dtype: Any) -> None:
     ranks.run(lambda comm: compressed.feedback_keeps_what_is_lost(comm, seed, form, np.dtype(dtype)))
 
 
+@pytest.mark.parametrize("dtype", [np.dtype(name) for name in CARRIED], ids=str)
+def test_compressed_between_groups(ranks: Any, seed: int, dtype: np.dtype) -> None:
+    ranks.run(lambda comm: compressed.compressed_between_groups(comm, seed, dtype))
+
+
 def test_compressed_sums_are_near(ranks: Any, seed: int) -> None:
     ranks.run(lambda comm: compressed.compressed_sums_are_near(comm, seed))
 

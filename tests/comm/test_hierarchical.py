@@ -31,7 +31,7 @@ from kos.comm.host.backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.tuning import Table, key, parse, user_path
 from kos.memory.array import Array
-from kos.testing.conformance import order, results
+from kos.testing.conformance import compressed, order, results
 from kos.testing.conformance.values import ALL_DTYPES, REDUCTIONS
 from kos.tune import measure as tune
 from tests.comm import test_nccl
@@ -126,6 +126,12 @@ def test_results(ranks: HostRanks, seed: int, name: str, dtype: Any, op: ReduceO
 @pytest.mark.parametrize("name", ["several_in_flight", "persistent", "split_of_a_split", "close"])
 def test_promises(ranks: HostRanks, name: str) -> None:
     ranks.run(getattr(order, name))
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16], ids=str)
+def test_compressed_between_hosts(ranks: HostRanks, seed: int, dtype: Any) -> None:
+    """Exact sums by peer within a host, compressed ones by NCCL on its rails: the bits that ranks of CPUs have."""
+    ranks.run(lambda comm: compressed.compressed_between_groups(comm, seed, dtype, comm.local_size))
 
 
 test_batch_and_persistent = test_nccl.test_batch_and_persistent

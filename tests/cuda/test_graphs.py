@@ -11,6 +11,7 @@ from cuda_ranks import KERNELS
 
 from kos import cuda
 from kos.cuda import driver
+from kos.cuda.graphs import kernel_blocks
 from kos.errors import CudaError, InvalidArgument
 from kos.memory.array import Array
 from kos.memory.pool import pool_of
@@ -37,6 +38,15 @@ def test_replay(device: int, stream, saxpy, rng: np.random.Generator) -> None:
         graph.replay(stream)
         expected += 3 * (values / 2)
         np.testing.assert_array_equal(y.numpy(stream), expected)
+
+
+def test_blocks_of_the_largest_kernel(device: int, stream, saxpy) -> None:
+    x = Array.zeros(100, np.float32, device, stream=stream)
+    with cuda.capture(stream):
+        assert kernel_blocks(stream) == 0
+        for blocks in (3, 7, 5):
+            saxpy(stream, blocks, 32, x.pointer, x.pointer, np.float32(1), x.size)
+        assert kernel_blocks(stream) == 7
 
 
 def test_operands_live_as_long_as_the_graph(device: int, stream, saxpy) -> None:

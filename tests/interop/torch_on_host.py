@@ -162,7 +162,7 @@ class Processes:
 def connect_gpu(group: Any, shared: Any = None) -> kos.Communicator:
     """Give a process group a communicator over the stand-in for NCCL, whose ranks share ``shared``."""
 
-    def connect(backend: str, purpose: str, **keywords: Any) -> kos.Communicator:
+    def connect(backend: str, purpose: str, seconds: float | None, **keywords: Any) -> kos.Communicator:
         store = torch._C._distributed_c10d.PrefixStore(f"{purpose}/", group._store)
         rendezvous = store_rendezvous(store, group.rank(), group.size(), WAIT, group._ranks)
         return communicator(rendezvous, shared or Group(1), WAIT)

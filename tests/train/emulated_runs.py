@@ -47,13 +47,13 @@ def emulated(monkeypatch):
     monkeypatch.setattr(loop, "choose_device", lambda asked, comm: asked.replace("auto", "cpu"))
 
 
-def train(text, out, device="cuda", ranks=1, **changes):
+def train(text, out, device="cuda", ranks=1, hosts=(), **changes):
     values = {**SMALL, "data": str(text), "out": out, "device": device, **changes}
 
     def run(comm):
         Trainer(TrainConfig.from_preset("tiny", **values), DeviceComm(comm) if device == "cuda" else comm).run()
 
-    spawn(run, ranks, timeout=100)
+    spawn(run, ranks, timeout=100, hosts=hosts)
     return read_metrics(out / "metrics.jsonl")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ LAYOUTS = [
     (Layout(dp=2, tp=2), {"zero": 1}),
     (Layout(dp=2, pp=2), {"tied": True}),
     (Layout(dp=2, pp=2), {"tied": True, "zero": 1, "pp_schedule": "interleaved"}),
+    (Layout(dp=4, tp=2), {"local": 2, "compress_scope": "hosts"}),
+    (Layout(dp=4, pp=2), {"local": 2, "compress_scope": "hosts", "tied": True}),
 ]
 
 
@@ -141,18 +144,29 @@ def half(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "checkpoints/step-3"
 
 
-def _residuals(text: Path, out: Path, ranks: int, **changes: Any) -> list[dict[str, np.ndarray]]:
+def whole_residual(parallel: DataParallel) -> np.ndarray:
+    """What this rank has lost, at its place among all gradients."""
+    assert parallel.residual is not None
+    found = np.zeros_like(parallel.gradients.flat)
+    for part, place in parallel.residual.parts():
+        found[part] = parallel.residual.flat[place]
+    return found
+
+
+def residuals(
+    text: Path, out: Path, ranks: int, hosts: Sequence[int] = (), **changes: Any
+) -> list[dict[str, np.ndarray]]:
     """The residual of each rank of a run, before its first step."""
     config = _config(text, out, **{**QUIET, "compress": "int8", "micro_batch_size": 2, **changes})
 
     def look(comm: Communicator) -> dict[str, np.ndarray]:
         trainer = Trainer(config, comm)
-        residual = trainer.device.step.parallel.residual
-        found = {} if residual is None else {name: residual[name].copy() for name in residual}
+        parallel = trainer.device.step.parallel
+        flat = None if parallel.residual is None else whole_residual(parallel)
         trainer.held.close()
-        return found
+        return {} if flat is None else {name: flat[span] for name, span in parallel.gradients.spans.items()}
 
-    return spawn(look, ranks, timeout=100)
+    return spawn(look, ranks, timeout=100, hosts=hosts)
 
 
 @pytest.mark.parametrize(
@@ -163,10 +177,10 @@ def test_other_ranks_share_out_what_is_lost(
 ) -> None:
     """Of the mean over micro-batches as much is missing as before."""
     saved = [load_file(file) for file in sorted(half.glob("residual-*"))]
-    found = _residuals(text, tmp_path, ranks, resume=str(half), **how)
+    found = residuals(text, tmp_path, ranks, resume=str(half), **how)
     scale = how.get("batch_size", 8) / 8
     for name in found[0]:
-        expected = sum(one[f"residual.{rank}.{name}"] for rank, one in enumerate(saved))
+        expected = sum(one[f"residual.{rank}.{name}"].reshape(-1) for rank, one in enumerate(saved))
         got = sum(each[name] for each in found)
         np.testing.assert_allclose(got, scale * expected, rtol=1e-6, atol=1e-12, err_msg=name)
     lines = [record.getMessage() for record in caplog.records]
@@ -199,7 +213,7 @@ def _names(tensors: dict[str, np.ndarray]) -> list[str]:
 def test_what_is_left_out_is_said(
     text: Path, tmp_path: Path, half: Path, ranks: int, changes: dict[str, Any], said: str, caplog: Any
 ) -> None:
-    assert _residuals(text, tmp_path, ranks, resume=str(half), **changes) == [{}] * ranks
+    assert residuals(text, tmp_path, ranks, resume=str(half), **changes) == [{}] * ranks
     assert any(record.getMessage() == f"{half}: {said}" for record in caplog.records)
 
 
@@ -210,13 +224,13 @@ def test_a_checkpoint_without_residuals_begins_with_zeros(text: Path, tmp_path: 
     manifest = json.loads((step / "manifest.json").read_text())
     del manifest["config"]["config"]["compress"]  # as written before there was such a setting
     (step / "manifest.json").write_text(json.dumps(manifest))
-    for residual in _residuals(text, tmp_path / "b", 2, resume=str(step), steps=9):
+    for residual in residuals(text, tmp_path / "b", 2, resume=str(step), steps=9):
         assert residual and not any(value.any() for value in residual.values())
     changed, zeros = (record.getMessage() for record in caplog.records)
     assert changed.startswith("resuming with another compress: ")
     assert zeros == f"{step}: expected residuals of compressed gradients, got none: they begin as zeros"
     caplog.clear()
-    assert _residuals(text, tmp_path / "c", 2, resume=str(step), steps=9, compress="none") == [{}, {}]
+    assert residuals(text, tmp_path / "c", 2, resume=str(step), steps=9, compress="none") == [{}, {}]
     assert not caplog.records
 
 

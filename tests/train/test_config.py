@@ -70,7 +70,7 @@ def test_help_begins_with_what_a_newcomer_needs() -> None:
     found = dict(pair for pairs in flags.values() for pair in pairs)
     tables = {"model.rope_scaling", "model.layer_types", "model.no_rope_layers"}
     fields = {flag_of(key) for key in KEYS if key not in tables}
-    assert found.keys() == fields | {"--config", "--plan", "--ranks", "--gpu"}
+    assert found.keys() == fields | {"--config", "--plan", "--ranks", "--hosts", "--network", "--gpu"}
     for flag, about in found.items():
         words = " ".join(about.split())
         assert re.search(r"\b[A-Z].+\. Default: .+\.$", words), flag

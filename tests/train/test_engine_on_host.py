@@ -245,11 +245,14 @@ def test_bfloat16_gradients(emulated, text, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("compress", "grad_dtype"), [("int8", "float32"), ("fp8", "bfloat16")])
-def test_compressed_gradients(emulated, text, tmp_path, compress, grad_dtype, zero, monkeypatch):
+@pytest.mark.parametrize("hosts", [(), (2, 2)], ids=str)
+def test_compressed_gradients(emulated, text, tmp_path, hosts, compress, grad_dtype, zero, monkeypatch):
     """Near the others; the same bits in a graph, whose first run has no effect on the residual, eager and resumed."""
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * CHUNK)
-    how = {"dtype": "bfloat16", "micro_batch_size": None, "grad_dtype": grad_dtype, "ranks": 2, "zero": zero}
+    how = {"dtype": "bfloat16", "micro_batch_size": None, "grad_dtype": grad_dtype, "zero": zero}
+    how |= {"ranks": sum(hosts) or 2, "hosts": hosts}
     near, how = train(text, tmp_path / "near", **how), {**how, "compress": compress}
+    how |= {"compress_scope": "hosts"} if hosts else {}
     rows = train(text, tmp_path / "graph", **how)
     np.testing.assert_allclose(column(rows), column(near), rtol=5e-3)
     assert tensors_of_run(tmp_path / "near") != tensors_of_run(tmp_path / "graph")

@@ -76,7 +76,7 @@ def run_to_its_end(device: Any, steps: int, to_host: Callable[[Any], np.ndarray]
 
 def train(
     layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, kv_heads: int = 0,
-    **changes: Any,
+    local: int = 1, **changes: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """What each rank of a run knows at its end."""
     shape = {**SHAPE, "num_hidden_layers": layers, "tie_word_embeddings": tied}
@@ -89,7 +89,7 @@ def train(
     )  # fmt: skip
 
     def run(comm: Any) -> dict[str, Any]:
-        mesh, config = Mesh(comm, layout), asked.for_world(layout.dp)
+        mesh, config = Mesh(comm, layout, local), asked.for_world(layout.dp)
         model = config.model_config_for(40)
         whole = Parameters(model.parameter_shapes(), np.float32)
         init_weights(model, whole, 3)

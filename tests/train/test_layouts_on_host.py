@@ -58,7 +58,7 @@ HEAD_ALONE = 3  # layers, with which the last of 4 stages has none
 
 def make_device(
     comm: Any, layout: Layout, layers: int, *, tied: bool = False, family: str = "llama",
-    kv_heads: int = SHAPE["num_key_value_heads"], **changes: Any,
+    kv_heads: int = SHAPE["num_key_value_heads"], local: int = 1, **changes: Any,
 ) -> CudaDevice:  # fmt: skip
     """The device of a rank, with the same weights in every layout."""
     axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
@@ -67,7 +67,7 @@ def make_device(
     shape["attention_bias"] = family == "qwen3"
     run = {key: value for key, value in RUN.items() if key not in not_of(changes.get("optimizer", "adamw"))}
     asked = TrainConfig.from_preset("tiny", **{**run, **changes}, model=shape, **axes)
-    mesh, config = Mesh(DeviceComm(comm), layout), asked.for_world(layout.dp, "cuda")
+    mesh, config = Mesh(DeviceComm(comm), layout, local), asked.for_world(layout.dp, "cuda")
     model = config.model_config_for(40)
     whole = Parameters(model.parameter_shapes())
     init_weights(model, whole, 3)
@@ -258,6 +258,7 @@ PLANNED = [
     pytest.param(Layout(tp=2), {}, marks=pytest.mark.slow),
     (Layout(cp=2), {}),
     (Layout(cp=2), {"compress": "int8"}),
+    (Layout(dp=4), {"compress": "int8", "compress_scope": "hosts", "local": 2, "zero": 1}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
     pytest.param(Layout(pp=2), {"tied": True, "deterministic": True}, marks=pytest.mark.slow),
     pytest.param(Layout(cp=2), {"deterministic": True}, marks=pytest.mark.slow),
@@ -266,7 +267,7 @@ PLANNED = [
 ]
 
 
-PLANS = ["tp2", "cp2", "cp2-int8", "pp2-v", "fixed", "fixed-cp2", "pp2", "tp2-pp2"]
+PLANS = ["tp2", "cp2", "cp2-int8", "hosts-int8", "pp2-v", "fixed", "fixed-cp2", "pp2", "tp2-pp2"]
 
 
 @pytest.mark.parametrize(("layout", "changes"), PLANNED, ids=PLANS)

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,11 @@ def _config(text: Path, out: Path | None, **changes: Any) -> TrainConfig:
     return TrainConfig.from_preset("tiny", data=str(text), out=out, **{**SMALL, **changes})
 
 
-def _train(text: Path, out: Path, ranks: int = 1, **changes: Any) -> list[dict[str, Any]]:
+def _train(
+    text: Path, out: Path, ranks: int = 1, hosts: Sequence[int] = (), **changes: Any
+) -> list[dict[str, Any]]:
     config = _config(text, out, **changes)
-    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
+    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100, hosts=hosts)
     return read_metrics(out / "metrics.jsonl")
 
 

@@ -18,9 +18,9 @@ from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import build
 
 
-def plan(*flags, ranks=1, rank=0, one_scale=False, **axes):
+def plan(*flags, ranks=1, rank=0, local=1, one_scale=False, **axes):
     """The plan of a preset on GPUs of 138.9 GiB; ``ranks`` are those of dp."""
-    mesh = Mesh.dry(layout := Layout(dp=ranks, **axes), rank)
+    mesh = Mesh.dry(layout := Layout(dp=ranks, **axes), rank, local)
     config = parse([*flags, *(f"--{axis}={size}" for axis, size in axes.items())]).for_world(ranks, "cuda")
     ops = CudaOps.__new__(CudaOps)
     ops.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10, one_scale=one_scale)
@@ -104,6 +104,10 @@ def test_the_plan_has_the_residual_of_compressed_gradients(monkeypatch):
         bucket = exact.uses[f"gradients, {dtype}"] / size / 32
         assert beside == pytest.approx(5 * 34 / 64 * bucket, rel=0.01)
         assert both.total == exact.total + both.uses["residual of gradients sent as int4"] + beside
+        hosts = plan(*flags, "--compress", "int4", "--compress-scope", "hosts", ranks=4, local=2)
+        assert 2 * hosts.uses["residual of gradients sent as int4"] == both.uses["residual of gradients sent as int4"]
+        more = hosts.uses["kernels, graph, communication"] - both.uses["kernels, graph, communication"]
+        assert more == pytest.approx(2 * bucket * size, rel=0.01)
 
 
 def test_the_plan_of_a_cpu_has_the_residual():

@@ -24,7 +24,7 @@ from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from kos.train.tools import plan as planning
 from kos.train.tools import rates
-from kos.train.tools.dry_step import Clock, Link, TimedDryRun
+from kos.train.tools.dry_step import ONE_HOST, Clock, Link, Network, TimedDryRun
 from kos.train.tools.plan import make_job, parse_plan, predict
 from kos.train.tools.rates import Rates, gpu_rates
 from tests.train.host_kernels.engine import DeviceComm, host_engine
@@ -41,8 +41,9 @@ MATRICES = LAYERS * (W * D + D * A + 3 * F * D)
 PARAMETERS = 2 * V * D + MATRICES + (2 * LAYERS + 1) * D
 
 
-def predicted(*flags, axes=None, speed=SLOW):
-    job = make_job(config := parse([*SHAPE, *flags]), config.model_config_for(V), Layout(**(axes or {})), speed)
+def predicted(*flags, axes=None, speed=SLOW, network=ONE_HOST):
+    config, layout = parse([*SHAPE, *flags]), Layout(**(axes or {}))
+    job = make_job(config, config.model_config_for(V), layout, speed, network)
     return predict(job, job.memory(0))
 
 
@@ -75,6 +76,43 @@ def test_compressed_gradients_are_sent_in_fewer_bytes(zero, compress, of_64, cap
     assert sent == 3 / 4 * (whole * of_64 / 64 * (1 if zero else 2) + zero * 4 * whole)
     assert main(["--plan", "--ranks=2", "--dp=2", *SHAPE, "--compress", compress]) == 0  # others send no gradients
     assert "note: the time to compress and to add what came compressed is left out" in capsys.readouterr().out
+
+
+SCOPES = {"exact": [], "all": ["--compress=int8"], "hosts": ["--compress=int8", "--compress-scope=hosts"]}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    ("scope", "phases", "passes", "share"),
+    [
+        ("exact", False, 3 / 4, 1), ("exact", True, 1 / 2, 1), ("all", True, 1, 66 / 256),
+        ("hosts", True, 1 / 2, 66 / 256),
+    ],
+)  # fmt: skip
+def test_bytes_that_leave_a_host(scope, phases, passes, share, zero):
+    """Of two hosts of two ranks: of a sum and a gather each by a ring, in phases, or from every rank to every other.
+
+    On a slow network they are the time of a step.
+    """
+    network = Network(2, 1e3, phases)
+    found = predicted(f"--zero={zero}", *SCOPES[scope], axes={"dp": 4}, network=network)
+    multiple = 4 * 16_384 if zero else {"exact": 4, "all": 64, "hosts": 128}[scope]
+    whole = 4 * -(-PARAMETERS // multiple) * multiple
+    weights = whole * (1 / 2 if phases else 3 / 4) * zero  # which ZeRO-1 gathers as they are
+    assert found.sent["hosts"] == passes * share * whole * (2 - zero) + weights
+    assert found.seconds == pytest.approx(found.sent["hosts"] / 1e3, rel=0.01)
+
+
+def test_where_each_axis_lies_decides_what_leaves_a_host():
+    """A pipeline sends its messages, a group of tp or cp all that it exchanges; what stays on a host sends nothing."""
+    for inner, outer in (("tp", "dp"), ("cp", "pp"), ("dp", "pp")):
+        found = predicted(axes={inner: 2, outer: 2}, network=Network(2, 1e9))
+        one = predicted(axes={inner: 2, outer: 2})
+        axis = {"dp": "gradients"}.get(outer, outer)
+        assert found.sent.pop("hosts") == found.sent[axis] * 2 > 0 and found.sent == one.sent
+        assert found.seconds >= one.seconds
+    across = predicted(axes={"tp": 2}, network=Network(2, 1e9)).sent
+    assert across["hosts"] == across["tp"] > 0
 
 
 @pytest.mark.parametrize("batch", [8, 16])
@@ -186,8 +224,8 @@ def test_what_is_asynchronous_hides_behind_operations():
 
 
 def planned(ranks, *flags, speed=SLOW):
-    config, given, _, ranks, _ = parse_plan(["--plan", "--ranks", str(ranks), *SHAPE, *flags])
-    return planning.plan(config, given, ranks, speed, config.model_config_for(V))
+    config, given, _, ranks, _, network = parse_plan(["--plan", "--ranks", str(ranks), *SHAPE, *flags])
+    return planning.plan(config, given, ranks, speed, config.model_config_for(V), network)
 
 
 def factorisations(ranks):
@@ -266,7 +304,7 @@ def test_the_settings_of_a_run_are_given_where_it_changed_them(tmp_path):
 
 
 def test_of_what_does_not_fit_the_least_is_shown():
-    config, given, _, ranks, _ = parse_plan(["--plan", "--ranks=1", "--preset=8b"])
+    config, given, _, ranks, *_ = parse_plan(["--plan", "--ranks=1", "--preset=8b"])
     config = config.model_copy(update={"device": "cuda"})
     legal, _ = planning.plan(config, given, ranks, gpu_rates("A100", 128), config.model_config_for(256))
     assert legal and not any(each.memory.fits for each in legal)
@@ -433,6 +471,28 @@ def test_what_waits_for_its_turn_is_in_8_bits():
     assert slots["fp8"] < 0.75 * slots["bfloat16"]
 
 
+def test_the_ways_between_hosts_are_compared(capsys):
+    hosts = ["--hosts=2", "--network=0.001"]
+    assert main(["--plan", "--ranks=4", "--dp=4", *SHAPE, *hosts]) == 0
+    out = capsys.readouterr().out
+    assert "2 hosts with 0.001 Gbit/s each" in out and "no run on several machines has confirmed its prediction" in out
+    rows = re.findall(r"^(exact, .+?|--compress .+?)  +(\S+) +(\S+) +\S+$", out, re.MULTILINE)
+    assert [name for name, *_ in rows] == [
+        "exact, a ring of all ranks", "exact, in phases", "--compress int8", "--compress int8 --compress-scope hosts"
+    ]  # fmt: skip
+    ring, phases, every, between = (float(ms) for _, _, ms in rows)
+    assert between < every < phases < ring
+    assert main(["--plan", "--ranks=4", "--pp=2", "--dp=2", *SHAPE, *hosts]) == 0
+    assert "\nno gradients leave a host\n" in capsys.readouterr().out
+
+
+def test_hosts_that_do_not_divide_are_refused(capsys):
+    hosts = ["--hosts=2", "--network=1"]
+    assert main(["--plan", "--ranks=6", *SHAPE, "--batch-size=12", "--micro-batch-size=1", *hosts]) == 0
+    out = capsys.readouterr().out
+    assert "refused: dp 3 tp 2 pp 1 cp 1: --hosts 2: expected as many ranks of dp and cp on every host" in out
+
+
 def test_bad_requests_are_refused():
     for flags, said in (
         ([], "expected --ranks N of at least 1, got none"),
@@ -440,6 +500,10 @@ def test_bad_requests_are_refused():
         (["--ranks", "2", "--gpu", "B200"], "--gpu: expected one of H200, H100, A100, got 'B200'"),
         (["--ranks", "2", "--dtype", "float32"], "expected bfloat16 or fp8 with --plan"),
         (["--ranks", "2", "--dtype", "fp8", "--gpu", "A100"], "--dtype fp8: expected --gpu of one that .* got A100"),
+        (["--ranks", "4", "--hosts", "3"], r"--hosts: expected a divisor of 4 \(--ranks\), got 3"),
+        (["--ranks", "4", "--hosts", "2"], "--network: expected the Gbit/s that leave each host, .*, got none"),
+        (["--ranks", "4", "--network", "2"], "--network: expected none without --hosts, got 2.0"),
+        (["--ranks", "4", "--hosts", "2", "--network", "0"], "--network: expected .* got 0.0"),
         (["--ranks", "2", "--compress", "fp8", "--gpu", "A100"], "expected int8 or int4 on A100, .* got fp8"),
         (
             ["--ranks", "1", "--dtype", "fp8", "--gpu", "H100", "--seq-len", "40"],
@@ -454,6 +518,8 @@ def test_bad_requests_are_refused():
             planning.report(["--plan", *flags])
     with pytest.raises(ConfigError, match="--ranks: expected only together with --plan, .* mpirun -n N"):
         parse(["--ranks", "2"])
+    with pytest.raises(ConfigError, match="--hosts: expected only together with --plan, got no --plan$"):
+        parse(["--hosts", "2"])
     assert "--plan" in make_parser().format_help()
 
 

@@ -59,6 +59,25 @@ def _uneven_parts(comm: Communicator, form: Format, counts: list[int], xs: Seque
     _compare(comm, got, _moved(form, mine), f"all_to_all_v {what}")
 
 
+def compressed_between_groups(comm: Communicator, seed: int, dtype: Any, local: int = 2) -> None:
+    """Exact sums of ``local`` neighbours, then compressed ones between these groups (docs/guides/collectives.md)."""
+    local, rng = 1 if comm.size % local else local, np.random.default_rng(seed)
+    host, rail = comm.split(comm.rank // local), comm.split(comm.rank % local)
+    assert host is not None and rail is not None
+    for form, count in ((form, local * count) for form in FORMATS.values() for count in SIZES[1:]):
+        xs = [_hostile(rng, count, dtype) for _ in range(comm.size)]
+        x, what = xs[comm.rank].copy(), f"all_reduce of {count} between groups"
+        part = host.reduce_scatter(x, deterministic=True)
+        rail.all_reduce(part, compress=form.name)
+        host.all_gather(part, x)
+        with np.errstate(all="ignore"):
+            sums = [sum(each.astype(np.float32) for each in xs[at : at + local]) for at in range(0, comm.size, local)]
+        parts = zip(*(np.split(total.astype(dtype), local) for total in sums), strict=True)
+        _compare(comm, x, np.concatenate([_reduced(form, part, ReduceOp.SUM) for part in parts]), what)
+    host.close()
+    rail.close()
+
+
 def compressed_sums_are_near(comm: Communicator, seed: int) -> None:
     """The relative error of a sum of normal vectors is within the one that is published."""
     rng = np.random.default_rng(seed)

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 EXACT = (
     *("seed", "batch_size", "micro_batch_size", "seq_len", "documents", "deterministic"),
-    *("device", "dtype", "master_weights", "grad_dtype", "compress"),
+    *("device", "dtype", "master_weights", "grad_dtype", "compress", "compress_scope"),
 )
 """Settings that must not change if a resumed run is to give the bits of an uninterrupted one."""
 
@@ -63,7 +63,8 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     jumps gives a warning too, since this is seldom intended.
     """
     before = found.config
-    asked = {"grad_dtype": "float32", "compress": "none", "documents": "cross", **before.get("config", {})}
+    asked = {"grad_dtype": "float32", "compress": "none", "compress_scope": "all", "documents": "cross"}
+    asked |= before.get("config", {})
     theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]
     other_layout = _layout_in(before) != _layout_in(now)
     if other_layout:  # their defaults depend on the layout
@@ -71,6 +72,7 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
         ours |= {name: theirs.get(name) for name in same}
     changed = [name for name in EXACT if theirs.get(name) != ours[name]]
     changed += ["order of sequences (--epochs)"] * ((theirs.get("epochs") is None) != (config.epochs is None))
+    changed += ["ranks of a host"] * (not other_layout and before.get("local_replicas", 1) != now["local_replicas"])
     changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
     if ours["device"] == "cuda" and set(before.get("gpus") or now["gpus"]) != set(now["gpus"]):
         changed.append("GPU")

@@ -26,13 +26,14 @@ _log = logging.getLogger(__name__)
 class Residuals:
     """The residual of replica ``rank`` of ``ranks``, from those of ``saved`` replicas in a checkpoint.
 
+    ``local`` neighbours, a host, share those of ``local`` replicas: each needs the sum over them of what it keeps.
     Gradients are sums over the micro-batches of a step: in a run with ``scale`` times as many, what is missing of them
     is as much larger.
     """
 
-    def __init__(self, files: TensorFiles, saved: int, rank: int, ranks: int, scale: float) -> None:
+    def __init__(self, files: TensorFiles, saved: int, rank: int, ranks: int, scale: float, local: int = 1) -> None:
         self._files, self.saved, self._scale = files, saved, np.float32(scale)
-        self._own = range(rank, saved, ranks)
+        self._own = [each for each in range(saved) if each % ranks // local == rank // local]
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """A tensor, or a slice of it: the sum over this replica's share of those that are saved."""
@@ -44,7 +45,7 @@ class Residuals:
 
 
 def saved_residuals(
-    path: Path, shapes: Mapping[str, Shape], config: TrainConfig, rank: int, ranks: int
+    path: Path, shapes: Mapping[str, Shape], config: TrainConfig, rank: int, ranks: int, local: int
 ) -> Residuals | None:
     """Those in a checkpoint of a model of these shapes, for a run of ``config``; None if it has none."""
     with whole(path):
@@ -58,7 +59,7 @@ def saved_residuals(
         assert config.micro_batch_size is not None
         scale = config.batch_size * micro / (batch * config.micro_batch_size)
     named = {name: shape for replica in range(saved) for name, shape in residual_shapes(replica, shapes).items()}
-    return Residuals(TensorFiles(path, files, named), saved, rank, ranks, scale)
+    return Residuals(TensorFiles(path, files, named), saved, rank, ranks, scale, local)
 
 
 def warn_of_residuals(path: Path, found: Residuals | None, config: TrainConfig, ranks: int) -> None:

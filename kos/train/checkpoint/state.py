@@ -107,6 +107,8 @@ class ShardedState:
             buffer = self.arena.take((max(largest, tp) if tp > 1 else 0,), FLOAT32)
             for bucket in parallel.buckets:
                 values = whole[: bucket.stop - bucket.start]
+                if held is parallel.residual:  # of what other ranks keep, zeros
+                    ops.zero(values)
                 for start, stop, at in self.held(held, bucket):
                     ops.copy(held.flat[at : at + stop - start], values[start - bucket.start : stop - bucket.start])
                 if parallel.sharded and held is not parallel.residual:

@@ -100,6 +100,9 @@ def add_plan(group: Any) -> None:
     about = "Train nothing: list the layouts of --ranks N, with memory, bytes sent and predicted time of a step."
     group.add_argument("--plan", action="store_true", help=f"{about} Default: train.")
     group.add_argument("--ranks", type=int, metavar="N", help="Ranks to plan for. Default: none, --plan needs it.")
+    group.add_argument("--hosts", type=int, metavar="N", help="Plan for ranks on N hosts, as many on each. Default: 1.")
+    rate = "Gbit/s that leave each host, to plan for --hosts. Default: none, --hosts needs it."
+    group.add_argument("--network", type=float, metavar="X", help=rate)
     group.add_argument("--gpu", metavar="NAME", help="Plan for H200, H100 or A100. Default: the GPU here, else H200.")
 
 
@@ -169,7 +172,7 @@ def read_command_line(argv: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]
         near = closest(word, [*map(flag_of, KEYS), "--config"])
         raise ConfigError(f"expected a flag that --help lists{near}, got {word!r}")
     given = vars(arguments)
-    if lost := {"plan", "ranks", "gpu"} & given.keys():
+    if lost := {"plan", "ranks", "gpu", "hosts", "network"} & given.keys():
         how = "; a run has the ranks that its launcher starts: mpirun -n N" if "ranks" in lost else ""
         raise ConfigError(f"--{max(lost)}: expected only together with --plan, got no --plan{how}")
     layers: list[tuple[str, Mapping[str, Any]]] = []

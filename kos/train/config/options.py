@@ -164,6 +164,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     a rank still add up in float32)."""
     compress: Literal["none", "fp8", "int8", "int4"] = option("none")
     """Send gradients between ranks as fp8, int8 or int4, with error feedback, or as they are (none)."""
+    compress_scope: Literal["all", "hosts"] = option("all")
+    """Compress between all ranks (all), or only between hosts, after exact sums within each (hosts)."""
     deterministic: bool = option(False)
     """Give the same bits for any number of ranks, and on CPUs in any layout; slower."""
     seed: int = option(1337, ge=0, lt=2**63)
@@ -218,6 +220,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             if self.compress != "none" or (self.optimizer == "muon" and self.zero):
                 other = "optimizer" if self.compress == "none" else "compress"
                 raise SettingError("elastic", "none", self.elastic, other)
+        if self.compress_scope == "hosts" and self.compress == "none":
+            raise SettingError("compress", "fp8, int8 or int4", self.compress, "compress_scope")
         longest = self.model.max_position_embeddings
         if longest is not None and self.seq_len > longest:
             raise SettingError("seq_len", f"at most {longest}", self.seq_len, "max_position_embeddings")

@@ -40,7 +40,7 @@ def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: S
     run = DryRun(config, model, mesh, schedule, DryOps())
     scratch, slot = run.peaks()
     activations = scratch + slot * len(run.free)
-    count = model.num_parameters(*run.parts)
+    count, residual = model.num_parameters(*run.parts), run.parallel.residual is not None
     waiting = waiting_subtrees(run_of(run.micro_batches, mesh.dp.rank, mesh.dp.size)) if config.deterministic else 0
     about, state = run.state_bytes()
     about += ", held twice" * run.parallel.twice
@@ -49,7 +49,7 @@ def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: S
     uses = {
         f"weights, gradients, {about}": 8 * count + state,
         "weights of layers, fp8, and transposed": run.fp8_bytes,
-        f"residual of gradients sent as {config.compress}": 4 * count * (run.parallel.residual is not None),
+        f"residual of gradients sent as {config.compress}": 4 * count // mesh.local * residual,
         "gradients summed in order": 4 * count * waiting,
         "activations": activations,
         "tensors to be saved": saved,
@@ -61,7 +61,7 @@ def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: S
         f"a --micro-batch-size below {config.micro_batch_size}": config.micro_batch_size > 1,
         f"a --seq-len below {config.seq_len}": config.micro_batch_size == 1,
         "--recompute block": config.recompute != "block",
-        "--compress none": run.parallel.residual is not None,
+        "--compress none": residual,
     }
     where = "this machine" + f" for each of {ranks} ranks" * (ranks > 1)
     uses = {use: size for use, size in uses.items() if size}
@@ -101,7 +101,7 @@ class CpuDevice(Device):
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         super().__init__(config, model, data, mesh, show)
         parts, schedule = self.parts, self.pipeline.schedule
-        dry = Mesh.dry(mesh.layout, mesh.world.rank)
+        dry = Mesh.dry(mesh.layout, mesh.world.rank, mesh.local)
         self.plan = together(self.comm, plan_memory(config, model, dry, schedule, self.comm.local_size).check)
         buckets = plan_buckets(config, model, parts, mesh.dense, reaches=False)
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)

@@ -91,8 +91,8 @@ def plan_buckets(
     uncut = frozenset(name for group in config.groups(model, *parts) if group.rule for name in group.names)
     twice = sharded and config.elastic is not None and reduction.batch.size == ranks and reduction.others.size == 1
     if config.device == "cpu":
-        least = reduction.batch.size if config.compress == "none" else math.lcm(reduction.batch.size, compression.BLOCK)
-        multiple = BLOCK * ranks if sharded else least
+        blocks = 1 if config.compress == "none" else compression.BLOCK * reduction.host.size
+        multiple = BLOCK * ranks if sharded else math.lcm(reduction.batch.size, blocks)
         return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut, twice)
     itemsize = DTYPES[config.grad_dtype].itemsize
     if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
@@ -100,6 +100,7 @@ def plan_buckets(
     multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
     if ranks > 1 and config.compress != "none":
         staging = ENCODED * compression.FORMATS[config.compress].nbytes(nbytes // itemsize)
+        staging += 2 * nbytes * (reduction.host.size > 1)  # terms of exact sums, and with ZeRO-1 their results
         return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, staging)
     staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
     return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, staging)

@@ -9,6 +9,11 @@ gradient are summed over the ranks as the backward finishes them.
 *Compressed*: buckets are sent in fewer bits (``kos.comm.compression``).  A rank keeps what its terms lose by it, the
 residual, and adds it to those of the next step (error feedback).
 
+*Compressed between hosts* (``--compress-scope hosts``): a bucket is reduce-scattered within each host, exactly and in
+rank order. Each rank then exchanges its piece, compressed, on its *rail*: with rank i of each other host. Sums, again
+compressed, are gathered within the host. So 2(h-1)/h of a compressed bucket leave a host of h, where compression among
+all ranks, l on each host, sends l times as much. The residual is of that piece alone.
+
 *Deterministic*: gradients are summed in one order for any number of ranks (``tree_sum.py``), after the backward.
 
 *ZeRO-1* (Rajbhandari et al. 2020, arXiv:1910.02054): each bucket is reduce-scattered, and a rank updates its part with
@@ -29,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kos.comm.work import Work
-from kos.train.model.parameters import Parameters
+from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops import Array
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Reduction
@@ -92,6 +97,7 @@ class DataParallel:
     ``uncut`` names tensors that one rank holds whole: its parts are then whole buckets. With ``twice`` a rank holds the
     parts of the rank before it too; ``own`` are those without them.
     ``compress`` names the format in which buckets are sent; ``residual`` is then what this rank has lost so far.
+    ``reduction.host`` has several ranks only then.
     ``in_order``, the number of all ranks' micro-batches, makes ``tree``, whose ``add`` is then called in place of
     ``gradient_ready``.
     """
@@ -102,7 +108,7 @@ class DataParallel:
         uncut: Collection[str] = (), compress: str = "none", twice: bool = False,
     ) -> None:  # fmt: skip
         self.replicas, self.others, self.gradients, self.ops = reduction.replicas, reduction.others, gradients, ops
-        self.sharded, self.twice = sharded, twice
+        self.host, self.rails, self.sharded, self.twice = reduction.host, reduction.rails, sharded, twice
         total, spans = gradients.flat.size, gradients.spans
         sizes = [size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes)]
         self.buckets = even = make_buckets(total, gradients.multiple, *sizes)
@@ -117,36 +123,74 @@ class DataParallel:
             for bucket in self.buckets
         ]
         self.compress = "none" if self.replicas.size == 1 else compress
-        self.residual = None if self.compress == "none" else gradients.like()
+        self.residual: Parameters | OwnedSlices | None = None
+        if self.compress != "none" and self.host.size == 1:
+            self.residual = gradients.like()
+        elif self.compress != "none":
+            places = [place for bucket in self.buckets for place in self._on_rail(bucket)]
+            self.residual = OwnedSlices(gradients, places, gradients.flat.dtype)
         self.tree = None if in_order is None else TreeSum(reduction.batch, in_order, gradients, even, ops)
         self._missing: list[set[str]] = []  # of each bucket, in the last micro-batch
-        self._in_flight: list[Work] = []
+        self._in_flight: list[tuple[slice, Work]] = []
+        self._staged: Any = None
+        if sharded and self.host.size > 1:
+            longest = max(bucket.stop - bucket.start for bucket in self.buckets)
+            self._staged = gradients.zeros(longest // self.host.size, gradients.flat.dtype)
 
     def gradient_ready(self, name: str) -> None:
         """Called in the last micro-batch as the backward finishes each gradient: sums the buckets it completes."""
         if self.replicas.size == 1:
             return
-        flat = self.gradients.flat
         self._missing = self._missing or [set(names) for names in self._members]
         for bucket, missing in zip(self.buckets, self._missing, strict=True):
             if name in missing:
                 missing.remove(name)
                 if missing:
                     continue
-                x, comm, form = flat[bucket], self.replicas.comm, self._feed_back(bucket)
-                if self._owners:
-                    work: Work = comm.reduce(x, self._owners[bucket.start], async_op=True)
-                elif self.sharded:
-                    work = comm.reduce_scatter(x, flat[self._part(bucket)], async_op=True, compress=form)
-                else:
-                    work = comm.all_reduce(x, async_op=True, compress=form)
-                self._in_flight.append(work)
+                self._in_flight.append((bucket, self._sum(bucket)))
 
-    def _feed_back(self, bucket: slice) -> str | None:
-        """Add to a bucket what earlier steps have lost of it; returns the format in which it is sent."""
+    def _sum(self, bucket: slice) -> Work:
+        """Begin to sum a bucket over ranks."""
+        local, comm, form = self.host.size, self.rails.comm, None if self.compress == "none" else self.compress
+        x = self.gradients.flat[bucket] if local == 1 else self._sum_within_host(bucket)
         if self.residual is not None:
-            self.replicas.comm.feed_back(self.gradients.flat[bucket], self.residual.flat[bucket], self.compress)
-        return None if self.compress == "none" else self.compress
+            comm.feed_back(x, self.residual.flat[bucket.start // local : bucket.stop // local], self.compress)
+        if self._owners:
+            work: Work = comm.reduce(x, self._owners[bucket.start], async_op=True)
+        elif self.sharded:
+            work = comm.reduce_scatter(x, self.gradients.flat[self._part(bucket)], async_op=True, compress=form)
+        else:
+            work = comm.all_reduce(x, async_op=True, compress=form)
+        return work
+
+    def _on_rail(self, bucket: slice) -> list[slice]:
+        """What this rank's rail sums of a bucket: a piece or, with ZeRO-1, the parts of its ranks."""
+        if not self.sharded:
+            return [self.part(bucket, self.host.rank, self.host.size)]
+        return [self.part(bucket, rank) for rank in range(self.host.rank, self.replicas.size, self.host.size)]
+
+    def _sum_within_host(self, bucket: slice) -> Array:
+        """The sums over this host's ranks of what this rank's rail sums."""
+        self._wait()  # for the bucket before: a kernel of peer and one of NCCL could each hold what the other waits for
+        flat, first = self.gradients.flat, self._on_rail(bucket)[0]
+        if self._staged is None:
+            self.host.comm.reduce_scatter(flat[bucket], flat[first], deterministic=True)
+            return flat[first]
+        length = first.stop - first.start
+        for number in range(self.rails.size):
+            x = flat[self.part(bucket, number, self.rails.size)]
+            out = self._staged[number * length : (number + 1) * length]
+            self.host.comm.reduce_scatter(x, out, deterministic=True)
+        return self._staged[: self.rails.size * length]
+
+    def _wait(self) -> None:
+        """For the sums in flight."""
+        for bucket, work in self._in_flight:
+            work.wait()
+            if self.host.size > 1 and not self.sharded:
+                flat, (piece,) = self.gradients.flat, self._on_rail(bucket)
+                self.host.comm.all_gather(flat[piece], flat[bucket])
+        self._in_flight.clear()
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
@@ -154,7 +198,7 @@ class DataParallel:
         kept, self.residual = self.residual, None
         if kept is not None:
             one, other = (self.gradients.zeros(1, self.gradients.flat.dtype) for _ in range(2))
-            self.replicas.comm.feed_back(one, other, self.compress)
+            self.rails.comm.feed_back(one, other, self.compress)
         yield
         self.residual = kept
 
@@ -165,9 +209,8 @@ class DataParallel:
         """
         if self.tree is not None:
             self.tree.finish(whole=whole or not self.sharded or bool(self._owners))
-        for work in self._in_flight:
-            work.wait()
-        self._in_flight, self._missing = [], []
+        self._wait()
+        self._missing = []
         if self.twice:
             comm, rank, size, flat = self.replicas.comm, self.replicas.rank, self.replicas.size, self.gradients.flat
             after, before = (rank + 1) % size, (rank - 1) % size
@@ -210,9 +253,9 @@ class DataParallel:
         mine = values[part.start - bucket.start : part.stop - bucket.start]
         return comm.all_gather(mine, values, async_op=async_op)
 
-    def part(self, bucket: slice, rank: int) -> slice:
-        """The part of a bucket that ``rank`` updates."""
-        length = (bucket.stop - bucket.start) // self.replicas.size
+    def part(self, bucket: slice, rank: int, ranks: int = 0) -> slice:
+        """The part of a bucket that ``rank`` updates; or its part among so many ``ranks``."""
+        length = (bucket.stop - bucket.start) // (ranks or self.replicas.size)
         return slice(bucket.start + rank * length, bucket.start + (rank + 1) * length)
 
     def _part(self, bucket: slice) -> slice:

@@ -10,7 +10,8 @@ torchtitan order alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -67,6 +68,23 @@ class Layout:
         return rank
 
 
+def ranks_of_a_host(layout: Layout, axes: Collection[str], hosts: Sequence[Hashable]) -> int:
+    """How many ranks of a group along ``axes`` each host has, where rank r of the layout is on ``hosts[r]``.
+
+    ConfigError unless it is one number, of neighbours, for all hosts and groups.
+    """
+    groups = dict[tuple[int, ...], list[Hashable]]()
+    for rank, host in enumerate(hosts):
+        place = layout.coordinates(rank)
+        groups.setdefault(tuple(place[axis] for axis in AXES if axis not in axes), []).append(host)
+    runs = [[len([*run]) for _, run in itertools.groupby(group)] for group in groups.values()]
+    for counts, group in zip(runs, groups.values(), strict=True):
+        if counts != runs[0][:1] * len(set(group)):
+            where = " and ".join(axes)
+            raise ConfigError(f"expected as many ranks of {where} on every host, side by side, got {counts}")
+    return runs[0][0]
+
+
 class DryCommunicator:
     """Stands in for a communicator and moves nothing, in a dry run."""
 
@@ -102,12 +120,15 @@ class Reduction(NamedTuple):
 
     ``replicas`` hold the same weights: gradients are summed over them, and ZeRO-1 shards the state over them.
     ``batch`` are those of them that have other micro-batches. ``others`` hold the rest of the model: the squares of
-    the norm are summed over them.
+    the norm are summed over them. ``rails`` are the replicas among which gradients are compressed: all of them or, with
+    ``--compress-scope hosts``, rank i of each ``host``, within which they are summed before.
     """
 
     replicas: Axis
     batch: Axis
     others: Axis
+    host: Axis
+    rails: Axis
 
 
 class Mesh:
@@ -115,10 +136,10 @@ class Mesh:
 
     ``pp``, ``dp``, ``cp`` and ``tp`` are its axes; ``replicas`` joins dp and cp, whose ranks hold the same weights,
     and ``model_parallel`` joins pp and tp, whose ranks hold one model together. ``dense`` are the axes of weights that
-    every rank of dp and cp holds.
+    every rank of dp and cp holds. ``local`` neighbours of ``replicas`` make a ``host`` (``Reduction``).
     """
 
-    def __init__(self, world: Communicator, layout: Layout | None = None) -> None:
+    def __init__(self, world: Communicator, layout: Layout | None = None, local: int = 1) -> None:
         self.world = world
         self.layout = layout or Layout(dp=world.size)
         if self.layout.ranks != world.size:
@@ -127,10 +148,15 @@ class Mesh:
         self._groups: dict[tuple[str, ...], Communicator] = {}
         self.pp, self.dp, self.cp, self.tp = (self._axis(name) for name in ("pp", "dp", "cp", "tp"))
         self.replicas, self.model_parallel = self._axis("dp", "cp"), self._axis("pp", "tp")
+        self.local, self.host, self.rails = local, ALONE, self.replicas
+        if local > 1:
+            at, place = divmod(self.replicas.rank, local)
+            self.host = self._split("host", self.replicas, at, place, local)
+            self.rails = self._split("rails", self.replicas, place, at, self.replicas.size // local)
 
     @property
     def dense(self) -> Reduction:
-        return Reduction(self.replicas, self.dp, self.model_parallel)
+        return Reduction(self.replicas, self.dp, self.model_parallel, self.host, self.rails)
 
     def _axis(self, *names: str) -> Axis:
         """These axes as one. A group of all ranks is the world itself; no group is split twice."""
@@ -153,18 +179,20 @@ class Mesh:
             return ALONE
         if count == self.tp.size:
             return self.tp
-        color, key = divmod(self.tp.rank, count)
-        names = "tp", f"copies {count}"
-        if names not in self._groups:
-            group = self.tp.comm.split(color, key)
+        return self._split(f"copies {count}", self.tp, *divmod(self.tp.rank, count), count)
+
+    def _split(self, name: str, axis: Axis, color: int, key: int, size: int) -> Axis:
+        """The ``size`` ranks of an axis that have this color."""
+        if (name,) not in self._groups:
+            group = axis.comm.split(color, key)
             assert group is not None  # every rank has a color
-            self._groups[names] = group
-        return Axis(key, count, self._groups[names])
+            self._groups[name,] = group
+        return Axis(key, size, self._groups[name,])
 
     @classmethod
-    def dry(cls, layout: Layout, rank: int = 0) -> Mesh:
+    def dry(cls, layout: Layout, rank: int = 0, local: int = 1) -> Mesh:
         """The mesh as ``rank`` of a job of this layout sees it, without the other ranks."""
-        return cls(cast(Communicator, DryCommunicator(rank, layout.ranks)), layout)
+        return cls(cast(Communicator, DryCommunicator(rank, layout.ranks)), layout, local)
 
     def communicators(self) -> list[Communicator]:
         """The world, and the communicators that were split from it."""

@@ -6,6 +6,7 @@ The step (``kos.train.train``) runs with operations and communicators that only 
   attention takes their sum.
 - A collective takes a latency and the time of the bytes that a ring sends: 2 (n - 1) / n of an all-reduce, half of that
   of an all-gather or a reduce-scatter. Asynchronous collectives overlap with the operations on a GPU, not on a CPU.
+  Between hosts (``Network``) it takes the time of the bytes that leave a host (``Link``).
 - Messages between stages take no time here: ``timeline.simulate`` has it, and the waiting for other ranks.
 """
 
@@ -19,6 +20,7 @@ from kos.comm.communicator import Communicator
 from kos.comm.compression import FORMATS
 from kos.comm.reduction import ReduceOp
 from kos.dtypes import DTYPES
+from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
 from kos.train.device.memory_plan import DryCudaOps, DryRun, MemoryPlan, plan_memory
@@ -28,7 +30,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops import Array
 from kos.train.optim.base import MatrixRule, UpdateRule, elements
-from kos.train.parallel.mesh import Axis, Layout, Mesh
+from kos.train.parallel.mesh import Axis, Layout, Mesh, ranks_of_a_host
 from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule
 from kos.train.tools.costs import TimedOps, cost, update_bytes
@@ -38,14 +40,39 @@ AXES = {"gradients": "replicas", "tp": "tp", "pp": "pp", "cp": "cp"}
 """What a rank sends, and the axis of ``Mesh`` over which it sends it."""
 
 
+class Network(NamedTuple):
+    """The hosts of a job, with as many ranks each, and the bytes per second that leave each."""
+
+    hosts: int
+    rate: float
+    phases: bool = True
+    """Whether exact collectives go in phases where that is faster than a ring of all ranks."""
+
+    def places(self, ranks: int) -> list[int]:
+        """The host of each rank."""
+        return [rank * self.hosts // ranks for rank in range(ranks)]
+
+    def local(self, layout: Layout, *axes: str) -> int:
+        """How many ranks of a group along these axes each host has. ConfigError if hosts differ."""
+        try:
+            return ranks_of_a_host(layout, axes, self.places(layout.ranks))
+        except ConfigError as error:
+            raise ConfigError(f"--hosts {self.hosts}: {error}") from None
+
+
+ONE_HOST = Network(1, 0.0)
+
+
 class Job(NamedTuple):
-    """The job to plan: the settings of all ranks, with every choice made."""
+    """The job to plan: the settings of all ranks, with every choice made; ``local`` as in ``Mesh``."""
 
     config: TrainConfig
     model: LlamaConfig
     layout: Layout
     schedule: Schedule
     rates: Rates
+    network: Network = ONE_HOST
+    local: int = 1
 
     def parts(self, stage_rank: int) -> tuple[Local, ...]:
         """The stages of a rank of the pipeline. ConfigError where the model does not divide."""
@@ -53,11 +80,12 @@ class Job(NamedTuple):
 
     def kind(self, stage_rank: int) -> Any:
         """Equal for ranks of the pipeline that take the same time, and the same memory for as many micro-batches."""
-        return tuple((len(part.layers), part.first, part.last) for part in self.parts(stage_rank))
+        place = stage_rank % self.network.local(self.layout, "pp")  # within a host
+        return place * (self.network.hosts > 1), *((len(x.layers), x.first, x.last) for x in self.parts(stage_rank))
 
     def memory(self, stage_rank: int) -> MemoryPlan:
         """The device's plan for a rank of the pipeline."""
-        mesh = Mesh.dry(self.layout, self.layout.rank({"pp": stage_rank}))
+        mesh = Mesh.dry(self.layout, self.layout.rank({"pp": stage_rank}), self.local)
         if self.config.device == "cpu":
             return cpu.plan_memory(self.config, self.model, mesh, self.schedule, self.layout.ranks)
         ops, free = _AbsentGpu(self.rates.name), GPUS[self.rates.name].free
@@ -65,13 +93,13 @@ class Job(NamedTuple):
 
 
 class Clock:
-    """``spent``: the seconds of one rank, and by axis the bytes that it has sent.
+    """``spent``: the seconds of one rank, by axis the bytes that it has sent, and those that have left its host.
 
     ``log``: actions, collectives (by axis), norm and update, each with its start and end in seconds.
     """
 
-    def __init__(self, rates: Rates) -> None:
-        self.rates, self.spent = rates, defaultdict[str, float](float)
+    def __init__(self, rates: Rates, network: Network = ONE_HOST) -> None:
+        self.rates, self.network, self.spent = rates, network, defaultdict[str, float](float)
         self.message = 0.0  # seconds of the longest between two stages
         self.log: list[tuple[str, float, float]] = []
 
@@ -107,10 +135,14 @@ class Arrival(NamedTuple):
 
 
 class Link:
-    """Stands in for the communicator of an axis: counts what its rank sends, and how long that takes."""
+    """Stands in for the communicator of an axis: counts what its rank sends, and how long that takes.
 
-    def __init__(self, clock: Clock, axis: str, rank: int, size: int) -> None:
+    Its ranks are on so many ``hosts``.  ``beside``: the groups of this axis on each, which send at the same time.
+    """
+
+    def __init__(self, clock: Clock, axis: str, rank: int, size: int, hosts: int = 1, beside: int = 1) -> None:
         self.clock, self.axis, self.rank, self.size, self._free = clock, axis, rank, size, 0.0
+        self._hosts, self._beside = hosts, beside
 
     def split(self, color: int | None, key: int | None = None) -> Link:
         return self
@@ -118,18 +150,18 @@ class Link:
     def all_reduce(
         self, x: Array, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False, compress: str | None = None
     ) -> Arrival:
-        return self._collective(2 * _sent(x, compress) * (self.size - 1) / self.size, async_op)
+        return self._collective(2, _sent(x, compress), async_op, compress)
 
     def reduce_scatter(
-        self, x: Array, out: Array, *, async_op: bool = False, compress: str | None = None
+        self, x: Array, out: Array, *, async_op: bool = False, compress: str | None = None, deterministic: bool = False
     ) -> Arrival:
-        return self._collective(_sent(x, compress) * (self.size - 1) / self.size, async_op)
+        return self._collective(1, _sent(x, compress), async_op, compress)
 
     def all_gather(self, x: Array, out: Array, *, async_op: bool = False) -> Arrival:
-        return self._collective(x.nbytes * (self.size - 1), async_op)
+        return self._collective(1, x.nbytes * self.size, async_op)
 
     def reduce(self, x: Array, root: int, *, async_op: bool = False) -> Arrival:
-        return self._collective(x.nbytes * (self.size - 1) / self.size, async_op)
+        return self._collective(1, x.nbytes, async_op)
 
     broadcast = reduce
 
@@ -137,22 +169,47 @@ class Link:
         self.clock.operate("feed_back", 2 * (x.nbytes + residual.nbytes), 0.0)
 
     def send_recv(self, x: Array, out: Array, to: int, source: int, *, async_op: bool = False) -> Arrival:
-        return self._collective(x.nbytes, async_op)
+        return self._queue(x.nbytes, *self._message(x, self._hosts > 1), async_op)
 
     def send(self, x: Array, to: int, *, async_op: bool = False) -> Arrival:
-        clock, rates = self.clock, self.clock.rates
+        clock, local = self.clock, self.size // self._hosts
+        seconds, out = self._message(x, to // local != self.rank // local)
         clock.spent[self.axis] += x.nbytes
-        clock.message = max(clock.message, rates.latency + x.nbytes / rates.wire)
+        clock.spent["hosts"] += out
+        clock.message = max(clock.message, clock.rates.latency + seconds)
         return Arrival(clock, 0.0)
 
     def recv(self, x: Array, source: int, *, async_op: bool = False) -> Arrival:
         return Arrival(self.clock, 0.0)
 
-    def _collective(self, nbytes: float, async_op: bool) -> Arrival:
+    def _message(self, x: Array, leaves: bool) -> tuple[float, float]:
+        """Seconds of a message that one rank of each group sends out of its host, and bytes that leave it."""
+        out = x.nbytes * self._beside * leaves
+        return max(x.nbytes / self.clock.rates.wire, out / self.clock.network.rate if leaves else 0.0), out
+
+    def _collective(self, passes: int, whole: int, async_op: bool, compress: str | None = None) -> Arrival:
+        """One that sends ``whole``, the bytes of all, so many times: each rank the part of the others."""
+        sent, wire = passes * whole * (self.size - 1) / self.size, self.clock.rates.wire
+        hosts, network, local = self._hosts, self.clock.network, self.size // self._hosts
+        if hosts == 1:
+            return self._queue(sent, sent / wire, 0.0, async_op)
+        least = self._beside * whole * (hosts - 1) / hosts
+        ring = self._beside * whole * (self.size - 1) / self.size
+        ways = [(passes * ring, 0.0)]
+        if compress:  # from each rank to every other one; NCCL gathers by a ring
+            ways = [(local * least + (passes - 1) * (ring if self.clock.rates.overlap else local * least), 0.0)]
+        elif network.phases:
+            ways.append((passes * least, passes * whole * (local - 1) / local / wire))
+        seconds, out = min((out / network.rate + within, out) for out, within in ways)
+        return self._queue(sent, seconds, out, async_op)
+
+    def _queue(self, sent: float, seconds: float, out: float, async_op: bool) -> Arrival:
         clock, rates = self.clock, self.clock.rates
-        clock.spent[self.axis] += nbytes
+        clock.spent[self.axis] += sent
+        if out:
+            clock.spent["hosts"] += out
         start = max(self._free, clock.spent["seconds"])
-        self._free = start + rates.latency + nbytes / rates.wire
+        self._free = start + rates.latency + seconds
         clock.log.append((self.axis, start, self._free))
         arrival = Arrival(clock, self._free)
         if not async_op or not rates.overlap:
@@ -179,14 +236,20 @@ class _AbsentGpu(DryCudaOps):
 class TimedMesh(Mesh):
     """The mesh of a rank whose axes are links."""
 
-    def __init__(self, clock: Clock, layout: Layout, rank: int) -> None:
-        self._clock = clock
-        super().__init__(cast(Communicator, Link(clock, "world", rank, layout.ranks)), layout)
+    def __init__(self, clock: Clock, job: Job, rank: int) -> None:
+        self._clock, self._of_a_host = clock, job.layout.ranks // job.network.hosts
+        super().__init__(cast(Communicator, Link(clock, "world", rank, job.layout.ranks)), job.layout, job.local)
         for name, of_mesh in AXES.items():
-            setattr(self, of_mesh, self._link(name, getattr(self, of_mesh)))
+            axes = ("dp", "cp") if name == "gradients" else (name,)
+            setattr(self, of_mesh, self._link(name, getattr(self, of_mesh), job.network.local(job.layout, *axes)))
+        self.rails = self.replicas if job.local == 1 else self._link("gradients", self.rails, 1)
+        self.host = self._link("gradients", self.host)
 
-    def _link(self, name: str, axis: Axis) -> Axis:
-        return axis._replace(group=axis.group and cast(Communicator, Link(self._clock, name, axis.rank, axis.size)))
+    def _link(self, name: str, axis: Axis, local: int = 0) -> Axis:
+        """An axis of which ``local`` ranks are on each host; 0: all."""
+        local = local or axis.size
+        link = Link(self._clock, name, axis.rank, axis.size, axis.size // local, self._of_a_host // local)
+        return axis._replace(group=axis.group and cast(Communicator, link))
 
     def copies(self, count: int) -> Axis:
         return self._link("tp", super().copies(count))
@@ -196,9 +259,9 @@ class TimedDryRun(DryRun):
     """A rank's part of one step of a job: ``clock`` at its end, and the time of each of its ``actions``."""
 
     def __init__(self, job: Job, stage_rank: int) -> None:
-        self.clock, self.actions = Clock(job.rates), dict[Action, dict[str, float]]()
+        self.clock, self.actions = Clock(job.rates, job.network), dict[Action, dict[str, float]]()
         rank = job.layout.rank({"pp": stage_rank})
-        mesh = TimedMesh(self.clock, job.layout, rank)
+        mesh = TimedMesh(self.clock, job, rank)
         dry = cpu.DryOps() if job.config.device == "cpu" else _AbsentGpu(job.rates.name)
         ops = TimedOps(dry, self.clock.timed)
         super().__init__(job.config, job.model, mesh, job.schedule, dry, ops, bucketed=True)
