@@ -294,8 +294,10 @@ def test_lines_without_anything_to_train_on_or_to_hold_out(tmp_path: Path, folde
     with refused(DataError, f"--data {path}: expected completions or answers to train on, got none"):
         read(path, "--tokenizer", str(folder))
     write_lines(path, [{"messages": CHAT}])
-    with refused(DataError, f"--data {path}: expected two lines or more, to hold one out, got one"):
+    with refused(DataError, f"--data {path}: expected at least --seq-len + 1 = 2 tokens to validate on, got 0 (held"):
         read(path, "--tokenizer", str(folder))
+    _, _, data = read(path, "--tokenizer", str(folder), "--eval-batches", "0")
+    assert len(data.train) > 2 and not len(data.val) and not data.val_starts().size
 
 
 def test_token_files_with_masks(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,70 @@ def test_special_tokens_in_a_text(huggingface_file: Path) -> None:
         assert ids.tolist().count(1) == (1 if split else 2)
         assert tokenizer.decode(ids) == "<|begin|>the<|end|>the<|end|>"
     assert tokenizer.encode("the<|end|>").tolist()[-1] == 1
+
+
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tokenizer in the files of Qwen2's: normalizer, regular expression, added tokens, chat template."""
+    library = pytest.importorskip("tokenizers")
+    level = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    bpe, parts = library.Tokenizer(library.models.BPE()), library.pre_tokenizers
+    bpe.normalizer, bpe.decoder = library.normalizers.NFC(), library.decoders.ByteLevel(**level)
+    bpe.pre_tokenizer = parts.Sequence([parts.Split(library.Regex(QWEN), "isolated"), parts.ByteLevel(**level)])
+    bpe.post_processor = library.processors.ByteLevel(**level)
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=parts.ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator([TEXT, "12 345 it's we'll \n\n 漢字 🙂 " * 9], trainer)
+    added = {"<|endoftext|>": True, "<|im_start|>": True, "<|im_end|>": True, "<tool_call>": False}
+    tokens = [library.AddedToken(name, special=special, normalized=False) for name, special in added.items()]
+    bpe.add_tokens(tokens)
+    bpe.save(str((folder := tmp_path_factory.mktemp("qwen")) / "tokenizer.json"))
+    model = json.loads(bpe.to_str())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, model["merges"])]))
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "<|im_end|>",
+                "pad_token": "<|endoftext|>", "chat_template": CHATML, "add_prefix_space": False}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of texts and documents, with special tokens and without, in pieces, and of chats; and the text back."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(str(qwen_folder)), make_tokenizer(str(qwen_folder))
+    special = "<|im_start|>user\nhi<|im_end|>\n<tool_call>{}<|endoftext|>"
+    texts = [
+        TEXT, special, "", " ", "\n", "12345 3.14 2024-01-01 ١٢٣", "🙂👨\u200d👩\u200d👧🇩🇪", "漢字と日本語 한국어 मनीष",
+        "a\n\n\nb\r\n  c\t\td  \n ", "It's we'LL I'm", "cafe\u0301 ﬁ", "\0\7", "x" * 300,
+    ]  # fmt: skip
+    for example in texts:
+        ids = ours.encode(example).tolist()
+        assert ids == theirs(example)["input_ids"], example
+        assert ours.decode(ids) == unicodedata.normalize("NFC", example)
+        for split in (False, True):
+            found = [part for _, part, _ in ours.encode_documents([example], split)]
+            expected = theirs(example, split_special_tokens=split)["input_ids"]
+            assert np.concatenate(found).tolist() == [*expected, theirs.eos_token_id], example
+    whole = ours.encode(TEXT).tolist()
+    monkeypatch.setattr(kos_tokenizers, "PIECE", 37)
+    assert ours.encode(TEXT).tolist() == whole
+    chat = [{"role": role, "content": TEXT} for role in ("user", "assistant") * 2]
+    template = read_chat_template(str(qwen_folder))
+    assert template is not None
+    rendered = "".join(part for part, _ in template.parts(chat, "here"))
+    assert rendered == theirs.apply_chat_template(chat, tokenize=False)
+    whole = theirs.apply_chat_template(chat, tokenize=True, return_dict=False)
+    assert ours.encode(rendered).tolist() == [*whole]
 
 
 def test_a_checkpoint_carries_the_tokenizer(huggingface_file: Path) -> None:

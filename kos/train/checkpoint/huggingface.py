@@ -24,6 +24,7 @@ from kos.train.model.gpt2 import TRANSPOSED, GPT2Config
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
 from kos.train.model.parameters import Parameters, Shape
 from kos.train.model.rope import KEYS
+from kos.train.model.smollm3 import rotated_layers
 
 INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
@@ -93,6 +94,8 @@ def from_huggingface(settings: Any, source: str = "config.json") -> LlamaConfig:
     for key, expected in _KINDS.items():
         if not isinstance(given.get(key, expected()), expected):
             raise CheckpointError(f"{source}: expected {key} to be {_NAMED[expected]}, got {given[key]!r}")
+    if (interval := given.get("no_rope_layer_interval", 1)) < 1:
+        raise CheckpointError(f"{source}: expected no_rope_layer_interval of at least 1, got {interval}")
     for key, values in _FIXED[kind].items():
         if given.get(key, values[0]) not in values:
             raise CheckpointError(f"{source}: expected {key} {values[0]!r}, got {given[key]!r}")
@@ -116,10 +119,9 @@ def _of_family(family: type[LlamaConfig], settings: dict[str, Any]) -> dict[str,
     """The settings of a model section; which layers have a window and rotary positions as transformers works it out."""
     layers = range(settings["num_hidden_layers"])
     if "no_rope_layers" in family.takes:
-        every = settings["no_rope_layer_interval"]
-        flags = settings.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]
+        flags = settings.get("no_rope_layers") or rotated_layers(len(layers), settings["no_rope_layer_interval"])
         flags = flags[: len(layers)]
-        settings["no_rope_layers"] = [] if all(flags) and len(flags) == len(layers) else flags
+        settings["no_rope_layers"] = [] if all(flags) and len(flags) in (0, len(layers)) else flags
     if "layer_types" in family.takes:
         window = settings.get("sliding_window") if settings["use_sliding_window"] else None
         first = settings["max_window_layers"] if "max_window_layers" in family.defaults else 0
