@@ -445,7 +445,7 @@ class Work(_Base, Generic[T]):
             self.record[COMPLETED] = when  # type: ignore[index]
 
     def record_failure(self, error: Exception) -> None:
-        """Record that the call failed; dumps if dumps are enabled."""
+        """Record that the call failed with ``error``; dumps if dumps are enabled."""
         record = self.record
         if record is None:
             return
