@@ -141,7 +141,7 @@ def test_a_newcomer_that_the_leader_has_dropped_calls_there_again() -> None:
         ({"backend": "nccl"}, "expected backend tcp, as the group has, got backend nccl$"),
         ({"device": 1}, "expected no device, as backend tcp of the group uses no GPU, got 1$"),
         ({"version": "0.0.1"}, r"expected version \S+ of kos, as the group has, got version 0.0.1 of kos$"),
-        ({"protocol": b"kos/tcp2"}, r"expected a rank of kos \(kos/tcp3\), got b'kos/tcp2'$"),
+        ({"protocol": b"kos/tcp3"}, r"expected a rank of kos \(kos/tcp4\), got b'kos/tcp3'$"),
     ],
     ids=["secret", "backend", "device", "version", "protocol"],
 )

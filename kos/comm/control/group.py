@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,6 +29,7 @@ from kos.comm.control.hub import (
     DIED,
     FAILURES,
     LOST,
+    PACKED,
     Hub,
     pair,
     reporting,
@@ -46,6 +48,7 @@ from kos.comm.control.wire import (
     HandshakeError,
     Network,
     admit_all,
+    allow_files,
     copied,
     drive,
     is_loopback,
@@ -157,6 +160,7 @@ class TCPRendezvous(Rendezvous):
         deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
         if self._listener is None:
             return found
+        allow_files(self.size)
         purpose = self.allgather(os.urandom(16))[0]
         me, above = self.failures.names([self.rank], False), set(range(self.rank + 1, self.size))
         peer = self.rank
@@ -369,6 +373,7 @@ class TCPRendezvous(Rendezvous):
         connected: Mapping[int, Connection] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Run the hub, to which the other ranks are ``connected``, or connect at ``listener``."""
+        allow_files(self.size)
         self._connection, hubs_end = pair(self.epoch)
         known = self.failures.of(range(self.size), 0)  # without links, which hold communicators
         hub = Hub(hubs_end, listener, key, known, self.timeout, where, warns, self.epoch, connected)
@@ -458,7 +463,7 @@ class TCPRendezvous(Rendezvous):
             kind, answer = answer[:1], answer[1:]
             if kind in FAILURES:
                 raise self._failure_of(kind, *json.loads(answer))
-            return answer
+            return zlib.decompress(answer) if kind == PACKED else answer
 
     def _look_for_stopped(self, late_at: float) -> Callable[[], None]:
         """The check of a wait for the hub, which may wait for a stopped rank, or run on one."""
