@@ -49,7 +49,6 @@ MAX_MESSAGE = 64 << 20  # bytes
 HANDSHAKE_SECONDS = 10.0  # limit for a caller's handshake
 MAX_PENDING = 1024  # callers in their handshakes
 _COPIED = 1 << 14  # bytes of a message from which on it is not copied: all ranks' connections share the hub's answer
-_OTHER_FILES = 256  # that a process may have open beside its connections
 _MAX_REJECTED = 4  # rejected callers in an error
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -181,16 +180,6 @@ class Connection:
             self._received += 1
             if epoch == self.epoch:
                 return message
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the other side has closed the connection, from which nothing is expected."""
-        try:
-            return not self.sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
     def mask(self, data: bytes, sent: bool) -> bytes:
         """A secret that is ``sent`` or received, encrypted by this connection's keys; the other side decrypts it so.
@@ -416,9 +405,12 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
             raise TimeoutError("no answer in time")
 
 
-def allow_files(connections: int) -> None:
-    """Let this process open so many connections, as far as its hard limit of open files allows."""
-    (soft, hard), wanted = resource.getrlimit(resource.RLIMIT_NOFILE), connections + _OTHER_FILES
+def allow_files(size: int) -> None:
+    """Let this process open, as far as its hard limit allows, a file for each of ``size`` ranks three times.
+
+    They are a hub's connections, those of the ``tcp`` backend, and the program's own files.
+    """
+    (soft, hard), wanted = resource.getrlimit(resource.RLIMIT_NOFILE), 3 * size
     if 0 <= soft < wanted:  # -1: no limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
 
