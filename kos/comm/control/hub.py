@@ -43,7 +43,7 @@ FAILURES = (LOST, DIED, FAILED)
 CONNECTION_CLOSED = "its connection was closed"
 
 PACKED_RANKS = 64  # from which number of ranks results are compressed: they are sent to each, and much of them repeats
-CLOSE_SECONDS = 2.0  # limit for delivering the last messages before rank 0 ends
+CLOSE_SECONDS = 2.0  # limit for delivering the last messages before rank 0 ends; of a failure, more for many ranks
 _POLL_SECONDS = 0.1  # between two polls of ranks that have not closed yet
 _LAZY_SECONDS = 0.05  # after which a notice that is not urgent is forwarded
 
@@ -84,6 +84,7 @@ class Hub(threading.Thread):
         self._acceptor = Acceptor(listener, key, epoch)
         self._lazy: list[tuple[float, int, bytes]] = []  # when to forward a notice, its sender, and the notice
         self._left: set[int] = set()  # the ranks that have aborted the group, or whose death was reported
+        self.report_seconds = CLOSE_SECONDS + min(self._size / 64, 20.0)  # 512 ranks on 2 cores read it within 2.5 s
         self.reported = threading.Event()  # set once the failure has been sent to all ranks that have joined
         self.released = threading.Event()  # set once rank 0 has closed the group: its process may end
         for rank, connection in {0: own, **connected}.items():
@@ -318,7 +319,7 @@ class Hub(threading.Thread):
     def _report(self, failure: bytes) -> None:
         """Send the failure to all ranks, including late ones, and serve them until they have closed.
 
-        Ranks that have not joined a group started wrongly are awaited until CLOSE_SECONDS after rank 0 has closed.
+        Ranks that have not joined a group started wrongly are awaited for ``report_seconds`` after rank 0 has closed.
         TCP may discard undelivered data when a connection is closed with unread input.
         """
         if failure[:1] == DIED:
@@ -341,7 +342,7 @@ class Hub(threading.Thread):
             for rank in self._ready(0.0 if accepts else self._forward_lazy()):
                 self._receive_after_failure(rank)
             if 0 not in self._members:
-                deadline = min(deadline, time.monotonic() + CLOSE_SECONDS)
+                deadline = min(deadline, time.monotonic() + self.report_seconds)
             caller = None
             if accepts:
                 try:
@@ -386,10 +387,10 @@ reporting: weakref.WeakSet[Hub] = weakref.WeakSet()
 
 @atexit.register
 def _wait_for_reports() -> None:
-    """Wait up to CLOSE_SECONDS until the other ranks have read why a group was aborted."""
-    deadline = time.monotonic() + CLOSE_SECONDS
+    """Wait for a limited time until the other ranks have read why a group was aborted."""
+    began = time.monotonic()
     for hub in list(reporting):
-        hub.join(max(deadline - time.monotonic(), 0.0))
+        hub.join(max(began + hub.report_seconds - time.monotonic(), 0.0))
 
 
 def stop(connection: Connection, hub: Hub, process: int) -> None:
