@@ -133,11 +133,12 @@ def measure(size: int, exchanges: int) -> dict[str, Any]:
     for each in players:
         each.join()
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(marks)]
-    return {
+    row = {
         "ranks": size, "init": marks[0][0] - began, "init_cpu": marks[0][1] - cpu,
         "exchange": median(step[0] for step in steps), "exchange_cpu": median(step[1] for step in steps),
         "death": max(known) - died, "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
     }  # fmt: skip
+    return {name: round(value, 4) for name, value in row.items()}
 
 
 def main() -> None:
@@ -152,7 +153,7 @@ def main() -> None:
     rows = []
     for size in options.ranks:
         rows.append(measure(size, options.exchanges))
-        print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
+        print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     if options.json is not None:
         options.json.write_text(to_json({**provenance("benchmarks.hub", None, 1), "rows": rows}))
 
