@@ -266,8 +266,7 @@ class TCPRendezvous(Rendezvous):
                 self._connection = connections[0]
             elif self.size > 1:
                 self._serve(self.network.listen(), b"", "", True, connections)
-            places = self.allgather(json.dumps(self._own_place()).encode())
-            self._known_places = [_Place(*json.loads(each)) for each in places]
+            self._known_places = self._places
             self.timeout = usual
         except BaseException as error:
             self.abort(None)

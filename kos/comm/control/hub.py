@@ -70,9 +70,8 @@ class Hub(threading.Thread):
         warns: bool = True, epoch: int = 0, connected: Mapping[int, Connection] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         super().__init__(name="kos rendezvous", daemon=True)
-        self._size, self._failures, self.timeout, self._where = len(failures.world), failures, timeout, ""
-        if where:  # a group that has grown begins with all its connections
-            self._where = f" (rank 0 listens at {where})"
+        self._size, self._failures, self.timeout = len(failures.world), failures, timeout
+        self._where = where and f" (rank 0 listens at {where})"  # a group that has grown needs no address
         self._warns = warns
         self._members: dict[int, Connection] = {}
         self._selector = selectors.DefaultSelector()  # of the members; a poll of all for each message would be n² work

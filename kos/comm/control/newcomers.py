@@ -7,7 +7,6 @@ stopped newcomer does not answer, and the next one takes its place.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import select
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kos.comm import timeouts
+from kos.comm.control.hub import send
 from kos.comm.control.wire import Acceptor, Connection, Waiting, drive
 from kos.errors import RendezvousError
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 Address = tuple[str, int]
 READY_SECONDS = 2.0  # limit for the answer of a newcomer that is asked whether it is ready
 REACH_SECONDS = 5.0  # limit for a newcomer to reach the leader
-_SEND_SECONDS = 2.0
+_HELLO_SECONDS = 2.0  # limit for the first message
 _ANSWER_SECONDS = 0.05  # limit for one wait for answers: a running newcomer needs less
 
 
@@ -97,7 +97,7 @@ class Newcomers:
         admitted = self.door.admit(seconds)
         while admitted is not None:
             rank, _, connection = admitted
-            self._arriving[connection] = rank, connection.receive(), time.monotonic() + _SEND_SECONDS
+            self._arriving[connection] = rank, connection.receive(), time.monotonic() + _HELLO_SECONDS
             admitted = self.door.admit(0.0)
         deadline = time.monotonic() + seconds
         for connection, (rank, reading, until) in list(self._arriving.items()):
@@ -187,6 +187,4 @@ def place_name(host: str, port: int) -> str:
 
 def send_message(connection: Connection, message: Mapping[str, Any]) -> None:
     """Send a message, of JSON's types, now; ignores a closed connection."""
-    connection.post(json.dumps(message).encode())
-    with contextlib.suppress(OSError):  # the next read reports it
-        drive(connection.flush(), connection.sock, time.monotonic() + _SEND_SECONDS)
+    send(connection, json.dumps(message).encode())
