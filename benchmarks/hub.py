@@ -80,19 +80,20 @@ def member(
 def play(ranks: list[int], size: int, port: int, exchanges: int, found: Any) -> None:
     """Be these ranks; ``found`` gets the times at which the last one ended, and at which the others knew it."""
     allow_files(len(ranks))
+    deadline = time.monotonic() + SECONDS
     poll, scratch = select.epoll(), memoryview(bytearray(1 << 20))
     running, dead, known = dict[int, tuple[int, socket.socket, Waiting[None]]](), list[float](), list[float]()
-    while ranks or running:
+    while (ranks or running) and time.monotonic() < deadline:
         if ranks:
             try:
-                sock = connect("127.0.0.1", port, time.monotonic() + SECONDS)
+                sock = connect("127.0.0.1", port, deadline)
             except ConnectionRefusedError:  # rank 0 does not listen yet
                 time.sleep(0.01)
                 continue
             rank = ranks.pop()
             running[sock.fileno()] = rank, sock, member(sock, rank, size, exchanges, scratch, dead, known)
             poll.register(sock, select.EPOLLIN)
-        for descriptor, _ in poll.poll(0.0 if ranks else SECONDS):
+        for descriptor, _ in poll.poll(0.0 if ranks else 1.0):
             rank, sock, life = running[descriptor]
             try:
                 next(life)
