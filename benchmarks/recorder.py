@@ -23,7 +23,7 @@ from kos.comm.failures import FailureLog
 from kos.comm.host.shared import CallRing, open_segment
 from kos.comm.host.shared.segment import ARRIVED, RING
 from kos.comm.operation import Operation, Options
-from kos.comm.prepared import Prepared, note
+from kos.comm.prepared import Prepared, note, without_memory
 from kos.comm.recorder import COMPLETED, Group, Recorder
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.work import Work
@@ -44,9 +44,11 @@ def best(call: Callable[[], object]) -> float:
 def example(group: Group) -> Work[Any]:
     buffer = as_buffer(np.zeros((4, 4), np.float32), "x", writable=True)
     reduction = resolve(ReduceOp.SUM, dtype_of(buffer.dtype.numpy), 1)
-    o = Operation("all_reduce", 0, Options(timeout=120.0), buffer, buffer, reduction).without_memory()
+    o = without_memory(Operation("all_reduce", 0, Options(timeout=120.0), buffer, buffer, reduction))
     backend = SimpleNamespace(name="mock", work=Work, group_suffix="")
-    return Work(Prepared(o, backend, lambda work: None).belongs_to(group))
+    prepared = Prepared(o, backend, lambda work: None)
+    prepared.description = group, o
+    return Work(prepared)
 
 
 def calls_beside_others(ranks: int, work: Work[Any]) -> CallRing:

@@ -28,7 +28,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "kos.comm.NCCLOptions": ALL,
     "kos.comm.backend.Backend": ALL,
     "kos.comm.control.base.Rendezvous": ALL,
-    "kos.comm.operation.Operation": ("members: [collective, common_count]",),
+    "kos.comm.operation.Operation": ("members: [collective]",),
     "kos.comm.prepared.Prepared": ALL,
     "kos.comm.recorder.Recorder": ("members: [entries, to_dict, dump, try_dump]",),
     "kos.comm.recorder.analysis.Dump": ("members: [last_operation]",),

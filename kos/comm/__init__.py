@@ -127,7 +127,7 @@ def join(
     if not isinstance(address, str) or not address:
         raise InvalidArgument(f"address: expected that of a member, or KOS_JOIN, got {address!r}")
     if secret is not None and (not secret or not isinstance(secret, str | bytes)):
-        raise InvalidArgument(f"secret: expected a text or bytes, got {type(secret).__name__}")
+        raise InvalidArgument(f"secret: expected a text or bytes, not empty, got {type(secret).__name__}")
     if backend is not None and not isinstance(backend, str):
         raise InvalidArgument(f"backend: expected the name of a backend, got {backend!r}")
     left = check_timeout(timeout)

@@ -18,7 +18,6 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.operation import Operation
 from kos.comm.prepared import Prepared, Store
-from kos.comm.recorder import failed
 from kos.comm.work import Engine, Work
 from kos.errors import (
     BackendUnavailable,
@@ -145,7 +144,7 @@ class Backend(ABC):
 
     def feed_back(self, x: Buffer, residual: Buffer, compress: str) -> None:
         """See ``Communicator.feed_back``."""
-        compressed.feed_back(x.memory, residual.memory, compress)
+        compressed.feed_back(x.flat, residual.flat, compress)
 
     def check_threads(self) -> None:  # noqa: B027
         """Raise BackendUnavailable if only the program's thread may advance operations."""
@@ -172,7 +171,7 @@ class Backend(ABC):
         try:
             self.failures.refuse(work.name)
         except KosError as error:
-            failed(work, error)
+            work.record_failure(error)
             raise
         raise AssertionError(f"{work}: refused without a reason")
 

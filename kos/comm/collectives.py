@@ -33,7 +33,7 @@ from kos.comm.arguments import (
     shard_shape,
 )
 from kos.comm.compression import CARRIED, check_compress
-from kos.comm.operation import AUTO, Message, Operation, Options
+from kos.comm.operation import AUTO, NO_MESSAGE, Message, Operation, Options
 from kos.comm.persistent import Persistent, persistent
 from kos.comm.prepared import BY_CAPTURE, MOST_STORED, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
@@ -119,8 +119,8 @@ class Operations:
     ) -> Work[Any] | None:
         """A call that need not be checked, because its signature is known; None for any other.
 
-        ``x`` and ``out`` are the arrays as the caller passed them, None where this rank has none.  ``ranks``: see
-        ``Operation.ranks``.
+        ``x`` and ``out`` are the arrays as the caller passed them, None where this rank has none.  ``ranks`` are the
+        ranks and counts that the caller named: root, message, or root with counts.
         """
         first = out if x is None else x
         if type(first) is np.ndarray:
@@ -202,28 +202,26 @@ class Operations:
         ``stream``: that of a call without arrays.  ``op``: as the caller passed it.
         """
         send, recv, first = o.send, o.recv, o.send or o.recv
-        signature: Any = o.name, op, o.ranks, o.options
-        if first is not None:
-            signature += () if send is not None else (None,)
-            signature += _signature(first)
-            if send is not None and recv is not None and recv is not send:
-                if send.stream != recv.stream:
-                    raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
-                signature += *_signature(recv), send.address - recv.address if recv.overlaps(send) else None
         handle, keeper = (0, None) if first is None else (first.stream, first.queue)
         if stream is not None:
             handle, keeper = handle_and_keeper(stream)
-        prepared: Prepared | None = self._store.find(signature, handle)
+        signature = _signature(o, op)
+        prepared: Prepared | None = self._store.get(signature)
+        if prepared is BY_CAPTURE:
+            prepared = self._store.get((signature, streams.is_captured(handle)))
         if prepared is None:
             if self._closed:  # its backend has no memory to publish a description in
                 self._check_open()
             if o.options.compress:
                 compressed.check(o)
-            prepared = self.backend.prepare(o).belongs_to(self._group)
+            prepared = self.backend.prepare(o)
+            prepared.description = self._group, prepared.operation
             if prepared.lasting and not o.options.purpose:
                 self._store.add(signature, prepared, handle)
-        absent = None if first is None or first.device is None else 0
-        work: Work[Any] = prepared.work(prepared, *(absent if end is None else end.memory for end in (send, recv)))
+        on_host = first is None or first.device is None
+        work: Work[Any] = prepared.work(prepared, *(
+            (end and end.flat) if on_host else 0 if end is None else end.pointer for end in (send, recv)
+        ))
         work.stream, work.queue, work.held = handle, keeper, send and send.array
         if recv is not None:
             work.array, work.convert = recv.array, recv.convert
@@ -793,11 +791,28 @@ _CONTIGUOUS, _FLAGS = 1, 0x501
 """Flags of an ndarray: C-contiguous; and also aligned and writeable."""
 
 
-def _signature(x: Buffer) -> tuple[Any, ...]:
+def _signature(o: Operation, op: Any) -> tuple[Any, ...]:
+    """What a call depends on, but its memory, as ``_find`` has it."""
+    send, recv, first = o.send, o.recv, o.send or o.recv
+    ranks: Any = o.message if o.message is not NO_MESSAGE else o.root
+    if o.send_counts is not None or o.recv_counts is not None:
+        ranks = o.root, o.send_counts, o.recv_counts
+    signature: tuple[Any, ...] = o.name, op, ranks, o.options
+    if first is None:
+        return signature
+    signature += _array_key(first) if send is not None else (None, *_array_key(first))
+    if send is None or recv is None or recv is send:
+        return signature
+    if send.stream != recv.stream:
+        raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
+    return *signature, *_array_key(recv), send.address - recv.address if recv.overlaps(send) else None
+
+
+def _array_key(x: Buffer) -> tuple[Any, ...]:
     """What a call depends on of an array."""
     if x.device is None:
         return x.flat.dtype, x.shape, x.flat.flags.num & _FLAGS
-    return x.dtype, x.shape, x.readonly, x.device, windows.place(x.pointer)
+    return x.dtype, x.shape, x.readonly, x.device, windows.place(x.pointer) if windows.memories else x.pointer & 15
 
 
 def _distance(x: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> int:

@@ -19,6 +19,7 @@ from kos.comm.arguments import check_int, check_rank, check_ranks, check_shape, 
 from kos.comm.backend import CHANGES, UNMADE, Probe
 from kos.comm.collectives import Operations
 from kos.comm.control.base import Rendezvous
+from kos.comm.control.grow import attempt_seconds
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
 from kos.comm.making import communicator
 from kos.comm.operation import Operation
@@ -240,7 +241,7 @@ class Groups(Operations):
     def newcomers(self) -> int:
         """How many newcomers wait at this rank for ``grow`` or ``replace``.  Not collective; does not wait.
 
-        A newcomer calls at the first 8 ranks.  Its handshake takes two calls of this.  Raises CollectiveError if the
+        A newcomer calls at the first 8 ranks.  Its handshake takes three calls of this.  Raises CollectiveError if the
         communicator is closed.
 
             joining = comm.broadcast(np.array(comm.newcomers()), 0)
@@ -255,13 +256,15 @@ class Groups(Operations):
         self.rendezvous.check_change(call)
         grows, reason = call.startswith("grow"), str(self.rendezvous.failures.first or CHANGES)
         limit = self.rendezvous.timeout if timeout is None else check_timeout(timeout)
-        deadline = time.monotonic() + limit
+        begins, again_since = time.monotonic(), None
         if not grows:
             self._change_ends(reason)
         with self._exchange(call, limit):
             while True:
-                rendezvous = self.rendezvous.change(call, newcomers, grows, self._terms())
-                rendezvous.nccl, rendezvous.timeout = self.rendezvous.nccl, limit
+                rendezvous = self.rendezvous.change(call, newcomers, grows, self._terms(), again_since)
+                left = begins + limit - time.monotonic()
+                rendezvous.nccl = self.rendezvous.nccl
+                rendezvous.timeout = limit if newcomers == 0 else attempt_seconds(left)
                 try:
                     group = self._successor(call, rendezvous)
                     break
@@ -269,8 +272,8 @@ class Groups(Operations):
                     only_newcomers = self.rendezvous.lose_newcomers(error.ranks)
                     error.ranks = error.ranks if call == "shrink" else ()  # ranks of a group that was not made
                     if only_newcomers:
-                        deadline = time.monotonic() + limit
-                    elif not isinstance(error, RankLost) or time.monotonic() > deadline:
+                        again_since = begins
+                    elif not isinstance(error, RankLost) or time.monotonic() > begins + limit:
                         raise
         if grows:
             self._change_ends(reason)

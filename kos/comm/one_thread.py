@@ -20,7 +20,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kos.comm.recorder import call_site
 from kos.comm.records import again, blaming
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveMismatch
@@ -37,7 +36,7 @@ def check_one_thread(comm: Any, work: Work[Any]) -> None:
     other: Work[Any] | None = comm._active
     if other is None or _is_made_in(sys._getframe(1), other):  # a signal handler runs within the thread's call
         return
-    error = _two_threads_error(comm, f"{other.text} at {call_site(other)}", work)
+    error = _two_threads_error(comm, f"{other.text} at {other.call_site}", work)
     if not comm.backend.report_two_threads(error):
         return
     backend = other.backend

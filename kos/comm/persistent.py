@@ -99,7 +99,7 @@ class Batch:
         """
         check_batch(self._comm, self._owner, work)
         if persistent is not None and persistent in self._starts:
-            what = f"{work.name}{work.operation}"
+            what = f"{work.name}{work.arguments}"
             raise InvalidArgument(f"start: expected one start in a batch, got another of {what}")
         self._starts.append(persistent)
         self._added.append(work)

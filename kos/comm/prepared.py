@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import blake2b
 from sys import _getframe
 from time import time_ns
 from typing import Any
 
 from kos.comm.one_thread import check_one_thread, raise_if_two_threads
-from kos.comm.operation import Operation
-from kos.comm.recorder import LAST_SLOT, Group
+from kos.comm.operation import POINT_TO_POINT, Operation
+from kos.comm.recorder import LAST_SLOT
 from kos.comm.work import Steps, Work
+from kos.cuda.kernels import Address
 from kos.cuda.streams import is_captured
 from kos.errors import CollectiveMismatch
+from kos.memory import Buffer, windows
 
 MOST_STORED = 256
 """Prepared calls of a communicator; one more drops all.  Ranks publish as many descriptions."""
@@ -33,6 +36,7 @@ class Prepared:
     """How the calls of one signature run on this rank.  Immutable once its communicator has it."""
 
     __slots__ = (
+        "arguments",
         "backend",
         "collective",
         "description",
@@ -56,7 +60,7 @@ class Prepared:
         kernel: str | None = None, lasting: bool = True,
     ) -> None:  # fmt: skip
         """``launch`` begins a Work: it returns the steps that are left, or None if the Work is complete or queued."""
-        self.operation, self.name, self.collective = operation, operation.name, operation.collective
+        self.operation, self.name, self.collective = operation, operation.name, operation.name not in POINT_TO_POINT
         self.backend = backend
         """The backend that runs it; under ``auto``, one of its backends."""
         self.launch, self.route, self.kernel = launch, route, kernel
@@ -68,19 +72,16 @@ class Prepared:
         self.fixed = True
         """Whether calls take the same route inside and outside a graph."""
         self.waits = not operation.options.overlap
-        self.values = operation.values(backend.name, kernel)
+        self.values = _values(operation, backend.name, kernel)
         """What must be equal on all ranks."""
+        self.arguments = _arguments(operation, backend.group_suffix)
+        """`` of float32[4] by SUM``: what follows the number of a call in texts."""
         self.fingerprint = 0
         """A number that stands for ``values``; 0 if nobody compares the calls."""
         self.text = b""
         """What the other ranks show of such a call if theirs differs."""
         self.description: tuple[Any, ...] = (None,)
-        """What the flight recorder has of each start."""
-
-    def belongs_to(self, group: Group) -> Prepared:
-        """Completes it for a communicator, which is ``group`` to the flight recorder."""
-        self.description = group, self.operation
-        return self
+        """What the flight recorder has of each start, once the communicator has it: its group, and the operation."""
 
     def start(self, comm: Any, work: Work[Any], waits: bool = True, depth: int = 2, left: Any = None) -> Any:
         """Number ``work``, record it for the caller ``depth`` frames up, and launch it.
@@ -132,6 +133,72 @@ class Prepared:
         return array if work.convert is None else work.convert(array)
 
 
+def without_memory(o: Operation) -> Operation:
+    """The same request of any arrays that are alike."""
+    send = None if o.send is None else _alike(o.send, 0)
+    recv = send if o.recv is o.send else None if o.recv is None else _alike(o.recv, 1)
+    return replace(o, send=send, recv=recv)
+
+
+_NO_VIEW: Any = None
+
+
+def _alike(x: Buffer, number: int) -> Buffer:
+    """The description of ``x``, for calls on any memory.
+
+    On a GPU its ``pointer`` is the address if it lies in a window, which the other ranks reach, else the Address of
+    array ``number`` of a launch.
+    """
+    near = x.device is None or (windows.memories and windows.place(x.pointer) == x.pointer)
+    pointer: Any = x.pointer if near else Address(number, 0, x.pointer % 16)
+    return replace(x, array=None, flat=_NO_VIEW, pointer=pointer, queue=None, convert=None)
+
+
+def _values(o: Operation, backend: str, kernel: str | None) -> dict[str, Any]:
+    """All properties of a call that must be equal on all ranks.
+
+    The count is that of the elements that each rank contributes or gets, None where ranks may differ.
+    """
+    buffer, counted = o.send or o.recv, o.recv if o.name in ("scatter", "reduce_scatter") else o.send or o.recv
+    values: dict[str, Any] = {
+        "operation": o.name,
+        "dtype": buffer.dtype.name if buffer else None,
+        "count": counted.count if counted and not o.name.endswith("_v") else None,
+        "op": o.reduction.op.name if o.reduction else None,
+        "root": o.root,
+        "algorithm": o.options.algorithm,
+        "deterministic": o.options.deterministic,
+        "purpose": o.options.purpose or None,
+        "compress": o.options.compress or None,
+        "backend": backend,
+        "kernel": kernel,
+    }
+    if o.name in ("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v"):
+        values["counts"] = list(o.recv_counts or o.send_counts or ())
+    return values
+
+
+def _arguments(o: Operation, group_suffix: str) -> str:
+    """`` of float32[4] by SUM``; ``group_suffix`` follows the number of a rank."""
+    text, message, buffer = "", o.message, o.send or o.recv
+    if buffer is not None:
+        text += f" of {buffer}"
+    if o.reduction is not None:
+        text += f" by {o.reduction.op.name}"
+    if o.options.compress:
+        text += f", compressed by {o.options.compress}"
+    if o.root is not None:
+        text += f", root {o.root}{group_suffix}"
+    same = message.dst is not None and (message.dst, message.tag) == (message.src, message.recv_tag)
+    if message.dst is not None:
+        text += f", to {'and from ' * same}rank {message.dst}{group_suffix} with tag {message.tag}"
+    if message.src is not None and not same:
+        text += f", from rank {message.src}{group_suffix} with tag {message.recv_tag}"
+    if o.options.purpose:
+        text += f", for {o.options.purpose}"
+    return text
+
+
 def note(comm: Any, work: Work[Any], depth: int) -> None:
     """Number ``work``, and record that the caller ``depth`` frames up launches it now."""
     prepared = work.prepared
@@ -172,8 +239,8 @@ class Fingerprints:
                 oldest = next(iter(texts))
                 place = self._places.pop(oldest)
                 del texts[oldest]
-            arguments = prepared.operation.text(prepared.backend.group_suffix)[:200]
-            text = json.dumps([fingerprint, arguments, {k: _brief(v) for k, v in values.items()}]).encode()
+            brief = {name: _brief(value) for name, value in values.items()}
+            text = json.dumps([fingerprint, prepared.arguments[:200], brief]).encode()
             texts[fingerprint], self._places[fingerprint] = text, place
             if self._memory is not None:
                 self._memory[TEXT_BYTES * place : TEXT_BYTES * (place + 1)] = text.ljust(TEXT_BYTES)
@@ -211,11 +278,6 @@ class Store(dict[Any, Prepared]):
     """How often all were dropped because timeouts, windows or tables have changed."""
     eager: Any = None
     """The ``kos._core.native.Group`` that knows some of these calls, or None."""
-
-    def find(self, signature: Any, stream: int) -> Prepared | None:
-        """That of a call on ``stream``, or None."""
-        prepared = self.get(signature)
-        return self.get((signature, is_captured(stream))) if prepared is BY_CAPTURE else prepared
 
     def add(self, signature: Any, prepared: Prepared, stream: int) -> None:
         """Keep that of a call on ``stream``."""

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from kos.dtypes import DType
+from kos.dtypes import DTYPES, DType
 from kos.errors import InvalidArgument
 
 Array = np.ndarray[Any, Any]
-Combine = Callable[..., None]  # (dst, src, out=dst): out = op(dst, src)
+Combine = Callable[[Array, Array], None]  # (dst, src): dst = op(dst, src)
 
 
 class ReduceOp(enum.Enum):
@@ -78,15 +78,15 @@ _quiet = _Quiet()
 
 
 def _combine(ufunc: np.ufunc) -> Combine:
-    def combine(dst: Array, src: Array, out: Array | None = None) -> None:
-        _quiet.run(ufunc, dst, src, out=dst if out is None else out)
+    def combine(dst: Array, src: Array) -> None:
+        _quiet.run(ufunc, dst, src, out=dst)
 
     return combine
 
 
-def _complex_product(dst: Array, src: Array, out: Array | None = None) -> None:
+def _complex_product(dst: Array, src: Array) -> None:
     # Into a temporary: if the output is an input, NumPy rounds a product of single complex numbers differently.
-    np.copyto(dst if out is None else out, _quiet.run(np.multiply, dst, src))
+    np.copyto(dst, _quiet.run(np.multiply, dst, src))
 
 
 _UFUNCS = {
@@ -115,8 +115,9 @@ class Reduction:
     factor: float
     carrier: np.dtype[Any]
     combine: Combine
-    ufunc: Any  # what ``combine`` calls in a ``_Quiet`` context, if it does nothing else
     is_plain: bool  # contributions need no scaling or conversion
+    element: DType  # what the kernels add: of complex numbers, but for products, the parts; of bool its bytes
+    parts: int  # such elements in an element of the arrays
 
     def stage(self, x: Array, out: Array | None) -> Array:
         """A writable copy of the 1-D ``x`` in the carrier type: in ``out`` if that has this type, else new."""
@@ -168,7 +169,8 @@ def _resolve(op: Any, dtype: DType, size: int) -> Reduction:
         names = ", ".join(o.name for o in ReduceOp if o in allowed)
         raise InvalidArgument(f"op: expected one of {names} for {dtype.name}, got {op.name}")
     carrier = dtype.accumulate if op in _ACCUMULATING else dtype.numpy
-    ufunc = None if op is ReduceOp.PROD and dtype.kind == "complex" else _UFUNCS[op]
-    combine = _complex_product if ufunc is None else _COMBINE[ufunc]
+    combine = _complex_product if op is ReduceOp.PROD and dtype.kind == "complex" else _COMBINE[_UFUNCS[op]]
     plain = carrier == dtype.numpy and op is not ReduceOp.PREMUL_SUM
-    return Reduction(op, dtype, size, factor, carrier, combine, ufunc, plain)
+    paired = dtype.kind == "complex" and op is not ReduceOp.PROD
+    element = DTYPES[f"float{4 * dtype.itemsize}" if paired else "uint8" if dtype.kind == "bool" else dtype.name]
+    return Reduction(op, dtype, size, factor, carrier, combine, plain, element, 2 if paired else 1)

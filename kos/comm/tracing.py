@@ -59,7 +59,7 @@ def _ranges() -> Tracer:
 
     def marked(works: Sequence[Work[Any]], batch: bool, _: bool) -> AbstractContextManager[Any]:
         first = works[0]
-        text = f"batch of {len(works)}" if batch else f"{first.name}{first.operation}"
+        text = f"batch of {len(works)}" if batch else f"{first.name}{first.arguments}"
         annotated: AbstractContextManager[Any] = nvtx.annotate(f"{first.group}: {text}", domain="kos")
         return annotated
 

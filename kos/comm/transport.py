@@ -214,11 +214,8 @@ class ScheduledCalls:
     # The operations.
 
     def run(self, work: Work[Any], all_arrived: Callable[[], bool] | None) -> Steps:
-        """The steps of ``work``; ``all_arrived`` is the poll of ``Transport.agree``, None if calls are not compared."""
-        if not work.collective:
-            yield from self._message(work)
-            return
-        name = "compressed" if work.operation.options.compress and self.size > 1 else work.name
+        """The steps of a collective; ``all_arrived``: the poll of ``Transport.agree``, None without one."""
+        name = "compressed" if work.prepared.operation.options.compress and self.size > 1 else work.prepared.name
         carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{name}")
         self.arriving += 1
         try:
@@ -253,7 +250,7 @@ class ScheduledCalls:
         nbytes = max(space.nbytes for space in spaces.values())
         if nbytes == 0:
             return
-        o = work.operation
+        o = work.prepared.operation
         algorithm = self.transport.choose(o, collective, nbytes)
         schedule = runnable(collective, algorithm, self.size, o.root or 0, self.transport.ranks_per_host)
         combine: Any = o.reduction and o.reduction.combine  # a schedule that only moves needs none
@@ -261,10 +258,10 @@ class ScheduledCalls:
 
     def _all_reduce(self, work: Work[Any]) -> Steps:
         """Also reduce and scans; ranks without a result keep their input, and partial sums go to a copy."""
-        x, out, reduction = _reducing(work)
-        gets = work.operation.recv is not None
+        (x, out, reduction), o = _reducing(work), work.prepared.operation
+        gets = o.recv is not None
         staged = reduction.stage(x, out if gets else None)
-        yield from self._carry(work, work.name, data=staged)
+        yield from self._carry(work, o.name, data=staged)
         if gets:
             reduction.finish(staged, out)
 
@@ -278,13 +275,13 @@ class ScheduledCalls:
         reduction.finish(part, out)
 
     def _broadcast(self, work: Work[Any]) -> Steps:
-        if self.rank == work.operation.root and work.send is not work.recv:
+        if self.rank == work.prepared.operation.root and work.send is not work.recv:
             np.copyto(work.recv, work.send)
         yield from self._carry(work, "broadcast", data=work.recv)
 
     def _all_gather(self, work: Work[Any]) -> Steps:
         """Also gather, scatter and all_to_all."""
-        o = work.operation
+        o = work.prepared.operation
         spaces = {"input": (o.send, work.send), "output": (o.recv, work.recv)}
         flat = {space: x for space, (end, x) in spaces.items() if end is not None}
         if len(flat) == 2 and np.may_share_memory(flat["input"], flat["output"]):
@@ -295,7 +292,7 @@ class ScheduledCalls:
 
     def _all_to_all_v(self, work: Work[Any]) -> Steps:
         """Also gather_v and scatter_v."""
-        o = work.operation
+        o = work.prepared.operation
         send = self._pieces(work.send if o.send is not None else None, o.send_counts, o.root)
         recv = self._pieces(work.recv if o.recv is not None else None, o.recv_counts, o.root)
         yield from self.send_pieces(work, send.__getitem__, recv)
@@ -303,7 +300,7 @@ class ScheduledCalls:
     _gather_v = _scatter_v = _all_to_all_v
 
     def _all_gather_v(self, work: Work[Any]) -> Steps:
-        pieces = self._pieces(work.recv, work.operation.recv_counts, None)
+        pieces = self._pieces(work.recv, work.prepared.operation.recv_counts, None)
         yield from self.send_to_all(work, [work.send], [[piece] for piece in pieces])
 
     def _pieces(self, x: Array | None, counts: Sequence[int] | None, root: int | None) -> list[Array | None]:
@@ -318,7 +315,7 @@ class ScheduledCalls:
         x, out, reduction = _reducing(work)
         staged = x if reduction.is_plain else reduction.stage(x, None)
         parts = np.empty((self.size, out.size), staged.dtype)
-        pieces = compressed.split(staged, work.operation.send_counts or ())
+        pieces = compressed.split(staged, work.prepared.operation.send_counts or ())
         yield from self.send_pieces(work, pieces.__getitem__, list(parts))
         for part in parts[1:]:
             reduction.combine(parts[0], part)
@@ -343,9 +340,9 @@ class ScheduledCalls:
             yield from _wait_for(recv, send)  # receive first: over MPI it is matched only when it is polled
             distance *= 2
 
-    def _message(self, work: Work[Any]) -> Steps:
-        """send, recv and send_recv; posts the receive first, so that two ranks may exchange."""
-        message = work.operation.message
+    def message(self, work: Work[Any]) -> Steps:
+        """The steps of send, recv and send_recv; posts the receive first, so that two ranks may exchange."""
+        message = work.prepared.operation.message
 
         def post() -> Iterator[Request]:
             if message.src is not None:
@@ -390,7 +387,7 @@ class ScheduledCalls:
             np.copyto(own, mine.copy())
         yield from _wait_for(*requests)
         check()  # raises if what has arrived is wrong
-        if work.name == "all_to_all_v":
+        if work.prepared.name == "all_to_all_v":
             # Only the two ranks of a pair know whether their counts agree: wait until all pairs have agreed.
             yield from self._disseminate(tag)
 
@@ -427,7 +424,7 @@ def _wait_for(*requests: Request) -> Steps:
 
 
 def _reducing(work: Work[Any]) -> tuple[Array, Array, Reduction]:
-    o = work.operation
+    o = work.prepared.operation
     assert o.reduction is not None
     return work.send, work.send if o.recv is None else work.recv, o.reduction
 

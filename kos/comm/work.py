@@ -16,7 +16,7 @@ from kos._core import native
 from kos.comm.arguments import check_timeout
 from kos.comm.failures import StoppedRanks
 from kos.comm.operation import Operation
-from kos.comm.recorder import completed, failed, started
+from kos.comm.recorder import COMPLETED, ERROR, SEQUENCE, call_site
 from kos.errors import CollectiveError, Interrupted, KosError
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Engine:
             work._steps = steps
             if not work.advance():
                 self.active.append(work)
-                started(work)
+                work.record_end(0)
                 if (thread := self.thread) is not None:
                     thread.wake()
 
@@ -252,12 +252,14 @@ class Work(_Base, Generic[T]):
     @property
     def name(self) -> str:
         """The operation's name, such as "all_reduce"."""
-        return self.operation.name
+        name: str = self.prepared.name
+        return name
 
     @property
     def collective(self) -> bool:
         """Whether all ranks take part; False for messages."""
-        return self.operation.collective
+        collective: bool = self.prepared.collective
+        return collective
 
     @property
     def backend(self) -> Any:
@@ -278,7 +280,8 @@ class Work(_Base, Generic[T]):
     @property
     def arguments(self) -> str:
         """`` of float32[4], root 1 of the group``: what follows the number."""
-        return self.operation.text(self.backend.group_suffix)
+        text: str = self.prepared.arguments
+        return text
 
     def fingerprint(self) -> dict[str, Any]:
         """All properties of the call that must be equal on all ranks."""
@@ -311,7 +314,7 @@ class Work(_Base, Generic[T]):
             self.backend.engine.remove(self)
             self._fail(Interrupted(f"{self}: interrupted by {type(error).__name__}"))
             raise
-        completed(self, time_ns())
+        self.record_end(time_ns())
         return True
 
     def done(self) -> bool:
@@ -427,7 +430,35 @@ class Work(_Base, Generic[T]):
     def _fail(self, error: Exception) -> None:
         self._error = self.backend.to_error(self, error)
         self._steps = None  # after the error: the program may look while the progress thread is here
-        failed(self, self._error)
+        self.record_failure(self._error)
+
+    # In the flight recorder, which may have used the slot for a later call.
+
+    @property
+    def _is_recorded(self) -> bool:
+        record = self.record
+        return record is not None and record[0] is self.prepared.description and record[SEQUENCE] == self.sequence
+
+    def record_end(self, when: int) -> None:
+        """Record when the call was complete, in nanoseconds since 1970; 0: it is in progress, and has to wait."""
+        if self._is_recorded:
+            self.record[COMPLETED] = when  # type: ignore[index]
+
+    def record_failure(self, error: Exception) -> None:
+        """Record that the call failed with ``error``; dumps if dumps are enabled."""
+        record = self.record
+        if record is None:
+            return
+        mine = self._is_recorded
+        if not mine or record[ERROR] is None:
+            if mine:
+                record[COMPLETED], record[ERROR] = time_ns(), f"{type(error).__name__}: {error}"
+            self.prepared.description[0].recorder.fail(error)
+
+    @property
+    def call_site(self) -> str:
+        """``file:line`` of the launch."""
+        return call_site(*self.record[2:4]) if self._is_recorded else "an unknown line"  # type: ignore[index]
 
 
 if not TYPE_CHECKING and native is not None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
-from kos.cuda.driver import call, cu
+from kos.cuda.driver import call, cu, relaxed_capture
 from kos.errors import BackendUnavailable, CompileError, CudaError, InvalidArgument, install
 from kos.files import cache_folder, replace_file
 
@@ -364,7 +364,8 @@ def load_kernel(path: str | Path, name: str, device: int, **defines: Define) -> 
 
     CUDA loads a kernel only when all running kernels of the process on the device have ended.  Until then no other
     thread can launch a kernel.  So all threads share one loaded kernel: a second load would wait for
-    the kernel that another thread has launched, which may wait for another rank.
+    the kernel that another thread has launched, which may wait for another rank.  A thread that captures a graph may
+    call this.
     """
     key = path, name, device, tuple(sorted(defines.items()))
     if (kernel := _kernels.get(key)) is not None:  # without the lock, which a thread holds while it waits for the GPU
@@ -372,7 +373,9 @@ def load_kernel(path: str | Path, name: str, device: int, **defines: Define) -> 
     with _load_locks.setdefault(device, threading.RLock()):
         if key not in _kernels:
             driver.require()
-            _kernels[key] = Kernel(compile_kernels(path, device_info(device).arch, defines), name, device)
+            cubin = compile_kernels(path, device_info(device).arch, defines)
+            with relaxed_capture():
+                _kernels[key] = Kernel(cubin, name, device)
         return _kernels[key]
 
 

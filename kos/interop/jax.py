@@ -106,6 +106,8 @@ def _call(comm: kos.Communicator, name: str, tree: Any, result: Callable[[Shape]
         kinds = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
         results = io_callback(on_host, kinds, *leaves, ordered=True)
     else:
+        if any(leaf.is_deleted() for leaf in leaves):
+            raise InvalidArgument("tree: expected arrays with memory, got one that was deleted or donated")
         outs = [_empty(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=True)]
         _launch(comm, name, leaves, outs, arguments)
         # ``device_put`` for host memory: NumPy's DLPack has no bfloat16 and no float8.

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kos.cuda import streams
-from kos.cuda.kernels import Address
 from kos.dtypes import DType, dtype_of
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory.array import Array
 from kos.memory.dlpack import CPU, ON_GPU, host_array
 from kos.memory.libraries import current_stream, immutable, library_of, negated, plain_array
-from kos.memory.windows import place
 
 _IN_ORDER = -1  # DLPack's stream for memory that needs no waiting
 
@@ -41,21 +39,6 @@ class Buffer:
     queue: Any = None  # the object that keeps that stream alive; the handle if none is known
     convert: Callable[[Any], Any] | None = None  # makes the result of ``array``, once the work is queued or done
     readonly: bool = False  # on a GPU
-
-    def without_memory(self, number: int) -> Buffer:
-        """Its description, for calls on any memory.
-
-        On a GPU its ``pointer`` is the address if it lies in a window, which the other ranks reach, else the Address of
-        array ``number`` of a launch.
-        """
-        near = self.device is None or place(self.pointer) == self.pointer
-        pointer: Any = self.pointer if near else Address(number, 0, self.pointer % 16)
-        return replace(self, array=None, flat=_NO_VIEW, pointer=pointer, queue=None, convert=None)
-
-    @property
-    def memory(self) -> Any:
-        """What a backend gets: the 1-D view, or on a GPU the address."""
-        return self.flat if self.device is None else self.pointer
 
     @property
     def nbytes(self) -> int:

@@ -152,8 +152,8 @@ class ImportedTensor:
 def import_capsule(capsule: Any, kinds: Sequence[int] = ON_GPU) -> ImportedTensor:
     """Take ownership of a DLPack capsule of contiguous memory on CUDA, or on devices of other ``kinds``.
 
-    Raises InvalidArgument for memory elsewhere, for strides that are not C-contiguous and for unsupported dtypes; the
-    producer then keeps the capsule.
+    Raises InvalidArgument for memory elsewhere, for none at all, for strides that are not C-contiguous and for
+    unsupported dtypes; the producer then keeps the capsule.
     """
     versioned = bool(_is_valid(capsule, b"dltensor_versioned"))
     name, structure = (b"dltensor_versioned", _Versioned) if versioned else (b"dltensor", _Managed)
@@ -170,6 +170,8 @@ def import_capsule(capsule: Any, kinds: Sequence[int] = ON_GPU) -> ImportedTenso
         got = f"code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes"
         raise InvalidArgument(f"DLPack: expected one of {', '.join(DTYPES)}; got {got}")
     shape = tuple(tensor.shape[: tensor.ndim])
+    if not tensor.data and 0 not in shape:
+        raise InvalidArgument(f"DLPack: expected an array with memory, got none for shape {shape}")
     if tensor.strides:
         check_contiguous(shape, tuple(tensor.strides[: tensor.ndim]))
     readonly = versioned and bool(managed.flags & _READ_ONLY)

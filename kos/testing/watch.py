@@ -46,7 +46,8 @@ class Watch:
         self._deadlock, self._arrays, self._strict = deadlock, arrays, strict
         self.two_threads: CollectiveError | None = None  # the first
         self._delays_left = _DELAYED
-        self._works: list[list[tuple[Work[Any], str]]] = [[] for _ in range(size)]  # not yet waited for; their lines
+        # Not yet waited for, and the code and the instruction of each call.
+        self._works: list[list[tuple[Work[Any], Any, int]]] = [[] for _ in range(size)]
         self.threads: list[threading.Thread] = []  # of the ranks
         self.deadline = float("inf")
         self._others = set(threading.enumerate())
@@ -138,7 +139,7 @@ class Watch:
         if self._strict:
             works = self._works[rank]
             works[:] = [each for each in works if not each[0].reported]
-            works.append((work, call_site(work)))
+            works.append((work, *work.record[2:4]))  # type: ignore[index]
 
     def record_synchronize(self, backend: HostBackend, rank: int) -> None:
         """Record that the rank has waited for all operations of ``backend``."""
@@ -148,8 +149,8 @@ class Watch:
     def unwaited(self, rank: int) -> list[str]:
         """The operations, in groups that have not failed, for which that rank never waited, with their lines."""
         return [
-            f"rank {rank} never waited for {work}, at {line}"
-            for work, line in self._works[rank] if not work.reported and work.backend.failures.first is None
+            f"rank {rank} never waited for {work}, at {call_site(code, at)}"
+            for work, code, at in self._works[rank] if not work.reported and work.backend.failures.first is None
         ]  # fmt: skip
 
     def opened(self, backend: HostBackend, group: ThreadGroup) -> None:

@@ -18,10 +18,9 @@ a rank that has not heard of it is told so by the others' epoch.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -39,15 +38,14 @@ from kos.errors import (
     ranks_in_words,
 )
 from kos.memory.array import as_dtype
-from kos.train.checkpoint.saving import Saving
 from kos.train.checkpoint.state import FLOAT32, ShardedState
-from kos.train.config.options import TrainConfig
 from kos.train.device.base import Device
+from kos.train.membership import facts_of, logged_epoch, misfit, move_to, take_facts
 from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.parallel.mesh import Mesh
+from kos.train.parallel.failures import gather_json, on_every_rank
 from kos.train.parallel.stopping import Left
-from kos.train.tools.console import Console
-from kos.train.train import WRITING, Run, Runner, StepResult
+from kos.train.run_context import RunContext
+from kos.train.train import WRITING, Runner, StepResult
 
 JOIN_SECONDS = 30.0
 """How long the ranks wait for newcomers that have called."""
@@ -55,8 +53,6 @@ JOIN_SECONDS = 30.0
 TRIES = 3
 """How often ``shrink`` may fail before this rank aborts: the first failure may only name a stopped rank.
 Failures because another rank grows do not count: each rank that learns of a loss late may cause one."""
-
-Error = TypeVar("Error", bound=KosError)
 
 
 class _Changed(CollectiveError):
@@ -67,51 +63,12 @@ class _Changed(CollectiveError):
         self.leaving, self.joining = {*leaving}, joining
 
 
-class Moving(Run, Protocol):
-    """A run whose ranks may change: ``kos.train.run.Trainer``."""
-
-    comm: Communicator
-    config: TrainConfig
-    mesh: Mesh
-    device: Device
-    console: Console
-    epoch: int
-    saved_step: int
-    untrained: float | None
-    row: dict[str, Any] | None
-    saving: Saving | None
-
-    def facts(self) -> dict[str, Any]:
-        """What a newcomer is told of the run, of JSON's types."""
-
-    def misfit(self, facts: dict[str, Any]) -> str:
-        """On a newcomer, why its settings or data differ from the run's ``facts``, or ""."""
-
-    def take(self, facts: dict[str, Any]) -> None:
-        """On a newcomer, use the settings in ``facts``."""
-
-    def train(self, device: Runner) -> bool:
-        """Train from the current step; returns whether a stop was requested."""
-
-    def drop_save(self) -> None:
-        """End the checkpoint that is being written."""
-
-    def finish_save(self) -> None:
-        """Wait for the checkpoint that is being written."""
-
-    def logged_epoch(self) -> int:
-        """The epoch of the last logged step, of this run or of ranks that continue it."""
-
-    def move_to(self, comm: Communicator, epoch: int) -> None:
-        """Make again what depends on the ranks, which are those of ``comm`` now."""
-
-
 class Elastic(Runner):
     """The device of ``run``, whatever ranks there are: what the loop of ``train`` drives. Collective."""
 
     lag = 0
 
-    def __init__(self, run: Moving) -> None:
+    def __init__(self, run: RunContext) -> None:
         self.run, self._began = run, run.step if run.epoch >= 0 else 1 << 62
         """The last step that this rank has begun: all that belongs to those before it is over."""
         self._last: tuple[int, StepResult] | None = None  # the last step that is over, and its result
@@ -194,7 +151,7 @@ class Elastic(Runner):
         self.run.save()
         self.run.finish_save()
         least, got = plural(self.run.config.least_ranks, "rank"), self.run.comm.size
-        raise _on_every_rank(CollectiveError(f"expected at least {least} (--elastic), got {got}"))
+        raise on_every_rank(CollectiveError(f"expected at least {least} (--elastic), got {got}"))
 
     def _report(self, before: int, left: set[int], lost: set[int], seconds: float) -> None:
         """Say how the ranks have changed."""
@@ -209,21 +166,21 @@ class Elastic(Runner):
     def _regroup(self) -> None:
         """Agree on the last step, and move to the ranks of ``run.comm``."""
         run, comm, kept = self.run, self.run.comm, self._kept
-        epochs = _exchange(comm, run.epoch)
+        epochs = gather_json(comm, run.epoch)
         if max(epochs) > run.epoch >= 0:
             self._commit()
             kept = None
-        every = _exchange(comm, self._facts(newcomers=min(epochs) < 0))
+        every = gather_json(comm, self._facts(newcomers=min(epochs) < 0))
         if all(each["rank"] is None for each in every):
-            raise _on_every_rank(CollectiveError("expected a rank that has the state of the run, got newcomers alone"))
+            raise on_every_rank(CollectiveError("expected a rank that has the state of the run, got newcomers alone"))
         if every[0]["logged_epoch"] > max(epochs):  # these ranks were stopped meanwhile
             text = f"expected the run in epoch {max(epochs)}, got {every[0]['logged_epoch']}"
-            raise _on_every_rank(CollectiveError(f"{text}: these ranks are out, others have continued it"))
+            raise on_every_rank(CollectiveError(f"{text}: these ranks are out, others have continued it"))
         applied = max(each["applied"] for each in every)
         if min(epochs) < 0:
             self._check_newcomers(every[0]["run"])
         if run.epoch < 0:
-            run.take(every[0]["run"])
+            take_facts(run, every[0]["run"])
             run.epoch, kept = max(epochs), Kept(Layout(*every[0]["layout"]), None, applied, {})
         elif kept is None:
             if run.device.applied < applied:
@@ -238,15 +195,15 @@ class Elastic(Runner):
         run.saved_step = max(each["saved"] for each in every)
         run.untrained = next((each["untrained"] for each in every if each["untrained"] is not None), None)
         kept.check(present)
-        run.move_to(comm, run.epoch + 1)
+        move_to(run, comm, run.epoch + 1)
         kept.load(run.device, comm, present)
-        _exchange(comm, None)
+        gather_json(comm, None)
         self._commit()
 
     def _check_newcomers(self, facts: dict[str, Any]) -> None:
         """Raise ConfigError on newcomers that differ from the run.  All ranks report them; the others start again."""
         run, comm = self.run, self.run.comm
-        problems = _exchange(comm, run.misfit(facts) if run.epoch < 0 else "")
+        problems = gather_json(comm, misfit(run, facts) if run.epoch < 0 else "")
         if problems[comm.rank]:
             comm.abort(reason="its settings or data are not those of the run")
             raise ConfigError(problems[comm.rank])
@@ -264,9 +221,9 @@ class Elastic(Runner):
         if done == self._began + 1 and (self._last is None or self._last[0] != self._began):
             self._last = self._began, run.device.result_of(self._began)
         facts: dict[str, Any] = {"rank": rank, "applied": done, "began": self._began, "last": self._last}
-        facts["logged_epoch"] = run.logged_epoch() if run.comm.rank == 0 else 0
+        facts["logged_epoch"] = logged_epoch(run) if run.comm.rank == 0 else 0
         if newcomers and rank is not None:
-            facts |= {"run": run.facts(), "layout": layout_of(run.device) if kept is None else kept.layout}
+            facts |= {"run": facts_of(run), "layout": layout_of(run.device) if kept is None else kept.layout}
         return facts | {"saved": run.saved_step, "untrained": run.untrained}
 
     def _commit(self) -> None:
@@ -274,19 +231,9 @@ class Elastic(Runner):
         self.run.epoch, self._kept = self.run.epoch + 1, None
 
 
-def _exchange(comm: Communicator, mine: Any) -> list[Any]:
-    """Every rank's JSON."""
-    return [json.loads(each) for each in comm.all_gather_bytes(json.dumps(mine).encode())]
-
-
 def _is_loss(error: KosError) -> bool:
     """Whether the ranks that are left can go on: none of them has failed or disagreed."""
     return not error.on_every_rank and not isinstance(error, CollectiveMismatch | Interrupted | BackendUnavailable)
-
-
-def _on_every_rank(error: Error) -> Error:
-    error.on_every_rank = True
-    return error
 
 
 class Layout(NamedTuple):
@@ -336,7 +283,7 @@ class Kept:
             if not {rank, (rank + 1) % self.layout.size} & {*present}:
                 both = ranks_in_words([rank, (rank + 1) % self.layout.size])
                 text = f"expected one of {both}, which hold a part of the state, got neither"
-                raise _on_every_rank(CheckpointError(text))
+                raise on_every_rank(CheckpointError(text))
 
     def load(self, device: Device, comm: Communicator, present: Sequence[int | None]) -> None:
         """Fill another device's weights and state; ``present`` are the ranks of ``comm`` as they were here."""

@@ -27,7 +27,7 @@ import kos
 from kos.comm import watchdog
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import compressed, memory, nccl, nccl_binding, ordered_sum, routes, shared, works
+from kos.comm.gpu import compressed, devices, memory, nccl, nccl_binding, routes, shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
 from kos.cuda import driver, graphs, kernels, streams
@@ -398,7 +398,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         monkeypatch.setattr(module, "Scratch", Memory)
     monkeypatch.setattr(device, "load_kernel", _load_kernel)
     info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
-    for module in (compressed, ordered_sum):
+    for module in (compressed, devices):
         monkeypatch.setattr(module, "device_info", lambda index: info)
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
     monkeypatch.setattr(nccl_binding, "_address_of", fake.address_of)

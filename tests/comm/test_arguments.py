@@ -218,6 +218,15 @@ def test_a_tensor_with_the_negative_bit_is_refused() -> None:
     assert as_buffer(x.resolve_neg(), "x", writable=False).flat[0] == 0
 
 
+def test_a_tensor_without_memory_is_refused() -> None:
+    """Such as torch's FakeTensor, and parameters whose storage FSDP has freed."""
+    torch = pytest.importorskip("torch")
+    x = torch.ones(3)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgument, match=r"x: .* got Tensor: DLPack: expected an array with memory, got none"):
+        as_buffer(x, "x", writable=False)
+
+
 def test_allocate_without_enough_memory() -> None:
     alone = kos.init("mock")
     with pytest.raises(OutOfMemory, match=r"allocate of uint8\[1125899906842624\]: "):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from kos.comm.gpu import auto
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.routes import Route
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
@@ -377,7 +379,8 @@ def test_explain_describes_the_routes() -> None:
         assert ["float32 on hosts", *by_size] in rows and ["broadcast", *["mock tree"] * 5] in rows
 
     run(body)
-    engine = SimpleNamespace(launches=Peer.table.launches, possible=lambda launch, *_: launch)
+    engine: Any = SimpleNamespace(launches=Peer.table.launches, possible=lambda launch, *_: launch)
+    engine.pick = partial(PeerEngine.pick, engine)
     for nbytes, way in ((65536, "peer two_shot"), (65537, "peer push")):
         assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True) == way
 

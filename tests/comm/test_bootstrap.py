@@ -162,9 +162,10 @@ GIVEN = {
     "size": ({"rank": 0, "size": 0, "address": "h:1"}, "rendezvous: size: expected a number from 1"),
     "local rank": ({"rank": 0, "size": 1, "address": "h:1", "local_rank": 3}, "rendezvous: local_rank: expected"),
     "port": ({"rank": 0, "size": 1, "address": "host"}, 'address: expected "host:port" of rank 0, got \'host\''),
+    "url": ({"rank": 0, "size": 1, "address": "tcp://h:1"}, "expected \"host:port\" of rank 0, got 'tcp://h:1'"),
     "rank of an object": (Member(Threads(2), 5), "rendezvous: rank: expected a number from 0 to 1, got 5"),
     "large port": ({"rank": 0, "size": 1, "address": "host:70000"}, "expected \"host:port\""),
-    "secret": ({"rank": 0, "size": 1, "address": "h:1", "secret": 5}, "secret: expected a text or bytes, got int"),
+    "secret": ({"rank": 0, "size": 1, "address": "h:1", "secret": 5}, "secret: expected a text or bytes, not empty"),
 }
 
 

@@ -345,4 +345,4 @@ def test_another_program_at_the_port() -> None:
             sock.close()
 
         _, errors = run_threads(program, lambda: errors_of(20, environment(1, 2, port)))
-    assert errors == [f"rendezvous: rank 1: 127.0.0.1:{port}: expected a rank of kos (kos/tcp3), got b'HTTP/1.1'"]
+    assert errors == [f"rendezvous: rank 1: 127.0.0.1:{port}: expected a rank of kos (kos/tcp4), got b'HTTP/1.1'"]

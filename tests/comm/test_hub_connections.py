@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import sys
 import threading
 import time
 from functools import partial
+from subprocess import PIPE, run
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,11 +17,11 @@ import pytest
 
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.hub import Hub
-from kos.comm.control.wire import Connection, Network, admit_all, is_cut_off
+from kos.comm.control.hub import Hub, is_cut_off
+from kos.comm.control.wire import Connection, Network, admit_all
 from kos.comm.records import blaming
 from kos.errors import CollectiveTimeout, KosError, RendezvousError
-from tests.comm.tcp_ranks import TIMEOUT, environment, free_port, run_ranks, run_threads
+from tests.comm.tcp_ranks import ROOT, TIMEOUT, environment, free_port, run_ranks, run_threads
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -188,6 +190,14 @@ def test_a_rank_without_file_descriptors_for_the_others_is_named(monkeypatch: py
             )
 
     run_ranks(3, body)
+
+
+def test_a_hub_serves_more_ranks_than_processes_may_usually_open_files() -> None:
+    """One of them ends, which all the others are told; rank 0 raises the limit of its process."""
+    limit = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (1024, r.getrlimit(r.RLIMIT_NOFILE)[1]))"
+    done = run([sys.executable, "-c", f"{limit}; from benchmarks.hub import measure; measure(1100, 1)"], cwd=ROOT,
+               timeout=2 * TIMEOUT, stderr=PIPE, text=True, check=False)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_rank_without_file_descriptors_for_the_hub_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,6 +292,18 @@ comm.all_reduce(np.ones(3), async_op=True)
 
 
 @needs_mpirun
+@pytest.mark.parametrize("imports", ["", "from mpi4py import MPI"])
+def test_mpi_that_the_program_leaves_to_kos_is_finalized(tmp_path: Path, imports: str) -> None:
+    text = f"""
+import mpi4py
+mpi4py.rc.initialize = False
+{imports}
+print(kos.init("mpi", timeout=60).all_reduce(np.ones(1)))
+"""
+    assert output(tmp_path, text, 2, fresh=True) == "[2.]\n" * 2
+
+
+@needs_mpirun
 @pytest.mark.parametrize("case", [pytest.param(each, marks=pytest.mark.slow if each in RARE else ()) for each in ENDS])
 def test_one_rank_ends_the_job(tmp_path: Path, case: str) -> None:
     text, code, message = ENDS[case]

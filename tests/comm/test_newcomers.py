@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 import kos
 from kos.comm import making
+from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import pair
 from kos.comm.control.join import parse
 from kos.comm.control.newcomers import Newcomer, Newcomers
@@ -25,7 +27,7 @@ from kos.errors import (
     RendezvousError,
 )
 from tests.comm.growing import both, check, join, known, run
-from tests.comm.tcp_ranks import SECRET
+from tests.comm.tcp_ranks import SECRET, run_ranks
 
 __all__ = ["known"]  # a fixture of every test
 
@@ -141,7 +143,7 @@ def test_a_newcomer_that_the_leader_has_dropped_calls_there_again() -> None:
         ({"backend": "nccl"}, "expected backend tcp, as the group has, got backend nccl$"),
         ({"device": 1}, "expected no device, as backend tcp of the group uses no GPU, got 1$"),
         ({"version": "0.0.1"}, r"expected version \S+ of kos, as the group has, got version 0.0.1 of kos$"),
-        ({"protocol": b"kos/tcp2"}, r"expected a rank of kos \(kos/tcp3\), got b'kos/tcp2'$"),
+        ({"protocol": b"kos/tcp3"}, r"expected a rank of kos \(kos/tcp4\), got b'kos/tcp3'$"),
     ],
     ids=["secret", "backend", "device", "version", "protocol"],
 )
@@ -149,6 +151,7 @@ def test_a_newcomer_that_does_not_fit_is_refused(
     options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By name, on its side; the members go on waiting for another one."""
+    monkeypatch.setattr("kos.comm.control.join.FOREIGN_SECONDS", 0.2)
     refused = threading.Event()
     if version := options.pop("version", None):
         known = kos.comm.versions
@@ -175,7 +178,9 @@ def test_a_newcomer_that_does_not_fit_is_refused(
     assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
 
 
-def test_the_members_say_who_was_refused() -> None:
+def test_the_members_say_who_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.comm.control.join.FOREIGN_SECONDS", 0.1)
+
     def stranger(address: str) -> None:
         for options in ({"secret": "wrong"}, {"backend": "nccl"}):
             with pytest.raises(RendezvousError):
@@ -243,7 +248,7 @@ def test_who_was_ready_is_taken() -> None:
 @pytest.mark.parametrize("when", ["before it is asked", "once it has the plan", "while it makes its communicator"])
 def test_a_newcomer_stops_while_it_joins(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A healthy newcomer that waits too is taken instead."""
-    monkeypatch.setattr("kos.comm.control.group.CONFIRM_SECONDS", 1.0)
+    monkeypatch.setattr("kos.comm.control.grow.CONFIRM_SECONDS", 1.0)
     make, first = making.communicator, threading.Lock()
 
     def stopping(*args: Any, **options: Any) -> Any:
@@ -300,3 +305,111 @@ def test_a_newcomer_dies_while_it_joins(when: str) -> None:
     died = threading.Event()
     results = run("tcp", 2, lambda comm: check(comm.grow(1)), dying, newcomer)
     assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
+
+
+def test_newcomers_that_stall_do_not_prolong_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs an attempt, but all attempts together have the timeout of the call."""
+    monkeypatch.setattr("kos.comm.control.grow.CONFIRM_SECONDS", 1.0)
+
+    def stalling(address: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            connection = raw_newcomer(address, listener.getsockname()[1])
+            arrived.append(connection)
+            receive_plan(connection)
+            assert over.wait(60)
+            connection.close()
+
+    def body(comm: kos.Communicator) -> Any:
+        while comm.broadcast(np.array(len(arrived)), 0) < 8:
+            comm.newcomers()
+        began = time.monotonic()
+        with pytest.raises(RendezvousError, match="grow 1: . of 1 newcomers joined at .* within 2 s"):
+            comm.grow(1, timeout=2.0)
+        seconds = time.monotonic() - began
+        for connection in arrived if comm.rank == 0 else ():
+            with suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+        over.set()
+        assert seconds < 6.0
+        return check(comm)
+
+    def stall(address: str) -> None:
+        with suppress(OSError, RendezvousError):
+            stalling(address)
+
+    arrived, over = list[Connection](), threading.Event()
+    assert run("tcp", 2, body, *[stall] * 8)[:2] == [(0, 2), (1, 2)]
+
+
+def test_the_count_does_not_wait_for_a_newcomer_that_says_nothing() -> None:
+    def silent(address: str) -> None:
+        (host, port), deadline = parse(address)[0], time.monotonic() + 20
+        sock = connect(host, port, deadline)
+        greeting = drive(receive_greeting(sock), sock, deadline)
+        key = Network(SECRET.encode(), "", "", False).key(b"join")
+        drive(authenticate(sock, greeting, key, JOIN, 0, None), sock, deadline)
+        here.set()
+        assert over.wait(40)
+        sock.close()
+
+    def body(comm: kos.Communicator) -> Any:
+        longest = 0.0
+        while not here.is_set() or longest == 0.0:
+            began = time.monotonic()
+            assert comm.newcomers() == 0
+            longest = max(longest, time.monotonic() - began)
+        comm.newcomers()
+        over.set()
+        assert longest < 1.0
+        return check(comm)
+
+    here, over = threading.Event(), threading.Event()
+    assert run("tcp", 1, body, silent)[0] == (0, 1)
+
+
+@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(40), b"kos/tcp1" + bytes(36)])
+def test_one_address_of_another_service_does_not_end_a_join(reply: bytes) -> None:
+    """Old addresses may be given to other programs; the members at the others admit this process."""
+
+    def answer() -> None:
+        with suppress(OSError):
+            while True:
+                caller = foreign.accept()[0]
+                caller.sendall(reply)
+                foreign_callers.append(caller)
+
+    def newcomer(address: str) -> Any:
+        return check(join(f"127.0.0.1:{foreign.getsockname()[1]},{address}"))
+
+    foreign_callers = list[socket.socket]()
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        threading.Thread(target=answer, daemon=True).start()
+
+        def body(comm: kos.Communicator) -> Any:
+            while not foreign_callers:
+                time.sleep(0.01)
+            time.sleep(0.2)  # so that the newcomer has read the reply
+            return check(comm.grow(1))
+
+        assert sorted(run("tcp", 2, body, newcomer)) == [(rank, 3) for rank in range(3)]
+        foreign.shutdown(socket.SHUT_RDWR)
+    for each in foreign_callers:
+        each.close()
+
+
+def test_a_newcomer_of_a_failed_attempt_that_is_late_is_named_by_its_address() -> None:
+    def body(group: TCPRendezvous) -> str:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            if group.rank == 0:
+                places.append(listener.getsockname())
+            group.barrier()
+            group.newer = 1, [*group.members, places[0]]
+            group.timeout = 1.0
+            with pytest.raises(RendezvousError) as caught:
+                group.shrink()
+            group.barrier()
+        return str(caught.value)
+
+    places = list[Any]()
+    texts = set(run_ranks(2, body))
+    assert texts == {f"shrink: the newcomer at 127.0.0.1:{places[0][1]} did not arrive within 1 s"}

@@ -79,25 +79,6 @@ def test_a_failed_collective_of_another_rank_is_reported(memory: str) -> None:
         assert found.startswith("CollectiveTimeout"), found
 
 
-def test_a_closed_group_holds_no_descriptors_of_processes() -> None:
-    """Nor until the garbage collector runs."""
-    code = """
-import gc, os
-import kos
-def watched():
-    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
-    return sum("pidfd" in os.readlink(link) for link in links if os.path.islink(link))
-gc.disable()
-comm = kos.init("tcp", timeout=60)
-group = comm.duplicate()
-assert group.backend.find_failure() is None and watched() == 1
-group.close()
-print(watched())
-comm.close()
-"""
-    assert run_processes(code, 2) == [(0, "0\n")] * 2
-
-
 @needs_mpirun
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_rank_that_ends_is_reported_on_mpi(tmp_path: Path, apart: bool) -> None:

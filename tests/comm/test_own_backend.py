@@ -18,7 +18,6 @@ import kos
 from kos.comm.backend import Probe
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.mpi_job import Backoff
-from kos.comm.operation import Operation
 from kos.comm.schedules import registry
 from kos.comm.schedules.registry import algorithm
 from kos.comm.schedules.schedule import Moves
@@ -28,6 +27,7 @@ from kos.testing.conformance import cases, run
 from kos.testing.conformance.__main__ import main
 from kos.testing.conformance.values import LARGE, assert_bits, in_rank_order, inputs
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks
+from tests.comm.works import work_of
 
 SEND, PROGRESS = "sends_need_no_further_call", "one_poll_advances_all_messages"
 
@@ -41,7 +41,7 @@ def test_a_collective_that_ends_early_cancels_its_messages(compared: bool) -> No
     )
     calls: Any = ScheduledCalls(transport, transport)
     calls._barrier = lambda work: iter([None, None])
-    work: Any = SimpleNamespace(name="barrier", collective=True, sequence=5, operation=Operation("barrier", 0))
+    work = work_of("barrier", sequence=5)
     steps = calls.run(work, (lambda: True) if compared else None)
     next(steps)
     with pytest.raises(KosError, match="ended"):

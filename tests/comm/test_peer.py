@@ -44,7 +44,7 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
 from tests.comm.test_peer_kernels import expected as in_turn
 
 MUCH = 5_000_000  # bytes: more than slots hold
-BESIDE = 4 << 20  # bytes from which copy engines carry what overlaps
+OVERLAPPED_FROM = 4 << 20  # bytes from which copy engines carry what overlaps
 
 REDUCTIONS = [
     (np.dtype(DTYPES[name].numpy), ReduceOp[op])
@@ -165,7 +165,7 @@ def test_parts_of_any_size_go_by_one_kernel(
 def test_what_overlaps_goes_by_copy_engines(gpu: Any, /, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     """Between symmetric buffers, in place and out of place, again and again with other data; not what is elsewhere."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
-    part = -(-BESIDE // dtype.itemsize // n // 8) * 8 + 8
+    part = -(-OVERLAPPED_FROM // dtype.itemsize // n // 8) * 8 + 8
     x, out = (comm.allocate(n * part, dtype) for _ in range(2))
     mine = slice(me * part, (me + 1) * part)
     elsewhere = on_gpu(comm, poison(n * part, dtype))
@@ -196,7 +196,7 @@ def test_what_overlaps_in_a_graph(gpu: Any, /, seed: int) -> None:
     """Replayed with other data: what follows, on the first stream, finds all that the other ranks' engines brought."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     stream = cuda.create_stream(comm.device)
-    part = BESIDE // 4 // n // 4 * 4 + 4
+    part = OVERLAPPED_FROM // 4 // n // 4 * 4 + 4
     whole, gathered = (comm.allocate(n * part, np.float32) for _ in range(2))
     x, out = (Array(a.pointer, a.shape, a.dtype, a.device, owner=a, stream=stream) for a in (whole, gathered))
     mine = slice(me * part, (me + 1) * part)

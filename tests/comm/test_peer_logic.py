@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,7 +87,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with no_gpus(monkeypatch, SIZE):
         monkeypatch.setattr(on_gpus, "LARGE", 20_011)
         monkeypatch.setattr(on_gpus, "MUCH", 400_000)
-        for module, name in ((on_gpus, "BESIDE"), (peer_bind, "_BESIDE")):
+        for module, name in ((on_gpus, "OVERLAPPED_FROM"), (peer_bind, "_OVERLAPPED_FROM")):
             monkeypatch.setattr(module, name, 10_000)
         yield
 
@@ -210,7 +211,7 @@ def test_a_send_recv_meets_the_two_one_after_the_other(
     ranks: ThreadRanks, first: str, count: int, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither direction waits for the other, be it in one block for all channels or of fewer threads than packets."""
-    monkeypatch.setattr(peer_exchange, "BESIDE_BLOCKS", 1)
+    monkeypatch.setattr(peer_exchange, "OVERLAPPED_BLOCKS", 1)
     monkeypatch.setattr(peer_exchange, "_PACKET_THREADS", 64)  # as many as a stand-in's block has
 
     def body(rendezvous: Rendezvous) -> None:
@@ -222,7 +223,7 @@ def test_a_send_recv_meets_the_two_one_after_the_other(
             send[1 - rank], recv[1 - rank] = (x.pointer, x.nbytes), (out.pointer, out.nbytes)
         apart = [([none] * SIZE, recv), (send, [none] * SIZE)]
         for each in [(send, recv)] if rank == 0 else apart if first == "recv" else apart[::-1]:
-            engine.bind_exchange(*each, messages=True, beside=beside)(0)
+            engine.bind_exchange(*each, messages=True, overlapped=beside)(0)
         engine.record.check("exchange")
         assert rank == 2 or (out.numpy() == 1 - rank).all()
         engine.close()
@@ -312,7 +313,7 @@ def test_an_async_message_takes_few_blocks_and_is_not_ordered(
 
     monkeypatch.setattr(HostKernel, "bind", bound)
     monkeypatch.setattr(ConcurrentKernels, "record", recording)
-    monkeypatch.setattr(peer_exchange, "BESIDE_BLOCKS", 2)
+    monkeypatch.setattr(peer_exchange, "OVERLAPPED_BLOCKS", 2)
 
     def body(gpu: Any) -> None:
         comm, count = gpu.comm, 100_003
@@ -354,6 +355,26 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -
     ranks.run(body)
 
 
+def test_kernels_are_loaded_in_relaxed_capture_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any call may be the first that needs a kernel, also one that a thread captures."""
+    modes: list[str] = []
+
+    @contextmanager
+    def relaxed() -> Iterator[None]:
+        modes.append("relaxed")
+        yield
+        modes.append("as before")
+
+    monkeypatch.setattr(cuda_kernels, "relaxed_capture", relaxed)
+    monkeypatch.setattr(cuda_kernels, "Kernel", lambda *_: modes.append("loads"))
+    monkeypatch.setattr(cuda_kernels, "_kernels", {})
+    monkeypatch.setattr(cuda_kernels, "compile_kernels", lambda *_: b"")
+    monkeypatch.setattr(cuda_kernels, "device_info", lambda device: SimpleNamespace(arch="sm_90a"))
+    monkeypatch.setattr(driver, "require", lambda: None)
+    cuda_kernels.load_kernel("x.cu", "saxpy", 0)
+    assert modes == ["relaxed", "loads", "as before"]
+
+
 def test_a_thread_that_loads_a_kernel_delays_only_loads_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its load ends when running kernels do, and those may wait for what another thread launches."""
     begun, free = threading.Event(), threading.Event()
@@ -365,6 +386,7 @@ def test_a_thread_that_loads_a_kernel_delays_only_loads_on_its_gpu(monkeypatch: 
         return name, device
 
     monkeypatch.setattr(cuda_kernels, "Kernel", load)
+    monkeypatch.setattr(cuda_kernels, "relaxed_capture", nullcontext)
     monkeypatch.setattr(cuda_kernels, "_kernels", {})
     monkeypatch.setattr(cuda_kernels, "compile_kernels", lambda *_: b"")
     monkeypatch.setattr(cuda_kernels, "device_info", lambda device: SimpleNamespace(arch="sm_90a"))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +15,6 @@ from kos import ReduceOp
 from kos.comm.gpu.peer import backend as peer_backend
 from kos.comm.gpu.peer import copies as peer_copies
 from kos.comm.gpu.peer import engine as peer_engine
-from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.operation import Operation
 from kos.comm.reduction import resolve
@@ -66,6 +63,17 @@ def test_calls_on_memory_that_is_no_longer_registered(gpu: Any, /, persistent: b
     comm.barrier()
     comm.allocate(4, np.float32)  # frees windows without arrays on any rank
     assert prepared.by(reduce)
+
+
+@on_each_rank("ranks.run")
+def test_a_persistent_operation_finds_memory_that_is_registered_later(gpu: Any, /) -> None:
+    memory = Memory(4 * 400_000 + 8192)
+    comm, x = gpu.comm, Array(memory.pointer + -memory.pointer % 4096, (400_000,), np.float32, 0, owner=memory)
+    operation = comm.all_reduce_init(x)
+    operation.start()
+    window, prepared = comm.register(x), Prepared(comm)
+    operation.start()
+    assert not prepared.by(lambda: comm.all_reduce(window)), "the start has prepared calls on that memory"
 
 
 def test_views_put_and_get(ranks: ThreadRanks) -> None:
@@ -317,30 +325,3 @@ def test_copies_beside_the_capture_of_another_stream(no_gpu: None, monkeypatch: 
             assert device.captures == {6: 3, 100: 3}
 
     ThreadRanks(1).run(body)
-
-
-def test_exchanges_are_bound_in_relaxed_capture_mode(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Binding may load kernels, which a capture allows in relaxed mode only.  A batch binds when it ends."""
-    local, bind = threading.local(), PeerEngine.bind_exchange
-
-    @contextmanager
-    def relaxed() -> Iterator[None]:
-        former, local.relaxed = getattr(local, "relaxed", False), True
-        yield
-        local.relaxed = former
-
-    def bound(*arguments: Any, **options: Any) -> Any:
-        assert getattr(local, "relaxed", False)
-        return bind(*arguments, **options)
-
-    monkeypatch.setattr(peer_backend, "relaxed_capture", relaxed)
-    monkeypatch.setattr(PeerEngine, "bind_exchange", bound)
-
-    def body(gpu: Any) -> None:
-        comm, x, y = gpu.comm, Array.zeros(9, np.float32, 0), Array.zeros(9, np.float32, 0)
-        with comm.batch():
-            comm.send(x, (comm.rank + 1) % SIZE)
-            comm.recv(y, (comm.rank - 1) % SIZE)
-        comm.all_to_all(x, y)
-
-    ranks.run(body)

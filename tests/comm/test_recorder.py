@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.recorder import SLOTS, Group, Recorder, completed, failed, recorders
+from kos.comm.recorder import SLOTS, Group, Recorder, recorders
 from kos.comm.recorder.analysis import load
 from kos.comm.recorder.on_signal import dump_on_signal
 from kos.errors import CollectiveTimeout, InvalidArgument
@@ -116,10 +116,10 @@ def test_what_ends_late_leaves_the_slot_to_its_next_operation() -> None:
     late = recorded(work_of("all_reduce", group=group))
     for _ in range(SLOTS):
         recorded(work_of("barrier", group=group))
-    completed(late, 5)
+    late.record_end(5)
     assert {entry["state"] for entry in recorder.entries()} == {"scheduled"}
     assert not recorder._failed
-    failed(late, ValueError("too late"))
+    late.record_failure(ValueError("too late"))
     assert {(entry["state"], entry["error"]) for entry in recorder.entries()} == {("scheduled", None)}
     assert recorder._failed, "a first failure leaves a dump"
 

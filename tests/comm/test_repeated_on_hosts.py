@@ -168,7 +168,8 @@ def test_arrays_that_overlap_otherwise_are_another_call(comm: kos.Communicator, 
             comm.all_gather(whole[2:6], whole)
 
 
-@on_each_rank(spawn, 2)
+@pytest.mark.parametrize("run", [spawn, shared_ranks.run], ids=["mock", "shared"])
+@on_each_rank("run", 2)
 def test_a_read_only_array_may_be_sent_and_not_written(comm: kos.Communicator, /) -> None:
     x = np.full(3, comm.rank)
     x.flags.writeable = False

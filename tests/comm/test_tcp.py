@@ -36,8 +36,8 @@ def soon() -> float:
 @contextlib.contextmanager
 def strangers(port: int) -> Iterator[None]:
     """Callers of all kinds that come before the ranks and stay."""
-    calls = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"kos", b"kos/tcp3", os.urandom(200), b"\0" * 500]
-    calls += [b"kos/tcp3" + os.urandom(HELLO - 8)] * 3 + [b""] * 20
+    calls = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"kos", b"kos/tcp4", os.urandom(200), b"\0" * 500]
+    calls += [b"kos/tcp4" + os.urandom(HELLO - 8)] * 3 + [b""] * 20
     with contextlib.ExitStack() as stack:
         for data in calls:
             while True:
@@ -77,7 +77,7 @@ def test_unauthenticated_callers_are_rejected(reason: str, monkeypatch: pytest.M
         socks = [socket.create_connection(address, timeout=30) for _ in range(calls)]
         try:
             for sock in socks:
-                assert sock.recv(GREETING, socket.MSG_WAITALL).startswith(b"kos/tcp3")
+                assert sock.recv(GREETING, socket.MSG_WAITALL).startswith(b"kos/tcp4")
             for sock in socks[:dismissed]:
                 assert sock.recv(1) == b"", "a stranger was kept"
         finally:
@@ -170,7 +170,7 @@ def test_a_recorded_handshake_is_refused() -> None:
 def test_a_listener_without_the_secret_is_refused() -> None:
     """Even one that passes on what it gets: it cannot answer."""
     caller, answerer = tcp_pair()
-    answerer.send(b"kos/tcp3" + bytes(4) + os.urandom(32) + os.urandom(32))
+    answerer.send(b"kos/tcp4" + bytes(4) + os.urandom(32) + os.urandom(32))
     with pytest.raises(HandshakeError, match="expected the same secret"):
         authenticate(caller)
 
@@ -192,7 +192,7 @@ def test_a_hello_that_was_changed_on_the_way_is_refused(byte: int) -> None:
 
 def test_nobody_learns_a_proof_by_calling() -> None:
     caller, answerer = tcp_pair()
-    caller.send(b"kos/tcp3" + bytes(HELLO - 8))
+    caller.send(b"kos/tcp4" + bytes(HELLO - 8))
     with pytest.raises(HandshakeError):
         drive(tcp.answer(answerer, b"key"), answerer, soon())
     answerer.close()

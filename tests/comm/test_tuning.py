@@ -15,6 +15,7 @@ import pytest
 
 from kos.comm import tuning
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import DEFAULT, KernelConfig
 from kos.comm.tuning import Table, load, merged, parse, pick, read, user_path
 from kos.errors import BackendUnavailable, InvalidArgument
@@ -57,9 +58,11 @@ def launched(**launch: Any) -> dict[str, Any]:
 def test_round_trip() -> None:
     table = parse(TABLE, "here")
     assert table.launches.symmetric[0] == (65536, KernelConfig("one_shot", threads=128))
-    assert table.launches.pick(1024, True) == table.launches.pick(1024, False)  # packets go alike wherever buffers lie
-    assert table.launches.pick(65537, True) == KernelConfig("push", 64)
-    assert table.launches.pick(1, False) == KernelConfig("two_shot")
+    engine: Any = SimpleNamespace(launches=table.launches)
+    small = PeerEngine.pick(engine, 1024, True), PeerEngine.pick(engine, 1024)
+    assert small[0] == small[1]  # packets go alike wherever buffers lie
+    assert PeerEngine.pick(engine, 65537, True) == KernelConfig("push", 64)
+    assert PeerEngine.pick(engine, 1) == KernelConfig("two_shot")
     again = parse(json.loads(json.dumps(table.to_json())), "there")
     assert again.to_json() == table.to_json()
 

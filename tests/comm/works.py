@@ -18,7 +18,7 @@ def work_of(name: str, backend: Any = None, sequence: int = -1, group: Group | N
     prepared = Prepared(Operation(name, backend.rank, **fields), backend, lambda work: None)
     prepared.fingerprint = 1
     if group is not None:
-        prepared.belongs_to(group)
+        prepared.description = group, prepared.operation
     work: Work[Any] = Work(prepared)
     work.sequence = sequence
     return work

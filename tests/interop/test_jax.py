@@ -101,6 +101,9 @@ def test_wrong_arguments_are_refused(jax: Any) -> None:
                 call(comm, {"key": jax.random.key(0)})
         with pytest.raises(InvalidArgument, match="x: expected a writable array"):
             comm.all_reduce(x)
+        (donated := x + 1).delete()
+        with pytest.raises(InvalidArgument, match="tree: expected arrays with memory, got one that was deleted"):
+            collectives.all_reduce(comm, donated)
         assert (np.asarray(collectives.all_reduce(comm, x)) == 2).all()  # the communicator is intact
 
     spawn(body, 2)

@@ -22,4 +22,5 @@ def rng() -> np.random.Generator:
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of BLAS, for its threads wait by spinning: products are small here, and other tests want the cores."""
     one = machine.limit_threads
-    monkeypatch.setattr("kos.train.run.limit_threads", lambda comm, threads=None: one(comm, 1))
+    for module in ("run", "membership"):
+        monkeypatch.setattr(f"kos.train.{module}.limit_threads", lambda comm, threads=None: one(comm, 1))

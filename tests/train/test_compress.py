@@ -163,7 +163,7 @@ def residuals(
         trainer = Trainer(config, comm)
         parallel = trainer.device.step.parallel
         flat = None if parallel.residual is None else whole_residual(parallel)
-        trainer._held.close()
+        trainer.held.close()
         return {} if flat is None else {name: flat[span] for name, span in parallel.gradients.spans.items()}
 
     return spawn(look, ranks, timeout=100, hosts=hosts)

@@ -113,8 +113,9 @@ def test_a_runs_own_config_json_repeats_the_run(tmp_path: Path) -> None:
     assert parse(["--config", write(tmp_path / "config.json", saved)]) == config
 
 
-def test_options_of_other_optimizers_in_files(tmp_path: Path) -> None:
-    """Those of a run's config.json that it ignored are ignored again; others than the defaults are refused."""
+def test_options_of_other_optimizers_in_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of a run's config.json that it ignored are ignored again. Others than the defaults are refused, or left
+    out if a flag asks for another optimizer than the file's."""
 
     def saved(optimizer: str, **options: float) -> str:
         values = TrainConfig.from_preset(optimizer=optimizer).to_json() | options
@@ -123,9 +124,13 @@ def test_options_of_other_optimizers_in_files(tmp_path: Path) -> None:
     assert parse(["--config", saved("adamw", momentum=0.5)]) == parse([])
     assert parse(["--config", saved("adamw", momentum=0.5), "--optimizer", "muon"]).momentum == 0.95
     assert parse(["--config", saved("muon"), "--optimizer", "adamw"]) == parse([])
-    file = saved("muon", momentum=0.5)
-    with refused(ConfigError, f"{file}: momentum: expected none with --optimizer adamw, got 0.5"):
-        parse(["--config", file, "--optimizer", "adamw"])
+    file = saved("muon", momentum=0.5, muon_lr=0.02)
+    assert not caplog.messages
+    assert parse(["--config", file, "--optimizer", "adamw"]) == parse([])
+    lost = [f"{file}: momentum: 0.5", f"{file}: muon_lr: 0.02"]
+    assert caplog.messages == [f"{each} is left out, --optimizer adamw does not take it" for each in lost]
+    with refused(ConfigError, "--muon-lr: expected none with --optimizer adamw, got 0.01"):
+        parse(["--config", file, "--optimizer", "adamw", "--muon-lr", "0.01"])
     file = write(tmp_path / "mine.toml", "momentum = 0.5")
     with refused(ConfigError, f"{file}: momentum: expected none with --optimizer adamw, got 0.5"):
         parse(["--config", file])
@@ -189,6 +194,7 @@ def test_a_config_is_frozen() -> None:
         (["--data", ""], ["--data", "at least 1 character", "got ''"]),
         (["--data", "a", "--steps=2", "--data=b"], ["--data: expected one value, got a and b"]),
         (["--val-data=a", "--val-data=b"], ["--val-data: expected one value, got a and b"]),
+        (["--config=a.toml", "--config=b.toml"], ["--config: expected one value, got a.toml and b.toml"]),
         (["--hidden-size", "0"], ["--hidden-size", "got 0"]),
         (["--keep", "0"], ["--keep", "equal to 1", "got 0"]),
         (["--num-key-value-heads", "3"], ["--num-attention-heads: expected", "of 3 (--num-key-value-heads), got 4"]),

@@ -38,10 +38,11 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.base import Optimizer
+from kos.train.output import ADDRESS
 from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.stopping import LEAVE, Left, Stop
-from kos.train.run import ADDRESS, Trainer
+from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from kos.train.train import Step
 from tests.train import elastic_faults
@@ -130,9 +131,9 @@ FAULTS: dict[str, list[Fault]] = {
 
 
 @pytest.fixture(autouse=True)
-def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of trial steps depends on time."""
-    monkeypatch.setattr(CpuDevice, "trial", lambda self: None)
+def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of its steps depends on time."""
+    monkeypatch.setattr(CpuDevice, "dry_run", lambda self: None)
 
 
 @pytest.mark.parametrize("zero", [0, 1])

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from kos.errors import ConfigError
 from kos.testing import spawn
-from kos.train import run as loop
+from kos.train import run_context
 from kos.train.config.options import TrainConfig
 from kos.train.device import cuda as engine_module
 from kos.train.device import memory_plan
@@ -77,7 +77,7 @@ def test_the_graph_resuming_and_the_way_back(emulated, text, tmp_path):
     assert column(forth, "step") == [5, 6]
 
 
-def test_the_rehearsal_of_a_graph_reports_no_step(emulated, text, tmp_path, monkeypatch):
+def test_the_dry_run_of_a_graph_reports_no_step(emulated, text, tmp_path, monkeypatch):
     """What is left of its reports in a rank's memory must not count for the step, if that is ended."""
     reported, run = list[list[float]](), Step.run
 
@@ -93,8 +93,8 @@ def test_the_rehearsal_of_a_graph_reports_no_step(emulated, text, tmp_path, monk
 
 def test_resuming_says_what_changes_bits(emulated, text, tmp_path, caplog, monkeypatch):
     """The GPU, and what may sum gradients otherwise; nothing of what is not known."""
-    about, real = {"gpus": ["A", "A"], "backend": "peer"}, loop.provenance
-    monkeypatch.setattr(loop, "provenance", lambda comm: real(comm) | about)
+    about, real = {"gpus": ["A", "A"], "backend": "peer"}, run_context.provenance
+    monkeypatch.setattr(run_context, "provenance", lambda comm: real(comm) | about)
 
     def resumed(before, ranks=2, gpus=("A",), backend="peer", **changes):
         caplog.clear()
@@ -166,7 +166,7 @@ def test_initial_weights_are_those_of_one_rank(emulated, text, tmp_path, ranks, 
         for name, tensor in zip(names, tensors, strict=False):
             np.testing.assert_array_equal(expected[name].ravel(), tensor.ravel(), err_msg=name)
         assert not any(moment.any() for moment in tensors[len(names) :])
-        trainer._held.close()
+        trainer.held.close()
 
     spawn(run, ranks, timeout=100)
 

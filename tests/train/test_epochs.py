@@ -143,6 +143,17 @@ def test_resuming_gives_the_bits_of_an_uninterrupted_run(text: Path, tmp_path: P
         assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
 
 
+def test_rows_that_fill_a_batch_are_no_tokens(text: Path, tmp_path: Path) -> None:
+    """Of two epochs of 42 sequences in six batches of 8."""
+    rows = _train(text, tmp_path, epochs=2, eval_batches=0)
+    assert [row["tokens"] // 32 for row in rows] == [8, 16, 24, 32, 40, 42, 50, 58, 66, 74, 82, 84]
+    before = 0
+    for row in rows:
+        tokens = row["tokens_per_second"] * row["step_seconds"]
+        assert tokens == pytest.approx(row["tokens"] - before)
+        before = row["tokens"]
+
+
 def test_gpus_see_what_cpus_see(emulated: None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(emulated_runs.SMALL, "steps")
     cpu, one, two = (

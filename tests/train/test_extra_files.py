@@ -101,6 +101,9 @@ def test_a_run_on_token_files_keeps_the_tokenizer_of_the_weights(text: Path, tmp
     assert files["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
     assert json.loads(files["tokenizer_config.json"])["pad_token"] == "<|end|>"
     assert files["kos_tokenizer.json"] == numbers.to_json() and files["config.json"]["bos_token_id"] == 0
+    del extra["tokenizer.json"]  # the numbers are still those of the model
+    files = extra_files.merge_extra(written, extra, numbers)
+    assert files["tokenizer.json"] == numbers.huggingface() and files["config.json"]["eos_token_id"] == [1, 7]
 
 
 def test_the_settings_of_a_tokenizer_are_kept(text: Path, tmp_path: Path, huggingface_file: Path, folder: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 from kos.errors import CheckpointError, ConfigError
 from kos.testing import spawn
 from kos.train.checkpoint import extra_files, huggingface
+from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.tokenizers import ByteTokenizer
@@ -366,6 +367,18 @@ def test_what_transformers_works_out_for_settings_that_are_missing() -> None:
             assert [*(ours.no_rope_layers or [1] * 4)] == theirs.no_rope_layers
 
 
+@pytest.mark.parametrize("layers", [3, 8])
+def test_a_new_smollm3_has_layers_without_rotary_positions(layers: int, tmp_path: Path) -> None:
+    """Those that transformers gives it; runs of before, which had none, go on so."""
+    flags = ["--model-type", "smollm3", "--num-hidden-layers", str(layers)]
+    theirs = transformers.AutoConfig.for_model("smollm3", num_hidden_layers=layers)
+    ours = parse(flags).model_config_for(256)
+    rotated = [int(attention.rope is not None) for attention, _ in ours.layers(range(layers))]
+    assert rotated == theirs.no_rope_layers
+    (file := tmp_path / "config.json").write_text(json.dumps({"model": {"no_rope_layers": []}}))
+    assert parse(["--config", str(file), *flags]).model_config_for(256).no_rope_layers == ()
+
+
 def test_a_new_models_vocabulary_may_be_small() -> None:
     """Smaller than the token of transformers' default for padding, with which it cannot make the model."""
     written = {"config.json": huggingface.to_huggingface(of(SmolLM3Config)), **ByteTokenizer().files()}
@@ -393,6 +406,7 @@ def test_a_new_models_vocabulary_may_be_small() -> None:
         ("smollm3", {"no_rope_layers": [0], "use_sliding_window": True, "sliding_window": 3}, "expected 2 of 0 and 1"),
         ("smollm3", {"no_rope_layers": 5}, "expected no_rope_layers to be a list, got 5"),
         ("smollm3", {"no_rope_layer_interval": "4"}, "expected no_rope_layer_interval to be an integer, got '4'"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "expected no_rope_layer_interval of at least 1, got 0"),
     ],
 )
 def test_others_are_refused_by_name(kind: str, change: dict[str, Any], message: str) -> None:

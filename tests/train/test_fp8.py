@@ -297,7 +297,7 @@ def test_sizes_of_copied_kv_heads():
     check_sizes(model.layers(range(1)), 16, {})
 
 
-def test_the_products_of_a_trial_are_freed_at_once():
+def test_the_products_of_a_search_are_freed_at_once():
     """And with them its arena, before the memory of a run is allocated: not by the garbage collector."""
     products = Products(reference, None, object())  # type: ignore[arg-type]
     products.fp8 = Fp8Linear(products)

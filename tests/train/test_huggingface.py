@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 from kos.errors import CheckpointError
-from kos.train.checkpoint.huggingface import from_huggingface, read_config, read_weights, to_huggingface
-from kos.train.model.llama import LlamaConfig
+from kos.train.checkpoint.huggingface import (
+    check_weights,
+    from_huggingface,
+    read_config,
+    read_weights,
+    to_huggingface,
+    weight_files,
+)
+from kos.train.model.llama import FULL, SLIDING, LlamaConfig
 from kos.train.model.parameters import Parameters
 from tests.train.models import SCALING, small
 
@@ -41,8 +48,11 @@ def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
         ({"hidden_size": None}, "expected an integer hidden_size, got None"),
         ({"hidden_size": 25, "head_dim": None}, r"hidden_size: .* a multiple of 4 \(num_attention_heads\), got 25"),
         ({"rope_scaling": {"rope_type": "longrope"}, "rope_parameters": None}, "got 'longrope'"),
-        ({"rope_parameters": "x"}, "expected a table of RoPE's parameters, got 'x'"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "expected low_freq_factor of the RoPE scaling"),
+        ({"rope_scaling": "x"}, "expected a table of RoPE's parameters, got 'x'"),
+        ({"rope_parameters": "x", "rope_scaling": None}, "expected a table of RoPE's parameters, got 'x'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "expected low_freq_factor of the RoPE scaling"),
+        ({"model_type": "mistral", "layer_types": ["x"]}, "layer_types: expected sliding_attention alone in a model"),
+        ({"model_type": "mistral", "layer_types": [FULL, SLIDING], "sliding_window": None}, "expected full_attention"),
         ({"rope_theta": "big", "rope_parameters": None}, "rope_theta: expected a valid number, got 'big'"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads: expected a valid integer, got '2'"),
         ({"num_attention_heads": 0}, "num_attention_heads: expected a number greater than or equal to 1, got 0"),
@@ -53,6 +63,57 @@ def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
 def test_what_it_is_not(change: dict[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=f"^here: .*{message}"):
         from_huggingface({**to_huggingface(CONFIG), **change}, "here")
+
+
+def test_two_spellings_that_contradict_each_other() -> None:
+    """transformers takes ``rope_scaling`` and, within it, ``rope_theta``."""
+    transformers = pytest.importorskip("transformers", minversion="5", reason="compares with transformers 5")
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    for rope in ({}, {"rope_theta": 777.0}):
+        settings = {**to_huggingface(CONFIG), "rope_theta": 5e5, "rope_scaling": {**scaling, **rope}}
+        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+        theirs = transformers.LlamaConfig(**json.loads(json.dumps(settings))).rope_parameters
+        ours = from_huggingface(settings)
+        assert {"rope_theta": ours.rope_theta, **(ours.rope_scaling or SCALING).settings()} == theirs
+
+
+def test_a_context_of_yarn_that_is_null_is_the_model_s() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": None, "rope_theta": None}
+    found = from_huggingface({**to_huggingface(CONFIG), "max_position_embeddings": 48, "rope_scaling": scaling})
+    assert found.rope_scaling is not None and found.rope_scaling.original_max_position_embeddings == 48
+    assert found.rope_theta == CONFIG.rope_theta
+
+
+def test_weights_that_are_not_what_they_seem(tmp_path: Path) -> None:
+    """A head beside a tied embedding, an adapter, quantized weights, a pointer, and weights that kos does not read."""
+    from safetensors.numpy import save_file
+
+    tied = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+    tensors = {name: np.ones(shape, np.float32) for name, shape in tied.parameter_shapes().items()}
+    model, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    config.write_text(json.dumps(to_huggingface(tied)))
+    head = tensors[tied.embedding].copy()
+    save_file({**tensors, "lm_head.weight": head}, model)
+    weight_files(tmp_path, tied.parameter_shapes())
+    for other in (head[:-1], np.concatenate([head[:-1], head[-1:] + 1])):
+        save_file({**tensors, "lm_head.weight": other}, model)
+        with pytest.raises(CheckpointError, match=r"expected lm_head.weight to be model.embed_tokens.weight \(tie"):
+            weight_files(tmp_path, tied.parameter_shapes())
+    for quantization, end in (({"quant_method": "gptq"}, r" \(quantized with gptq: take the model before.*"), (3, "")):
+        config.write_text(json.dumps({**to_huggingface(tied), "quantization_config": quantization}))
+        save_file({**tensors, "model.norm.qweight": head}, model)
+        with pytest.raises(CheckpointError, match=f"got an unknown 'model.norm.qweight'{end}$"):
+            weight_files(tmp_path, tied.parameter_shapes())
+    model.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match="expected readable safetensors, got a pointer of Git LFS; run: git lfs"):
+        weight_files(tmp_path, tied.parameter_shapes())
+    for name, got in (("q4.gguf", "q4.gguf, which kos"), ("model-01.safetensors", "model-01.safetensors without")):
+        model = model.rename(tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"expected model.safetensors, got {got}"):
+            check_weights(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="expected a whole model, got the adapter adapter_model.saf"):
+        read_config(tmp_path)
 
 
 def test_a_model_of_a_hub_is_not_downloaded() -> None:

@@ -244,7 +244,7 @@ def test_a_checkpoint_that_does_not_fit_is_reported_before_the_first_step(
     text: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     disk = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(loop.shutil, "disk_usage", lambda path: disk._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=1000))
     _train(text, tmp_path / "run", 2, steps=2)
     said, size = capsys.readouterr().out, sum(path.stat().st_size for path in tmp_path.glob("run/*/*/*.safetensors"))
     said, rest = said.split(" bytes free of ")
@@ -285,14 +285,14 @@ def test_a_folder_is_one_runs_at_a_time(text: Path, tmp_path: Path) -> None:
 
 
 def test_progress_in_a_log_never_decreases(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Trial steps have their own names, and the passes of a pipeline come in any order."""
+    """Dry runs have their own names, and the passes of a pipeline come in any order."""
     monkeypatch.setattr("kos.train.tools.console.SILENCE", -1.0)
     _train(text, tmp_path, 2, steps=2, pp=2, micro_batch_size=1)
-    said = re.findall(r"^((?:trial )?step \d)(?:/2)?: +(\d+)%", capsys.readouterr().out, re.M)
+    said = re.findall(r"^((?:dry run|step) \d)(?:/2)?: +(\d+)%", capsys.readouterr().out, re.M)
     for (what, share), (following, more) in itertools.pairwise(said):
         assert what != following or int(share) < int(more), said
     tasks = [what for what, share in said if share == "0"]
-    assert tasks[0] == "trial step 1" and tasks[-2:] == ["step 1", "step 2"] and len(tasks) == len(set(tasks))
+    assert tasks[0] == "dry run 1" and tasks[-2:] == ["step 1", "step 2"] and len(tasks) == len(set(tasks))
 
 
 def test_init_from_hugging_face(text: Path, tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_a_rank_lost_in_a_pipeline_is_reported_with_step_and_advice(
     text: Path, tmp_path: Path, schedule: str, messages: int, call: str, monkeypatch: Any
 ) -> None:
     """Also while messages go in the other direction: the first cause, the step, and once the command to resume."""
-    monkeypatch.setattr(cpu, "_WARM_SECONDS", 0.0)  # two trial steps precede step 1
+    monkeypatch.setattr(cpu, "_WARM_SECONDS", 0.0)  # two dry runs precede step 1
     shape: dict[str, Any] = {"pp": 3, "micro_batch_size": 1, "pp_schedule": schedule, "sample_tokens": 0}
     shape["model"] = {**SMALL["model"], "num_hidden_layers": 5}
     said: dict[int, str] = {}

@@ -149,6 +149,45 @@ def test_chats_are_those_of_transformers(tmp_path: Path, folder: Path, template:
     assert np.asarray(data.train.documents).tolist() == [0, len(got[0]["input_ids"])]
 
 
+def test_what_a_template_gets_beside_the_messages(tmp_path: Path, folder: Path) -> None:
+    """As from transformers: tools and documents are none, not undefined. From a line: tools, and settings by name."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    template = (
+        "{% if tools is not none %}tools {{ tools | tojson }}{% endif %}{% if documents is not none %}no{% endif %}"
+        "{% if brief is defined %}brief {{ brief }}{% endif %}"
+    ) + CHATML
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, chat_template=template)
+    beside = tmp_path / "tokenizer"
+    shutil.copytree(folder, beside)
+    (beside / "chat_template.jinja").write_text(template)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    given: list[dict[str, Any]] = [
+        {}, {"tools": None, "chat_template_kwargs": None}, {"tools": tools}, {"tools": json.dumps(tools)},
+        {"chat_template_kwargs": {"brief": True}},
+    ]  # fmt: skip
+    # a line of a data set that has the first message in a field of its own too
+    lines = [{"messages": CHAT, **options} for options in given] + [{"prompt": "two + two?", "messages": CHAT}]
+    tokens, *_ = read(write_lines(tmp_path / "chats.jsonl", [*lines, {"text": "val"}]), "--tokenizer", str(beside))
+    options = [{}, {}, {"tools": tools}, {"tools": tools}, {"brief": True}, {}]
+    rendered = [theirs.apply_chat_template(CHAT, tokenize=True, return_dict=True, **each) for each in options]
+    assert tokens == [token for each in rendered for token in each["input_ids"]]
+
+
+@pytest.mark.parametrize("template", [CHATML, "{{ bos_token }}" + CHATML], ids=["chatml", "begins"])
+def test_an_answer_that_nothing_precedes_and_one_of_no_weight(tmp_path: Path, folder: Path, template: str) -> None:
+    """The header of a turn never counts; nor does an answer of weight 0, as in OpenAI's format."""
+    beside = tmp_path / "tokenizer"
+    shutil.copytree(folder, beside)
+    (beside / "chat_template.jinja").write_text(template)
+    weights: list[Any] = [0, 1, None]
+    later = [{"role": "assistant", "content": f"weight {each}", "weight": each} for each in weights]
+    chat = [{"role": "assistant", "content": " Hello"}, *(each for one in later for each in (CHAT[1], one))]
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": chat}, {"text": "val"}])
+    tokens, counted, _ = read(path, "--tokenizer", str(beside))
+    ones = [n for n, count in zip(tokens, counted, strict=True) if count]
+    assert data_text(folder, ones) == "Hello<|end|>\nweight 1<|end|>\nweight None<|end|>\n"
+
+
 def spaced(folder: Path, kind: str) -> Path:
     """A tokenizer as of Llama 2 (``prepend``) or of later ones (``metaspace``): it adds a space to what it is given."""
     library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
@@ -210,6 +249,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": None}]}, "expected messages with role and content, got {'"),
     ({"messages": [{"role": "bot", "content": "x"}]}, "expected a role of system, developer, user, assistant, tool"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "tokenizer_config.json renders, got no tools"),
+    ({"messages": [{"role": "user", "content": "x", "weight": 0.5}]}, "expected a weight of 0 or 1, got 0.5"),
+    ({"messages": CHAT, "tools": "["}, "expected JSON in the field 'tools', got Expecting value"),
+    ({"messages": CHAT, "tools": {"a": 1}}, "expected a list of tools and a table of chat_template_kwargs, got {'"),
     ({"messages": [{"role": "user", "content": "a\ud800"}]}, "expected text in the field 'messages', got '\\ud800' at"),
 ]
 
@@ -252,8 +294,10 @@ def test_lines_without_anything_to_train_on_or_to_hold_out(tmp_path: Path, folde
     with refused(DataError, f"--data {path}: expected completions or answers to train on, got none"):
         read(path, "--tokenizer", str(folder))
     write_lines(path, [{"messages": CHAT}])
-    with refused(DataError, f"--data {path}: expected two lines or more, to hold one out, got one"):
+    with refused(DataError, f"--data {path}: expected at least --seq-len + 1 = 2 tokens to validate on, got 0 (held"):
         read(path, "--tokenizer", str(folder))
+    _, _, data = read(path, "--tokenizer", str(folder), "--eval-batches", "0")
+    assert len(data.train) > 2 and not len(data.val) and not data.val_starts().size
 
 
 def test_token_files_with_masks(tmp_path: Path) -> None:
@@ -321,6 +365,14 @@ def test_a_mask_of_another_length_is_refused(tmp_path: Path, size: int) -> None:
         expected = f"--data {tmp_path / 'a.mask'}: expected 200 bytes, one for each token of a.bin, got {size}"
         with refused(DataError, expected):
             spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
+
+
+def test_a_mask_written_as_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(token_bytes([7] * 200))
+    (tmp_path / "a.mask").write_text("0" * 99 + "1" + "0" * 100)
+    with refused(DataError, f"--data {tmp_path / 'a.mask'}: expected bytes of 0 and 1, got 49"):
+        read(tmp_path / "a.bin")
+    assert len(read(tmp_path / "a.bin", "--loss-on", "all")[0]) == 180
 
 
 def test_training_and_validation_are_means_over_what_counts(pairs: Path, tmp_path: Path) -> None:

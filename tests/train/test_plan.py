@@ -317,7 +317,7 @@ def test_of_what_does_not_fit_the_least_is_shown():
 
 def plan_of(trainer):
     """The plan of a run's memory; its files are closed."""
-    with trainer._held:
+    with trainer.held:
         return trainer.device.plan
 
 

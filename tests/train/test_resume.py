@@ -196,9 +196,9 @@ def test_a_gpt2_keeps_its_context(text: Path, tmp_path: Path) -> None:
     _train(text, tmp_path, steps=2, seq_len=16, resume="auto", **how)
 
 
-def test_another_vocabulary_is_refused_before_a_trial(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_another_vocabulary_is_refused_before_a_dry_run(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     _train(text, tmp_path / "a", steps=1)
-    monkeypatch.setattr(CpuDevice, "trial", None)
+    monkeypatch.setattr(CpuDevice, "dry_run", None)
     with pytest.raises(CheckpointError, match="expected the model of this run, vocab_size 260, got 256"):
         _train(text, tmp_path / "b", 2, resume=str(tmp_path / "a"), model=SMALL["model"] | {"vocab_size": 260})
 

@@ -408,7 +408,7 @@ def test_too_little_memory_is_an_error_before_any_is_taken(text: Path, tmp_path:
             _plan(config, config.model_config_for(256), ranks).check()
 
 
-def test_the_time_of_a_run_follows_from_a_trial_step(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_the_time_of_a_run_follows_from_a_dry_run(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Whatever takes it: here every part of a pass waits, which no speed of products predicts."""
     passes, pause = [0], 0.02
 
@@ -449,11 +449,11 @@ def test_steps_of_a_processor_that_is_not_yet_warm_do_not_count(
     assert found and float(found[1]) < 0.6
 
 
-def test_no_trial_without_steps_to_come(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """With --profile, or if no steps are left, no trial runs."""
+def test_no_dry_run_without_steps_to_come(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """With --profile, or if no steps are left, there is no dry run."""
     _train(text, tmp_path, steps=2, sample_tokens=0)
     assert " in all: " in capsys.readouterr().out
-    monkeypatch.setattr(cpu.CpuDevice, "trial", None)
+    monkeypatch.setattr(cpu.CpuDevice, "dry_run", None)
     _train(text, tmp_path, steps=2, sample_tokens=0, resume="auto")
     _train(text, tmp_path / "profile", steps=2, profile=1)
     assert " in all: " not in capsys.readouterr().out
@@ -481,13 +481,13 @@ def test_the_time_left_of_a_long_run_is_printed(monkeypatch: Any, capsys: Any) -
 @pytest.mark.parametrize(
     "options", [{"zero": 1}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"deterministic": True}))]
 )
-def test_a_trial_step_leaves_nothing(text: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: Any) -> None:
+def test_a_dry_run_leaves_nothing(text: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: Any) -> None:
     """Neither in weights that are drawn or read, nor in the optimizer's state."""
     _train(text, tmp_path / "first", steps=1)
     source = str(checkpoint.find(tmp_path / "first").path)
     for name in ("tried", "plain"):
         _train(text, tmp_path / name, 2, steps=2, init_from=source, micro_batch_size=2, **options)
         _train(text, tmp_path / f"{name} anew", 2, steps=2, micro_batch_size=2, **options)
-        monkeypatch.setattr(cpu.CpuDevice, "trial", lambda self: None)
+        monkeypatch.setattr(cpu.CpuDevice, "dry_run", lambda self: None)
     for run in ("", " anew"):
         assert tensors_of_run(tmp_path / f"tried{run}") == tensors_of_run(tmp_path / f"plain{run}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kos.errors import CheckpointError, ConfigError, DataError
 from kos.train.checkpoint import checkpoint
 from kos.train.data import tokenizers as kos_tokenizers
 from kos.train.data.batches import load_data
+from kos.train.data.chat import read_chat_template
 from kos.train.data.tokenizers import (
     ByteTokenizer,
     CharTokenizer,
@@ -210,6 +212,70 @@ def test_special_tokens_in_a_text(huggingface_file: Path) -> None:
     assert tokenizer.encode("the<|end|>").tolist()[-1] == 1
 
 
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tokenizer in the files of Qwen2's: normalizer, regular expression, added tokens, chat template."""
+    library = pytest.importorskip("tokenizers")
+    level = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    bpe, parts = library.Tokenizer(library.models.BPE()), library.pre_tokenizers
+    bpe.normalizer, bpe.decoder = library.normalizers.NFC(), library.decoders.ByteLevel(**level)
+    bpe.pre_tokenizer = parts.Sequence([parts.Split(library.Regex(QWEN), "isolated"), parts.ByteLevel(**level)])
+    bpe.post_processor = library.processors.ByteLevel(**level)
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=parts.ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator([TEXT, "12 345 it's we'll \n\n 漢字 🙂 " * 9], trainer)
+    added = {"<|endoftext|>": True, "<|im_start|>": True, "<|im_end|>": True, "<tool_call>": False}
+    tokens = [library.AddedToken(name, special=special, normalized=False) for name, special in added.items()]
+    bpe.add_tokens(tokens)
+    bpe.save(str((folder := tmp_path_factory.mktemp("qwen")) / "tokenizer.json"))
+    model = json.loads(bpe.to_str())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, model["merges"])]))
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "<|im_end|>",
+                "pad_token": "<|endoftext|>", "chat_template": CHATML, "add_prefix_space": False}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of texts and documents, with special tokens and without, in pieces, and of chats; and the text back."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(str(qwen_folder)), make_tokenizer(str(qwen_folder))
+    special = "<|im_start|>user\nhi<|im_end|>\n<tool_call>{}<|endoftext|>"
+    texts = [
+        TEXT, special, "", " ", "\n", "12345 3.14 2024-01-01 ١٢٣", "🙂👨\u200d👩\u200d👧🇩🇪", "漢字と日本語 한국어 मनीष",
+        "a\n\n\nb\r\n  c\t\td  \n ", "It's we'LL I'm", "cafe\u0301 ﬁ", "\0\7", "x" * 300,
+    ]  # fmt: skip
+    for example in texts:
+        ids = ours.encode(example).tolist()
+        assert ids == theirs(example)["input_ids"], example
+        assert ours.decode(ids) == unicodedata.normalize("NFC", example)
+        for split in (False, True):
+            found = [part for _, part, _ in ours.encode_documents([example], split)]
+            expected = theirs(example, split_special_tokens=split)["input_ids"]
+            assert np.concatenate(found).tolist() == [*expected, theirs.eos_token_id], example
+    whole = ours.encode(TEXT).tolist()
+    monkeypatch.setattr(kos_tokenizers, "PIECE", 37)
+    assert ours.encode(TEXT).tolist() == whole
+    chat = [{"role": role, "content": TEXT} for role in ("user", "assistant") * 2]
+    template = read_chat_template(str(qwen_folder))
+    assert template is not None
+    rendered = "".join(part for part, _ in template.parts(chat, "here"))
+    assert rendered == theirs.apply_chat_template(chat, tokenize=False)
+    whole = theirs.apply_chat_template(chat, tokenize=True, return_dict=False)
+    assert ours.encode(rendered).tolist() == [*whole]
+
+
 def test_a_checkpoint_carries_the_tokenizer(huggingface_file: Path) -> None:
     every: list[Any] = [
         ByteTokenizer(), CharTokenizer(TEXT), NumberTokenizer(77), make_tokenizer(str(huggingface_file))
@@ -232,6 +298,52 @@ def test_missing_library_names_the_extra(huggingface_file: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with refused(ConfigError, "[tokenizers]'"):
         make_tokenizer(str(huggingface_file))
+
+
+@pytest.mark.parametrize(
+    ("files", "bos", "eos"),
+    [
+        ({}, None, None),
+        ({"special_tokens_map.json": {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}}}, 0, 1),
+        ({"special_tokens_map.json": {"eos_token": "<|begin|>"}, "config.json": {"eos_token_id": 1}}, None, 0),
+        ({"config.json": {"eos_token_id": 1, "bos_token_id": 0}}, None, 1),
+        ({"config.json": {"eos_token_id": [1, 7]}}, None, None),
+        ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": 1}}, None, None),
+        ({"tokenizer_config.json": {"eos_token": "<|end|>"}, "config.json": {"eos_token_id": 0}}, None, 1),
+    ],
+)
+def test_special_tokens_of_older_folders(
+    tmp_path: Path, huggingface_file: Path, files: dict[str, Any], bos: int | None, eos: int | None
+) -> None:
+    """Those that tokenizer_config.json does not mention; GPT-2's has no eos_token."""
+    (tmp_path / "tokenizer.json").write_bytes(huggingface_file.read_bytes())
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    found = make_tokenizer(str(tmp_path))
+    assert (found.bos, found.eos) == (bos, eos)
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}")
+    template = read_chat_template(str(tmp_path))
+    mentioned = files.get("special_tokens_map.json", {}) | files.get("tokenizer_config.json", {})
+    assert template is not None and set(template.special) == {name for name, token in mentioned.items() if token}
+
+
+def test_added_tokens_that_the_tokenizer_lacks(tmp_path: Path, huggingface_file: Path) -> None:
+    """transformers would add them. The command of the error does."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    (tmp_path / "tokenizer.json").write_bytes(huggingface_file.read_bytes())
+    settings = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "added_tokens.json").write_text('{"<|end|>": 1, "<|call|>": 330}')
+    with refused(DataError, f"{tmp_path / 'tokenizer.json'}: expected the added token '<|call|>' of the", "; to make"):
+        make_tokenizer(str(tmp_path))
+    token = {"content": "<|call|>", "special": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": {"330": token}}))
+    (tmp_path / "added_tokens.json").unlink()
+    with refused(DataError, "expected the added token '<|call|>' of the files beside it, got none; to make it, run"):
+        make_tokenizer(str(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path)
+    assert make_tokenizer(str(tmp_path)).encode("<|call|>").tolist() == theirs("<|call|>").input_ids
 
 
 def test_wrong_tokenizer_files(tmp_path: Path, huggingface_file: Path) -> None:
@@ -313,7 +425,10 @@ def test_weights_bring_their_tokenizer(text: Path, tmp_path: Path, huggingface_f
     assert len(_train(text, tmp_path / "theirs", steps=1, init_from=str(folder))) == 1
     assert f"words.txt ({folder}/tokenizer.json)" in capsys.readouterr().out
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=f"--tokenizer: expected the one of the weights in {folder}, .* got none"):
+    with pytest.raises(ConfigError, match=f"--tokenizer: expected bytes, .* as {folder} has none, got auto\n"):
+        _train(text, tmp_path / "none", 2, steps=1, init_from=str(folder))
+    (folder / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"got auto; to make it, run: python .*T.from_pretrained..{folder}"):
         _train(text, tmp_path / "none", 2, steps=1, init_from=str(folder))
     assert load_data(_config(text, None, init_from=str(folder), tokenizer="bytes")).tokenizer.kind == "bytes"
 

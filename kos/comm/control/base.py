@@ -174,12 +174,14 @@ class Rendezvous(ABC):
         raise BackendUnavailable(f"{call}: expected ranks that can leave and join, got {type(self).__name__}")
 
     def change(
-        self, call: str, newcomers: int | None = 0, whole: bool = False, terms: Mapping[str, Any] = MappingProxyType({})
-    ) -> Rendezvous:
+        self, call: str, newcomers: int | None = 0, whole: bool = False,
+        terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
+    ) -> Rendezvous:  # fmt: skip
         """The group of the live ranks, in their order, and of ``newcomers`` after them; all live ranks call it.
 
         ``newcomers`` None: as many as were lost.  ``whole``: raise RankLost if a rank was lost.  ``terms``, of JSON's
-        types, is what newcomers are told.  This group is not closed.
+        types, is what newcomers are told.  ``began`` (``time.monotonic``) is when the first attempt began, if it lost
+        newcomers: the timeout counts from then.  This group is not closed.
         """
         raise NotImplementedError
 

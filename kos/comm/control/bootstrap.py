@@ -129,10 +129,10 @@ def _by_place(given: Mapping[str, Any], timeout: float) -> Rendezvous:
         local_rank = number_in("rendezvous: local_rank", local_rank, 0, size - 1)
     address, secret = given["address"], given.get("secret")
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InvalidArgument(f'rendezvous: address: expected "host:port" of rank 0, got {address!r}')
     if secret is not None and (not secret or not isinstance(secret, str | bytes)):
-        raise InvalidArgument(f"rendezvous: secret: expected a text or bytes, got {type(secret).__name__}")
+        raise InvalidArgument(f"rendezvous: secret: expected a text or bytes, not empty, got {type(secret).__name__}")
     known = secret.encode() if isinstance(secret, str) else secret
     if size > 1:
         known = known or load_secret(os.environ)

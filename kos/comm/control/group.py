@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.base import Rendezvous, _Place
-from kos.comm.control.grow import CALL_SECONDS, CONFIRM_SECONDS, GRACE_SECONDS, Change, publish, to_text
+from kos.comm.control.grow import CALL_SECONDS, GRACE_SECONDS, Change, publish, to_text
 from kos.comm.control.hub import (
     ABORT,
     CLOSE,
@@ -28,7 +29,9 @@ from kos.comm.control.hub import (
     DIED,
     FAILURES,
     LOST,
+    PACKED,
     Hub,
+    is_cut_off,
     look_beside_hub,
     pair,
     reporting,
@@ -47,9 +50,9 @@ from kos.comm.control.wire import (
     HandshakeError,
     Network,
     admit_all,
+    allow_files,
     copied,
     drive,
-    is_cut_off,
     is_loopback,
     lacks_files,
 )
@@ -74,7 +77,6 @@ class TCPRendezvous(Rendezvous):
         self.family = ""  # the same in all epochs of the group
         self.join_secret = b""  # which newcomers prove to know; empty: that of ``load_secret``
         self.joining = Newcomers()
-        self._door: Acceptor | None = None  # of newcomers, and of members that change the membership
         self.silent = set[Address]()  # the members that did not call in an earlier change
         self.gone_newcomers = set[Address]()  # that an earlier change has lost
         self.newer: tuple[int, list[Address]] | None = None  # a later epoch that this rank knows, and its members
@@ -159,6 +161,7 @@ class TCPRendezvous(Rendezvous):
         deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
         if self._listener is None:
             return found
+        allow_files(self.size)
         purpose = self.allgather(os.urandom(16))[0]
         me, above = self.failures.names([self.rank], False), set(range(self.rank + 1, self.size))
         peer = self.rank
@@ -196,10 +199,11 @@ class TCPRendezvous(Rendezvous):
             raise BackendUnavailable(f"{call}: expected a group that is open, got one that was closed")
 
     def change(
-        self, call: str, newcomers: int | None = 0, whole: bool = False, terms: Mapping[str, Any] = MappingProxyType({})
-    ) -> TCPRendezvous:
+        self, call: str, newcomers: int | None = 0, whole: bool = False,
+        terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
+    ) -> TCPRendezvous:  # fmt: skip
         with self.waiting():
-            return Change(self, call, newcomers, whole, terms).run()
+            return Change(self, call, newcomers, whole, terms, began).run()
 
     def lose_newcomers(self, ranks: Sequence[int]) -> bool:
         members = [] if self.newer is None else self.newer[1]
@@ -230,28 +234,15 @@ class TCPRendezvous(Rendezvous):
                 connection.close()  # a member calls again
         return self.joining.count(self.failures.names([0], False), self.members[0])
 
-    @property
-    def rejected(self) -> list[str]:
-        """The callers with another secret."""
-        return [] if self._door is None else self._door.rejected
-
     def callers(self, seconds: float) -> Iterator[tuple[int, Connection, dict[str, Any]]]:
         """Newcomers, of rank JOIN, and members that call within ``seconds`` to change the membership."""
         members = self.members
-        if self._door is None:
+        if self.joining.door is None:
             assert self._listener is not None and members
             self.join_secret = self.join_secret or load_secret(os.environ)
             keys = self.network.key(b"change"), replace(self.network, secret=self.join_secret).key(b"join")
-            self._door = Acceptor(copied(self._listener), keys[0], self.epoch, keys[1])
-        while (caller := self._door.admit(seconds)) is not None:
-            rank, _, connection = caller
-            try:
-                hello = json.loads(drive(connection.receive(), connection.sock, time.monotonic() + CALL_SECONDS))
-            except (OSError, RendezvousError, ValueError):
-                connection.close()
-            else:
-                yield rank, connection, hello
-            seconds = 0.0
+            self.joining.door = Acceptor(copied(self._listener), keys[0], self.epoch, keys[1])
+        return self.joining.callers(seconds)
 
     def successor(self, plan: Mapping[str, Any], rank: int, connections: Mapping[int, Connection]) -> TCPRendezvous:
         """The group of the members of ``plan``."""
@@ -271,14 +262,13 @@ class TCPRendezvous(Rendezvous):
         self._addresses = [(host, port) for host, port in plan["members"]]
         for connection in connections.values():
             connection.epoch = self.epoch
-        usual, self.timeout = self.timeout, min(self.timeout, CONFIRM_SECONDS)
+        usual, self.timeout = self.timeout, plan["confirm"]
         try:
             if self.rank > 0:
                 self._connection = connections[0]
             elif self.size > 1:
                 self._serve(self.network.listen(), b"", "", True, connections)
-            places = self.allgather(json.dumps(self._own_place()).encode())
-            self._known_places = [_Place(*json.loads(each)) for each in places]
+            self._known_places = self._places
             self.timeout = usual
         except BaseException as error:
             self.abort(None)
@@ -371,6 +361,7 @@ class TCPRendezvous(Rendezvous):
         connected: Mapping[int, Connection] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Run the hub, to which the other ranks are ``connected``, or connect at ``listener``."""
+        allow_files(self.size)
         self._connection, hubs_end = pair(self.epoch)
         known = self.failures.of(range(self.size), 0)  # without links, which hold communicators
         hub = Hub(hubs_end, listener, key, known, self.timeout, where, warns, self.epoch, connected)
@@ -420,8 +411,6 @@ class TCPRendezvous(Rendezvous):
         connection, self._connection = self._connection, None
         if self._listener is not None:
             self._listener.close()
-        if self._door is not None:
-            self._door.close()
         self.joining.close()
         if connection is None:
             return
@@ -462,7 +451,7 @@ class TCPRendezvous(Rendezvous):
             kind, answer = answer[:1], answer[1:]
             if kind in FAILURES:
                 raise self._failure_of(kind, *json.loads(answer))
-            return answer
+            return zlib.decompress(answer) if kind == PACKED else answer
 
     def _look_for_stopped(self, late_at: float) -> Callable[[], None]:
         """The check of a wait for the hub, which may wait for a stopped rank, or run on one."""

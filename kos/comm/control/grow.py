@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 2.0  # limit for the answer of a live host
 GRACE_SECONDS = 2.0  # added to the timeout for the report of the missing ranks
 CONFIRM_SECONDS = 5.0  # limit for the exchange that confirms a view: all ranks have just been heard
+_LEAST_SECONDS = 1.0  # limit for an attempt that begins at the end of the timeout
 POLL_SECONDS = 0.05
 _BEAT_SECONDS = 0.5  # between two signs of life of a leader
 _SHOWN = 8  # addresses at which newcomers call
@@ -55,10 +56,13 @@ class Change:
     """One change of the membership of ``group``, on one of its ranks.
 
     ``call`` is the program's call, the same on all members.  ``newcomers`` are how many join; None: as many as were
-    lost.  ``whole``: no member may be lost.  ``terms`` is what newcomers are told.
+    lost.  ``whole``: no member may be lost.  ``terms`` is what newcomers are told.  ``began`` is the time at which the
+    first attempt began, if that has lost newcomers.
     """
 
-    def __init__(self, group: Any, call: str, newcomers: int | None, whole: bool, terms: Mapping[str, Any]) -> None:
+    def __init__(
+        self, group: Any, call: str, newcomers: int | None, whole: bool, terms: Mapping[str, Any], began: float | None
+    ) -> None:
         self.group, self.call, self.newcomers, self.whole, self.terms = group, call, newcomers, whole, dict(terms)
         self.me = group.members[group.rank]
         self.epoch: int
@@ -72,9 +76,12 @@ class Change:
         self.blamed = group.silent | self._addresses(blamed)
         stopped = {each for each in self.blamed if self._stopped(each)}
         self.left_out = stopped | group.gone_newcomers
-        self.began = time.monotonic()
+        self.began = time.monotonic() if began is None else began
         # Others may first wait for those that this rank has waited for before.
-        self.deadline = self.began + group.timeout * (1 + len(stopped | group.silent))
+        self.deadline = self.until = self.began + group.timeout * (1 + len(stopped | group.silent))
+        self.over = False  # whether newcomers, which had time ``until`` then, have no more
+        if began is not None:
+            self._extend()
 
     def run(self) -> Any:
         """The new group, whose ranks have exchanged their places."""
@@ -99,9 +106,15 @@ class Change:
             except (CollectiveError, RendezvousError) as error:
                 if group.lose_newcomers(error.ranks):
                     self.left_out |= group.gone_newcomers
-                    self.deadline = time.monotonic() + group.timeout
+                    self._extend()
                 elif time.monotonic() > self.deadline:
                     raise
+
+    def _extend(self) -> None:
+        """Let the members come for another attempt, or to learn that the time is over."""
+        now = time.monotonic()
+        self.over = now > self.until
+        self.deadline = max(self.deadline, now + GRACE_SECONDS)
 
     def _leader(self) -> tuple[Address, socket.socket] | None:
         """The lowest live rank, and a connection to it; None for this one."""
@@ -144,7 +157,7 @@ class Change:
             if leader in self.blamed or self._stopped(leader):
                 self.left_out.add(leader)
                 group.silent.add(leader)
-                self.deadline = time.monotonic() + group.timeout
+                self.deadline = self.until = time.monotonic() + group.timeout
                 raise ConnectionError from error
             raise self._late([leader]) from None
         except BaseException:
@@ -184,7 +197,7 @@ class Change:
 
     def _missing(self) -> list[Address]:
         """The live members that have not called."""
-        for address in [each for each, connection in self.came.items() if connection.is_closed]:
+        for address in [each for each, connection in self.came.items() if connection.drain()]:
             self.came.pop(address).close()
         others = [each for each in self.members if each != self.me and each not in self.came]
         missing = [each for each in others if each not in self.left_out and self._lives(each)]
@@ -250,6 +263,8 @@ class Change:
     def _complete(self) -> bool:
         """Whether as many newcomers as join are here, and ready; refuses those that do not fit."""
         joining = self.group.joining
+        if self.over:
+            raise self._too_few()
         for newcomer in joining:
             if problem := misfit(newcomer.hello, self.terms):
                 joining.refuse(newcomer, problem)
@@ -279,7 +294,7 @@ class Change:
         if self.whole or (others := [each for each in missing if each not in self.blamed and not self._stopped(each)]):
             raise self._late(missing if self.whole else others)
         self.left_out.update(missing)
-        self.deadline = time.monotonic() + self.group.timeout
+        self.deadline = self.until = time.monotonic() + self.group.timeout
 
     def _send_plan(self, joining: Sequence[Newcomer]) -> tuple[int, Any, Any]:
         """Send the new view to all ranks: they take no other from this leader."""
@@ -288,7 +303,8 @@ class Change:
         members = [*survivors, *(as_address(each.hello["me"]) for each in joining)]
         connections = dict(enumerate([each.connection for each in joining], len(survivors)))
         plan = {"epoch": self.epoch + 1, "members": members, "family": group.family, "call": self.call}
-        plan["timeout"] = group.timeout
+        limit = attempt_seconds(self.until - time.monotonic()) if joining else group.timeout
+        plan |= {"timeout": group.timeout, "confirm": min(CONFIRM_SECONDS, limit)}
         for rank, connection in connections.items():
             secret = connection.mask(group.network.secret, sent=True).hex()
             send_message(connection, {"plan": plan, "rank": rank, "terms": self.terms, "secret": secret})
@@ -321,22 +337,23 @@ class Change:
 
     # Errors.
 
-    def _names(self, addresses: Sequence[Address]) -> str:
+    def _names(self, addresses: Sequence[Address], several: bool = False) -> str:
         """Members as ranks; newcomers of an attempt that failed have none."""
         members = self.group.members
         ranks = [members.index(each) for each in addresses if each in members]
-        return self.group.failures.names(ranks, len(addresses) > 1) if ranks else f"the rank at {addresses[0]}"
+        names = [self.group.failures.names(ranks, several)] if ranks else []
+        names += [f"the newcomer at {place_name(*each)}" for each in addresses if each not in members]
+        return " and ".join(names)
 
     def _late(self, missing: Sequence[Address]) -> KosError:
         members, world = self.group.members, self.group.failures.world
-        ranks = [members.index(each) for each in missing if each in members]
-        name = self.call.partition(" ")[0]
-        text = timeouts.late(f"{name}: {self.group.failures.names(ranks)}", within=self.group.timeout)
-        return blaming(RendezvousError(text), [world[rank] for rank in ranks])
+        text = timeouts.late(f"{self.call.partition(' ')[0]}: {self._names(missing, True)}", within=self.group.timeout)
+        return blaming(RendezvousError(text), [world[members.index(each)] for each in missing if each in members])
 
     def _too_few(self) -> KosError:
         group = self.group
-        others = (f"another secret: {caller}" for caller in group.rejected)
+        rejected = [] if group.joining.door is None else group.joining.door.rejected
+        others = (f"another secret: {caller}" for caller in rejected)
         refused, came = [*group.joining.refused[self._refused_before :], *others], len([*group.joining])
         return RendezvousError(timeouts.too_few(self.call, came, self._wanted(), group.address, group.timeout, refused))
 
@@ -345,6 +362,11 @@ class Change:
         me = group.failures.names([group.rank], False)
         text = f"{self.call}: {me} is out: the others continued without it, as it did not answer (epoch {epoch})"
         return blaming(RankLost(text), [group.failures.world[group.rank]])
+
+
+def attempt_seconds(left: float) -> float:
+    """Limit for an attempt with newcomers in what is ``left`` of the timeout: a stalled one leaves time for another."""
+    return max(left / 2, min(left, CONFIRM_SECONDS), _LEAST_SECONDS)
 
 
 def misfit(hello: Mapping[str, Any], terms: Mapping[str, Any]) -> str:

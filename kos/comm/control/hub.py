@@ -13,17 +13,19 @@ import json
 import logging
 import os
 import select
+import selectors
 import socket
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, connect, drive
+from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, connect, digest_of, drive
 from kos.comm.failures import HOST_SECONDS, FailureLog
 from kos.comm.records import blaming, to_record
 from kos.errors import RendezvousError
@@ -32,7 +34,7 @@ log = logging.getLogger(__name__)
 
 # The first byte of each message: of the ranks, and of the hub's answers.
 DATA, CLOSE, ABORT = b"D", b"B", b"L"
-RESULT, LOST, DIED, FAILED = b"R", b"G", b"X", b"F"
+RESULT, PACKED, LOST, DIED, FAILED = b"R", b"Z", b"G", b"X", b"F"  # PACKED: a result, compressed by zlib
 NOTICE, CLOSED = b"N", b"C"  # of a rank to all others, both ways; rank 0 has closed the group
 FORWARDED = b"S"  # with a notice's token: the notice has been sent to the others
 
@@ -40,9 +42,11 @@ FAILURES = (LOST, DIED, FAILED)
 
 CONNECTION_CLOSED = "its connection was closed"
 
-CLOSE_SECONDS = 2.0  # limit for delivering the last messages before rank 0 ends
+PACKED_RANKS = 64  # from which number of ranks results are compressed: they are sent to each, and much of them repeats
+CLOSE_SECONDS = 2.0  # limit for delivering the last messages before rank 0 ends; of a failure, more for many ranks
 _POLL_SECONDS = 0.1  # between two polls of ranks that have not closed yet
 _LAZY_SECONDS = 0.05  # after which a notice that is not urgent is forwarded
+RESENDS = 3  # of the same data, in 1.4 s or more, after which a host counts as cut off
 
 
 class _Failure(Exception):
@@ -67,20 +71,24 @@ class Hub(threading.Thread):
         warns: bool = True, epoch: int = 0, connected: Mapping[int, Connection] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         super().__init__(name="kos rendezvous", daemon=True)
-        self._size, self._failures, self.timeout, self._where = len(failures.world), failures, timeout, ""
-        if where:  # a group that has grown begins with all its connections
-            self._where = f" (rank 0 listens at {where})"
+        self._size, self._failures, self.timeout = len(failures.world), failures, timeout
+        self._where = where and f" (rank 0 listens at {where})"  # a group that has grown needs no address
         self._warns = warns
-        self._members = {0: own, **connected}
+        self._members: dict[int, Connection] = {}
+        self._selector = selectors.DefaultSelector()  # of the members; a poll of all for each message would be n² work
         self._reading: dict[int, Waiting[bytes]] = {}  # ranks whose message has arrived in part
+        self._joined: set[int] = set()  # the members, and the ranks that have closed the group
         self._closed: set[int] = set()
         self._refused: list[Connection] = []
         self._expected = 0  # ranks that may still join a group that has failed
         self._acceptor = Acceptor(listener, key, epoch)
         self._lazy: list[tuple[float, int, bytes]] = []  # when to forward a notice, its sender, and the notice
         self._left: set[int] = set()  # the ranks that have aborted the group, or whose death was reported
+        self.report_seconds = CLOSE_SECONDS + min(self._size / 64, 20.0)  # 512 ranks on 2 cores read it within 2.5 s
         self.reported = threading.Event()  # set once the failure has been sent to all ranks that have joined
         self.released = threading.Event()  # set once rank 0 has closed the group: its process may end
+        for rank, connection in {0: own, **connected}.items():
+            self._join(rank, connection)
 
     def run(self) -> None:
         try:
@@ -97,12 +105,25 @@ class Hub(threading.Thread):
             self._acceptor.close()
             for connection in [*self._members.values(), *self._refused]:
                 connection.close()
+            self._selector.close()
+
+    def _join(self, rank: int, connection: Connection) -> None:
+        """Make the connection's rank a member."""
+        self._members[rank] = connection
+        self._joined.add(rank)
+        self._selector.register(connection.sock, selectors.EVENT_READ, rank)
+
+    def _remove(self, rank: int) -> None:
+        """Close the connection of a member."""
+        connection = self._members.pop(rank)
+        self._selector.unregister(connection.sock)
+        connection.close()
 
     def _remaining(self, began: float, present: int) -> float:
         """Seconds left for the missing ranks, ``present`` having arrived; rank 0 may change the timeout."""
         return began + self.timeout - time.monotonic()
 
-    def _wait_seconds(self, began: float, present: list[int] | dict[int, Any]) -> float:
+    def _wait_seconds(self, began: float, present: Collection[int]) -> float:
         """Seconds of the next wait.  Raises _Failure at the timeout."""
         remaining = self._remaining(began, len(present))
         if remaining <= 0:
@@ -115,19 +136,20 @@ class Hub(threading.Thread):
     def _admit_all(self) -> dict[int, bytes]:
         """Admit all ranks.  Returns the messages received meanwhile.  An abort fails the group at once."""
         began, slots, lost = time.monotonic(), dict[int, bytes](), set[int]()
-        while len(present := [*self._members, *self._closed]) < self._size:
-            caller = self._admit(self._wait_seconds(began, present), len(present))
-            for rank in self._ready(self._members.keys() - slots.keys(), select.POLLIN, 0.0):
+        while len(self._joined) < self._size:
+            caller = self._admit(self._wait_seconds(began, self._joined))
+            for rank in self._ready(0.0):
                 try:
                     self._receive(rank, slots)
                 except _Failure as failure:
                     if failure.aborted:
                         self._refused += [] if caller is None else [caller[2]]
-                        self._expected = self._size - len(present) - (caller is not None)
+                        self._expected = self._size - len(self._joined) - (caller is not None)
                         raise
-                    lost.add(rank)  # a lost connection: found again once all ranks have joined, unless it rejoins
+                    if rank not in slots:
+                        lost.add(rank)  # found again once all ranks have joined, unless it rejoins
             if caller is None:
-                self._look_for_ended(present)
+                self._look_for_ended()
                 continue
             rank, size, connection = caller
             problem = ""
@@ -139,21 +161,21 @@ class Hub(threading.Thread):
                 problem = f"rank {rank} joined twice: expected one process of each rank"
             if problem:  # all ranks raise it, including the caller
                 self._refused.append(connection)
-                self._expected = self._size - len(self._members) - 1
+                self._expected = self._size - len(self._joined) - 1
                 raise _Failure(FAILED, [], f"rendezvous: {problem}{self._where}")
             if rank in lost:
                 lost.remove(rank)
-                self._members[rank].close()
-            self._members[rank] = connection
+                self._remove(rank)
+            self._join(rank, connection)
         return slots
 
-    def _admit(self, seconds: float, present: int) -> tuple[int, int, Connection] | None:
+    def _admit(self, seconds: float) -> tuple[int, int, Connection] | None:
         """The next caller.  Raises _Failure, with rank 0 as the cause, if there is no file descriptor for it."""
         known = len(self._acceptor.rejected)
         try:
             return self._acceptor.admit(min(seconds, _POLL_SECONDS))
         except OSError as error:
-            self._expected = self._size - present
+            self._expected = self._size - len(self._joined)
             me = self._failures.world[0]
             cause = blaming(RendezvousError(f"rank {me} cannot open its connections: {error}"), [me])
             raise _Failure(LOST, [0], "", to_record(cause)) from None
@@ -161,10 +183,10 @@ class Hub(threading.Thread):
             if self._warns and (new := self._acceptor.rejected[known:]):
                 log.warning("rendezvous: %s", timeouts.rejected(new))
 
-    def _look_for_ended(self, present: list[int]) -> None:
+    def _look_for_ended(self) -> None:
         """Raise _Failure if a rank of this host has ended before it joined: it has no connection that could be lost."""
         status, world = self._failures.status, self._failures.world
-        missing = [rank for rank in range(self._size) if rank not in present]
+        missing = [rank for rank in range(self._size) if rank not in self._joined]
         if ended := [rank for rank in missing if status.ended(world[rank])]:
             self._expected = len(missing) - len(ended)
             raise _Failure(LOST, ended[:1], "its process ended")
@@ -177,7 +199,7 @@ class Hub(threading.Thread):
         began = time.monotonic() if slots else 0.0  # when the first message arrived
         while len(slots) < self._size:
             seconds = self._wait_seconds(began, slots) if slots else 1.0
-            for rank in self._ready(self._members, select.POLLIN, min(seconds, self._forward_lazy())):
+            for rank in self._ready(min(seconds, self._forward_lazy())):
                 self._receive(rank, slots)
                 began = began or (time.monotonic() if slots else 0.0)
             gone = self._closed - slots.keys()
@@ -190,9 +212,11 @@ class Hub(threading.Thread):
             why = f"allgather: expected less than {MAX_MESSAGE} bytes in all, got {total}"
             raise _Failure(FAILED, [], why)
         parts = [slots[rank] for rank in range(self._size)]
-        answer = RESULT + struct.pack(f"!{self._size}I", *map(len, parts)) + b"".join(parts)
+        answer = struct.pack(f"!{self._size}I", *map(len, parts)) + b"".join(parts)
+        answer = PACKED + zlib.compress(answer, 1) if self._size >= PACKED_RANKS else RESULT + answer
+        digest = digest_of(answer)
         for connection in self._members.values():
-            connection.post(answer)
+            connection.post(answer, digest)
         deadline = time.monotonic() + self.timeout
         self._flush(self._members.keys() - {0}, deadline)  # some may have closed the group without waiting for it
         self._flush(self._members.keys() & {0}, deadline)  # last: its process may end once it has the answer
@@ -200,40 +224,47 @@ class Hub(threading.Thread):
 
     def _flush(self, ranks: set[int], deadline: float) -> None:
         """Send the queued messages of those ranks, in parallel."""
-        sending = {rank: self._members[rank].flush() for rank in ranks}
-        while sending:
-            for rank in list(sending):
+        poll, blocked = select.poll(), dict[int, int]()
+        while ranks:
+            for rank in ranks:
+                connection = self._members[rank]
                 try:
-                    if next(sending[rank], None) is None:
-                        del sending[rank]
+                    done = next(connection.flush(), None) is None
                 except OSError:
                     raise _Failure(LOST, [rank], CONNECTION_CLOSED) from None
-            if sending and not self._ready(sending, select.POLLOUT, deadline - time.monotonic()):
-                raise _Failure(LOST, [min(sending)], f"it read nothing for {self.timeout:g} s")
+                descriptor = connection.sock.fileno()
+                if not done:
+                    poll.register(connection.sock, select.POLLOUT)
+                    blocked[descriptor] = rank
+                elif blocked.pop(descriptor, None) is not None:
+                    poll.unregister(connection.sock)
+            ready = poll.poll(max(deadline - time.monotonic(), 0.0) * 1000) if blocked else []
+            if blocked and not ready:
+                raise _Failure(LOST, [min(blocked.values())], f"it read nothing for {self.timeout:g} s")
+            ranks = {blocked[descriptor] for descriptor, _ in ready}
 
-    def _ready(self, among: Iterable[int], events: int, seconds: float) -> list[int]:
-        """The ranks whose connection can be read or written, within ``seconds``; also sends queued notices."""
-        poll, ranks = select.poll(), {}
-        for rank in among:
-            connection = self._members[rank]
-            poll.register(connection.sock, events | (select.POLLOUT if connection.sends else 0))
-            ranks[connection.sock.fileno()] = rank
+    def _ready(self, seconds: float) -> list[int]:
+        """The ranks whose connection can be read, within ``seconds``; also sends queued notices."""
         found = []
-        for descriptor, event in poll.poll(max(seconds, 0.0) * 1000):
-            if event & select.POLLOUT and not events & select.POLLOUT:
-                self._send_queued(ranks[descriptor])
-            if event & ~select.POLLOUT or events & select.POLLOUT:
-                found.append(ranks[descriptor])
+        for key, events in self._selector.select(max(seconds, 0.0)):
+            if events & selectors.EVENT_WRITE:
+                self._send_queued(key.data)
+            if events & selectors.EVENT_READ:
+                found.append(key.data)
         return found
 
     def _send_queued(self, rank: int) -> None:
         """Send what the rank's connection takes without waiting."""
+        connection, events = self._members[rank], selectors.EVENT_READ
         with contextlib.suppress(OSError):  # whoever reads from it next finds its end
-            next(self._members[rank].flush(), None)
+            events |= selectors.EVENT_WRITE * (next(connection.flush(), None) is not None)
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, rank)
 
     def _post(self, message: bytes, ranks: Iterable[int]) -> None:
+        digest = digest_of(message)
         for rank in ranks:
-            self._members[rank].post(message)
+            self._members[rank].post(message, digest)
             self._send_queued(rank)
 
     def _forward_lazy(self) -> float:
@@ -272,7 +303,7 @@ class Hub(threading.Thread):
                 self._post(FORWARDED + json.dumps(token).encode(), [rank])
         elif kind == CLOSE:
             self._closed.add(rank)
-            self._members.pop(rank).close()
+            self._remove(rank)
             if rank == 0:
                 self._post(CLOSED, self._members)
                 self.released.set()
@@ -288,7 +319,7 @@ class Hub(threading.Thread):
     def _report(self, failure: bytes) -> None:
         """Send the failure to all ranks, including late ones, and serve them until they have closed.
 
-        Ranks that have not joined a group started wrongly are awaited until CLOSE_SECONDS after rank 0 has closed.
+        Ranks that have not joined a group started wrongly are awaited for ``report_seconds`` after rank 0 has closed.
         TCP may discard undelivered data when a connection is closed with unread input.
         """
         if failure[:1] == DIED:
@@ -308,10 +339,10 @@ class Hub(threading.Thread):
                 late.remove(connection)
                 connection.close()  # this process may have no other file descriptor for a late rank
             accepts = self._acceptor.is_open and bool(self._members or late or self._expected > 0)
-            for rank in self._ready(self._members, select.POLLIN, 0.0 if accepts else self._forward_lazy()):
+            for rank in self._ready(0.0 if accepts else self._forward_lazy()):
                 self._receive_after_failure(rank)
             if 0 not in self._members:
-                deadline = min(deadline, time.monotonic() + CLOSE_SECONDS)
+                deadline = min(deadline, time.monotonic() + self.report_seconds)
             caller = None
             if accepts:
                 try:
@@ -329,7 +360,7 @@ class Hub(threading.Thread):
         except _Failure as failure:
             if failure.aborted:
                 return
-            self._members.pop(rank).close()
+            self._remove(rank)
             if rank not in self._left and failure.message[:1] == DIED:
                 self._left.add(rank)
                 self._post(failure.message, self._members)
@@ -348,6 +379,18 @@ def send(connection: Connection, message: bytes) -> None:
     connection.post(message)
     with contextlib.suppress(OSError):  # the other side closed it first
         drive(connection.flush(), connection.sock, time.monotonic() + CLOSE_SECONDS)
+
+
+def is_cut_off(sock: socket.socket) -> bool:
+    """Whether the other side's host has acknowledged nothing while this one sent the same data several times (Linux).
+
+    A host also acknowledges data for a process that is stopped.
+    """
+    try:
+        _, _, resent, probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # without an answer
+    except (AttributeError, OSError):
+        return False
+    return max(resent, probes) >= RESENDS  # probes: where the data has not left this host
 
 
 def look_beside_hub(failures: FailureLog, addresses: Sequence[tuple[str, int]]) -> None:
@@ -370,10 +413,10 @@ reporting: weakref.WeakSet[Hub] = weakref.WeakSet()
 
 @atexit.register
 def _wait_for_reports() -> None:
-    """Wait up to CLOSE_SECONDS until the other ranks have read why a group was aborted."""
-    deadline = time.monotonic() + CLOSE_SECONDS
+    """Wait for a limited time until the other ranks have read why a group was aborted."""
+    began = time.monotonic()
     for hub in list(reporting):
-        hub.join(max(deadline - time.monotonic(), 0.0))
+        hub.join(max(began + hub.report_seconds - time.monotonic(), 0.0))
 
 
 def stop(connection: Connection, hub: Hub, process: int) -> None:

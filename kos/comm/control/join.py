@@ -29,6 +29,7 @@ from kos.comm.control.wire import (
 )
 from kos.errors import CollectiveError, RendezvousError
 
+FOREIGN_SECONDS = 5.0  # limit for a member to answer where another address has another secret or protocol
 Answer = tuple[Connection, dict[str, Any]]
 
 
@@ -76,12 +77,15 @@ class Calls:
         self._reached = set[Address]()
         self._leaders = dict[Address, Address]()  # that members have named
         self._untold = dict[Address, Connection]()  # those members, until they know that it is reached
+        self._foreign = dict[Address, HandshakeError]()  # where another service, job or protocol answers
+        self._foreign_until = 0.0  # how long others are awaited that may be members
+        self._proved = set[Address]()  # where members with this secret answer
         self._no_file = ""  # why the address is not known
 
     def first_answer(self, deadline: float) -> Answer | None:
         """The first connection that receives an answer, and the answer; None at the deadline.
 
-        Raises RendezvousError if a member has another secret or protocol.
+        Raises RendezvousError if those at the addresses have another secret or protocol.
         """
         while time.monotonic() < deadline:
             for place in [place for place in self._places() if place not in self._calls]:
@@ -93,11 +97,19 @@ class Calls:
             for place in list(self._untold):
                 if self._leaders[place] in self._reached:
                     send_message(self._untold.pop(place), {"reached": True})
+            self._check_foreign()
             poll = select.poll()
             for place, (sock, _) in self._calls.items():
                 poll.register(sock, self._events[place])
             poll.poll(POLL_SECONDS * 1000)
         return None
+
+    def _check_foreign(self) -> None:
+        """Raise if no member has admitted this process's proof, and none may: it has the wrong secret or protocol."""
+        silent = self._calls.keys() - self._foreign.keys()
+        if self._foreign and not self._proved and (not silent or time.monotonic() > self._foreign_until):
+            place, error = next(iter(self._foreign.items()))
+            raise RendezvousError(f"join: {place_name(*place)}: {error}") from error
 
     def _places(self) -> list[Address]:
         """The addresses of members: the given ones, which may be in a file, and those of leaders that members name."""
@@ -132,12 +144,14 @@ class Calls:
             answer: Answer = end.value
             return answer
         except HandshakeError as error:
-            raise RendezvousError(f"join: {place_name(*place)}: {error}") from error
+            self._foreign_until = self._foreign_until or time.monotonic() + FOREIGN_SECONDS
+            self._foreign[place] = error
+            self._failed(place, error)
         except OSError as error:
             self._failed(place, error)
         return None
 
-    def _failed(self, place: Address, error: OSError) -> None:
+    def _failed(self, place: Address, error: Exception) -> None:
         self._states[place], self._again[place] = str(error), time.monotonic() + POLL_SECONDS
         self._leaders.pop(place, None)
         self._untold.pop(place, None)
@@ -152,6 +166,7 @@ class Calls:
         greeting = yield from receive_greeting(sock)
         key = Network(self._secret, "", "", False).key(b"join")
         connection = yield from authenticate(sock, greeting, key, JOIN, 0, None)
+        self._proved.add(place)
         assert self.listener is not None
         me = _own_host(sock, place[0]), self.listener.getsockname()[1]
         connection.post(json.dumps({**self._hello, "me": me}).encode())

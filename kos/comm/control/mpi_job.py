@@ -84,6 +84,7 @@ def load_mpi(process_hooks: bool = True) -> Any:
         raise BackendUnavailable(f"mpi: expected mpi4py and an MPI library ({install('mpi')}), got: {error}") from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        atexit.register(_finalize, os.getpid())  # mpi4py finalizes only what it has initialised itself
     if not MPI.Is_finalized():
         _check_world(MPI)
     return MPI

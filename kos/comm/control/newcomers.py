@@ -7,7 +7,6 @@ stopped newcomer does not answer, and the next one takes its place.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import select
@@ -17,14 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.control.wire import Connection, Waiting, drive
+from kos.comm.control.hub import send
+from kos.comm.control.wire import Acceptor, Connection, Waiting, drive
 from kos.errors import RendezvousError
 
 log = logging.getLogger(__name__)
 Address = tuple[str, int]
 READY_SECONDS = 2.0  # limit for the answer of a newcomer that is asked whether it is ready
 REACH_SECONDS = 5.0  # limit for a newcomer to reach the leader
-_SEND_SECONDS = 2.0
+_HELLO_SECONDS = 2.0  # limit for the first message
 _ANSWER_SECONDS = 0.05  # limit for one wait for answers: a running newcomer needs less
 
 
@@ -71,6 +71,10 @@ class Newcomers:
 
     def __init__(self) -> None:
         self._waiting: list[Newcomer] = []
+        self.door: Acceptor | None = None
+        """Where newcomers call, and members that change the membership."""
+        # Those that have proved the secret: their rank, their first message, and how long it is awaited.
+        self._arriving = dict[Connection, tuple[int, Waiting[bytes], float]]()
         self.refused: list[str] = []
         """Why newcomers were refused or dropped."""
 
@@ -86,6 +90,27 @@ class Newcomers:
         for each in self._waiting:
             first.setdefault(str(each), each)
         return list(first.values())
+
+    def callers(self, seconds: float) -> Iterator[tuple[int, Connection, dict[str, Any]]]:
+        """Rank, connection and first message of those that call at the door within ``seconds``."""
+        assert self.door is not None
+        admitted = self.door.admit(seconds)
+        while admitted is not None:
+            rank, _, connection = admitted
+            self._arriving[connection] = rank, connection.receive(), time.monotonic() + _HELLO_SECONDS
+            admitted = self.door.admit(0.0)
+        deadline = time.monotonic() + seconds
+        for connection, (rank, reading, until) in list(self._arriving.items()):
+            try:
+                hello = json.loads(drive(reading, connection.sock, deadline))
+            except (OSError, RendezvousError, ValueError) as error:
+                if isinstance(error, TimeoutError) and time.monotonic() < until:
+                    continue
+                del self._arriving[connection]
+                connection.close()
+            else:
+                del self._arriving[connection]
+                yield rank, connection, hello
 
     def add(self, connection: Connection, hello: Mapping[str, Any], leader: Address | None) -> None:
         """Add a newcomer that has connected; ``leader`` is None on the leader."""
@@ -132,9 +157,14 @@ class Newcomers:
         return taken
 
     def close(self) -> None:
-        """Close their connections: they connect again."""
-        while self._waiting:
-            self._waiting.pop().connection.close()
+        """Close the door and their connections: they connect again."""
+        if self.door is not None:
+            self.door.close()
+            self.door = None
+        for connection in [*self._arriving, *(each.connection for each in self._waiting)]:
+            connection.close()
+        self._arriving.clear()
+        self._waiting.clear()
 
 
 def _await_answers(newcomers: Sequence[Newcomer]) -> None:
@@ -157,6 +187,4 @@ def place_name(host: str, port: int) -> str:
 
 def send_message(connection: Connection, message: Mapping[str, Any]) -> None:
     """Send a message, of JSON's types, now; ignores a closed connection."""
-    connection.post(json.dumps(message).encode())
-    with contextlib.suppress(OSError):  # the next read reports it
-        drive(connection.flush(), connection.sock, time.monotonic() + _SEND_SECONDS)
+    send(connection, json.dumps(message).encode())

@@ -236,8 +236,9 @@ class ThreadRendezvous(Rendezvous):
             return len(self.threads.joining)
 
     def change(
-        self, call: str, newcomers: int | None = 0, whole: bool = False, terms: Mapping[str, Any] = MappingProxyType({})
-    ) -> Rendezvous:
+        self, call: str, newcomers: int | None = 0, whole: bool = False,
+        terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
+    ) -> Rendezvous:  # fmt: skip
         """The first rank that finds all others here, and the newcomers, determines the outcome for all."""
         group, deadline = self.threads, time.monotonic() + self.timeout
         with self.waiting(), group.world.lock:

@@ -21,9 +21,11 @@ no other.
 from __future__ import annotations
 
 import errno
+import hashlib
 import hmac
 import ipaddress
 import os
+import resource
 import select
 import selectors
 import socket
@@ -45,13 +47,13 @@ Waiting = Generator[int, None, T]
 
 MAX_MESSAGE = 64 << 20  # bytes
 HANDSHAKE_SECONDS = 10.0  # limit for a caller's handshake
-MAX_PENDING = 256  # callers in their handshakes
+MAX_PENDING = 1024  # callers in their handshakes
+_COPIED = 1 << 14  # bytes of a message from which on it is not copied: all ranks' connections share the hub's answer
 _MAX_REJECTED = 4  # rejected callers in an error
-RESENDS = 3  # of the same data, in 1.4 s or more, after which a host counts as cut off
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 JOIN = 0xFFFFFFFF  # instead of the rank: a newcomer
-_MAGIC = b"kos/tcp3"  # the protocol and its version
+_MAGIC = b"kos/tcp4"  # the protocol and its version
 _NONCE = 32
 _GREETING = struct.Struct(f"!8sI{_NONCE}s")
 _HELLO = struct.Struct(f"!8sIII{_NONCE}s")
@@ -122,16 +124,17 @@ class Connection:
         self.sock, self.epoch = sock, epoch
         self._send_key, self._receive_key = send_key, receive_key
         self._sent = self._received = 0
-        self._outgoing: deque[memoryview] = deque()
+        self._outgoing: deque[bytes | memoryview] = deque()
 
-    def post(self, message: bytes) -> None:
-        """Queue one message; ``flush`` sends it."""
+    def post(self, message: bytes, digest: bytes = b"") -> None:
+        """Queue one message; ``flush`` sends it.  ``digest`` is ``digest_of(message)``, if that is known."""
         if len(message) > MAX_MESSAGE:
             raise RendezvousError(f"message: expected at most {MAX_MESSAGE} bytes, got {len(message)}")
         number = _NUMBER.pack(self._sent, len(message), self.epoch)
         self._sent += 1
-        tag = _mac(self._send_key, number, message)
-        self._outgoing.append(memoryview(_HEAD.pack(len(message), self.epoch) + tag + message))
+        tag = _mac(self._send_key, number, digest or digest_of(message))
+        head = _HEAD.pack(len(message), self.epoch) + tag
+        self._outgoing += [head + message] if len(message) < _COPIED else [head, message]
 
     @property
     def sends(self) -> bool:
@@ -152,16 +155,16 @@ class Connection:
     def flush(self) -> Waiting[None]:
         """Send all queued messages."""
         while self._outgoing:
-            view = self._outgoing[0]
+            data = self._outgoing[0]
             try:
-                sent = self.sock.send(view)
+                sent = self.sock.send(data)
             except BlockingIOError:
                 yield select.POLLOUT
                 continue
-            if sent == len(view):
+            if sent == len(data):
                 self._outgoing.popleft()
             else:
-                self._outgoing[0] = view[sent:]
+                self._outgoing[0] = memoryview(data)[sent:]
 
     def receive(self) -> Waiting[bytes]:
         """The next message of this epoch.  Raises ConnectionError at the end, RendezvousError if it was changed."""
@@ -172,21 +175,11 @@ class Connection:
                 raise RendezvousError(f"message: expected at most {MAX_MESSAGE} bytes, got a header of {length}")
             message = yield from _read(self.sock, length)
             number = _NUMBER.pack(self._received, length, epoch)
-            if not hmac.compare_digest(_mac(self._receive_key, number, message), head[_HEAD.size :]):
+            if not hmac.compare_digest(_mac(self._receive_key, number, digest_of(message)), head[_HEAD.size :]):
                 raise RendezvousError(f"message {self._received}: expected its HMAC, got another")
             self._received += 1
             if epoch == self.epoch:
                 return message
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the other side has closed the connection, from which nothing is expected."""
-        try:
-            return not self.sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
     def mask(self, data: bytes, sent: bool) -> bytes:
         """A secret that is ``sent`` or received, encrypted by this connection's keys; the other side decrypts it so.
@@ -301,8 +294,8 @@ class Acceptor:
             return None
         while not self._admitted:
             remaining = deadline - time.monotonic()
-            for sock in [sock for sock, limit in self._callers.items() if limit <= time.monotonic()]:
-                self._reject(sock)
+            while self._callers and self._callers[first := next(iter(self._callers))] <= time.monotonic():
+                self._reject(first)
             for key, _ in self._selector.select(max(min(remaining, 1.0), 0.0)):
                 key.data()
             if remaining <= 0:
@@ -412,6 +405,16 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
             raise TimeoutError("no answer in time")
 
 
+def allow_files(size: int) -> None:
+    """Let this process open, as far as its hard limit allows, a file for each of ``size`` ranks three times.
+
+    They are a hub's connections, those of the ``tcp`` backend, and the program's own files.
+    """
+    (soft, hard), wanted = resource.getrlimit(resource.RLIMIT_NOFILE), 3 * size
+    if 0 <= soft < wanted:  # -1: no limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
+
+
 def lacks_files(error: BaseException) -> bool:
     """Whether the error says that this process, or this host, has no file descriptor or memory for another socket."""
     return isinstance(error, OSError) and error.errno in _NO_FILES
@@ -457,18 +460,6 @@ def _prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def is_cut_off(sock: socket.socket) -> bool:
-    """Whether the other side's host has acknowledged nothing while this one sent the same data several times (Linux).
-
-    A host also acknowledges data for a process that is stopped.
-    """
-    try:
-        _, _, resent, probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # without an answer
-    except (AttributeError, OSError):
-        return False
-    return max(resent, probes) >= RESENDS  # probes: where the data has not left this host
-
-
 def fill(sock: socket.socket, place: Callable[[], memoryview]) -> Waiting[None]:
     """Read until ``place()``, which may change between reads, is full.  Raises ConnectionError at the end."""
     filled = 0
@@ -487,6 +478,11 @@ def _read(sock: socket.socket, count: int) -> Waiting[bytes]:
     data = memoryview(bytearray(count))
     yield from fill(sock, lambda: data)
     return bytes(data)
+
+
+def digest_of(message: bytes) -> bytes:
+    """What the HMAC of a message covers: one message to many ranks is read once."""
+    return hashlib.sha256(message).digest()
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:

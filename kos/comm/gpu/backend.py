@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
+from threading import get_ident
 from typing import Any, ClassVar, NoReturn
 
 from kos.comm import watchdog
@@ -25,7 +26,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.gpu.aborts import ENDED, lost, raise_if_stuck, wait_for_idle
 from kos.comm.gpu.compressed import feed_back
-from kos.comm.gpu.devices import device_of
+from kos.comm.gpu.devices import check_float8, device_of
 from kos.comm.gpu.eager import Guard
 from kos.comm.gpu.memory import Piece, ScratchPool
 from kos.comm.gpu.order import Streams
@@ -33,9 +34,7 @@ from kos.comm.gpu.routes import Route, alone
 from kos.comm.gpu.shared import CommState
 from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent, unstarted
 from kos.comm.operation import NO_MESSAGE, Operation
-from kos.comm.prepared import Prepared
-from kos.comm.recorder import completed
-from kos.comm.recorder import failed as record_failure
+from kos.comm.prepared import Prepared, without_memory
 from kos.comm.records import again
 from kos.comm.tuning import Table
 from kos.comm.work import Work
@@ -43,13 +42,13 @@ from kos.cuda import Kernel, create_stream, driver, load_kernel
 from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.streams import capture_of
 from kos.errors import CollectiveError, CudaError, InvalidArgument, KosError
-from kos.memory import Buffer
+from kos.memory import Buffer, windows
 from kos.memory.array import Array
 from kos.memory.libraries import immutable
+from kos.memory.windows import Run
 
 _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
-
 
 
 class DeviceBackend(Backend):
@@ -131,14 +130,20 @@ class DeviceBackend(Backend):
             )
         if message is not NO_MESSAGE and (tag := message.tag or message.recv_tag):
             raise InvalidArgument(f"tag: expected 0 ({self.name} matches messages by their order), got {tag}")
-        o = o.without_memory()
-        queue, kernel, lasting = (alone(o, self.device) if self.size == 1 else None) or self.resolve(o)
-        prepared = Prepared(o, self, self.launch, queue, kernel, lasting)
+        o = without_memory(o)
+        route = alone(o, self.device) if self.size == 1 else None
+        if route is None and o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
+            check_float8(o.reduction.dtype, self.device)
+        prepared = Prepared(o, self, self.launch, *(route or self.resolve(o)))
         return prepared if self.shared.calls is None else self.shared.calls.add(prepared)
 
     @abstractmethod
     def resolve(self, o: Operation) -> Route:
         """The route of a call that is like ``o``, whose buffers have no memory."""
+
+    def in_windows(self, launch: Run, o: Operation) -> Run:
+        """``launch``, so that the windows in which the arrays of ``o`` lie outlive the graphs that capture it."""
+        return windows.in_windows(launch, [x.pointer for x in (o.send, o.recv) if x]) if windows.memories else launch
 
     def launch_words(self, prepared: Prepared) -> bytes | None:
         """A ``kos_launch`` of ``core.h`` if such a call queues nothing else, else None."""
@@ -159,8 +164,9 @@ class DeviceBackend(Backend):
     def launch(self, work: Work[Any]) -> None:
         """Queue ``work`` on its stream, or beside it."""
         prepared, shared, self._last = work.prepared, self.shared, work
-        if shared.eager is not None and shared.eager.asked:
-            shared.eager.begin(work)
+        eager = shared.eager
+        if eager is not None and eager.asked and eager.asked == get_ident():  # the core waits for this call
+            eager.asked, eager.last = 0, (eager.asked, work, work.held, work.array)
         try:
             if self._failure[0]:
                 self.inspect(work)
@@ -211,7 +217,7 @@ class DeviceBackend(Backend):
             for each in works:
                 held.hold(each.stream, each.queue)
             alone = all(each.stream == first.stream for each in works)
-            if alone and self._marks.free:
+            if alone:
                 self._marks.queue(works, first.stream, self.queue)
             else:
                 self.queue(works, None)
@@ -259,10 +265,7 @@ class DeviceBackend(Backend):
             for stream in several:
                 call(cu.cuEventRecord, event.handle, stream)
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
-            if self._marks.free:
-                self._marks.queue(works, side, self.queue)
-            else:
-                self.queue(works, side)
+            self._marks.queue(works, side, self.queue)
             call(cu.cuEventRecord, event.handle, side)
         for each in works:
             each.event = event
@@ -353,7 +356,7 @@ class DeviceBackend(Backend):
         several = self.streams.keepers.copy() if stream is None else {stream: None}
         for each, keeper in several.items():
             self.wait_on_host(last, partial(self.is_idle, each, keeper), timeout or self.timeout)
-        completed(last, time.time_ns())
+        last.record_end(time.time_ns())
         for each in several:
             self.streams.forget(each)
         if stream is None:
@@ -436,7 +439,7 @@ class DeviceBackend(Backend):
             if isinstance(error, KosError) and not lost(self, error):  # the other ranks of the host may know it better
                 error = shared.cause(work, error)
             failure = failures.named(work, error)
-            record_failure(work, failure)
+            work.record_failure(failure)
             begun = 0 if shared.calls is None else shared.calls.begun
             failures.report(work, failure, begun, lost(self, failure))
             shared.ended = True

@@ -7,11 +7,18 @@ from collections.abc import Sequence
 
 from kos.comm.control.base import Rendezvous
 from kos.cuda import driver
-from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
-from kos.errors import BackendUnavailable
+from kos.cuda.devices import DeviceInfo, assign_devices, device_info, visible_devices
+from kos.dtypes import DType
+from kos.errors import BackendUnavailable, InvalidArgument
 
 FLOAT8 = (8, 9)
 """The compute capability that converts 8-bit floats."""
+
+
+def check_float8(dtype: DType, device: int) -> None:
+    """Raise InvalidArgument if the GPU has no kernels that reduce ``dtype``, of 8 bits."""
+    if (info := device_info(device)).compute_capability < FLOAT8:
+        raise InvalidArgument(f"x: expected a GPU of compute capability 8.9 to reduce {dtype}, got {info.name}")
 
 
 def device_of(rendezvous: Rendezvous) -> DeviceInfo:

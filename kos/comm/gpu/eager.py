@@ -45,7 +45,7 @@ class EagerCalls:
     def __init__(self, comm: Any, shared: Any, backend: Any) -> None:
         self._comm, self._shared, self._backend = comm, shared, backend
         self.asked = 0  # the thread whose next call is kept for ``remember``, or 0
-        self._last: tuple[int, Work[Any], Any, Any] | None = None  # that thread, the call, what it reads and writes
+        self.last: tuple[int, Work[Any], Any, Any] | None = None  # that thread, the call, what it reads and writes
 
     def bind(self, core: Any) -> Any:
         """``core``, which makes calls of the communicator; None if it makes another one's, or cannot read arrays."""
@@ -56,11 +56,6 @@ class EagerCalls:
             comm.recorder.counter, comm.recorder.slots, comm._collectives, comm._messages,
         )  # fmt: skip
         return core if bound else None
-
-    def begin(self, work: Work[Any]) -> None:
-        """Python queues ``work`` while the core waits for a call."""
-        if self.asked == get_ident():
-            self.asked, self._last = 0, (self.asked, work, work.held, work.array)
 
     def remember(
         self, asked: Any, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
@@ -76,7 +71,7 @@ class EagerCalls:
         which must live on, and the guards.  Last two objects that keep the last Work: the backend and what is shared.
         For a Persistent, the result has the Works that its starts return in turn, and addresses instead of objects.
         """
-        thread, self.asked, last, self._last = self.asked, 0, self._last, None
+        thread, self.asked, last, self.last = self.asked, 0, self.last, None
         if thread or last is None or last[0] != get_ident():
             return None
         work, prepared = last[1], last[1].prepared

@@ -34,7 +34,7 @@ from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import InScratch, Piece, Scratch, Windows, exchange_of
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM, native_call, native_launch, packed
-from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
+from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.routes import Route, nothing
 from kos.comm.gpu.works import unstarted
 from kos.comm.operation import AUTO, Operation
@@ -56,7 +56,7 @@ from kos.errors import (
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.libraries import expandable
-from kos.memory.windows import InWindows, Run, WindowMemory, in_windows
+from kos.memory.windows import InWindows, Run, WindowMemory
 
 log = logging.getLogger(__name__)
 
@@ -316,7 +316,7 @@ class NCCLBackend(DeviceBackend):
         choose = self._movement if o.reduction is None else self._reduction
         launch, how = (self._compressed if o.options.compress else choose)(o)
         buffer, message = o.send or o.recv, o.message
-        launch = in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None])
+        launch = self.in_windows(launch, o)
         # NCCL connects ranks at the first call of a kind, which depends on size and peer.
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{how} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
@@ -375,7 +375,6 @@ class NCCLBackend(DeviceBackend):
         if o.options.deterministic and reduction.dtype.kind in ("float", "complex"):
             native = None
         if native is None:
-            kernel_types(reduction, self.device)  # raises for an unsupported dtype, before anything is sent
             return (OrderedReduction(self, o), "ordered") if send.count else (nothing, "")
         count = recv.count if o.name == "reduce_scatter" and recv is not None else send.count
         if count == 0:

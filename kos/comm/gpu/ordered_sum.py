@@ -17,13 +17,9 @@ from typing import Any
 import numpy as np
 
 from kos.comm.gpu.backend import DeviceBackend
-from kos.comm.gpu.devices import FLOAT8
 from kos.comm.gpu.memory import InScratch, Piece
 from kos.comm.operation import Operation
-from kos.comm.reduction import ReduceOp, Reduction
-from kos.cuda.devices import device_info
 from kos.dtypes import DTYPES
-from kos.errors import InvalidArgument
 from kos.memory.windows import Run
 
 KERNELS = Path(__file__).with_name("kernels") / "reduce_ordered.cu"
@@ -32,20 +28,6 @@ _ONE_SHOT_BYTES = 1 << 20
 """The largest total of all ranks' vectors that is gathered on every rank: one exchange instead of two."""
 THREADS = 256
 _ALIGNMENT = 16  # elements: parts begin at multiples of it
-
-
-def kernel_types(reduction: Reduction, device: int) -> tuple[str, str, int]:
-    """Element type and operation as the kernels name them, and elements per element (complex numbers: 2).
-
-    Raises InvalidArgument, naming both, for a dtype that the kernels of this device cannot reduce.
-    """
-    dtype, op = reduction.dtype, reduction.op
-    if dtype.kind == "complex" and op is not ReduceOp.PROD:
-        return f"float{4 * dtype.itemsize}", op.name, 2
-    if dtype.name.startswith("float8") and device_info(device).compute_capability < FLOAT8:
-        name = device_info(device).name
-        raise InvalidArgument(f"x: expected a GPU of compute capability 8.9 to reduce {dtype}, got {name}")
-    return ("uint8" if dtype.kind == "bool" else dtype.name), op.name, 1
 
 
 class OrderedReduction(InScratch):
@@ -57,7 +39,7 @@ class OrderedReduction(InScratch):
         assert o.send is not None and o.reduction is not None
         super().__init__(backend)
         size, rank = backend.size, backend.rank
-        name, op, per = kernel_types(o.reduction, backend.device)
+        name, op, per = o.reduction.element.name, o.reduction.op.name, o.reduction.parts
         self.kernels = name, op  # the dtype and operation that select the kernels
         self._name, self._root, self._factor = o.name, o.root, o.reduction.factor
         self._send: Any = o.send.pointer

@@ -12,7 +12,6 @@ from kos.comm.arguments import check_timeout
 from kos.comm.gpu.routes import nothing
 from kos.comm.operation import Operation
 from kos.comm.prepared import Prepared
-from kos.comm.recorder import completed
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
@@ -63,7 +62,7 @@ class DeviceWork(Work[Any]):
         self.backend.failures.refuse(self)
         timeout = self.operation.options.timeout if timeout is None else check_timeout(timeout)
         self.backend.wait_on_host(self, self.over, timeout)
-        completed(self, time.time_ns())
+        self.record_end(time.time_ns())
         return self.wait()
 
     def cancel(self, error: KosError) -> None:
@@ -105,7 +104,9 @@ class Marks:
         return first is not None and (first.begun is not None or not first.follows_unmarked)
 
     def queue(self, works: Sequence[Work[Any]], stream: int, queue: Callable[[Sequence[Work[Any]], int], None]) -> None:
-        """Queue ``works`` on ``stream`` by ``queue``, between the two events of a free mark."""
+        """Queue ``works`` on ``stream`` by ``queue``, between the two events of a mark if one is free."""
+        if not self.free:
+            return queue(works, stream)
         self.captured = is_captured(stream)
         if self.captured:  # it runs when the graph is replayed
             return queue(works, stream)

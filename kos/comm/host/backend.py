@@ -22,7 +22,7 @@ from kos.comm.control.mpi_job import Backoff
 from kos.comm.failures import Late
 from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, await_nodes, open_segment
 from kos.comm.operation import AUTO, Operation
-from kos.comm.prepared import Fingerprints, Prepared
+from kos.comm.prepared import Fingerprints, Prepared, without_memory
 from kos.comm.schedules import runnable
 from kos.comm.transport import ScheduledCalls, Transport
 from kos.comm.work import Engine, Steps, Work
@@ -148,7 +148,7 @@ class HostBackend(Backend):
             )
         if options.algorithm != AUTO and self.size > 1:
             runnable(o.name, options.algorithm, self.size, root=o.root or 0)
-        prepared = Prepared(o.without_memory(), self, self.launch)
+        prepared = Prepared(without_memory(o), self, self.launch)
         if self.fingerprints is not None:
             self.fingerprints.add(prepared)
         if self.node is not None:
@@ -166,14 +166,16 @@ class HostBackend(Backend):
 
     def _run(self, work: Work[Any]) -> Steps:
         """The steps of ``work`` over messages."""
-        yield from self.scheduled.run(work, self._agree(work) if work.collective else None)
-        if work.collective and not self.one_host:
-            self.transport.complete(work)
-
-    def _agree(self, work: Work[Any]) -> Callable[[], bool] | None:
+        if not work.prepared.collective:
+            yield from self.scheduled.message(work)
+            return
         self._begun = work.sequence + 1
-        local = self.calls.publish(work) if self.calls is not None else None
-        return local if self.one_host else self.transport.agree(work, local)
+        all_arrived = None if self.calls is None else self.calls.publish(work)
+        if not self.one_host:
+            all_arrived = self.transport.agree(work, all_arrived)
+        yield from self.scheduled.run(work, all_arrived)
+        if not self.one_host:
+            self.transport.complete(work)
 
     def resume(self, work: Work[Any], left: Any) -> Steps | None:
         """The steps of ``work``, of which the core has ``left`` something; None if it is complete."""

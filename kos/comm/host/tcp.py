@@ -17,7 +17,7 @@ import numpy as np
 
 from kos.comm.backend import Probe
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.wire import is_cut_off
+from kos.comm.control.hub import is_cut_off
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.tcp_messages import ABORT, CALL, CLOSE, CLOSED_HERE, FAILED, REASON_LENGTH, Peer, Poller
 from kos.comm.operation import COLLECTIVE_TAGS

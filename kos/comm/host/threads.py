@@ -44,7 +44,7 @@ class ThreadTransport(Transport):
         # What the ranks share, guarded by the lock of their world.
         self._sent: dict[Key, deque[ThreadMessage]] = self.group.shared("mock sent", dict)
         self._posted: dict[Key, deque[ThreadMessage]] = self.group.shared("mock posted", dict)
-        self._calls: dict[int, dict[int, tuple[str, dict[str, Any]]]] = self.group.shared("mock calls", dict)
+        self._calls: dict[int, dict[int, Work[Any]]] = self.group.shared("mock calls", dict)
         self._watch = watch = self.group.world.watch
         self._buffer_bytes = float("inf") if watch is None else watch.buffer_bytes
         self._discarded: dict[int, Callable[[], None]] = {}  # tags whose messages are discarded -> callback
@@ -139,14 +139,15 @@ class ThreadTransport(Transport):
         watch = self._watch
         if watch is None:
             return run(work)
-        if work.name not in ("split", "duplicate"):
+        prepared = work.prepared
+        if prepared.name not in ("split", "duplicate"):
             on_discard = watch.plan.inject(self.group.world, self._me, work) if watch.plan.faults else None
-            self._discard(self.tag(work.sequence) if work.collective else work.operation.message.tag, on_discard)
-            if work.collective:
+            tag = self.tag(work.sequence) if prepared.collective else prepared.operation.message.tag
+            self._discard(tag, on_discard)
+            if prepared.collective:
                 watch.delay_collective()
         watch.record_launch(work, self._me)
-        steps: Steps = watch.guard(work, run) if work.operation.options.overlap else run(work)
-        return steps
+        return run(work) if prepared.waits else watch.guard(work, run)
 
     def _discard(self, tag: int, on_discard: Callable[[], None] | None) -> None:
         """Discard messages with that tag from now on, and call ``on_discard`` for each; None: deliver them again."""
@@ -165,17 +166,17 @@ class ThreadTransport(Transport):
 
     def agree(self, work: Work[Any], local: Callable[[], bool] | None) -> Callable[[], bool] | None:
         group, rank = self.group, self.rank
-        mine = work.text, work.fingerprint()
         with group.world.lock:
             group.raise_failure(rank, work.sequence)
             calls = self._calls.setdefault(work.sequence, {})
             if calls:
                 peer, theirs = next(iter(calls.items()))
-                if theirs[1] != mine[1]:
-                    wrong = self.failures.mismatch(work.group, (peer, *theirs), (rank, *mine))
+                if theirs.prepared.values != work.prepared.values:
+                    both = ((each, call.text, call.fingerprint()) for each, call in ((peer, theirs), (rank, work)))
+                    wrong = self.failures.mismatch(work.group, *both)
                     group.report_failure(wrong, work.sequence)
                     raise again(wrong)
-            calls[rank] = mine
+            calls[rank] = work
             if len(calls) == self.size:
                 del self._calls[work.sequence]
                 group.notify_all()

@@ -31,7 +31,7 @@ SLOTS = 1024  # a power of two
 """Operations kept per rank."""
 
 LAST_SLOT = SLOTS - 1
-SEQUENCE, COMPLETED, _ERROR = 4, -2, -1  # of an _Entry
+SEQUENCE, COMPLETED, ERROR = 4, -2, -1  # of an _Entry
 
 
 class _Entry(NamedTuple):
@@ -132,9 +132,8 @@ class Recorder:
         if not self.count:
             return ""
         entry = _Entry(*self.slots[self.count - 1 & LAST_SLOT])
-        site = _frame(entry.code, entry.instruction)
         group, o = entry.description
-        return f"{group.name}: {o.name} #{entry.sequence} at {site['filename']}:{site['line']}"
+        return f"{group.name}: {o.name} #{entry.sequence} at {call_site(entry.code, entry.instruction)}"
 
     def dump(self, path: str | Path | None = None, reason: str = "requested") -> Path:
         """Write the record as JSON to ``path``, atomically; returns the file.
@@ -170,37 +169,9 @@ recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 """The open recorders of this process; a signal dumps them."""
 
 
-def started(work: Any) -> None:
-    """Record that the call is in progress and has to wait."""
-    completed(work, 0)
-
-
-def completed(work: Any, when: int) -> None:
-    """Record when the call was complete (0: in progress), unless its slot was reused."""
-    record = work.record
-    if record is not None and record[0] is work.prepared.description and record[SEQUENCE] == work.sequence:
-        record[COMPLETED] = when
-
-
-def failed(work: Any, error: Exception) -> None:
-    """Record that the call failed; dumps if dumps are enabled."""
-    record, description = work.record, work.prepared.description
-    if record is None:
-        return
-    mine = record[0] is description and record[SEQUENCE] == work.sequence
-    if not mine or record[_ERROR] is None:
-        if mine:
-            record[COMPLETED], record[_ERROR] = time_ns(), f"{type(error).__name__}: {error}"
-        description[0].recorder.fail(error)
-
-
-def call_site(work: Any) -> str:
-    """``file:line`` of the launch of ``work``, unless its slot was reused."""
-    record = work.record
-    if record is None or record[0] is not work.prepared.description or record[SEQUENCE] != work.sequence:
-        return "an unknown line"
-    entry = _Entry(*record)
-    frame = _frame(entry.code, entry.instruction)
+def call_site(code: CodeType, instruction: int) -> str:
+    """``file:line`` of a call that was recorded so."""
+    frame = _frame(code, instruction)
     return f"{frame['filename']}:{frame['line']}"
 
 

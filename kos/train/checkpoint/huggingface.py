@@ -20,12 +20,14 @@ from pydantic import ValidationError
 from kos.errors import CheckpointError
 from kos.train.config.model_section import ModelSection, closest, one_line
 from kos.train.model.families import FAMILIES
-from kos.train.model.gpt2 import TRANSPOSED
+from kos.train.model.gpt2 import TRANSPOSED, GPT2Config
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
 from kos.train.model.parameters import Parameters, Shape
 from kos.train.model.rope import KEYS
+from kos.train.model.smollm3 import rotated_layers
 
 INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
 _GPT2 = {  # their settings and ours
     "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_inner": "intermediate_size", "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "rms_norm_eps",
@@ -49,6 +51,9 @@ _NAMED = {list: "a list", int: "an integer"}
 _LLAMAS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False}
 """What transformers takes for settings that are not there."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
+_OTHER_WEIGHTS = (".gguf", ".pth", ".safetensors")
+_ROWS = 4096  # of a matrix, read at once
+_POINTER = b"version https://git-lfs"
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # ends of the names of what is no weight
 
 
@@ -89,6 +94,8 @@ def from_huggingface(settings: Any, source: str = "config.json") -> LlamaConfig:
     for key, expected in _KINDS.items():
         if not isinstance(given.get(key, expected()), expected):
             raise CheckpointError(f"{source}: expected {key} to be {_NAMED[expected]}, got {given[key]!r}")
+    if (interval := given.get("no_rope_layer_interval", 1)) < 1:
+        raise CheckpointError(f"{source}: expected no_rope_layer_interval of at least 1, got {interval}")
     for key, values in _FIXED[kind].items():
         if given.get(key, values[0]) not in values:
             raise CheckpointError(f"{source}: expected {key} {values[0]!r}, got {given[key]!r}")
@@ -99,6 +106,9 @@ def from_huggingface(settings: Any, source: str = "config.json") -> LlamaConfig:
         null = {key: settings[key] for key in ("num_key_value_heads", "sliding_window") if key in settings}
         shape = _of_family(FAMILIES[kind], {**_LLAMAS, **FAMILIES[kind].defaults, **null, **given})
         shape |= _rope({**FAMILIES[kind].defaults, **given}, shape["max_position_embeddings"], source)
+    types, only = given.get("layer_types", []), FULL if shape.get("sliding_window") is None else SLIDING
+    if kind == "mistral" and any(each != only for each in types):  # which transformers 5 takes for a Ministral
+        raise CheckpointError(f"{source}: layer_types: expected {only} alone in a model of type mistral, got {types}")
     try:
         return ModelSection.model_validate({**shape, "model_type": kind}).resolve(0, 0)
     except ValidationError as error:
@@ -109,10 +119,9 @@ def _of_family(family: type[LlamaConfig], settings: dict[str, Any]) -> dict[str,
     """The settings of a model section; which layers have a window and rotary positions as transformers works it out."""
     layers = range(settings["num_hidden_layers"])
     if "no_rope_layers" in family.takes:
-        every = settings["no_rope_layer_interval"]
-        flags = settings.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]
+        flags = settings.get("no_rope_layers") or rotated_layers(len(layers), settings["no_rope_layer_interval"])
         flags = flags[: len(layers)]
-        settings["no_rope_layers"] = [] if all(flags) and len(flags) == len(layers) else flags
+        settings["no_rope_layers"] = [] if all(flags) and len(flags) in (0, len(layers)) else flags
     if "layer_types" in family.takes:
         window = settings.get("sliding_window") if settings["use_sliding_window"] else None
         first = settings["max_window_layers"] if "max_window_layers" in family.defaults else 0
@@ -128,14 +137,13 @@ def _of_family(family: type[LlamaConfig], settings: dict[str, Any]) -> dict[str,
 
 def _rope(given: Mapping[str, Any], context: Any, source: str) -> dict[str, Any]:
     """``rope_theta`` and ``rope_scaling`` in either spelling; ``context`` is the model's."""
-    rope, scaling = given.get("rope_parameters", {}), given.get("rope_scaling", {})
-    for settings in (rope, scaling):
-        if not isinstance(settings, dict):
-            raise CheckpointError(f"{source}: expected a table of RoPE's parameters, got {settings!r}")
-    theta = {"rope_theta": rope.get("rope_theta", given.get("rope_theta", 10_000.0))}
-    scaling = rope if rope.get("rope_type", "default") != "default" else scaling
+    scaling = given.get("rope_scaling") or given.get("rope_parameters", {})  # in this order, as transformers looks
+    if not isinstance(scaling, dict):
+        raise CheckpointError(f"{source}: expected a table of RoPE's parameters, got {scaling!r}")
+    scaling = {key: value for key, value in scaling.items() if value is not None}
+    theta = {"rope_theta": scaling.get("rope_theta", given.get("rope_theta", 10_000.0))}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if (part := rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))) != 1:
+    if (part := scaling.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))) != 1:
         raise CheckpointError(f"{source}: expected partial_rotary_factor 1.0, got {part!r}")
     if kind == "default":
         return theta | {"rope_scaling": None}
@@ -146,7 +154,7 @@ def _rope(given: Mapping[str, Any], context: Any, source: str) -> dict[str, Any]
         scaling = {"original_max_position_embeddings": context, **scaling}
     if missing := [name for name in KEYS[kind] if name not in scaling and (kind != "yarn" or name == "factor")]:
         raise CheckpointError(f"{source}: expected {missing[0]} of the RoPE scaling, got none")
-    found = {name: scaling[name] for name in KEYS[kind] if scaling.get(name) is not None}
+    found = {name: scaling[name] for name in KEYS[kind] if name in scaling}
     return theta | {"rope_scaling": {"rope_type": kind, **found}}
 
 
@@ -154,6 +162,9 @@ def read_config(directory: Path) -> LlamaConfig:
     """The model that ``directory/config.json`` describes."""
     path = directory / "config.json"
     try:
+        if found := sorted(each.name for each in directory.glob("adapter_model.*")):
+            how = "merge it into its model with peft's merge_and_unload"
+            raise CheckpointError(f"{directory}: expected a whole model, got the adapter {found[0]}; {how}")
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         missing = "file" if directory.is_dir() else "folder; kos downloads no models from hubs"
@@ -187,6 +198,9 @@ def check_weights(directory: Path) -> None:
     if found := sorted(path.name for path in directory.glob("pytorch_model*.bin")):
         folder, load = str(directory), "from transformers import AutoModelForCausalLM as Model; Model.from_pretrained"
         got = f'{found[0]}; to convert it, run: python -c "{load}({folder!r}).save_pretrained({folder!r})"'
+    elif found := sorted(path.name for path in directory.glob("*.*") if path.suffix in _OTHER_WEIGHTS):
+        why = f" without {INDEX}" if found[0].startswith("model-0") else ", which kos does not read"
+        got = f"{found[0]}{why}"
     raise CheckpointError(f"{directory}: expected model.safetensors, got {got}")
 
 
@@ -202,13 +216,31 @@ def weight_files(directory: Path, shapes: Mapping[str, Shape]) -> TensorFiles:
         raise CheckpointError(f"{index}: expected an index of safetensors, got {error}") from error
     if elsewhere is not None:
         raise CheckpointError(f"{index}: expected file names, got {elsewhere!r}")
-    return TensorFiles(directory, shards, shapes, _as_ours, TRANSPOSED)
+    try:
+        files = TensorFiles(directory, shards, shapes, _as_ours, TRANSPOSED)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_quantization(directory)}") from None
+    embedding = next(name for name in shapes if name.endswith((LlamaConfig.embedding, GPT2Config.embedding)))
+    if not files.has_same(HEAD, embedding):
+        expected = f"{HEAD} to be {embedding} (tie_word_embeddings)"
+        raise CheckpointError(f"{directory}: expected {expected}, got another; remove it, or untie them in config.json")
+    return files
+
+
+def _quantization(directory: Path) -> str:
+    """For an error of weights that cannot be read: that they are quantized, if ``config.json`` says so."""
+    try:
+        settings = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        settings = None
+    kind = settings.get("quant_method", "an unknown method") if isinstance(settings, dict) else None
+    return f" (quantized with {kind}: take the model before quantization)" if kind else ""
 
 
 def _as_ours(name: str, shapes: Mapping[str, Shape]) -> str | None:
     """Our name of a tensor; None if it is no weight."""
     name = name.removeprefix("_orig_mod.")
-    if name.endswith(_BUFFERS) or (name == "lm_head.weight" and name not in shapes):
+    if name.endswith(_BUFFERS) or (name == HEAD and name not in shapes):
         return None
     return f"transformer.{name}" if name not in shapes and f"transformer.{name}" in shapes else name
 
@@ -229,13 +261,18 @@ class TensorFiles:
 
         self.folder, self._transposed = folder, transposed
         self._where: dict[str, tuple[Path, Any, str]] = {}
+        self._left_out: dict[str, Any] = {}
         for path in (folder / file for file in files):
             with _reading(path):
-                path.open("rb").close()  # whose errors say more
+                with path.open("rb") as opened:  # whose errors say more
+                    if opened.read(len(_POINTER)) == _POINTER:
+                        raise ValueError("a pointer of Git LFS; run: git lfs pull")
                 file = safe_open(path, framework="numpy")
                 names = list(file.keys())
             for name in names:
-                if (ours := rename(name, shapes)) is not None:
+                if (ours := rename(name, shapes)) is None:
+                    self._left_out[name] = file
+                else:
                     self._where[ours] = path, file, name
                     self._check(ours, shapes)
         if missing := [name for name in shapes if name not in self._where]:
@@ -251,6 +288,18 @@ class TensorFiles:
         shape = tuple(tensor.get_shape())[:: -1 if name.endswith(self._transposed) else 1]
         if shape != tuple(shapes[name]):
             raise CheckpointError(f"{self.folder}: {name}: expected shape {tuple(shapes[name])}, got {shape}")
+
+    def has_same(self, left_out: str, name: str) -> bool:
+        """Whether a tensor that ``rename`` left out, if there is one, is ``name``; both are matrices."""
+        if left_out not in self._left_out:
+            return True
+        path, file, theirs = self._where[name]
+        with _reading(path):
+            one, other = self._left_out[left_out].get_slice(left_out), file.get_slice(theirs)
+            rows = one.get_shape()[0]
+            pieces = (slice(at, min(at + _ROWS, rows)) for at in range(0, rows, _ROWS))
+            same = one.get_shape() == other.get_shape()
+            return same and all(np.array_equal(one[piece], other[piece]) for piece in pieces)
 
     def by_file(self) -> dict[str, list[str]]:
         """Our names of the tensors in each file."""

@@ -131,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
             kind |= {"nargs": "?", "const": "1"} if key == "elastic" else {}
         group.add_argument(flag_of(key), dest=key, help=_help(field, attrgetter(key)(defaults)), **kind)
     config = "Read settings from a TOML or JSON file, or from the config.json of a run. Default: none."
-    groups["preset"].add_argument("--config", metavar="FILE", help=config)
+    groups["preset"].add_argument("--config", action=_Once, metavar="FILE", help=config)
     add_plan(groups["device"])
     return parser
 

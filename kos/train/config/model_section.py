@@ -17,6 +17,7 @@ from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.rope import RopeScaling
 from kos.train.model.section import Section, SettingError
+from kos.train.model.smollm3 import rotated_layers
 
 EXPECTED = {"path_type": "a path", "model_type": "a table of keys"}
 """Of the types of pydantic's errors that have no such word in their text."""
@@ -71,7 +72,7 @@ class ModelSection(Section, use_attribute_docstrings=True):
         description=_of_some("sliding_window", "Keys that a token sees at most, its own included"),
     )  # fmt: skip
     layer_types: tuple[str, ...] = ()
-    no_rope_layers: tuple[int, ...] = ()
+    no_rope_layers: tuple[int, ...] | None = None
 
     @field_validator("layer_types", "no_rope_layers", mode="before")
     @classmethod
@@ -80,15 +81,17 @@ class ModelSection(Section, use_attribute_docstrings=True):
 
     def resolve(self, vocab_size: int, context: int) -> LlamaConfig:
         """The model's shape; sizes that were left open follow from the tokenizer's vocabulary and the run's context."""
-        width, heads = self.hidden_size, self.num_attention_heads
+        width, heads, family = self.hidden_size, self.num_attention_heads, FAMILIES[self.model_type]
+        interval = family.defaults.get("no_rope_layer_interval", 0)
         if self.head_dim is None and width % heads:
             raise SettingError("hidden_size", f"a multiple of {heads}", width, "num_attention_heads")
         values: dict[str, Any] = {
             "vocab_size": vocab_size, "max_position_embeddings": context,
             "num_key_value_heads": heads, "head_dim": width // heads, "rope_scaling": self.rope_scaling,
+            "no_rope_layers": rotated_layers(self.num_hidden_layers, interval),
         }  # fmt: skip
         values |= self.model_dump(exclude={"model_type", "rope_scaling"}, exclude_none=True)
-        return FAMILIES[self.model_type](**values)
+        return family(**values)
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:

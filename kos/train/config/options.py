@@ -428,10 +428,12 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     labels = {key: flag_of(key) for key in KEYS}
     labels |= {key: f"{at}: {key}" for key, at in sources.items() if at != "flags" and not at.startswith("preset")}
     optimizer = merged.get("optimizer", KEYS["optimizer"].default)
-    for key in sorted(not_of(optimizer) & merged.keys()):  # those of presets may stay, and what a file has by default
-        given = sources[key] == "flags" or merged[key] != KEYS[key].default
-        if given and not sources[key].startswith("preset"):
+    for key in sorted(not_of(optimizer) & merged.keys()):
+        if sources[key].startswith("preset") or (sources[key] != "flags" and merged[key] == KEYS[key].default):
+            continue
+        if sources.get("optimizer") != "flags" or sources[key] == "flags":
             raise ConfigError(f"{labels[key]}: expected none with --optimizer {optimizer}, got {merged[key]}")
+        _log.warning("%s: %s is left out, --optimizer %s does not take it", labels[key], merged.pop(key), optimizer)
     if merged.get("model.model_type") == "gpt2":
         of_preset = [key for key in merged if sources[key].startswith("preset")]
         merged = {key: merged[key] for key in merged if key not in of_preset or key.rpartition(".")[2] not in LLAMAS}

@@ -26,11 +26,12 @@ from kos.train.data.corpus import Corpus, Show, read_corpus
 from kos.train.data.documents import Document, Lines
 from kos.train.data.permutation import permuted
 from kos.train.data.prepared import prepared
-from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary
+from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary, check_mask
 from kos.train.data.tokenizers import (
     NumberTokenizer,
     Tokenizer,
     has_tokenizer,
+    how_to_make,
     make_tokenizer,
     tokenizer_from_json,
 )
@@ -131,13 +132,12 @@ class Dataset:
 
     def __post_init__(self) -> None:
         least = self.seq_len + 1
-        for tokens, use in ((self.train, "train"), (self.val, "validate")):
+        for tokens, use in ((self.train, "train"), (self.val, "validate"))[: 2 if self.eval_batches else 1]:
             if len(tokens) < least:
                 raise self._error(tokens, f"at least --seq-len + 1 = {least} tokens to {use} on", len(tokens))
         counts = (counted(self.windows(self.val, starts)) for starts in self.val_starts())
         if self.val.masked and self.eval_batches and not any(counts):
-            error = self._error(self.val, "validation windows in which the loss counts a target", "none")
-            raise DataError(f"{error}; --eval-batches 0 turns validation off")
+            raise self._error(self.val, "validation windows in which the loss counts a target", "none")
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -172,6 +172,15 @@ class Dataset:
         """
         return -(-self._windows(self.train) // self.batch_size)
 
+    def tokens_in(self, steps: int) -> int:
+        """The tokens of the first ``steps`` batches, without the rows that only fill the last batch of an epoch."""
+        rows = steps * self.batch_size
+        if self.epochs is not None:
+            epochs, rest = divmod(steps, self.steps_per_epoch)
+            windows = self._windows(self.train)
+            rows = epochs * windows + min(rest * self.batch_size, windows)
+        return rows * self.seq_len
+
     def _windows(self, tokens: Tokens) -> int:
         """How many sequences with their targets lie side by side in ``tokens``."""
         return (len(tokens) - 1) // self.seq_len
@@ -182,10 +191,8 @@ class Dataset:
         That is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks,
         so that their mean is the step's.  Collective over ``dp`` if targets are masked.
         """
-        own, rows = [self.rows(step, each) for each in rows_of_each], self.batch_size
-        if self.epochs is not None:
-            rows = min(rows, self._windows(self.train) - step % self.steps_per_epoch * rows)
-        count = rows * self.seq_len
+        own = [self.rows(step, each) for each in rows_of_each]
+        count = self.tokens_in(step + 1) - self.tokens_in(step)
         if self.masks_targets:
             count = max(1, sum_over(dp, sum(map(counted, own))))
         return own, count * len(rows_of_each[0]) / self.batch_size
@@ -196,7 +203,7 @@ class Dataset:
         The windows are evenly spread over the validation tokens and do not overlap.  Every batch has ``eval_shape``, or
         as many sequences as there are windows.
         """
-        windows = self._windows(self.val)
+        windows = max(1, self._windows(self.val))  # of which none may be needed
         rows = min(eval_shape(self)[0], windows)
         batches = min(self.eval_batches, windows // rows)
         count = rows * batches
@@ -207,7 +214,7 @@ class Dataset:
         return f"{len(self.train):,} + {len(self.val):,} tokens of {self.name} ({self.tokenizer.name})"
 
     def _error(self, tokens: Tokens, expected: str, got: object) -> DataError:
-        held_out = f" ({self.held_out.partition(';')[0]})" * (tokens is self.val)
+        held_out = f" ({self.held_out.partition(';')[0]}); --eval-batches 0 turns validation off" * (tokens is self.val)
         return DataError(f"{self.sources[tokens is self.val]}: expected {expected}, got {got}{held_out}")
 
     def windows(self, tokens: Tokens, starts: Iterable[int]) -> Batch:
@@ -289,6 +296,8 @@ def _load_tokens(
 
     def make(folder: Path) -> dict[str, Any]:
         every, found, counts = [*shards, *val_shards], False, 0
+        for shard in every:
+            check_mask(shard)
         for number, piece in _pieces(every, show):
             tokens, flag = unmasked(piece), "--val-data" if config.val_data and number >= len(shards) else "--data"
             if tokens.max() >= tokenizer.vocab_size:
@@ -337,7 +346,8 @@ def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
     if config.tokenizer != "auto":
         return config.tokenizer
     if folder is not None and not has_tokenizer(Path(folder)):
-        raise ConfigError(f"--tokenizer: expected the one of the weights in {folder}, which holds none, got none")
+        expected = f"bytes, chars or the PATH of a tokenizer.json, as {folder} has none"
+        raise ConfigError(f"--tokenizer: expected {expected}, got auto{how_to_make(Path(folder))}")
     return folder or "bytes"
 
 

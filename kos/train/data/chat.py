@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import chain
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,47 +29,45 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, str], path: Path) -> None:
         self.source, self.special, self.path = source, special, path
 
-    def parts(self, messages: Any, where: str) -> list[tuple[str, bool]]:
-        """The text of a chat, in parts, and whether each is an assistant's.
+    def parts(self, line: Mapping[str, Any], where: str) -> list[tuple[str, bool]]:
+        """The text of the chat ``line["messages"]``, in parts, and whether the loss counts each.
 
-        An assistant's part begins after what the template adds to ask for it, and ends with the turn.
+        An assistant's part begins after what the template adds to ask for it, and ends with the turn. It counts, unless
+        the message has the ``weight`` 0.  The template also gets ``tools`` and ``chat_template_kwargs`` of the line.
         DataError, which begins with ``where``: no list of messages with a role and text, or none that the template
         renders; a template that changes what comes before an answer.
         """
-        for message in _checked(messages, where):
-            if message["role"] not in ROLES:
-                raise DataError(f"{where}: expected a role of {', '.join(ROLES)}, got {message['role']!r}")
-        whole, parts, done = self._render(messages, where), [], 0
+        messages = _checked(line["messages"], where)
+        render = partial(self._render, _options(line, where), where)
+        whole, parts, done = render(messages), [], 0
         for number, message in enumerate(messages, 1):
             if message["role"] != "assistant":
                 continue
-            before = asked = ending = ""
+            before = ending = ""
             stop = len(whole)
-            if number > 1:
-                before = self._render(messages[: number - 1], where)
-                asked = self._render(messages[: number - 1], where, add_generation_prompt=True)
+            if number == 1:  # a template may not render the chat before it, which is empty
+                asked = render([{**message, "content": MARK + message["content"]}, *messages[1:]])
+            else:
+                before = render(messages[: number - 1])
+                asked = render(messages[: number - 1], add_generation_prompt=True)
             if number < len(messages):
-                so_far = self._render(messages[:number], where)
-                ending = so_far[self._end(so_far, messages[:number], number, where) :]
-                stop = self._end(whole, messages, number, where) + len(ending)
+                so_far = render(messages[:number])
+                ending = so_far[_end(render, so_far, messages[:number], number) :]
+                stop = _end(render, whole, messages, number) + len(ending)
             start = _common(whole, asked)
             if not (max(done, len(before)) <= start <= stop and whole[:stop].endswith(ending)):
                 expected = "a chat template that does not change a turn for those after it"
                 raise DataError(f"{where}: expected {expected} ({self.path}), got another text up to message {number}")
-            parts += [(whole[done:start], False), (whole[start:stop], True)]
+            parts += [(whole[done:start], False), (whole[start:stop], message.get("weight") != 0)]
             done = stop
         return [*parts, (whole[done:], False)]
 
-    def _end(self, text: str, messages: Sequence[Any], number: int, where: str) -> int:
-        """Where the content of a message, counted from 1, ends in ``text``, which is that of ``messages``."""
-        message = messages[number - 1]
-        marked = [*messages[: number - 1], {**message, "content": message["content"] + MARK}, *messages[number:]]
-        return _common(text, self._render(marked, where))
-
-    def _render(self, messages: Sequence[Any], where: str, add_generation_prompt: bool = False) -> str:
+    def _render(
+        self, options: Mapping[str, Any], where: str, messages: Sequence[Any], add_generation_prompt: bool = False
+    ) -> str:
         try:
-            values = {**self.special, "messages": messages, "add_generation_prompt": add_generation_prompt}
-            return str(self._template.render(values))
+            values = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+            return str(self._template.render({**self.special, **options, **values}))
         except (ConfigError, DataError):
             raise
         except Exception as error:  # a template is a program
@@ -104,20 +103,44 @@ class ChatTemplate:
             raise DataError(f"{self.path}: expected a chat template, got {error}") from None
 
 
+def _end(render: Callable[[Sequence[Any]], str], text: str, messages: Sequence[Any], number: int) -> int:
+    """Where the content of a message, counted from 1, ends in ``text``, which is that of ``messages``."""
+    message = messages[number - 1]
+    marked = [*messages[: number - 1], {**message, "content": message["content"] + MARK}, *messages[number:]]
+    return _common(text, render(marked))
+
+
 def _common(a: str, b: str) -> int:
     """How many characters two texts have in common, from their start on."""
     return len(commonprefix([a, b]))  # noqa: RUF071
 
 
 def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
-    """``messages``, if it is a list of messages of one role and text each."""
+    """``messages``, if it is a list of messages of one role and text each, whose weights are 0 or 1."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: expected a list of messages, got {reprlib.repr(messages)}")
     for message in messages:
         text = message.get("content") if isinstance(message, dict) and "role" in message else None
         if not isinstance(text, str):
             raise DataError(f"{where}: expected messages with role and content, got {reprlib.repr(message)}")
+        if message["role"] not in ROLES:
+            raise DataError(f"{where}: expected a role of {', '.join(ROLES)}, got {message['role']!r}")
+        if message.get("weight") not in (None, 0, 1):
+            raise DataError(f"{where}: expected a weight of 0 or 1, got {reprlib.repr(message['weight'])}")
     return messages
+
+
+def _options(line: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What a template gets beside the messages: as from transformers and, of the fields of a line, from TRL."""
+    tools, others = line.get("tools"), line.get("chat_template_kwargs") or {}
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise DataError(f"{where}: expected JSON in the field 'tools', got {error}") from None
+    if not isinstance(tools, list | None) or not isinstance(others, dict):
+        got = reprlib.repr({"tools": tools, "chat_template_kwargs": others})
+        raise DataError(f"{where}: expected a list of tools and a table of chat_template_kwargs, got {got}")
+    return {"tools": tools, "documents": None, **others}
 
 
 def read_chat_template(tokenizer: str) -> ChatTemplate | None:
@@ -127,7 +150,8 @@ def read_chat_template(tokenizer: str) -> ChatTemplate | None:
     if tokenizer in ("bytes", "chars"):
         return None
     try:
-        settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        found = [each for each in (folder / "special_tokens_map.json", path) if each.is_file()]
+        settings = dict(chain.from_iterable(json.loads(each.read_text("utf-8")).items() for each in found))
         source = alone.read_text("utf-8") if alone.is_file() else settings.get("chat_template")
         if isinstance(source, list):  # several, by name
             source = {each["name"]: each["template"] for each in source}.get("default")

@@ -260,10 +260,13 @@ def _validation_files(files: Sequence[File]) -> list[File]:
 
 
 def _cut(file: File) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The first nine tenths and the rest, as in nanoGPT's prepare.py: of documents, of a single one, or of tokens."""
+    """The first nine tenths and the rest, as in nanoGPT's prepare.py: of documents, of a single one, or of tokens.
+
+    Of a document in parts nothing is held out.
+    """
     whole = file.content if len(file.content) > 1 else file.content[0]
     if isinstance(whole, Document):
-        raise DataError(f"--data {file.path}: expected two lines or more, to hold one out, got one")
+        return file.content, []
     at = int(len(whole) * (1 - 1 / HELD_OUT))
     return (whole[:at], whole[at:]) if whole is file.content else ([whole[:at]], [whole[at:]])
 

@@ -150,7 +150,7 @@ def _document_of(line: bytes, lines: Lines, where: str) -> str | Document:
     fields: Mapping[str, Any] = value if isinstance(value, dict) else {}
     if lines.text_field in fields:
         return _text_of(fields, lines.text_field, where)
-    if "prompt" in fields or "completion" in fields:
+    if "completion" in fields or ("prompt" in fields and "messages" not in fields):
         prompt, completion = (_text_of(fields, name, where) for name in ("prompt", "completion"))
         return Document(((prompt, False), (completion, True)))
     if "messages" in fields:
@@ -158,7 +158,7 @@ def _document_of(line: bytes, lines: Lines, where: str) -> str | Document:
             expected = "a tokenizer with a chat template for messages (--tokenizer, --init-from)"
             how = "add chat_template to its tokenizer_config.json, or put each chat into one field, as text"
             raise DataError(f"{where}: expected {expected}, got none; {how}")
-        parts = template.parts(fields["messages"], where)
+        parts = template.parts(fields, where)
         return Document(tuple((_encodable(text, "messages", where), counted) for text, counted in parts), rendered=True)
     got = f"the fields {', '.join(fields) or 'none'}" if isinstance(value, dict) else reprlib.repr(value)
     kinds = f"the field {lines.text_field!r} (--text-field), prompt and completion, or messages"

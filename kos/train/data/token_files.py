@@ -83,6 +83,13 @@ def map_tokens(path: Path) -> NDArray[Any] | MaskedTokens:
     return MaskedTokens(tokens, np.memmap(beside, np.uint8, "r"))
 
 
+def check_mask(shard: Any) -> None:
+    """DataError if a token file has a mask, as ``map_tokens`` gives it, with other bytes than 0 and 1, such as text."""
+    mask: Any = getattr(shard, "mask", np.zeros(1, np.uint8))
+    if (largest := mask.max()) > 1:
+        raise DataError(f"--data {Path(mask.filename)}: expected bytes of 0 and 1, got {largest}")
+
+
 def beyond_vocabulary(flag: str, shard: Any, vocab_size: int) -> DataError:
     """The error for the file of which ``shard`` is a part, with its first token that is not below ``vocab_size``."""
     path = Path(getattr(shard, "tokens", shard).filename)

@@ -22,6 +22,8 @@ from kos.errors import CheckpointError, ConfigError, DataError, install
 from kos.train.data.documents import Document
 
 SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint
+_SOURCES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+"""Files of which transformers makes a ``tokenizer.json``."""
 
 PIECE = 1 << 20
 """Characters that a Hugging Face tokenizer is given at once: longer text is split, at a line's end."""
@@ -273,6 +275,10 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(f"{self.name}: expected the {role} token in the vocabulary, got {token!r}")
         return number
 
+    def without(self, tokens: Iterable[str]) -> list[str]:
+        """Those of ``tokens`` that the vocabulary has not."""
+        return [token for token in tokens if self._tokenizer.token_to_id(token) is None]
+
     def huggingface(self) -> dict[str, Any]:
         return dict(self.arguments["tokenizer"])
 
@@ -376,18 +382,34 @@ def make_tokenizer(spec: str, *, text: Iterable[str | Document] = ()) -> Tokeniz
     path = Path(spec) / "tokenizer.json" if Path(spec).is_dir() else Path(spec)
     if path.name == "tokenizer.json" and path.with_name(SAVED).exists():
         return read_tokenizer(path.parent)
-    beside = path.with_name("tokenizer_config.json")
-    tokenizer = _read_json(path)
-    settings = _read_json(beside) if beside.is_file() else {}
+    tokenizer, beside = _read_json(path), path.with_name("tokenizer_config.json")
+    more, older, settings, config = (
+        _read_json(each) if each.is_file() else {}
+        for each in map(path.with_name, ("added_tokens.json", "special_tokens_map.json", beside.name, "config.json"))
+    )
     try:
+        listed = [*more, *(token["content"] for token in settings.get("added_tokens_decoder", {}).values())]
+        end, added = config.get("eos_token_id"), tokenizer.get("added_tokens", ())  # GPT-2's folder names it only here
+        ending = next((token["content"] for token in added if token["id"] == end), None)
+        settings = {"eos_token": ending} | older | settings
         named = {role: settings.get(f"{role}_token") for role in ("bos", "eos")}  # plain text, or with more about it
         special = {role: token["content"] if isinstance(token, dict) else token for role, token in named.items()}
         wrong = [token for token in special.values() if not isinstance(token, str | None)]
-    except (AttributeError, KeyError):
+    except (AttributeError, KeyError, TypeError):
         wrong = [settings]
     if wrong:
         raise DataError(f"{beside}: expected JSON with bos_token and eos_token, got {reprlib.repr(wrong[0])}")
-    return HuggingFaceTokenizer(tokenizer, str(path), **special)
+    made = HuggingFaceTokenizer(tokenizer, str(path), **special)
+    if missing := made.without(listed):
+        how = how_to_make(path.parent, ("added_tokens.json", beside.name))
+        raise DataError(f"{path}: expected the added token {missing[0]!r} of the files beside it, got none{how}")
+    return made
+
+
+def how_to_make(folder: Path, sources: Iterable[str] = _SOURCES) -> str:
+    """For an error: how transformers makes the ``tokenizer.json`` of a folder that has one of ``sources``."""
+    code = f"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')"
+    return f'; to make it, run: python -c "{code}"' if any((folder / name).is_file() for name in sources) else ""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -411,7 +433,7 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text("utf-8"))
     except OSError as error:
-        got = f"{str(path)!r}: {error.strerror}"
+        got = f"{str(path)!r}: {error.strerror}{how_to_make(path.parent)}"
         raise DataError(f"--tokenizer: expected bytes, chars or the PATH of a tokenizer.json, got {got}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"--tokenizer {path}: expected JSON, got {error}") from None

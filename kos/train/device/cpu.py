@@ -96,7 +96,7 @@ class CpuDevice(Device):
     """Weights and state are fp32 arrays of the host; with ``--zero 1`` a rank holds its shard of the state."""
 
     lag, place, dtype = 0, "the CPU", np.dtype(np.float32)
-    _trial = 0  # the number of the current trial step; 0: none
+    _dry_run = 0  # the number of the current step without effect; 0: none
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         super().__init__(config, model, data, mesh, show)
@@ -128,21 +128,21 @@ class CpuDevice(Device):
     def check_stop(self, asked: Callable[[], int]) -> None:
         self.step.asked = asked
 
-    def trial(self) -> tuple[float, float]:
+    def dry_run(self) -> tuple[float, float]:
         trained = self.config.batch_size * self.config.seq_len
-        self._try_step()  # the first takes longer
+        self._dry_step()  # the first takes longer
         # So do the steps of the first second of work, while processors raise their clock.  All ranks try equally many.
-        took = float(self.comm.all_reduce(np.array([self._try_step()]), ReduceOp.MAX)[0])
-        seconds = min([took, *(self._try_step() for _ in range(min(4, int(_WARM_SECONDS / took))))])
-        self.step.optimizer.step_count = self._trial = 0
+        took = float(self.comm.all_reduce(np.array([self._dry_step()]), ReduceOp.MAX)[0])
+        seconds = min([took, *(self._dry_step() for _ in range(min(4, int(_WARM_SECONDS / took))))])
+        self.step.optimizer.step_count = self._dry_run = 0
         tokens = math.prod(eval_shape(self.config)) * len(self.data.val_starts())
         return seconds, seconds * tokens / trained / 3  # a backward is two forwards
 
-    def _try_step(self) -> float:
+    def _dry_step(self) -> float:
         """Seconds that a step takes, with weights of zeros."""
         for held in (self.step.weights, *self.step.optimizer.state.values()):
             held.flat[:] = 0
-        self._trial += 1
+        self._dry_run += 1
         self.start_step(0, 0)
         return self._result.seconds
 
@@ -157,7 +157,7 @@ class CpuDevice(Device):
         self._result = self.result(program.reports, norm, lr, time.perf_counter() - began)
 
     def micro_batch(self, index: int) -> Batch:
-        what = f"trial step {self._trial}" if self._trial else f"step {self._number + 1}"
+        what = f"dry run {self._dry_run}" if self._dry_run else f"step {self._number + 1}"
         self.show(what, index / len(self.micro_batches))
         return self._batches[index]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import json
 import math
 import time
 from functools import partial
@@ -52,7 +51,7 @@ from kos.train.model.stage import check_fp8, make_stage
 from kos.train.ops.cuda import cublaslt, fp8
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.optim.cuda import SCALARS, CudaOptimizer
-from kos.train.parallel.failures import together
+from kos.train.parallel.failures import gather_json, together
 from kos.train.parallel.mesh import Axis, Mesh
 from kos.train.train import REPORT, Step, StepResult
 
@@ -188,26 +187,26 @@ class CudaDevice(Device):
             if about.hexdigest() in found:
                 return found
             trying = CudaOps(ops.device, ops.stream, algorithms=found, search=True)
-            trial = make_stage(config, model, trying, local, dry, head_rows=HEAD_ROWS, recompute=config.recompute)
-            trial.arena.reserve(self.plan.arena)
+            stage = make_stage(config, model, trying, local, dry, head_rows=HEAD_ROWS, recompute=config.recompute)
+            stage.arena.reserve(self.plan.arena)
             shapes, groups = model.parameter_shapes(local), model.fused_groups(local)
             drawn = Parameters(shapes, config.compute_dtype, groups, trying.zeros)
             gradients, loss = drawn.like(config.grad_dtype), trying.zeros(1, np.float64)
             random = np.random.default_rng(0)
             _draw_quickly(drawn, random, trying)
-            store = weight_store(linear_names([trial]), drawn, trying) if config.dtype == "fp8" else {}
-            weights = Fp8Weights(drawn, store, trying, trial.arena)
+            store = weight_store(linear_names([stage]), drawn, trying) if config.dtype == "fp8" else {}
+            weights = Fp8Weights(drawn, store, trying, stage.arena)
             shape = config.micro_batch_size or 1, config.seq_len // cp.size
             tokens = random.integers(model.vocab_size, size=shape).astype(np.int32)
             batch = Batch(tokens, tokens)
             for accumulate in {False, accumulation_steps > 1}:
-                with trying.step(trial.arena):
-                    out_nD = trial.forward(weights, flight := InFlight(trial.arena), batch)
-                    dx_nD = trial.arena.take(out_nD.shape, out_nD.dtype)
+                with trying.step(stage.arena):
+                    out_nD = stage.forward(weights, flight := InFlight(stage.arena), batch)
+                    dx_nD = stage.arena.take(out_nD.shape, out_nD.dtype)
                     into = Gradients(gradients, accumulate, lambda name: None)
-                    trial.backward(weights, flight, into, dx_nD, loss=loss)
+                    stage.backward(weights, flight, into, dx_nD, loss=loss)
             for size in sizes:
-                trial.loss(weights, Batch(tokens[:size], tokens[:size]))
+                stage.loss(weights, Batch(tokens[:size], tokens[:size]))
             stored.keep({**found, about.hexdigest(): "all were searched"})
             return found
 
@@ -215,8 +214,7 @@ class CudaDevice(Device):
         first = places.index(places[self.comm.rank])  # of the ranks with such a GPU on this machine
         found = together(self.comm, lambda: passes() if first == self.comm.rank else {})
         pool_of(ops.device).trim()  # pieces of other sizes than those that follow
-        tables = self.comm.all_gather_bytes(json.dumps(found).encode())
-        return dict(json.loads(tables[first]))
+        return dict(gather_json(self.comm, found)[first])
 
     def describe(self) -> str:
         about = device_info(self.ops.device)
@@ -268,7 +266,7 @@ class CudaDevice(Device):
         optimizer = self.step.optimizer
         optimizer.halt()
         self.ops.zero(self.step.report)
-        with self.step.parallel.rehearsal():
+        with self.step.parallel.dry_run():
             self.step.run()
         optimizer.resume()
         with capture(self.ops.stream) as graph:

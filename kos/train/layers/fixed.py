@@ -61,26 +61,12 @@ class FixedProducts(Products):
     """Products and sums in the order of ``split``, for one rank of tp and of ``cp``."""
 
     ops: Any
-    bias_after_sum = True
+    bias_after_sum = by_piece = True
 
     def __init__(self, ops: Any, tp: TensorParallel, arena: Arena, split: Split, cp: Axis) -> None:
         super().__init__(ops, tp, arena)
         self.split, self.cp = split, cp
         self.parts, self.pieces = split.features // tp.size, split.tokens // cp.size
-
-    def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> None:
-        """None: a piece of the tokens has a scale of its own."""
-
-    fuses_norm = False  # as above
-
-    def gated(self, gate_up: Array) -> None:
-        """None, as above."""
-
-    def reads_16(self, bias: str | None) -> bool:
-        return True
-
-    def gradient(self, d_out: Array, keep: Arena, halves: bool = False) -> Array:
-        return d_out
 
     # --- sums ------------------------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ class Fp8Linear:
     """
 
     def __init__(self, products: Products) -> None:
-        self._products = weakref.proxy(products)  # in a cycle a trial's arena would outlive it
+        self._products = weakref.proxy(products)  # in a cycle the arena of a search would outlive it
         self.watching, self.first = False, ""
 
     def watch(self, watching: bool) -> None:

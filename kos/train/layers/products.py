@@ -28,6 +28,9 @@ class Products:
     fp8: Any = None
     """The products of linear layers in 8 bits (``kos.train.layers.fp8``), if they are."""
 
+    by_piece = False
+    """Whether a piece of the rows is multiplied at a time: in 8 bits it has a scale of its own then."""
+
     def __init__(self, ops: Ops, tp: TensorParallel, arena: Arena) -> None:
         self.ops, self.tp, self.arena = ops, tp, arena
 
@@ -36,24 +39,29 @@ class Products:
         """What has the products of linear layers: ``linear``, ``linear_input_gradient``, ``linear_weight_gradient``."""
         return self.fp8 or self.ops
 
-    # --- operands in 8 bits, where all rows of a tensor are multiplied at once ---------------------------------
+    # --- operands in 8 bits --------------------------------------------------------------------------------
+
+    @property
+    def fp8_of_all(self) -> Any:
+        """``fp8``, if a tensor has one set of scales for all of its rows."""
+        return None if self.by_piece else self.fp8
 
     def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> Any:
         """Memory in which ``linear`` saves its input (N, F) for the weight's gradient; None: others save it."""
-        return self.fp8.empty_transposed(shape, arena) if self.fp8 and self.tp.size == 1 else None
+        return self.fp8_of_all and self.fp8_of_all.empty_transposed(shape, arena) if self.tp.size == 1 else None
 
     @property
     def fuses_norm(self) -> bool:
         """Whether ``linear`` takes RMSNorm's output without it being in 16 bits (``kos.train.layers.fp8.Normed``)."""
-        return self.fp8 is not None and self.tp.size == 1
+        return self.fp8_of_all is not None and self.tp.size == 1
 
     def gated(self, gate_up: Array) -> Any:
         """SwiGLU's output as an input of ``linear`` that is never in 16 bits; None: it must be written."""
-        return self.fp8.gated(gate_up) if self.fp8 else None
+        return self.fp8_of_all and self.fp8_of_all.gated(gate_up)
 
     def reads_16(self, bias: str | None) -> bool:
         """Whether a gradient of weights, or of a ``bias``, reads its output's gradient in 16 bits."""
-        return not self.fp8 or bias is not None
+        return self.fp8_of_all is None or bias is not None
 
     def gradient(self, d_out: Any, keep: Arena, halves: bool = False) -> Any:
         """What both gradients take in place of ``d_out``; that of the weight reads memory of ``keep``.
@@ -61,7 +69,7 @@ class Products:
         ``halves``: that of the input takes the rows of each half apart.
         """
         parts = len(self.tp.halves(d_out.shape[0])) if halves else 1
-        return self.fp8.gradient(d_out, keep, parts) if self.fp8 else d_out
+        return self.fp8_of_all.gradient(d_out, keep, parts) if self.fp8_of_all else d_out
 
     # --- Linear and Norm -----------------------------------------------------------------------------------
 

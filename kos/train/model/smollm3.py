@@ -8,6 +8,12 @@ from typing import Any, ClassVar
 from kos.train.model.llama import LlamaConfig
 
 
+def rotated_layers(layers: int, every: int) -> tuple[int, ...]:
+    """``no_rope_layers`` if one layer in ``every`` has no rotary positions; 0: all have them. () if all have them."""
+    flags = tuple(int(not every or (layer + 1) % every != 0) for layer in range(layers))
+    return () if all(flags) else flags
+
+
 @dataclass(frozen=True)
 class SmolLM3Config(LlamaConfig):
     """Bakouch et al. 2025, huggingface.co/blog/smollm3; layers without positions: arXiv:2501.18795."""

@@ -193,7 +193,7 @@ class DataParallel:
         self._in_flight.clear()
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def dry_run(self) -> Iterator[None]:
         """A context for a step without effect: the residual stays as it is, and the kernel that adds it is loaded."""
         kept, self.residual = self.residual, None
         if kept is not None:

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import kos.errors
 from kos.comm.communicator import Communicator
@@ -19,6 +19,7 @@ PATIENCE = 3600.0
 That it died is seen at once all the same."""
 
 T = TypeVar("T")
+Error = TypeVar("Error", bound=KosError)
 
 _log = logging.getLogger(__name__)
 
@@ -75,8 +76,13 @@ def _run_and_compare(
     if first != comm.rank or failure is None:
         name, _, message = answers[first].partition("\n")
         failure = {"Stopped": Stopped}.get(name, getattr(kos.errors, name, KosError))(message)
-    failure.on_every_rank = True
-    raise failure
+    raise on_every_rank(failure)
+
+
+def on_every_rank(error: Error) -> Error:
+    """Mark an error that every rank raises."""
+    error.on_every_rank = True
+    return error
 
 
 @contextmanager
@@ -85,7 +91,7 @@ def raised_on_every_rank() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        error.on_every_rank = True
+        on_every_rank(error)
         raise
 
 
@@ -95,10 +101,14 @@ def stop_together(comm: Communicator, stop: Stop) -> None:
         raise Stopped("asked to stop")
 
 
+def gather_json(comm: Communicator, mine: Any) -> list[Any]:
+    """Every rank's value, of JSON's types; others become text. Collective."""
+    return [json.loads(each) for each in comm.all_gather_bytes(json.dumps(mine, default=str).encode())]
+
+
 def same_on_all(comm: Communicator, facts: Mapping[str, object]) -> None:
     """ConfigError on every rank, naming two of them and what differs, unless all hold the same ``facts``."""
-    mine = json.dumps(dict(facts), sort_keys=True, default=str)
-    everyone = [json.loads(answer) for answer in comm.all_gather_bytes(mine.encode())]
+    everyone = gather_json(comm, dict(facts))
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs.get(name) != value:

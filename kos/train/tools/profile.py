@@ -22,6 +22,7 @@ from kos.cuda import streams
 from kos.cuda.driver import call, cu
 from kos.cuda.streams import is_captured
 from kos.train.optim.base import elements
+from kos.train.parallel.failures import gather_json
 from kos.train.tools.costs import TimedOps, cost, update_bytes
 
 OPTIMIZER = "optimizer"
@@ -29,10 +30,8 @@ OPTIMIZER = "optimizer"
 
 WARM_UP = 3  # steps: in the first, kernels are loaded and the step is captured
 LANES = COMPUTE, COMMUNICATION = "compute", "communication"
-LANE_OF = {
-    **dict.fromkeys(["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "recv", "send_recv"],
-                    COMMUNICATION), "feed_back": COMPUTE,
-}  # fmt: skip
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "recv", "send_recv")
+LANE_OF = {**dict.fromkeys(COLLECTIVES, COMMUNICATION), "feed_back": COMPUTE}
 """The operations of a communicator that are timed."""
 
 
@@ -88,18 +87,16 @@ class TimedCommunicator:
             return function
 
         def run(*arguments: Any, **options: Any) -> Any:
-            def note(wait: Callable[[], Any]) -> Any:
-                return self._profiler.note(name, LANE_OF[name], wait, nbytes)
-
             nbytes = max(getattr(x, "nbytes", 0) for x in arguments)
             if name == "feed_back":
                 nbytes *= 4  # both arrays are read and written
             if form := options.get("compress"):
                 nbytes = FORMATS[form].nbytes(max(x.size for x in arguments))
-            if options.get("async_op"):
-                work = function(*arguments, **options)
-                return SimpleNamespace(wait=lambda: note(work.wait))
-            return note(lambda: function(*arguments, **options))
+            note = functools.partial(self._profiler.note, name, LANE_OF[name], nbytes=nbytes)
+            if not options.get("async_op"):
+                return note(lambda: function(*arguments, **options))
+            work = function(*arguments, **options)
+            return SimpleNamespace(wait=lambda: note(work.wait))
 
         return run
 
@@ -111,11 +108,9 @@ class Profiler:
         self.spans, self.marks, self.began, self.graph = list[Span](), Marks(), False, False
 
     def begin(self, device: Any) -> None:
-        self.device, on_host = device, device.config.device == "cpu"
-        self.graph = device.config.graph and not on_host
-        step = device.step
-        self.marks = Marks(None if on_host else step.models[0].ops.stream)
-        ops, optimizer = step.models[0].ops, step.optimizer
+        on_host, step, optimizer = device.config.device == "cpu", device.step, device.step.optimizer
+        ops = step.models[0].ops
+        self.graph, self.marks = device.config.graph and not on_host, Marks(None if on_host else ops.stream)
         timed = TimedOps(ops, self.timed)
         for model in step.models:
             model.ops = timed
@@ -135,38 +130,39 @@ class Profiler:
         def run(*arguments: Any, **options: Any) -> Any:
             label = str(arguments[1]) if name == "launch" else name
             moved = cost(label, arguments) if nbytes is None else (nbytes, 0.0)
-            if name.startswith("linear"):
-                (rows, inner), matrix = arguments[0].shape, arguments[1].shape
-                shape = (rows, *matrix) if name == "linear" else (rows, inner, matrix[1])
-                label += f" {' x '.join(map(str, shape))}"
-            elif name == "scaled_product":
-                label += f" {' x '.join(map(str, (*arguments[0].values.shape, len(arguments[1].values))))}"
+            shape: tuple[int, ...] = ()  # of a product
+            if name == "scaled_product":
+                shape = *arguments[0].values.shape, len(arguments[1].values)
+            elif name.startswith("linear"):
+                shape = *arguments[0].shape, arguments[1].shape[1]
+                shape = shape if name != "linear" else (shape[0], *arguments[1].shape)
+            label += f" {' x '.join(map(str, shape))}" * bool(shape)
             return self.note(prefix + label, COMPUTE, lambda: function(*arguments, **options), *moved)
 
         return run
 
     def note(self, label: str, lane: str, function: Callable[[], Any], nbytes: int = 0, flops: float = 0.0) -> Any:
-        """Return ``function()`` and record its time. For a captured step, the rehearsal is not recorded."""
+        """Return ``function()`` and record its time. For a captured step, its dry run is not recorded."""
         if not self.began or (self.graph and not self.marks.captured()):
             return function()
-        begin = self.marks.mark()
-        result = function()
+        begin, result = self.marks.mark(), function()
         self.spans.append(Span(label, lane, begin, self.marks.mark(), nbytes, flops))
         return result
 
-    def run(self, first: int, count: int) -> tuple[list[float], list[Span]]:
+    def run(self, device: Any, first: int, count: int) -> tuple[list[float], list[Span]]:
         """The microseconds of ``count`` steps from ``first`` on, after ``WARM_UP`` more, and what happened in them."""
+        self.begin(device)
         lasted, report, clock = [], list[Span](), self.marks.microseconds
         for step in range(first, first + WARM_UP + count):
             if step == first + WARM_UP:
-                self.device.mesh.world.all_gather_bytes(b"")  # ranks begin together
+                device.mesh.world.all_gather_bytes(b"")  # ranks begin together
                 origin = self.marks.mark()
             if not self.graph:
                 self.spans.clear()
             began = self.marks.mark()
-            self.device.start_step(step, False)
+            device.start_step(step, False)
             ended = self.marks.mark()
-            self.device.finish_step(step)
+            device.finish_step(step)
             if step < first + WARM_UP:
                 continue
             lasted.append(clock(began, ended))
@@ -179,18 +175,18 @@ def table(lasted: list[float], spans: list[Span]) -> str:
     rows: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         rows[span.name + ", collective" * (span.lane == COMMUNICATION)].append(span)
-    times = {label: covered(each) for label, each in rows.items()}
-    steps, whole = len(lasted), sum(lasted)
-    lines = [f"{'operation':<44}{'calls':>7}{'ms':>10}{'of step':>9}{'GB/s':>9}{'TFLOP/s':>9}"]
-    for label, each in sorted(rows.items(), key=lambda row: -times[row[0]]):
-        us, nbytes, flops = times[label], sum(s.nbytes for s in each), sum(s.flops for s in each)
+    steps, whole, found = len(lasted), sum(lasted), list[tuple[float, str]]()
+    for label, each in rows.items():
+        us, nbytes, flops = covered(each), sum(s.nbytes for s in each), sum(s.flops for s in each)
         rates = f"{nbytes / us / 1e3:>9.1f}" if nbytes and us else f"{'-':>9}"
         rates += f"{flops / us / 1e6:>9.3f}" if flops and us else f"{'-':>9}"
-        lines.append(f"{label:<44}{len(each) / steps:>7.0f}{us / steps / 1e3:>10.3f}{us / whole:>9.1%}{rates}")
-    busy = covered([span for span in spans if span.lane == COMPUTE])
-    return "\n".join(
-        [*lines, f"{'a step':<51}{whole / steps / 1e3:>10.3f}, {1 - busy / whole:.1%} of it outside of operations"]
-    )
+        line = f"{label:<44}{len(each) / steps:>7.0f}{us / steps / 1e3:>10.3f}{us / whole:>9.1%}{rates}"
+        found.append((us, line))
+    lines = [line for _, line in sorted(found, key=lambda row: -row[0])]
+    outside = 1 - covered([span for span in spans if span.lane == COMPUTE]) / whole
+    head = f"{'operation':<44}{'calls':>7}{'ms':>10}{'of step':>9}{'GB/s':>9}{'TFLOP/s':>9}"
+    foot = f"{'a step':<51}{whole / steps / 1e3:>10.3f}, {outside:.1%} of it outside of operations"
+    return "\n".join([head, *lines, foot])
 
 
 def covered(spans: list[Span]) -> float:
@@ -221,11 +217,10 @@ def profile_steps(profiler: Profiler, device: Any, first: int, count: int, out: 
 
     Rank 0 leaves its table and the trace of all ranks in ``out``: ``profile.txt`` and ``profile.json``.
     """
-    profiler.begin(device)
-    lasted, spans = profiler.run(first, count)
+    lasted, spans = profiler.run(device, first, count)
     shown, comm = table(lasted, spans), device.mesh.world
-    ranks = comm.all_gather_bytes(json.dumps([span._asdict() for span in spans]).encode())
+    ranks = gather_json(comm, [span._asdict() for span in spans])
     if comm.rank == 0:
         (out / "profile.txt").write_text(shown + "\n")
-        (out / "profile.json").write_text(json.dumps(to_trace([json.loads(spans) for spans in ranks])))
+        (out / "profile.json").write_text(json.dumps(to_trace(ranks)))
     return shown

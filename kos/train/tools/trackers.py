@@ -1,32 +1,30 @@
 """``--tracker``: TensorBoard, Weights & Biases and Trackio, beside ``metrics.jsonl``.
 
-A tracker is two functions: ``log(values, step=)`` for each row, and ``close()``. They run in a process of their own, to
-which the run sends rows. So imports, threads, signal and exit handlers, and the network neither delay nor end the run.
+A tracker is two functions: ``log(values, step=)`` for each row, and ``close()``. They run in a process of their own,
+which reads that file. So imports, threads, signal and exit handlers, and the network neither delay nor end the run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import importlib.util
 import json
 import logging
 import os
-import queue
 import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kos.errors import ConfigError, install
 from kos.files import replace_file
-from kos.train.tools.metrics import as_line
+from kos.train.tools.metrics import METRICS
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 """Trackers and what they import. tensorboardX writes the files; unlike tensorboard it needs no web server to do so."""
@@ -37,8 +35,7 @@ CLOSE_SECONDS = 20.0
 ORPHAN_SECONDS = 60.0
 """How long a tracker continues after its input has ended: a run that failed does not wait for its tracker."""
 
-PIPE_BYTES = 1 << 20
-"""Of rows that a tracker has not taken yet; it takes them from its start on."""
+LOOK_EVERY = 0.5  # seconds between two looks for rows
 
 _log = logging.getLogger(__name__)
 
@@ -64,40 +61,12 @@ def wandb(name: str, out: Path, about: Mapping[str, Any]) -> tuple[Callable[...,
     return run.log, run.finish
 
 
-class Tracker:
-    """The trainer's end of a tracker. A failure there causes one warning."""
+class Tracker(NamedTuple):
+    """The process of a tracker, whose input ends when there are no more rows, and the file of what it prints."""
 
-    def __init__(self, name: str, out: Path, about: Mapping[str, Any]) -> None:
-        self._name, self._messages, self._failed = name, out / f"{name}.log", False
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        words = [sys.executable, "-P", "-m", __name__, name, str(out), json.dumps(about)]
-        with self._messages.open("wb") as log:
-            self._process = subprocess.Popen(words, 0, None, subprocess.PIPE, log, log, env=env, start_new_session=True)
-        assert self._process.stdin is not None
-        self.rows = self._process.stdin
-        with contextlib.suppress(AttributeError, OSError):  # not Linux, or a user with many pipes: it holds less
-            fcntl.fcntl(self.rows, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        os.set_blocking(self.rows.fileno(), False)  # a tracker that is stopped delays no step
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        try:
-            os.write(self.rows.fileno(), b"" if self._failed else as_line(row).encode())
-        except OSError as error:
-            self._fail(f"takes no rows: {error.strerror}")
-
-    def wait(self, limit: float) -> None:
-        """Until the tracker has ended. ``limit`` is the time of ``time.monotonic`` at which it is killed."""
-        try:
-            if (status := self._process.wait(max(0, limit - time.monotonic()))) and not self._failed:
-                self._fail(f"ended with status {status}")
-        except subprocess.TimeoutExpired:
-            self._fail(f"not finished {CLOSE_SECONDS:g} s after the last step")
-
-    def _fail(self, what: str) -> None:
-        self._failed = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # with the processes that it started
-        _log.warning("--tracker %s: %s; see %s; metrics.jsonl has every step", self._name, what, self._messages)
+    name: str
+    messages: Path
+    process: subprocess.Popen[bytes]
 
 
 def check(names: Sequence[str]) -> None:
@@ -114,37 +83,63 @@ def start(names: Sequence[str], out: Path, start: int, description: Mapping[str,
     if names and (start == 0 or not path.exists()):
         replace_file(path, secrets.token_hex(4).encode())
     config = {**description["config"], **{key: value for key, value in description.items() if key != "config"}}
-    return [Tracker(name, out, {"id": path.read_text(), "start": start, "config": config}) for name in names]
+    env, started = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, list[Tracker]()
+    for name in names:
+        about = json.dumps({"id": path.read_text(), "start": start, "config": config})
+        words, messages = [sys.executable, "-P", "-m", __name__, name, str(out), about], out / f"{name}.log"
+        with messages.open("wb") as log:
+            process = subprocess.Popen(words, 0, None, subprocess.PIPE, log, log, env=env, start_new_session=True)
+        started.append(Tracker(name, messages, process))
+    return started
 
 
 def close(trackers: Sequence[Tracker], wait: bool = True) -> None:
-    """End the rows of all trackers. ``wait``: wait until they have ended, at most ``CLOSE_SECONDS``."""
+    """End the rows of all trackers. ``wait``: wait until they have ended, at most ``CLOSE_SECONDS``.
+
+    One that fails is killed, with one warning.
+    """
     limit = time.monotonic() + CLOSE_SECONDS
-    for tracker in trackers:
-        tracker.rows.close()
-    for tracker in trackers if wait else ():
-        tracker.wait(limit)
+    for _, _, process in trackers:
+        process.stdin.close()  # type: ignore[union-attr]
+    for name, messages, process in trackers if wait else ():
+        failure = f"not finished {CLOSE_SECONDS:g} s after the last step"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if not (status := process.wait(max(0, limit - time.monotonic()))):
+                continue
+            failure = f"ended with status {status}"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+        _log.warning("--tracker %s: %s; see %s; metrics.jsonl has every step", name, failure, messages)
 
 
-def _read(rows: queue.SimpleQueue[str]) -> None:
-    """Take rows even while the tracker starts or hangs, and end this process some time after the last one."""
-    for line in sys.stdin:
-        rows.put(line)
-    rows.put("")
+def _wait_for_end(over: threading.Event) -> None:
+    """Set ``over`` when the input of this process ends, and end the process some time later."""
+    sys.stdin.read()
+    over.set()
     time.sleep(ORPHAN_SECONDS)
     os.killpg(0, signal.SIGKILL)  # with the processes that the tracker started
 
 
+def _rows(path: Path, over: threading.Event) -> Iterator[dict[str, Any]]:
+    """The rows of a metrics file, with those that are written until ``over``."""
+    text, last = "", False
+    with path.open() as file:
+        while not last:
+            last = over.wait(LOOK_EVERY)
+            *lines, text = (text + file.read()).split("\n")
+            yield from map(json.loads, lines)
+
+
 def main(name: str, folder: str, settings: str) -> None:
     """The process of a tracker, until its input ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # these stop the run, which still sends rows
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # these stop the run, which still writes rows
         signal.signal(number, signal.SIG_IGN)
-    rows = queue.SimpleQueue[str]()
-    threading.Thread(target=_read, args=[rows], daemon=True).start()
-    log, close = (tensorboard if name == "tensorboard" else wandb)(name, Path(folder), json.loads(settings))
-    for row in map(json.loads, iter(rows.get, "")):
-        step = row.pop("step")
-        log({key: float(value) for key, value in row.items() if value is not None}, step=step)
+    about, over = json.loads(settings), threading.Event()
+    threading.Thread(target=_wait_for_end, args=[over], daemon=True).start()
+    log, close = (tensorboard if name == "tensorboard" else wandb)(name, Path(folder), about)
+    for row in _rows(Path(folder, METRICS), over):
+        if (step := row.pop("step")) > about["start"]:
+            log({key: float(value) for key, value in row.items() if value is not None}, step=step)
     close()
 
 

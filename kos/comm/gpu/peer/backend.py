@@ -32,21 +32,20 @@ from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.eager import Guard
 from kos.comm.gpu.memory import InScratch, Piece, Windows
 from kos.comm.gpu.order import Order
-from kos.comm.gpu.peer.bind import bind, bind_messages, by_copies, is_beside
+from kos.comm.gpu.peer.bind import bind, bind_messages, by_copies
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.exchange import MAX_RANKS
 from kos.comm.gpu.peer.launches import PACKETS, Launches, Occupancy
 from kos.comm.gpu.routes import Route
 from kos.comm.gpu.works import unstarted
-from kos.comm.operation import AUTO, Operation
+from kos.comm.operation import AUTO, NO_MESSAGE, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.records import again
 from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import for_group
 from kos.comm.work import Work
 from kos.cuda import Kernel, driver
-from kos.cuda.driver import relaxed_capture
 from kos.cuda.kernels import BoundKernel
 from kos.cuda.streams import PER_THREAD
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
@@ -54,7 +53,7 @@ from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.libraries import expandable
 from kos.memory.symmetric import MappedPart, SymmetricMemory
-from kos.memory.windows import InWindows, Run, WindowMemory, in_windows
+from kos.memory.windows import InWindows, Run, WindowMemory
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +190,7 @@ class PeerBackend(DeviceBackend):
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         if name != "all_reduce":
             return self.name
-        launch = self._engine.launches.pick(nbytes, symmetric)
+        launch = self._engine.pick(nbytes, symmetric)
         return f"peer {self._engine.possible(launch, ReduceOp.SUM, nbytes, symmetric).algorithm}"
 
     def use(self, launches: Launches) -> None:
@@ -251,24 +250,25 @@ class PeerBackend(DeviceBackend):
             own = ", ".join(("'auto'", *PACKETS)) if o.name == "all_reduce" else "'auto'"
             raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {named!r}")
         deadline = None if o.options.timeout == self.timeout else o.options.timeout
-        with relaxed_capture(), self._engine.within(deadline):
-            run, kernel, occupancy = self._engine.with_occupancy(lambda: bind(self, self._engine, o))
+        with self._engine.within(deadline):
+            run, kernel = bind(self, self._engine, o)
+        occupancy = self._engine.occupancy
         if isinstance(run, InScratch):  # whose exchanges are bound at their launch
             occupancy = Occupancy(self._engine.blocks, 1)
             self._engine.record_kernel(o.name, run.kernels)
-        run = run if deadline is None else partial(self._within, deadline, run)
+            run = run if deadline is None else partial(self._within, deadline, run)
         first, exclusive = self._engine.first_use(), self._engine.exclusive
-        if is_beside(o):
-            launch = partial(self._launch_beside, run)
+        if o.options.overlap and o.message is not NO_MESSAGE:
+            launch = partial(self._launch_overlapped, run)
         elif exclusive:
             launch = partial(self._launch_exclusive, run)
         else:
             launch = partial(self._launch, run, occupancy)
             launch = partial(self._launch_when_loaded, launch, set()) if first else launch
-        return in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None]), kernel, True
+        return self.in_windows(launch, o), kernel, True
 
     def _within(self, deadline: float, run: Run, stream: int, send: int, recv: int) -> None:
-        """For what is bound at its launch only."""
+        """For what is bound at its launch."""
         with self._engine.within(deadline):
             run(stream, send, recv)
 
@@ -304,11 +304,11 @@ class PeerBackend(DeviceBackend):
                 self._concurrent.launched(self)
             self.streams.mark(stream)
 
-    def _launch_beside(self, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
+    def _launch_overlapped(self, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue a message behind the last operation of this communicator alone.
 
         It may wait for what its other rank computes, which may take kernels of other communicators on this GPU.  It
-        holds few multiprocessors (``BESIDE_BLOCKS``), so that those find a place.
+        holds few multiprocessors (``OVERLAPPED_BLOCKS``), so that those find a place.
         """
         with driver.on_device(self.device):
             with _lock:
@@ -379,12 +379,12 @@ class PeerBackend(DeviceBackend):
             if kind or len(together) == 1:
                 super().queue(together, stream)
             else:
-                with relaxed_capture():
-                    run, _, occupancy = self._engine.with_occupancy(partial(bind_messages, self._engine, together))
+                with self._engine.within(None):
+                    run = bind_messages(self._engine, together)
                 if self._engine.exclusive:
                     self._launch_exclusive(run, at)
                 else:
-                    self._launch(run, occupancy, at)
+                    self._launch(run, self._engine.occupancy, at)
 
     def launch_words(self, prepared: Prepared) -> bytes | None:
         kernel = self._kernel_of(prepared)
@@ -403,8 +403,6 @@ class PeerBackend(DeviceBackend):
         if launch.func == self._launch_when_loaded and launch.args[1]:
             launch = launch.args[0]
         run = launch.args[0] if launch.func in (self._launch, self._launch_exclusive) else None
-        if isinstance(run, partial) and run.func == self._within:
-            run = run.args[1]  # its deadline is bound
         return run if isinstance(run, BoundKernel) else None
 
     def guards(self, work: Work[Any]) -> list[Guard]:
@@ -423,8 +421,7 @@ class PeerBackend(DeviceBackend):
         if key not in self._exchanges:
             if len(self._exchanges) == _MOST_EXCHANGES:
                 self._exchanges.clear()
-            with relaxed_capture():
-                self._exchanges[key] = self._engine.bind_exchange(sends, recvs)
+            self._exchanges[key] = self._engine.bind_exchange(sends, recvs)
         self._exchanges[key](stream, *arrays)
 
     def collect(self, send: Any, recv: Any, nbytes: int, stream: int, *arrays: int) -> None:

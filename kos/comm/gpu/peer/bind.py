@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.compressed import CompressedOperation, check_float8
 from kos.comm.gpu.memory import NONE, Piece, exchange_of, whole
-from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
+from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.peer.compressed import bind_compressed
-from kos.comm.gpu.peer.copies import BESIDE
+from kos.comm.gpu.peer.copies import OVERLAPPED
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import PACKETS, KernelConfig
-from kos.comm.operation import AUTO, Operation
+from kos.comm.gpu.routes import nothing
+from kos.comm.operation import AUTO, NO_MESSAGE, Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Work
 from kos.dtypes import DTYPES
@@ -22,7 +23,7 @@ from kos.memory.windows import Run
 _BY_COPIES = ("all_reduce", "reduce_scatter", "all_gather")
 _BY_PARTS = 128 << 10
 """Bytes from which a broadcast goes to every rank in parts, which go on to all."""
-_BESIDE = 4 << 20
+_OVERLAPPED_FROM = 4 << 20
 """Bytes of an overlapped operation from which copy engines carry it: multiprocessors are left to what it overlaps."""
 
 Bound = tuple[Run, str | None]
@@ -43,7 +44,7 @@ def bind(backend: DeviceBackend, engine: PeerEngine, o: Operation) -> Bound:
 def by_copies(engine: PeerEngine, o: Operation) -> bool:
     """Whether copy engines carry it: it overlaps other work, is large, and its buffers are symmetric."""
     buffer = o.recv if o.name == "all_gather" else o.send
-    large = buffer is not None and buffer.nbytes >= _BESIDE and engine.size > 1
+    large = buffer is not None and buffer.nbytes >= _OVERLAPPED_FROM and engine.size > 1
     if buffer is None or not large or not o.options.overlap or o.name not in _BY_COPIES:
         return False
     complex_or_scaled = buffer.dtype.kind == "complex" or (o.reduction and o.reduction.op is ReduceOp.PREMUL_SUM)
@@ -54,27 +55,15 @@ def by_copies(engine: PeerEngine, o: Operation) -> bool:
     return all(each is not None and engine.is_symmetric(each.pointer, each.nbytes) for each in several)
 
 
-def is_beside(o: Operation) -> bool:
-    """Whether it is a message that overlaps other work."""
-    return o.options.overlap and not o.collective
-
-
 def _bind_all_reduce(backend: DeviceBackend, engine: PeerEngine, o: Operation) -> Bound:
     assert o.send is not None and o.recv is not None and o.reduction is not None
-    name, _, per = kernel_types(o.reduction, engine.device)
-    if not o.send.count or name.startswith("complex"):
+    dtype, op, nbytes, ends = o.reduction.element, o.reduction.op, o.send.nbytes, (o.send.pointer, o.recv.pointer)
+    if not nbytes or dtype.kind == "complex":
         return _bind_reduction(backend, engine, o)
-    dtype, count, nbytes = DTYPES[name], o.send.count * per, o.send.nbytes
-    ends = o.send.pointer, o.recv.pointer
-    symmetric = all(engine.is_symmetric(end, nbytes) for end in ends)
-    launch = KernelConfig(o.options.algorithm, threads=128)
-    if by_copies(engine, o):
-        launch = BESIDE
-    elif o.options.algorithm == AUTO:
-        launch = engine.launches.pick(nbytes, symmetric)
-    op, factor = o.reduction.op, o.reduction.factor
-    launch = engine.possible(launch, op, nbytes, symmetric)
+    launch = None if o.options.algorithm == AUTO else KernelConfig(o.options.algorithm, threads=128)
+    launch = engine.choose(*ends, nbytes, op, OVERLAPPED if by_copies(engine, o) else launch)
     reached = () if launch.algorithm in PACKETS else ends[launch.algorithm == "push" :]
+    count, factor = o.send.count * o.reduction.parts, o.reduction.factor
     run = engine.bind_all_reduce(*ends, count, dtype, op, factor=factor, launch=launch)
     return run, engine.route(launch, nbytes, *reached)
 
@@ -92,21 +81,20 @@ def _bind_compressed(backend: DeviceBackend, engine: PeerEngine, o: Operation) -
 def _bind_reduction(backend: DeviceBackend, engine: PeerEngine, o: Operation) -> Bound:
     """reduce, reduce_scatter, reduce_scatter_v, scan and exscan."""
     assert o.reduction is not None and o.send is not None
-    name, _, per = kernel_types(o.reduction, engine.device)  # refused here, before anything is sent
     if not o.send.count:
-        return _in_turn(()), None
-    ends, dtype, op, factor = (o.send.pointer, whole(o.recv)[0]), DTYPES[name], o.reduction.op, o.reduction.factor
-    count, run, kernel = o.send.count * per, None, None
+        return nothing, None
+    dtype, op, factor, per = o.reduction.element, o.reduction.op, o.reduction.factor, o.reduction.parts
+    ends, count, run, kernel = (o.send.pointer, whole(o.recv)[0]), o.send.count * per, None, None
     if o.name.startswith("reduce_scatter"):
-        beside = by_copies(engine, o)
-        if beside:
+        overlapped = by_copies(engine, o)
+        if overlapped:
             kernel = engine.route(KernelConfig("copies"), o.send.nbytes, o.send.pointer)
         counts = [n * per for n in o.send_counts or [o.send.count // engine.size] * engine.size]
-        run = engine.bind_reduce_scatter(*ends, counts, dtype, op, factor=factor, beside=beside)
+        run = engine.bind_reduce_scatter(*ends, counts, dtype, op, factor=factor, overlapped=overlapped)
     elif o.name.endswith("scan"):
         run = engine.bind_scan(o.name, *ends, count, dtype, op, factor=factor)
-    elif o.name == "reduce" and not name.startswith("complex"):
-        launch = engine.launches.pick(o.send.nbytes, False)
+    elif o.name == "reduce" and dtype.kind != "complex":
+        launch = engine.pick(o.send.nbytes)
         if launch.algorithm in PACKETS:
             run = engine.bind_all_reduce(*ends, count, dtype, op, factor=factor, launch=launch)
     return run or OrderedReduction(backend, o), kernel
@@ -118,15 +106,17 @@ def _bind_move(engine: PeerEngine, o: Operation) -> Bound:
     if o.name == "broadcast" and recv[1] >= _BY_PARTS and engine.size > 2:
         return engine.bind_broadcast(send, recv, o.root or 0), None
     if o.name in ("all_gather", "all_to_all"):
-        beside, part = by_copies(engine, o), send[1] // (1 if o.name == "all_gather" else engine.size)
-        direct = engine.bind_writes(o.name, send[0], recv[0], part, beside)
+        overlapped, part = by_copies(engine, o), send[1] // (1 if o.name == "all_gather" else engine.size)
+        direct = engine.bind_writes(o.name, send[0], recv[0], part, overlapped)
         if direct is not None:
-            return direct, engine.route(KernelConfig(engine.write_algorithm(o.name, part, beside)), recv[1], recv[0])
+            launch = KernelConfig(engine.write_algorithm(o.name, part, overlapped))
+            return direct, engine.route(launch, recv[1], recv[0])
     pieces = exchange_of(o, engine.rank, engine.size)
-    return engine.bind_exchange(*pieces, messages=not o.collective, beside=is_beside(o)), None
+    message = o.message is not NO_MESSAGE
+    return engine.bind_exchange(*pieces, messages=message, overlapped=message and o.options.overlap), None
 
 
-def bind_messages(engine: PeerEngine, works: Sequence[Work[Any]]) -> Bound:
+def bind_messages(engine: PeerEngine, works: Sequence[Work[Any]]) -> Run:
     """The k-th message of each pair in the k-th exchange, as on the other side."""
     sends: list[list[Piece]] = [[] for _ in range(engine.size)]
     recvs: list[list[Piece]] = [[] for _ in range(engine.size)]
@@ -138,20 +128,15 @@ def bind_messages(engine: PeerEngine, works: Sequence[Work[Any]]) -> Bound:
         if src is not None and o.recv is not None and o.recv.count:
             recvs[src].append((work.recv, o.recv.nbytes))
     rounds = max(map(len, (*sends, *recvs)))
-    exchanges = (
+    exchanges = [
         engine.bind_exchange(
             *([to[k] if k < len(to) else NONE for to in side] for side in (sends, recvs)), messages=True
         )
         for k in range(rounds)
-    )
-    return _in_turn(exchanges), None
+    ]
 
-
-def _in_turn(runs: Iterable[Run]) -> Run:
-    several = tuple(runs)
-
-    def run(stream: Any, send: int = 0, recv: int = 0) -> None:
-        for each in several:
-            each(stream, send, recv)
+    def run(stream: Any, *_: int) -> None:
+        for each in exchanges:
+            each(stream)
 
     return run

@@ -20,9 +20,9 @@ from kos.cuda.kernels import resolved
 from kos.cuda.streams import Event, capture_of
 from kos.memory.windows import Run
 
-BESIDE = KernelConfig("copies", blocks=32)
+OVERLAPPED = KernelConfig("copies", blocks=32)
 """The launch for overlap: few blocks, which find free multiprocessors soon."""
-BESIDE_REDUCE_SCATTER = KernelConfig("copies", blocks=96)
+OVERLAPPED_REDUCE_SCATTER = KernelConfig("copies", blocks=96)
 """The same for a reduce-scatter.  It adds once, and more blocks end sooner."""
 _BLOCKS = 132
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.memory import Piece
-from kos.comm.gpu.peer.copies import BESIDE_REDUCE_SCATTER, Copies
+from kos.comm.gpu.peer.copies import OVERLAPPED_REDUCE_SCATTER, Copies
 from kos.comm.gpu.peer.exchange import BOX_PACKETS, MAX_RANKS, PACKET_BYTES, SHARE, broadcast_pieces, exchange_launch
 from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, KernelConfig, Launches, Occupancy
 from kos.comm.gpu.peer.record import TIMEOUT, KernelRecord, nanoseconds
@@ -32,6 +32,7 @@ from kos.comm.gpu.routes import nothing
 from kos.comm.reduction import ReduceOp
 from kos.cuda import Kernel, create_stream, driver, load_kernel, streams
 from kos.cuda.devices import device_info
+from kos.cuda.driver import relaxed_capture
 from kos.cuda.kernels import Address, is_loaded
 from kos.dtypes import DType
 from kos.errors import BackendUnavailable, InvalidArgument
@@ -77,24 +78,23 @@ class PeerEngine:
 
     def __init__(
         self, rendezvous: Rendezvous, device: int, *, timeout: float = 30.0, staging: int = STAGING,
-        overlap: bool = True, launches: Launches = DEFAULT, **macros: Any,
+        launches: Launches = DEFAULT, **macros: Any,
     ) -> None:  # fmt: skip
         """``macros`` reach every kernel: STALL (nanoseconds) and BROKEN are for tests of races."""
         self.rank, self.size, self.device = rendezvous.rank, rendezvous.size, device
         if self.size > MAX_RANKS:
             raise BackendUnavailable(f"peer: expected at most {MAX_RANKS} ranks, got {self.size}")
         info = device_info(device)
-        fact = f"{info.uuid} {info.multiprocessors}"
-        facts = [data.decode().split() for data in rendezvous.allgather(fact.encode())]
+        facts = [data.decode().split() for data in rendezvous.allgather(f"{info.uuid} {info.multiprocessors}".encode())]
         sharing = max(sum(uuid == other for other, _ in facts) for uuid, _ in facts)
         self.multiprocessors = min(int(count) for _, count in facts) // sharing
         self.blocks = min(CHANNELS, self.multiprocessors)
         self._copies = Copies(self.rank, self.size, device)
-        self._overlap = sharing == 1 and overlap
+        self._overlap = sharing == 1
         self.exclusive = True  # whether no other communicator of this process uses the GPU
         self.before_load: Callable[[], None] = lambda: None  # called if not ``exclusive``
-        self._occupancy = NO_OCCUPANCY
-        self._bound: set[tuple[Any, ...]] = set()  # kernels bound since ``with_occupancy`` began
+        self.occupancy = NO_OCCUPANCY  # of what was bound since ``within`` began
+        self._bound: set[tuple[Any, ...]] = set()  # kernels bound since then
         self._used: set[tuple[Any, ...]] = set()  # kernels that all ranks have loaded
         self.launches = launches
         self.staging = staging // 16 * 16
@@ -137,6 +137,7 @@ class PeerEngine:
     def within(self, seconds: float | None) -> Iterator[None]:
         """Operations bound in the block wait this long for another rank; ``None``: the ``timeout`` at that time."""
         usual = self.deadline, self._context
+        self.occupancy, self._bound = NO_OCCUPANCY, set()
         self.deadline, self._context = seconds, self._context_of(seconds)
         try:
             yield
@@ -149,14 +150,15 @@ class PeerEngine:
             record = self.record.address
             words = [*self.memory.pointers, record, self.rank]
             shape = (len(words) + 2,)
-            context = Array.empty(shape, "uint64", self.device, stream=self._loading, label="peer context")
-            if seconds is None:
-                words += [record + TIMEOUT * self.record.words.itemsize, 0]
-            else:
-                last = context.pointer + context.nbytes - context.dtype.itemsize
-                words += [last, max(nanoseconds(seconds), 1)]
-            context.copy_from(np.array(words, np.uint64), stream=self._loading)
-            streams.synchronize(self._loading, self.device)
+            with relaxed_capture():
+                context = Array.empty(shape, "uint64", self.device, stream=self._loading, label="peer context")
+                if seconds is None:
+                    words += [record + TIMEOUT * self.record.words.itemsize, 0]
+                else:
+                    last = context.pointer + context.nbytes - context.dtype.itemsize
+                    words += [last, max(nanoseconds(seconds), 1)]
+                context.copy_from(np.array(words, np.uint64), stream=self._loading)
+                streams.synchronize(self._loading, self.device)
             self._contexts[seconds] = context
         return self._contexts[seconds]
 
@@ -199,13 +201,22 @@ class PeerEngine:
                 f"all_reduce: expected elements at multiples of {dtype.itemsize} bytes, "
                 f"got {count} at {send} and {recv}"
             )
-        nbytes = count * dtype.itemsize
-        symmetric = self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes)
-        launch = self.possible(launch or self.launches.pick(nbytes, symmetric), op, nbytes, symmetric)
+        launch = self.choose(send, recv, count * dtype.itemsize, op, launch)
         if launch.algorithm in PACKETS:
             return self._bind_packets(launch, send, recv, count, dtype, op, factor)
         others = {"copies": self._bind_copies, "specialized": self._bind_specialized, "push": self._bind_push}
         return others.get(launch.algorithm, self._bind_direct)(launch, send, recv, count, dtype, op)
+
+    def pick(self, nbytes: int, symmetric: bool = False) -> KernelConfig:
+        """The launch of the table; packet algorithms do not depend on whether both buffers are symmetric."""
+        kinds = (self.launches.symmetric, self.launches.ordinary) if symmetric else (self.launches.ordinary,)
+        found = [next(launch for most, launch in rows if most is None or nbytes <= most) for rows in kinds]
+        return found[-1] if found[0].algorithm in PACKETS else found[0]
+
+    def choose(self, send: Any, recv: Any, nbytes: int, op: ReduceOp, launch: KernelConfig | None) -> KernelConfig:
+        """The launch of an all-reduce: ``launch`` or that of the table, or what goes in its place."""
+        symmetric = self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes)
+        return self.possible(launch or self.pick(nbytes, symmetric), op, nbytes, symmetric)
 
     def possible(self, launch: KernelConfig, op: ReduceOp, nbytes: int, symmetric: bool) -> KernelConfig:
         """``launch``, or what goes in its place for what it does not take; ``symmetric``: both buffers are."""
@@ -236,7 +247,8 @@ class PeerEngine:
     def wait_before_load(self, path: Path, name: str, **macros: Any) -> None:
         """Wait until this kernel can be loaded, unless it has been."""
         if not self.exclusive and not is_loaded(path, name, self.device, **macros):
-            self.before_load()
+            with relaxed_capture():
+                self.before_load()
 
     def _bind_packets(
         self, launch: KernelConfig, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp, factor: float,
@@ -310,27 +322,27 @@ class PeerEngine:
 
     def bind_reduce_scatter(
         self, send: Any, recv: Any, counts: Sequence[int], dtype: DType, op: ReduceOp, *, factor: float = 1.0,
-        beside: bool = False,
+        overlapped: bool = False,
     ) -> Run | None:  # fmt: skip
         """The reduce-scatter of ``counts[r]`` elements for each rank r, added in rank order.
 
         ``recv`` may be this rank's part of ``send``.  Packets are used if an all-reduce of ``size`` times the largest
         part would use them.  Returns None if no kernel fits: for complex numbers, for PREMUL_SUM without packets, on
-        one rank and without elements.  ``beside``: by copy engines; ``send`` is symmetric then, and the parts are
+        one rank and without elements.  ``overlapped``: by copy engines; ``send`` is symmetric then, and the parts are
         equal.
         """
         count = max(counts)
         nbytes, equal = count * dtype.itemsize, min(counts) == count
-        usual = self.launches.pick(nbytes * self.size, False)
+        usual = self.pick(nbytes * self.size)
         if dtype.kind == "complex" or self.size == 1 or not nbytes:
             return None
-        if usual.algorithm in PACKETS and not beside:
+        if usual.algorithm in PACKETS and not overlapped:
             launch = replace(usual, algorithm="reduce_scatter" if equal else "reduce_scatter_v")
             return self._bind_packets(launch, send, recv, count, dtype, op, factor, () if equal else _ends(counts))
         if op is ReduceOp.PREMUL_SUM:
             return None
-        if beside:
-            launch, inputs = BESIDE_REDUCE_SCATTER, self._everywhere(send)
+        if overlapped:
+            launch, inputs = OVERLAPPED_REDUCE_SCATTER, self._everywhere(send)
             kernel, barrier = self._kernel("all_reduce_copies.cu", launch, dtype, op), self.bind_barrier(overlap=False)
             return self._copies.reduce_scatter(kernel, barrier, launch, dtype.itemsize, count, inputs, recv)
         threads = 512 if self.size <= 4 else 256  # of each half of a block; registers grow with the ranks
@@ -350,29 +362,29 @@ class PeerEngine:
         Returns None if packets do not fit: for larger buffers, for complex numbers and on one rank.
         """
         nbytes = count * dtype.itemsize
-        launch = self.launches.pick(nbytes, False)
+        launch = self.pick(nbytes)
         few = launch.algorithm in PACKETS and nbytes * (self.size - 1) <= _SCANNED_UP_TO
         if dtype.kind == "complex" or self.size == 1 or not few:
             return None
         return self._bind_packets(replace(launch, algorithm=name), send, recv, count, dtype, op, factor)
 
-    def write_algorithm(self, name: str, nbytes: int, beside: bool = False) -> str:
+    def write_algorithm(self, name: str, nbytes: int, overlapped: bool = False) -> str:
         """The algorithm that writes ``nbytes`` from each rank to symmetric memory of each: ``name``, or "copies"."""
-        return "copies" if beside or nbytes * (self.size - 1) >= _COPIES_FROM else name
+        return "copies" if overlapped or nbytes * (self.size - 1) >= _COPIES_FROM else name
 
-    def bind_writes(self, name: str, send: Any, recv: Any, nbytes: int, beside: bool = False) -> Run | None:
+    def bind_writes(self, name: str, send: Any, recv: Any, nbytes: int, overlapped: bool = False) -> Run | None:
         """The all_gather or all_to_all (``name``) of ``nbytes`` from each rank, to each, into symmetric memory.
 
-        By copy engines if large or ``beside``.  None for other memory and for parts that are not a multiple of 16
-        bytes.  Without ``beside``, also None where ``bind_exchange`` is preferred: for small parts, and for large
+        By copy engines if large or ``overlapped``.  None for other memory and for parts that are not a multiple of 16
+        bytes.  Without ``overlapped``, also None where ``bind_exchange`` is preferred: for small parts, and for large
         parts between 2 ranks.
         """
         place = self._symmetric(recv, nbytes * self.size)
         small = nbytes <= self.small and nbytes * (self.size - 1) < _DIRECT_FROM
         exchanged = small or (self.size == 2 and nbytes >= _COPIES_FROM)
-        if place is None or nbytes % 16 or not nbytes or (exchanged and not beside):
+        if place is None or nbytes % 16 or not nbytes or (exchanged and not overlapped):
             return None
-        if self.write_algorithm(name, nbytes, beside) == "copies":
+        if self.write_algorithm(name, nbytes, overlapped) == "copies":
             stride, outputs = nbytes * (name == "all_to_all"), self._everywhere(recv)
             places = [(to + self.rank * nbytes, send + r * stride) for r, to in enumerate(outputs)]
             return self._copies.move(self.bind_barrier(overlap=False), nbytes, places)
@@ -400,20 +412,20 @@ class PeerEngine:
         return [base + pointer - memory.pointer for base in memory.pointers]
 
     def bind_exchange(
-        self, sends: Sequence[Piece], recvs: Sequence[Piece], *, messages: bool = False, beside: bool = False,
+        self, sends: Sequence[Piece], recvs: Sequence[Piece], *, messages: bool = False, overlapped: bool = False,
         relay: int = MAX_RANKS, small: int | None = None,
     ) -> Run:  # fmt: skip
         """Send ``sends[r]`` to rank r while receiving ``recvs[r]`` from it, this rank's own piece included.
 
         A piece has any number of bytes, 0 included, and any alignment.  Every rank that sends or receives something
         takes part.  Pieces from one rank to another arrive in the order in which they were sent.  ``check`` raises
-        CollectiveMismatch if a piece has another size than expected, or another kind (``messages``).  ``beside``: use
-        few multiprocessors, because the kernel may wait long while others compute.  ``relay``: send to the others what
-        comes from that rank, as it arrives.  ``small``: bytes of the largest piece that travels as packets, the same on
-        all ranks.
+        CollectiveMismatch if a piece has another size than expected, or another kind (``messages``).
+        ``overlapped``: use few multiprocessors, because the kernel may wait long while others compute.  ``relay``: send
+        to the others what comes from that rank, as it arrives.  ``small``: bytes of the largest piece that travels as
+        packets, the same on all ranks.
         """
         small = self.small if small is None else small
-        launch = exchange_launch(self.rank, self.blocks, small, sends, recvs, beside, relay)
+        launch = exchange_launch(self.rank, self.blocks, small, sends, recvs, overlapped, relay)
         if launch is None:
             return nothing
         blocks, threads, macros, channels, pieces = launch
@@ -435,22 +447,17 @@ class PeerEngine:
         """
         everywhere = self._context.pointer, self.memory.pointer, self.rank
         overlap = overlap and self._overlap and self.exclusive
-        self._occupancy = self._occupancy.merged(Occupancy(blocks * (1 + overlap), kernel.max_active_blocks(threads)))
+        most, per_sm = self.occupancy
+        self.occupancy = Occupancy(max(most, blocks * (1 + overlap)), min(per_sm, kernel.max_active_blocks(threads)))
         run: Run = kernel.bind(blocks, threads, *everywhere, *arguments, overlap=overlap, cooperative=cooperative)
         return run
-
-    def with_occupancy(self, bind: Callable[[], tuple[Run, str | None]]) -> tuple[Run, str | None, Occupancy]:
-        """What ``bind`` returns, and the occupancy of the kernels that it binds."""
-        self._occupancy, self._bound = NO_OCCUPANCY, set()
-        run, kernel = bind()
-        return run, kernel, self._occupancy
 
     def record_kernel(self, *kernel: Any) -> None:
         """Record that a kernel for reductions is bound; all ranks describe it by the same values."""
         self._bound.add(kernel)
 
     def first_use(self) -> bool:
-        """Whether ``with_occupancy`` bound a kernel for reductions that was never bound before; alike on all ranks."""
+        """Whether the last ``within`` bound a kernel for reductions that was never bound before; alike on all ranks."""
         new = not self._bound <= self._used
         self._used |= self._bound
         return new

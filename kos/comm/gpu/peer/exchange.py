@@ -10,7 +10,7 @@ from kos.comm.gpu.memory import NONE, Piece
 
 MAX_RANKS = 8
 
-BESIDE_BLOCKS = 8
+OVERLAPPED_BLOCKS = 8
 """Blocks of a message that goes beside other kernels, of which it may wait for one on another GPU: it must leave them
 multiprocessors.  Not measured."""
 
@@ -23,8 +23,9 @@ BOX_PACKETS, PACKET_BYTES = 1024, 8  # as in kernels/pieces.cuh
 
 
 def exchange_launch(
-    rank: int, most_blocks: int, small: int, sends: Sequence[Piece], recvs: Sequence[Piece], beside: bool, relay: int
-) -> tuple[int, int, dict[str, int], int, list[Any]] | None:
+    rank: int, most_blocks: int, small: int, sends: Sequence[Piece], recvs: Sequence[Piece], overlapped: bool,
+    relay: int,
+) -> tuple[int, int, dict[str, int], int, list[Any]] | None:  # fmt: skip
     """Blocks, threads, macros, channels and the pieces' parameters; None if there is nothing to exchange.
 
     The arguments are those of ``PeerEngine.bind_exchange``.
@@ -41,13 +42,13 @@ def exchange_launch(
     by_packets = all(nbytes <= small for nbytes in others) and max(own) <= size * small
     packets = -(-max(*map(share, others), 1) // (32 * PACKET_BYTES)) * 32
     most = _PACKET_THREADS // 2 if size > 4 else _PACKET_THREADS
-    if by_packets and not beside:  # each thread sends and receives a packet, or more of them
+    if by_packets and not overlapped:  # each thread sends and receives a packet, or more of them
         blocks, threads = channels, min(packets, most)
         several = packets > most and relay == MAX_RANKS
         macros = {"WHOLE": int(not any(word % PACKET_BYTES for word in pieces)), "SEVERAL": int(several)}
     else:  # half of the threads send and half receive, each a packet or a vector of a large piece
         most, unit = (_PACKET_THREADS, PACKET_BYTES) if by_packets else (512, 16)
-        blocks = min(channels, BESIDE_BLOCKS) if beside else channels
+        blocks = min(channels, OVERLAPPED_BLOCKS) if overlapped else channels
         threads = 2 * min(-(-max(share(nbytes) for _, nbytes in both) // (32 * unit)) * 32, most)
         macros = {"LARGE": 1}
     return blocks, threads, macros, channels, pieces + [0] * (6 * (MAX_RANKS - size))

@@ -69,11 +69,6 @@ class Launches:
     symmetric: Rows[KernelConfig]
     ordinary: Rows[KernelConfig]
 
-    def pick(self, nbytes: int, symmetric: bool) -> KernelConfig:
-        """The launch for a size; packet algorithms do not depend on whether buffers are symmetric."""
-        launch = pick(self.symmetric, nbytes) if symmetric else None
-        return pick(self.ordinary, nbytes) if launch is None or launch.algorithm in PACKETS else launch
-
     def as_json(self) -> dict[str, Any]:
         return {kind: [[limit, launch.as_json()] for limit, launch in getattr(self, kind)] for kind in _KINDS}
 

@@ -25,7 +25,6 @@ from kos.comm.host.shared.segment import (
     PID,
     RING,
     STARTED,
-    Processes,
     Segment,
     started,
 )
@@ -73,7 +72,6 @@ class CallRing(Fingerprints):
         ]
         self._reporting = threading.Lock()  # the program's thread and the watchdog's report failures
         self._late: Liveness | None = None  # what ``compare`` waits for
-        self._processes: Processes | None = None  # of the other ranks
         pid = os.getpid()
         words[self._line + STARTED] = started(pid)
         words[self._line + PID] = pid
@@ -195,9 +193,7 @@ class CallRing(Fingerprints):
         """The first failure of a rank of this host, or the loss of a killed rank.  Does not wait."""
         if (known := self.failure()) is not None:
             return known[0]
-        if self._processes is None:
-            self._processes = Processes(self.words[line + PID] for _, line, _ in self._peers)
-        killed = self.killed() if self._processes.ended() else None
+        killed = self.killed()
         return None if killed is None else self.failures.ended(killed)
 
     # As a link of the failure log.
@@ -248,7 +244,7 @@ class CallRing(Fingerprints):
             if (cause := self.failures.closing()) is not None:
                 self._causes().post_failure(cause)
             self.mark_closed(CLOSED_ORDERLY)
-        self._processes, self.failures.ring = None, None
+        self.failures.ring = None
         self.failures.links.remove(self)
         self.core.close()
         self.segment.close()

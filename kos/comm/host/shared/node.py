@@ -110,7 +110,7 @@ class Node:
         broadcasts = o.name == "broadcast"
         puts = send is not None and (not broadcasts or o.root == o.rank)
         gets = recv is not None and (not broadcasts or o.root != o.rank or send is not recv)
-        prepared.route = call, puts, gets or (broadcasts and send is recv)
+        prepared.route = call, puts, gets
 
     def start(self, work: Work[Any], left: Any = None) -> Steps | None:
         """Begin a call, or go on with what the core has ``left`` of it; returns its steps, None if it is complete."""

@@ -14,8 +14,7 @@ import ctypes
 import json
 import mmap
 import os
-import select
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -153,32 +152,6 @@ def read_memory(pid: int, address: int, nbytes: int) -> bytes | None:
     data = ctypes.create_string_buffer(nbytes)
     to, at = ((ctypes.c_size_t * 2)(start, nbytes) for start in (ctypes.addressof(data), address))  # struct iovec
     return data.raw if ctypes.CDLL(None).process_vm_readv(pid, to, 1, at, 1, 0) == nbytes else None
-
-
-class Processes:
-    """Processes of this host.  One poll of their descriptors finds those that have ended (pidfd_open(2))."""
-
-    def __init__(self, pids: Iterable[int]) -> None:
-        self._poll, self._unknown = select.poll(), False
-        self._files: list[int] = []
-        for pid in pids:
-            try:
-                self._files.append(os.pidfd_open(pid))
-            except (OSError, AttributeError):  # it has ended, or the system or Python lacks the call, or a descriptor
-                self._unknown = True
-            else:
-                self._poll.register(self._files[-1], select.POLLIN)
-
-    def __del__(self) -> None:
-        for file in self._files:
-            os.close(file)
-
-    def ended(self) -> bool:
-        """Whether a process has ended since the last call.  Always True if one could not be opened."""
-        found = [file for file, _ in self._poll.poll(0)]
-        for file in found:
-            self._poll.unregister(file)
-        return self._unknown or bool(found)
 
 
 def process(pid: int) -> tuple[str, int]:

@@ -1,0 +1,83 @@
+"""What a run prints besides its steps: what it is, at its start, and where its results are, at its end."""
+
+from __future__ import annotations
+
+from kos.errors import plural
+from kos.train.checkpoint.extra_files import dropout, extra_names
+from kos.train.output import ADDRESS
+from kos.train.run_context import RunContext
+from kos.train.tools import commands
+from kos.train.tools.console import duration
+from kos.train.tools.metrics import METRICS
+
+
+def announce(run: RunContext) -> None:
+    """The model, the data, the ranks and the device; on CPUs, about how long it will take. Collective."""
+    config, model, parallel, say = run.config, run.model_config, run.device.step.parallel, run.console.say
+    layers, epochs = plural(model.num_hidden_layers, "layer"), ""
+    if config.epochs is not None:
+        epochs = f", {plural(config.epochs, 'epoch')} of {plural(run.data.steps_per_epoch, 'step')}"
+    say(
+        f"kos: {model.num_parameters():,} parameters ({layers} x {model.hidden_size}), "
+        f"{run.data.describe()}, {run.mesh.layout.describe()}"
+        f"{', ZeRO-1' * parallel.sharded}{', held twice' * parallel.twice}"
+        f"{f', gradients sent as {parallel.compress}' * (parallel.residual is not None)}"
+        f"{f' between {parallel.rails.size} hosts' * (parallel.host.size > 1)}, "
+        f"{config.batch_size} x {config.seq_len} tokens a step{epochs}"
+    )
+    if config.elastic is not None:
+        ranks, joins = config.elastic.replace(":", " to "), f"--join {run.out / ADDRESS} or {run.comm.address}"
+        say(f"--elastic: {ranks} ranks; others join with the flags of this run and {joins}")
+    elif run.asked["elastic"] is not None:
+        say("--elastic is for dp: in this layout a lost rank ends the run at the last checkpoint")
+    if config.compress_scope != run.asked["compress_scope"]:
+        say("--compress-scope hosts: ranks with the same weights are on one host and send exact gradients")
+    say("; ".join(filter(None, (run.data.trained_on, run.data.held_out))))
+    if run.data.note:
+        say(run.data.note)
+    say(run.device.describe())
+    _report_settings(run)
+    if run.trains and (seconds := run.device.dry_run()) is not None:
+        step, validation = seconds
+        every, steps = config.eval_every or config.steps, config.steps - run.start
+        validations = (run.start == 0) + -(-config.steps // every) - run.start // every
+        about = f"{plural(steps, 'step')} of {duration(step)}"
+        if config.eval_batches:
+            about += f", {plural(validations, 'validation')} of {duration(validation)} (--eval-batches 0: none)"
+        say(f"about {duration(steps * step + validations * validation)} in all: {about}")
+
+
+def _report_settings(run: RunContext) -> None:
+    """Report defaults that the user may not expect: those of --init-from, and a warm-up longer than the run."""
+    config, steps, say = run.config, run.config.learning_rate().warmup_steps, run.console.say
+    if run.start == 0 and config.init_from is not None:
+        rates = f"learning rate {config.lr:g} after a warm-up of {plural(steps, 'step')}"
+        context = f"{config.seq_len:,} of at most {run.model_config.max_position_embeddings:,} tokens a sequence"
+        say(f"from the weights in {run.source}: {rates}, {context} (--lr, --warmup-steps, --seq-len)")
+        if names := extra_names(run.extra):
+            say(f"checkpoints also keep these files of {run.source}: {', '.join(names)}")
+        if left_out := dropout(run.extra):
+            say(f"training is without the dropout of {run.source}: {', '.join(left_out)}")
+    if run.trains and steps > config.steps:
+        reached = f"{config.learning_rate()(config.steps - 1):.2e} of {config.lr:.2e}"
+        say(f"the warm-up of {steps} steps is longer than the run: the learning rate reaches {reached}")
+
+
+def conclude(run: RunContext, text: str) -> None:
+    """Where checkpoint and metrics are, the ``text`` sampled at the end, and what to type next."""
+    say, out, config, step = run.console.say, run.out, run.config, run.step
+    if run.skipped:
+        done = plural(step - run.start, "step")
+        say(f"{len(run.skipped)} of {done} left out (--skip-outliers {config.skip_outliers:g})")
+    if early := step < config.steps:
+        say(f"stopped on request after step {step}; resume with: {commands.resume(out, run.comm.size)}")
+    elif text:
+        say(f"--- a sample ---\n{text}\n----------------")
+    say(f"checkpoint: {run.checkpoints / f'step-{step}'}")
+    say(f"metrics:    {out / METRICS}")
+    if plot := commands.plot(out):
+        say(f"plot:       {plot}")
+    if not early:
+        say(f"more text:  {commands.sample(out, config)}")
+        if step > run.start:  # else config.json is that of another run, perhaps of another layout
+            say(f"more steps: {commands.more_steps(out, run.comm.size, config)}")
