@@ -3,8 +3,10 @@
 usage: python -m tests.faults --trials N [--backend tcp|mpi|nccl|peer|auto] [--seed S] [--timeout T] [--jobs J]
                               [--ranks R] [--hosts H] [--out FILE]
        python -m tests.faults grow --trials N [--seed S] [--timeout T] [--jobs J] [--out FILE]
+       python -m tests.faults hosts --trials N [--faults KIND ...] [--seed S] [--timeout T] [--out FILE]
 
-The second form is in ``grow_faults.py``: memberships change at random.
+The second form is in ``grow_faults.py``: memberships change at random.  The third is in ``host_faults.py``: whole hosts
+are killed, stopped, cut off or slow.
 
 Each trial starts 2 to 4 ranks as processes: under mpirun for mpi, else by environment.  They run one program of
 collectives, messages, splits and duplicates, chosen by the trial's seed.  One rank sends itself SIGKILL or SIGSTOP
@@ -63,7 +65,7 @@ COUNTS = (1, 7, 1000, 20_000, 300_000)
 LATE = "is gone|did not (?:arrive|come|connect|receive|answer)|sent nothing|gave no answer|went no further"
 RANKS = r"ranks? (\[[\d, ]*\]|\d+)"
 WAITED = "still waiting for|did not reach|waited .* for"
-CULPRITS = re.compile(rf"{RANKS}(?: of world| of \d)? (?:{LATE})|(?:{WAITED}) {RANKS}")
+CULPRITS = re.compile(rf"{RANKS}(?: of world| of \d)?\)? (?:{LATE})|(?:{WAITED}) (?:host[^(]* \()?{RANKS}")
 GPU_BACKENDS = ("nccl", "peer", "auto")
 RIGHT, HUNG = "right", "hung"
 
@@ -468,6 +470,10 @@ def campaign(
 def main() -> int:
     if sys.argv[1:2] == ["grow"]:
         return grow_faults.main(sys.argv[2:])
+    if sys.argv[1:2] == ["hosts"]:
+        from tests import host_faults  # which uses this module
+
+        return host_faults.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description="Kill and stop ranks at random.")
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--backend", default="tcp", choices=("tcp", "mpi", *GPU_BACKENDS))

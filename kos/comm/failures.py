@@ -14,7 +14,7 @@ Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ran
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kos.comm import timeouts
@@ -44,6 +44,12 @@ SHOWN_CALLS = 4
 
 LOOK_SECONDS = 0.2
 """Seconds between two checks for stopped ranks."""
+
+HOST_SECONDS = 0.05
+"""The longest wait for the ends of the other ranks of a lost rank's host."""
+
+DEATHS = ("its connection was closed", "its process ended")
+"""The reasons for the loss of a rank whose process has ended without a word."""
 
 WHY_CLOSED = "it closed its communicator"
 """The reason for the loss of a rank that has called ``close``: a failure only for a rank that waits for that rank."""
@@ -123,6 +129,7 @@ class FailureLog:
         self.links: list[Any] = []
         """What carries reports to the other ranks: each has ``report_failure``, ``report_end`` and ``find_failure``."""
         self._told: int | None = None  # the earliest collective whose failure the links have carried
+        self._alone: set[int] = set()  # lost ranks of hosts that have other ranks
 
     @property
     def group_suffix(self) -> str:
@@ -132,6 +139,12 @@ class FailureLog:
     def in_world(self, ranks: Iterable[int]) -> list[int]:
         """The numbers of these ranks in the world."""
         return [self.world[rank] for rank in ranks]
+
+    def on_hosts_of(self, ranks: Sequence[int]) -> list[int]:
+        """The ranks of this group on the hosts of those ranks."""
+        near = {*self.in_world(ranks)}
+        near |= {each for rank in near if rank in self.status.hosts for each in self.status.hosts[rank][1]}
+        return [rank for rank, world in enumerate(self.world) if world in near]
 
     def of(self, ranks: Sequence[int], rank: int) -> FailureLog:
         """The failures of the group of these ranks; this process is its rank ``rank``."""
@@ -236,7 +249,27 @@ class FailureLog:
         cause = cause or self._failure_of(world, window)
         if cause is not None:
             return again(cause, _prefixed(what, f"{cause}; {self._names([world])} aborted because of it"))
-        return blaming(RankLost(_prefixed(what, f"{self._names([world])} is gone: {why}")), [world])
+        ranks = self.ended_with(rank) if why in DEATHS else [world]
+        return blaming(RankLost(_prefixed(what, f"{self._names(ranks)} is gone: {why}{self._where(ranks)}")), ranks)
+
+    def ended_with(self, rank: int, progress: Callable[[], None] = lambda: None) -> Sequence[int]:
+        """The ranks of the world that were lost with that rank: all of another host if they ended, else it alone.
+
+        Waits for the others' ends for at most HOST_SECONDS; ``progress`` looks for them meanwhile.
+        """
+        world, status = self.world[rank], self.status
+        _, ranks = status.hosts.get(world, ("", (world,)))
+        if len(ranks) == 1 or self.world[self.rank] in ranks:
+            return [world]
+        deadline = time.monotonic() + HOST_SECONDS
+        while not all(map(status.ended, ranks)):
+            if rank in self._alone or time.monotonic() > deadline or not status.is_connected:
+                self._alone.add(rank)
+                return [world]
+            time.sleep(0.001)
+            progress()
+        first = all(self._failure_of(each) is None for each in ranks)  # none ended because of another one
+        return ranks if first else [world]
 
     def overdue(
         self, late: Late, what: object, seconds: float | None = None, kind: type[KosError] = CollectiveTimeout
@@ -256,9 +289,10 @@ class FailureLog:
             absent = late.words
         else:
             names = self._names(culprits, True)
-            absent = timeouts.late_for(names, self._names(waiting, True)) if waiting else timeouts.late(names)
+            absent = timeouts.late_for(names, self._ranks(waiting, True)) if waiting else timeouts.late(names)
+        absent += self._where(culprits)
         if cycle:
-            absent += f"; {timeouts.cycle(self._names(cycle, True))}"
+            absent += f"; {timeouts.cycle(self._ranks(cycle, True))}"
         for rank in culprits[:SHOWN_CALLS]:
             call = self.status.last_call(rank)
             if call and not f"{what} ".startswith(call.partition(" at ")[0] + " "):  # it has not begun ``what``
@@ -312,12 +346,33 @@ class FailureLog:
         return gone + [rank for rank in others if rank not in gone and self._failure_of(self.world[rank]) is not None]
 
     def names(self, ranks: Sequence[int], several: bool = True) -> str:
-        """``ranks [1, 3]``, or ``rank 1`` if not ``several``: these ranks of the group, as ranks of the world."""
+        """``ranks [1, 3]``, or ``rank 1`` if not ``several``: these ranks of the group, as ranks of the world.
+
+        ``host b (ranks [1, 3])`` if these are all ranks of a host, and several.
+        """
         return self._names(self.in_world(ranks), several)
 
     def _names(self, world: Sequence[int], several: bool = False) -> str:
+        text, hosts = self._ranks(world, several), self._whole_hosts(world)
+        return f"{' and '.join(hosts)} ({text})" if hosts else text
+
+    def _ranks(self, world: Sequence[int], several: bool = False) -> str:
         text = f"ranks {list(world)}" if several or len(world) != 1 else f"rank {world[0]}"
         return f"{text} of world" if self.group_suffix else text
+
+    def _whole_hosts(self, world: Sequence[int]) -> list[str]:
+        """The names of the hosts, each with several ranks, that have these ranks and no others."""
+        hosts = dict.fromkeys(self.status.hosts.get(rank, ("", ())) for rank in world)
+        whole = all(len(ranks) > 1 for _, ranks in hosts) and sum(len(ranks) for _, ranks in hosts) == len(world)
+        return [name for name, _ in hosts] if whole else []
+
+    def _where(self, world: Sequence[int]) -> str:
+        """``; rank 2 is on host b``: the hosts of ranks that are not named by their hosts; "" in a job of one host."""
+        on = dict[str, list[int]]()
+        for rank in () if self._whole_hosts(world) else world:
+            if rank in self.status.hosts:
+                on.setdefault(self.status.hosts[rank][0], []).append(rank)
+        return "".join(f"; {self._ranks(r)} {'is' if len(r) == 1 else 'are'} on {host}" for host, r in on.items())
 
     def _failure_of(self, rank: int, window: float | None = None) -> KosError | None:
         known = self.status.failure(rank)

@@ -93,6 +93,7 @@ def _make(
     elif not probes[backend].usable:
         raise _on_every_rank(BackendUnavailable(f"{backend}: {probes[backend].reason}"))
     log.info("backend %s: %s", chosen, probes[chosen].reason)
+    rendezvous.name_hosts()
     with rendezvous.reporting():
         made = make(BACKENDS[chosen], rendezvous)
     undo.push(partial(_end, made.close, partial(made.abort, UNMADE)))

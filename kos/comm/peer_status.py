@@ -35,6 +35,8 @@ class PeerStatus:
         """Why a rank has ended."""
         self.last_calls: dict[int, Callable[[], str]] = {} if known is self else known.last_calls
         """Functions that return the last call of each rank."""
+        self.hosts: dict[int, tuple[str, tuple[int, ...]]] = {}
+        """The name of each rank's host, and the ranks on it; empty in a job of one host."""
         self.last: KosError | None = None
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # the watchdog's thread posts what is queued
@@ -54,6 +56,11 @@ class PeerStatus:
         Its ``receive_failures`` adds to ``failures`` and ``ends`` what has arrived, and does not wait.
         """
         self._plane = weakref.ref(plane)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether failures and ends of other hosts arrive."""
+        return self._plane() is not None
 
     def _receive(self) -> None:
         if (plane := self._plane()) is not None:
@@ -136,7 +143,7 @@ class PeerStatus:
     def await_end(self, rank: int) -> None:
         """Wait for a moment until other hosts also know that the rank has ended: they learn of its failure first."""
         deadline = time.monotonic() + _END_SECONDS
-        while self._plane() is not None and not self.ended(rank) and time.monotonic() < deadline:
+        while self.is_connected and not self.ended(rank) and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def runs(self, rank: int) -> bool:

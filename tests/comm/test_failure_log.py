@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import kos
-from kos.comm.failures import FailureLog, Late
+from kos.comm.failures import HOST_SECONDS, FailureLog, Late
 from kos.comm.peer_status import PeerStatus
 from kos.comm.records import blaming
 from kos.errors import CollectiveTimeout, KosError, RankLost
@@ -140,3 +142,83 @@ def test_a_wait_for_ranks_of_other_groups() -> None:
     failures = FailureLog([3, 0], 0, _Waits({2: (1,)}, {}))
     error = failures.overdue(Late(elsewhere=[2]), "all_reduce #1", 1.0)
     assert error.ranks == (1,) and "ranks [1] of world did not arrive" in str(error)
+
+
+HOSTS = {0: ("host a", (0, 1)), 1: ("host a", (0, 1)), 2: ("host b", (2, 3)), 3: ("host b", (2, 3)), 4: ("c", (4,))}
+
+
+def on_hosts(world: Sequence[int] = range(5)) -> FailureLog:
+    """That of rank 0 of five ranks on three hosts."""
+    log = FailureLog(world, 0)
+    log.status.hosts = HOSTS
+    return log
+
+
+@pytest.mark.parametrize(
+    ("late", "named"),
+    [
+        ([2, 3], "host b (ranks [2, 3]) did not arrive"),
+        ([3], "ranks [3] did not arrive; rank 3 is on host b"),
+        ([1, 2, 3], "ranks [1, 2, 3] did not arrive; rank 1 is on host a; ranks [2, 3] are on host b"),
+        ([4], "ranks [4] did not arrive; rank 4 is on c"),
+    ],
+)
+def test_late_ranks_are_named_with_their_hosts(late: list[int], named: str) -> None:
+    error = on_hosts().overdue(Late(late), "all_reduce #1", 1.0)
+    assert str(error) == f"all_reduce #1: not complete after 1.0 s; {named}" and error.ranks == tuple(late)
+
+
+def test_a_group_names_the_host_of_its_ranks() -> None:
+    log = on_hosts([0, 2, 3])
+    assert log.names([1, 2]) == "host b (ranks [2, 3] of world)" and log.names([1], False) == "rank 2 of world"
+    assert on_hosts().names([0, 1, 2, 3]) == "host a and host b (ranks [0, 1, 2, 3])"
+    assert log.on_hosts_of([1]) == [1, 2] and on_hosts([0, 3]).on_hosts_of([1]) == [1]
+
+
+CLOSED = "its connection was closed"
+
+
+@pytest.mark.parametrize(
+    ("ends", "why", "named"),
+    [
+        ([2, 3], CLOSED, f"host b (ranks [2, 3]) is gone: {CLOSED}"),
+        ([2], CLOSED, f"rank 2 is gone: {CLOSED}; rank 2 is on host b"),
+        ([2, 3], "it closed its communicator", "rank 2 is gone: it closed its communicator; rank 2 is on host b"),
+    ],
+)
+def test_a_host_is_lost_with_its_last_rank(ends: list[int], why: str, named: str) -> None:
+    log = on_hosts()
+    log.status.ends.update(dict.fromkeys(ends, why))
+    error = log.lost(2, why)
+    assert str(error) == named and error.ranks == ((2, 3) if named.startswith("host") else (2,))
+
+
+def test_a_rank_that_ended_because_of_another_is_not_named_with_it() -> None:
+    log = on_hosts()
+    log.status.ends.update({2: CLOSED, 3: CLOSED})
+    log.status.failures[3] = blaming(RankLost("rank 2 is gone"), [2]), time.monotonic()
+    assert log.lost(2, CLOSED).ranks == (2,)
+
+
+class _Plane:
+    """What a rank receives from the hub: at the first times nothing, then that rank 3 has ended; or never."""
+
+    def __init__(self, silent: int) -> None:
+        self.silent = silent
+
+    def receive_failures(self, status: PeerStatus) -> None:
+        self.silent -= 1
+        if self.silent == 0:
+            status.ends[3] = CLOSED
+
+
+def test_a_lost_rank_waits_for_the_ends_of_its_host() -> None:
+    """If they can arrive, and not for long; ranks of this host are not waited for."""
+    for silent, lost in ((5, (2, 3)), (-1, (2,))):
+        log, plane = on_hosts(), _Plane(silent)
+        log.status.connect(plane)
+        log.status.ends[2] = CLOSED
+        began = time.monotonic()
+        assert log.lost(2, CLOSED).ranks == log.lost(2, CLOSED).ranks == lost
+        assert log.lost(1, CLOSED).ranks == (1,)
+        assert silent > 0 or time.monotonic() - began >= HOST_SECONDS

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 import kos
+from benchmarks.two_hosts import Impossible
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import algorithms
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.testing import Fault, spawn
+from tests import host_faults
 from tests.comm import fake_nccl
 from tests.comm.model import NAMES, Step, run
 from tests.comm.ranks import on_each_rank
@@ -196,6 +198,17 @@ def test_every_survivor_names_the_rank_that_failed_first(backend: str, trials: i
     assert campaign(trials, backend, seed, timeout=3.0, jobs=2, out=out) == 0, "the seeds are printed"
     summary = json.loads(out.read_text())
     assert (summary["trials"], summary["right"], summary["wrong"]) == (trials, trials, [])
+
+
+def test_every_survivor_names_the_host_that_failed(tmp_path: Path) -> None:
+    seed, out = int(np.random.SeedSequence().generate_state(1)[0]), tmp_path / "summary.json"
+    trials = [host_faults.HostTrial(seed + i, kind, 3.0) for i, kind in enumerate(("kill", "cut"))]
+    try:
+        assert host_faults.campaign(trials, out) == 0, f"seed {seed}"
+    except Impossible as why:
+        pytest.skip(str(why))
+    by_fault = json.loads(out.read_text())["by fault"]
+    assert {kind: found["errors"] for kind, found in by_fault.items()} == {"kill": 2, "cut": 4}
 
 
 def test_what_is_not_installed_is_one_line(

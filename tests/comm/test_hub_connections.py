@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.hub import Hub
+from kos.comm.control.hub import Hub, is_cut_off
 from kos.comm.control.wire import Connection, Network, admit_all
 from kos.comm.records import blaming
 from kos.errors import CollectiveTimeout, KosError, RendezvousError
@@ -252,3 +253,16 @@ def test_ctrl_c_within_a_split_is_reported_to_the_new_group(rank: int, where: st
             rendezvous.split(0, rendezvous.rank)
 
     run_ranks(3, body)
+
+
+def test_a_host_whose_rank_reads_nothing_is_not_cut_off() -> None:
+    """It answers what asks for room in the receiver's memory: of a stopped rank, for one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+        reader, _ = listener.accept()
+        sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock.send(bytes(1 << 20))
+        time.sleep(3.0)
+        assert not is_cut_off(sock)
+        reader.close()

@@ -196,6 +196,32 @@ def test_a_killed_rank_on_mpi(hosts: tuple[int, ...], tmp_path: Path) -> None:
     assert sorted(lines) == sorted(after_a_kill(hosts))
 
 
+KILLED_HOST = """
+import os, signal, kos, numpy as np
+comm = kos.init(timeout=60)
+pids = comm.all_gather(np.array(os.getpid())).tolist()
+try:
+    if comm.rank == {killer}:
+        for rank in {killed}:
+            os.kill(pids[rank], signal.SIGKILL)
+    while True:
+        {call}
+except kos.errors.RankLost as error:
+    print(error.ranks, "host {name} (ranks {killed}) is gone: its connection was closed" in str(error), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("call", ["comm.all_reduce(np.ones(4))", "comm.all_gather_bytes(b'x')"])
+@pytest.mark.parametrize("killed", [[0, 1], [2, 3]], ids=["host of the hub", "other host"])
+def test_a_killed_host_on_tcp(killed: list[int], call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_hosts(monkeypatch, (2, 2))
+    name, killer = f"{killed[0] // 2}", (killed[0] + 2) % 4
+    results = run_processes(KILLED_HOST.format(killer=killer, killed=killed, call=call, name=name), 4)
+    left = [text.strip() for code, text in results if code == 0]
+    assert left == [f"{tuple(killed)} True"] * 2, results
+
+
 WITHOUT_A_HUB = """
 import numpy as np, kos
 os.environ["KOS_HOST"] = os.environ["OMPI_COMM_WORLD_RANK"]

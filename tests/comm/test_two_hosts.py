@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.two_hosts import ADDRESSES, HOSTS, Hosts, Impossible, two_hosts
+from benchmarks.two_hosts import ADDRESSES, CABLE, HOSTS, Hosts, Impossible, two_hosts
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES, ROOT, finish, free_port, start
 from tests.launcher import run_program
 
@@ -146,6 +147,30 @@ assert comm.shrink().all_gather(np.array(me)).tolist() == [0, 2, 3]
 """
     lines = hosts.run(tmp_path, 4, sys.executable, "-c", text, options=("--with-ft", "ulfm")).splitlines()
     assert len(lines) == 3 and all("rank 1 is gone: its " in line for line in lines), lines
+
+
+def test_a_host_that_is_cut_off_is_named_on_both(hosts: Programs) -> None:
+    """By all its ranks, though each rank waits for one: the host acknowledges nothing."""
+    text = f"""
+import subprocess, kos, numpy as np
+comm = kos.init(timeout=60)
+comm.barrier()
+comm.timeout = 4
+if comm.rank == 3:
+    subprocess.run(["ip", "link", "set", "{CABLE}", "down"], check=True)
+try:
+    while True:
+        comm.all_reduce(np.ones(300_000))
+except kos.errors.CollectiveTimeout as error:
+    print(error, flush=True)
+"""
+    try:
+        results = hosts.start([0, 1, 0, 1], sys.executable, "-c", text)
+    finally:
+        subprocess.run(["ip", "-n", HOSTS[1], "link", "set", CABLE, "up"], check=True, timeout=20)
+    for rank, (code, output) in enumerate(results):
+        other = 1 - rank % 2
+        assert code == 0 and f"host {HOSTS[other]} (ranks {[other, other + 2]})" in output, results
 
 
 def test_environment_without_a_secret(hosts: Programs, tmp_path: Path) -> None:

@@ -37,6 +37,12 @@ class _Place(NamedTuple):
         """Of the host; it names the machine too, as ranks of several machines may have one ``KOS_HOST``."""
         return f"{self.machine} {self.host}" if self.host else self.machine
 
+    @property
+    def name(self) -> str:
+        """Of the host, in errors."""
+        name = self.host or self.machine.partition(" ")[0]
+        return name if name.startswith("host") else f"host {name}"
+
 
 class Rendezvous(ABC):
     """The control plane of a group.  Every method is collective: all ranks call it, in the same order.
@@ -294,6 +300,14 @@ class Rendezvous(ABC):
         mine = self._places[self.rank].machine
         return [(rank, place.numa_node) for rank, place in enumerate(self._places) if place.machine == mine]
 
+    def name_hosts(self) -> None:
+        """Make errors name the hosts of ranks, if there are several.  Collective on first use of the places."""
+        hosts = dict[str, tuple[str, list[int]]]()
+        for rank, place in zip(self.failures.world, self._places, strict=True):
+            hosts.setdefault(place.identity, (place.name, []))[1].append(rank)
+        found = {rank: (name, tuple(ranks)) for name, ranks in hosts.values() for rank in ranks}
+        self.failures.status.hosts = found if len(hosts) > 1 else {}
+
     def wrong_hosts(self) -> str:
         """What is wrong with the ranks' ``KOS_HOST``, the same text on all ranks, or "".  Collective on first use."""
         names = [place.host for place in self._places]
@@ -339,4 +353,4 @@ def _difference(messages: list[bytes], failures: FailureLog) -> str:
 def machine_id() -> str:
     """An identity of this machine, equal for processes exactly if they run on the same one, whatever ``KOS_HOST``."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return platform.node() + (boot.read_text().strip() if boot.exists() else "")
+    return platform.node() + (f" {boot.read_text().strip()}" if boot.exists() else "")

@@ -31,6 +31,8 @@ from kos.comm.control.hub import (
     LOST,
     PACKED,
     Hub,
+    is_cut_off,
+    look_beside_hub,
     pair,
     reporting,
     send,
@@ -441,8 +443,10 @@ class TCPRendezvous(Rendezvous):
                     drive(connection.flush(), connection.sock, deadline)
                 answer = drive(self.inbox.answer(connection), connection.sock, deadline, look)
             except TimeoutError as error:
-                raise self.absent([0], "rendezvous", timeouts.REPLY, several=False) from error
+                silent = self.failures.on_hosts_of([0]) if is_cut_off(connection.sock) else [0]
+                raise self.absent(silent, "rendezvous", timeouts.REPLY, several=False) from error
             except OSError as error:
+                look_beside_hub(self.failures, self._addresses)
                 raise self.failures.lost(0, CONNECTION_CLOSED, "rendezvous") from error
             kind, answer = answer[:1], answer[1:]
             if kind in FAILURES:
@@ -467,8 +471,7 @@ class TCPRendezvous(Rendezvous):
             return self.failures.lost(ranks[0], why, "rendezvous", None if cause is None else from_record(cause))
         if not ranks:
             return RendezvousError(why)
-        names = self.failures.names(ranks)
-        names += f" of {self.size}" * ("of world" not in names)
+        names = (named := self.failures.names(ranks)) + f" of {self.size}" * named.endswith("]")
         return self.failures.overdue(Late(ranks, f"{names} {why}"), "rendezvous", None, RendezvousError)
 
     @property

@@ -20,13 +20,13 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, digest_of, drive
-from kos.comm.failures import FailureLog
+from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, connect, digest_of, drive
+from kos.comm.failures import HOST_SECONDS, FailureLog
 from kos.comm.records import blaming, to_record
 from kos.errors import RendezvousError
 
@@ -46,6 +46,7 @@ PACKED_RANKS = 64  # from which number of ranks results are compressed: they are
 CLOSE_SECONDS = 2.0  # limit for delivering the last messages before rank 0 ends; of a failure, more for many ranks
 _POLL_SECONDS = 0.1  # between two polls of ranks that have not closed yet
 _LAZY_SECONDS = 0.05  # after which a notice that is not urgent is forwarded
+RESENDS = 3  # of the same data, in 1.4 s or more, after which a host counts as cut off
 
 
 class _Failure(Exception):
@@ -378,6 +379,32 @@ def send(connection: Connection, message: bytes) -> None:
     connection.post(message)
     with contextlib.suppress(OSError):  # the other side closed it first
         drive(connection.flush(), connection.sock, time.monotonic() + CLOSE_SECONDS)
+
+
+def is_cut_off(sock: socket.socket) -> bool:
+    """Whether the other side's host has acknowledged nothing while this one sent the same data several times (Linux).
+
+    A host also acknowledges data for a process that is stopped.
+    """
+    try:
+        _, _, resent, probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # without an answer
+    except (AttributeError, OSError):
+        return False
+    return max(resent, probes) >= RESENDS  # probes: where the data has not left this host
+
+
+def look_beside_hub(failures: FailureLog, addresses: Sequence[tuple[str, int]]) -> None:
+    """Record which other ranks of the lost hub's host have ended, which no hub reports; ``addresses``: of all ranks."""
+    others = failures.on_hosts_of([0])[1:]
+    if others and failures.rank not in others and addresses:
+        time.sleep(HOST_SECONDS)
+        for rank in others:
+            try:
+                connect(*addresses[rank], time.monotonic() + HOST_SECONDS).close()
+            except ConnectionRefusedError:
+                failures.status.ends.setdefault(failures.world[rank], CONNECTION_CLOSED)
+            except OSError:
+                return
 
 
 reporting: weakref.WeakSet[Hub] = weakref.WeakSet()

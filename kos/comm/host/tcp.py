@@ -17,6 +17,7 @@ import numpy as np
 
 from kos.comm.backend import Probe
 from kos.comm.control.base import Rendezvous
+from kos.comm.control.hub import is_cut_off
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.tcp_messages import ABORT, CALL, CLOSE, CLOSED_HERE, FAILED, REASON_LENGTH, Peer, Poller
 from kos.comm.operation import COLLECTIVE_TAGS
@@ -88,7 +89,9 @@ class TCPTransport(Transport):
             peer.cancel(cancelled)
 
     def awaited(self, tag: int) -> list[int]:
-        return sorted(rank for rank, peer in self.peers.items() if peer.receives(tag) or peer.announced(tag))
+        awaited = (rank for rank, peer in self.peers.items() if peer.receives(tag) or peer.announced(tag))
+        cut_off = [rank for rank, peer in self.peers.items() if peer.gone is None and is_cut_off(peer.sock)]
+        return self.failures.on_hosts_of(cut_off) if cut_off else sorted(awaited)
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
         return self.peers[rank].receives(tag) if receives else self.peers[rank].sends(tag)

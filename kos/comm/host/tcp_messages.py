@@ -229,8 +229,11 @@ class Peer:
             self._lose(closed.value, orderly=True)
         except OSError:
             failures = self.transport.failures
-            failures.status.await_end(failures.world[self.rank])  # why it ended may arrive later, through the hub
-            self._lose("its connection was closed")
+            world, why = failures.world[self.rank], "its connection was closed"
+            failures.status.await_end(world)  # why it ended may arrive later, through the hub
+            self._lose(why)
+            failures.status.ends.setdefault(world, why)  # nobody else reports the ranks of the hub's host
+            failures.ended_with(self.rank, self.transport.poller.progress)
         except (RendezvousError, ValueError) as error:
             self._lose(str(error))
         except BaseException:  # Ctrl-C at an unknown position in a message

@@ -43,7 +43,8 @@ class SharedStatus(PeerStatus):
     def __init__(self, segment: Segment, world: Sequence[int], status: PeerStatus | None = None) -> None:
         """``status``: the one that this replaces."""
         super().__init__()
-        self._plane = self._plane if status is None else status._plane
+        if status is not None:
+            self._plane, self.hosts = status._plane, status.hosts
         ranks = [world[rank] for rank in segment.ranks]
         self._my_text = segment.failure_of(segment.rank)
         self._texts = {rank: segment.failure_of(local) for local, rank in enumerate(ranks)}
