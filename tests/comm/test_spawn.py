@@ -50,6 +50,26 @@ def test_sends_that_are_buffered(buffer_bytes: float) -> None:
             spawn(ring, 3, LONG, buffer_bytes=23)
 
 
+def test_a_send_is_done_when_its_array_may_change() -> None:
+    """And not while the receiver copies it."""
+
+    def body(comm: kos.Communicator) -> None:
+        for number in range(16):
+            x = np.full(1 << 22, float(number), np.float32)
+            if comm.rank == 0:
+                work = comm.send(x, 1, async_op=True)
+                comm.barrier()
+                while not work.done():
+                    pass
+                x.fill(-1)
+            else:
+                comm.barrier()
+                comm.recv(x, 0)
+                assert (x == number).all()
+
+    spawn(body, 2, 60, check_arrays=False)
+
+
 @on_each_rank(spawn, 2, 60)
 def test_sends_of_a_batch_and_send_recv_wait_for_nobody(comm: kos.Communicator, /) -> None:
     x, y, z, other = np.full(4, float(comm.rank)), np.empty(4), np.empty(4), 1 - comm.rank

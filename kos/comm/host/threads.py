@@ -233,13 +233,13 @@ class ThreadMessage:
     def take(self, message: ThreadMessage) -> None:
         """Receive ``message``; the caller holds the lock of the world."""
         array, sent = self.array, message.array
-        message.complete = True
-        if sent.dtype != array.dtype or sent.size != array.size:
+        if sent.dtype == array.dtype and sent.size == array.size:
+            np.copyto(array, sent)
+            self.complete = True
+        else:  # only the receiver raises
             expected, got = ((each.nbytes, each.dtype) for each in (array, sent))
             self.error = wrong_message(self._transport.failures, self.dst, expected, self.src, got)
-            return  # only the receiver raises
-        np.copyto(array, sent)
-        self.complete = True
+        message.complete = True  # after the copy: the sender looks without the lock, and may then write to its array
 
     def done(self) -> bool:
         if self.complete:
