@@ -296,6 +296,7 @@ class Groups(Operations):
             # The name has no number: a split in which a rank was lost has advanced the count on some ranks only.
             group = self._descendant(f"{self.name}:shrunk", rendezvous, 0, rendezvous.rank)
             assert group is not None
+            rendezvous.name_hosts()  # of which lost ranks are no part any more
             group.timeout = self.timeout
             return group
         backend, progress_thread = self._terms()["backend"], self._requested[1]

@@ -56,6 +56,16 @@ def test_survivors_go_on(gone: list[int]) -> None:
     assert sums == {rank: [float(sum(left))] * 2 for rank in left}
 
 
+def test_lost_ranks_are_no_part_of_their_host() -> None:
+    def body(comm: kos.Communicator) -> Any:
+        if comm.rank == 3:
+            return comm.abort()
+        with comm.shrink() as part:
+            return part.rendezvous.failures.status.hosts[2]
+
+    assert spawn(body, 4, hosts=[2, 2], timeout=20)[:3] == [("host 1", (2,))] * 3
+
+
 def survive_in_a_grid(comm: kos.Communicator) -> None:
     """Rank 3 of a grid dies; rank 0, which shares no group with it, waits in one for a rank that shrinks."""
     column, row = comm.grid((2, 2))

@@ -63,12 +63,15 @@ def test_strangers_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_threads(lambda: errors_of(30, environment(0, 3, port)), others) == [[""], ["", ""]]
 
 
-@pytest.mark.parametrize("reason", ["too slow", "too many"])
+@pytest.mark.parametrize("reason", ["too slow", "too many", "too many for its files"])
 def test_unauthenticated_callers_are_rejected(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who proves nothing is sent away after a while; of too many, the oldest go at once."""
     calls, dismissed = (2, 2) if reason == "too slow" else (5, 2)
     monkeypatch.setattr(tcp, "HANDSHAKE_SECONDS", 0.1 if reason == "too slow" else 60.0)
-    monkeypatch.setattr(tcp, "MAX_PENDING", 3)
+    if reason == "too many for its files":
+        monkeypatch.setattr(tcp.resource, "getrlimit", lambda which: (9, -1))
+    else:
+        monkeypatch.setattr(tcp, "MAX_PENDING", 3)
     network = Network(b"s", "127.0.0.1", "", loopback=True)
     listener = network.listen()
     address = listener.getsockname()

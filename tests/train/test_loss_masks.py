@@ -375,6 +375,13 @@ def test_a_mask_written_as_text_is_refused(tmp_path: Path) -> None:
     assert len(read(tmp_path / "a.bin", "--loss-on", "all")[0]) == 180
 
 
+def test_one_masked_token_is_too_few(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(token_bytes([7]))
+    (tmp_path / "a.mask").write_bytes(b"\1")
+    with pytest.raises(DataError, match="to train on, got none"):
+        read(tmp_path / "a.bin")
+
+
 def test_training_and_validation_are_means_over_what_counts(pairs: Path, tmp_path: Path) -> None:
     """Of the whole batch, and of all validation windows, however many count in each."""
     config = _config(pairs, None, documents="cross")

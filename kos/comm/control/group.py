@@ -446,7 +446,7 @@ class TCPRendezvous(Rendezvous):
                 silent = self.failures.on_hosts_of([0]) if is_cut_off(connection.sock) else [0]
                 raise self.absent(silent, "rendezvous", timeouts.REPLY, several=False) from error
             except OSError as error:
-                look_beside_hub(self.failures, self._addresses)
+                look_beside_hub(self.failures, self.members if self._addresses else ())
                 raise self.failures.lost(0, CONNECTION_CLOSED, "rendezvous") from error
             kind, answer = answer[:1], answer[1:]
             if kind in FAILURES:

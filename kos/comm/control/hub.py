@@ -212,8 +212,9 @@ class Hub(threading.Thread):
             why = f"allgather: expected less than {MAX_MESSAGE} bytes in all, got {total}"
             raise _Failure(FAILED, [], why)
         parts = [slots[rank] for rank in range(self._size)]
-        answer = struct.pack(f"!{self._size}I", *map(len, parts)) + b"".join(parts)
-        answer = PACKED + zlib.compress(answer, 1) if self._size >= PACKED_RANKS else RESULT + answer
+        answer = RESULT + struct.pack(f"!{self._size}I", *map(len, parts)) + b"".join(parts)
+        if self._size >= PACKED_RANKS:
+            answer = min(PACKED + zlib.compress(answer[1:], 1), answer, key=len)
         digest = digest_of(answer)
         for connection in self._members.values():
             connection.post(answer, digest)

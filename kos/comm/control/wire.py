@@ -47,7 +47,7 @@ Waiting = Generator[int, None, T]
 
 MAX_MESSAGE = 64 << 20  # bytes
 HANDSHAKE_SECONDS = 10.0  # limit for a caller's handshake
-MAX_PENDING = 1024  # callers in their handshakes
+MAX_PENDING = 1024  # callers in their handshakes; and at most a third of the files that this process may open
 _COPIED = 1 << 14  # bytes of a message from which on it is not copied: all ranks' connections share the hub's answer
 _MAX_REJECTED = 4  # rejected callers in an error
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -263,6 +263,8 @@ class Acceptor:
     def __init__(self, listener: socket.socket, key: bytes, epoch: int = 0, join: bytes = b"") -> None:
         self._listener, self._key, self._selector = listener, key, selectors.DefaultSelector()
         self._epoch, self._join = epoch, join
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: no limit
+        self._most = MAX_PENDING if files < 0 else min(MAX_PENDING, files // 3)
         self._callers: dict[socket.socket, float] = {}  # callers in their handshakes -> deadline, oldest first
         self._admitted: deque[tuple[int, int, Connection]] = deque()
         self.rejected: list[str] = []  # callers with another secret, the first few
@@ -315,7 +317,7 @@ class Acceptor:
             self._reject(next(iter(self._callers)))  # perhaps a stranger, who makes room for this caller
             return
         _prepare(sock)
-        if len(self._callers) >= MAX_PENDING:
+        if len(self._callers) >= self._most:
             self._reject(next(iter(self._callers)))
         self._callers[sock] = time.monotonic() + HANDSHAKE_SECONDS
         handshake = answer(sock, self._key, self._epoch, self._join)

@@ -86,7 +86,7 @@ def map_tokens(path: Path) -> NDArray[Any] | MaskedTokens:
 def check_mask(shard: Any) -> None:
     """DataError if a token file has a mask, as ``map_tokens`` gives it, with other bytes than 0 and 1, such as text."""
     mask: Any = getattr(shard, "mask", np.zeros(1, np.uint8))
-    if (largest := mask.max()) > 1:
+    if (largest := mask.max(initial=0)) > 1:
         raise DataError(f"--data {Path(mask.filename)}: expected bytes of 0 and 1, got {largest}")
 
 
