@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -413,3 +415,19 @@ def test_a_newcomer_of_a_failed_attempt_that_is_late_is_named_by_its_address() -
     places = list[Any]()
     texts = set(run_ranks(2, body))
     assert texts == {f"shrink: the newcomer at 127.0.0.1:{places[0][1]} did not arrive within 1 s"}
+
+
+def test_a_newcomer_whose_connection_times_out_is_dropped() -> None:
+    """ETIMEDOUT of the network is no wait that is over."""
+
+    def lost() -> Iterator[int]:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+        yield 0
+
+    near, far = pair(0)
+    near.receive = lost  # type: ignore[method-assign,assignment]
+    newcomers, calls = Newcomers(), [(JOIN, "", near)]
+    newcomers.door = SimpleNamespace(admit=lambda seconds: calls.pop() if calls else None)  # type: ignore[assignment]
+    assert [*newcomers.callers(0.0), *newcomers.callers(0.0)] == []
+    assert near.sock.fileno() == -1
+    far.close()

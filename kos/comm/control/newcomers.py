@@ -104,7 +104,8 @@ class Newcomers:
             try:
                 hello = json.loads(drive(reading, connection.sock, deadline))
             except (OSError, RendezvousError, ValueError) as error:
-                if isinstance(error, TimeoutError) and time.monotonic() < until:
+                waits = isinstance(error, TimeoutError) and error.errno is None  # else the connection is lost
+                if waits and time.monotonic() < until:
                     continue
                 del self._arriving[connection]
                 connection.close()
