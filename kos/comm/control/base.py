@@ -303,8 +303,8 @@ class Rendezvous(ABC):
     def name_hosts(self) -> None:
         """Make errors name the hosts of ranks, if there are several.  Collective on first use of the places."""
         hosts = dict[str, tuple[str, list[int]]]()
-        for rank, place in zip(self.failures.world, self._places, strict=True):
-            hosts.setdefault(place.identity, (place.name, []))[1].append(rank)
+        for rank, place in enumerate(self._places):
+            hosts.setdefault(place.identity, (place.name, []))[1].append(self.failures.world[rank])
         found = {rank: (name, tuple(ranks)) for name, ranks in hosts.values() for rank in ranks}
         self.failures.status.hosts = found if len(hosts) > 1 else {}
 
