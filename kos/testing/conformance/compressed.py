@@ -74,7 +74,8 @@ def compressed_between_groups(comm: Communicator, seed: int, dtype: Any, local: 
         with np.errstate(all="ignore"):
             wide = [each.astype(np.float32) for each in xs]  # no 0 is added to the first: it makes 0 of -0
             sums = [reduce(np.add, wide[at : at + local]) for at in range(0, comm.size, local)]
-        parts = zip(*(np.split(total.astype(dtype), local) for total in sums), strict=True)
+            sums = [np.split(total.astype(dtype), local) for total in sums]
+        parts = zip(*sums, strict=True)
         _compare(comm, x, np.concatenate([_reduced(form, part, ReduceOp.SUM) for part in parts]), what)
     host.close()
     rail.close()
