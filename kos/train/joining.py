@@ -22,6 +22,7 @@ from kos.train.tools.console import Console
 
 LOOK_EVERY = 0.05  # seconds between two looks for the file of a run that has not begun
 
+
 class Newcomer(Trainer):
     """The run of ``config`` that this process joins, at ``config.join``. What it makes is known to the run's ranks.
 
