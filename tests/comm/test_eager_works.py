@@ -232,7 +232,6 @@ def test_a_progress_thread_gets_the_works() -> None:
     run_ranks(2, body)
 
 
-
 @needs_torch
 @on_each_rank("run")
 def test_tensors_of_torch_hit(comm: kos.Communicator, /) -> None:

@@ -29,7 +29,6 @@ Meet = Callable[[Communicator, float], Any]
 """Waits outside of kos for all ranks; the others come when a timeout, in seconds, has passed."""
 
 
-
 class Scenario(NamedTuple):
     """What the ranks call, what goes wrong, and what the ranks that it concerns raise."""
 

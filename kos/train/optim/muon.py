@@ -125,7 +125,6 @@ class Muon(MatrixRule):
                     w *= shrink
                 w -= update
 
-
     def queue_matrices(self, optimizer: Any, gradients: Parameters, lr_scale: float, decay: float) -> None:
         momentum = optimizer.state["momentum"]
         for matrices in self.batches(momentum, 0 if optimizer.exact else BATCH):  # their number may change bits
