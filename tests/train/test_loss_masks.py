@@ -373,6 +373,9 @@ def test_a_mask_written_as_text_is_refused(tmp_path: Path) -> None:
     with refused(DataError, f"--data {tmp_path / 'a.mask'}: expected bytes of 0 and 1, got 49"):
         read(tmp_path / "a.bin")
     assert len(read(tmp_path / "a.bin", "--loss-on", "all")[0]) == 180
+    (tmp_path / "b.bin").write_bytes(token_bytes([7] * 200))
+    with refused(DataError, f"--val-data {tmp_path / 'a.mask'}: expected bytes of 0 and 1, got 49"):
+        read(tmp_path / "b.bin", "--val-data", str(tmp_path / "a.bin"))
 
 
 def test_one_masked_token_is_too_few(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def execute(schedule: Schedule, rank: int, transport: Any, buffers: Mapping[str,
 
     Sizes are not checked here.  The caller checks them, since it knows the operation.
     """
-    space = min(schedule.units, key=lambda space: space not in buffers)
+    space = next(each for each in schedule.units if each in buffers)
     elements, dtype = buffers[space].size // schedule.units[space], buffers[space].dtype
     program = _compile(schedule, rank, elements, dtype.itemsize)
     spaces = dict(buffers)

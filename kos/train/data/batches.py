@@ -296,12 +296,13 @@ def _load_tokens(
 
     def make(folder: Path) -> dict[str, Any]:
         every, found, counts = [*shards, *val_shards], False, 0
-        for shard in every:
-            check_mask(shard)
+        flags = ["--data"] * len(shards) + ["--val-data" if config.val_data else "--data"] * len(val_shards)
+        for flag, shard in zip(flags, every, strict=True):
+            check_mask(flag, shard)
         for number, piece in _pieces(every, show):
-            tokens, flag = unmasked(piece), "--val-data" if config.val_data and number >= len(shards) else "--data"
+            tokens = unmasked(piece)
             if tokens.max() >= tokenizer.vocab_size:
-                raise beyond_vocabulary(flag, every[number], tokenizer.vocab_size)
+                raise beyond_vocabulary(flags[number], every[number], tokenizer.vocab_size)
             found = found or (separator is not None and bool((tokens == separator.token).any()))
             counts += int(np.count_nonzero(piece >= 0)) if masked and number < len(shards) else 0
         between = "; no documents are marked"

@@ -83,11 +83,11 @@ def map_tokens(path: Path) -> NDArray[Any] | MaskedTokens:
     return MaskedTokens(tokens, np.memmap(beside, np.uint8, "r"))
 
 
-def check_mask(shard: Any) -> None:
-    """DataError if a token file has a mask, as ``map_tokens`` gives it, with other bytes than 0 and 1, such as text."""
+def check_mask(flag: str, shard: Any) -> None:
+    """DataError if the mask of a token file of ``flag`` has other bytes than 0 and 1, such as text."""
     mask: Any = getattr(shard, "mask", np.zeros(1, np.uint8))
     if (largest := mask.max(initial=0)) > 1:
-        raise DataError(f"--data {Path(mask.filename)}: expected bytes of 0 and 1, got {largest}")
+        raise DataError(f"{flag} {Path(mask.filename)}: expected bytes of 0 and 1, got {largest}")
 
 
 def beyond_vocabulary(flag: str, shard: Any, vocab_size: int) -> DataError:
