@@ -232,7 +232,9 @@ class Peer:
             world, why = failures.world[self.rank], "its connection was closed"
             failures.status.await_end(world)  # why it ended may arrive later, through the hub
             self._lose(why)
-            failures.status.ends.setdefault(world, why)  # nobody else reports the ranks of the hub's host
+            hosts = failures.status.hosts
+            if world in hosts and hosts[world] == hosts[min(hosts)]:  # that of the hub: nobody else reports it
+                failures.status.ends.setdefault(world, why)
             failures.ended_with(self.rank, self.transport.poller.progress)
         except (RendezvousError, ValueError) as error:
             self._lose(str(error))
