@@ -202,13 +202,14 @@ def test_every_survivor_names_the_rank_that_failed_first(backend: str, trials: i
 
 def test_every_survivor_names_the_host_that_failed(tmp_path: Path) -> None:
     seed, out = int(np.random.SeedSequence().generate_state(1)[0]), tmp_path / "summary.json"
-    trials = [host_faults.HostTrial(seed + i, kind, 3.0) for i, kind in enumerate(("kill", "cut"))]
+    # Without cuts: a rank that waits for one of its host, which waits for the cut one, may name it (test_two_hosts.py).
+    trials = [host_faults.HostTrial(seed + i, "kill", 3.0) for i in range(2)]
     try:
         assert host_faults.campaign(trials, out) == 0, out.read_text()
     except Impossible as why:
         pytest.skip(str(why))
     by_fault = json.loads(out.read_text())["by fault"]
-    assert {kind: found["errors"] for kind, found in by_fault.items()} == {"kill": 2, "cut": 4}
+    assert {kind: found["errors"] for kind, found in by_fault.items()} == {"kill": 4}
 
 
 def test_what_is_not_installed_is_one_line(
