@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from kos import cuda
 from kos.train.checkpoint import checkpoint
+from kos.train.model.families import FAMILIES
 from kos.train.parallel.schedules import SCHEDULES
 from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, NCCL_RANKS, OUTSIDE
@@ -121,6 +122,13 @@ def test_eight_ranks(train, flags: str) -> None:
 @pytest.mark.parametrize("flags", ["--tp 2", "--cp 2", "--pp 2 --pp-schedule zero-bubble-v"])
 def test_bfloat16(train, flags: str) -> None:
     check(train, 2, "peer", *flags.split(), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("flags", ["--tp 2", "--cp 2", "--pp 2 --pp-schedule zero-bubble-v"])
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama", "gpt2"}))
+def test_families(train, family: str, flags: str, dtype: str) -> None:
+    check(train, 2, "peer", "--model-type", family, *flags.split(), dtype=dtype, alone=("--model-type", family))
 
 
 DP = ["--dp 2", "--dp 2 --zero 1 --no-graph"]
