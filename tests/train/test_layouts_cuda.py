@@ -128,6 +128,8 @@ def test_bfloat16(train, flags: str) -> None:
 @pytest.mark.parametrize("flags", ["--tp 2", "--cp 2", "--pp 2 --pp-schedule zero-bubble-v"])
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama", "gpt2"}))
 def test_families(train, family: str, flags: str, dtype: str) -> None:
+    if (family, flags) == ("olmo2", "--tp 2"):
+        pytest.skip("an OLMo 2 has norms over all heads, and is refused")
     check(train, 2, "peer", "--model-type", family, *flags.split(), dtype=dtype, alone=("--model-type", family))
 
 
