@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from kos.errors import ConfigError
 from kos.train.layers.attention import Attention, Rope
@@ -106,6 +106,11 @@ class LlamaConfig:
     def head(self) -> str:
         """The matrix that makes the logits."""
         return self.embedding if self.tie_word_embeddings else "lm_head.weight"
+
+    def first(self, layers: int) -> Self:
+        """The same model with its first layers only."""
+        each = {name: getattr(self, name)[:layers] for name in ("layer_types", "no_rope_layers")}
+        return replace(self, num_hidden_layers=min(layers, self.num_hidden_layers), **each)
 
     # --- the model as a list of sublayers --------------------------------------------------------------
 
