@@ -37,7 +37,7 @@ RANK_AND_SIZE = (
     ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx has no size
 )
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
-_REPORT_STEP_SECONDS = 0.5  # delay per rank before it prints frames: Open MPI 5 ends the ranks 0.25 s after an exit
+_REPORT_STEP_SECONDS = 0.5  # delay per rank before it ends the job: Open MPI 5 ends the others 0.25 s after an exit
 _LOOK_SECONDS = 0.1  # between two looks of ``in_thread``
 # Seconds in which the other ranks may exit before a rank aborts the job.  One that waits for a stopped hub reports
 # GRACE_SECONDS after the others.
@@ -332,5 +332,6 @@ def _exit_job() -> None:
         time.sleep(max(began + (grace or 0.0) - time.monotonic(), 0.0))  # others still report what they have met
         why = "exits" if abort_code is None else "aborted its communicator by an exception"
         world = MPI.COMM_WORLD
+        time.sleep(min(world.rank, 8) * _REPORT_STEP_SECONDS)  # mpirun of Open MPI 5 may hang if two abort at once
         log.critical("rank %d of %d ends the job: it %s and the others did not", world.rank, world.size, why)
         _end_job(abort_code or 1)
