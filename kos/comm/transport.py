@@ -21,13 +21,13 @@ import numpy as np
 from kos.comm import compressed
 from kos.comm.backend import Probe
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.mpi_job import Backoff
 from kos.comm.failures import FailureLog
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.records import blaming
 from kos.comm.reduction import Reduction
 from kos.comm.schedules import runnable
 from kos.comm.schedules.execute import execute
+from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work
 from kos.errors import CollectiveError, CollectiveMismatch, KosError
 

@@ -21,8 +21,9 @@ from pathlib import Path
 import kos
 from kos import _core, commands, cuda
 from kos.comm.control.base import machine_id
-from kos.comm.control.mpi_job import in_thread, under_mpirun
+from kos.comm.control.mpi_job import under_mpirun
 from kos.comm.gpu import nccl_binding
+from kos.comm.waits import in_thread
 from kos.cuda import compile_kernels, devices, driver
 from kos.cuda.driver import call, cu
 from kos.cuda.kernels import KernelCache

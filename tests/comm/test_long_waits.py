@@ -13,7 +13,7 @@ import pytest
 import kos
 from kos.comm import work
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.mpi_job import Backoff
+from kos.comm.waits import Backoff
 from kos.testing import spawn
 from tests.comm import shared_ranks
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks

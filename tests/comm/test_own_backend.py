@@ -17,11 +17,11 @@ import pytest
 import kos
 from kos.comm.backend import Probe
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.mpi_job import Backoff
 from kos.comm.schedules import registry
 from kos.comm.schedules.registry import algorithm
 from kos.comm.schedules.schedule import Moves
 from kos.comm.transport import ScheduledCalls, Transport
+from kos.comm.waits import Backoff
 from kos.errors import KosError
 from kos.testing.conformance import cases, run
 from kos.testing.conformance.__main__ import main

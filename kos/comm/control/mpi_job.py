@@ -12,23 +12,21 @@ import contextlib
 import ctypes
 import importlib
 import logging
-import math
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from kos.comm.control.grow import GRACE_SECONDS
+from kos.comm.waits import LOOK_SECONDS, Backoff
 from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
 RANK_AND_SIZE = (
@@ -38,7 +36,6 @@ RANK_AND_SIZE = (
 )
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 _REPORT_STEP_SECONDS = 0.5  # delay per rank before it ends the job: Open MPI 5 ends the others 0.25 s after an exit
-_LOOK_SECONDS = 0.1  # between two looks of ``in_thread``
 # Seconds in which the other ranks may exit before a rank aborts the job.  One that waits for a stopped hub reports
 # GRACE_SECONDS after the others.
 _EXIT_GRACE = GRACE_SECONDS + 1.0
@@ -112,42 +109,6 @@ def _check_world(MPI: Any) -> None:
         return
 
 
-class Backoff:
-    """The wait of a polling loop without events: spins, then yields the core, then sleeps.
-
-    Ranks often outnumber cores, so a waiting rank must let the awaited rank run: at once if ``crowded``.
-    ``block(seconds, polled)`` may sleep until an event instead, and returns whether it did; ``polled``: often before.
-    """
-
-    __slots__ = ("_block", "_polls", "_sleep_at")
-    SPINS, YIELDS, SLEEP_AFTER, SLEEP = 50, 200, 1.0, 0.0005
-
-    def __init__(self, crowded: bool = False, block: Callable[[float | None, bool], bool] | None = None) -> None:
-        self._block = block
-        self._polls = self.SPINS if crowded else 0  # spinning may keep the awaited rank from running
-        self._sleep_at = 0.0
-
-    def mark(self) -> int:
-        return 0
-
-    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
-        self._polls += 1
-        if self._block is not None and self._block(seconds, self._polls > self.YIELDS):
-            return
-        if self._polls <= self.SPINS:
-            return
-        if self._polls <= self.YIELDS:
-            os.sched_yield()
-            return
-        now = time.monotonic()
-        if not self._sleep_at:
-            self._sleep_at = now + self.SLEEP_AFTER
-        if now < self._sleep_at:
-            os.sched_yield()
-        else:
-            time.sleep(self.SLEEP)
-
-
 def wait_request(request: Any, timeout: float | None, look: Callable[[], None] = lambda: None) -> bool:
     """Poll one MPI request; False when ``timeout`` seconds (None: no limit) pass first.
 
@@ -158,40 +119,12 @@ def wait_request(request: Any, timeout: float | None, look: Callable[[], None] =
     while not request.Test():
         if time.monotonic() > look_at:
             look()
-            look_at = time.monotonic() + _LOOK_SECONDS
+            look_at = time.monotonic() + LOOK_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             keep_unfinished(request)
             return False
         backoff.pause()
     return True
-
-
-def on_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
-    """Begin a call that may never return, on a daemon thread called ``name``."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
-
-
-def in_thread(call: Callable[[], T], timeout: float | None, look: Callable[[], None] | None = None) -> list[T]:
-    """Run a call that has no timeout: returns a list of its result, or an empty list after ``timeout`` seconds.
-
-    Meanwhile ``look`` is called, which may raise.
-    """
-    future, deadline = on_thread(call), math.inf if timeout is None else time.monotonic() + timeout
-    while not wait([future], timeout if look is None else _LOOK_SECONDS).done:
-        if time.monotonic() >= deadline:
-            return []
-        if look is not None:
-            look()
-    return [future.result()]
 
 
 def failed_ranks(comm: Any) -> list[int]:

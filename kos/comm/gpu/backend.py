@@ -21,7 +21,6 @@ from typing import Any, ClassVar, NoReturn
 
 from kos.comm import watchdog
 from kos.comm.backend import Backend
-from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.gpu.aborts import ENDED, lost, raise_if_stuck, wait_for_idle
@@ -37,6 +36,7 @@ from kos.comm.operation import NO_MESSAGE, Operation
 from kos.comm.prepared import Prepared, without_memory
 from kos.comm.records import again
 from kos.comm.tuning import Table
+from kos.comm.waits import Backoff
 from kos.comm.work import Work
 from kos.cuda import Kernel, create_stream, driver, load_kernel
 from kos.cuda.driver import call, cu, relaxed_capture
@@ -115,7 +115,7 @@ class DeviceBackend(Backend):
     ) -> DeviceBackend | None: ...
 
     def idle(self) -> Any:
-        return mpi_job.Backoff()
+        return Backoff()
 
     # Launching.
 

@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 from kos.comm import timeouts, watchdog
 from kos.comm.backend import Backend, Probe
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.mpi_job import on_thread
 from kos.comm.failures import EndedEarly, Late
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.backend import DeviceBackend
@@ -40,6 +39,7 @@ from kos.comm.gpu.works import unstarted
 from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.reduction import ReduceOp, Reduction
+from kos.comm.waits import on_thread
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture

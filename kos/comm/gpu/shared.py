@@ -1,4 +1,4 @@
-"""What the backends of one communicator share on a GPU: its streams, the comparison of its calls, and its failure.
+"""What the backends of one communicator share on a GPU: streams, the comparison of calls, and the failure log.
 
 Ranks that share a host compare their calls in shared memory.  A communicator has one such segment: that of the backend
 for host memory where there is one, else its own.  Between hosts calls are compared only after a timeout, or after work

@@ -18,13 +18,13 @@ from kos._core import native
 from kos.comm import timeouts, watchdog
 from kos.comm.backend import UNMADE, Backend, Probe, ends_group
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.mpi_job import Backoff
 from kos.comm.failures import Late
 from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, await_nodes, open_segment
 from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import Fingerprints, Prepared, without_memory
 from kos.comm.schedules import runnable
 from kos.comm.transport import ScheduledCalls, Transport
+from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.memory import Buffer

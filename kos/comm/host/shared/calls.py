@@ -3,7 +3,8 @@
 A rank that begins collective s writes the fingerprint of its call, plus s, to its ring, and then sets its ARRIVED flag
 (``kos/_core/segment.c``).  A rank that waits for another compares the fingerprints once the other has arrived.  The
 first failure is written once for all ranks of the host, so that all of them raise the same error: the failure word, and
-for what Python has found a text.  ``kos.comm.failures`` decides which of several failures a rank raises.
+for what Python has found a text.  So ranks of a host share what their failure logs know: a log (``kos.comm.failures``)
+decides which of several failures a rank raises.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Where a group has several hosts, the core carries the messages of its schedules within each.
 
-This module prepares calls for the core, checks whether the ranks that a call waits for are alive, and raises what the
-core has found.
+This module prepares calls for the core and raises what the core has found.  While a call waits, it asks ``calls.py``
+whether the ranks that it waits for are alive.
 """
 
 from __future__ import annotations

@@ -1,0 +1,79 @@
+"""Waits for what has neither events nor timeouts: polling, and calls on threads of their own."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.1  # between two looks of ``in_thread``
+
+
+class Backoff:
+    """The wait of a polling loop without events: spins, then yields the core, then sleeps.
+
+    Ranks often outnumber cores, so a waiting rank must let the awaited rank run: at once if ``crowded``.
+    ``block(seconds, polled)`` may sleep until an event instead, and returns whether it did; ``polled``: often before.
+    """
+
+    __slots__ = ("_block", "_polls", "_sleep_at")
+    SPINS, YIELDS, SLEEP_AFTER, SLEEP = 50, 200, 1.0, 0.0005
+
+    def __init__(self, crowded: bool = False, block: Callable[[float | None, bool], bool] | None = None) -> None:
+        self._block = block
+        self._polls = self.SPINS if crowded else 0  # spinning may keep the awaited rank from running
+        self._sleep_at = 0.0
+
+    def mark(self) -> int:
+        return 0
+
+    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
+        self._polls += 1
+        if self._block is not None and self._block(seconds, self._polls > self.YIELDS):
+            return
+        if self._polls <= self.SPINS:
+            return
+        if self._polls <= self.YIELDS:
+            os.sched_yield()
+            return
+        now = time.monotonic()
+        if not self._sleep_at:
+            self._sleep_at = now + self.SLEEP_AFTER
+        if now < self._sleep_at:
+            os.sched_yield()
+        else:
+            time.sleep(self.SLEEP)
+
+
+def on_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
+    """Begin a call that may never return, on a daemon thread called ``name``."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def in_thread(call: Callable[[], T], timeout: float | None, look: Callable[[], None] | None = None) -> list[T]:
+    """Run a call that has no timeout: returns a list of its result, or an empty list after ``timeout`` seconds.
+
+    Meanwhile ``look`` is called, which may raise.
+    """
+    future, deadline = on_thread(call), math.inf if timeout is None else time.monotonic() + timeout
+    while not wait([future], timeout if look is None else LOOK_SECONDS).done:
+        if time.monotonic() >= deadline:
+            return []
+        if look is not None:
+            look()
+    return [future.result()]
