@@ -21,6 +21,7 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops.cuda import cublaslt
+from kos.train.ops.cuda.attention import MOST_HEAD_DIM
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.optim.base import BLOCK, MatrixRule, elements, state_of
 from kos.train.optim.cuda import CHUNK
@@ -175,7 +176,10 @@ def plan_memory(
 ) -> MemoryPlan:  # fmt: skip
     """The plan of one rank of ``mesh``, which sends nothing.
 
-    ``reaches`` as in ``plan_buckets``.  ``sharing``: ranks on this GPU.  ``free``: bytes of an absent GPU."""
+    ``reaches`` as in ``plan_buckets``.  ``sharing``: ranks on this GPU.  ``free``: bytes of an absent GPU.
+    ConfigError: the kernels of attention do not take heads of this size."""
+    if model.head_dim > MOST_HEAD_DIM:
+        raise ConfigError(f"--head-dim: expected at most {MOST_HEAD_DIM} on GPUs, got {model.head_dim}")
     run = DryRun(config, model, mesh, schedule, ops if isinstance(ops, DryCudaOps) else DryCudaOps(ops))
     scratch, slot = run.peaks()
     buckets = plan_buckets(config, model, run.parts, mesh.dense, reaches)
