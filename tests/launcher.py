@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,13 @@ _FOUND = shutil.which(
 MPIRUN = os.path.abspath(_FOUND) if _FOUND else ""
 needs_mpirun = pytest.mark.skipif(not MPIRUN, reason="mpirun was not found beside Python or in PATH")
 OUTSIDE = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PMI_", "OMPI_COMM_"))}
-NCCL_RANKS = 8 if ranks_may_share_a_gpu() else len(cuda.visible_devices())  # the most that can use nccl here
 SECONDS = 200  # of any program here: much more than it needs, less than what pytest gives a test
+
+
+@cache
+def nccl_ranks() -> int:
+    """The most ranks that can use nccl here."""
+    return 8 if ranks_may_share_a_gpu() else len(cuda.visible_devices())
 
 
 def run_program(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import IMPORTED
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "kos").rglob("*.py"))
 # Subclasses of torch's classes: these modules alone import their framework when they are imported.
@@ -141,6 +143,13 @@ def test_an_import_loads_nothing_heavy(modules: list[str], never: tuple[str, ...
     done = run_python(code + f"\nprint([name for name in {never!r} if name in sys.modules])")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_processes_are_forked_before_cuda_is_initialised() -> None:
+    """After ``cuInit`` a forked process cannot use a GPU."""
+    code = "import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in IMPORTED)
+    done = run_python(code + "\nfrom kos.cuda.driver import unavailable\nprint(unavailable.cache_info().currsize)")
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
 def test_imports_go_down_the_floors_only() -> None:

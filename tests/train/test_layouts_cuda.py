@@ -15,7 +15,7 @@ from kos.train.checkpoint import checkpoint
 from kos.train.model.families import FAMILIES
 from kos.train.parallel.schedules import SCHEDULES
 from kos.train.tools.metrics import read_metrics
-from tests.launcher import MPIRUN, NCCL_RANKS, OUTSIDE
+from tests.launcher import MPIRUN, OUTSIDE, nccl_ranks
 
 SECONDS = 80  # of a run, which takes some 6
 STEPS = 8
@@ -64,8 +64,8 @@ def _tensors(out: Path) -> dict[str, np.ndarray]:
 
 
 def check(train, ranks: int, backend: str, *flags: str, dtype: str = "float32", alone: tuple[str, ...] = ()) -> None:
-    if backend != "peer" and ranks > NCCL_RANKS:
-        pytest.skip(f"{backend} needs {ranks} GPUs, can have {NCCL_RANKS} ranks")
+    if backend != "peer" and ranks > nccl_ranks():
+        pytest.skip(f"{backend} needs {ranks} GPUs, can have {nccl_ranks()} ranks")
     rows, tensors = train(ranks, "--dtype", dtype, "--backend", backend, *flags)
     expected, whole = train(1, "--dtype", dtype, *alone)
     np.testing.assert_allclose(rows, expected, rtol=2e-5 if dtype == "float32" else 2e-2)
@@ -156,8 +156,8 @@ OF_LAYOUTS = {"--dp", "--tp", "--pp", "--cp", "--pp-schedule", "--zero", "--reco
 
 def same_bits(train, ranks: int, backend: str, *flags: str, dtype: str = "bfloat16") -> None:
     """With --deterministic: losses, norms, weights and moments of one rank."""
-    if backend != "peer" and ranks > NCCL_RANKS:
-        pytest.skip(f"{backend} needs {ranks} GPUs, can have {NCCL_RANKS} ranks")
+    if backend != "peer" and ranks > nccl_ranks():
+        pytest.skip(f"{backend} needs {ranks} GPUs, can have {nccl_ranks()} ranks")
     alone = [flag for before, flag in zip(("", *flags), flags, strict=False) if not {before, flag} & OF_LAYOUTS]
     same = ("--deterministic", "--dtype", dtype)
     rows, tensors = train(ranks, *same, "--backend", backend, *flags)
@@ -203,7 +203,7 @@ def test_compressed_gradients(train, flags: str, dtype: str) -> None:
     np.testing.assert_allclose(rows[:, 0], train(2, *exact, "--backend", "peer")[0][:, 0], rtol=2e-2)
     assert sum(name.startswith("residual.") and tensor.any() for name, tensor in tensors.items()) > 20
     others = [("peer", "--no-graph"), ("nccl",), ("nccl", "--no-graph")]
-    for backend, *graph in others if NCCL_RANKS >= 2 else others[:1]:
+    for backend, *graph in others if nccl_ranks() >= 2 else others[:1]:
         again, there = train(2, *how, "--backend", backend, *graph)
         np.testing.assert_array_equal(again, rows, err_msg=f"{backend} {graph}")
         assert there.keys() == tensors.keys()

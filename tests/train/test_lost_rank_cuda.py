@@ -17,7 +17,7 @@ import pytest
 from kos import cuda
 from kos.train.checkpoint import checkpoint
 from kos.train.tools.metrics import read_metrics
-from tests.launcher import MPIRUN, NCCL_RANKS, OUTSIDE, SECONDS
+from tests.launcher import MPIRUN, OUTSIDE, SECONDS, nccl_ranks
 from tests.train.test_cli import text
 
 __all__ = ["text"]
@@ -30,7 +30,7 @@ FLAGS = f"""
 --sample-tokens 0 --timeout {TIMEOUT} --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 4 --vocab-size 8192
 --num-attention-heads 8 --batch-size 8 --seq-len 64 --lr 5e-4 --warmup-steps 5
 """.split()
-two = pytest.mark.skipif(NCCL_RANKS < 2, reason="nccl needs 2 GPUs")
+two = pytest.mark.skipif(nccl_ranks() < 2, reason="nccl needs 2 GPUs")
 
 pytestmark = [
     pytest.mark.gpu,
