@@ -283,6 +283,7 @@ class FailureLog:
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
                 return again(cause, _prefixed(what, f"{cause}; {self._names([rank])} failed because of it"))
+        self.status.ask()
         culprits, cycle = self._blocking(world, self.in_world(late.arrived))
         waiting = [rank for rank in world if rank not in culprits]
         if culprits == world and late.words is not None:

@@ -1,7 +1,8 @@
 """What ranks know of each other, in any group: their last failures, the ranks that they wait for, ends, last calls.
 
 Threads of one process read each other's state directly; the processes of one host do through ``SharedStatus``
-(``host/shared/status.py``).  Between hosts the hub of the world carries failures and ends.
+(``host/shared/status.py``).  Between hosts the hub of the world carries failures and ends, and at a timeout a question:
+for whom the other ranks wait.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kos.comm.records import again
+from kos.comm.records import again, from_record, to_record
 from kos.errors import KosError
 
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
+_ANSWER_SECONDS = 0.3  # in which a waiting rank of another host answers
+_MOST_ASKED = 256  # ranks: each answer goes to all
 
 
 class PeerStatus:
@@ -38,6 +41,9 @@ class PeerStatus:
         self.hosts: dict[int, tuple[str, tuple[int, ...]]] = {}
         """The name of each rank's host, and the ranks on it; empty in a job of one host."""
         self.last: KosError | None = None
+        self._wait: tuple[int, ...] | None = None
+        self._answers: dict[int, tuple[int, ...]] = {}  # of ranks of other hosts
+        self._asked = -_ANSWER_SECONDS * 2
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # the watchdog's thread posts what is queued
         self._users = 0
@@ -52,8 +58,8 @@ class PeerStatus:
     def connect(self, plane: Any) -> None:
         """Share failures and ends with other hosts by ``plane``, the rendezvous of the world, as long as it lasts.
 
-        Its ``send_failure`` sends this rank's last failure to all others, or None once the program has handled it.
-        Its ``receive_failures`` adds to ``failures`` and ``ends`` what has arrived, and does not wait.
+        Its ``tell`` sends all others what ``hear`` then gets there.  Its ``receive`` calls ``hear`` with what has
+        arrived, adds to ``ends``, and does not wait.
         """
         self._plane = weakref.ref(plane)
 
@@ -64,7 +70,22 @@ class PeerStatus:
 
     def _receive(self) -> None:
         if (plane := self._plane()) is not None:
-            plane.receive_failures(self)
+            plane.receive(self)
+
+    def _tell(self, kind: str, what: Any = None) -> None:
+        if (plane := self._plane()) is not None:
+            plane.tell(kind, what)
+
+    def hear(self, rank: int, kind: str, what: Any) -> None:
+        """Take what rank ``rank`` of another host has told: its last failure, a question, or for whom it waits."""
+        if kind == "asks" and self._wait is not None:
+            self._tell("waits", self._wait)
+        elif kind == "waits":
+            self._answers[rank] = tuple(what)
+        elif kind == "failed":
+            self.failures[rank] = from_record(what), time.monotonic()
+        elif kind == "handled":
+            self.failures.pop(rank, None)
 
     def hold(self) -> None:
         """Add a reference of a communicator."""
@@ -84,24 +105,37 @@ class PeerStatus:
         if error.ranks:
             self.last = again(error)  # it lasts until the next call, and frames hold what could not be made
             self.failures[self._rank] = self.last, time.monotonic()
-            self._send(self.last)
+            self._tell("failed", to_record(self.last))
 
     def clear_failure(self) -> None:
         """Remove this rank's last failure: the program has handled it, since it makes another call."""
         self.last = None
         self.failures.pop(self._rank, None)
-        self._send(None)
-
-    def _send(self, error: KosError | None) -> None:
-        if (plane := self._plane()) is not None:
-            plane.send_failure(error)
+        self._tell("handled")
 
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         """Post the ranks that this rank waits for; None if it no longer waits."""
-        if ranks is None:
+        self._wait = None if ranks is None else tuple(ranks)
+        if self._wait is None:
             self.waits.pop(self._rank, None)
         else:
-            self.waits[self._rank] = tuple(ranks)
+            self.waits[self._rank] = self._wait
+            self._receive()  # and answers
+
+    def ask(self) -> None:
+        """Ask the ranks of other hosts for whom they wait: ``awaited`` then waits for their answers, for a moment."""
+        now = time.monotonic()
+        if self.is_connected and 0 < len(self.hosts) <= _MOST_ASKED and now > self._asked + 2 * _ANSWER_SECONDS:
+            self._answers, self._asked = {}, now
+            self._tell("asks")
+
+    def _answer(self, rank: int) -> tuple[int, ...] | None:
+        """For whom a rank of another host waits, by its answer; None if it is ended, stopped or computing."""
+        while rank not in self._answers and not self.ended(rank) and rank not in self.failures:
+            if time.monotonic() > self._asked + _ANSWER_SECONDS:
+                break
+            time.sleep(0.001)
+        return self._answers.get(rank)
 
     def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
         """What communicator ``key`` has queued on a GPU waits for those ranks; none: for nobody, as far as known."""
@@ -128,7 +162,10 @@ class PeerStatus:
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
         """The ranks that rank ``rank`` waits for, itself or on its GPU; None if it is not known to wait."""
-        return None if self.ended(rank) else self.waits.get(rank)
+        if self.ended(rank):
+            return None
+        waits = self.waits.get(rank)
+        return self._answer(rank) if waits is None and rank in self.hosts else waits
 
     def ended(self, rank: int) -> bool:
         """Whether that rank is known to have ended."""

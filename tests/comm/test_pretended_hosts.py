@@ -379,3 +379,34 @@ def test_nccl_is_told(monkeypatch: pytest.MonkeyPatch, given: str | None) -> Non
             expected = rendezvous.host_identity if host else None
             assert os.environ.get("NCCL_HOSTID") == given or expected
     assert given or rendezvous.host_identity.endswith(" a")
+
+
+STOPPED = """
+import os, signal, time
+os.environ["KOS_HOST"] = "aba"[int(os.environ["RANK"])]
+import numpy as np
+import kos
+comm = kos.init("tcp", timeout=1.5)
+pids = [int(pid) for pid in comm.all_gather_bytes(str(os.getpid()).encode())]
+comm.barrier()
+if comm.rank == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+if comm.rank == 0:
+    time.sleep(0.3)
+try:
+    {call}
+except kos.errors.KosError as error:
+    print(error.ranks, "for which ranks [0] wait" in str(error), flush=True)
+if comm.rank == 0:
+    time.sleep(1)
+    os.kill(pids[2], signal.SIGKILL)
+comm.abort()
+"""
+
+
+@pytest.mark.skipif(UNDER_MPIRUN, reason="starts processes of its own")
+@pytest.mark.parametrize("call", ["comm.barrier()", "comm.recv(np.empty(3), 0) if comm.rank == 1 else comm.split(0)"])
+def test_a_stopped_rank_is_named_by_who_waits_for_another_rank_of_its_host(call: str) -> None:
+    """Rank 1 waits for rank 0, alone on its host; rank 0 begins later to wait for rank 2, and is asked."""
+    (_, of_0), (_, of_1), _ = run_processes(STOPPED.format(call=call), 3)
+    assert (of_0, of_1) == ("(2,) False\n", "(2,) True\n")

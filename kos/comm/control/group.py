@@ -113,16 +113,14 @@ class TCPRendezvous(Rendezvous):
             self.inbox.poll(connection)
         return self.inbox.deaths
 
-    def send_failure(self, error: KosError | None) -> None:
-        self._channel(0).send([self.rank, None if error is None else to_record(error)])
+    def tell(self, kind: str, what: Any) -> None:
+        self._channel(0).send([self.rank, kind, what])
 
-    def receive_failures(self, status: PeerStatus) -> None:
+    def receive(self, status: PeerStatus) -> None:
         world = self.failures.world
         with self._receiving:  # not the inbox's lock, which is held while another thread waits in an exchange
-            for rank, record in self._channel(0).receive():
-                status.failures.pop(world[rank], None)
-                if record is not None:
-                    status.failures[world[rank]] = from_record(record), time.monotonic()
+            for rank, kind, what in self._channel(0).receive():
+                status.hear(world[rank], kind, what)
             status.ends.update({world[rank]: why for rank, why in self.inbox.deaths.copy().items()})
 
     def open_channel(self) -> Channel | None:

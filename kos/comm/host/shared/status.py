@@ -73,7 +73,8 @@ class SharedStatus(PeerStatus):
         self._post(FAILED, 0)
 
     def post_wait(self, ranks: Iterable[int] | None) -> None:
-        self._post(WAITS, 0 if ranks is None else _flag(ranks) or _SOMEBODY)
+        super().post_wait(ranks)
+        self._post(WAITS, 0 if self._wait is None else _flag(self._wait) or _SOMEBODY)
 
     def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
         super().post_queued(key, ranks)
@@ -119,7 +120,9 @@ class SharedStatus(PeerStatus):
     def awaited(self, rank: int) -> tuple[int, ...] | None:
         words, _, _, lines = self._memory
         line = lines.get(rank)
-        if line is None or not (flag := words[line + WAITS] or words[line + QUEUED]):
+        if line is None:
+            return super().awaited(rank)
+        if not (flag := words[line + WAITS] or words[line + QUEUED]):
             return None
         if _state(words, line) in "TtZX":
             return None
