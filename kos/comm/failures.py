@@ -221,6 +221,7 @@ class FailureLog:
         known, others = self.in_world(late.ranks) or late.elsewhere, self.in_world(late.others)
         # Any may be late: first those that do not wait, for few are shown.
         self.status.post_wait(known or sorted(others, key=lambda rank: self.status.awaited(rank) is not None))
+        self.status.receive()
 
     # Errors and their causes.
 

@@ -68,7 +68,8 @@ class PeerStatus:
         """Whether failures and ends of other hosts arrive."""
         return self._plane() is not None
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """Take what other hosts have told, and answer what they ask; does not wait."""
         if (plane := self._plane()) is not None:
             plane.receive(self)
 
@@ -120,7 +121,6 @@ class PeerStatus:
             self.waits.pop(self._rank, None)
         else:
             self.waits[self._rank] = self._wait
-            self._receive()  # and answers
 
     def ask(self) -> None:
         """Ask the ranks of other hosts for whom they wait: ``awaited`` then waits for their answers, for a moment."""
@@ -156,7 +156,7 @@ class PeerStatus:
 
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         """The last failure of that rank, and its age in seconds."""
-        self._receive()
+        self.receive()
         known = self.failures.get(rank)
         return None if known is None else (known[0], time.monotonic() - known[1])
 
@@ -169,12 +169,12 @@ class PeerStatus:
 
     def ended(self, rank: int) -> bool:
         """Whether that rank is known to have ended."""
-        self._receive()
+        self.receive()
         return rank in self.ends
 
     def gone(self) -> list[int]:
         """The ranks of the world that the hub knows to have ended."""
-        self._receive()
+        self.receive()
         return sorted(self.ends)
 
     def await_end(self, rank: int) -> None:
