@@ -127,10 +127,11 @@ def calls(tree: Path, ranks: int, backend: str) -> dict[tuple[str, ...], float]:
     return {(backend, kind): figure for kind, figure in figures.items()}
 
 
-def graphs(tree: Path, ranks: int, sizes: str) -> dict[tuple[str, ...], float]:
+def graphs(tree: Path, ranks: int, sizes: str, backend: str) -> dict[tuple[str, ...], float]:
+    """Of one backend: beside another communicator of ``peer``, ``peer`` launches its kernels otherwise."""
     with tempfile.TemporaryDirectory(prefix="kos-compare-") as folder:
         rows = Path(folder) / "rows.json"
-        options = ["--mode", "graph", "--dtype", "bfloat16", "--place", "in", "--backend", "kos-nccl,peer,auto"]
+        options = ["--mode", "graph", "--dtype", "bfloat16", "--place", "in", "--backend", backend]
         module = "kos.bench" if (tree / "kos" / "bench").exists() else "benchmarks.collectives"  # its former place
         command = [sys.executable, "-m", module, *options, "--sizes", sizes, "--json", str(rows)]
         job(tree, ranks, command)
@@ -176,8 +177,11 @@ def main() -> None:
             lambda tree, backend=backend: calls(tree, options.ranks, backend)  # type: ignore[misc]
             for backend in options.backend.split(",")
         ]
-        if options.graph:
-            steps.append(lambda tree: graphs(tree, options.ranks, options.graph))
+        steps += [
+            lambda tree, backend=backend: graphs(tree, options.ranks, options.graph, backend)  # type: ignore[misc]
+            for backend in ("kos-nccl", "peer", "auto")
+            if options.graph
+        ]
         for step in steps:
             for name, tree in order:
                 for key, figure in step(tree).items():

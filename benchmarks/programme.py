@@ -72,7 +72,7 @@ def gpus_of_one(gpu: str) -> Programme:
     kernels = "python -m benchmarks.kernels"
     one = "mpirun -n 1 python -m kos.bench --dtype bfloat16 --place out --no-plot --mode graph,eager --iterations 20"
     return {
-        f"collectives-{gpu}-1": [Piece(f"{one} --backend auto,peer,nccl,nccl-window --collective all --sizes "
+        f"collectives-{gpu}-1": [Piece(f"{one} --backend auto,nccl,nccl-window --collective all --sizes "
                                        "8K,1M,16M,256M", 240)],
         f"train-{gpu}-1": torch,
         f"train-fp8-{gpu}-1": eight,
@@ -91,13 +91,15 @@ def gpus_of_one(gpu: str) -> Programme:
 def gpus_of_several(gpus: int, gpu: str, nccl: str | None) -> Programme:
     """Collectives of kos and its peers, torch.distributed over kos, training in each layout."""
     all_reduce = "--place both --iterations 40 --sizes 1K,8K,32K,128K,512K,1M,4M,16M,64M,256M,1G"
+    # ``auto`` has kernels of ``peer``: beside another communicator of ``peer``, both launch them otherwise.
+    apart = (("auto,kos-nccl,nccl,nccl-window,torch-nccl,torch-symm", 300), ("peer", 120))
     bench = f"mpirun -n {gpus} python -m kos.bench --dtype bfloat16 --no-plot"
     train = f"python -m benchmarks.train --repeats 2 --device cuda --limit 100 --ranks {gpus}"
     found = {
         f"collectives-{gpu}-{gpus}": [
-            *(Piece(f"{bench} --algorithm auto,deterministic {all_reduce} --mode {mode}", 300)
-              for mode in ("graph", "eager", "single_shot")),
-            *collectives(gpus, "auto,peer,nccl,nccl-window"),
+            *(Piece(f"{bench} --algorithm auto,deterministic {all_reduce} --mode {mode} --backend {each}", seconds)
+              for mode in ("graph", "eager", "single_shot") for each, seconds in apart),
+            *collectives(gpus, "auto,nccl,nccl-window"),
         ],
         f"compressed-{gpu}-{gpus}": [
             Piece(f"mpirun -n {gpus} python -m benchmarks.compressed --sizes 1M 16M 64M", 120)
