@@ -284,8 +284,10 @@ class FailureLog:
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
                 return again(cause, _prefixed(what, f"{cause}; {self._names([rank])} failed because of it"))
-        self.status.ask()
+        answered = self.status.ask()
         culprits, cycle = self._blocking(world, self.in_world(late.arrived))
+        if not answered and 0 not in culprits and any(map(self._is_elsewhere, culprits)):
+            culprits, cycle = [0], []  # its hub does not send the question on
         waiting = [rank for rank in world if rank not in culprits]
         if culprits == world and late.words is not None:
             absent = late.words
@@ -375,6 +377,10 @@ class FailureLog:
             if rank in self.status.hosts:
                 on.setdefault(self.status.hosts[rank][0], []).append(rank)
         return "".join(f"; {self._ranks(r)} {'is' if len(r) == 1 else 'are'} on {host}" for host, r in on.items())
+
+    def _is_elsewhere(self, rank: int) -> bool:
+        """Whether that rank of the world is on another host."""
+        return self.world[self.rank] not in self.status.hosts.get(rank, ("", self.world))[1]
 
     def _failure_of(self, rank: int, window: float | None = None) -> KosError | None:
         known = self.status.failure(rank)

@@ -18,6 +18,7 @@ from kos.errors import KosError
 
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
 _ANSWER_SECONDS = 0.3  # in which a waiting rank of another host answers
+_FORWARD_SECONDS = 1.0  # in which the hub sends on a question
 _MOST_ASKED = 256  # ranks: each answer goes to all
 
 
@@ -43,7 +44,7 @@ class PeerStatus:
         self.last: KosError | None = None
         self._wait: tuple[int, ...] | None = None
         self._answers: dict[int, tuple[int, ...]] = {}  # of ranks of other hosts
-        self._asked = -_ANSWER_SECONDS * 2
+        self._asked, self._forwarded = -_ANSWER_SECONDS * 2, True
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # the watchdog's thread posts what is queued
         self._users = 0
@@ -58,8 +59,8 @@ class PeerStatus:
     def connect(self, plane: Any) -> None:
         """Share failures and ends with other hosts by ``plane``, the rendezvous of the world, as long as it lasts.
 
-        Its ``tell`` sends all others what ``hear`` then gets there.  Its ``receive`` calls ``hear`` with what has
-        arrived, adds to ``ends``, and does not wait.
+        Its ``tell`` sends all others what ``hear`` then gets there; with a limit in seconds it returns whether the hub
+        has sent it on.  Its ``receive`` calls ``hear`` with what has arrived, adds to ``ends``, and does not wait.
         """
         self._plane = weakref.ref(plane)
 
@@ -122,17 +123,24 @@ class PeerStatus:
         else:
             self.waits[self._rank] = self._wait
 
-    def ask(self) -> None:
-        """Ask the ranks of other hosts for whom they wait: ``awaited`` then waits for their answers, for a moment."""
-        now = time.monotonic()
-        if self.is_connected and 0 < len(self.hosts) <= _MOST_ASKED and now > self._asked + 2 * _ANSWER_SECONDS:
-            self._answers, self._asked = {}, now
-            self._tell("asks")
+    def ask(self) -> bool:
+        """Ask the ranks of other hosts for whom they wait: ``awaited`` then waits for their answers, for a moment.
+
+        False: the hub does not send the question on, so nobody can answer.
+        """
+        plane, now = self._plane(), time.monotonic()
+        if plane is None or not 0 < len(self.hosts) <= _MOST_ASKED:
+            return True
+        if now > self._asked + 2 * _ANSWER_SECONDS:
+            self._answers = {}
+            self._forwarded = plane.tell("asks", None, _FORWARD_SECONDS)
+            self._asked = time.monotonic()
+        return self._forwarded
 
     def _answer(self, rank: int) -> tuple[int, ...] | None:
         """For whom a rank of another host waits, by its answer; None if it is ended, stopped or computing."""
         while rank not in self._answers and not self.ended(rank) and rank not in self.failures:
-            if time.monotonic() > self._asked + _ANSWER_SECONDS:
+            if not self._forwarded or time.monotonic() > self._asked + _ANSWER_SECONDS:
                 break
             time.sleep(0.001)
         return self._answers.get(rank)

@@ -389,24 +389,34 @@ import kos
 comm = kos.init("tcp", timeout=1.5)
 pids = [int(pid) for pid in comm.all_gather_bytes(str(os.getpid()).encode())]
 comm.barrier()
-if comm.rank == 2:
+if comm.rank == {stopped}:
     os.kill(os.getpid(), signal.SIGSTOP)
-if comm.rank == 0:
+if comm.rank == {other}:
     time.sleep(0.3)
 try:
     {call}
 except kos.errors.KosError as error:
-    print(error.ranks, "for which ranks [0] wait" in str(error), flush=True)
-if comm.rank == 0:
-    time.sleep(1)
-    os.kill(pids[2], signal.SIGKILL)
+    print(error.ranks, "for which ranks [{other}] wait" in str(error), flush=True)
+if comm.rank == {other}:
+    time.sleep(2)
+    os.kill(pids[{stopped}], signal.SIGKILL)
 comm.abort()
 """
 
 
+BARRIER, MESSAGE = "comm.barrier()", "comm.recv(np.empty(3), {0}) if comm.rank == 1 else comm.{1}"
+
+
 @pytest.mark.skipif(UNDER_MPIRUN, reason="starts processes of its own")
-@pytest.mark.parametrize("call", ["comm.barrier()", "comm.recv(np.empty(3), 0) if comm.rank == 1 else comm.split(0)"])
-def test_a_stopped_rank_is_named_by_who_waits_for_another_rank_of_its_host(call: str) -> None:
-    """Rank 1 waits for rank 0, alone on its host; rank 0 begins later to wait for rank 2, and is asked."""
-    (_, of_0), (_, of_1), _ = run_processes(STOPPED.format(call=call), 3)
-    assert (of_0, of_1) == ("(2,) False\n", "(2,) True\n")
+@pytest.mark.parametrize(
+    ("stopped", "call"),
+    [(2, BARRIER), (2, MESSAGE.format(0, "split(0)")), (0, MESSAGE.format(2, "recv(np.empty(3), 0)"))],
+)
+def test_a_stopped_rank_is_named_by_who_waits_for_another_rank_of_its_host(stopped: int, call: str) -> None:
+    """Rank 1, alone on its host, waits for a rank that begins later to wait for the stopped one, and is asked.
+
+    If the stopped rank has the hub, nobody can ask.
+    """
+    other = 2 - stopped
+    found = run_processes(STOPPED.format(call=call, stopped=stopped, other=other), 3)
+    assert (found[other][1], found[1][1]) == (f"({stopped},) False\n", f"({stopped},) True\n")

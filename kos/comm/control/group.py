@@ -113,8 +113,8 @@ class TCPRendezvous(Rendezvous):
             self.inbox.poll(connection)
         return self.inbox.deaths
 
-    def tell(self, kind: str, what: Any) -> None:
-        self._channel(0).send([self.rank, kind, what])
+    def tell(self, kind: str, what: Any, limit: float = 0.0) -> bool:
+        return self._channel(0).send([self.rank, kind, what], wait=limit > 0, limit=limit)
 
     def receive(self, status: PeerStatus) -> None:
         world = self.failures.world

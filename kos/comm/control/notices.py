@@ -35,19 +35,20 @@ class Channel:
         self.holds: Callable[[], bool] = lambda: False
         """Whether another rank may still read memory of this one: a report is then forwarded before it goes on."""
 
-    def send(self, notice: list[Any], soon: bool = True, wait: bool = False) -> None:
+    def send(self, notice: list[Any], soon: bool = True, wait: bool = False, limit: float = FORWARD_SECONDS) -> bool:
         """Send a notice, of JSON's types; unless ``soon``, ranks that close the group at once do not get it.
 
-        With ``wait``, return once the hub has sent it to the other ranks, or is lost or late.
+        With ``wait``, return once the hub has sent it to the other ranks; False if it is lost, or late by ``limit``.
         """
         token = next(_tokens) if wait else None
         self._post(NOTICE + json.dumps([soon, token, self._number, notice]).encode())
-        deadline = time.monotonic() + FORWARD_SECONDS
+        deadline = time.monotonic() + limit
         while token is not None and token not in self._inbox.forwarded:
             if 0 in self.deaths() or time.monotonic() > deadline:
-                return
+                return False
             time.sleep(0.0002)
         self._inbox.forwarded.discard(token)
+        return True
 
     def receive(self) -> list[list[Any]]:
         """The notices that have arrived; those of one rank are in its order."""
