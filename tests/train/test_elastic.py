@@ -590,13 +590,13 @@ def test_without_deterministic_the_curve_is_the_same(text: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"elastic": "0:4"}, "expected MIN or MIN:MAX ranks, such as 2:4, got 0:4"),
-    ({"elastic": "3:2"}, "expected MIN or MIN:MAX ranks, such as 2:4, got 3:2"),
-    ({"elastic": "2", "compress": "int8"}, "expected none .*compress.*, got 2"),
-    ({"elastic": "2", "optimizer": "muon", "zero": 1}, "expected none .*optimizer.*, got 2"),
+    ({"elastic": "0:4"}, "elastic: expected MIN or MIN:MAX ranks, such as 2:4, got 0:4"),
+    ({"elastic": "3:2"}, "elastic: expected MIN or MIN:MAX ranks, such as 2:4, got 3:2"),
+    ({"elastic": "2", "compress": "int8"}, "compress: expected none (argument: elastic), got int8"),
+    ({"elastic": "2", "optimizer": "muon", "zero": 1}, "zero: expected 0 with muon (argument: elastic), got 1"),
 ])  # fmt: skip
 def test_refused(changes: dict[str, Any], said: str, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"elastic: {said}"):
+    with pytest.raises(ConfigError, match=re.escape(said)):
         config_of(text, tmp_path, **changes)
 
 
