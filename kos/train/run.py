@@ -30,7 +30,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
 from kos.train.device.choose import choose_device, layout_of, make_device, scope_of
 from kos.train.device.machine import limit_threads
-from kos.train.elastic import Elastic
+from kos.train.elastic import Elastic, LeftOut
 from kos.train.membership import PATHS
 from kos.train.model.generate import sample_text
 from kos.train.output import check_free, open_output, read_kept_files, remove_address
@@ -322,7 +322,8 @@ class Trainer(RunContext):
                 left += f"; resume with: {commands.resume(self.out, self.comm.size)}"
         elif self.start > 0:
             left = f"there is no checkpoint yet except the one from which the run started, {self.source}"
-        left = "" if left in str(error) else f"; {left}"  # the error of another rank may end with it
+        # The error of another rank may end with it.  The checkpoints of ranks that were left out are those of others.
+        left = "" if left in str(error) or isinstance(error, LeftOut) else f"; {left}"
         failure = type(error)(f"after step {self.step}{where}: {error}{left}")
         failure.on_every_rank = error.on_every_rank
         return failure

@@ -341,7 +341,8 @@ def test_ranks_that_others_have_left_out_do_not_continue(
         drop(self)
 
     monkeypatch.setattr(Trainer, "drop_save", woken)
-    with pytest.raises(CollectiveError, match="in epoch 0, got 1: these ranks are out"):
+    back = re.escape(f"others have continued it; join it again with --join {address}")
+    with pytest.raises(CollectiveError, match=rf"in epoch 0, got 1: these ranks are out, {back}\n"):
         train(text, tmp_path, FAULTS["within a step"])
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 5 and address.read_text() == "of the others"
 
