@@ -269,7 +269,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         if on_cpu and not self.graph:
             raise ConfigError("--no-graph: expected a GPU, got the CPU")
         if on_cpu and dtype == "bfloat16":
-            raise ConfigError(f"--dtype: expected float32 on the CPU, got {dtype}")
+            raise ConfigError(f"--dtype: expected float32 or fp8 on the CPU, got {dtype}")
         for name in ("master_weights", "grad_dtype"):
             if (got := getattr(self, name)) != "float32" and (on_cpu or dtype == "float32"):
                 where = " on the CPU" * (dtype == "fp8")
