@@ -43,6 +43,7 @@ from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.stopping import LEAVE, Left, Stop
 from kos.train.run import Trainer
+from kos.train.tools import commands
 from kos.train.tools.metrics import read_metrics
 from kos.train.train import Step
 from tests.train import elastic_faults
@@ -345,6 +346,26 @@ def test_ranks_that_others_have_left_out_do_not_continue(
     with pytest.raises(CollectiveError, match=rf"in epoch 0, got 1: these ranks are out, {back}\n"):
         train(text, tmp_path, FAULTS["within a step"])
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 5 and address.read_text() == "of the others"
+
+
+@pytest.mark.parametrize(("environment", "options", "warned"), [
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, [], 1),
+    ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_MCA_mpi_ft_enable": "1"}, [], 0),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, ["--enable-recovery"], 0),
+    ({"PMI_SIZE": "4", "SLURM_PROCID": "0"}, [], 0),
+    ({}, [], 0),
+])  # fmt: skip
+def test_an_mpirun_that_ends_all_ranks_is_warned_of(
+    environment: dict[str, str], options: list[str], warned: int, text: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_MCA_mpi_ft_enable", "PMI_SIZE", "PMIX_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(commands, "mpirun", lambda ranks: ["mpirun", *options])
+    train(text, tmp_path, ranks=2, steps=1, eval_batches=0)
+    assert capfd.readouterr().err.count("kos: --elastic: mpirun ends all ranks when one is lost") == warned
 
 
 def test_other_runs_agree_on_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
