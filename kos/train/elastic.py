@@ -42,7 +42,6 @@ from kos.train.checkpoint.state import FLOAT32, ShardedState
 from kos.train.device.base import Device
 from kos.train.membership import facts_of, logged_epoch, misfit, move_to, take_facts
 from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.output import ADDRESS
 from kos.train.parallel.failures import gather_json, on_every_rank
 from kos.train.parallel.stopping import Left
 from kos.train.run_context import RunContext
@@ -62,10 +61,6 @@ class _Changed(CollectiveError):
     def __init__(self, message: str = "", leaving: Collection[int] = (), joining: int = 0) -> None:
         super().__init__(message)
         self.leaving, self.joining = {*leaving}, joining
-
-
-class LeftOut(CollectiveError):
-    """Other ranks have continued the run without these, and perhaps saved it."""
 
 
 class Elastic(Runner):
@@ -180,8 +175,7 @@ class Elastic(Runner):
             raise on_every_rank(CollectiveError("expected a rank that has the state of the run, got newcomers alone"))
         if every[0]["logged_epoch"] > max(epochs):  # these ranks were stopped meanwhile
             text = f"expected the run in epoch {max(epochs)}, got {every[0]['logged_epoch']}"
-            back = f"join it again with --join {run.out / ADDRESS}"
-            raise on_every_rank(LeftOut(f"{text}: these ranks are out, others have continued it; {back}"))
+            raise on_every_rank(CollectiveError(f"{text}: these ranks are out, others have continued it"))
         applied = max(each["applied"] for each in every)
         if min(epochs) < 0:
             self._check_newcomers(every[0]["run"])

@@ -328,22 +328,26 @@ def test_an_exchange_of_gpus_alone_finds_the_loss(
     assert ranks_of(tmp_path)[-1] == (3, 1)
 
 
+@pytest.mark.parametrize("error", ["expected the run in epoch 0, got 1: these ranks are out", "shrink: rank 3 is out"])
 def test_ranks_that_others_have_left_out_do_not_continue(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They wake up after the others have gone on, and ended; what is the others' stays."""
+    """They wake up after the others have gone on; what is the others' stays."""
     drop, address = Trainer.drop_save, tmp_path / ADDRESS
 
     def woken(self: Trainer) -> None:
-        if self.comm.rank == 0:
-            with (tmp_path / "metrics.jsonl").open("a") as rows:
-                rows.write('{"step": 5, "epoch": 1}\n')
-            address.write_text("of the others")
+        with (tmp_path / "metrics.jsonl").open("a") as rows:
+            rows.write('{"step": 5, "epoch": 1}\n')
+        address.write_text("of the others")
         drop(self)
 
+    def refuse(self: Communicator) -> Communicator:
+        raise CollectiveError(error)
+
     monkeypatch.setattr(Trainer, "drop_save", woken)
-    back = re.escape(f"others have continued it; join it again with --join {address}")
-    with pytest.raises(CollectiveError, match=rf"in epoch 0, got 1: these ranks are out, {back}\n"):
+    if error.startswith("shrink"):
+        monkeypatch.setattr(Communicator, "shrink", refuse)
+    with pytest.raises(CollectiveError, match=rf": {error}[^;]*; join the run again with --join {address}\n"):
         train(text, tmp_path, FAULTS["within a step"])
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 5 and address.read_text() == "of the others"
 
