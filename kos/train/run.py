@@ -31,9 +31,9 @@ from kos.train.data.batches import Dataset, load_data
 from kos.train.device.choose import choose_device, layout_of, make_device, scope_of
 from kos.train.device.machine import limit_threads
 from kos.train.elastic import Elastic
-from kos.train.membership import PATHS
+from kos.train.membership import PATHS, logged_epoch
 from kos.train.model.generate import sample_text
-from kos.train.output import check_free, open_output, read_kept_files, remove_address
+from kos.train.output import ADDRESS, check_free, open_output, read_kept_files, remove_address
 from kos.train.parallel.failures import alone, on_every_rank, raised_on_every_rank, same_on_all, stop_together, together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop, Stopped
@@ -313,8 +313,10 @@ class Trainer(RunContext):
     def _interrupted(self, error: KosError) -> KosError:
         """The error of a GPU, of other ranks or of files, with the step and the last checkpoint."""
         where = f" on {self.device.place}" if isinstance(error, CudaError) else ""
-        left = "there is no checkpoint yet"
-        if self.saved_step > 0:
+        left, address = "there is no checkpoint yet", self.out / ADDRESS
+        if self.config.elastic is not None and logged_epoch(self) > self.epoch:  # others continued, and perhaps saved
+            left = f"join the run again with --join {address}" if address.is_file() else "others have ended the run"
+        elif self.saved_step > 0:
             left = f"the last checkpoint, of step {self.saved_step}, is good"
             ranks = self.comm.world_ranks  # of those that survive another one, the lowest gives the advice
             lowest = not error.ranks or ranks[self.comm.rank] == min(set(ranks) - set(error.ranks), default=-1)

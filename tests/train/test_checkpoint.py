@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -173,8 +174,12 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         huggingface.weight_files(found.path, shapes)
     with pytest.raises(CheckpointError, match=r"exp_avg.model.norm.weight: expected shape \(17,\), got \(24,\)"):
         checkpoint.state_files(found.path, shapes, dict.fromkeys(AdamW.state, shapes))
-    with pytest.raises(CheckpointError, match="got none named 'extra'"):
+    with pytest.raises(CheckpointError, match="got none named 'extra'$"):
         huggingface.weight_files(found.path, {**MODEL.parameter_shapes(), "extra": (1,)})
+    for layers in (MODEL.num_hidden_layers - 1, MODEL.num_hidden_layers + 1):
+        shapes = dataclasses.replace(MODEL, num_hidden_layers=layers).parameter_shapes()
+        with pytest.raises(CheckpointError, match=r"'model\.layers\..* \(check num_hidden_layers of config\.json\)$"):
+            huggingface.weight_files(found.path, shapes)
     with pytest.raises(CheckpointError, match="expected the tensors of this model, got an unknown 'model"):
         huggingface.weight_files(found.path, {name: (24,)})
 

@@ -108,7 +108,7 @@ def test_a_missing_gpu_is_refused(text, tmp_path):
         with pytest.raises(ConfigError, match="--device cuda: expected a GPU for every rank, got none for rank 0: "):
             spawn(lambda comm: choose_device("cuda", comm), ranks)
     for changes, name in (
-        ({"dtype": "bfloat16"}, "--dtype: expected float32 on the CPU"),
+        ({"dtype": "bfloat16"}, "--dtype: expected float32 or fp8 on the CPU"),
         ({"master_weights": "none"}, "--master-weights: expected float32 with --dtype float32, got none"),
         ({"grad_dtype": "bfloat16"}, "--grad-dtype: expected float32 with --dtype float32, got bfloat16"),
         ({"graph": False}, "--no-graph: expected a GPU, got the CPU"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -245,6 +246,14 @@ def _as_ours(name: str, shapes: Mapping[str, Shape]) -> str | None:
     return f"transformer.{name}" if name not in shapes and f"transformer.{name}" in shapes else name
 
 
+def _check_layers(name: str, others: Iterable[str]) -> str:
+    """For an error of a tensor that one side lacks: what to check if that side lacks its whole layer."""
+    layer = re.match(r".*?\.\d+\.", name)
+    if layer is None or any(other.startswith(layer[0]) for other in others):
+        return ""
+    return " (check num_hidden_layers of config.json)"
+
+
 class TensorFiles:
     """The tensors of safetensors files, of which slices are read.
 
@@ -276,12 +285,14 @@ class TensorFiles:
                     self._where[ours] = path, file, name
                     self._check(ours, shapes)
         if missing := [name for name in shapes if name not in self._where]:
-            raise CheckpointError(f"{folder}: expected {len(shapes)} tensors, got none named {missing[0]!r}")
+            check = _check_layers(missing[0], self._where)
+            raise CheckpointError(f"{folder}: expected {len(shapes)} tensors, got none named {missing[0]!r}{check}")
 
     def _check(self, name: str, shapes: Mapping[str, Shape]) -> None:
         path, file, theirs = self._where[name]
         if name not in shapes:
-            raise CheckpointError(f"{self.folder}: expected the tensors of this model, got an unknown {name!r}")
+            got = f"an unknown {name!r}{_check_layers(name, shapes)}"
+            raise CheckpointError(f"{self.folder}: expected the tensors of this model, got {got}")
         tensor = file.get_slice(theirs)
         if (dtype := tensor.get_dtype()) not in _DTYPES:
             raise CheckpointError(f"{path}: {name}: expected one of {', '.join(_DTYPES)}, got {dtype}")

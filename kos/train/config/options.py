@@ -217,9 +217,10 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", self.elastic)
             if match is None or int(match[1]) > int(match[2] or match[1]):
                 raise SettingError("elastic", "MIN or MIN:MAX ranks, such as 2:4", self.elastic)
-            if self.compress != "none" or (self.optimizer == "muon" and self.zero):
-                other = "optimizer" if self.compress == "none" else "compress"
-                raise SettingError("elastic", "none", self.elastic, other)
+            if self.compress != "none":
+                raise SettingError("compress", "none", self.compress, "elastic")
+            if self.optimizer == "muon" and self.zero:
+                raise SettingError("zero", "0 with muon", self.zero, "elastic")
         if self.compress_scope == "hosts" and self.compress == "none":
             raise SettingError("compress", "fp8, int8 or int4", self.compress, "compress_scope")
         longest = self.model.max_position_embeddings
@@ -268,7 +269,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         if on_cpu and not self.graph:
             raise ConfigError("--no-graph: expected a GPU, got the CPU")
         if on_cpu and dtype == "bfloat16":
-            raise ConfigError(f"--dtype: expected float32 on the CPU, got {dtype}")
+            raise ConfigError(f"--dtype: expected float32 or fp8 on the CPU, got {dtype}")
         for name in ("master_weights", "grad_dtype"):
             if (got := getattr(self, name)) != "float32" and (on_cpu or dtype == "float32"):
                 where = " on the CPU" * (dtype == "fp8")

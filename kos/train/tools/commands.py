@@ -19,12 +19,21 @@ def resume(out: Path, ranks: int, *flags: str) -> str:
     It is the command of every rank if something other than mpirun has started them.
     """
     words = [python(), "-m", "kos.train", "--config", str(out / "config.json"), "--resume", "auto", *flags]
-    by_srun = "SLURM_PROCID" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
-    if mpi_job.under_mpirun() and not by_srun:
+    if _by_mpirun():
         words = [*mpirun(ranks), *words]
     elif ranks > 1:
         return f"start the {ranks} ranks as before, with: {shlex.join(words)}"
     return shlex.join(words)
+
+
+def mpirun_ends_all() -> bool:
+    """Whether mpirun has started this rank, and ends all ranks when one is lost."""
+    return _by_mpirun() and not mpi_job.fault_tolerant() and "--enable-recovery" not in mpirun(1)
+
+
+def _by_mpirun() -> bool:
+    by_srun = "SLURM_PROCID" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    return mpi_job.under_mpirun() and not by_srun
 
 
 def more_steps(out: Path, ranks: int, config: TrainConfig) -> str:
