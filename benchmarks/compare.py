@@ -128,7 +128,7 @@ def calls(tree: Path, ranks: int, backend: str) -> dict[tuple[str, ...], float]:
 
 
 def graphs(tree: Path, ranks: int, sizes: str, backend: str) -> dict[tuple[str, ...], float]:
-    """Of one backend: beside another communicator of ``peer``, ``peer`` launches its kernels otherwise."""
+    """Graph times of one backend.  With two communicators of ``peer`` in a job, their launches would not overlap."""
     with tempfile.TemporaryDirectory(prefix="kos-compare-") as folder:
         rows = Path(folder) / "rows.json"
         options = ["--mode", "graph", "--dtype", "bfloat16", "--place", "in", "--backend", backend]

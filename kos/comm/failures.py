@@ -221,7 +221,7 @@ class FailureLog:
         known, others = self.in_world(late.ranks) or late.elsewhere, self.in_world(late.others)
         # Any may be late: first those that do not wait, for few are shown.
         self.status.post_wait(known or sorted(others, key=lambda rank: self.status.awaited(rank) is not None))
-        self.status.receive()
+        self.status.receive_notices()
 
     # Errors and their causes.
 
@@ -287,7 +287,7 @@ class FailureLog:
         answered = self.status.ask()
         culprits, cycle = self._blocking(world, self.in_world(late.arrived))
         if not answered and 0 not in culprits and any(map(self._is_elsewhere, culprits)):
-            culprits, cycle = [0], []  # its hub does not send the question on
+            culprits, cycle = [0], []  # rank 0, whose hub has not forwarded the query, is stopped
         waiting = [rank for rank in world if rank not in culprits]
         if culprits == world and late.words is not None:
             absent = late.words

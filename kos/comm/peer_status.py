@@ -18,7 +18,7 @@ from kos.errors import KosError
 
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
 _ANSWER_SECONDS = 0.3  # in which a waiting rank of another host answers
-_FORWARD_SECONDS = 1.0  # in which the hub sends on a question
+_FORWARD_SECONDS = 1.0  # in which the hub forwards a query
 _MOST_ASKED = 256  # ranks: each answer goes to all
 
 
@@ -59,8 +59,8 @@ class PeerStatus:
     def connect(self, plane: Any) -> None:
         """Share failures and ends with other hosts by ``plane``, the rendezvous of the world, as long as it lasts.
 
-        Its ``tell`` sends all others what ``hear`` then gets there; with a limit in seconds it returns whether the hub
-        has sent it on.  Its ``receive`` calls ``hear`` with what has arrived, adds to ``ends``, and does not wait.
+        Its ``send_notice`` sends a notice to all others; with a timeout it returns whether the hub has forwarded it.
+        Its ``receive_notices`` calls ``handle_notice`` with each that has arrived, adds to ``ends``, and does not wait.
         """
         self._plane = weakref.ref(plane)
 
@@ -69,19 +69,19 @@ class PeerStatus:
         """Whether failures and ends of other hosts arrive."""
         return self._plane() is not None
 
-    def receive(self) -> None:
-        """Take what other hosts have told, and answer what they ask; does not wait."""
+    def receive_notices(self) -> None:
+        """Process the notices of other hosts, and answer their queries; does not wait."""
         if (plane := self._plane()) is not None:
-            plane.receive(self)
+            plane.receive_notices(self)
 
-    def _tell(self, kind: str, what: Any = None) -> None:
+    def _send_notice(self, kind: str, what: Any = None) -> None:
         if (plane := self._plane()) is not None:
-            plane.tell(kind, what)
+            plane.send_notice(kind, what)
 
-    def hear(self, rank: int, kind: str, what: Any) -> None:
-        """Take what rank ``rank`` of another host has told: its last failure, a question, or for whom it waits."""
-        if kind == "asks" and self._wait is not None:
-            self._tell("waits", self._wait)
+    def handle_notice(self, rank: int, kind: str, what: Any) -> None:
+        """Process a notice of that rank: its last failure, a query, or the ranks that it waits for."""
+        if kind == "query" and self._wait is not None:
+            self._send_notice("waits", self._wait)
         elif kind == "waits":
             self._answers[rank] = tuple(what)
         elif kind == "failed":
@@ -107,13 +107,13 @@ class PeerStatus:
         if error.ranks:
             self.last = again(error)  # it lasts until the next call, and frames hold what could not be made
             self.failures[self._rank] = self.last, time.monotonic()
-            self._tell("failed", to_record(self.last))
+            self._send_notice("failed", to_record(self.last))
 
     def clear_failure(self) -> None:
         """Remove this rank's last failure: the program has handled it, since it makes another call."""
         self.last = None
         self.failures.pop(self._rank, None)
-        self._tell("handled")
+        self._send_notice("handled")
 
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         """Post the ranks that this rank waits for; None if it no longer waits."""
@@ -124,16 +124,16 @@ class PeerStatus:
             self.waits[self._rank] = self._wait
 
     def ask(self) -> bool:
-        """Ask the ranks of other hosts for whom they wait: ``awaited`` then waits for their answers, for a moment.
+        """Query the other hosts for the ranks that each rank waits for; ``awaited`` then waits for the answers.
 
-        False: the hub does not send the question on, so nobody can answer.
+        Returns False if the hub has not forwarded the query, so nobody can answer.
         """
         plane, now = self._plane(), time.monotonic()
         if plane is None or not 0 < len(self.hosts) <= _MOST_ASKED:
             return True
         if now > self._asked + 2 * _ANSWER_SECONDS:
             self._answers = {}
-            self._forwarded = plane.tell("asks", None, _FORWARD_SECONDS)
+            self._forwarded = plane.send_notice("query", None, _FORWARD_SECONDS)
             self._asked = time.monotonic()
         return self._forwarded
 
@@ -164,7 +164,7 @@ class PeerStatus:
 
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         """The last failure of that rank, and its age in seconds."""
-        self.receive()
+        self.receive_notices()
         known = self.failures.get(rank)
         return None if known is None else (known[0], time.monotonic() - known[1])
 
@@ -177,12 +177,12 @@ class PeerStatus:
 
     def ended(self, rank: int) -> bool:
         """Whether that rank is known to have ended."""
-        self.receive()
+        self.receive_notices()
         return rank in self.ends
 
     def gone(self) -> list[int]:
         """The ranks of the world that the hub knows to have ended."""
-        self.receive()
+        self.receive_notices()
         return sorted(self.ends)
 
     def await_end(self, rank: int) -> None:

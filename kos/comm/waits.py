@@ -1,4 +1,4 @@
-"""Waits for what has neither events nor timeouts: polling, and calls on threads of their own."""
+"""Polling with backoff, and blocking calls in daemon threads, with a timeout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 0.1  # between two looks of ``in_thread``
+CHECK_SECONDS = 0.1  # between two calls of ``look``
 
 
 class Backoff:
@@ -51,7 +51,7 @@ class Backoff:
             time.sleep(self.SLEEP)
 
 
-def on_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
+def start_in_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
     """Begin a call that may never return, on a daemon thread called ``name``."""
     future: Future[T] = Future()
 
@@ -65,13 +65,13 @@ def on_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
     return future
 
 
-def in_thread(call: Callable[[], T], timeout: float | None, look: Callable[[], None] | None = None) -> list[T]:
+def call_with_timeout(call: Callable[[], T], timeout: float | None, look: Callable[[], None] | None = None) -> list[T]:
     """Run a call that has no timeout: returns a list of its result, or an empty list after ``timeout`` seconds.
 
     Meanwhile ``look`` is called, which may raise.
     """
-    future, deadline = on_thread(call), math.inf if timeout is None else time.monotonic() + timeout
-    while not wait([future], timeout if look is None else LOOK_SECONDS).done:
+    future, deadline = start_in_thread(call), math.inf if timeout is None else time.monotonic() + timeout
+    while not wait([future], timeout if look is None else CHECK_SECONDS).done:
         if time.monotonic() >= deadline:
             return []
         if look is not None:

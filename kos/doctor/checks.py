@@ -23,7 +23,7 @@ from kos import _core, commands, cuda
 from kos.comm.control.base import machine_id
 from kos.comm.control.mpi_job import under_mpirun
 from kos.comm.gpu import nccl_binding
-from kos.comm.waits import in_thread
+from kos.comm.waits import call_with_timeout
 from kos.cuda import compile_kernels, devices, driver
 from kos.cuda.driver import call, cu
 from kos.cuda.kernels import KernelCache
@@ -74,7 +74,7 @@ def bounded(name: str, function: Callable[[], Iterable[Check]], seconds: float =
     """The findings of ``function``.  Its error, or no answer within ``seconds``, is a finding too."""
     found: list[Check] = []
     try:
-        answered = in_thread(lambda: found.extend(function()), seconds)
+        answered = call_with_timeout(lambda: found.extend(function()), seconds)
     except Exception as error:
         return [*found, Check(name, NO, in_words(error))]
     return [*found] if answered else [*found, Check(name, NO, f"did not answer within {seconds:g} s")]

@@ -29,8 +29,8 @@ def announce(run: RunContext) -> None:
         ranks, joins = config.elastic.replace(":", " to "), f"--join {run.out / ADDRESS} or {run.comm.address}"
         say(f"--elastic: {ranks} ranks; others join with the flags of this run and {joins}")
         if run.comm.size > 1 and commands.mpirun_ends_all():
-            remedy = "with Open MPI 5, start it with --with-ft ulfm"
-            run.console.warn(f"kos: --elastic: mpirun ends all ranks when one is lost; {remedy}")
+            remedy = "with Open MPI 5, use mpirun --with-ft ulfm"
+            run.console.warn(f"kos: --elastic: this mpirun ends all ranks when one is lost; {remedy}")
     elif run.asked["elastic"] is not None:
         say("--elastic is for dp: in this layout a lost rank ends the run at the last checkpoint")
     if config.compress_scope != run.asked["compress_scope"]:

@@ -206,7 +206,7 @@ class _Plane:
     def __init__(self, silent: int) -> None:
         self.silent = silent
 
-    def receive(self, status: PeerStatus) -> None:
+    def receive_notices(self, status: PeerStatus) -> None:
         self.silent -= 1
         if self.silent == 0:
             status.ends[3] = CLOSED

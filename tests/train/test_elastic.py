@@ -369,7 +369,7 @@ def test_an_mpirun_that_ends_all_ranks_is_warned_of(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(commands, "mpirun", lambda ranks: ["mpirun", *options])
     train(text, tmp_path, ranks=2, steps=1, eval_batches=0)
-    assert capfd.readouterr().err.count("kos: --elastic: mpirun ends all ranks when one is lost") == warned
+    assert capfd.readouterr().err.count("kos: --elastic: this mpirun ends all ranks when one is lost") == warned
 
 
 def test_other_runs_agree_on_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,14 +113,14 @@ class TCPRendezvous(Rendezvous):
             self.inbox.poll(connection)
         return self.inbox.deaths
 
-    def tell(self, kind: str, what: Any, limit: float = 0.0) -> bool:
-        return self._channel(0).send([self.rank, kind, what], wait=limit > 0, limit=limit)
+    def send_notice(self, kind: str, what: Any, timeout: float = 0.0) -> bool:
+        return self._channel(0).send([self.rank, kind, what], wait=timeout > 0, timeout=timeout)
 
-    def receive(self, status: PeerStatus) -> None:
+    def receive_notices(self, status: PeerStatus) -> None:
         world = self.failures.world
         with self._receiving:  # not the inbox's lock, which is held while another thread waits in an exchange
             for rank, kind, what in self._channel(0).receive():
-                status.hear(world[rank], kind, what)
+                status.handle_notice(world[rank], kind, what)
             status.ends.update({world[rank]: why for rank, why in self.inbox.deaths.copy().items()})
 
     def open_channel(self) -> Channel | None:

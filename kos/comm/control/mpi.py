@@ -23,7 +23,7 @@ from kos.comm.control.env import Place, job_rendezvous
 from kos.comm.control.offers import exchange_offer, place_by, unreachable
 from kos.comm.failures import FailureLog, Late
 from kos.comm.records import blaming
-from kos.comm.waits import in_thread
+from kos.comm.waits import call_with_timeout
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 from kos.memory.ipc import pretended_host
 
@@ -60,7 +60,7 @@ class MPIRanks:
             tag = int.from_bytes(hashlib.sha256(name).digest()[:3], "big")
             create = partial(self.shared.Create_group, self.shared.Get_group().Incl(self.ranks), tag)
             look = look_for_lost(rendezvous)  # on a thread, because MPI_Comm_create_group has no timeout
-            wait = partial(in_thread, create, rendezvous.timeout, look)
+            wait = partial(call_with_timeout, create, rendezvous.timeout, look)
             self._own = wait_for_all(rendezvous, "create", wait)[0]
         return self._own
 

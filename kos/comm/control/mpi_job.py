@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from kos.comm.control.grow import GRACE_SECONDS
-from kos.comm.waits import LOOK_SECONDS, Backoff
+from kos.comm.waits import CHECK_SECONDS, Backoff
 from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ RANK_AND_SIZE = (
     ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx has no size
 )
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
-_REPORT_STEP_SECONDS = 0.5  # delay per rank before it ends the job: Open MPI 5 ends the others 0.25 s after an exit
+_ABORT_STAGGER_SECONDS = 0.5  # delay per rank before it ends the job: Open MPI 5 ends the others 0.25 s after an exit
 # Seconds in which the other ranks may exit before a rank aborts the job.  One that waits for a stopped hub reports
 # GRACE_SECONDS after the others.
 _EXIT_GRACE = GRACE_SECONDS + 1.0
@@ -119,7 +119,7 @@ def wait_request(request: Any, timeout: float | None, look: Callable[[], None] =
     while not request.Test():
         if time.monotonic() > look_at:
             look()
-            look_at = time.monotonic() + LOOK_SECONDS
+            look_at = time.monotonic() + CHECK_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             keep_unfinished(request)
             return False
@@ -224,7 +224,7 @@ def _end_by(error: BaseException, own: Callable[[], object] | None, usual: Calla
     line, frames = describe(error)
     sys.stderr.write(f"rank {world.rank}: {line}\n")
     sys.stderr.flush()
-    time.sleep(min(world.rank, 8) * _REPORT_STEP_SECONDS)  # the first rank ends the job before others print frames
+    time.sleep(min(world.rank, 8) * _ABORT_STAGGER_SECONDS)  # the first rank ends the job before others print frames
     if own is not None:
         own()
     else:
@@ -265,6 +265,6 @@ def _exit_job() -> None:
         time.sleep(max(began + (grace or 0.0) - time.monotonic(), 0.0))  # others still report what they have met
         why = "exits" if abort_code is None else "aborted its communicator by an exception"
         world = MPI.COMM_WORLD
-        time.sleep(min(world.rank, 8) * _REPORT_STEP_SECONDS)  # mpirun of Open MPI 5 may hang if two abort at once
+        time.sleep(min(world.rank, 8) * _ABORT_STAGGER_SECONDS)  # mpirun of Open MPI 5 may hang if two abort at once
         log.critical("rank %d of %d ends the job: it %s and the others did not", world.rank, world.size, why)
         _end_job(abort_code or 1)

@@ -35,14 +35,15 @@ class Channel:
         self.holds: Callable[[], bool] = lambda: False
         """Whether another rank may still read memory of this one: a report is then forwarded before it goes on."""
 
-    def send(self, notice: list[Any], soon: bool = True, wait: bool = False, limit: float = FORWARD_SECONDS) -> bool:
+    def send(self, notice: list[Any], soon: bool = True, wait: bool = False, timeout: float = FORWARD_SECONDS) -> bool:
         """Send a notice, of JSON's types; unless ``soon``, ranks that close the group at once do not get it.
 
-        With ``wait``, return once the hub has sent it to the other ranks; False if it is lost, or late by ``limit``.
+        With ``wait``, return once the hub has forwarded it to the other ranks; False if the hub is lost, or has not
+        forwarded it within ``timeout`` seconds.
         """
         token = next(_tokens) if wait else None
         self._post(NOTICE + json.dumps([soon, token, self._number, notice]).encode())
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + timeout
         while token is not None and token not in self._inbox.forwarded:
             if 0 in self.deaths() or time.monotonic() > deadline:
                 return False

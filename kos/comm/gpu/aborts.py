@@ -13,7 +13,7 @@ from concurrent.futures import wait
 from kos.comm import watchdog
 from kos.comm.backend import Backend
 from kos.comm.records import again
-from kos.comm.waits import on_thread
+from kos.comm.waits import start_in_thread
 from kos.cuda import driver
 from kos.errors import CudaError, KosError
 
@@ -31,7 +31,7 @@ _aborting: dict[Backend, float] = {}
 def wait_for_idle(backend: Backend, drain: Callable[[], None]) -> None:
     """Run ``drain``, which waits until the GPU is idle, on a thread; the others are checked meanwhile."""
     began = _aborting[backend] = time.monotonic()
-    drained = on_thread(drain)
+    drained = start_in_thread(drain)
     drained.add_done_callback(lambda _: _aborting.pop(backend, None))
     while not wait([drained], watchdog.TICK).done:
         if time.monotonic() > began + _ABORT_SECONDS:

@@ -39,7 +39,7 @@ from kos.comm.gpu.works import unstarted
 from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.reduction import ReduceOp, Reduction
-from kos.comm.waits import on_thread
+from kos.comm.waits import start_in_thread
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture
@@ -137,7 +137,7 @@ class NCCLBackend(DeviceBackend):
             with driver.on_device(self.device), relaxed_capture():  # another thread may be capturing a graph
                 return function()
 
-        return on_thread(run, what)
+        return start_in_thread(run, what)
 
     def _finish(self, begun: Future[Any], what: str, timeout: float | None) -> Any:
         """The result of a call that ``_begin`` has begun.

@@ -167,7 +167,7 @@ class CudaDevice(Device):
         meet takes cuBLASLt's first suggestion: nothing is timed later, on any rank.
         """
         ops, config = self.ops, self.config
-        model = model.first(2)
+        model = model.first_layers(2)
         dry = Mesh.dry(self.mesh.layout, self.comm.rank)
         tp, cp = dry.tp, dry.cp
         local = model.local(tp.rank, tp.size)

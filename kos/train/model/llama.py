@@ -107,7 +107,7 @@ class LlamaConfig:
         """The matrix that makes the logits."""
         return self.embedding if self.tie_word_embeddings else "lm_head.weight"
 
-    def first(self, layers: int) -> Self:
+    def first_layers(self, layers: int) -> Self:
         """The same model with its first layers only."""
         each = {name: getattr(self, name)[:layers] for name in ("layer_types", "no_rope_layers")}
         return replace(self, num_hidden_layers=min(layers, self.num_hidden_layers), **each)
