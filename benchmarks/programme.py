@@ -91,7 +91,7 @@ def gpus_of_one(gpu: str) -> Programme:
 def gpus_of_several(gpus: int, gpu: str, nccl: str | None) -> Programme:
     """Collectives of kos and its peers, torch.distributed over kos, training in each layout."""
     all_reduce = "--place both --iterations 40 --sizes 1K,8K,32K,128K,512K,1M,4M,16M,64M,256M,1G"
-    # ``auto`` includes kernels of ``peer``: a job with both would have two communicators, whose launches do not overlap.
+    # ``auto`` includes kernels of ``peer``: in a job with both, the launches of the two communicators do not overlap.
     apart = (("auto,kos-nccl,nccl,nccl-window,torch-nccl,torch-symm", 300), ("peer", 120))
     bench = f"mpirun -n {gpus} python -m kos.bench --dtype bfloat16 --no-plot"
     train = f"python -m benchmarks.train --repeats 2 --device cuda --limit 100 --ranks {gpus}"

@@ -284,10 +284,10 @@ class FailureLog:
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
                 return again(cause, _prefixed(what, f"{cause}; {self._names([rank])} failed because of it"))
-        answered = self.status.ask()
+        silent = self.status.ask()
         culprits, cycle = self._blocking(world, self.in_world(late.arrived))
-        if not answered and 0 not in culprits and any(map(self._is_elsewhere, culprits)):
-            culprits, cycle = [0], []  # rank 0, whose hub has not forwarded the query, is stopped
+        if silent is not None and silent not in culprits and any(map(self._is_elsewhere, culprits)):
+            culprits, cycle = [silent], []  # it is stopped: its hub has not forwarded the query
         waiting = [rank for rank in world if rank not in culprits]
         if culprits == world and late.words is not None:
             absent = late.words

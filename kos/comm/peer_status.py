@@ -19,7 +19,7 @@ from kos.errors import KosError
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
 _ANSWER_SECONDS = 0.3  # in which a waiting rank of another host answers
 _FORWARD_SECONDS = 1.0  # in which the hub forwards a query
-_MOST_ASKED = 256  # ranks: each answer goes to all
+_MOST_ASKED = 128  # ranks: each answer goes to all
 
 
 class PeerStatus:
@@ -43,8 +43,9 @@ class PeerStatus:
         """The name of each rank's host, and the ranks on it; empty in a job of one host."""
         self.last: KosError | None = None
         self._wait: tuple[int, ...] | None = None
-        self._answers: dict[int, tuple[int, ...]] = {}  # of ranks of other hosts
-        self._asked, self._forwarded = -_ANSWER_SECONDS * 2, True
+        self._answers: dict[int, tuple[float, tuple[int, ...]]] = {}  # of ranks of other hosts, and when they came
+        self._asked = self._answered = -_ANSWER_SECONDS * 2  # when this rank did so last
+        self._forwarded = True  # its last query
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # the watchdog's thread posts what is queued
         self._users = 0
@@ -80,12 +81,14 @@ class PeerStatus:
 
     def handle_notice(self, rank: int, kind: str, what: Any) -> None:
         """Process a notice of that rank: its last failure, a query, or the ranks that it waits for."""
-        if kind == "query" and self._wait is not None:
-            self._send_notice("waits", self._wait)
+        now = time.monotonic()
+        if kind == "query" and now > self._answered + _ANSWER_SECONDS and (waits := self._awaits()) is not None:
+            self._answered = now
+            self._send_notice("waits", waits)
         elif kind == "waits":
-            self._answers[rank] = tuple(what)
+            self._answers[rank] = now, tuple(what)
         elif kind == "failed":
-            self.failures[rank] = from_record(what), time.monotonic()
+            self.failures[rank] = from_record(what), now
         elif kind == "handled":
             self.failures.pop(rank, None)
 
@@ -123,27 +126,37 @@ class PeerStatus:
         else:
             self.waits[self._rank] = self._wait
 
-    def ask(self) -> bool:
+    def _awaits(self) -> tuple[int, ...] | None:
+        """The ranks that this rank waits for, itself or on its GPU."""
+        wait, queued = self._wait, self.queued
+        if wait is None and queued:
+            return tuple(dict.fromkeys(rank for each in queued.values() for rank in each))
+        return wait
+
+    def ask(self) -> int | None:
         """Query the other hosts for the ranks that each rank waits for; ``awaited`` then waits for the answers.
 
-        Returns False if the hub has not forwarded the query, so nobody can answer.
+        Returns the rank of the hub if that has not forwarded the query, so nobody can answer.
         """
         plane, now = self._plane(), time.monotonic()
         if plane is None or not 0 < len(self.hosts) <= _MOST_ASKED:
-            return True
+            return None
         if now > self._asked + 2 * _ANSWER_SECONDS:
-            self._answers = {}
             self._forwarded = plane.send_notice("query", None, _FORWARD_SECONDS)
             self._asked = time.monotonic()
-        return self._forwarded
+        hub: int = plane.failures.world[0]
+        return None if self._forwarded or self.runs(hub) else hub
 
     def _answer(self, rank: int) -> tuple[int, ...] | None:
         """For whom a rank of another host waits, by its answer; None if it is ended, stopped or computing."""
-        while rank not in self._answers and not self.ended(rank) and rank not in self.failures:
-            if not self._forwarded or time.monotonic() > self._asked + _ANSWER_SECONDS:
+        while not self.ended(rank) and rank not in self.failures:
+            now, (came, waits) = time.monotonic(), self._answers.get(rank, (0.0, None))
+            if waits is not None and came > self._asked - _ANSWER_SECONDS and now < self._asked + 2 * _ANSWER_SECONDS:
+                return waits
+            if not self._forwarded or now > self._asked + _ANSWER_SECONDS:
                 break
             time.sleep(0.001)
-        return self._answers.get(rank)
+        return None
 
     def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
         """What communicator ``key`` has queued on a GPU waits for those ranks; none: for nobody, as far as known."""

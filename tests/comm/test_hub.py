@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import select
 import socket
 import sys
 import threading
@@ -18,8 +19,8 @@ import pytest
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.hub import Hub, pair
-from kos.comm.control.wire import Connection, Network, admit_all
+from kos.comm.control.hub import RESULT, Hub, pair, send
+from kos.comm.control.wire import Connection, Network, admit_all, drive
 from kos.errors import CollectiveMismatch, CudaError, RankLost, RendezvousError
 from tests.comm.ranks import on_threads
 from tests.comm.tcp_ranks import TIMEOUT, come_first, environment, finish, free_port, run_ranks, start
@@ -385,6 +386,27 @@ def test_a_forked_process_does_not_keep_rank_0s_connection_open() -> None:
     for descriptor in (ready, began, asleep, wake):
         os.close(descriptor)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_look_for_deaths_leaves_the_answer_to_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer arrives between the wait for it and the look."""
+    real = drive
+
+    def late(waiting: Any, sock: socket.socket, deadline: float, look: Any = None) -> Any:
+        if look is not None:
+            next(waiting)
+            send(connection, RESULT + b"answer")
+            while not select.select([sock], [], [], 1)[0]:
+                pass
+            look()
+        return real(waiting, sock, deadline, look)
+
+    mine, connection = pair()
+    rendezvous = TCPRendezvous(1, 2, 1.0, Network(b"s", "127.0.0.1", "", loopback=True), None)
+    rendezvous._connection = mine
+    rendezvous.failures.status.connect(rendezvous)
+    monkeypatch.setattr("kos.comm.control.group.drive", late)
+    assert rendezvous._request(b"question") == b"answer"
 
 
 def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:

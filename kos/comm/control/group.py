@@ -114,7 +114,8 @@ class TCPRendezvous(Rendezvous):
         return self.inbox.deaths
 
     def send_notice(self, kind: str, what: Any, timeout: float = 0.0) -> bool:
-        return self._channel(0).send([self.rank, kind, what], wait=timeout > 0, timeout=timeout)
+        wait = timeout > 0 and self._connection is not None
+        return self._channel(0).send([self.rank, kind, what], wait=wait, timeout=timeout)
 
     def receive_notices(self, status: PeerStatus) -> None:
         world = self.failures.world
@@ -439,7 +440,11 @@ class TCPRendezvous(Rendezvous):
                 with contextlib.suppress(ConnectionError), self._sending:
                     connection.post(message)
                     drive(connection.flush(), connection.sock, deadline)
-                answer = drive(self.inbox.answer(connection), connection.sock, deadline, look)
+                self.inbox.exchanging = True
+                try:
+                    answer = drive(self.inbox.answer(connection), connection.sock, deadline, look)
+                finally:
+                    self.inbox.exchanging = False
             except TimeoutError as error:
                 silent = self.failures.on_hosts_of([0]) if is_cut_off(connection.sock) else [0]
                 raise self.absent(silent, "rendezvous", timeouts.REPLY, several=False) from error
@@ -456,6 +461,7 @@ class TCPRendezvous(Rendezvous):
         usual, hub = self.look_for_stopped(), self.failures.world[0]
 
         def look() -> None:
+            self.failures.status.receive_notices()
             if usual is not None:
                 usual()
             if time.monotonic() > late_at and self.failures.status.halted(hub):

@@ -21,7 +21,8 @@ class Inbox:
         self.notices: defaultdict[int, deque[list[Any]]] = defaultdict(deque)  # by channel
         self.forwarded = set[int]()  # the tokens of this rank's notices that the hub has sent to the others
         self.lock = threading.RLock()  # held while a thread reads
-        self._closed = False  # rank 0 has closed the group: the end of the connection is not its death
+        self.exchanging = False  # the thread that holds ``lock`` waits for an answer, and keeps what else arrives
+        self.closed = False  # rank 0 has closed the group: the end of the connection is not its death
         self._receiving: Waiting[bytes] | None = None  # of a message that has arrived in part
 
     def answer(self, connection: Connection) -> Waiting[bytes]:
@@ -33,12 +34,12 @@ class Inbox:
 
     def poll(self, connection: Connection) -> None:
         """Read what has arrived.  Does not wait."""
-        if not self.lock.acquire(blocking=False):
+        if self.exchanging or not self.lock.acquire(blocking=False):
             return
         try:
             next(self._sort_all(connection))
         except (OSError, RendezvousError):
-            if not self._closed and self.failure is None:
+            if not self.closed and self.failure is None:
                 self.deaths.setdefault(0, CONNECTION_CLOSED)
         finally:
             self.lock.release()
@@ -71,7 +72,7 @@ class Inbox:
         elif kind == FORWARDED:
             self.forwarded.add(json.loads(message[1:]))
         elif kind == CLOSED:
-            self._closed = True
+            self.closed = True
         elif kind in FAILURES:
             if kind == DIED:
                 (rank,), why, _ = json.loads(message[1:])

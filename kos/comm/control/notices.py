@@ -35,17 +35,21 @@ class Channel:
         self.holds: Callable[[], bool] = lambda: False
         """Whether another rank may still read memory of this one: a report is then forwarded before it goes on."""
 
-    def send(self, notice: list[Any], soon: bool = True, wait: bool = False, timeout: float = FORWARD_SECONDS) -> bool:
+    def send(
+        self, notice: list[Any], soon: bool = True, wait: bool = False, timeout: float = FORWARD_SECONDS
+    ) -> bool:
         """Send a notice, of JSON's types; unless ``soon``, ranks that close the group at once do not get it.
 
-        With ``wait``, return once the hub has forwarded it to the other ranks; False if the hub is lost, or has not
-        forwarded it within ``timeout`` seconds.
+        With ``wait``, return once the hub has forwarded it to the other ranks, or is closed or lost; False if neither
+        happens within ``timeout`` seconds.
         """
         token = next(_tokens) if wait else None
         self._post(NOTICE + json.dumps([soon, token, self._number, notice]).encode())
         deadline = time.monotonic() + timeout
         while token is not None and token not in self._inbox.forwarded:
-            if 0 in self.deaths() or time.monotonic() > deadline:
+            if 0 in self.deaths() or self._inbox.closed:
+                return True
+            if time.monotonic() > deadline:
                 return False
             time.sleep(0.0002)
         self._inbox.forwarded.discard(token)
