@@ -27,13 +27,15 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write a file to a temporary name, fsync it, and rename it.  A failure leaves the former file."""
     # A name of its own and no lock: a signal may ask for the same file in the midst of this.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_drafts)}.tmp")
+    folder = os.open(path.parent, os.O_RDONLY)  # who sees the file may rename the folder at once
     try:
         temporary.write_bytes(content)
         sync(temporary)
         os.replace(temporary, path)
+        os.fsync(folder)
     finally:
+        os.close(folder)
         temporary.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 def sync(path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import select
 import socket
+import struct
 import sys
 import threading
 import time
@@ -388,6 +389,14 @@ def test_a_forked_process_does_not_keep_rank_0s_connection_open() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+def of_two(timeout: float) -> tuple[TCPRendezvous, Connection]:
+    """Rank 1 of two, and the hub's end of its connection."""
+    mine, hubs = pair()
+    rendezvous = TCPRendezvous(1, 2, timeout, Network(b"s", "127.0.0.1", "", loopback=True), None)
+    rendezvous._connection = mine
+    return rendezvous, hubs
+
+
 def test_a_look_for_deaths_leaves_the_answer_to_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer arrives between the wait for it and the look."""
     real = drive
@@ -395,26 +404,22 @@ def test_a_look_for_deaths_leaves_the_answer_to_an_exchange(monkeypatch: pytest.
     def late(waiting: Any, sock: socket.socket, deadline: float, look: Any = None) -> Any:
         if look is not None:
             next(waiting)
-            send(connection, RESULT + b"answer")
+            message = real(connection.receive(), connection.sock, deadline)[1:]
+            send(connection, RESULT + struct.pack("!2I", len(message), len(message)) + 2 * message)
             while not select.select([sock], [], [], 1)[0]:
                 pass
             look()
         return real(waiting, sock, deadline, look)
 
-    mine, connection = pair()
-    rendezvous = TCPRendezvous(1, 2, 1.0, Network(b"s", "127.0.0.1", "", loopback=True), None)
-    rendezvous._connection = mine
+    rendezvous, connection = of_two(1.0)
     rendezvous.failures.status.connect(rendezvous)
     monkeypatch.setattr("kos.comm.control.group.drive", late)
-    assert rendezvous._request(b"question") == b"answer"
+    assert rendezvous.allgather(b"question") == [b"question"] * 2
 
 
 def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kos.comm.control.group.GRACE_SECONDS", 0.1)
-    mine, _hubs = pair()
-    network = Network(b"s", "127.0.0.1", "", loopback=True)
-    rendezvous = TCPRendezvous(1, 2, 0.2, network, None)
-    rendezvous._connection = mine
+    rendezvous, _hubs = of_two(0.2)
     with pytest.raises(RendezvousError, match=r"rank 0 gave no answer within 0\.2 s"):
         rendezvous.allgather(b"")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -243,7 +244,7 @@ def test_all_hear_of_a_collective_that_one_failed_in() -> None:
             while transports[3].failures.reported is None:
                 assert time.monotonic() < deadline
         assert (comm.broadcast(x, 0) == 1).all()
-        message = r"barrier #1: not complete after 0.1 s; still waiting for ranks \[\d"
+        message = r"barrier #1: not complete after 0.1 s; .*ranks \[\d"
         with pytest.raises(CollectiveTimeout, match=message):
             comm.barrier(timeout=TIMEOUT if comm.rank else 0.1)
         comm.rendezvous.barrier()
@@ -304,11 +305,11 @@ if comm.rank == 0:
 def test_a_killed_or_stopped_rank_is_named(memory: str, signal: str) -> None:
     killed = signal == "SIGKILL"
     results = run_processes(END.format(signal=signal, timeout=30.0 if killed else 1.0), 3)
-    stopped = "ranks [1] did not arrive" if memory == "shared" else "waiting for ranks ["
+    stopped = r"ranks \[1\] did not arrive" if memory == "shared" else r"waiting for ranks \[1\]|ranks \[1\] did not"
     for _, output in (results[0], results[2]):
         assert f"{'RankLost' if killed else 'CollectiveTimeout'} world: all_reduce #2 of float64[2, 3] by SUM" in output
         assert ("rank 1 is gone" if killed else "not complete after 1.0 s") in output, output
-        assert killed or stopped in output, output
+        assert killed or re.search(stopped, output), output
 
 
 ENDS_FOR_IT = """

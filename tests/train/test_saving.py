@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from kos.errors import CheckpointError, TrainingError
+from kos.files import replace_file
 from kos.testing import spawn
 from kos.train.checkpoint import checkpoint, saving
 from kos.train.device.cpu import CpuDevice
@@ -222,3 +223,17 @@ def test_a_folder_that_a_rank_does_not_see(text: Path, tmp_path: Path) -> None:
     done = run_program(*command, f"--resume={source}", "--out=second", env=environment, cwd=tmp_path)
     assert f"{source}: expected a folder that all ranks see, got none on rank 1" in done.stderr, done.stderr
     assert done.returncode == 1 and done.stderr.count("kos: error") == 1
+
+
+def test_a_folder_that_is_renamed_once_its_file_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rank 0 renames that of a checkpoint, while another rank still writes its last file to the disk."""
+    folder, replace = tmp_path / "folder", os.replace
+    folder.mkdir()
+
+    def seen(source: Path, target: Path) -> None:
+        replace(source, target)
+        folder.rename(tmp_path / "complete")
+
+    monkeypatch.setattr(os, "replace", seen)
+    replace_file(folder / "file", b"content")
+    assert (tmp_path / "complete" / "file").read_bytes() == b"content"
