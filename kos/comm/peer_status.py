@@ -147,7 +147,7 @@ class PeerStatus:
         hub: int = plane.failures.world[0]
         return None if self._forwarded or self.runs(hub) else hub
 
-    def _answer(self, rank: int) -> tuple[int, ...] | None:
+    def _reply_of(self, rank: int) -> tuple[int, ...] | None:
         """For whom a rank of another host waits, by its answer; None if it is ended, stopped or computing."""
         while not self.ended(rank) and rank not in self.failures:
             now, (came, waits) = time.monotonic(), self._answers.get(rank, (0.0, None))
@@ -186,7 +186,7 @@ class PeerStatus:
         if self.ended(rank):
             return None
         waits = self.waits.get(rank)
-        return self._answer(rank) if waits is None and rank in self.hosts else waits
+        return self._reply_of(rank) if waits is None and rank in self.hosts else waits
 
     def ended(self, rank: int) -> bool:
         """Whether that rank is known to have ended."""
