@@ -284,10 +284,7 @@ class FailureLog:
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
                 return again(cause, _prefixed(what, f"{cause}; {self._names([rank])} failed because of it"))
-        silent = self.status.ask()
         culprits, cycle = self._blocking(world, self.in_world(late.arrived))
-        if silent is not None and silent not in culprits and any(map(self._is_elsewhere, culprits)):
-            culprits, cycle = [silent], []  # it is stopped: its hub has not forwarded the query
         waiting = [rank for rank in world if rank not in culprits]
         if culprits == world and late.words is not None:
             absent = late.words
@@ -394,12 +391,14 @@ class FailureLog:
         ``late``, and the second has all ranks of that cycle.
         """
         me = self.world[self.rank]
-        seen, todo, culprits, cycle = {me}, list(late), list[int](), False
+        seen, todo, culprits, cycle, silent = {me}, list(late), list[int](), False, None
         while todo:
             rank = todo.pop(0)
             if rank in seen:
                 continue
             seen.add(rank)
+            if self._is_elsewhere(rank):
+                silent = self.status.ask()
             awaited: Iterable[int] | None = self.status.awaited(rank)
             if awaited is None and (failure := self._failure_of(rank)) is not None:
                 awaited = None if rank in failure.ranks else failure.ranks  # it failed because of those
@@ -410,6 +409,8 @@ class FailureLog:
             else:
                 cycle = cycle or me in awaited
                 todo += awaited
+        if silent is not None and silent not in culprits and any(map(self._is_elsewhere, culprits)):
+            return [silent], []  # it is stopped: its hub has not forwarded the query
         halted = [rank for rank in culprits if self.status.halted(rank)]  # for which others may wait unseen
         if found := sorted(halted or culprits):
             return found, []

@@ -246,8 +246,8 @@ def _as_ours(name: str, shapes: Mapping[str, Shape]) -> str | None:
     return f"transformer.{name}" if name not in shapes and f"transformer.{name}" in shapes else name
 
 
-def _check_layers(name: str, others: Iterable[str]) -> str:
-    """For an error of a tensor that one side lacks: what to check if that side lacks its whole layer."""
+def _layers_hint(name: str, others: Iterable[str]) -> str:
+    """The hint for an error about a missing or unknown tensor; empty unless its whole layer is missing on that side."""
     layer = re.match(r".*?\.\d+\.", name)
     if layer is None or any(other.startswith(layer[0]) for other in others):
         return ""
@@ -285,13 +285,13 @@ class TensorFiles:
                     self._where[ours] = path, file, name
                     self._check(ours, shapes)
         if missing := [name for name in shapes if name not in self._where]:
-            check = _check_layers(missing[0], self._where)
-            raise CheckpointError(f"{folder}: expected {len(shapes)} tensors, got none named {missing[0]!r}{check}")
+            hint = _layers_hint(missing[0], self._where)
+            raise CheckpointError(f"{folder}: expected {len(shapes)} tensors, got none named {missing[0]!r}{hint}")
 
     def _check(self, name: str, shapes: Mapping[str, Shape]) -> None:
         path, file, theirs = self._where[name]
         if name not in shapes:
-            got = f"an unknown {name!r}{_check_layers(name, shapes)}"
+            got = f"an unknown {name!r}{_layers_hint(name, shapes)}"
             raise CheckpointError(f"{self.folder}: expected the tensors of this model, got {got}")
         tensor = file.get_slice(theirs)
         if (dtype := tensor.get_dtype()) not in _DTYPES:
