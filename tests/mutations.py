@@ -135,7 +135,7 @@ MUTATIONS = [
     Mutation(TRAIN + "elastic.py", "stop = min(part.stop, end)", "stop = part.stop",
              "tests/train/test_elastic.py -k within"),
     Mutation(TRAIN + "elastic.py", "late - shrinks, tries - (not shrinks)", "late, tries - 1",
-             "tests/train/test_elastic.py -k others_grow"),
+             "tests/train/test_elastic_joins.py -k others_grow"),
     Mutation(TRAIN + "train.py", "if self.elastic:", "if True:", "tests/train/test_elastic.py -k agree_on"),
     Mutation(PARALLEL + "stopping.py", "if self.wish == STOP and", "if self.asked and",
              "tests/train/test_elastic.py -k asked_before_the_first"),

@@ -1,0 +1,250 @@
+"""``--join``: newcomers join an elastic run, which has the bits of one in which nothing happened."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kos
+from kos.comm import groups
+from kos.comm.communicator import Communicator
+from kos.errors import (
+    BackendUnavailable,
+    ConfigError,
+    RankLost,
+    RendezvousError,
+)
+from kos.testing import Fault
+from kos.train import elastic
+from kos.train.checkpoint import checkpoint, saving
+from kos.train.joining import Newcomer
+from kos.train.output import ADDRESS
+from kos.train.parallel.stopping import LEAVE
+from tests.train.elastic_runs import (
+    RANKS,
+    SHAPE,
+    config_of,
+    no_dry_run,
+    ranks_of,
+    text,
+    train,
+    unhurt,
+    until,
+)
+from tests.train.emulated_runs import emulated
+
+__all__ = ["emulated", "no_dry_run", "text", "unhurt"]
+
+
+def join(text: Path, out: Path, address: str, **changes: Any) -> tuple[threading.Thread, list[BaseException]]:
+    """A newcomer, on a thread of its own, and its error."""
+    errors = list[BaseException]()
+
+    def run() -> None:
+        try:
+            newcomer = Newcomer(config_of(text, out, elastic="1", join=address, **changes))
+            try:
+                newcomer.run()
+            finally:
+                place: Any = newcomer.comm.rendezvous
+                place.threads.world.end(place.rank, "its function returned")  # as ``spawn`` does for its ranks
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_newcomer_gets_all_from_the_ranks(
+    zero: int, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It replaces a lost rank."""
+    threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
+
+    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
+        comm = self.run.comm
+        if comm.size == 3 and comm.rank == 0 and not threads:
+            threads.append(join(text, tmp_path, comm.address, zero=zero))
+            while not comm.newcomers():  # it reads the data first
+                time.sleep(0.01)
+        start(self, step, wish)
+
+    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
+    assert train(text, tmp_path, [Fault("crash", 1, 4, call="all_to_all")], zero=zero) == unhurt
+    ((thread, errors),) = threads
+    thread.join(30)
+    assert not errors and not thread.is_alive()
+    assert ranks_of(tmp_path) == [(4, 0)] * 2 + [(3, 1)] + [(4, 2)] * 3
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_two_join_one(
+    zero: int, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ZeRO-1 ranks hold different parts of what one rank held whole."""
+    threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
+
+    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
+        comm = self.run.comm
+        if step == 2 and not threads:
+            threads.extend([join(text, tmp_path, comm.address, zero=zero) for _ in range(2)])
+            while comm.newcomers() < 2:
+                time.sleep(0.01)
+        start(self, step, wish)
+
+    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
+    assert train(text, tmp_path, ranks=1, zero=zero, elastic="1:3") == unhurt
+    for thread, errors in threads:
+        thread.join(30)
+        assert not errors and not thread.is_alive()
+    assert ranks_of(tmp_path) == [(1, 0)] * 3 + [(3, 1)] * 3
+
+
+def invite(
+    text: Path, out: Path, monkeypatch: pytest.MonkeyPatch, admit: Callable[[elastic.Elastic], None], **changes: Any
+) -> list[tuple[threading.Thread, list[BaseException]]]:
+    """A newcomer calls at step 3 of a run of at most 5 ranks; ``admit`` is called before the ranks let it join."""
+    threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
+
+    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
+        comm = self.run.comm
+        if step == 2 and comm.rank == 0 and not threads:
+            threads.append(join(text, out, comm.address, **changes))
+            while not comm.newcomers():
+                time.sleep(0.01)
+        if self._last is not None and self._last[1].joining:
+            admit(self)
+        start(self, step, wish)
+
+    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
+    return threads
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_checkpoint_is_completed_before_ranks_leave_or_join(
+    leaves: bool, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank waits for its files: the run goes on with the same ranks until they are complete."""
+    write, start, may_end = saving.write_tensors, elastic.Elastic.start_step, threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        may_end.wait(60)
+        return write(*arguments)
+
+    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
+        files = self.run.saving
+        if step == 4 and files is not None:
+            may_end.set()
+            until(lambda: files.done)
+        start(self, step, LEAVE if leaves and step > 1 and self.run.mesh.world.rank == 3 else wish)
+
+    monkeypatch.setattr(saving, "write_tensors", slow)
+    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
+    threads = [] if leaves else invite(text, tmp_path, monkeypatch, lambda self: None)
+    assert train(text, tmp_path, elastic="1:5", keep=10, save_async=True, save_every=3) == unhurt
+    assert [step for step, _ in checkpoint.steps_in(tmp_path / "checkpoints")] == [3, 6]
+    assert ranks_of(tmp_path) == [(4, 0)] * 5 + [(3 if leaves else 5, 1)]
+    for thread, errors in threads:
+        thread.join(30)
+        assert not errors and not thread.is_alive()
+
+
+def test_some_ranks_know_of_a_loss_where_others_grow(
+    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has called shrink, and the others grow, each of them late: all go on without the rank that is lost."""
+    shrink, calls = Communicator.shrink, Counter[int]()
+
+    def counted(self: Communicator) -> Communicator:
+        calls[self.rank] += 1
+        return shrink(self)
+
+    def admit(self: elastic.Elastic) -> None:
+        if self.run.epoch == 0:
+            if (rank := self.run.comm.rank) == 1:
+                raise RankLost("a rank is lost")  # as in a validation that has ended on the other ranks
+            until(lambda: calls[1] >= max(1, rank))  # the others before it have made rank 1 begin again
+
+    monkeypatch.setattr(Communicator, "shrink", counted)
+    invite(text, tmp_path, monkeypatch, admit)
+    assert train(text, tmp_path, elastic="1:5") == unhurt
+    assert calls[1] == RANKS and elastic.TRIES < RANKS
+
+
+def test_a_newcomer_without_the_backend_does_not_end_the_run(
+    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def communicator(*arguments: Any, **options: Any) -> Any:
+        arguments[2].close()
+        raise BackendUnavailable("nccl: rank 4: no module named nccl")
+
+    monkeypatch.setattr(groups, "communicator", communicator)
+    invite(text, tmp_path, monkeypatch, lambda self: None)
+    assert train(text, tmp_path, elastic="1:5") == unhurt
+    assert "no rank joined: nccl: rank 4: no module named nccl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"seed": 5}, "--seed: expected 1337, which the run has, got 5"),
+    ({"model": {**SHAPE, "rope_theta": 5.0}}, "--rope-theta: expected 10000.0, which the run has, got 5.0"),
+    ({}, "--data: expected letters.txt ([0-9a-f]{12}), which the run has, got other.txt"),
+])  # fmt: skip
+def test_a_newcomer_with_other_settings_is_refused(
+    changes: dict[str, Any], said: str, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:  # fmt: skip
+    """By name, on its side and on theirs; the ranks go on, and say nothing of a rank that is gone."""
+    (other := tmp_path / "other.txt").write_bytes(text.read_bytes()[::-1])
+    threads = invite(text if changes else other, tmp_path, monkeypatch, lambda self: None, **changes)
+    assert train(text, tmp_path, elastic="1:5") == unhurt
+    ((thread, errors),) = threads
+    thread.join(30)
+    assert [type(error) for error in errors] == [ConfigError]
+    assert re.match(re.escape(said).replace(re.escape("[0-9a-f]{12}"), "[0-9a-f]{12}"), str(errors[0]))
+    out = capsys.readouterr().out
+    assert f"a newcomer was refused: {errors[0]}" in out and " left " not in out and " lost " not in out
+    assert {ranks for ranks, _ in ranks_of(tmp_path)} == {RANKS}
+
+
+def test_a_newcomer_takes_settings_that_change_no_number(
+    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"log_every": 7, "keep": 9, "tracker": ("tensorboard",), "save_every": 1, "timeout": 29.0}
+    threads = invite(text, tmp_path, monkeypatch, lambda self: None, **changes)
+    assert train(text, tmp_path, elastic="1:5") == unhurt
+    ((thread, errors),) = threads
+    thread.join(30)
+    assert not errors and ranks_of(tmp_path)[-1] == (5, 1)
+
+
+def test_a_spare_waits_for_the_run(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the timeout: until it has written its address; once that is gone, the run is over."""
+    address, calls = tmp_path / ADDRESS, list[float]()
+
+    def nobody(where: str, timeout: float) -> Communicator:
+        calls.append(timeout)
+        assert address.exists()
+        if len(calls) == 2:
+            address.unlink()
+        time.sleep(timeout)
+        raise RendezvousError("join: nobody admits newcomers")
+
+    monkeypatch.setattr(kos, "join", nobody)
+    threading.Timer(0.2, address.write_text, ["127.0.0.1:9"]).start()
+    with pytest.raises(RendezvousError, match="join: nobody"):
+        Newcomer(config_of(text, tmp_path, elastic="1", join=str(address), timeout=0.01))
+    assert len(calls) == 2
+
+
+def test_nobody_is_there(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(RendezvousError, match="join: "):
+        Newcomer(config_of(text, tmp_path, elastic="1", join="127.0.0.1:9", timeout=0.5))
