@@ -181,7 +181,10 @@ def torch_backend() -> str:
 def torch_steps() -> str:
     """A step of what is built on torch.distributed."""
     rows = []
-    for key, label in (("ddp_ms", "DDP, small model"), ("fsdp_ms", "FSDP2, 1b"), ("tp_ms", "tensor parallel, MLPs")):
+    labels = {"ddp_ms": "DDP, 24 layers of 256", "ddp_wide_ms": "DDP, 8 layers of 1,024", "fsdp_ms": "FSDP2, 1b",
+              "fsdp_wide_ms": "FSDP2, 8 layers of 1,024", "tp_ms": "tensor parallel, MLPs"}  # fmt: skip
+    for key, label in labels.items():
         if steps := load(measured.torch_file()).get(key):
-            rows.append([label, f"{steps['kos']:.1f}", f"{steps['nccl']:.1f}"])
-    return table(["ms a step", "over kos", "over NCCL"], rows)
+            interval = "{:.3f} to {:.3f}".format(*steps["interval"]) if "interval" in steps else ""
+            rows.append([label, f"{steps['kos']:.2f}", f"{steps['nccl']:.2f}", f"{steps.get('ratio', '')}", interval])
+    return table(["ms a step", "over kos", "over NCCL", "ratio", "interval"], rows)
