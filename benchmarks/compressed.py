@@ -1,7 +1,7 @@
 """Compressed collectives beside exact ones: mpirun -n 2 python -m benchmarks.compressed [--backend auto] [--json FILE]
 
 For each operation and size: the time of a call without compression and with each format, taken in turns, in one run.
-On GPUs a batch of calls is captured in a CUDA graph for each and replayed (``auto``; ``nccl`` besides, exact).  On
+On GPUs a batch of calls is captured in a CUDA graph for each and replayed; with ``auto`` also nccl's exact call.  On
 hosts each call is timed alone, from the call to its result.  The slowest rank of a turn counts; the figure is the
 median of the turns, in microseconds.  ``error`` is that of the result, as a part of the norm of the exact result, on
 normal values.  ``limit_us`` is the time in which the bytes of the fastest format that leave a rank cross the link, by
@@ -51,16 +51,20 @@ def times(comm: kos.Communicator, calls: dict[str, Callable[[], Any]], stream: A
         if stream is None:
             began = time.perf_counter()
             call()
-            slowest = float(comm.all_reduce(np.array([time.perf_counter() - began]), kos.ReduceOp.MAX)[0])
+            slowest = _slowest(comm, time.perf_counter() - began)
             runs[key] = _on_host(call, max(1, min(200, int(SECONDS / TURNS / slowest))))
         else:
             runs[key] = _in_graph(comm, call, stream)
     for _ in range(TURNS):
         for key, run in runs.items():
             comm.barrier()
-            mine = np.array([run()])
-            found.setdefault(key, []).append(float(comm.all_reduce(mine, kos.ReduceOp.MAX)[0]))
+            found.setdefault(key, []).append(_slowest(comm, run()))
     return {key: statistics.median(values) for key, values in found.items()}
+
+
+def _slowest(comm: kos.Communicator, mine: float) -> float:
+    """The largest of the ranks' figures; also where the backend takes memory of a GPU alone."""
+    return max(float(each) for each in comm.all_gather_bytes(repr(mine).encode()))
 
 
 def _on_host(call: Callable[[], Any], count: int) -> Callable[[], float]:

@@ -33,9 +33,9 @@ def stopped(names: str) -> str:
     return f"{names} were stopped by a signal or a debugger"
 
 
-def cycle(names: str) -> str:
-    """A cycle of ranks that wait for one another."""
-    return f"{names} wait for one another, in calls of several groups"
+def cycle(names: str, one_group: bool) -> str:
+    """A cycle of ranks that wait for one another, in calls of the same group or of several."""
+    return f"{names} wait for one another" + ("" if one_group else ", in calls of several groups")
 
 
 def last_called(name: str, call: str) -> str:
