@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from benchmarks import paired_losses
-from benchmarks.paired_losses import Row, mean_and_error, shown
+from benchmarks.paired_losses import Row
 from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
 
@@ -32,12 +32,13 @@ class Wanted(NamedTuple):
     steps: int
 
 
-class Plan(paired_losses.Plan):
+class Plan(paired_losses.Differences):
     name, run = "benchmarks.fp8_losses", Wanted
 
     def __init__(self, arguments: argparse.Namespace, config: TrainConfig, rows: list[Row]) -> None:
         super().__init__(arguments, config, rows)
-        self.dtype, self.micro = config.dtype, config.micro_batch_size or 1
+        self.first = self.dtype = config.dtype
+        self.micro = config.micro_batch_size or 1
         if arguments.again and self.micro < 2:
             raise ConfigError(f"--again: expected a --micro-batch-size of at least 2, got {self.micro}")
 
@@ -49,28 +50,6 @@ class Plan(paired_losses.Plan):
         runs = {name: Wanted(name, self.micro, seed, self.steps) for name in (self.dtype, "fp8")}
         again = {"again": Wanted(self.dtype, self.micro // 2, seed, self.steps)}
         return runs | (again if self.arguments.again else {})
-
-    def summary(self) -> list[Row]:
-        """Also the relative difference of fp8's loss and of the repetition's from the first."""
-        found = super().summary()
-        for row in found:
-            one, others = row[self.dtype], [name for name in row if name not in ("seed", self.dtype)]
-            row.update({f"{name} differs": row[name] / one - 1 if one and row[name] else None for name in others})
-        return found
-
-    def __str__(self) -> str:
-        """The table of the seeds, and the mean of differences with its standard error."""
-        rows, names = self.summary(), [name for name in self.of_seed(1) if name != self.dtype]
-        lines = [f"{'seed':<6}{self.dtype:>10}" + "".join(f"{name:>10}{'differs':>10}" for name in names)]
-        for row in rows:
-            each = (shown(row[name]) + shown(row[f"{name} differs"], "+.3%") for name in names)
-            lines.append(f"{row['seed']:<6}{shown(row[self.dtype])}" + "".join(each))
-        for name in names:
-            differences = [found for row in rows if (found := row[f"{name} differs"]) is not None]
-            if len(differences) > 1:
-                mean, error = mean_and_error(differences)
-                lines.append(f"{name} differs by {mean:+.3%} +- {error:.3%}, {len(differences)} seeds")
-        return "\n".join(lines)
 
 
 main = partial(paired_losses.main, Plan, __doc__)

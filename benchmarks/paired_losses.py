@@ -109,6 +109,34 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean(values), stdev(values) / math.sqrt(len(values))
 
 
+class Differences(Plan):
+    """Runs of which one is the ``first``, whose losses the others' are compared with."""
+
+    first: str
+
+    def summary(self) -> list[Row]:
+        """Also the relative differences from the loss of the first run."""
+        found = super().summary()
+        for row in found:
+            one, others = row[self.first], [name for name in row if name not in ("seed", self.first)]
+            row.update({f"{name} differs": row[name] / one - 1 if one and row[name] else None for name in others})
+        return found
+
+    def __str__(self) -> str:
+        """The table of the seeds, and the mean of differences with its standard error."""
+        rows, names = self.summary(), [name for name in self.of_seed(1) if name != self.first]
+        lines = [f"{'seed':<6}{self.first:>10}" + "".join(f"{name:>10}{'differs':>10}" for name in names)]
+        for row in rows:
+            each = (shown(row[name]) + shown(row[f"{name} differs"], "+.3%") for name in names)
+            lines.append(f"{row['seed']:<6}{shown(row[self.first])}" + "".join(each))
+        for name in names:
+            differences = [found for row in rows if (found := row[f"{name} differs"]) is not None]
+            if len(differences) > 1:
+                mean, error = mean_and_error(differences)
+                lines.append(f"{name} differs by {mean:+.3%} +- {error:.3%}, {len(differences)} seeds")
+        return "\n".join(lines)
+
+
 class Curve:
     """What the trainer's loop reports to (``kos.train.train.Run``): the losses of a run, which it stops if they end."""
 

@@ -16,7 +16,7 @@ from kos.errors import BackendUnavailable, ConfigError
 from kos.train.config.presets import PRESETS
 from kos.train.ops.cuda.cublaslt import scale_mode
 from tests.host_compiler import COMPILER
-from tests.launcher import OUTSIDE, run_program
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 from tests.train.host_kernels import emulator
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,14 +76,19 @@ def test_training_beside_bfloat16(tmp_path):
     assert 0 < rows[1]["loss_difference"] < 1e-2 and rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-2)
 
 
-def test_losses_in_pairs(tmp_path, capsys):
-    """Here beside float32, and rounded otherwise; a file that lacks some runs is completed with the same numbers."""
+def small_runs(folder: Path, path: Path) -> list[str]:
+    """Arguments of a benchmark of losses: a text in ``folder``, a small model, ten steps, two seeds; rows in ``path``."""
     lines = [json.dumps({"text": f"the {number} ranks of a ring\n" * (number % 7 + 3)}) + "\n" for number in range(99)]
-    (corpus := tmp_path / "corpus.jsonl").write_text("".join(lines))
+    (corpus := folder / "corpus.jsonl").write_text("".join(lines))
     shape = "--hidden-size 16 --intermediate-size 24 --num-hidden-layers 2 --num-attention-heads 2"
     flags = "--num-key-value-heads 2 --seq-len 16 --batch-size 4 --micro-batch-size 2 --lr 1e-2 --device cpu --seeds 2"
+    return ["--corpus", str(corpus), "--json", str(path), "--tokens", "640", *shape.split(), *flags.split()]
+
+
+def test_losses_in_pairs(tmp_path, capsys):
+    """Here beside float32, and rounded otherwise; a file that lacks some runs is completed with the same numbers."""
     path = tmp_path / "losses.json"
-    arguments = ["--corpus", str(corpus), "--json", str(path), "--tokens", "640", *shape.split(), *flags.split()]
+    arguments = small_runs(tmp_path, path)
     fp8_losses.main([*arguments, "--again"])
     said, whole = capsys.readouterr().out, json.loads(path.read_text())
     keys = [(row["dtype"], row["micro_batch_size"], row["seed"], row["steps"]) for row in whole["rows"]]
@@ -105,6 +110,21 @@ def test_losses_in_pairs(tmp_path, capsys):
         assert row["curve"] in [each["curve"] for each in completed]
     with pytest.raises(ConfigError, match="--again: expected a --micro-batch-size of at least 2, got 1"):
         fp8_losses.main([*arguments, "--again", "--micro-batch-size", "1"])
+
+
+@needs_mpirun
+def test_losses_with_compressed_gradients(tmp_path):
+    path = tmp_path / "losses.json"
+    command = [sys.executable, "-m", "benchmarks.compress_losses", *small_runs(tmp_path, path)]
+    done = run_program(MPIRUN, "-n", "2", *command, cwd=ROOT, env=OUTSIDE)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert [(row["compress"], row["seed"]) for row in found["rows"]] == [
+        (name, seed) for seed in (1, 2) for name in ("none", "fp8", "int8")
+    ]
+    for row in found["summary"]:
+        assert 1e-7 < abs(row["fp8 differs"]) < 0.02 and 1e-7 < abs(row["int8 differs"]) < 0.02
+    assert "int8 differs by" in done.stdout and "2 seeds" in done.stdout
 
 
 def test_shapes_of_a_preset():
