@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from kos.train.model import initial
 from kos.train.model.initial import init_weights
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
+from kos.train.model.qwen import Qwen2Config
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops import numpy_attention, numpy_blocks
 from tests.train.models import VARIANTS, loss_and_gradients, make, make_batch, small
@@ -255,6 +257,17 @@ def test_counts_of_llama_3_8b():
     matmul = 8_030_261_248 - 128256 * 4096 - 65 * 4096
     attention = 32 * 32 * 128 * 8192
     assert config.flops_per_token(8192) == (6 * matmul + 6 * attention, 6 * matmul + 12 * attention)
+
+
+def test_attention_in_a_window_counts_what_it_sees():
+    """In one of 4, a query of 8 tokens sees 4 (1 - 4/16) keys on average, of 4 without a window."""
+    shape = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_key_value_heads": 2}
+    build = partial(Qwen2Config, num_hidden_layers=3, num_attention_heads=4, head_dim=6, **shape)
+    full, width = build(), 4 * 6
+    mixed = build(sliding_window=4, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    saved = [a - b for a, b in zip(full.flops_per_token(8), mixed.flops_per_token(8), strict=True)]
+    assert saved == [6 * width * 2 * (8 - 4 * 1.5), 12 * width * 2 * (8 - 4)]
+    assert build(sliding_window=8).flops_per_token(8) == full.flops_per_token(8)
 
 
 def test_a_tied_head_counts_once():

@@ -128,11 +128,14 @@ class LlamaConfig:
         H, K, d, at = self.num_attention_heads, self.num_key_value_heads, self.head_dim, f"model.layers.{number}."
         qkv, o, gate_up, down = self.linears(at)
         rotated = self.no_rope_layers[number] if self.no_rope_layers else True
-        full = self.layer_types and self.layer_types[number] == FULL
-        before, window = self.norm(f"{at}input_layernorm.weight"), None if full else self.sliding_window
+        before, window = self.norm(f"{at}input_layernorm.weight"), self.window(number)
         norms = [self.norm(f"{at}self_attn.{each}_norm.weight", d) for each in "qk" if self.qk_norm]
         attention = Attention(before, qkv, o, H, K, d, rope if rotated else None, window, norms)
         return [attention, MLP(self.norm(f"{at}post_attention_layernorm.weight"), gate_up, down)]
+
+    def window(self, number: int) -> int | None:
+        """The keys that a token sees at most in the attention of a layer; None: all before it."""
+        return None if self.layer_types and self.layer_types[number] == FULL else self.sliding_window
 
     def norm(self, name: str, size: int | None = None) -> Norm:
         """By default of the residual stream."""
@@ -221,13 +224,18 @@ class LlamaConfig:
         return sum(math.prod(shape) for shape in self.parameter_shapes(*parts).values())
 
     def flops_per_token(self, seq_len: int) -> FlopsPerToken:
-        """6 N + 6 L A T (causal) and 6 N + 12 L A T; N counts what multiplies: no lookup, no norms."""
+        """6 N + 6 L A T (causal) and 6 N + 12 L A T; N counts what multiplies: no lookup, no norms.
+
+        In a layer with a window of W < T tokens, T is W (2 - W / T) in the first and W in the second.
+        """
         shapes = self.parameter_shapes()
         matmul = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in self.tables)
         if self.tie_word_embeddings:
             matmul += math.prod(shapes[self.embedding])
-        scores = self.num_hidden_layers * self.num_attention_heads * self.head_dim * seq_len
-        return FlopsPerToken(6.0 * (matmul + scores), 6.0 * (matmul + 2 * scores))
+        windows = [min(self.window(number) or seq_len, seq_len) for number in range(self.num_hidden_layers)]
+        width = self.num_attention_heads * self.head_dim
+        causal = width * sum(window * (2 - window / seq_len) for window in windows)
+        return FlopsPerToken(6.0 * (matmul + causal), 6.0 * (matmul + 2 * width * sum(windows)))
 
     def rope_frequencies(self) -> list[float]:
         """The d / 2 rotary frequencies, in radians a token."""
