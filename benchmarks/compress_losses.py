@@ -29,16 +29,19 @@ class Wanted(NamedTuple):
 
 
 class Plan(paired_losses.Differences):
-    name, run, first = "benchmarks.compress_losses", Wanted, NONE
+    name, run = "benchmarks.compress_losses", Wanted
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--formats", nargs="+", default=["fp8", "int8"], choices=FORMATS, help="default: %(default)s"
-        )
+        formats, default = (NONE, *FORMATS), (NONE, "fp8", "int8")
+        parser.add_argument("--formats", nargs="+", default=default, choices=formats, help="to compare with the first")
+
+    @property
+    def first(self) -> str:
+        return str(self.arguments.formats[0])
 
     def of_seed(self, seed: int) -> dict[str, Wanted]:
-        return {name: Wanted(name, seed, self.steps) for name in (NONE, *self.arguments.formats)}
+        return {name: Wanted(name, seed, self.steps) for name in self.arguments.formats}
 
 
 main = partial(paired_losses.main, Plan, __doc__)

@@ -37,10 +37,13 @@ class Plan(paired_losses.Differences):
 
     def __init__(self, arguments: argparse.Namespace, config: TrainConfig, rows: list[Row]) -> None:
         super().__init__(arguments, config, rows)
-        self.first = self.dtype = config.dtype
-        self.micro = config.micro_batch_size or 1
+        self.dtype, self.micro = config.dtype, config.micro_batch_size or 1
         if arguments.again and self.micro < 2:
             raise ConfigError(f"--again: expected a --micro-batch-size of at least 2, got {self.micro}")
+
+    @property
+    def first(self) -> str:
+        return self.dtype
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -112,7 +112,9 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 class Differences(Plan):
     """Runs of which one is the ``first``, whose losses the others' are compared with."""
 
-    first: str
+    @property
+    def first(self) -> str:
+        raise NotImplementedError
 
     def summary(self) -> list[Row]:
         """Also the relative differences from the loss of the first run."""
