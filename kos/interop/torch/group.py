@@ -29,14 +29,16 @@ from kos.comm import timeouts
 from kos.comm.arguments import check_timeout
 from kos.comm.control.store import store_rendezvous
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
-from kos.interop.torch.launch import Recording, run
+from kos.interop.torch.launch import Call, Recording, run
 from kos.interop.torch.reconfigure import Reconfigurable
-from kos.interop.torch.tensors import Tensor, as_array, check_dense
-from kos.interop.torch.works import CoalescedWork, DeviceMessage, DeviceWork, HostWork, PooledEvent
+from kos.interop.torch.tensors import Tensor, as_array, check_dense, is_plain
+from kos.interop.torch.works import NONE, CoalescedWork, DeviceMessage, DeviceWork, HostWork, PooledEvent
+from kos.memory.libraries import torch_stream
 
 log = logging.getLogger(__name__)
 
 _C: Any = torch._C
+_NO_OPTIONS: dict[str, Any] = {}
 _profiled = _C._autograd._profiler_enabled  # whether torch profiles
 
 
@@ -120,6 +122,8 @@ class ProcessGroupKos(Reconfigurable):
         if self.device is None:
             self.device, self._index, self.side = device, device.index, torch.cuda.Stream(device)
             self._side_ids = self.side.stream_id, self.side.device_index, self.side.device_type
+            with torch.cuda.stream(self.side):
+                self._aside = {"stream": torch_stream(device.index)}  # the object by which kos caches calls
             event: Any = super(torch.cuda.Event, torch.cuda.Event())  # without the methods in Python
             self._record, self._wait = event.record, event.wait
         elif device != self.device:
@@ -254,14 +258,12 @@ class ProcessGroupKos(Reconfigurable):
 
     # Launching.
 
-    def _launch(
-        self, call: Callable[[Recording], None], tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False
-    ) -> Any:
+    def _launch(self, call: Call, tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False) -> Any:
         """Launch ``call`` on ``tensors``; ``opts`` are torch's options.
 
-        A ``batch`` has several operations of kos.
+        A function for ``batch`` calls several operations of kos.
         """
-        timeout, overlap = None if opts is None else opts.timeout, getattr(opts, "asyncOp", True)
+        timeout, overlap = NONE if opts is None else opts.timeout, getattr(opts, "asyncOp", True)
         launch = self._launch_on_gpu if tensors[0].is_cuda else self._launch_on_host
         if _profiled():
             launch = torch.profiler.record_function(f"kos:{what}")(launch)
@@ -275,10 +277,11 @@ class ProcessGroupKos(Reconfigurable):
             self._coalesced.append(work)
         return work
 
-    def _options(self, timeout: timedelta | None) -> dict[str, Any]:
+    def _options(self, timeout: timedelta) -> dict[str, Any]:
         """kos's keywords for a timeout of torch, which is below 0 if none was set."""
-        seconds = 0.0 if timeout is None else timeout.total_seconds()
-        return {"timeout": seconds} if seconds > 0 and seconds != self._timeout else {}
+        if timeout <= NONE or (seconds := timeout.total_seconds()) == self._timeout:
+            return _NO_OPTIONS
+        return {"timeout": seconds}
 
     def _begin(self) -> None:
         self._sequence += 1
@@ -289,12 +292,23 @@ class ProcessGroupKos(Reconfigurable):
         self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, batch: bool
     ) -> DeviceWork:
         with self.lock:
-            check_dense(tensors, what)
-            self._connect_gpu(tensors[0].device)
+            plain = self._gpu is not None and type(call) is list and len(call) == 1
+            for tensor in tensors:
+                plain = plain and is_plain(tensor, self._index)
+            if not plain:
+                check_dense(tensors, what)
+                self._connect_gpu(tensors[0].device)
             self._begin()
             if overlap:
                 self._follow_current()
-            self._run_on_gpu(call, overlap, self._options(timeout), batch)
+            options = self._options(timeout)
+            if plain:
+                name, *args = call[0]
+                if overlap:
+                    options = {**options, **self._aside} if options else self._aside
+                getattr(self._gpu, name)(*args, **options)
+            else:
+                self._run_on_gpu(call, overlap, options, batch)
             work = DeviceWork(self, tensors, overlap)
             if overlap:
                 for tensor in tensors:

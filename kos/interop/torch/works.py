@@ -177,10 +177,11 @@ class PooledEvent:
 class DeviceWork(_Work):
     """An operation on a GPU, on the group's stream (``aside``) or on the stream that was current."""
 
+    event: PooledEvent | None = None
+
     def __init__(self, group: Any, tensors: Sequence[Tensor], aside: bool) -> None:
         dist.Work.__init__(self)
         self.tensors, self._group, self._aside = [*tensors], group, aside
-        self.event: PooledEvent | None = None
 
     def launch(self) -> None:
         """Nothing: it is launched."""
