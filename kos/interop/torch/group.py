@@ -3,7 +3,7 @@
 ``operations.py`` has the operations.  ``ProcessGroupKos._launch`` runs one (``launch.py``).
 On host memory it returns a Work that a wait advances.  On a GPU it runs on the current stream, or on the group's stream
 ``side`` after the current stream.  An event after it is recorded only if its Work is polled, or still alive when the
-next operation begins.
+next operation begins.  A single operation on tensors that kos takes as they are is one call of the communicator.
 
 torch lets Python replace a whole ProcessGroup, but not one of its backends: one group serves all devices.
 """
@@ -38,7 +38,6 @@ from kos.memory.libraries import torch_stream
 log = logging.getLogger(__name__)
 
 _C: Any = torch._C
-_NO_OPTIONS: dict[str, Any] = {}
 _profiled = _C._autograd._profiler_enabled  # whether torch profiles
 
 
@@ -280,7 +279,7 @@ class ProcessGroupKos(Reconfigurable):
     def _options(self, timeout: timedelta) -> dict[str, Any]:
         """kos's keywords for a timeout of torch, which is below 0 if none was set."""
         if timeout <= NONE or (seconds := timeout.total_seconds()) == self._timeout:
-            return _NO_OPTIONS
+            return {}
         return {"timeout": seconds}
 
     def _begin(self) -> None:
@@ -291,7 +290,7 @@ class ProcessGroupKos(Reconfigurable):
     def _launch_on_gpu(
         self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, batch: bool
     ) -> DeviceWork:
-        with self.lock:
+        with self.lock:  # ``plain``: kos takes the tensors themselves, and looks the call up in its compiled core
             plain = self._gpu is not None and type(call) is list and len(call) == 1
             for tensor in tensors:
                 plain = plain and is_plain(tensor, self._index)
@@ -304,9 +303,7 @@ class ProcessGroupKos(Reconfigurable):
             options = self._options(timeout)
             if plain:
                 name, *args = call[0]
-                if overlap:
-                    options = {**options, **self._aside} if options else self._aside
-                getattr(self._gpu, name)(*args, **options)
+                getattr(self._gpu, name)(*args, **({**self._aside, **options} if overlap else options))
             else:
                 self._run_on_gpu(call, overlap, options, batch)
             work = DeviceWork(self, tensors, overlap)

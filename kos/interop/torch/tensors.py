@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import kos
+from kos._core import native
 from kos.errors import InvalidArgument
 
 Tensor: TypeAlias = torch.Tensor
@@ -71,12 +72,12 @@ def in_memory(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
+_readable = native.readable if native is not None and native.tensors(Tensor) else lambda tensor: False
+
+
 def is_plain(tensor: Tensor, index: int) -> bool:
-    """Whether kos takes the tensor itself, on GPU ``index``: it passes ``check_dense``, and ``as_array`` changes nothing."""
-    return (
-        type(tensor) is Tensor and tensor.get_device() == index and tensor.layout is torch.strided
-        and not tensor.requires_grad and in_memory(tensor) and (tensor.data_ptr() != 0 or not tensor.numel())
-    )  # fmt: skip
+    """Whether kos takes a tensor as it is, on GPU ``index``: nothing to refuse, to detach or to copy."""
+    return tensor.get_device() == index and _readable(tensor)
 
 
 def as_array(tensor: Tensor) -> Any:
