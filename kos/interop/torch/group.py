@@ -300,9 +300,9 @@ class ProcessGroupKos(Reconfigurable):
             self._begin()
             if overlap:
                 self._follow_current()
-            options = self._options(timeout)
+            options = self._options(timeout) if timeout > NONE else {}
             if plain:
-                name, *args = call[0]
+                name, args = call[0]
                 getattr(self._gpu, name)(*args, **({**self._aside, **options} if overlap else options))
             else:
                 self._run_on_gpu(call, overlap, options, batch)

@@ -27,7 +27,7 @@ class Recording(Arrays):
             self(name, self.in_place(x), *args)
 
 
-Call: TypeAlias = list[tuple[Any, ...]] | Callable[[Recording], None]
+Call: TypeAlias = list[tuple[str, tuple[Any, ...]]] | Callable[[Recording], None]
 """The names of operations with their arguments, for ``on_tensors``; or a function that calls the operations."""
 
 
@@ -46,7 +46,7 @@ def run(call: Call, comm: kos.Communicator, options: dict[str, Any], asynchronou
 
 def _call(call: Call, launch: Recording) -> None:
     if isinstance(call, list):
-        for name, *args in call:
+        for name, args in call:
             launch.on_tensors(name, *args)
     else:
         call(launch)

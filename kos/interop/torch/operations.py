@@ -75,7 +75,7 @@ class Operations(_ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce each tensor over all ranks, in place.  Raises DistBackendError, InvalidArgument."""
         op = opts.reduceOp
-        return self._launch([("all_reduce", x, reduce_op(op, x)) for x in tensors], tensors, opts, "allreduce")
+        return self._launch([("all_reduce", (x, reduce_op(op, x))) for x in tensors], tensors, opts, "allreduce")
 
     allreduce_coalesced = allreduce
 
@@ -83,13 +83,13 @@ class Operations(_ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         """Copy each tensor of rank ``rootRank`` to all ranks, in place.  Raises DistBackendError, InvalidArgument."""
         root = opts.rootRank
-        return self._launch([("broadcast", x, root) for x in tensors], tensors, opts, "broadcast")
+        return self._launch([("broadcast", (x, root)) for x in tensors], tensors, opts, "broadcast")
 
     @_overloaded(_C._distributed_c10d.ReduceOptions, "tensor root op timeout")
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce the tensor to rank ``rootRank``, in place.  Raises DistBackendError, InvalidArgument."""
         x = tensors[0]
-        return self._launch([("reduce", x, opts.rootRank, reduce_op(opts.reduceOp, x))], tensors, opts, "reduce")
+        return self._launch([("reduce", (x, opts.rootRank, reduce_op(opts.reduceOp, x)))], tensors, opts, "reduce")
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """``output`` receives all inputs in rank order.  Raises DistBackendError, InvalidArgument."""
@@ -97,7 +97,7 @@ class Operations(_ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """``all_gather_single`` of several pairs, in one batch.  Raises DistBackendError, InvalidArgument."""
-        calls = [("all_gather", x, out) for x, out in zip(inputs, outputs, strict=True)]
+        calls = [("all_gather", (x, out)) for x, out in zip(inputs, outputs, strict=True)]
         return self._launch(calls, [*outputs, *inputs], opts, "all_gather_single")
 
     @_overloaded(_C._distributed_c10d.AllgatherOptions, "output_tensors input_tensor timeout")
@@ -179,7 +179,7 @@ class Operations(_ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """``reduce_scatter_single`` of several pairs, in one batch.  Raises DistBackendError, InvalidArgument."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        calls = [("reduce_scatter", x, out, reduce_op(op, out)) for x, out in zip(inputs, outputs, strict=True)]
+        calls = [("reduce_scatter", (x, out, reduce_op(op, out))) for x, out in zip(inputs, outputs, strict=True)]
         return self._launch(calls, [*outputs, *inputs], opts, "reduce_scatter_single")
 
     @_overloaded(_C._distributed_c10d.AllToAllOptions, "output input output_split_sizes input_split_sizes timeout")
@@ -187,11 +187,11 @@ class Operations(_ProcessGroup):
         self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], opts: Any
     ) -> Any:
         """Shard r goes to rank r; splits are rows, none: equal ones.  Raises DistBackendError, InvalidArgument."""
-        call: tuple[Any, ...] = "all_to_all", input, output
+        call: tuple[str, tuple[Any, ...]] = "all_to_all", (input, output)
         if output_split_sizes or input_split_sizes:
-            send, recv = (input, input_split_sizes), (output, output_split_sizes)
-            counts = (split_counts(x, splits, self.size()) for x, splits in (send, recv))
-            call = "all_to_all_v", input, *counts, output
+            splits = (input, input_split_sizes), (output, output_split_sizes)
+            counts = (split_counts(x, rows, self.size()) for x, rows in splits)
+            call = "all_to_all_v", (input, *counts, output)
         return self._launch([call], [output, input], opts, "all_to_all_single")
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Any:
