@@ -300,7 +300,7 @@ class ProcessGroupKos(Reconfigurable):
             self._begin()
             if overlap:
                 self._follow_current()
-            options = self._options(timeout) if timeout > NONE else {}
+            options = self._options(timeout)
             if plain:
                 name, args = call[0]
                 getattr(self._gpu, name)(*args, **({**self._aside, **options} if overlap else options))
