@@ -157,6 +157,7 @@ static const struct { const char *name; long value; } constants[] = {
 static PyMethodDef functions[] = {
     {"layout", layout, METH_O, NULL},
     {"tensors", take_tensors, METH_O, NULL},
+    {"readable", is_readable, METH_O, NULL},
     {"arrays", take_arrays, METH_O, NULL},
     {"windows", take_windows, METH_O, NULL},
     {"encode", codec_encode, METH_VARARGS, NULL},

@@ -90,6 +90,7 @@ int spin_only(Work *work);  // whether it is complete after some microseconds; n
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
 PyObject *group_method(PyObject *g, PyObject *args);
 PyObject *take_tensors(PyObject *self, PyObject *type);
+PyObject *is_readable(PyObject *self, PyObject *x);
 // Of module_launch.c.
 PyObject *take_arrays(PyObject *self, PyObject *example);
 PyObject *take_windows(PyObject *self, PyObject *ranges);

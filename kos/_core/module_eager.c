@@ -93,6 +93,8 @@ static int read_tensor(PyObject *x, array_words *words, tensor *t) {
     for (int d = t->nd - 1; d >= 0; stride *= t->shape[d--])
         if (t->strides && t->shape[d] != 1 && t->strides[d] != stride)
             return 0;
+    if (!t->data && stride)  // not in memory
+        return 0;
     t->data += t->offset;
     words->what = (uintptr_t)tensor_type;
     words->kind = (uint64_t)t->code << 48 | (uint64_t)t->bits << 40 | (uint64_t)t->lanes << 24 | (uint16_t)t->index;
@@ -374,6 +376,13 @@ PyObject *take_tensors(PyObject *self, PyObject *type) {
         tensor_type = (PyTypeObject *)Py_NewRef(type);
     }
     return PyBool_FromLong((PyObject *)tensor_type == type);
+}
+
+// readable(x): whether ``x`` is a tensor that calls take as it is.
+PyObject *is_readable(PyObject *self, PyObject *x) {
+    array_words words;
+    tensor t;
+    return PyBool_FromLong(Py_TYPE(x) == tensor_type && read_tensor(x, &words, &t));
 }
 
 // method(name, method, docstring): what stands in for that method of the communicator.

@@ -50,6 +50,9 @@ class State:
 class Operation:
     """What stands for a method of a communicator; the base of Persistents that the core starts."""
 
+def readable(x: Any, /) -> bool:
+    """Whether calls take ``x`` as it is: a tensor of ``tensors``, contiguous, dense, not negated, of real numbers."""
+
 def tensors(kind: type, /) -> bool:
     """Take arrays of that type, which has DLPack's C exchange API; False if another type was taken before."""
 

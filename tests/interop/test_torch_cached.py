@@ -175,6 +175,31 @@ def test_tensors_that_kos_copies(rank: OneRank) -> None:
     rank.cache(torch.nn.Parameter(ones()))
 
 
+def test_tensors_that_kos_takes_as_they_are() -> None:
+    from kos.interop.torch.tensors import is_plain
+
+    x, other, here = ones().view(3, 4), torch.empty(1, device="meta"), -1  # ``get_device()`` of a tensor on the host
+    assert all(is_plain(each, here) for each in (x, x[1:], x[:0], x.view(-1)[2], x.bfloat16(), x > 0))
+    refused = {
+        "strided": x.T, "expanded": x[:1].expand(3, 4), "negated": torch._neg_view(x), "sparse": x.to_sparse(),
+        "conjugated": torch.ones(2, dtype=torch.complex64).conj(), "without memory": other,
+        "zeros": torch._efficientzerotensor((2,)), "of a gradient": ones(requires_grad=True),
+        "a parameter": torch.nn.Parameter(x, requires_grad=False),
+    }  # fmt: skip
+    assert not [what for what, each in refused.items() if is_plain(each, here)]
+    assert not is_plain(x, 0), "of another device"
+
+
+def test_a_cached_call_aside_leaves_the_current_stream(rank: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = ones(), ones()
+    rank.cache(x, overlap=True)
+    monkeypatch.setattr("torch._C._cuda_setStream", None)
+    rank.all_reduce(x, overlap=True, timeout=timedelta(seconds=7))
+    assert rank.last()[-1] == SIDE and rank.comm.recorder.entries()[-1]["timeout_ms"] == 7000
+    rank.group.all_gather_single(y, x)
+    assert rank.comm.recorder.entries()[-1]["profiling_name"] == "nccl:all_gather"
+
+
 def test_the_same_arguments_of_another_operation_are_another_call(rank: OneRank) -> None:
     x, y = ones(), ones()
     for _ in range(3):

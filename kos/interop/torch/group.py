@@ -3,7 +3,7 @@
 ``operations.py`` has the operations.  ``ProcessGroupKos._launch`` runs one (``launch.py``).
 On host memory it returns a Work that a wait advances.  On a GPU it runs on the current stream, or on the group's stream
 ``side`` after the current stream.  An event after it is recorded only if its Work is polled, or still alive when the
-next operation begins.
+next operation begins.  A single operation on tensors that kos takes as they are is one call of the communicator.
 
 torch lets Python replace a whole ProcessGroup, but not one of its backends: one group serves all devices.
 """
@@ -29,10 +29,11 @@ from kos.comm import timeouts
 from kos.comm.arguments import check_timeout
 from kos.comm.control.store import store_rendezvous
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
-from kos.interop.torch.launch import Recording, run
+from kos.interop.torch.launch import Call, Recording, run
 from kos.interop.torch.reconfigure import Reconfigurable
-from kos.interop.torch.tensors import Tensor, as_array, check_dense
-from kos.interop.torch.works import CoalescedWork, DeviceMessage, DeviceWork, HostWork, PooledEvent
+from kos.interop.torch.tensors import Tensor, as_array, check_dense, is_plain
+from kos.interop.torch.works import NONE, CoalescedWork, DeviceMessage, DeviceWork, HostWork, PooledEvent
+from kos.memory.libraries import torch_stream
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,8 @@ class ProcessGroupKos(Reconfigurable):
         if self.device is None:
             self.device, self._index, self.side = device, device.index, torch.cuda.Stream(device)
             self._side_ids = self.side.stream_id, self.side.device_index, self.side.device_type
+            with torch.cuda.stream(self.side):
+                self._aside = {"stream": torch_stream(device.index)}  # the object by which kos caches calls
             event: Any = super(torch.cuda.Event, torch.cuda.Event())  # without the methods in Python
             self._record, self._wait = event.record, event.wait
         elif device != self.device:
@@ -254,14 +257,12 @@ class ProcessGroupKos(Reconfigurable):
 
     # Launching.
 
-    def _launch(
-        self, call: Callable[[Recording], None], tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False
-    ) -> Any:
+    def _launch(self, call: Call, tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False) -> Any:
         """Launch ``call`` on ``tensors``; ``opts`` are torch's options.
 
-        A ``batch`` has several operations of kos.
+        A function for ``batch`` calls several operations of kos.
         """
-        timeout, overlap = None if opts is None else opts.timeout, getattr(opts, "asyncOp", True)
+        timeout, overlap = NONE if opts is None else opts.timeout, getattr(opts, "asyncOp", True)
         launch = self._launch_on_gpu if tensors[0].is_cuda else self._launch_on_host
         if _profiled():
             launch = torch.profiler.record_function(f"kos:{what}")(launch)
@@ -275,10 +276,11 @@ class ProcessGroupKos(Reconfigurable):
             self._coalesced.append(work)
         return work
 
-    def _options(self, timeout: timedelta | None) -> dict[str, Any]:
+    def _options(self, timeout: timedelta) -> dict[str, Any]:
         """kos's keywords for a timeout of torch, which is below 0 if none was set."""
-        seconds = 0.0 if timeout is None else timeout.total_seconds()
-        return {"timeout": seconds} if seconds > 0 and seconds != self._timeout else {}
+        if timeout <= NONE or (seconds := timeout.total_seconds()) == self._timeout:
+            return {}
+        return {"timeout": seconds}
 
     def _begin(self) -> None:
         self._sequence += 1
@@ -288,13 +290,22 @@ class ProcessGroupKos(Reconfigurable):
     def _launch_on_gpu(
         self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, batch: bool
     ) -> DeviceWork:
-        with self.lock:
-            check_dense(tensors, what)
-            self._connect_gpu(tensors[0].device)
+        with self.lock:  # ``plain``: kos takes the tensors themselves, and looks the call up in its compiled core
+            plain = self._gpu is not None and type(call) is list and len(call) == 1
+            for tensor in tensors:
+                plain = plain and is_plain(tensor, self._index)
+            if not plain:
+                check_dense(tensors, what)
+                self._connect_gpu(tensors[0].device)
             self._begin()
             if overlap:
                 self._follow_current()
-            self._run_on_gpu(call, overlap, self._options(timeout), batch)
+            options = self._options(timeout)
+            if plain:
+                name, args = call[0]
+                getattr(self._gpu, name)(*args, **({**self._aside, **options} if overlap else options))
+            else:
+                self._run_on_gpu(call, overlap, options, batch)
             work = DeviceWork(self, tensors, overlap)
             if overlap:
                 for tensor in tensors:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import kos
-from kos.interop.torch.tensors import Arrays
+from kos.interop.torch.tensors import Arrays, Tensor, as_array
 
 
 class Recording(Arrays):
@@ -19,17 +19,34 @@ class Recording(Arrays):
     def __call__(self, name: str, *args: Any) -> None:
         self.works.append(getattr(self._comm, name)(*args, **self._options))
 
+    def on_tensors(self, name: str, x: Tensor, *args: Any) -> None:
+        """Call an operation that reads ``x`` and writes the tensor among ``args``, or ``x`` if there is none."""
+        if any(isinstance(each, Tensor) for each in args):
+            self(name, as_array(x), *(self.output(each) if isinstance(each, Tensor) else each for each in args))
+        else:
+            self(name, self.in_place(x), *args)
 
-def run(
-    call: Callable[[Recording], None], comm: kos.Communicator, options: dict[str, Any], asynchronous: bool, batch: bool
-) -> Recording:
-    """Run ``call``, whose operations a ``batch`` launches together."""
-    if not batch:
+
+Call: TypeAlias = list[tuple[str, tuple[Any, ...]]] | Callable[[Recording], None]
+"""The names of operations with their arguments, for ``on_tensors``; or a function that calls the operations."""
+
+
+def run(call: Call, comm: kos.Communicator, options: dict[str, Any], asynchronous: bool, batch: bool) -> Recording:
+    """Run ``call``, whose operations a ``batch`` launches together, and several of a list."""
+    if not batch and (not isinstance(call, list) or len(call) == 1):
         launch = Recording(comm, {**options, "async_op": True} if asynchronous else options)
-        call(launch)
+        _call(call, launch)
         return launch
     launch = Recording(comm, options)
     with comm.batch(async_op=asynchronous) as operations:
-        call(launch)
+        _call(call, launch)
     launch.works = operations.works
     return launch
+
+
+def _call(call: Call, launch: Recording) -> None:
+    if isinstance(call, list):
+        for name, args in call:
+            launch.on_tensors(name, *args)
+    else:
+        call(launch)

@@ -1,6 +1,7 @@
 """The operations of a process group, with the names and arguments of torch.
 
-Each operation is a function of a ``Recording``, which gives it the communicator's methods and the tensors as arrays.
+An operation is a list of calls of the communicator on tensors, or a function of a ``Recording``, which gives it the
+communicator's methods and several tensors as one array.
 torch's C++ calls only the operations that DDP and the functional collectives use; Python calls all of them.
 """
 
@@ -41,9 +42,9 @@ def _overloaded(kind: Any, other: str) -> Callable[[Any], Any]:
 
         @functools.wraps(method)
         def call(self: Any, *args: Any, **keywords: Any) -> Any:
-            options = args[count] if len(args) > count and hasattr(args[count], "timeout") else None
-            if options is not None and not keywords:
+            if not keywords and len(args) == count + 1 and isinstance(args[count], kind):
                 return method(self, *args)
+            options = args[count] if len(args) > count and hasattr(args[count], "timeout") else None
             values = [*args[:count], *args[count + 1 :]] if options is not None else args
             given = {**dict(zip(names, values, strict=False)), **{renamed.get(n, n): x for n, x in keywords.items()}}
             options = given.pop("opts", options)
@@ -74,12 +75,7 @@ class Operations(_ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce each tensor over all ranks, in place.  Raises DistBackendError, InvalidArgument."""
         op = opts.reduceOp
-
-        def call(launch: Recording) -> None:
-            for tensor in tensors:
-                launch("all_reduce", launch.in_place(tensor), reduce_op(op, tensor))
-
-        return self._launch(call, tensors, opts, "allreduce", len(tensors) > 1)
+        return self._launch([("all_reduce", (x, reduce_op(op, x))) for x in tensors], tensors, opts, "allreduce")
 
     allreduce_coalesced = allreduce
 
@@ -87,22 +83,13 @@ class Operations(_ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         """Copy each tensor of rank ``rootRank`` to all ranks, in place.  Raises DistBackendError, InvalidArgument."""
         root = opts.rootRank
-
-        def call(launch: Recording) -> None:
-            for tensor in tensors:
-                launch("broadcast", launch.in_place(tensor), root)
-
-        return self._launch(call, tensors, opts, "broadcast", len(tensors) > 1)
+        return self._launch([("broadcast", (x, root)) for x in tensors], tensors, opts, "broadcast")
 
     @_overloaded(_C._distributed_c10d.ReduceOptions, "tensor root op timeout")
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce the tensor to rank ``rootRank``, in place.  Raises DistBackendError, InvalidArgument."""
-        root, op = opts.rootRank, opts.reduceOp
-
-        def call(launch: Recording) -> None:
-            launch("reduce", launch.in_place(tensors[0]), root, reduce_op(op, tensors[0]))
-
-        return self._launch(call, tensors, opts, "reduce")
+        x = tensors[0]
+        return self._launch([("reduce", (x, opts.rootRank, reduce_op(opts.reduceOp, x)))], tensors, opts, "reduce")
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """``output`` receives all inputs in rank order.  Raises DistBackendError, InvalidArgument."""
@@ -110,12 +97,8 @@ class Operations(_ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """``all_gather_single`` of several pairs, in one batch.  Raises DistBackendError, InvalidArgument."""
-        def call(launch: Recording) -> None:
-            for output, input in zip(outputs, inputs, strict=True):
-                launch("all_gather", as_array(input), launch.output(output))
-
-        count = len(inputs)
-        return self._launch(call, [*outputs, *inputs], opts, "all_gather_single", count > 1)
+        calls = [("all_gather", (x, out)) for x, out in zip(inputs, outputs, strict=True)]
+        return self._launch(calls, [*outputs, *inputs], opts, "all_gather_single")
 
     @_overloaded(_C._distributed_c10d.AllgatherOptions, "output_tensors input_tensor timeout")
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Any:
@@ -196,30 +179,20 @@ class Operations(_ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """``reduce_scatter_single`` of several pairs, in one batch.  Raises DistBackendError, InvalidArgument."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        count = len(inputs)
-
-        def call(launch: Recording) -> None:
-            for output, input in zip(outputs, inputs, strict=True):
-                launch("reduce_scatter", as_array(input), launch.output(output), reduce_op(op, output))
-
-        return self._launch(call, [*outputs, *inputs], opts, "reduce_scatter_single", count > 1)
+        calls = [("reduce_scatter", (x, out, reduce_op(op, out))) for x, out in zip(inputs, outputs, strict=True)]
+        return self._launch(calls, [*outputs, *inputs], opts, "reduce_scatter_single")
 
     @_overloaded(_C._distributed_c10d.AllToAllOptions, "output input output_split_sizes input_split_sizes timeout")
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], opts: Any
     ) -> Any:
         """Shard r goes to rank r; splits are rows, none: equal ones.  Raises DistBackendError, InvalidArgument."""
-        output_splits, input_splits = tuple(output_split_sizes), tuple(input_split_sizes)
-
-        def call(launch: Recording) -> None:
-            x, out = as_array(input), launch.output(output)
-            if not output_splits and not input_splits:
-                launch("all_to_all", x, out)
-                return
-            counts = (split_counts(input, input_splits, self.size()), split_counts(output, output_splits, self.size()))
-            launch("all_to_all_v", x, *counts, out)
-
-        return self._launch(call, [output, input], opts, "all_to_all_single")
+        call: tuple[str, tuple[Any, ...]] = "all_to_all", (input, output)
+        if output_split_sizes or input_split_sizes:
+            splits = (input, input_split_sizes), (output, output_split_sizes)
+            counts = (split_counts(x, rows, self.size()) for x, rows in splits)
+            call = "all_to_all_v", (input, *counts, output)
+        return self._launch([call], [output, input], opts, "all_to_all_single")
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Any:
         """``output_tensors[r]`` receives what rank r has for this one.  Raises DistBackendError, InvalidArgument."""

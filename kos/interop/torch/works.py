@@ -23,6 +23,8 @@ POLL_SECONDS = 50e-6
 class _Work(dist.Work):
     """What all Works share."""
 
+    __slots__ = ("tensors",)
+
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.tensors = list(tensors)
@@ -176,6 +178,8 @@ class PooledEvent:
 
 class DeviceWork(_Work):
     """An operation on a GPU, on the group's stream (``aside``) or on the stream that was current."""
+
+    __slots__ = "_aside", "_group", "event"
 
     def __init__(self, group: Any, tensors: Sequence[Tensor], aside: bool) -> None:
         dist.Work.__init__(self)
