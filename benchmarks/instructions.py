@@ -2,7 +2,8 @@
 
 callgrind counts them, so the figures have no noise: those of the core itself, and of all libraries together (Python's
 functions, memcpy).  Rank 1 has begun each call before rank 0 makes it, so that nothing waits.  Both ranks are in one
-process, on float32.  The figures depend on the compiler and on Python, which stand beside them.
+process, on float32.  Calls on GPUs are those of ``instructions_gpu``: without what the driver, NCCL and a GPU do.  The
+figures depend on the compiler, on Python and for tensors on torch, whose versions stand beside them.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ def count() -> Iterator[dict[str, Any]]:
         source, library = Path(folder, "requests.c"), f"{folder}/requests.so"
         source.write_text(_REQUESTS + instructions_gpu.FUNCTIONS)
         subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", library], check=True, timeout=60)
-        options = ["--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", f"--callgrind-out-file={folder}/out", "--dump-line=no"]
+        options = ["--tool=callgrind", f"--callgrind-out-file={folder}/out"]
+        options += [f"--{what}=no" for what in ("instr-atstart", "collect-atstart", "dump-line")]
         options += [f"--toggle-collect={name}" for name in _COUNTED]
         command = ["valgrind", *options, sys.executable, "-m", "benchmarks.instructions", "--under-valgrind", library]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1200)

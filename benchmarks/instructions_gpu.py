@@ -109,7 +109,8 @@ def _change_exchange(patch: Any, library: ctypes.CDLL, address: Callable[[str], 
     exchange = _Exchange.from_address(pointer_of(kind.__dlpack_c_exchange_api__, b"dlpack_exchange_api"))
     library.set_read(ctypes.c_void_p(exchange.read))
     changed = _Exchange(exchange.version, exchange.former, address("read_as_on_gpu"), address("current_stream"))
-    patch.setattr(kind, "__dlpack_c_exchange_api__", capsule_of(ctypes.addressof(changed), b"dlpack_exchange_api", None))
+    capsule = capsule_of(ctypes.addressof(changed), b"dlpack_exchange_api", None)
+    patch.setattr(kind, "__dlpack_c_exchange_api__", capsule)
     library.kept = changed
 
 

@@ -57,6 +57,7 @@ class DeviceBackend(Backend):
     ``host`` is the backend that carries the same communicator's host memory, if there is one.
     """
 
+    __slots__ = ("_last",)  # the core writes it
     on_gpu = True
     work: ClassVar[type[Work[Any]]] = DeviceWork
     device: int
