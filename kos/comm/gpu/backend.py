@@ -255,8 +255,7 @@ class DeviceBackend(Backend):
         return int(self._side.handle)
 
     def _start_overlapped(self, works: Sequence[Any]) -> None:
-        side = self.side
-        several = {each.stream for each in works}
+        side, several = self.side, {each.stream for each in works}
         captured = any(map(capture_of, several))
         if not captured:
             self._forget_landed()
