@@ -2,7 +2,8 @@
 
 callgrind counts them, so the figures have no noise: those of the core itself, and of all libraries together (Python's
 functions, memcpy).  Rank 1 has begun each call before rank 0 makes it, so that nothing waits.  Both ranks are in one
-process, on float32.  The figures depend on the compiler and on Python, which stand beside them.
+process, on float32.  Calls on GPUs are those of ``instructions_gpu``: without what the driver, NCCL and a GPU do.  The
+figures depend on the compiler, on Python and for tensors on torch, whose versions stand beside them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import instructions_gpu
 from kos.bench.report import provenance, to_json
 from kos.commands import program
 from kos.errors import BackendUnavailable
@@ -32,14 +34,15 @@ from kos.files import check_writable
 CALLS = 50
 SIZES = (8, 4096, 65536)
 """Bytes: beside the stamp, in a slot, and where an all_reduce is still reduced by each rank."""
-OPERATIONS = (
+HOST_OPERATIONS = (
     "all_reduce", "all_reduce, persistent", "all_reduce, async_op", "reduce", "broadcast", "all_gather", "gather",
     "scatter", "all_to_all", "reduce_scatter", "scan", "exscan", "send", "recv", "send_recv", "barrier",
     "all_gather_v", "gather_v", "scatter_v", "all_to_all_v", "reduce_scatter_v",
 )  # fmt: skip
+OPERATIONS = (*HOST_OPERATIONS, *instructions_gpu.OPERATIONS)
 _REQUESTS = """#include <valgrind/callgrind.h>
-void zero(void) { CALLGRIND_ZERO_STATS; }
-void dump(const char *name) { CALLGRIND_DUMP_STATS_AT(name); }
+void zero(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }
+void dump(const char *name) { CALLGRIND_DUMP_STATS_AT(name); CALLGRIND_STOP_INSTRUMENTATION; }
 """
 _COUNTED = ("call", "state_wait")
 """Functions of the core in which instructions count: the operations and the starts of Persistents, and Work.wait."""
@@ -115,22 +118,31 @@ def calls(name: str, nbytes: int, comms: list[Any]) -> tuple[Callable[[], Any], 
 
 def run_calls(requests: Any) -> None:
     """Make every call, and let callgrind write a file for each."""
+
+    def run(name: str, nbytes: int, comm: Any, call: Callable[[], Any]) -> None:
+        comm._eager.compare_at = 1 << 62  # every 64th call on a GPU is not the core's
+        for turn in range(CALLS + 4):
+            if turn == 4:
+                requests.zero()
+                begun = comm._eager.hits
+            call()
+        requests.dump(f"{name} {nbytes}".encode())
+        if (hits := comm._eager.hits - begun) != CALLS:
+            raise AssertionError(f"{name} of {nbytes} bytes: expected {CALLS} calls by the core, got {hits}")
+
     comms = ranks()
-    for name in OPERATIONS:
+    for name in HOST_OPERATIONS:
         for nbytes in SIZES if name != "barrier" else SIZES[:1]:
             call, peer = calls(name, nbytes, comms)
-            for turn in range(CALLS + 4):
-                if turn == 4:
-                    requests.zero()
-                    begun = comms[0]._eager.hits
+
+            def matched(call: Callable[[], Any] = call, peer: Callable[[], Any] = peer) -> None:
                 work = peer()
                 call()
                 while not work.done():  # in Python, where its wait() would begin in the core
                     pass
-            requests.dump(f"{name} {nbytes}".encode())
-            hits = comms[0]._eager.hits - begun
-            if hits != CALLS:
-                raise AssertionError(f"{name} of {nbytes} bytes: expected {CALLS} calls by the core, got {hits}")
+
+            run(name, nbytes, comms[0], matched)
+    instructions_gpu.run_calls(requests, run)
 
 
 def counted(text: str) -> tuple[int, int]:
@@ -160,9 +172,10 @@ def count() -> Iterator[dict[str, Any]]:
         raise BackendUnavailable(f"instructions: {why}")
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "requests.c"), f"{folder}/requests.so"
-        source.write_text(_REQUESTS)
+        source.write_text(_REQUESTS + instructions_gpu.FUNCTIONS)
         subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", library], check=True, timeout=60)
-        options = ["--tool=callgrind", "--collect-atstart=no", f"--callgrind-out-file={folder}/out", "--dump-line=no"]
+        options = ["--tool=callgrind", f"--callgrind-out-file={folder}/out"]
+        options += [f"--{what}=no" for what in ("instr-atstart", "collect-atstart", "dump-line")]
         options += [f"--toggle-collect={name}" for name in _COUNTED]
         command = ["valgrind", *options, sys.executable, "-m", "benchmarks.instructions", "--under-valgrind", library]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1200)

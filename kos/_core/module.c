@@ -151,7 +151,7 @@ static const struct { const char *name; long value; } constants[] = {
     CONSTANT(LINE), CONSTANT(RING), CONSTANT(TEXTS), CONSTANT(TEXT_BYTES), CONSTANT(MAX_RANKS), CONSTANT(MISMATCH),
     CONSTANT(REPORTED), CONSTANT(FORKED), CONSTANT(CLOSED), CONSTANT(COUNTS), CONSTANT(MESSAGE),
     CONSTANT(REFUSED_MESSAGE), CONSTANT(WORD_SEQUENCE), CONSTANT(AWAITS_READ), CONSTANT(AWAITS_MESSAGE),
-    CONSTANT(MOST_WORDS),
+    CONSTANT(MOST_WORDS), CONSTANT(PLAN_AT),
 };
 
 static PyMethodDef functions[] = {
@@ -173,7 +173,7 @@ PyMODINIT_FUNC PyInit_native(void) {
     operation_type = (PyTypeObject *)PyType_FromSpec(&operation_spec);
     int error = !m || !group || !work_type || PyModule_AddObjectRef(m, "Group", group)
         || PyModule_AddObjectRef(m, "State", (PyObject *)state_type)
-        || PyModule_AddObjectRef(m, "Operation", (PyObject *)operation_type) || names_init() || eager_init()
+        || PyModule_AddObjectRef(m, "Operation", (PyObject *)operation_type) || eager_init()
         || pthread_atfork(NULL, NULL, kos_forked);
     for (size_t i = 0; !error && i < sizeof constants / sizeof *constants; i++)
         error = PyModule_AddIntConstant(m, constants[i].name, constants[i].value);

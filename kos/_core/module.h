@@ -6,6 +6,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
+#include <string.h>
 
 #include "core.h"
 
@@ -27,6 +28,7 @@ typedef struct {
     Work *spare;               // in which the next call begins; it is its own unless that completes at once
     unsigned long long parks;  // waits without the GIL
     // Of module_eager.c.
+    PyObject **active, **first, **last;  // slots of the communicator, its failures and their status
     char off;                 // in a batch
     unsigned generation;      // how often all calls were forgotten
     unsigned long long hits;  // calls that were started there
@@ -46,13 +48,12 @@ enum { NUMBER = 4, COMPLETED };  // of an entry of the recorder
 PyObject *nanoseconds(void);     // for it
 PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame);
 
-// Names of attributes, made once; a list of them ends with a NULL.
-typedef struct { PyObject **to; const char *name; } interned;
-int intern(const interned *names);
-int names_init(void);
-extern PyObject *s_active, *s_last, *s_last_work, *s_closed;
+extern PyObject *s_closed;
 // An attribute, or what a method returns, to be compared with a constant: NULL on an error.
 const PyObject *peek(PyObject *x, PyObject *name, int is_method);
+// Where an attribute is that has a slot (``__slots__``) in a class of the object; NULL of any other.
+PyObject **slot_of(PyObject *x, const char *name);
+void put(PyObject **at, PyObject *value);  // in a slot or a field
 
 // DLPack's DLTensor.
 enum { CPU = 1, CUDA, DIMENSIONS = 4 };
@@ -96,10 +97,10 @@ PyObject *take_arrays(PyObject *self, PyObject *example);
 PyObject *take_windows(PyObject *self, PyObject *ranges);
 int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
 uint64_t key_of(const char *data);  // what a call depends on of an address: as kos.memory.windows.place
+int find_slots(PyObject *how);  // for queue_call; 0: it cannot make calls that `how` describes
 // Queues a call that is described by `how`; NULL without an exception: the method must.  `result` is its result, but
 // that of a Persistent is a Work.
 PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv);
-void set_field(State *s, int field, PyObject *value);
 // A Work; `old`, a former start of the same Prepared on the same arrays, if it is complete and nobody else has it.
 State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
                  PyObject *sequence, PyObject *record);

@@ -7,8 +7,6 @@
 // next such call runs.
 #include "module.h"
 
-#include <string.h>
-
 enum { ARGUMENTS = 8, KNOWN = 64, MOST_WORDS = 3 * KOS_MAX_RANKS };
 
 // The start of NumPy's PyArrayObject, which is the same in all versions; group_bind checks it.
@@ -65,7 +63,8 @@ typedef struct {
 static PyTypeObject *ndarray_type, *tensor_type;
 static const exchange_api *tensor_api;  // of that type
 PyTypeObject *operation_type;
-static PyObject *s_first, *s_remember, *s_finish, *s_asked, *s_start, *s_requires_grad, *s_is_neg;
+PyObject *s_closed;
+static PyObject *s_remember, *s_finish, *s_asked, *s_start, *s_requires_grad, *s_is_neg;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
@@ -209,8 +208,8 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
         k->fixed[i] = how == Py_False ? Py_None : PyTuple_GetItem(objects, i);
     k->words = key->words;
     memcpy(k->word, key->word, key->words * sizeof *k->word);
-    k->core = how == Py_False || PyBytes_Check(k->call) ? NULL : prepared_of(k->call);
-    k->how = Py_NewRef(how);
+    k->core = how == Py_False || PyByteArray_Check(k->call) ? NULL : prepared_of(k->call);
+    k->how = Py_NewRef(k->core || how == Py_False || find_slots(how) ? how : Py_False);
     *place = k;
     o->used++;
 }
@@ -258,8 +257,7 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
     PyObject *frame;
     if (g->off || (o->last && !o->last->reported) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
         || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, data)
-        || peek(objects[COMM], s_active, 0) != Py_None || peek(objects[STATUS], s_last, 0) != Py_None
-        || peek(objects[FAILURES], s_first, 0) != Py_None
+        || *g->active != Py_None || *g->last != Py_None || *g->first != Py_None
         || !(frame = (PyObject *)PyEval_GetFrame()) || !has_spare(g))
         return NULL;
     PyObject *sequence = PyIter_Next(objects[message ? MESSAGES : COLLECTIVES]);
@@ -344,20 +342,23 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
 // operations use.  ``example`` is an array of float64, 2 x 3.  False if NumPy's layout of arrays is another one, or the
 // group is bound.
 PyObject *group_bind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    PyObject **objects = ((Group *)self)->objects;
+    Group *g = (Group *)self;
+    PyObject **objects = g->objects;
     if (count != OBJECTS + 1)
         return PyErr_Format(PyExc_TypeError, "bind: expected %d arguments, got %zd", OBJECTS + 1, count);
     const ndarray *x = (ndarray *)args[0];
     const void *address = PyLong_AsVoidPtr(args[1]);
     if (PyErr_Occurred())
         return NULL;
-    if (objects[COMM] || x->data != address || x->nd != 2 || x->dimensions[0] != 2 || x->dimensions[1] != 3
+    if (objects[COMM] || !(g->active = slot_of(args[COMM + 1], "_active"))
+        || !(g->first = slot_of(args[FAILURES + 1], "first")) || !(g->last = slot_of(args[STATUS + 1], "last"))
+        || x->data != address || x->nd != 2 || x->dimensions[0] != 2 || x->dimensions[1] != 3
         || (x->flags & FLAGS) != FLAGS)
         Py_RETURN_FALSE;
     Py_buffer counter;  // its memory does not move: nothing is added to that array
     if (PyObject_GetBuffer(args[COUNTER + 1], &counter, PyBUF_WRITABLE))
         return NULL;
-    ((Group *)self)->recorded = counter.buf;
+    g->recorded = counter.buf;
     PyBuffer_Release(&counter);
     ndarray_type = Py_TYPE(args[0]);
     for (int i = COMM; i < OBJECTS; i++)
@@ -452,9 +453,12 @@ PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0
                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, operation_slots};
 
 int eager_init(void) {
-    const interned names[] = {
-        {&s_first, "first"}, {&s_remember, "remember"}, {&s_finish, "_finish"}, {&s_asked, "asked"},
-        {&s_start, "_start"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"}, {NULL, NULL},
+    const struct { PyObject **to; const char *name; } names[] = {
+        {&s_closed, "closed"}, {&s_remember, "remember"}, {&s_finish, "_finish"}, {&s_asked, "asked"},
+        {&s_start, "_start"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
     };
-    return intern(names);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (!(*names[i].to = PyUnicode_InternFromString(names[i].name)))
+            return -1;
+    return 0;
 }

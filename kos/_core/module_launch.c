@@ -5,16 +5,21 @@
 // numbers, records, publishes and queues the call.  In every other case Python does.
 #include "module.h"
 
-#include <string.h>
-
 // The start of kos.memory.Array, whose slots are in alphabetical order; take_arrays checks it.
 typedef struct {
     PyObject_HEAD
     PyObject *device, *dtype, *owner, *pointer, *readonly, *shape, *stream;
 } device_array;
 
-// What is known of a call, in words; then its launch.
+// What is compared before a call: an attribute that has a slot, or without one the result of a method.
+typedef struct { PyObject **at, *object, *name, *value; } guard;
+enum { MOST_GUARDS = 8 };
+
+// What is known of a call; then its launch.  EagerCalls leaves KOS_PLAN_AT bytes for objects, which find_slots fills.
 typedef struct {
+    PyObject *description, *works[2], **last_of_backend, **last;  // two Works of a Persistent; slots for the last Work
+    Py_ssize_t guards;
+    guard guard[MOST_GUARDS];
     uint64_t fingerprint;           // 0 of a message
     uint64_t stream;                // a handle
     uint64_t failed;                // the address of a word that is not 0 once a kernel has ended early, or 0
@@ -22,6 +27,7 @@ typedef struct {
     uint64_t is_captured;           // the driver's function, for a call that runs otherwise in a graph; or 0
     uint64_t send_bytes, recv_bytes, distance;  // from output to input if they overlap
 } queued_call;
+_Static_assert(offsetof(queued_call, fingerprint) == KOS_PLAN_AT, "room for objects");
 
 enum { PLAN, DESCRIPTION = 2, WORK, GUARDS = 8, BACKEND, SHARED };  // of what EagerCalls.remember returns
 
@@ -63,7 +69,8 @@ uint64_t key_of(const char *data) {
 int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape) {
     const device_array *array = (device_array *)x;
     const Py_ssize_t nd = PyTuple_Size(array->shape);
-    if (nd > DIMENSIONS || peek(array->owner, s_closed, 0) == Py_True)
+    PyObject **closed = slot_of(array->owner, "closed");
+    if (nd > DIMENSIONS || (closed ? *closed : peek(array->owner, s_closed, 0)) == Py_True)
         return 0;
     for (Py_ssize_t d = 0; d < nd; d++)
         shape[d] = PyLong_AsLongLong(PyTuple_GetItem(array->shape, d));
@@ -82,19 +89,17 @@ static long long number_at(PyObject *tuple, Py_ssize_t at) { return PyLong_AsLon
 
 // Whether an attribute is what it was: the same object, an equal number, or (blocks, blocks of a multiprocessor) of
 // kernels that leave as much room; or a method returns what it did: __cuda_stream__, unless the stream was closed.
-static int is_still(PyObject *object, PyObject *name, PyObject *expected) {
-    PyObject *value = PyObject_GetAttr(object, name), *result = NULL;
+static int is_still(const guard *g) {
+    PyObject *value = g->at ? *g->at : PyObject_CallMethodObjArgs(g->object, g->name, NULL), *expected = g->value;
     int same = value == expected;
-    if (value && !same && PyCallable_Check(value)) {
-        result = PyObject_CallNoArgs(value);
-        same = result && PyObject_RichCompareBool(result, expected, Py_EQ) == 1;
-    } else if (value && !same && PyLong_CheckExact(value) && PyLong_CheckExact(expected))
-        same = PyLong_AsLongLong(value) == PyLong_AsLongLong(expected);
-    else if (value && !same && PyTuple_Check(value) && PyTuple_Check(expected))
+    if (value && !same && g->at && PyTuple_Check(value) && PyTuple_Check(expected))
         same = number_at(value, 0) >= number_at(expected, 0) && number_at(value, 1) <= number_at(expected, 1);
-    PyErr_Clear();
-    Py_XDECREF(result);
+    else if (value && !same && (!g->at || PyLong_CheckExact(value)))
+        same = PyObject_RichCompareBool(value, expected, Py_EQ) == 1;
+    if (g->at)
+        return same;
     Py_XDECREF(value);
+    PyErr_Clear();
     return same;
 }
 
@@ -104,13 +109,13 @@ static int is_as_far(const queued_call *q, const char *send, const char *recv) {
 }
 
 // Whether Python would queue the call at once.  Every 64th collective it compares those before with other ranks'.
-static int may_queue(Group *g, const queued_call *q, PyObject *guards, const char *send, const char *recv) {
+static int may_queue(Group *g, const queued_call *q, const char *send, const char *recv) {
     int (*get_context)(uint64_t *) = (int (*)(uint64_t *))(uintptr_t)q->get_context;
     int (*is_captured)(uint64_t, int *) = (int (*)(uint64_t, int *))(uintptr_t)q->is_captured;
     uint64_t context = 0;
     int captured = 0;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(guards); i += 3)
-        if (!is_still(PyTuple_GetItem(guards, i), PyTuple_GetItem(guards, i + 1), PyTuple_GetItem(guards, i + 2)))
+    for (const guard *each = q->guard; each < q->guard + q->guards; each++)
+        if (!is_still(each))
             return 0;
     if (g->off || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED
         || (q->failed && *(volatile uint64_t *)(uintptr_t)q->failed) || !is_as_far(q, send, recv)
@@ -120,35 +125,45 @@ static int may_queue(Group *g, const queued_call *q, PyObject *guards, const cha
         && (!q->is_captured || (!is_captured(q->stream, &captured) && !captured));
 }
 
-static void put(PyObject *object, PyObject *name, PyObject *value) {
-    if (PyObject_SetAttr(object, name, value))
-        PyErr_Clear();
+int find_slots(PyObject *how) {
+    queued_call *q = (queued_call *)PyByteArray_AsString(PyTuple_GetItem(how, PLAN));
+    PyObject *guards = PyTuple_GetItem(how, GUARDS), *work = PyTuple_GetItem(how, WORK);
+    q->description = PyTuple_GetItem(how, DESCRIPTION);
+    for (int i = 0; i < 2; i++)
+        q->works[i] = PyTuple_Check(work) ? PyTuple_GetItem(work, i) : i ? NULL : work;
+    q->last_of_backend = slot_of(PyTuple_GetItem(how, BACKEND), "_last");
+    q->last = slot_of(PyTuple_GetItem(how, SHARED), "last");
+    q->guards = PyList_Size(guards);
+    for (Py_ssize_t i = 0; i < q->guards && i < MOST_GUARDS; i++) {
+        guard *each = &q->guard[i];
+        if (PyArg_ParseTuple(PyList_GetItem(guards, i), "OUO", &each->object, &each->name, &each->value))
+            each->at = slot_of(each->object, PyUnicode_AsUTF8AndSize(each->name, NULL));
+    }
+    return q->last_of_backend && q->last && q->guards <= MOST_GUARDS && !PyErr_Occurred();
 }
 
 PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv) {
-    const queued_call *q = (const queued_call *)PyBytes_AsString(PyTuple_GetItem(how, PLAN));
-    PyObject *const *objects = g->objects, *work = PyTuple_GetItem(how, WORK), *frame, *sequence;
-    if (PyTuple_Check(work)) {  // the Works of a Persistent: the result is one that only they hold
-        result = PyTuple_GetItem(work, Py_REFCNT(PyTuple_GetItem(work, 0)) > 1);
-        if (Py_REFCNT(work = result) > 1)
-            return NULL;
-    }
+    const queued_call *q = (const queued_call *)PyByteArray_AsString(PyTuple_GetItem(how, PLAN));
+    PyObject *work = q->works[0], *frame, *sequence;
+    // Of the Works of a Persistent, the result is one that only they hold.
+    if (q->works[1] && Py_REFCNT(result = work = q->works[Py_REFCNT(work) > 1]) > 1)
+        return NULL;
     Py_INCREF(how);  // another thread may make this forgotten while a stream is asked, and while the GIL is released
-    if (!may_queue(g, q, PyTuple_GetItem(how, GUARDS), send, recv) || !(frame = (PyObject *)PyEval_GetFrame())
-        || !(sequence = PyIter_Next(objects[q->fingerprint ? COLLECTIVES : MESSAGES]))) {
+    if (!may_queue(g, q, send, recv) || !(frame = (PyObject *)PyEval_GetFrame())
+        || !(sequence = PyIter_Next(g->objects[q->fingerprint ? COLLECTIVES : MESSAGES]))) {
         Py_DECREF(how);
         return NULL;
     }
     Py_XINCREF(result);
     g->hits++;
     if (q->fingerprint)
-        put(objects[COMM], s_active, work);  // before anything that might let another thread run
-    set_field((State *)work, RECORD, note(g, PyTuple_GetItem(how, DESCRIPTION), sequence, frame));
-    set_field((State *)work, SEQUENCE, sequence);
-    put(PyTuple_GetItem(how, BACKEND), s_last_work, work);
+        put(g->active, work);  // before anything that might let another thread run
+    put(&((State *)work)->fields[RECORD], note(g, q->description, sequence, frame));
+    put(&((State *)work)->fields[SEQUENCE], sequence);
+    put(q->last_of_backend, work);
     if (q->fingerprint) {
         kos_publish(&g->core, PyLong_AsUnsignedLongLong(sequence), q->fingerprint);
-        put(PyTuple_GetItem(how, SHARED), s_last, work);
+        put(q->last, work);
     }
     Py_DECREF(sequence);
     const uint64_t sources[] = {(uintptr_t)send, (uintptr_t)recv, q->stream};
@@ -158,14 +173,10 @@ PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char
     Py_END_ALLOW_THREADS
     if (error) {
         Py_XDECREF(result);
-        result = PyObject_CallMethod(objects[NODE], "launch_failed", "Oi", work, error);  // raises
+        result = PyObject_CallMethod(g->objects[NODE], "launch_failed", "Oi", work, error);  // raises
     }
-    if (q->fingerprint) {
-        PyObject *type, *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        put(objects[COMM], s_active, Py_None);
-        PyErr_Restore(type, value, trace);
-    }
+    if (q->fingerprint)
+        put(g->active, Py_None);
     Py_DECREF(how);
     return result;
 }

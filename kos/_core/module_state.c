@@ -9,23 +9,6 @@
 #include <time.h>
 
 PyTypeObject *state_type;
-PyObject *s_active, *s_last, *s_last_work, *s_closed;
-static PyObject *s_lasti;
-
-int intern(const interned *names) {
-    for (; names->to; names++)
-        if (!(*names->to = PyUnicode_InternFromString(names->name)))
-            return -1;
-    return 0;
-}
-
-int names_init(void) {
-    const interned names[] = {
-        {&s_active, "_active"}, {&s_last, "last"}, {&s_last_work, "_last"}, {&s_closed, "closed"},
-        {&s_lasti, "f_lasti"}, {NULL, NULL},
-    };
-    return intern(names);
-}
 
 const PyObject *peek(PyObject *x, PyObject *name, int is_method) {
     PyObject *value = is_method ? PyObject_CallMethodObjArgs(x, name, NULL) : PyObject_GetAttr(x, name);
@@ -35,11 +18,19 @@ const PyObject *peek(PyObject *x, PyObject *name, int is_method) {
     return value;
 }
 
+PyObject **slot_of(PyObject *x, const char *name) {
+    for (PyTypeObject *type = Py_TYPE(x); type; type = PyType_GetSlot(type, Py_tp_base))
+        for (const PyMemberDef *m = PyType_GetSlot(type, Py_tp_members); m && m->name; m++)
+            if (m->type == T_OBJECT_EX && !strcmp(m->name, name))
+                return (PyObject **)((char *)x + m->offset);
+    return NULL;
+}
+
 static int has(const State *s, int field) { return s->fields[field] && s->fields[field] != Py_None; }
 
-void set_field(State *s, int field, PyObject *value) {
-    PyObject *old = s->fields[field];
-    s->fields[field] = Py_XNewRef(value);
+void put(PyObject **at, PyObject *value) {
+    PyObject *old = *at;
+    *at = Py_XNewRef(value);
     Py_XDECREF(old);
 }
 
@@ -53,7 +44,7 @@ State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send,
     }
     PyObject *values[] = {prepared, send, recv, array, sequence, record};
     for (int field = reuses ? SEQUENCE : 0; s && field < LEFT; field++)
-        set_field(s, field, values[field]);
+        put(&s->fields[field], values[field]);
     if (s)
         s->reported = 0;
     return s;
@@ -70,7 +61,11 @@ PyObject *nanoseconds(void) {
 PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame) {
     PyObject *slots = g->objects[SLOTS];
     PyObject *slot = PyList_GetItem(slots, (Py_ssize_t)(*g->recorded % (uint64_t)PyList_Size(slots)));
-    PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame), *at = PyObject_GetAttr(frame, s_lasti);
+    PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
+    static getter lasti_of;  // the function of the attribute, whose look-up takes longer
+    for (const PyGetSetDef *d = lasti_of ? NULL : PyType_GetSlot(Py_TYPE(frame), Py_tp_getset); d && d->name; d++)
+        lasti_of = strcmp(d->name, "f_lasti") ? lasti_of : d->get;
+    PyObject *at = lasti_of ? lasti_of(frame, NULL) : PyObject_GetAttrString(frame, "f_lasti");
     PyObject *entry[] = {Py_NewRef(description), nanoseconds(), code, at, Py_NewRef(sequence), Py_NewRef(Py_None),
                          Py_NewRef(Py_None)};
     if (!at)
@@ -86,8 +81,8 @@ static int state_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     PyObject *given[] = {NULL, NULL, NULL, NULL}, *number = PyLong_FromLong(-1);
     const int read = PyArg_UnpackTuple(args, "Work", 1, 4, &given[0], &given[1], &given[2], &given[3]);
     for (int field = PREPARED; read && field <= ARRAY; field++)
-        set_field((State *)self, field, given[field]);
-    set_field((State *)self, SEQUENCE, number);
+        put(&((State *)self)->fields[field], given[field]);
+    put(&((State *)self)->fields[SEQUENCE], number);
     Py_XDECREF(number);
     return read ? 0 : -1;
 }
@@ -100,7 +95,7 @@ static int completes(State *s) {
         return 0;
     if (PyList_GetItem(s->fields[RECORD], NUMBER) == s->fields[SEQUENCE])  // else it is that of a later call
         PyList_SetItem(s->fields[RECORD], COMPLETED, nanoseconds());
-    set_field(s, LEFT, NULL);
+    put(&s->fields[LEFT], NULL);
     return !PyList_SetSlice(active, 0, 1, NULL);
 }
 

@@ -20,6 +20,7 @@ WORD_SEQUENCE: int
 AWAITS_READ: int
 AWAITS_MESSAGE: int
 MOST_WORDS: int
+PLAN_AT: int
 
 def layout(size: int, /) -> tuple[int, int, int, int, int]:
     """Bytes from the start of a segment to its lines, rings, texts and mailboxes, and of the whole."""

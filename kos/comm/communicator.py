@@ -60,6 +60,8 @@ class Communicator(Groups):
     raise CollectiveError.
     """
 
+    __slots__ = ("_active",)  # the core reads and writes it
+
     def __init__(
         self, backend: Backend, rendezvous: Rendezvous, probes: Mapping[str, Probe], timeout: float,
         group: Group | None = None,

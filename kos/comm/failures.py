@@ -112,6 +112,8 @@ class FailureLog:
     ``rank 1 of the group``.
     """
 
+    __slots__ = ("__dict__", "__weakref__", "first")  # the core reads it
+
     def __init__(
         self, world: Sequence[int], rank: int, status: PeerStatus | None = None, timeout: float = 120.0
     ) -> None:

@@ -28,6 +28,8 @@ class PeerStatus:
     Ranks that are threads share ``tables``.  A subclass shares what it knows with other processes.
     """
 
+    __slots__ = ("__dict__", "__weakref__", "last")  # the core reads it
+
     def __init__(self, rank: int = -1, tables: PeerStatus | None = None) -> None:
         self._rank = rank
         known = self if tables is None else tables

@@ -310,6 +310,8 @@ def with_addresses(arguments: Sequence[Any], arrays: Sequence[int]) -> list[Any]
 class Memory:
     """Host memory that says it is a GPU's; poisoned, as fresh memory of a GPU may be."""
 
+    __slots__ = ("__dict__", "__weakref__", "closed")
+
     def __init__(self, nbytes: int, device: int = 0) -> None:
         self.nbytes = nbytes
         self._bytes = np.full(nbytes + 256, 0xFF, np.uint8)

@@ -43,6 +43,8 @@ Choice = DeviceBackend | dict[tuple[bool, bool], DeviceBackend]
 class AutoBackend(Backend):
     """One backend for host memory and one or two for GPUs, over the same ranks."""
 
+    __slots__ = ("_last_part", "_last_stream")  # the core reads them
+
     def __init__(self, rendezvous: Rendezvous, host: Backend, gpus: Sequence[DeviceBackend]) -> None:
         # nccl ends first: peer waits for the whole GPU, after its kernels have ended (``signal_abort``).
         self.host, self.gpus = host, tuple(sorted(gpus, key=lambda gpu: gpu.name))

@@ -57,6 +57,7 @@ class DeviceBackend(Backend):
     ``host`` is the backend that carries the same communicator's host memory, if there is one.
     """
 
+    __slots__ = ("_last",)  # the core writes it
     on_gpu = True
     work: ClassVar[type[Work[Any]]] = DeviceWork
     device: int
@@ -254,8 +255,7 @@ class DeviceBackend(Backend):
         return int(self._side.handle)
 
     def _start_overlapped(self, works: Sequence[Any]) -> None:
-        side = self.side
-        several = {each.stream for each in works}
+        side, several = self.side, {each.stream for each in works}
         captured = any(map(capture_of, several))
         if not captured:
             self._forget_landed()

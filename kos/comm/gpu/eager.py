@@ -24,7 +24,10 @@ from kos.memory.libraries import library_of, may_close
 from kos.memory.windows import InWindows
 
 Guard = tuple[Any, str, Any]
-"""An object, the name of an attribute, and its value, or what the method returns, while the core may make the call."""
+"""An object, an attribute that is a slot of it, and its value while the core may make the call.
+
+Or a method, and what it returns.
+"""
 
 _APART = (1 << 64) - 1
 
@@ -76,9 +79,8 @@ class EagerCalls:
             return None
         work, prepared = last[1], last[1].prepared
         persistent = not isinstance(asked, str)
-        if not (result is work if persistent else prepared.name == asked) or not prepared.lasting:
-            return None
-        if work.stream > LEGACY and is_captured(work.stream):  # graphs may have other routes
+        known = prepared.lasting and (result is work if persistent else prepared.name == asked)
+        if not known or (work.stream > LEGACY and is_captured(work.stream)):  # graphs may have other routes
             return None
         arguments, stream = (*positional, *keywords.values()), keywords.get("stream")
         streams = (id(stream),) if stream is not None and not library_of(stream) else ()  # torch's are new each time
@@ -91,21 +93,18 @@ class EagerCalls:
         ends = [each if address else None for each, address in zip(last[2:], (work.send, work.recv), strict=True)]
         if any(not any(x is each for each in ends) for x in arguments if _address(x) is not None):
             return False
-        used = [_place(x, arguments) for x in (*ends, result)]
-        if None in used and not persistent:
-            return False
-        plan = self._plan(work)
-        if plan is None:
+        used, plan = [_place(x, arguments) for x in (*ends, result)], self._plan(work)
+        if plan is None or (None in used and not persistent):
             return False
         lasting = prepared.work(prepared)
         lasting.stream, lasting.queue = work.stream, work.queue
         objects, works = (*map(_identity, arguments), *keywords), lasting
         if persistent:
             objects, works, used = (work.send, work.recv, None), (work.again(), work.again()), [0, 1, -1]
-        guards = tuple(each for guard in self._guards(lasting) for each in guard)
-        return plan, prepared, prepared.description, works, *used, objects, guards, prepared.backend, self._shared
+        guards, backend = self._guards(lasting), prepared.backend
+        return plan, prepared, prepared.description, works, *used, objects, guards, backend, self._shared
 
-    def _plan(self, work: Work[Any]) -> bytes | None:
+    def _plan(self, work: Work[Any]) -> bytearray | None:
         """What the core queues, as it reads it; None if the call is more than one launch on a stream that is kept."""
         prepared, stream = work.prepared, work.stream
         backend, o = prepared.backend, prepared.operation
@@ -115,17 +114,15 @@ class EagerCalls:
         if launch is None or int.from_bytes(launch[16:24], "little") > native.MOST_WORDS:
             return None
         sizes = [0 if end is None else end.nbytes for end in (o.send, o.recv)]
-        distance = _APART
-        if work.send and work.recv and -sizes[0] < work.send - work.recv < sizes[1]:
-            distance = (work.send - work.recv) % (1 << 64)
-        context = captured = 0
-        if stream <= PER_THREAD and backend.failed_word:  # NCCL finds its GPU itself
-            context = int(driver.primary_context(backend.device))
-        if stream > LEGACY and (isinstance(prepared.route, InWindows) or not prepared.fixed):
-            captured = driver.address("cuStreamIsCapturing")
+        overlap = work.send and work.recv and -sizes[0] < work.send - work.recv < sizes[1]
+        distance = (work.send - work.recv) % (1 << 64) if overlap else _APART
+        on_default = stream <= PER_THREAD and backend.failed_word  # NCCL finds its GPU itself
+        context = int(driver.primary_context(backend.device)) if on_default else 0
+        asks = stream > LEGACY and (isinstance(prepared.route, InWindows) or not prepared.fixed)
+        captured = driver.address("cuStreamIsCapturing") if asks else 0
         current = driver.address("cuCtxGetCurrent") if context else 0
         numbers = prepared.fingerprint, stream, backend.failed_word, context, current, captured, *sizes, distance
-        return struct.pack("=9Q", *numbers) + launch
+        return bytearray(native.PLAN_AT) + struct.pack("=9Q", *numbers) + launch
 
     def _guards(self, work: Work[Any]) -> list[Guard]:
         shared, guards = self._shared, list[Guard]()
@@ -138,8 +135,7 @@ class EagerCalls:
 
     def launch_failed(self, work: Work[Any], status: int) -> None:
         """Raise the error of a launch that the core could not make."""
-        backend = work.backend
-        backend._raise(work, backend.launch_error(work.prepared, status))
+        work.backend._raise(work, work.backend.launch_error(work.prepared, status))
 
 
 def _place(x: Any, arguments: tuple[Any, ...]) -> int | None:
@@ -154,8 +150,7 @@ def _address(x: Any) -> int | None:
         return x.pointer
     if library_of(x) != "torch" or type(x) is not sys.modules["torch"].Tensor:  # the core takes tensors of one type
         return None
-    readable = hasattr(x, "__dlpack_c_exchange_api__") and native.tensors(type(x))
-    return int(x.data_ptr()) if readable else None
+    return int(x.data_ptr()) if hasattr(x, "__dlpack_c_exchange_api__") and native.tensors(type(x)) else None
 
 
 def _identity(x: Any) -> Any:

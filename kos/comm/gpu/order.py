@@ -22,6 +22,8 @@ _MANY = 16
 class Streams:
     """Streams with work that the host has not waited for, by handle."""
 
+    __slots__ = ("__dict__", "__weakref__", "current")  # the core reads it
+
     NONE = object()
     """The value of ``current`` if there is none."""
 

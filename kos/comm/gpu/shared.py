@@ -40,6 +40,8 @@ _DEAD_SECONDS = 0.5
 class CommState:
     """The state of one communicator on one GPU, whichever of its backends carries a call."""
 
+    __slots__ = ("__dict__", "__weakref__", "last")  # the core writes it
+
     def __init__(self, rendezvous: Rendezvous, failures: FailureLog, backend: Any, host: Backend | None) -> None:
         self.failures = failures
         self.backends: Sequence[Any] = (backend,)  # what fails together, in the order in which it is ended

@@ -72,6 +72,7 @@ class PeerBackend(DeviceBackend):
     if any pair cannot.
     """
 
+    __slots__ = ("_at", "_occupancy")  # the core reads them
     name = "peer"
     _engine: PeerEngine
 
