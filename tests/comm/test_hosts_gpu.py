@@ -24,7 +24,7 @@ START = """
 from kos.memory.array import Array
 os.environ.update(NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
 os.environ["KOS_HOST"] = {names}[int(os.environ["OMPI_COMM_WORLD_RANK"])]
-comm = kos.init("{backend}", timeout={timeout})
+comm = kos.init("{backend}", timeout=60)
 kos.cuda.set_device(comm.device)
 
 def filled(count, value=0.0):
@@ -48,6 +48,7 @@ comm.close()
 """
 
 MISMATCH = """
+comm.timeout = 8
 try:
     comm.all_reduce(filled(4 if comm.rank else 4 << 20))  # far more than NCCL sends before it waits for an answer
     comm.synchronize()
@@ -69,7 +70,7 @@ def test_sums(tmp_path: Path, hosts: tuple[int, ...], backend: str) -> None:
     names, gpus = names_of(hosts), len(cuda.visible_devices())
     if max(hosts) > gpus:
         pytest.skip(f"needs {max(hosts)} GPUs, got {gpus}")
-    lines = job(tmp_path, len(names), START.format(names=names, backend=backend, timeout=60) + SUMS)
+    lines = job(tmp_path, len(names), START.format(names=names, backend=backend) + SUMS)
     expected = []
     for rank, name in enumerate(names):
         node = [each for each, other in enumerate(names) if other == name]
@@ -80,5 +81,5 @@ def test_sums(tmp_path: Path, hosts: tuple[int, ...], backend: str) -> None:
 
 @needs_mpirun
 def test_a_mismatch_is_named_on_both_hosts(tmp_path: Path) -> None:
-    text = START.format(names=names_of((1, 1)), backend="nccl", timeout=8) + MISMATCH
+    text = START.format(names=names_of((1, 1)), backend="nccl") + MISMATCH
     assert job(tmp_path, 2, text) == ["True True"] * 2

@@ -27,7 +27,7 @@ ENOUGH = SAVES + 10  # steps until a rank is struck: a rank that is stopped amid
 TIMEOUT = 4  # seconds that a rank waits for the others
 FLAGS = f"""
 --preset tiny --device cuda --steps {STEPS} --schedule constant --eval-every 0 --eval-batches 1 --save-every {SAVES}
---sample-tokens 0 --timeout {TIMEOUT} --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 4 --vocab-size 8192
+--sample-tokens 0 --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 4 --vocab-size 8192
 --num-attention-heads 8 --batch-size 8 --seq-len 64 --lr 5e-4 --warmup-steps 5
 """.split()
 two = pytest.mark.skipif(nccl_ranks() < 2, reason="nccl needs 2 GPUs")
@@ -39,16 +39,15 @@ pytestmark = [
 ]
 
 
-def command(text: Path, out: Path, backend: str, *flags: str) -> list[str]:
+def command(text: Path, out: Path, backend: str, *flags: str, timeout: float = TIMEOUT) -> list[str]:
     run = [sys.executable, "-m", "kos.train", *FLAGS, "--data", str(text), "--out", str(out), "--backend", backend]
-    return [MPIRUN, "-n", "2", *run, *flags]
+    return [MPIRUN, "-n", "2", *run, "--timeout", str(timeout), *flags]
 
 
-def finish(text: Path, out: Path, backend: str, *flags: str) -> list[float]:
+def finish(text: Path, out: Path, backend: str, *flags: str, timeout: float = TIMEOUT) -> list[float]:
     """The losses of all steps, of a run that comes to its end."""
-    done = subprocess.run(
-        command(text, out, backend, *flags), env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS
-    )
+    job = command(text, out, backend, *flags, timeout=timeout)
+    done = subprocess.run(job, env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr[-1500:]
     return losses(out)
 
@@ -61,11 +60,14 @@ def losses(out: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
-    """What both backends sum alike: of two ranks there is one order."""
+    """What both backends sum alike: of two ranks there is one order.
+
+    This run may compile kernels, for longer than ``TIMEOUT``.
+    """
 
     @functools.cache
     def run(layout: str) -> list[float]:
-        return finish(text, tmp_path_factory.mktemp("undisturbed"), "peer", *layout.split())
+        return finish(text, tmp_path_factory.mktemp("undisturbed"), "peer", *layout.split(), timeout=SECONDS)
 
     return run
 
