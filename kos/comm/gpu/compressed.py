@@ -82,16 +82,21 @@ class CompressedOperation(InScratch):
         sums = ["add_encoded", "decode"] if o.name == "all_reduce" else ["add_encoded"]
         for name in ("encode", *(sums if self._reduces else ["decode"])):
             self._load(name, **macros)  # compiled and loaded before anything is sent
-        arrived, own = backend.size * self._nbytes(self._mine), max(map(self._nbytes, self._last), default=0)
+        # Two ranks send each other all pieces, as many bytes as in two exchanges, and both add all.
+        self._adds_all = o.name == "all_reduce" and backend.size == 2
+        own = max(map(self._nbytes, self._last), default=0)
+        out, arrived = sum(map(self._nbytes, self._counts)), backend.size * self._nbytes(self._mine)
+        if self._adds_all:
+            out, arrived = 2 * own, 4 * own
         last = sum(map(self._nbytes, self._last)) + backend.size * up(own)
-        self._divide(sum(map(self._nbytes, self._counts)), arrived, own, last)
+        self._divide(out, arrived, own, last)
 
     def _nbytes(self, count: int) -> int:
         """Of an encoded piece in scratch memory, where pieces are aligned."""
         return -(-self._form.nbytes(count) // 16) * 16
 
     def _bind(self, parts: Sequence[int]) -> list[Run]:
-        """Encode, exchange, add, exchange, decode; each leaves its results in a part."""
+        """Encode, exchange, add, exchange, decode; each leaves its results in a part of scratch memory."""
         out, arrived, own, last = parts
         backend, rank, size = self._backend, self._backend.rank, self._backend.size
         if not self._counts:  # an all_gather
@@ -101,6 +106,13 @@ class CompressedOperation(InScratch):
         if not self._reduces:
             sends, recvs = self._pieces(out, self._counts), self._pieces(last, self._last)
             return [*runs, partial(backend.exchange, sends, recvs), *self._decode(last, self._last)]
+        if self._adds_all:
+            stride = self._nbytes(max(self._counts))
+            runs += [partial(backend.collect, out, arrived, 2 * stride)] if stride else []
+            for piece, count in enumerate(self._counts):
+                place = piece * stride
+                runs += self._launch("add_encoded", count, arrived + place, 2 * stride, last + place, count, 1)
+            return [*runs, *self._decode(last, self._last)]
         stride = self._nbytes(self._mine)
         recvs = [(arrived + r * stride, stride) for r in range(size)]
         runs.append(partial(backend.exchange, self._pieces(out, self._counts), recvs))
