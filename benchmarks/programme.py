@@ -104,7 +104,7 @@ def gpus_of_several(gpus: int, gpu: str, nccl: str | None) -> Programme:
         f"compressed-{gpu}-{gpus}": [
             Piece(f"mpirun -n {gpus} python -m benchmarks.compressed --sizes 1M 16M 64M", 120)
         ],
-        f"torch-backend-{gpu}-{gpus}": [Piece(f"python -m benchmarks.torch_backend --ranks {gpus}", 240)],
+        f"torch-backend-{gpu}-{gpus}": [Piece(f"python -m benchmarks.torch_backend --ranks {gpus}", 150)],
         f"train-{gpu}-{gpus}": [
             Piece(f"{train} --compare torch --grad-dtype bfloat16 --zero 1 {MODELS[name][0]} --torch cudnn-master "
                   f"--steps {MODELS[name][2]}", 300)
@@ -112,6 +112,7 @@ def gpus_of_several(gpus: int, gpu: str, nccl: str | None) -> Programme:
         ],
     }  # fmt: skip
     if gpus == 2:
+        found[f"gpu-calls-{gpu}-2"] = [Piece("mpirun -n 2 python -m benchmarks.gpu_calls", 60)]
         found[f"layouts-{gpu}-2"] = [
             Piece(f"{train} --preset 1b --batch-size 16 --steps 6 {layout}", 200) for layout in LAYOUTS
         ]
