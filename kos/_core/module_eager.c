@@ -204,12 +204,14 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
         PyMem_Free(k);
         return;
     }
+    if (how != Py_False && PyByteArray_Check(k->call) && !find_slots(how))
+        how = Py_False;
     for (int i = 0; !o->name && i < 3; i++)
         k->fixed[i] = how == Py_False ? Py_None : PyTuple_GetItem(objects, i);
     k->words = key->words;
     memcpy(k->word, key->word, key->words * sizeof *k->word);
     k->core = how == Py_False || PyByteArray_Check(k->call) ? NULL : prepared_of(k->call);
-    k->how = Py_NewRef(k->core || how == Py_False || find_slots(how) ? how : Py_False);
+    k->how = Py_NewRef(how);
     *place = k;
     o->used++;
 }

@@ -296,7 +296,7 @@ class FailureLog:
         absent += self._where(culprits)
         if cycle:
             others = [self.status.last_call(rank) for rank in cycle if rank != self.world[self.rank]]
-            one_group = all(call and f"{what}".startswith(call.partition(" ")[0]) for call in others)
+            one_group = all(call and f"{what}".startswith(call.partition(" ")[0] + " ") for call in others)
             absent += f"; {timeouts.cycle(self._ranks(cycle, True), one_group)}"
         for rank in culprits[:SHOWN_CALLS]:
             call = self.status.last_call(rank)

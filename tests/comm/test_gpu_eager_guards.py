@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,22 @@ def test_the_legacy_stream_is_that_of_the_current_device(monkeypatch: pytest.Mon
 
     with no_gpus(monkeypatch, 2) as fake:
         ThreadRanks(2).run(body)
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_python_makes_calls_with_more_guards_than_the_core_compares(
+    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, starts: bool
+) -> None:
+    def body(gpu: Any) -> None:
+        x = on_gpu(np.ones(4, np.float32))
+        call = gpu.comm.all_reduce_init(x).start if starts else partial(gpu.comm.all_reduce, x)
+        with by(gpu.comm, 0):
+            for _ in range(6):
+                call()
+        assert x.numpy().tolist() == [2.0**6] * 4
+
+    monkeypatch.setattr(NCCLBackend, "guards", lambda self, work: [(self, "_last", work)] * 9)
+    FakeRanks(2).run(body)
 
 
 def test_every_64th_call_compares(fake: FakeNCCL) -> None:
