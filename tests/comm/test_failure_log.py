@@ -123,19 +123,19 @@ def test_ranks_that_wait_for_one_another(waits: dict[int, tuple[int, ...]], cycl
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "expected"),
     [
         ("world: send_recv #3 of float32[7], to and from rank 0 with tag 0 at train.py:6", "wait for one another"),
         ("world.0:duplicate: barrier #0 at train.py:9", "wait for one another, in calls of several groups"),
         ("", "wait for one another, in calls of several groups"),
     ],
 )
-def test_a_cycle_says_whether_its_calls_are_of_one_group(call: str, said: str) -> None:
+def test_a_cycle_says_whether_its_calls_are_of_one_group(call: str, expected: str) -> None:
     status = _Waits({1: (0,)}, {})
     status.last_calls[1] = lambda: call
     what = "world: send_recv #3 of float32[7], to and from rank 1 with tag 0"
     text = str(FailureLog(range(2), 0, status).overdue(Late([1]), what, 1.0))
-    assert f"ranks [0, 1] {said}" in text.split("; "), text
+    assert f"ranks [0, 1] {expected}" in text.split("; "), text
 
 
 def test_the_failure_of_the_earliest_collective_counts() -> None:
