@@ -3,9 +3,9 @@
     python -m benchmarks.wheel_corpus --out build/corpus.jsonl.xz
     mpirun -n 2 python -m benchmarks.compress_losses --corpus build/corpus.jsonl.xz --json FILE --preset 124m
 
-With a seed all runs begin with the same weights and see the same tokens in the same order; the first sends gradients
-between ranks as they are. FILE has each run as soon as it is over, and the same command goes on with those that are
-missing. Flags of the trainer say which model, batch, learning rate and layout.
+All runs of a seed begin with the same weights and see the same tokens in the same order. The first of ``--formats``
+is the baseline; ``none`` sends gradients without compression. Each run is written to FILE when it ends. The same
+command continues with the missing runs. Flags of the trainer set the model, batch, learning rate and layout.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ NONE = "none"
 
 
 class Wanted(NamedTuple):
-    """A run."""
+    """The settings of a run."""
 
     compress: str
     seed: int
     steps: int
 
 
-class Plan(paired_losses.Differences):
+class Plan(paired_losses.BaselinePlan):
     name, run = "benchmarks.compress_losses", Wanted
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         formats, default = (NONE, *FORMATS), (NONE, "fp8", "int8")
-        parser.add_argument("--formats", nargs="+", default=default, choices=formats, help="to compare with the first")
+        parser.add_argument("--formats", nargs="+", default=default, choices=formats, help="the first is the baseline")
 
     @property
-    def first(self) -> str:
+    def baseline(self) -> str:
         return str(self.arguments.formats[0])
 
     def of_seed(self, seed: int) -> dict[str, Wanted]:

@@ -1,7 +1,7 @@
 """Compressed collectives beside exact ones: mpirun -n 2 python -m benchmarks.compressed [--backend auto] [--json FILE]
 
 For each operation and size: the time of a call without compression and with each format, taken in turns, in one run.
-On GPUs a batch of calls is captured in a CUDA graph for each and replayed; with ``auto`` also nccl's exact call.  On
+On GPUs each is a batch of calls in a CUDA graph, which is replayed; ``auto`` also measures nccl's exact call.  On
 hosts each call is timed alone, from the call to its result.  The slowest rank of a turn counts; the figure is the
 median of the turns, in microseconds.  ``error`` is that of the result, as a part of the norm of the exact result, on
 normal values.  ``limit_us`` is the time in which the bytes of the fastest format that leave a rank cross the link, by
@@ -62,9 +62,9 @@ def times(comm: kos.Communicator, calls: dict[str, Callable[[], Any]], stream: A
     return {key: statistics.median(values) for key, values in found.items()}
 
 
-def _slowest(comm: kos.Communicator, mine: float) -> float:
-    """The largest of the ranks' figures; also where the backend takes memory of a GPU alone."""
-    return max(float(each) for each in comm.all_gather_bytes(repr(mine).encode()))
+def _slowest(comm: kos.Communicator, value: float) -> float:
+    """The maximum of ``value`` over the ranks, sent as bytes: a backend may take arrays on a GPU only."""
+    return max(float(each) for each in comm.all_gather_bytes(repr(value).encode()))
 
 
 def _on_host(call: Callable[[], Any], count: int) -> Callable[[], float]:

@@ -32,7 +32,7 @@ class Wanted(NamedTuple):
     steps: int
 
 
-class Plan(paired_losses.Differences):
+class Plan(paired_losses.BaselinePlan):
     name, run = "benchmarks.fp8_losses", Wanted
 
     def __init__(self, arguments: argparse.Namespace, config: TrainConfig, rows: list[Row]) -> None:
@@ -42,7 +42,7 @@ class Plan(paired_losses.Differences):
             raise ConfigError(f"--again: expected a --micro-batch-size of at least 2, got {self.micro}")
 
     @property
-    def first(self) -> str:
+    def baseline(self) -> str:
         return self.dtype
 
     @staticmethod

@@ -2,8 +2,8 @@
 
 callgrind counts them, so the figures have no noise: those of the core itself, and of all libraries together (Python's
 functions, memcpy).  Rank 1 has begun each call before rank 0 makes it, so that nothing waits.  Both ranks are in one
-process, on float32.  Calls on GPUs are those of ``instructions_gpu``: without what the driver, NCCL and a GPU do.  The
-figures depend on the compiler, on Python and for tensors on torch, whose versions stand beside them.
+process, on float32.  Calls on GPUs are those of ``instructions_gpu``, without the driver, NCCL and the GPU.  The
+figures depend on the compiler, on Python and, for tensors, on torch; the results record the versions.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def run_calls(requests: Any) -> None:
     """Make every call, and let callgrind write a file for each."""
 
     def run(name: str, nbytes: int, comm: Any, call: Callable[[], Any]) -> None:
-        comm._eager.compare_at = 1 << 62  # every 64th call on a GPU is not the core's
+        comm._eager.compare_at = 1 << 62  # else Python makes every 64th collective on a GPU
         for turn in range(CALLS + 4):
             if turn == 4:
                 requests.zero()

@@ -1,7 +1,7 @@
-"""Cached calls on GPUs for ``benchmarks.instructions``: without a GPU, on the stand-ins of the tests.
+"""Cached calls on GPUs for ``benchmarks.instructions``, on the stand-ins of the tests: no GPU is needed.
 
-What the core calls of the driver, of NCCL and of torch's streams does nothing here.  torch's own tensors are read by
-its own function, and only say that they are in the memory of a GPU.
+The functions of the driver, of NCCL and of torch's streams that the core calls do nothing here.  torch's own function
+reads its tensors; only their device is reported as a GPU.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver
 from kos.memory.array import Array
 
-LIMIT = 600.0
-COUNT = 1024  # float32
+LIMIT = 600.0  # seconds
+COUNT = 1024  # elements of float32
 FUNCTIONS = """
 #include <stdint.h>
 typedef struct { void *data; int32_t device, index, nd; } tensor;
@@ -49,11 +49,11 @@ OPERATIONS = (
     *(f"all_reduce, {backend}, default stream" for backend in BACKENDS),
     *(f"{form}, {backend}, torch" for backend in BACKENDS[:2] for form in ("all_reduce", "all_gather")),
 )
-"""On arrays of kos with a stream of their own, unless the name says something else."""
+"""On arrays of kos with a stream of their own, unless the name says otherwise."""
 
 
-def is_here(name: str) -> bool:
-    """Whether such a call can be made: those on tensors need torch with DLPack's C exchange API."""
+def is_available(name: str) -> bool:
+    """Whether the call can be made: calls on tensors need torch with DLPack's C exchange API."""
     if not name.endswith("torch"):
         return True
     if find_spec("torch") is None:
@@ -64,10 +64,10 @@ def is_here(name: str) -> bool:
 
 
 class _Exchange(ctypes.Structure):
-    """DLPack's C exchange API."""
+    """DLPack's C exchange API, with the functions that the core calls: ``read`` and ``current_stream``."""
 
     _fields_ = (
-        ("version", ctypes.c_uint32 * 2), ("former", ctypes.c_void_p * 4), ("read", ctypes.c_void_p),
+        ("version", ctypes.c_uint32 * 2), ("unused", ctypes.c_void_p * 4), ("read", ctypes.c_void_p),
         ("current_stream", ctypes.c_void_p),
     )  # fmt: skip
 
@@ -91,15 +91,15 @@ def _stand_ins(library: ctypes.CDLL) -> Iterator[None]:
         patch.setattr(nccl_binding, "_address_of", lambda operation: address("nothing"))
         for name in ("all_reduce", "all_gather"):
             patch.setattr(FakeNCCL, name, lambda *arguments: None)
-        if any(name.endswith("torch") and is_here(name) for name in OPERATIONS):
+        if any(name.endswith("torch") and is_available(name) for name in OPERATIONS):
             from tests.interop.torch_on_host import tensors_of_a_gpu
 
-            _change_exchange(patch, library, address)
+            _replace_exchange_api(patch, library, address)
             rest.enter_context(tensors_of_a_gpu(patch))
         yield
 
 
-def _change_exchange(patch: Any, library: ctypes.CDLL, address: Callable[[str], int]) -> None:
+def _replace_exchange_api(patch: Any, library: ctypes.CDLL, address: Callable[[str], int]) -> None:
     import torch
 
     pointer_of, capsule_of = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
@@ -108,14 +108,14 @@ def _change_exchange(patch: Any, library: ctypes.CDLL, address: Callable[[str], 
     kind: Any = torch.Tensor
     exchange = _Exchange.from_address(pointer_of(kind.__dlpack_c_exchange_api__, b"dlpack_exchange_api"))
     library.set_read(ctypes.c_void_p(exchange.read))
-    changed = _Exchange(exchange.version, exchange.former, address("read_as_on_gpu"), address("current_stream"))
+    changed = _Exchange(exchange.version, exchange.unused, address("read_as_on_gpu"), address("current_stream"))
     capsule = capsule_of(ctypes.addressof(changed), b"dlpack_exchange_api", None)
     patch.setattr(kind, "__dlpack_c_exchange_api__", capsule)
-    library.kept = changed
+    library.kept = changed  # the capsule points to it
 
 
 def run_calls(library: ctypes.CDLL, count: Callable[[str, int, Any, Callable[[], Any]], None]) -> None:
-    """``count(name, bytes, communicator, call)`` for every operation, on one of two ranks that are threads."""
+    """Call ``count(name, bytes, communicator, call)`` for every operation, on rank 0 of two ranks that are threads."""
     from tests.comm.fake_nccl import Comm, Group
     from tests.comm.ranks import on_threads
 
@@ -130,7 +130,7 @@ def run_calls(library: ctypes.CDLL, count: Callable[[str, int, Any, Callable[[],
         with kos.Communicator(backend, rendezvous, {}, LIMIT) as comm:
             for operation in OPERATIONS if rendezvous.rank == 0 else ():
                 form, _, rest = operation.partition(f", {name}")
-                if form in FORMS and rest in ("", ", default stream", ", torch") and is_here(operation):
+                if form in FORMS and rest in ("", ", default stream", ", torch") and is_available(operation):
                     count(operation, 4 * COUNT, comm, FORMS[form](comm, *_arrays(rest)))
             rendezvous.barrier()
 
@@ -141,7 +141,7 @@ def run_calls(library: ctypes.CDLL, count: Callable[[str, int, Any, Callable[[],
 
 
 def _arrays(kind: str) -> list[Any]:
-    """One array, and one of twice its size."""
+    """An array, and one of twice its size for the result of all_gather."""
     from tests.comm.fake_nccl import Stream
 
     sizes = COUNT, 2 * COUNT

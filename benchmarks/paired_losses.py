@@ -109,28 +109,29 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean(values), stdev(values) / math.sqrt(len(values))
 
 
-class Differences(Plan):
-    """Runs of which one is the ``first``, whose losses the others' are compared with."""
+class BaselinePlan(Plan):
+    """A plan that compares the losses of a seed's runs with those of one of them, the ``baseline``."""
 
     @property
-    def first(self) -> str:
+    def baseline(self) -> str:
+        """The name of that run in ``of_seed``."""
         raise NotImplementedError
 
     def summary(self) -> list[Row]:
-        """Also the relative differences from the loss of the first run."""
+        """Also the relative differences from the loss of the baseline."""
         found = super().summary()
         for row in found:
-            one, others = row[self.first], [name for name in row if name not in ("seed", self.first)]
-            row.update({f"{name} differs": row[name] / one - 1 if one and row[name] else None for name in others})
+            base, others = row[self.baseline], [name for name in row if name not in ("seed", self.baseline)]
+            row.update({f"{name} differs": row[name] / base - 1 if base and row[name] else None for name in others})
         return found
 
     def __str__(self) -> str:
-        """The table of the seeds, and the mean of differences with its standard error."""
-        rows, names = self.summary(), [name for name in self.of_seed(1) if name != self.first]
-        lines = [f"{'seed':<6}{self.first:>10}" + "".join(f"{name:>10}{'differs':>10}" for name in names)]
+        """A table of the seeds, and the mean difference of each run with its standard error."""
+        rows, names = self.summary(), [name for name in self.of_seed(1) if name != self.baseline]
+        lines = [f"{'seed':<6}{self.baseline:>10}" + "".join(f"{name:>10}{'differs':>10}" for name in names)]
         for row in rows:
             each = (shown(row[name]) + shown(row[f"{name} differs"], "+.3%") for name in names)
-            lines.append(f"{row['seed']:<6}{shown(row[self.first])}" + "".join(each))
+            lines.append(f"{row['seed']:<6}{shown(row[self.baseline])}" + "".join(each))
         for name in names:
             differences = [found for row in rows if (found := row[f"{name} differs"]) is not None]
             if len(differences) > 1:

@@ -4,9 +4,9 @@
 
 For each operation and size: the CPU's time of a call (the loop that queues them), and the time of a call end to end,
 eager, with ``async_op`` and in a CUDA graph.  Then a step of DDP on a small model with many buckets, of FSDP2 on the
-preset 1b, of tensor parallel on MLPs, and of DDP and FSDP2 on eight layers of 1,024 features, where the CPU is the
-limit.  The two groups take turns, and each figure is the median of the turns.  ``ratio`` is the median of kos / nccl of
-a turn, with an interval that contains it with a probability of at least 0.95.
+preset 1b, of tensor parallel on MLPs, and of DDP and FSDP2 on eight layers of 1,024 features, which the CPU
+limits.  The two groups take turns, and each figure is the median of the turns.  ``ratio`` is the median of kos / nccl
+over the turns, and ``interval`` a confidence interval of that median, of at least 95%.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def measure(groups: dict[str, Any], name: str, nbytes: int) -> dict[str, Any]:
 
 
 Steps = dict[str, Any]
-"""Milliseconds of a step over each group, their ``ratio`` and its ``interval``."""
+"""Milliseconds of a step over each group, the ``ratio`` kos / nccl and its ``interval``."""
 
 
 def ddp(groups: dict[str, Any]) -> Steps:
@@ -119,8 +119,8 @@ def ddp(groups: dict[str, Any]) -> Steps:
     return by_turns(steps, 5)
 
 
-def wide(groups: dict[str, Any], shard: bool) -> Steps:
-    """8 transformer layers of 1,024 features, 4 sequences of 128: DDP, or FSDP2 of each layer with ``shard``."""
+def wide_layers(groups: dict[str, Any], shard: bool) -> Steps:
+    """DDP, or with ``shard`` FSDP2 of each layer: 8 transformer layers of 1,024 features, 4 sequences of 128."""
     steps = dict[str, Callable[[], None]]()
     for name, group in groups.items():
         torch.manual_seed(0)
@@ -201,7 +201,7 @@ def tensor_parallel(groups: dict[str, Any]) -> Steps:
 
 
 def by_turns(steps: dict[str, Callable[[], None]], each: int) -> Steps:
-    """Of runs that make ``each`` steps."""
+    """Time runs of ``each`` steps in turns; every second turn reverses the order of the groups."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(STEP_TURNS):
         for name, run in list(steps.items())[:: -1 if turn % 2 else 1]:
@@ -209,7 +209,7 @@ def by_turns(steps: dict[str, Callable[[], None]], each: int) -> Steps:
     ratios = sorted(ours / theirs for ours, theirs in zip(times["kos"], times["nccl"], strict=True))
     found: Steps = {name: round(statistics.median(of), 3) for name, of in times.items()}
     found["ratio"] = round(statistics.median(ratios), 4)
-    # Of 31 values the tenth and the tenth from the end enclose the median with a probability of 0.97.
+    # Order statistics: of 31 values the tenth and the tenth from the end enclose the median with a probability of 0.97.
     return {**found, "interval": [round(ratios[9], 4), round(ratios[-10], 4)]}
 
 
@@ -230,10 +230,10 @@ def rank_main(rank: int, ranks: int, store: str, output: str) -> None:
             if rank == 0:
                 print(name, json.dumps(found[name][-1]), flush=True)
     steps = {"ddp_ms": ddp(groups), "fsdp_ms": fsdp(groups), "tp_ms": tensor_parallel(groups)}
-    steps |= {"ddp_wide_ms": wide(groups, False), "fsdp_wide_ms": wide(groups, True)}
+    steps |= {"ddp_wide_ms": wide_layers(groups, False), "fsdp_wide_ms": wide_layers(groups, True)}
     if rank == 0:
         print("ms a step:", json.dumps(steps), flush=True)
-        unit = "microseconds of a call in a loop; cpu_us: until it is queued; ..._ms: ms a step"
+        unit = "microseconds of a call in a loop; cpu_us: until it is queued; *_ms: milliseconds a step"
         found = {**provenance("benchmarks.torch_backend", rank, ranks), "unit": unit, "ranks": ranks, **found, **steps}
         Path(output).write_text(to_json({**found, "rows": []}))
     dist.destroy_process_group()

@@ -18,8 +18,8 @@ With ``--hosts H``, rank r pretends to be on host r modulo H (``KOS_HOST``).  Be
 by the timeout, and ``mpi`` does not name it.
 
 On GPUs, rank r of the trial with seed S takes GPU (r + S) modulo their number, so trials side by side share GPUs.  Each
-trial takes some seconds to start CUDA: ``--jobs 10`` runs ten at a time, of nccl 3 on two GPUs: ranks of more wait
-longer than their timeout for NCCL to connect them.  Programs without a fault come first.
+trial takes some seconds to start CUDA: ``--jobs 10`` runs ten at a time.  On two GPUs use ``--jobs 3`` for nccl: with
+more, NCCL takes longer than the timeout to connect.  Programs without a fault come first.
 They compile the kernels, and show that a failure later is the fault's.
 """
 

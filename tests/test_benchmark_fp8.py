@@ -77,7 +77,7 @@ def test_training_beside_bfloat16(tmp_path):
 
 
 def small_runs(folder: Path, path: Path) -> list[str]:
-    """Arguments of a benchmark of losses: a text in ``folder``, a small model, ten steps, two seeds."""
+    """Arguments of a loss benchmark: a text in ``folder``, a small model, ten steps, two seeds."""
     lines = [json.dumps({"text": f"the {number} ranks of a ring\n" * (number % 7 + 3)}) + "\n" for number in range(99)]
     (corpus := folder / "corpus.jsonl").write_text("".join(lines))
     shape = "--hidden-size 16 --intermediate-size 24 --num-hidden-layers 2 --num-attention-heads 2"

@@ -20,7 +20,7 @@ def test_no_call_takes_more_instructions() -> None:
     recorded = load("instructions")
     if (here := instructions.toolchain()) != recorded["toolchain"]:
         pytest.skip(f"counted with {recorded['toolchain']}, here are {here}")
-    counts = recorded["versions"]["torch"] == versions_of(["torch"]).get("torch")  # it reads tensors
+    counts = recorded["versions"]["torch"] == versions_of(["torch"]).get("torch")  # whose version changes the counts
     known = {(row["op"], row["bytes"]): row for row in recorded["rows"] if counts or not row["op"].endswith("torch")}
     rows = [row for row in instructions.count() if counts or not row["op"].endswith("torch")]
     assert {(row["op"], row["bytes"]) for row in rows} == set(known)

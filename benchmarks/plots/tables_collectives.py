@@ -189,4 +189,4 @@ def torch_steps() -> str:
         if steps := load(measured.torch_file()).get(key):
             interval = "{:.3f} to {:.3f}".format(*steps["interval"]) if "interval" in steps else ""
             rows.append([label, f"{steps['kos']:.2f}", f"{steps['nccl']:.2f}", f"{steps.get('ratio', '')}", interval])
-    return table(["ms a step", "over kos", "over NCCL", "ratio", "interval"], rows)
+    return table(["ms a step", "over kos", "over NCCL", "kos / NCCL", "95% interval"], rows)

@@ -310,7 +310,7 @@ typedef struct {
 } kos_config;
 
 enum kos_source { KOS_SEND_ADDRESS, KOS_RECV_ADDRESS, KOS_STREAM, KOS_SOURCES };
-enum { KOS_MOST_WORDS = 128, KOS_PLAN_AT = 304 };
+enum { KOS_MOST_WORDS = 128, KOS_PLAN_AT = 304 };  // PLAN_AT: bytes of objects before the words of a queued call
 
 // The words are the parameters of a kernel, or the arguments of the function.  Patches follow them, which say what
 // differs between two starts: a word is a source plus an offset.

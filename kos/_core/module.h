@@ -28,7 +28,7 @@ typedef struct {
     Work *spare;               // in which the next call begins; it is its own unless that completes at once
     unsigned long long parks;  // waits without the GIL
     // Of module_eager.c.
-    PyObject **active, **first, **last;  // slots of the communicator, its failures and their status
+    PyObject **active, **first, **last;  // addresses of comm._active, failures.first and status.last
     char off;                 // in a batch
     unsigned generation;      // how often all calls were forgotten
     unsigned long long hits;  // calls that were started there
@@ -51,9 +51,9 @@ PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *fr
 extern PyObject *s_closed;
 // An attribute, or what a method returns, to be compared with a constant: NULL on an error.
 const PyObject *peek(PyObject *x, PyObject *name, int is_method);
-// Where an attribute is that has a slot (``__slots__``) in a class of the object; NULL of any other.
+// The address of an attribute that is in the ``__slots__`` of a class of the object; NULL for other attributes.
 PyObject **slot_of(PyObject *x, const char *name);
-void put(PyObject **at, PyObject *value);  // in a slot or a field
+void put(PyObject **at, PyObject *value);  // replaces the reference in a slot or a field
 
 // DLPack's DLTensor.
 enum { CPU = 1, CUDA, DIMENSIONS = 4 };
@@ -97,7 +97,7 @@ PyObject *take_arrays(PyObject *self, PyObject *example);
 PyObject *take_windows(PyObject *self, PyObject *ranges);
 int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
 uint64_t key_of(const char *data);  // what a call depends on of an address: as kos.memory.windows.place
-int find_slots(PyObject *how);  // for queue_call; 0: it cannot make calls that `how` describes
+int find_slots(PyObject *how);  // fills in `how` for queue_call; 0 if queue_call cannot make its calls
 // Queues a call that is described by `how`; NULL without an exception: the method must.  `result` is its result, but
 // that of a Persistent is a Work.
 PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv);

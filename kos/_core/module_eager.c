@@ -92,7 +92,7 @@ static int read_tensor(PyObject *x, array_words *words, tensor *t) {
     for (int d = t->nd - 1; d >= 0; stride *= t->shape[d--])
         if (t->strides && t->shape[d] != 1 && t->strides[d] != stride)
             return 0;
-    if (!t->data && stride)  // not in memory
+    if (!t->data && stride)  // elements without memory
         return 0;
     t->data += t->offset;
     words->what = (uintptr_t)tensor_type;
@@ -381,7 +381,7 @@ PyObject *take_tensors(PyObject *self, PyObject *type) {
     return PyBool_FromLong((PyObject *)tensor_type == type);
 }
 
-// readable(x): whether ``x`` is a tensor that calls take as it is.
+// readable(x): whether calls take the tensor ``x`` without conversion.
 PyObject *is_readable(PyObject *self, PyObject *x) {
     array_words words;
     tensor t;

@@ -11,13 +11,13 @@ typedef struct {
     PyObject *device, *dtype, *owner, *pointer, *readonly, *shape, *stream;
 } device_array;
 
-// What is compared before a call: an attribute that has a slot, or without one the result of a method.
+// State that is compared before a call: the attribute at `at`, or the result of a method if `at` is NULL.
 typedef struct { PyObject **at, *object, *name, *value; } guard;
 enum { MOST_GUARDS = 8 };
 
-// What is known of a call; then its launch.  EagerCalls leaves KOS_PLAN_AT bytes for objects, which find_slots fills.
+// A cached call; its launch follows.  EagerCalls leaves KOS_PLAN_AT bytes for the objects, which find_slots fills in.
 typedef struct {
-    PyObject *description, *works[2], **last_of_backend, **last;  // two Works of a Persistent; slots for the last Work
+    PyObject *description, *works[2], **last_of_backend, **last;  // works[1]: of a Persistent; slots of the last Work
     Py_ssize_t guards;
     guard guard[MOST_GUARDS];
     uint64_t fingerprint;           // 0 of a message
@@ -27,7 +27,7 @@ typedef struct {
     uint64_t is_captured;           // the driver's function, for a call that runs otherwise in a graph; or 0
     uint64_t send_bytes, recv_bytes, distance;  // from output to input if they overlap
 } queued_call;
-_Static_assert(offsetof(queued_call, fingerprint) == KOS_PLAN_AT, "room for objects");
+_Static_assert(offsetof(queued_call, fingerprint) == KOS_PLAN_AT, "KOS_PLAN_AT: expected the bytes of the objects");
 
 enum { PLAN, DESCRIPTION = 2, WORK, GUARDS = 8, BACKEND, SHARED };  // of what EagerCalls.remember returns
 
@@ -145,7 +145,7 @@ int find_slots(PyObject *how) {
 PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv) {
     const queued_call *q = (const queued_call *)PyByteArray_AsString(PyTuple_GetItem(how, PLAN));
     PyObject *work = q->works[0], *frame, *sequence;
-    // Of the Works of a Persistent, the result is one that only they hold.
+    // A Persistent returns the one of its two Works that the program does not hold.
     if (q->works[1] && Py_REFCNT(result = work = q->works[Py_REFCNT(work) > 1]) > 1)
         return NULL;
     Py_INCREF(how);  // another thread may make this forgotten while a stream is asked, and while the GIL is released

@@ -62,7 +62,7 @@ PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *fr
     PyObject *slots = g->objects[SLOTS];
     PyObject *slot = PyList_GetItem(slots, (Py_ssize_t)(*g->recorded % (uint64_t)PyList_Size(slots)));
     PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-    static getter lasti_of;  // the function of the attribute, whose look-up takes longer
+    static getter lasti_of;  // the getter itself: looking up f_lasti takes longer
     for (const PyGetSetDef *d = lasti_of ? NULL : PyType_GetSlot(Py_TYPE(frame), Py_tp_getset); d && d->name; d++)
         lasti_of = strcmp(d->name, "f_lasti") ? lasti_of : d->get;
     PyObject *at = lasti_of ? lasti_of(frame, NULL) : PyObject_GetAttrString(frame, "f_lasti");

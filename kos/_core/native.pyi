@@ -52,7 +52,10 @@ class Operation:
     """What stands for a method of a communicator; the base of Persistents that the core starts."""
 
 def readable(x: Any, /) -> bool:
-    """Whether calls take ``x`` as it is: a tensor of ``tensors``, contiguous, dense, not negated, of real numbers."""
+    """Whether calls take ``x`` without conversion: a contiguous tensor of the type given to ``tensors``.
+
+    It is real, not negated, in memory, and requires no gradient.
+    """
 
 def tensors(kind: type, /) -> bool:
     """Take arrays of that type, which has DLPack's C exchange API; False if another type was taken before."""

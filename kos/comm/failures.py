@@ -295,8 +295,8 @@ class FailureLog:
             absent = timeouts.late_for(names, self._ranks(waiting, True)) if waiting else timeouts.late(names)
         absent += self._where(culprits)
         if cycle:
-            others = [self.status.last_call(rank) for rank in cycle if rank != self.world[self.rank]]
-            one_group = all(call and f"{what}".startswith(call.partition(" ")[0] + " ") for call in others)
+            calls = [self.status.last_call(rank) for rank in cycle if rank != self.world[self.rank]]
+            one_group = all(call and f"{what}".startswith(call.partition(" ")[0] + " ") for call in calls)
             absent += f"; {timeouts.cycle(self._ranks(cycle, True), one_group)}"
         for rank in culprits[:SHOWN_CALLS]:
             call = self.status.last_call(rank)

@@ -123,7 +123,7 @@ def test_ranks_that_wait_for_one_another(waits: dict[int, tuple[int, ...]], cycl
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "expected"),
     [
         ("world: send_recv #3 of float32[7], to and from rank 0 with tag 0 at train.py:6", "wait for one another"),
         ("world.0:duplicate: barrier #0 at train.py:9", "wait for one another, in calls of several groups"),
@@ -132,13 +132,13 @@ def test_ranks_that_wait_for_one_another(waits: dict[int, tuple[int, ...]], cycl
     ],
 )
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_cycle_says_whether_its_calls_are_of_one_group(call: str, said: str, reverse: bool) -> None:
+def test_a_cycle_says_whether_its_calls_are_of_one_group(call: str, expected: str, reverse: bool) -> None:
     status = _Waits({1: (0,)}, {})
     what = "world: send_recv #3 of float32[7], to and from rank 1 with tag 0"
     call, what = (what, call) if reverse else (call, what)
     status.last_calls[1] = lambda: call
     text = str(FailureLog(range(2), 0, status).overdue(Late([1]), what, 1.0))
-    assert f"ranks [0, 1] {said}" in text.split("; "), text
+    assert f"ranks [0, 1] {expected}" in text.split("; "), text
 
 
 def test_the_failure_of_the_earliest_collective_counts() -> None:

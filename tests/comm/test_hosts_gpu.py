@@ -50,7 +50,7 @@ comm.close()
 MISMATCH = """
 comm.timeout = 8
 try:
-    comm.all_reduce(filled(4 if comm.rank else 4 << 20))  # far more than NCCL sends before it waits for an answer
+    comm.all_reduce(filled(4 if comm.rank else 4 << 20))  # far more than NCCL sends before it waits for its peer
     comm.synchronize()
 except kos.errors.CollectiveMismatch as error:
     print("rank 0 called" in str(error), "count" in str(error), flush=True)

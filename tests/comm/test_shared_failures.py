@@ -363,7 +363,7 @@ def job(tmp_path: Path, ranks: int, text: str, *options: str) -> list[str]:
     done = mpirun(ranks, program(tmp_path, text), *options)
     if "unknown option" in done.stderr:
         pytest.skip(f"this mpirun does not know {' '.join(options)}")
-    print(done.stderr)  # shown with a failure
+    print(done.stderr)  # pytest shows it if the test fails
     assert done.stdout, done.stderr
     return done.stdout.splitlines()
 

@@ -183,7 +183,7 @@ def test_tensors_that_kos_takes_as_they_are() -> None:
     refused = {
         "strided": x.T, "expanded": x[:1].expand(3, 4), "negated": torch._neg_view(x), "sparse": x.to_sparse(),
         "conjugated": torch.ones(2, dtype=torch.complex64).conj(), "without memory": other,
-        "zeros": torch._efficientzerotensor((2,)), "of a gradient": ones(requires_grad=True),
+        "zeros": torch._efficientzerotensor((2,)), "requires a gradient": ones(requires_grad=True),
         "a parameter": torch.nn.Parameter(x, requires_grad=False),
     }  # fmt: skip
     assert not [what for what, each in refused.items() if is_plain(each, here)]

@@ -84,7 +84,7 @@ def by_turns(calls: Calls, *clocks: Clock) -> dict[str, list[float]]:
 
 def gpu_calls(group: Any, comm: kos.Communicator) -> Calls:
     x, parts, sizes = torch.zeros(2048), torch.zeros(4096), itertools.cycle(range(1, 2048))
-    y = torch.zeros(2049)  # the core compares the streams of tensors on a GPU, but not of these: another call on each
+    y = torch.zeros(2049)  # for the other stream: the core does not compare streams of host tensors
     array, options = Array(x.data_ptr(), (2048,), "float32", 0), dist.AllreduceOptions()
     options.asyncOp = True
 

@@ -260,7 +260,7 @@ def test_counts_of_llama_3_8b():
 
 
 def test_attention_in_a_window_counts_what_it_sees():
-    """In one of 4, a query of 8 tokens sees 4 (1 - 4/16) keys on average, of 4 without a window."""
+    """With a window of 4 tokens, a query of 8 sees 4 (1 - 4 / 16) = 3 keys on average; without a window, 4."""
     shape = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_key_value_heads": 2}
     build = partial(Qwen2Config, num_hidden_layers=3, num_attention_heads=4, head_dim=6, **shape)
     full, width = build(), 4 * 6

@@ -24,10 +24,7 @@ from kos.memory.libraries import library_of, may_close
 from kos.memory.windows import InWindows
 
 Guard = tuple[Any, str, Any]
-"""An object, an attribute that is a slot of it, and its value while the core may make the call.
-
-Or a method, and what it returns.
-"""
+"""An object, the name of a slot or a method, and its value or result while the core may make the call."""
 
 _APART = (1 << 64) - 1
 

@@ -3,7 +3,7 @@
 ``operations.py`` has the operations.  ``ProcessGroupKos._launch`` runs one (``launch.py``).
 On host memory it returns a Work that a wait advances.  On a GPU it runs on the current stream, or on the group's stream
 ``side`` after the current stream.  An event after it is recorded only if its Work is polled, or still alive when the
-next operation begins.  A single operation on tensors that kos takes as they are is one call of the communicator.
+next operation begins.  A single operation on tensors that need no conversion is one call of the communicator.
 
 torch lets Python replace a whole ProcessGroup, but not one of its backends: one group serves all devices.
 """
@@ -122,7 +122,7 @@ class ProcessGroupKos(Reconfigurable):
             self.device, self._index, self.side = device, device.index, torch.cuda.Stream(device)
             self._side_ids = self.side.stream_id, self.side.device_index, self.side.device_type
             with torch.cuda.stream(self.side):
-                self._aside = {"stream": torch_stream(device.index)}  # the object by which kos caches calls
+                self._side_options = {"stream": torch_stream(device.index)}  # kept: the cache key has its identity
             event: Any = super(torch.cuda.Event, torch.cuda.Event())  # without the methods in Python
             self._record, self._wait = event.record, event.wait
         elif device != self.device:
@@ -260,7 +260,7 @@ class ProcessGroupKos(Reconfigurable):
     def _launch(self, call: Call, tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False) -> Any:
         """Launch ``call`` on ``tensors``; ``opts`` are torch's options.
 
-        A function for ``batch`` calls several operations of kos.
+        With ``batch``, ``call`` is a function that calls several operations of kos.
         """
         timeout, overlap = NONE if opts is None else opts.timeout, getattr(opts, "asyncOp", True)
         launch = self._launch_on_gpu if tensors[0].is_cuda else self._launch_on_host
@@ -290,7 +290,7 @@ class ProcessGroupKos(Reconfigurable):
     def _launch_on_gpu(
         self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, batch: bool
     ) -> DeviceWork:
-        with self.lock:  # ``plain``: kos takes the tensors themselves, and looks the call up in its compiled core
+        with self.lock:  # ``plain``: no conversion, so that the compiled core can make the cached call
             plain = self._gpu is not None and type(call) is list and len(call) == 1
             for tensor in tensors:
                 plain = plain and is_plain(tensor, self._index)
@@ -303,7 +303,7 @@ class ProcessGroupKos(Reconfigurable):
             options = self._options(timeout)
             if plain:
                 name, args = call[0]
-                getattr(self._gpu, name)(*args, **({**self._aside, **options} if overlap else options))
+                getattr(self._gpu, name)(*args, **({**self._side_options, **options} if overlap else options))
             else:
                 self._run_on_gpu(call, overlap, options, batch)
             work = DeviceWork(self, tensors, overlap)

@@ -20,7 +20,7 @@ class Recording(Arrays):
         self.works.append(getattr(self._comm, name)(*args, **self._options))
 
     def on_tensors(self, name: str, x: Tensor, *args: Any) -> None:
-        """Call an operation that reads ``x`` and writes the tensor among ``args``, or ``x`` if there is none."""
+        """Call an operation that reads ``x`` and writes the tensor in ``args``; without one it writes ``x``."""
         if any(isinstance(each, Tensor) for each in args):
             self(name, as_array(x), *(self.output(each) if isinstance(each, Tensor) else each for each in args))
         else:
@@ -28,11 +28,11 @@ class Recording(Arrays):
 
 
 Call: TypeAlias = list[tuple[str, tuple[Any, ...]]] | Callable[[Recording], None]
-"""The names of operations with their arguments, for ``on_tensors``; or a function that calls the operations."""
+"""Names of operations with their arguments, for ``on_tensors``; or a function that calls the operations."""
 
 
 def run(call: Call, comm: kos.Communicator, options: dict[str, Any], asynchronous: bool, batch: bool) -> Recording:
-    """Run ``call``, whose operations a ``batch`` launches together, and several of a list."""
+    """Run ``call``.  Operations of a ``batch``, and several operations of a list, are launched together."""
     if not batch and (not isinstance(call, list) or len(call) == 1):
         launch = Recording(comm, {**options, "async_op": True} if asynchronous else options)
         _call(call, launch)

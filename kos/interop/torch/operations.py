@@ -1,7 +1,7 @@
 """The operations of a process group, with the names and arguments of torch.
 
-An operation is a list of calls of the communicator on tensors, or a function of a ``Recording``, which gives it the
-communicator's methods and several tensors as one array.
+An operation is a list of calls of the communicator on tensors, or a function of a ``Recording``, which provides the
+communicator's methods, and several tensors as one array.
 torch's C++ calls only the operations that DDP and the functional collectives use; Python calls all of them.
 """
 

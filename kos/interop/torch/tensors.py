@@ -23,7 +23,7 @@ _OF_NUMPY = {
 }  # fmt: skip
 _OPS = "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"
 _BY_HASH = {hash(getattr(dist.ReduceOp, name)): kos.ReduceOp[name] for name in _OPS}
-"""By the hash of torch's operation, which is that of its kind, and found in a third of the time of the kind."""
+"""Keyed by the hash of torch's operation, which is that of its kind: reading the kind takes three times as long."""
 _OF_BOOL = {kos.ReduceOp.SUM: kos.ReduceOp.MAX, kos.ReduceOp.PRODUCT: kos.ReduceOp.MIN}
 """The sum of truth values is "or", as in NCCL, and their product "and"."""
 
@@ -76,7 +76,7 @@ _readable = native.readable if native is not None and native.tensors(Tensor) els
 
 
 def is_plain(tensor: Tensor, index: int) -> bool:
-    """Whether kos takes a tensor as it is, on GPU ``index``: nothing to refuse, to detach or to copy."""
+    """Whether kos takes a tensor on GPU ``index`` without conversion: nothing to refuse, to detach or to copy."""
     return tensor.get_device() == index and _readable(tensor)
 
 

@@ -134,7 +134,7 @@ class LlamaConfig:
         return [attention, MLP(self.norm(f"{at}post_attention_layernorm.weight"), gate_up, down)]
 
     def window(self, number: int) -> int | None:
-        """The keys that a token sees at most in the attention of a layer; None: all before it."""
+        """The size of the sliding window of a layer, in tokens; None if its attention has no window."""
         return None if self.layer_types and self.layer_types[number] == FULL else self.sliding_window
 
     def norm(self, name: str, size: int | None = None) -> Norm:
@@ -226,7 +226,7 @@ class LlamaConfig:
     def flops_per_token(self, seq_len: int) -> FlopsPerToken:
         """6 N + 6 L A T (causal) and 6 N + 12 L A T; N counts what multiplies: no lookup, no norms.
 
-        In a layer with a window of W < T tokens, T is W (2 - W / T) in the first and W in the second.
+        A layer with a sliding window of W < T tokens counts W (2 - W / T) instead of T in the first, W in the second.
         """
         shapes = self.parameter_shapes()
         matmul = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in self.tables)
