@@ -112,7 +112,7 @@ def test_python_makes_calls_with_more_guards_than_the_core_compares(
                 call()
         assert x.numpy().tolist() == [2.0**6] * 4
 
-    monkeypatch.setattr(NCCLBackend, "guards", lambda self, work: [(self, "_last", work)] * 9)
+    monkeypatch.setattr(NCCLBackend, "guards", lambda self, work: [(self.failures, "first", None)] * 9)
     FakeRanks(2).run(body)
 
 
