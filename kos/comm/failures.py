@@ -379,10 +379,6 @@ class FailureLog:
                 on.setdefault(self.status.hosts[rank][0], []).append(rank)
         return "".join(f"; {self._ranks(r)} {'is' if len(r) == 1 else 'are'} on {host}" for host, r in on.items())
 
-    def _is_elsewhere(self, rank: int) -> bool:
-        """Whether that rank of the world is on another host."""
-        return self.world[self.rank] not in self.status.hosts.get(rank, ("", self.world))[1]
-
     def _failure_of(self, rank: int, window: float | None = None) -> KosError | None:
         known = self.status.failure(rank)
         window = self.timeout + RECENT_SECONDS if window is None else window
@@ -401,7 +397,7 @@ class FailureLog:
             if rank in seen:
                 continue
             seen.add(rank)
-            if self._is_elsewhere(rank):
+            if not self.status.sees(rank):
                 silent = self.status.ask()
             awaited: Iterable[int] | None = self.status.awaited(rank)
             if awaited is None and (failure := self._failure_of(rank)) is not None:
@@ -413,7 +409,7 @@ class FailureLog:
             else:
                 cycle = cycle or me in awaited
                 todo += awaited
-        if silent is not None and silent not in culprits and any(map(self._is_elsewhere, culprits)):
+        if silent is not None and silent not in culprits and not all(map(self.status.sees, culprits)):
             return [silent], []  # it is stopped: its hub has not forwarded the query
         halted = [rank for rank in culprits if self.status.halted(rank)]  # for which others may wait unseen
         if found := sorted(halted or culprits):

@@ -17,7 +17,7 @@ from kos.comm.records import again, from_record, to_record
 from kos.errors import KosError
 
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
-_ANSWER_SECONDS = 0.3  # in which a waiting rank of another host answers
+_ANSWER_SECONDS = 0.3  # in which a waiting rank answers a query
 _FORWARD_SECONDS = 1.0  # in which the hub forwards a query
 _MOST_ASKED = 128  # ranks: each answer goes to all
 
@@ -32,7 +32,7 @@ class PeerStatus:
 
     def __init__(self, rank: int = -1, tables: PeerStatus | None = None) -> None:
         self._rank = rank
-        known = self if tables is None else tables
+        known, self._shared = self if tables is None else tables, tables is not None
         self.failures: dict[int, tuple[KosError, float]] = {} if known is self else known.failures
         """The last failure of each rank, and when it was posted."""
         self.waits: dict[int, tuple[int, ...]] = {} if known is self else known.waits
@@ -45,7 +45,7 @@ class PeerStatus:
         """The name of each rank's host, and the ranks on it; empty in a job of one host."""
         self.last: KosError | None = None
         self._wait: tuple[int, ...] | None = None
-        self._answers: dict[int, tuple[float, tuple[int, ...]]] = {}  # of ranks of other hosts, and when they came
+        self._answers: dict[int, tuple[float, tuple[int, ...]]] = {}  # of queried ranks, and when they came
         self._asked = self._answered = -_ANSWER_SECONDS * 2  # when this rank did so last
         self._forwarded = True  # its last query
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
@@ -136,12 +136,12 @@ class PeerStatus:
         return wait
 
     def ask(self) -> int | None:
-        """Query the other hosts for the ranks that each rank waits for; ``awaited`` then waits for the answers.
+        """Query all ranks for the ranks that they wait for; ``awaited`` then waits for the answers.
 
         Returns the rank of the hub if that has not forwarded the query, so nobody can answer.
         """
         plane, now = self._plane(), time.monotonic()
-        if plane is None or not 0 < len(self.hosts) <= _MOST_ASKED:
+        if plane is None or len(plane.failures.world) > _MOST_ASKED:
             return None
         if now > self._asked + 2 * _ANSWER_SECONDS:
             self._forwarded = plane.send_notice("query", None, _FORWARD_SECONDS)
@@ -150,7 +150,7 @@ class PeerStatus:
         return None if self._forwarded or self.runs(hub) else hub
 
     def _reply_of(self, rank: int) -> tuple[int, ...] | None:
-        """For whom a rank of another host waits, by its answer; None if it is ended, stopped or computing."""
+        """For whom a queried rank waits, by its answer; None if it is ended, stopped or computing."""
         while not self.ended(rank) and rank not in self.failures:
             now, (came, waits) = time.monotonic(), self._answers.get(rank, (0.0, None))
             if waits is not None and came > self._asked - _ANSWER_SECONDS and now < self._asked + 2 * _ANSWER_SECONDS:
@@ -188,7 +188,11 @@ class PeerStatus:
         if self.ended(rank):
             return None
         waits = self.waits.get(rank)
-        return self._reply_of(rank) if waits is None and rank in self.hosts else waits
+        return self._reply_of(rank) if waits is None and not self.sees(rank) else waits
+
+    def sees(self, rank: int) -> bool:
+        """Whether that rank's waits are known here; else it must be queried, as ranks of other hosts."""
+        return self._shared
 
     def ended(self, rank: int) -> bool:
         """Whether that rank is known to have ended."""

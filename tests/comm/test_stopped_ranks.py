@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from kos.comm.control.group import GRACE_SECONDS
 from kos.comm.control.mpi import look_for_lost
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.errors import RendezvousError
-from tests.comm.tcp_ranks import run_processes
+from tests.comm.tcp_ranks import environment, free_port, run_processes
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
@@ -96,3 +98,37 @@ def test_a_stopped_rank_in_an_exchange_that_mpi_carries() -> None:
     time.sleep(0.5)
     with pytest.raises(RendezvousError, match=r"ranks \[1\] did not arrive within 0.3 s; ranks \[1\] were stopped"):
         look()
+
+
+AWAITED = """
+import os, signal, time
+import kos, numpy as np
+comm = kos.init("tcp", timeout=10)
+comm.all_reduce(np.ones(3))
+if comm.rank == 3:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    comm.all_reduce(np.ones(3), timeout=1.0 + comm.rank)  # rank 0 waits for ranks whose time is not up
+except kos.errors.KosError as error:
+    print(error.ranks, flush=True)
+time.sleep(3)  # the hub may not end before the others have asked
+os._exit(0)
+"""
+
+
+def test_ranks_without_shared_memory_are_asked_for_whom_they_wait() -> None:
+    """All survivors name the stopped rank, although most wait for one another."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", AWAITED], stdout=subprocess.PIPE, text=True,
+            env={**OUTSIDE, **environment(rank, 4, port, PYTHONPATH=str(ROOT), KOS_CORE="0")},
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    try:
+        assert [rank.communicate(timeout=60)[0] for rank in ranks[:3]] == ["(3,)\n"] * 3
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

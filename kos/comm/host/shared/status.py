@@ -131,6 +131,9 @@ class SharedStatus(PeerStatus):
         named = (flag >> _BITS * place & (1 << _BITS) - 1 for place in range(_NAMED))
         return tuple(each - 1 for each in named if each)
 
+    def sees(self, rank: int) -> bool:
+        return rank in self._memory[3]
+
     def runs(self, rank: int) -> bool:
         state = self._state_of(rank)
         return state is not None and state not in "TtZX"
