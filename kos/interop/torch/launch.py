@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import torch
+
 import kos
 from kos.interop.torch.tensors import Arrays, Tensor, as_array
 
@@ -21,8 +23,8 @@ class Recording(Arrays):
 
     def on_tensors(self, name: str, x: Tensor, *args: Any) -> None:
         """Call an operation that reads ``x`` and writes the tensor in ``args``; without one it writes ``x``."""
-        if any(isinstance(each, Tensor) for each in args):
-            self(name, as_array(x), *(self.output(each) if isinstance(each, Tensor) else each for each in args))
+        if any(torch.is_tensor(each) for each in args):
+            self(name, as_array(x), *(self.output(each) if torch.is_tensor(each) else each for each in args))
         else:
             self(name, self.in_place(x), *args)
 
