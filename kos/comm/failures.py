@@ -294,8 +294,8 @@ class FailureLog:
             names = self._names(culprits, True)
             absent = timeouts.late_for(names, self._ranks(waiting, True)) if waiting else timeouts.late(names)
         absent += self._where(culprits)
-        if cycle:
-            calls = [self.status.last_call(rank) for rank in cycle if rank != self.world[self.rank]]
+        calls = [self.status.last_call(rank) for rank in cycle if rank != self.world[self.rank]]
+        if cycle and (late.words is None or any(calls)):  # else the words say what is known
             one_group = all(call and f"{what}".startswith(call.partition(" ")[0] + " ") for call in calls)
             absent += f"; {timeouts.cycle(self._ranks(cycle, True), one_group)}"
         for rank in culprits[:SHOWN_CALLS]:
