@@ -4,7 +4,6 @@
 
 #include <float.h>
 #include <math.h>
-#include <string.h>
 
 enum { BLOCK = 64, FINITE = 0x7f7fffff, MAGNITUDE = 0x7fffffff };
 

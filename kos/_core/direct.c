@@ -9,7 +9,6 @@
 #include "core.h"
 
 #include <errno.h>
-#include <string.h>
 #include <sys/uio.h>
 
 // The kernel's loads come after the acquire that showed the address, and before the release that counts the data as

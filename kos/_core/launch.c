@@ -1,8 +1,6 @@
 // What a call queues on a GPU.  The GPU does the rest: the core never waits for it.
 #include "core.h"
 
-#include <string.h>
-
 typedef int (*launch_kernel)(const kos_config *config, void *kernel, void **parameters, void **extra);
 // All arguments are integers or addresses: a function reads as many of them as it has.
 typedef int (*any_function)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);

@@ -92,12 +92,10 @@ static int read_tensor(PyObject *x, array_words *words, tensor *t) {
     for (int d = t->nd - 1; d >= 0; stride *= t->shape[d--])
         if (t->strides && t->shape[d] != 1 && t->strides[d] != stride)
             return 0;
-    if (!t->data && stride)  // elements without memory
-        return 0;
     t->data += t->offset;
     words->what = (uintptr_t)tensor_type;
     words->kind = (uint64_t)t->code << 48 | (uint64_t)t->bits << 40 | (uint64_t)t->lanes << 24 | (uint16_t)t->index;
-    return t->bits < 8 || (uintptr_t)t->data % (t->bits / 8) == 0;
+    return (t->data || !stride) && (t->bits < 8 || (uintptr_t)t->data % (t->bits / 8) == 0);  // no elements: no memory
 }
 
 static int is_integer(PyObject *x, uint64_t *value) {

@@ -134,11 +134,10 @@ int find_slots(PyObject *how) {
     q->last_of_backend = slot_of(PyTuple_GetItem(how, BACKEND), "_last");
     q->last = slot_of(PyTuple_GetItem(how, SHARED), "last");
     q->guards = PyList_Size(guards);
-    for (Py_ssize_t i = 0; i < q->guards && i < MOST_GUARDS; i++) {
-        guard *each = &q->guard[i];
+    guard *each = q->guard;
+    for (Py_ssize_t i = 0; i < q->guards && i < MOST_GUARDS; i++, each++)
         if (PyArg_ParseTuple(PyList_GetItem(guards, i), "OUO", &each->object, &each->name, &each->value))
             each->at = slot_of(each->object, PyUnicode_AsUTF8AndSize(each->name, NULL));
-    }
     return q->last_of_backend && q->last && q->guards <= MOST_GUARDS && !PyErr_Occurred();
 }
 

@@ -57,10 +57,8 @@ def test_orthogonalize(ops: Any, rng: np.random.Generator, arena: Arena, dtype: 
     [("float32", None, "float32"), ("float32", "bfloat16", "bfloat16"), ("bfloat16", None, "float32")],
 )
 def test_kernels(ops: Any, rng: np.random.Generator, master: str, copy: str | None, gradient: str) -> None:
-    check_optimizer(ops, rng, master, copy, gradient, SHAPES)
-
-
-STEPS = 4
+    shapes = SHAPES | {"norm": (999,)}  # weights are rounded at random: of 12 the error depends on chance
+    check_optimizer(ops, rng, master, copy, gradient, shapes)
 
 
 def check_optimizer(
@@ -79,7 +77,7 @@ def check_optimizer(
     those = groups(rule, 0.3, 0.5)
     ours = CudaOptimizer(AdamW(), ops, weights, rounded, schedule, groups=those, grad_clip=1.0, seed=7)
     theirs = Optimizer(AdamW(), weights64, groups=those)
-    for step in range(STEPS):
+    for step in range(4):
         gradients64.flat[:] = rng.normal(size=start.size).astype(gradients.flat.dtype.numpy)
         gradients.flat.copy_from(gradients64.flat.astype(gradients.flat.dtype.numpy), ops.stream)
         norm = float(np.linalg.norm(gradients64.flat)) / 4
@@ -93,9 +91,7 @@ def check_optimizer(
     for name, span in weights.spans.items():
         moved = np.linalg.norm(weights64.flat[span] - start[span].astype(np.float64))
         error = np.linalg.norm(got[span].astype(np.float64) - weights64.flat[span])
-        # Each step rounds by up to 2**-7 of a weight, to either side by chance: errors of steps add as their squares.
-        each = 2.0**-7 * np.linalg.norm(start[span].astype(np.float64)) if master == "bfloat16" else 0.0
-        rounding = each * STEPS**0.5
+        rounding = 2.0**-7 * np.linalg.norm(start[span].astype(np.float64)) if master == "bfloat16" else 0.0
         of_products = 1e-5
         if name in HIDDEN:  # each of the five iterations multiplies an error by up to 3.4445
             of_products = 3.4445**5 * 2.0**-23 if copy is None and master == "float32" else 0.03
