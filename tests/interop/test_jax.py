@@ -126,7 +126,11 @@ def run_ranks(ranks: int, path: str) -> str:
 @needs_mpirun
 def test_within_jit(tmp_path: Path) -> None:
     """In order, in loops, with large arrays; a failure is raised, and then raised again by kos."""
-    print(run(tmp_path, 2, """
+    print(
+        run(
+            tmp_path,
+            2,
+            """
 import jax, jax.numpy as jnp, numpy as np, kos
 from kos.interop.jax import all_gather, all_reduce
 from kos.errors import CollectiveMismatch
@@ -157,7 +161,9 @@ with kos.init(timeout=30) as comm:
     else:
         raise AssertionError("expected the failure again")
     comm.abort(0)
-"""))
+""",
+        )
+    )
 
 
 SHARD_MAP = """

@@ -161,7 +161,9 @@ def run_program(tmp_path: Path, text: str) -> None:
 @needs_ray
 @pytest.mark.slow
 def test_actors_reduce_and_survive_the_death_of_one(tmp_path: Path) -> None:
-    run_program(tmp_path, """
+    run_program(
+        tmp_path,
+        """
 @ray.remote(num_cpus=0)
 class Worker:
     def reduce(self, value):
@@ -199,14 +201,17 @@ for seconds, text, ranks in ray.get(waiting, timeout=LIMIT):
 again = ray.get([w.start_again.remote(2, k) for k, w in enumerate(workers[:2])], timeout=LIMIT)
 assert again == [([[0.0, 0.0], [1.0, 1.0]], k, 2) for k in range(2)], again
 print("ok")
-""")
+""",
+    )
 
 
 @needs_ray
 @pytest.mark.slow
 def test_actors_without_a_collective_group(tmp_path: Path) -> None:
     """A rank that does not come is named; the address of a group whose rank 0 died is not used."""
-    run_program(tmp_path, """
+    run_program(
+        tmp_path,
+        """
 @ray.remote(num_cpus=0)
 class Worker:
     def run(self, rank, size, timeout):
@@ -226,4 +231,5 @@ second = workers[1].run.remote(1, 2, 60.0)                        # it finds the
 assert not ray.wait([second], timeout=0.5)[0]
 assert ray.get([workers[0].run.remote(0, 2, 60.0), second], timeout=LIMIT) == [[2.0, 2.0]] * 2
 print("ok")
-""")
+""",
+    )

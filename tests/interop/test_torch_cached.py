@@ -241,14 +241,37 @@ def test_a_call_aside_follows_the_current_stream_and_a_wait_follows_the_call(ran
         log.clear()
         with rank.cuda.stream(stream):
             work = rank.all_reduce(x, overlap=True)
-        before, follow, ran, used = log
+        before, follow, ran = log
         assert before[:2] == ("record", stream.cuda_stream) and follow == ("wait", SIDE, before[2]), turn
-        assert ran == ("run", SIDE) and used == ("use", SIDE)
+        assert ran == ("run", SIDE)
         log.clear()
         work.wait()
         after, waits = log
         assert after[:2] == ("record", SIDE) and waits == ("wait", 0, after[2])
         del work
+
+
+def test_memory_is_marked_for_the_side_stream_unless_the_stream_before_has_waited(rank: OneRank) -> None:
+    x, stream, used = ones(), rank.cuda.Stream(), ("use", SIDE)
+    alive = weakref.ref(memory := np.ones(12, np.float32))
+    rank.cache(x, overlap=True)
+    for streams, marked in (([], True), ([stream], True), ([None], False), ([stream, None], False)):
+        rank.cuda.log.clear()
+        work = rank.all_reduce(x, overlap=True)
+        for each in streams:
+            with rank.cuda.stream(each):
+                work.wait()
+        assert used not in rank.cuda.log, "as long as the Work holds its tensors"
+        del work
+        assert (used in rank.cuda.log) == marked, streams
+    work = rank.all_reduce(torch.from_numpy(memory), overlap=True)
+    del memory
+    gc.collect()
+    assert alive() is not None
+    work.wait()
+    del work
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_wait_does_not_follow_later_calls(rank: OneRank) -> None:
@@ -261,7 +284,7 @@ def test_a_wait_does_not_follow_later_calls(rank: OneRank) -> None:
         assert ("record", SIDE) not in [entry[:2] for entry in log], "polled has its event"
         log.clear()
         third = rank.all_reduce(x, overlap=True)
-        (recorded, stream, event), *_, ran, _ = log
+        (recorded, stream, event), *_, ran = log
         assert (recorded, stream) == ("record", SIDE) and ran == ("run", SIDE), "an event of the second first"
         log.clear()
         for work in (first, polled, second, second):
@@ -276,13 +299,13 @@ def test_a_wait_does_not_follow_later_calls(rank: OneRank) -> None:
 
 def test_a_future_is_complete_on_the_stream_of_the_call(rank: OneRank) -> None:
     x, log = ones(), rank.cuda.log
-    for overlap, handle in ((False, 0), (True, SIDE), (True, SIDE), (True, SIDE)):
-        work = rank.all_reduce(x, overlap=overlap)
+    for _ in range(3):
+        work = rank.all_reduce(x, overlap=True)
         for device in (0, 1):
             rank.cuda.device, before = device, rank.cuda.current
             log.clear()
             assert work.get_future().value()[0] is x
-            assert log == [("future", handle)]
+            assert log == [("future", SIDE)]
             assert rank.cuda.current is before and rank.cuda.device == device
         rank.cuda.device = 0
         del work
@@ -346,7 +369,7 @@ def test_a_call_on_the_current_stream_takes_no_event(rank: OneRank) -> None:
     x = ones()
     rank.cache(x)
     rank.cuda.log.clear()
-    rank.all_reduce(x).wait()
+    assert rank.all_reduce(x) is None, "nothing to wait for"
     assert rank.cuda.log == [("run", 1)]
 
 
@@ -367,7 +390,7 @@ def test_events_are_used_again_when_no_work_holds_them(rank: OneRank) -> None:
     assert rank.cuda.events <= made + 1
     assert not numbers & {entry[2] for entry in log if entry[:2] == ("record", SIDE)}
     del held
-    polled = rank.all_reduce(x)
+    polled = rank.all_reduce(x, overlap=True)
     assert polled.is_completed() and polled.is_completed() and rank.cuda.events <= made + 1
 
 

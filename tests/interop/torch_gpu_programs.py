@@ -81,6 +81,13 @@ def gpu_streams() -> dict[str, Any]:
     future = dist.all_reduce(torch.full((1 << 20,), rank + 1.0, device=device), async_op=True).get_future()
     torch.full((1 << 20,), -1.0, device=device)  # might reuse the memory of the operand
     found["future"] = [future.wait()[0].max().item() == expected, True]
+    x = torch.ones(1 << 22, device=device)
+    place = x.data_ptr()
+    torch.cuda._sleep(400_000_000)
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    del work, x
+    found["memory is free after the wait"] = [torch.empty(1 << 22, device=device).data_ptr() == place, True]
     return found
 
 

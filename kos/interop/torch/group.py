@@ -1,9 +1,10 @@
 """ProcessGroupKos: what torch.distributed calls.
 
 ``operations.py`` has the operations.  ``ProcessGroupKos._launch`` runs one (``launch.py``).
-On host memory it returns a Work that a wait advances.  On a GPU it runs on the current stream, or on the group's stream
-``side`` after the current stream.  An event after it is recorded only if its Work is polled, or still alive when the
-next operation begins.  A single operation on tensors that need no conversion is one call of the communicator.
+On host memory it returns a Work that a wait advances.  On a GPU it runs on the current stream, or with ``async_op`` on
+the group's stream ``side`` after the current stream, and only then returns a Work.  An event after it is recorded only
+if its Work is polled, or still alive when the next operation begins.  A single operation on tensors that need no
+conversion is one call of the communicator.
 
 torch lets Python replace a whole ProcessGroup, but not one of its backends: one group serves all devices.
 """
@@ -260,7 +261,8 @@ class ProcessGroupKos(Reconfigurable):
     def _launch(self, call: Call, tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False) -> Any:
         """Launch ``call`` on ``tensors``; ``opts`` are torch's options.
 
-        With ``batch``, ``call`` is a function that calls several operations of kos.
+        With ``batch``, ``call`` is a function that calls several operations of kos.  Returns None, as ProcessGroupNCCL
+        does, if there is nothing to wait for: without ``async_op``.
         """
         timeout, overlap = NONE if opts is None else opts.timeout, getattr(opts, "asyncOp", True)
         launch = self._launch_on_gpu if tensors[0].is_cuda else self._launch_on_host
@@ -272,7 +274,7 @@ class ProcessGroupKos(Reconfigurable):
             raise self.translated(error) from error
         if overlap and tensors[0].numel() == 1 == len(tensors):
             self._scalars.append(work)
-        if self._coalesced is not None:
+        if work is not None and self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
@@ -289,7 +291,7 @@ class ProcessGroupKos(Reconfigurable):
 
     def _launch_on_gpu(
         self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, batch: bool
-    ) -> DeviceWork:
+    ) -> DeviceWork | None:
         with self.lock:  # ``plain``: no conversion, so that the compiled core can make the cached call
             plain = self._gpu is not None and type(call) is list and len(call) == 1
             for tensor in tensors:
@@ -298,19 +300,17 @@ class ProcessGroupKos(Reconfigurable):
                 check_dense(tensors, what)
                 self._connect_gpu(tensors[0].device)
             self._begin()
-            if overlap:
-                self._follow_current()
+            before = self._follow_current() if overlap else None
             options = self._options(timeout)
             if plain:
                 name, args = call[0]
                 getattr(self._gpu, name)(*args, **({**self._side_options, **options} if overlap else options))
             else:
                 self._run_on_gpu(call, overlap, options, batch)
-            work = DeviceWork(self, tensors, overlap)
-            if overlap:
-                for tensor in tensors:
-                    tensor.record_stream(self.side)
-                self._last = weakref.ref(work)
+            if not overlap:
+                return None
+            work = DeviceWork(self, tensors, before)
+            self._last = weakref.ref(work)
             return work
 
     def _run_on_gpu(self, call: Any, overlap: bool, options: Any, batch: bool) -> None:
@@ -325,22 +325,28 @@ class ProcessGroupKos(Reconfigurable):
         else:
             launch()
 
-    def _follow_current(self) -> None:
-        """Make the stream of the group wait for the current stream, after an event for the last Work on it."""
-        last = self._last()
+    def _follow_current(self) -> Any:
+        """Make the stream of the group wait for the current stream, after an event for the last Work on it.
+
+        Returns the current stream.
+        """
+        last, current = self._last(), self.current_stream()
         if last is not None:
             last.recorded()
-        self._record(self.current_stream())
+        self._record(current)
         self._wait(self.side)
+        return current
 
-    def follow(self, work: DeviceWork) -> None:
-        """Make the current stream wait for an operation on the stream of the group."""
+    def follow(self, work: DeviceWork) -> Any:
+        """Make the current stream wait for an operation on the stream of the group; returns the current stream."""
         with self.lock:
+            current = self.current_stream()
             if work.event is None:  # it is the last one there
                 self._record(self.side)
-                self._wait(self.current_stream())
+                self._wait(current)
             else:
-                work.event.wait(self.current_stream())
+                work.event.wait(current)
+            return current
 
     def complete_aside(self, future: Any, result: Any) -> None:
         """Complete a Future on the stream of the group."""
@@ -370,7 +376,7 @@ class ProcessGroupKos(Reconfigurable):
 
     def _launch_on_host(
         self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, batch: bool
-    ) -> HostWork:
+    ) -> HostWork | None:
         check_dense(tensors, what)
         self.check_connected()
         waits = not overlap and self._coalesced is None
@@ -381,7 +387,7 @@ class ProcessGroupKos(Reconfigurable):
             work = HostWork(self, launch.works, launch, tensors)
             if waits:
                 work.wait()
-        return work
+        return None if waits else work
 
     # Messages and coalescing.
 
@@ -394,8 +400,7 @@ class ProcessGroupKos(Reconfigurable):
             # A message to this rank needs no connection, and other ranks may not take part in one.
             use = self._use_gpu if peer == self.rank() else self._connect_gpu
             use(tensors[0].device)
-            self._follow_current()
-            self._messages.append(message := DeviceMessage(self, tensors, name, peer))
+            self._messages.append(message := DeviceMessage(self, tensors, self._follow_current(), name, peer))
         if self._coalesced is not None:
             self._coalesced.append(message)
         return message
@@ -422,7 +427,6 @@ class ProcessGroupKos(Reconfigurable):
                 raise self.translated(error) from error
             event = PooledEvent(self.events, self.side)
             for message in messages:
-                message.tensors[0].record_stream(self.side)
                 message.event = event
 
     def _copy_own(self, messages: Sequence[DeviceMessage]) -> None:

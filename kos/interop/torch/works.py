@@ -177,14 +177,23 @@ class PooledEvent:
 
 
 class DeviceWork(_Work):
-    """An operation on a GPU, on the group's stream (``aside``) or on the stream that was current."""
+    """An operation on the group's stream of a GPU, which began after what was queued on the stream ``before``.
 
-    __slots__ = "_aside", "_group", "event"
+    It keeps its tensors alive.  Once ``before`` has waited for the operation, their memory can be freed as that of any
+    tensor that is used there; ``Tensor.record_stream``, after which torch reuses memory later, is for all other cases.
+    """
 
-    def __init__(self, group: Any, tensors: Sequence[Tensor], aside: bool) -> None:
+    __slots__ = "_before", "_group", "event"
+
+    def __init__(self, group: Any, tensors: Sequence[Tensor], before: Any) -> None:
         dist.Work.__init__(self)
-        self.tensors, self._group, self._aside = [*tensors], group, aside
+        self.tensors, self._group, self._before = [*tensors], group, before
         self.event: PooledEvent | None = None
+
+    def __del__(self) -> None:
+        if self._before is not None:
+            for tensor in self.tensors:
+                tensor.record_stream(self._group.side)
 
     def launch(self) -> None:
         """Nothing: it is launched."""
@@ -194,7 +203,7 @@ class DeviceWork(_Work):
         group = self._group
         with group.lock:
             if self.event is None:
-                self.event = PooledEvent(group.events, group.side if self._aside else group.current_stream())
+                self.event = PooledEvent(group.events, group.side)
             return self.event
 
     def wait(self, timeout: timedelta = NONE) -> bool:
@@ -203,8 +212,8 @@ class DeviceWork(_Work):
         self._group.check()
         if timeout > NONE:
             self._group.wait_on_host(self.recorded(), timeout.total_seconds())
-        if self._aside:
-            self._group.follow(self)
+        if self._group.follow(self) is self._before:
+            self._before = None
         return True
 
     def is_completed(self) -> bool:
@@ -222,18 +231,15 @@ class DeviceWork(_Work):
         """A Future of the tensors that is complete on the stream of the operation; the host does not wait."""
         self.launch()
         future = _C.Future([self._group.device])  # the class that ProcessGroupNCCL returns
-        if self._aside:
-            self._group.complete_aside(future, self.tensors)
-        else:
-            future.set_result(self.tensors)
+        self._group.complete_aside(future, self.tensors)
         return future
 
 
 class DeviceMessage(DeviceWork):
     """A message between GPUs, which the first wait for any message of its group launches."""
 
-    def __init__(self, group: Any, tensors: Sequence[Tensor], name: str, peer: int) -> None:
-        super().__init__(group, tensors, True)
+    def __init__(self, group: Any, tensors: Sequence[Tensor], before: Any, name: str, peer: int) -> None:
+        super().__init__(group, tensors, before)
         self.name, self.peer = name, peer
 
     def launch(self) -> None:
