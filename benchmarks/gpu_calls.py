@@ -1,10 +1,11 @@
 """The CPU time of an eager call on GPUs, beside that of its launch from C: mpirun -n 2 python -m benchmarks.gpu_calls
 
-Three ways make the same call by turns: the compiled core, Python (the core off), and a loop in C that makes the same
-launch and nothing else: for peer the kernel with the same attributes, for nccl NCCL's own function.  The figure is the
-time until a call returns, back to back, in microseconds: the median of all turns on the slowest rank.  The launch
-queue is never full: after each turn the ranks wait for the GPU.  ``kernels`` is how many a call launches, 0 where the
-core does not make it, as for what is several launches; there only Python is timed.
+Four ways make the same call by turns: the compiled core, Python (the core off), a loop in C that makes the same launch
+and nothing else, and a loop in Python over a function in C that does no more.  The launch is for peer the kernel with
+the same attributes, for nccl NCCL's own function.  The figure is the time until a call returns, back to back, in
+microseconds: the median of all turns on the slowest rank.  The launch queue is never full: after each turn the ranks
+wait for the GPU.  ``kernels`` is how many a call launches, 0 where the core does not make it, as for what is several
+launches; there only Python is timed.
 
 One GPU for two ranks serves peer alone, whose kernels take turns of a millisecond there: a few calls and turns will do.
 Arrays of torch are on its current stream, those of kos on a stream of their own and on the legacy default stream.
@@ -64,8 +65,8 @@ def build() -> ctypes.CDLL:
         include = HERE.parent / "kos" / "_core"
         command = [compiler, "-O2", "-w", "-shared", "-fPIC", f"-I{include}", str(HERE / "launches.c"), "-o", library]
         subprocess.run(command, check=True, timeout=60)
-        loaded = ctypes.CDLL(library)
-    loaded.time_launches.restype = ctypes.c_double
+        loaded = ctypes.PyDLL(library)
+    loaded.time_launches.restype, loaded.launch_function.restype = ctypes.c_double, ctypes.py_object
     return loaded
 
 
@@ -125,7 +126,7 @@ class Timer:
         if b"" in comm.rendezvous.allgather(b"" if launch is None else b"1"):
             launch = None
         sources = None if launch is None else struct.pack("=3Q", launch[1].send, launch[1].recv, launch[1].stream)
-        times: dict[str, list[float]] = {"python_us": [], "core_us": [], "c_us": []}
+        times: dict[str, list[float]] = {"python_us": [], "core_us": [], "c_us": [], "bare_us": []}
         hits = 0
         for _ in range(self._turns):
             times["python_us"].append(self._time(run))
@@ -136,7 +137,9 @@ class Timer:
             hits += eager.hits - before
             eager.off = True
             self._settle()
-            times["c_us"].append(self._loop.time_launches(launch[0], sources, self._calls))
+            self._loop.prepare_launches(launch[0], sources)
+            times["c_us"].append(self._loop.time_launches(self._calls))
+            times["bare_us"].append(self._time(self._loop.launch_function()))
         if eager is not None:
             eager.off = False
         self._settle()
@@ -162,7 +165,8 @@ def measure(backend: str, options: argparse.Namespace, loop: ctypes.CDLL) -> Ite
                     row |= timer.row(OPERATIONS[name], *arrays)
                     if row.get("c_us"):
                         row |= {"ratio": round(row["core_us"] / row["c_us"], 3),
-                                "over_us": round(row["core_us"] - row["c_us"], 3)}  # fmt: skip
+                                "over_us": round(row["core_us"] - row["c_us"], 3),
+                               "bare_ratio": round(row["core_us"] / row["bare_us"], 3)}  # fmt: skip
                     yield row
 
 

@@ -9,25 +9,58 @@ static double now(void) {
     return (double)t.tv_sec * 1e6 + (double)t.tv_nsec * 1e-3;
 }
 
-// Microseconds of one of `calls` launches; -1 after an error.
-double time_launches(const kos_launch *l, const uint64_t *sources, int calls) {
+static struct {
+    const kos_launch *l;
+    kos_config config;
     uint64_t w[KOS_MOST_WORDS];
     void *parameters[KOS_MOST_WORDS];
+} bare;
+
+// Makes `l` the launch of what follows.
+void prepare_launches(const kos_launch *l, const uint64_t *sources) {
     const kos_patch *patch = (const kos_patch *)(l->data + l->words);
-    kos_config config = l->config;
+    bare.l = l;
+    bare.config = l->config;
+    bare.config.stream = sources[KOS_STREAM];
     for (uint64_t i = 0; i < l->words; i++) {
-        w[i] = l->data[i];
-        parameters[i] = &w[i];
+        bare.w[i] = l->data[i];
+        bare.parameters[i] = &bare.w[i];
     }
     for (uint64_t i = 0; i < l->patches; i++)
-        w[patch[i].word] = sources[patch[i].source] + patch[i].offset;
-    config.stream = sources[KOS_STREAM];
-    int (*launch)(kos_config *, uint64_t, void **, void **) = (void *)l->function;
-    int (*call)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t) = (void *)l->function;
+        bare.w[patch[i].word] = sources[patch[i].source] + patch[i].offset;
+}
+
+static int launch(void) {
+    int (*kernel)(kos_config *, uint64_t, void **, void **) = (void *)bare.l->function;
+    int (*function)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t) = (void *)kernel;
+    const uint64_t *w = bare.w;
+    return bare.l->kernel ? kernel(&bare.config, bare.l->kernel, bare.parameters, 0)
+                          : function(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]);
+}
+
+// Microseconds of one of `calls` launches; -1 after an error.
+double time_launches(int calls) {
     const double began = now();
     int error = 0;
     for (int i = 0; i < calls; i++)
-        error |= l->kernel ? launch(&config, l->kernel, parameters, 0)
-                           : call(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]);
+        error |= launch();
     return error ? -1 : (now() - began) / calls;
+}
+
+// What is used of Python.h, which a machine may lack.
+typedef struct { const char *name; void *(*function)(void *, void *); int flags; const char *text; } method;
+extern void *PyCFunction_NewEx(method *, void *, void *);
+extern void Py_IncRef(void *);
+extern char _Py_NoneStruct[];
+
+static void *launch_once(void *self, void *unused) {
+    launch();
+    Py_IncRef(_Py_NoneStruct);
+    return _Py_NoneStruct;
+}
+
+// A function of Python that makes the launch, and nothing else.
+void *launch_function(void) {
+    static method definition = {"launch", launch_once, 4, 0};  // METH_NOARGS
+    return PyCFunction_NewEx(&definition, 0, 0);
 }
