@@ -69,18 +69,27 @@ def mpirun(ranks: int, here: bool = True) -> list[str]:
     return [program, *options]
 
 
-def _options_of_mpirun() -> list[str]:
-    """The options of the mpirun that is this process's parent, as the user typed them; empty if there is none."""
+def several_programs() -> bool:
+    """Whether the mpirun that is this process's parent has started several programs."""
+    return ":" in _words_of_mpirun()
+
+
+def _words_of_mpirun() -> list[str]:
+    """The command of the mpirun that is this process's parent, as the user typed it; empty if there is none."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
     except (OSError, ValueError):
         return []
-    if not words or Path(words[0]).name not in ("mpirun", "mpiexec", "orterun", "prterun"):
-        return []
+    return words if words and Path(words[0]).name in ("mpirun", "mpiexec", "orterun", "prterun") else []
+
+
+def _options_of_mpirun() -> list[str]:
+    """The options in that command; empty if there are none, or those of several programs."""
+    words = _words_of_mpirun()
     for own in (sys.orig_argv, sys.orig_argv[1:]):  # of a script: the first word is its Python
         at = len(words) - len(own)
         if at > 0 and Path(words[at]).name == Path(own[0]).name and words[at + 1 :] == own[1:]:
-            return [] if ":" in words[:at] else words[1:at]  # for several programs
+            return [] if ":" in words[:at] else words[1:at]
     return []
 
 

@@ -10,11 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.testing import spawn
 from kos.train import run as loop
 from kos.train.config.options import TrainConfig
+from kos.train.ops import numpy as numpy_ops
 from kos.train.optim.cuda import CHUNK
+from kos.train.parallel.context import ContextParallel
+from kos.train.parallel.mesh import Axis
 from kos.train.run import Trainer
 from kos.train.tools import profile
 from kos.train.tools.costs import TimedOps, cost
@@ -68,6 +72,29 @@ def test_costs_follow_from_shapes():
         assert cost("squares", ("optimizer.cu", "squares", chunks, 256, flat, x, losses)) == (read, 0)
 
 
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 8, 15, 16, None])
+@pytest.mark.parametrize(("cp", "pieces"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_attention_counts_what_a_window_leaves(cp, pieces, window):
+    """Of each rank to each piece: by positions, pairs on the borders half.  Documents are not counted."""
+    f32, length, heads, d = np.float32, 16 // (cp * pieces), 2, 3
+    apart = np.subtract.outer(np.arange(16), np.arange(16))
+    sees = ((apart > 0) & (apart < (window or 16))) + 0.5 * ((apart == 0) | (apart == window))
+    qkv, lse, every = np.zeros((length, 3 * heads * d), f32), np.zeros((1, heads, length), f32), slice(0, length)
+    out = qkv[:, : heads * d]
+    for rank in range(cp):
+        context = ContextParallel(numpy_ops, Axis(rank, cp, None), pieces)
+        masks = context.masks(np.zeros(pieces * length, np.int32), window, pieces, length, Arena())
+        for queries, of_piece in zip(context.mine, masks, strict=True):
+            for keys, mask in enumerate(of_piece):
+                want = 4 * heads * d * sees[np.ix_(context.places(queries, length), context.places(keys, length))].sum()
+                forward, backward = (out, lse, None, mask), (out, lse, heads, heads)
+                assert cost("attention", (qkv, heads, heads, *forward))[1] == want
+                assert cost("attention_backward", (out, qkv, *backward, qkv, None, mask))[1] == 2.5 * want
+                assert cost("attention_to", (qkv, qkv, heads, heads, every, every, *forward))[1] == want
+                operands = (out, qkv, qkv, *backward, every, every, qkv, qkv, None, mask)
+                assert cost("attention_to_backward", operands)[1] == 2.5 * want
+
+
 def profiled(tmp_path, ranks, wrap=lambda comm: comm, **changes):
     """The table of rank 0 and, by rank, lane and name, the events of a profile of two steps."""
     data = tmp_path / "letters.txt"
@@ -104,6 +131,21 @@ def test_on_the_cpu(tmp_path, capsys):
     assert all(a[1] <= b[0] + 1e-3 for a, b in itertools.pairwise(alone)), "operations of one thread overlap"
     assert 0 < sum(end - begin for begin, end in alone) / 2e3 <= 2.1 * step
     assert table in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp", "cp"])
+def test_attention_in_a_window_counts_as_in_mfu(tmp_path, axis):
+    """Its backward has five products, of which MFU counts four."""
+    shape = {**SMALL["model"], "intermediate_size": 30, "model_type": "mistral"}
+    full, window = ({"model": {**shape, "sliding_window": size}} for size in (None, 3))
+    spans = profiled(tmp_path, 2, **window, **{axis: 2})[1]
+    flops = sum(s["args"]["flops"] for s in spans if s["name"].startswith("attention")) / 2  # of a step
+    of_full, of_window = (
+        TrainConfig.from_preset("tiny", **{**SMALL, **each}).model_config_for(256).flops_per_token(8)
+        for each in (full, window)
+    )
+    attention = of_window.causal - (2 * of_full.causal - of_full.noncausal)
+    assert flops == pytest.approx(8 * 8 * attention * 3.5 / 3)
 
 
 def test_compressed_gradients(tmp_path):

@@ -26,7 +26,7 @@ from kos.train.run import Trainer
 from kos.train.tools import commands
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
-from tests.launcher import needs_mpirun, run_program
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 from tests.train.test_cli import ENVIRONMENT, _command
 from tests.train.test_loop import SMALL, _config, _train, text
 
@@ -149,6 +149,19 @@ def test_a_command_that_would_fail_is_not_printed(monkeypatch: Any) -> None:
     assert commands.resume(Path("run"), 2).startswith("start the 2 ranks as before, with: ")
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
     assert commands.plot(Path("run")) is None
+
+
+@needs_mpirun
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_command_of_one_program_does_not_start_several(hosts: int) -> None:
+    """Pretended hosts have an environment each, which the command for one would lose."""
+    code = "from pathlib import Path; from kos.train.tools import commands; print(commands.resume(Path('run'), 2))"
+    programs = [["-x", f"KOS_HOST={host}", "-n", str(2 // hosts), sys.executable, "-c", code] for host in range(hosts)]
+    words = [word for program in programs for word in (":", *program)][1:]
+    done = run_program(MPIRUN, *words, env={**OUTSIDE, "PYTHONPATH": os.getcwd()})
+    found = [line.startswith("start the 2 ranks as before, with: ") for line in done.stdout.splitlines()]
+    assert found == [hosts > 1] * 2, done.stdout + done.stderr
+    assert hosts > 1 or "KOS_HOST=0 -n 2" in done.stdout
 
 
 def test_printed_commands_are_those_of_the_guides(monkeypatch: Any, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from kos.train.layers.linear import ColumnLinear, RowLinear
 from kos.train.layers.norm import Norm
 from kos.train.layers.placement import Placement
 from kos.train.layers.sublayer import Saved, Sublayer
-from kos.train.ops import Array, Mask
+from kos.train.ops import Array
 from kos.train.parallel.context import Masks
 from kos.train.parallel.tensor import Half
 
@@ -102,7 +102,7 @@ class Attention(Sublayer):
             yield
         yield
         if apart:
-            of_half = masks and [[Mask(*(x[start:stop] for x in mask)) for mask in each] for each in masks]
+            of_half = masks and [[mask.of(slice(start, stop)) for mask in each] for each in masks]
             kept = OfCore(lse[start:stop], None if raw is None else raw[rows])
             self._attend(ctx, qkv[rows], kept, heads[rows], of_half)
 

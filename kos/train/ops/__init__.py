@@ -14,6 +14,7 @@ written, so outputs may start as NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -32,6 +33,20 @@ SCALE_BLOCK = 128
 """Rows and columns of a matrix in 8 bits that share a scale."""
 
 
+def seen_pairs(tokens: float, window: int | None = None, apart: float = 0) -> float:
+    """How many pairs of query and key causal attention with a ``window`` sees: T²/2 without one, else T W - W²/2.
+
+    ``tokens`` queries in a row see as many keys in a row; the first query is ``apart`` tokens after the first key.
+    """
+
+    def within(distance: float) -> float:
+        """Pairs whose query is at most ``distance`` after its key."""
+        near = max(-tokens, min(distance, tokens))
+        return tokens * tokens / 2 + near * (tokens - abs(near) / 2)
+
+    return within((window or math.inf) - apart) - within(-apart)
+
+
 class Mask(NamedTuple):
     """Which keys queries see in attention, as ``attention_mask`` writes it: two arrays of int32, in tokens of a sample.
 
@@ -42,6 +57,11 @@ class Mask(NamedTuple):
 
     first_key: Array  # (B, T), of each query: 0 to T
     last_query: Array  # (B, T), of each key: the last query whose first key is not after it, or -1
+    pairs: float | None = None  # of a sample, as ``seen_pairs`` counts them; None: those of attention without a window
+
+    def of(self, samples: slice) -> Mask:
+        """That of some samples."""
+        return self._replace(first_key=self.first_key[samples], last_query=self.last_query[samples])
 
     def check(self, samples: int, length: int) -> None:
         """InvalidArgument unless this is of ``samples`` of ``length`` tokens."""

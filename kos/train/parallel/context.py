@@ -15,13 +15,14 @@ to neighbour, while a rank works with those that it has. In the backward their g
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kos.memory.arena import Arena
 from kos.train.data.batch import Batch
-from kos.train.ops import Array, Mask, Ops
+from kos.train.ops import Array, Mask, Ops, seen_pairs
 from kos.train.parallel.mesh import ALONE, Axis
 
 Parts = Iterator[tuple[int, Array, Array | None]]
@@ -81,12 +82,18 @@ class ContextParallel:
         by_piece = [None] * self.pieces if starts is None else starts.reshape(self.pieces, samples, length)
 
         def mask(index: int, keys: int) -> Mask:
-            made = Mask(*arena.take((2, samples, length), np.dtype(np.int32)))
+            first_key, last_query = arena.take((2, samples, length), np.dtype(np.int32))
+            made = Mask(first_key, last_query, self._pairs(self.mine[index], keys, length, window))
             places = [self.places(piece, length) for piece in (self.mine[index], keys)] if self.chunks > 2 else []
             self.ops.attention_mask(by_piece[index], window, made, *places)
             return made
 
         return [[mask(index, keys) for keys in range(self.chunks // 2)] for index in range(self.pieces)]
+
+    def _pairs(self, queries: int, keys: int, length: int, window: int | None) -> float:
+        """Those that a sample's queries of one piece see in another, each of ``length`` tokens."""
+        chunks = ((piece, self.chunks - 1 - piece) for piece in (queries, keys))
+        return sum(seen_pairs(length / 2, window, (q - k) * length / 2) for q, k in itertools.product(*chunks))
 
     def positions_of_rows(self, seq_len: int, samples: int) -> Sequence[int]:
         """The positions of tokens that lie piece by piece, each of ``samples`` samples of ``seq_len`` tokens."""

@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 
 from kos.comm.control import mpi_job
-from kos.commands import mpirun, near, python
+from kos.commands import mpirun, near, python, several_programs
 from kos.train.config.options import TrainConfig, flag_of
 
 
 def resume(out: Path, ranks: int, *flags: str) -> str:
     """The command that continues from the newest checkpoint in ``out``, whose ``config.json`` has the settings.
 
-    It is the command of every rank if something other than mpirun has started them.
+    It is the command of every rank if something other than mpirun has started them, or mpirun several programs.
     """
     words = [python(), "-m", "kos.train", "--config", str(out / "config.json"), "--resume", "auto", *flags]
-    if _by_mpirun():
+    if _by_mpirun() and not several_programs():
         words = [*mpirun(ranks), *words]
     elif ranks > 1:
         return f"start the {ranks} ranks as before, with: {shlex.join(words)}"

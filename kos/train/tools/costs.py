@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-from kos.train.ops import NEWTON_SCHULZ_STEPS, Ops, Scaled
+from kos.train.ops import NEWTON_SCHULZ_STEPS, Mask, Ops, Scaled, seen_pairs
 
 UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
 TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch", "update"}
@@ -57,15 +58,15 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
         flops = 2.0 * arrays[0].size * len(arrays[2])
     elif name == "quantize_rms_norm":  # rows are read twice
         nbytes += int(arrays[0].nbytes)
-    elif name.startswith("attention_to"):  # every query to every key
-        backward = name == "attention_to_backward"
-        out, log_sum_exp = arguments[3:5] if backward else arguments[6:8]
-        queries, keys = (len(range(part.start, part.stop)) for part in arguments[7 if backward else 4 :][:2])
-        flops = 4.0 * out.size * queries * keys / log_sum_exp.shape[-1] * (2.5 if backward else 1.0)
-    elif name in ("attention", "attention_backward"):  # causal: half of T x T; backward: five products, not two
-        backward = name == "attention_backward"
-        out, log_sum_exp = arguments[2:4] if backward else arguments[3:5]
-        flops = 2.0 * out.size * log_sum_exp.shape[-1] * (2.5 if backward else 1.0)
+    elif name.removesuffix("_backward") in ("attention", "attention_to"):  # backward: five products, not two
+        backward, others = name.endswith("backward"), name.startswith("attention_to")
+        out, log_sum_exp = arguments[(6 - 3 * backward if others else 3 - backward) :][:2]
+        pairs, tokens = arguments[-1].pairs if isinstance(arguments[-1], Mask) else None, log_sum_exp.shape[-1]
+        if pairs is None and others:  # every query to every key
+            pairs = math.prod(part.stop - part.start for part in arguments[7 if backward else 4 :][:2])
+        elif pairs is None:
+            pairs = seen_pairs(tokens)
+        flops = 4.0 * out.size * pairs / tokens * (2.5 if backward else 1.0)
     elif name in ("squares", "exact_squares", "largest"):  # this rank's share of the grid's chunks
         from kos.train.optim.cuda import CHUNK
 

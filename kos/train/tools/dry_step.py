@@ -260,7 +260,7 @@ class TimedDryRun(DryRun):
 
     def __init__(self, job: Job, stage_rank: int) -> None:
         self.clock, self.actions = Clock(job.rates, job.network), dict[Action, dict[str, float]]()
-        rank = job.layout.rank({"pp": stage_rank})
+        rank = job.layout.rank({"pp": stage_rank, "cp": job.layout.cp - 1})  # which sees most in a window
         mesh = TimedMesh(self.clock, job, rank)
         dry = cpu.DryOps() if job.config.device == "cpu" else _AbsentGpu(job.rates.name)
         ops = TimedOps(dry, self.clock.timed)

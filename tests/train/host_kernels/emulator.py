@@ -19,7 +19,7 @@ from kos.cuda.kernels import _read_sources
 from kos.memory import array as array_module
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.ops import Scaled
+from kos.train.ops import Mask, Scaled
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda.attention import Tokens
 from kos.train.ops.cuda.dialect import KERNELS, CudaOps
@@ -216,7 +216,7 @@ class HostOps(CudaOps):
 
 
 def _on_host(mask):
-    return mask and mask._make(x.numpy() for x in mask)
+    return mask and Mask(*(x.numpy() for x in mask[:2]))
 
 
 def _columns(array):
