@@ -261,8 +261,8 @@ class ProcessGroupKos(Reconfigurable):
     def _launch(self, call: Call, tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False) -> Any:
         """Launch ``call`` on ``tensors``; ``opts`` are torch's options.
 
-        With ``batch``, ``call`` is a function that calls several operations of kos.  Returns None, as ProcessGroupNCCL
-        does, if there is nothing to wait for: without ``async_op``.
+        With ``batch``, ``call`` is a function that calls several operations of kos.  On a GPU, None of a call without
+        ``async_op``, as from ProcessGroupNCCL: there is nothing to wait for.
         """
         timeout, overlap = NONE if opts is None else opts.timeout, getattr(opts, "asyncOp", True)
         launch = self._launch_on_gpu if tensors[0].is_cuda else self._launch_on_host
@@ -376,7 +376,7 @@ class ProcessGroupKos(Reconfigurable):
 
     def _launch_on_host(
         self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, batch: bool
-    ) -> HostWork | None:
+    ) -> HostWork:
         check_dense(tensors, what)
         self.check_connected()
         waits = not overlap and self._coalesced is None
@@ -387,7 +387,7 @@ class ProcessGroupKos(Reconfigurable):
             work = HostWork(self, launch.works, launch, tensors)
             if waits:
                 work.wait()
-        return None if waits else work
+        return work
 
     # Messages and coalescing.
 

@@ -192,8 +192,9 @@ class DeviceWork(_Work):
 
     def __del__(self) -> None:
         if self._before is not None:
-            for tensor in self.tensors:
-                tensor.record_stream(self._group.side)
+            with _C._DisableTorchDispatch():  # a compiler's mode for tensors without memory may be on
+                for tensor in self.tensors:
+                    tensor.record_stream(self._group.side)
 
     def launch(self) -> None:
         """Nothing: it is launched."""

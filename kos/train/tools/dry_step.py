@@ -260,7 +260,9 @@ class TimedDryRun(DryRun):
 
     def __init__(self, job: Job, stage_rank: int) -> None:
         self.clock, self.actions = Clock(job.rates, job.network), dict[Action, dict[str, float]]()
-        rank = job.layout.rank({"pp": stage_rank, "cp": job.layout.cp - 1})  # which sees most in a window
+        has_windows = any(map(job.model.window, range(job.model.num_hidden_layers)))
+        last = job.layout.cp - 1 if has_windows else 0  # which sees most in a window
+        rank = job.layout.rank({"pp": stage_rank, "cp": last})
         mesh = TimedMesh(self.clock, job, rank)
         dry = cpu.DryOps() if job.config.device == "cpu" else _AbsentGpu(job.rates.name)
         ops = TimedOps(dry, self.clock.timed)
