@@ -234,7 +234,7 @@ class FailureLog:
             named.__cause__ = error
             return named
         if isinstance(error, _UNNAMED) and f"{work.name} #" not in str(error):
-            return again(error, f"{work}: {error}")
+            return again(error, _prefixed(work, str(error)))
         return error
 
     def ended(self, rank: int) -> KosError:
@@ -418,4 +418,8 @@ class FailureLog:
 
 
 def _prefixed(what: object, text: str) -> str:
-    return text if what is None else f"{what}: {text}"
+    """The text of an error of the call ``what``.  Where ``text`` is of that call or communicator, it is named once."""
+    if what is None or text.startswith(f"{what}: "):
+        return text
+    group, _, call = f"{what}".partition(": ")
+    return f"{call}: {text}" if call and text.startswith(f"{group}: ") else f"{what}: {text}"
