@@ -329,8 +329,10 @@ class FailureLog:
         this rank is put in front.
         """
         shared, mine = failure, [self.world[self.rank]]
-        me = self._names(mine)
-        if lost:
+        me, known = self._names(mine), self._reported()
+        if known is not None and str(failure).endswith(f": {known}"):  # of another rank, whose text stays as it is
+            shared = again(known)
+        elif lost:
             shared = blaming(RankLost(f"{me} is gone: {failure}"), mine)
         elif isinstance(failure, CudaError | Interrupted) or (type(failure) is CollectiveError and failure.__cause__):
             # Others must not mistake it for an error of their own.
@@ -339,6 +341,13 @@ class FailureLog:
             shared = again(failure, f"{me}: {failure}")
         self.status.post_failure(shared)
         return shared
+
+    def _reported(self) -> KosError | None:
+        """The failure that a rank of the group has reported, as far as this one knows."""
+        if self.reported is not None:
+            return self.reported[1]
+        known = None if self.ring is None else self.ring.failure()
+        return None if known is None else known[0]
 
     def end(self, reason: str, cause: KosError | None) -> KosError:
         """The failure that the other ranks raise if this one closes now, because of ``cause`` if that is given."""

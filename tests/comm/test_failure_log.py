@@ -85,6 +85,20 @@ class _Waits(PeerStatus):
 
 
 @pytest.mark.parametrize(
+    ("cause", "prefix"),
+    [
+        ("world: all_reduce #1 of int8[1]: late", ""),
+        ("world: rank 1 called barrier #0 but rank 2 called split #0", "all_reduce #1 of int8[1]: "),
+        ("world.0:group: all_reduce #1 of int8[1]: late", "world: all_reduce #1 of int8[1]: "),
+    ],
+)
+def test_the_call_and_the_communicator_are_named_once(cause: str, prefix: str) -> None:
+    log = FailureLog(range(3), 0, _Waits({}, {1: blaming(CollectiveTimeout(cause), [2])}))
+    error = log.overdue(Late([1]), "world: all_reduce #1 of int8[1]", 1.0)
+    assert str(error) == f"{prefix}{cause}; rank 1 failed because of it"
+
+
+@pytest.mark.parametrize(
     ("failures", "arrived", "named"),
     [
         ({}, (), "ranks [1, 2] did not arrive"),

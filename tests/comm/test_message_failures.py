@@ -14,7 +14,8 @@ import pytest
 import kos
 from kos.comm.host import mpi_messages
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError
-from tests.comm.ranks import on_each_rank, time_out_beside_others
+from tests.comm.ranks import MockRanks, on_each_rank, time_out_beside_others
+from tests.comm.tcp_ranks import TCPRanks
 from tests.comm.test_failures import F4
 
 
@@ -82,6 +83,36 @@ def fail_in_a_group(comm: kos.Communicator) -> None:
 
 def test_which_ranks_are_of_the_group_and_which_of_the_world(several: Any) -> None:
     several.run(fail_in_a_group)
+
+
+def pass_a_failure_on(comm: kos.Communicator) -> list[str]:
+    """A send of rank 1 fails, so that a call of rank 0 fails, which has begun fewer collectives; rank 2 learns both."""
+    large, small, texts = np.ones(1 << 20), np.ones(3), list[str]()
+    comm.barrier()
+
+    def learn(call: Callable[[], Any]) -> None:
+        with pytest.raises(CollectiveTimeout) as caught:
+            call()
+        texts.append(str(caught.value))
+
+    if comm.rank == 1:
+        work = comm.all_reduce(small, async_op=True)
+        learn(lambda: comm.send(large, 2, timeout=0.2))
+        learn(work.wait)
+    elif comm.rank == 0:
+        learn(lambda: comm.send_recv(large, small, 1, 1))
+    else:
+        learn(lambda: comm.recv(small, 0))
+        learn(lambda: comm.all_reduce(small))
+    return texts
+
+
+@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
+def test_a_failure_that_is_passed_on_names_its_rank_once(on: Any) -> None:
+    (passed,), (own, _), learned = on(3).run(pass_a_failure_on)
+    assert own.startswith("world: send #0 ")
+    for text, call in zip((passed, *learned), ("send_recv #0", "recv #0", "all_reduce #1"), strict=True):
+        assert re.fullmatch(rf"(world: {call} [^:]*: )?rank 1: {re.escape(own)}", text), text
 
 
 def fail_on_one_rank(comm: kos.Communicator, error: BaseException, raised: type[BaseException]) -> None:
