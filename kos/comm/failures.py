@@ -197,7 +197,7 @@ class FailureLog:
     def refuse(self, what: object) -> None:
         """Raise the first failure, if any, for the call ``what``, which comes after it."""
         if self.first is not None:
-            raise again(self.first, f"{what}: the communicator failed before: {self.first}")
+            raise again(self.first, _prefixed(what, f"{self.first}", "the communicator failed before: "))
 
     def find(self) -> KosError | None:
         """The failure of this group, if it can be found without a call.  Called by the watchdog's thread."""
@@ -426,9 +426,9 @@ class FailureLog:
         return list(late), sorted(seen) if cycle else []
 
 
-def _prefixed(what: object, text: str) -> str:
+def _prefixed(what: object, text: str, why: str = "") -> str:
     """The text of an error of the call ``what``.  Where ``text`` is of that call or communicator, it is named once."""
     if what is None or text.startswith(f"{what}: "):
         return text
     group, _, call = f"{what}".partition(": ")
-    return f"{call}: {text}" if call and text.startswith(f"{group}: ") else f"{what}: {text}"
+    return f"{call if call and text.startswith(f'{group}: ') else what}: {why}{text}"

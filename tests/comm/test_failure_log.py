@@ -96,6 +96,10 @@ def test_the_call_and_the_communicator_are_named_once(cause: str, prefix: str) -
     log = FailureLog(range(3), 0, _Waits({}, {1: blaming(CollectiveTimeout(cause), [2])}))
     error = log.overdue(Late([1]), "world: all_reduce #1 of int8[1]", 1.0)
     assert str(error) == f"{prefix}{cause}; rank 1 failed because of it"
+    log.first = CollectiveTimeout(cause)
+    with pytest.raises(CollectiveTimeout) as caught:
+        log.refuse("world: all_reduce #1 of int8[1]")
+    assert str(caught.value) == f"{prefix}{'the communicator failed before: ' * bool(prefix)}{cause}"
 
 
 @pytest.mark.parametrize(
