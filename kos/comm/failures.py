@@ -170,7 +170,7 @@ class FailureLog:
         """
         sequence = work.sequence if work.collective and work.sequence >= 0 else begun
         self.first = self.first or again(error)
-        shared = self._shared(error, lost, None if work.collective else work)
+        shared = self._shared(error, lost, work)
         self.record(sequence, shared)
         if self._told is None or sequence < self._told:  # other ranks may wait in an earlier collective
             self._told = sequence
@@ -322,22 +322,21 @@ class FailureLog:
             ranks,
         )
 
-    def _shared(self, failure: KosError, lost: bool, message: object = None) -> KosError:
-        """The failure of this rank as the other ranks raise it; ``lost``: its device is unusable.
+    def _shared(self, failure: KosError, lost: bool, work: Any) -> KosError:
+        """The failure of ``work`` on this rank as the other ranks raise it; ``lost``: its device is unusable.
 
-        ``message`` is the failed call if it is a send or receive.  The text of such a call names only the peer, so
-        this rank is put in front.
+        The text of a send or receive names only the peer, so this rank is put in front.
         """
         shared, mine = failure, [self.world[self.rank]]
         me, known = self._names(mine), self._reported()
-        if known is not None and str(failure).endswith(f": {known}"):  # of another rank, whose text stays as it is
+        if known is not None and str(failure) == _prefixed(work, f"{known}"):  # of another rank: its text stays
             shared = again(known)
         elif lost:
             shared = blaming(RankLost(f"{me} is gone: {failure}"), mine)
         elif isinstance(failure, CudaError | Interrupted) or (type(failure) is CollectiveError and failure.__cause__):
             # Others must not mistake it for an error of their own.
             shared = blaming(CollectiveError(f"{me}: {failure}"), mine)
-        elif message is not None and str(failure).startswith(str(message)):  # not a failure of another rank
+        elif not work.collective and str(failure).startswith(str(work)):
             shared = again(failure, f"{me}: {failure}")
         self.status.post_failure(shared)
         return shared
@@ -430,5 +429,5 @@ def _prefixed(what: object, text: str, why: str = "") -> str:
     """The text of an error of the call ``what``.  Where ``text`` is of that call or communicator, it is named once."""
     if what is None or text.startswith(f"{what}: "):
         return text
-    group, _, call = f"{what}".partition(": ")
-    return f"{call if call and text.startswith(f'{group}: ') else what}: {why}{text}"
+    group, named, _ = f"{what}".partition(": ")
+    return f"{what}: {why}{text.removeprefix(group + named) if named else text}"
