@@ -88,7 +88,7 @@ def main() -> None:
             record[COMPLETED] = time_ns()
 
     nothing = best(empty)
-    launch, over = best(lambda: note(comm, work, 2)) - nothing, best(complete) - nothing
+    launch, over = best(lambda: note(comm, work)) - nothing, best(complete) - nothing
     print(f"recorder: launch {launch:.0f} ns + completion {over:.0f} ns = {launch + over:.0f} ns a call")
     rows.append({"what": "recorder", "launch_ns": launch, "completion_ns": over})
     for ranks in (2, 4, 8):

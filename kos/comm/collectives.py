@@ -227,10 +227,8 @@ class Operations:
             work.array, work.convert = recv.array, recv.convert
         return work
 
-    def _all_gather_numbers(
-        self, numbers: Sequence[int], purpose: str, timeout: float | None, depth: int
-    ) -> list[list[int]]:
-        """All ranks' ``numbers``, as many on each, for the call ``purpose``, made ``depth`` frames up."""
+    def _all_gather_numbers(self, numbers: Sequence[int], purpose: str, timeout: float | None) -> list[list[int]]:
+        """All ranks' ``numbers``, as many on each, for the call ``purpose``."""
         raise NotImplementedError
 
     def _options(
@@ -644,7 +642,7 @@ class Operations:
         """The counts of an all_gather_v or a gather_v, checked."""
         if counts is None:
             size = -1 if out is None else output(out, send, None, stream).count
-            counts, sizes = self._counts_of_all(name, "counts", options, send, (send.count, size), 6)
+            counts, sizes = self._counts_of_all(name, "counts", options, send, (send.count, size))
             check_totals("out", sizes, [sum(counts)] * self.size)
         counts = check_counts("counts", counts, self.size)
         if counts[self.rank] != send.count:
@@ -653,14 +651,14 @@ class Operations:
         return counts
 
     def _counts_of_all(
-        self, name: str, what: str, options: Options, buffer: Buffer, mine: Sequence[int], depth: int = 5
+        self, name: str, what: str, options: Options, buffer: Buffer, mine: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """The numbers of every rank, for a call without ``what`` made ``depth`` frames up.  The host waits for them."""
+        """The numbers of every rank, for a call without ``what``.  The host waits for them."""
         if self._batch is not None:
             raise InvalidArgument(f"{what}: expected numbers in a batch and for a persistent operation, got None")
         if buffer.device is not None and streams.capture_of(buffer.stream):
             raise InvalidArgument(f"{what}: expected numbers while a CUDA graph is captured, got None")
-        rows = self._all_gather_numbers(mine, f"{name} with {what}=None", options.timeout, depth)
+        rows = self._all_gather_numbers(mine, f"{name} with {what}=None", options.timeout)
         return list(zip(*rows, strict=True))
 
     def barrier(self, *, stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:

@@ -214,7 +214,7 @@ class Communicator(Groups):
         self._check_open()
         shape, kind = check_shape(shape), as_dtype(dtype)
         call = f"allocate of {kind.name}{list(shape)}"
-        self._agree(Operation("barrier", self.rank, replace(self._defaults, purpose=call)), call, 3)
+        self._agree(Operation("barrier", self.rank, replace(self._defaults, purpose=call)), call)
         if self.device is not None:
             return self.backend.allocate(shape, kind.numpy)
         with self._exchange(call):
@@ -261,7 +261,7 @@ class Communicator(Groups):
             self.synchronize()
             self._store.clear()
             call = f"register of {buffer.nbytes} bytes"
-            self._agree(Operation("barrier", self.rank, replace(self._defaults, purpose=call)), call, 3)
+            self._agree(Operation("barrier", self.rank, replace(self._defaults, purpose=call)), call)
         return self.backend.register(buffer)
 
     def on_failure(self, callback: Callable[[KosError], None]) -> None:
@@ -385,7 +385,7 @@ class Communicator(Groups):
             try:
                 ordered = self.backend.in_order(works)  # the order of their start: ranks compare sequence numbers
                 for work in ordered:
-                    note(self, work, 3)
+                    note(self, work)
                 with nullcontext() if self._tracing is None or not works else self._tracing(works, True, overlap):
                     self.backend.start_all(ordered, overlap)
             except BaseException as error:

@@ -170,7 +170,7 @@ class FailureLog:
         """
         sequence = work.sequence if work.collective and work.sequence >= 0 else begun
         self.first = self.first or again(error)
-        shared = self._shared(error, lost, None if work.collective else work)
+        shared = self._shared(error, lost, work)
         self.record(sequence, shared)
         if self._told is None or sequence < self._told:  # other ranks may wait in an earlier collective
             self._told = sequence
@@ -197,7 +197,7 @@ class FailureLog:
     def refuse(self, what: object) -> None:
         """Raise the first failure, if any, for the call ``what``, which comes after it."""
         if self.first is not None:
-            raise again(self.first, f"{what}: the communicator failed before: {self.first}")
+            raise again(self.first, _prefixed(what, f"{self.first}", "the communicator failed before: "))
 
     def find(self) -> KosError | None:
         """The failure of this group, if it can be found without a call.  Called by the watchdog's thread."""
@@ -234,7 +234,7 @@ class FailureLog:
             named.__cause__ = error
             return named
         if isinstance(error, _UNNAMED) and f"{work.name} #" not in str(error):
-            return again(error, f"{work}: {error}")
+            return again(error, _prefixed(work, str(error)))
         return error
 
     def ended(self, rank: int) -> KosError:
@@ -322,23 +322,31 @@ class FailureLog:
             ranks,
         )
 
-    def _shared(self, failure: KosError, lost: bool, message: object = None) -> KosError:
-        """The failure of this rank as the other ranks raise it; ``lost``: its device is unusable.
+    def _shared(self, failure: KosError, lost: bool, work: Any) -> KosError:
+        """The failure of ``work`` on this rank as the other ranks raise it; ``lost``: its device is unusable.
 
-        ``message`` is the failed call if it is a send or receive.  The text of such a call names only the peer, so
-        this rank is put in front.
+        The text of a send or receive names only the peer, so this rank is put in front.
         """
         shared, mine = failure, [self.world[self.rank]]
-        me = self._names(mine)
-        if lost:
+        me, known = self._names(mine), self._reported()
+        if known is not None and str(failure) == _prefixed(work, f"{known}"):  # of another rank: its text stays
+            shared = again(known)
+        elif lost:
             shared = blaming(RankLost(f"{me} is gone: {failure}"), mine)
         elif isinstance(failure, CudaError | Interrupted) or (type(failure) is CollectiveError and failure.__cause__):
             # Others must not mistake it for an error of their own.
             shared = blaming(CollectiveError(f"{me}: {failure}"), mine)
-        elif message is not None and str(failure).startswith(str(message)):  # not a failure of another rank
+        elif not work.collective and str(failure).startswith(str(work)):
             shared = again(failure, f"{me}: {failure}")
         self.status.post_failure(shared)
         return shared
+
+    def _reported(self) -> KosError | None:
+        """The failure that a rank of the group has reported, as far as this one knows."""
+        if self.reported is not None:
+            return self.reported[1]
+        known = None if self.ring is None else self.ring.failure()
+        return None if known is None else known[0]
 
     def end(self, reason: str, cause: KosError | None) -> KosError:
         """The failure that the other ranks raise if this one closes now, because of ``cause`` if that is given."""
@@ -417,5 +425,9 @@ class FailureLog:
         return list(late), sorted(seen) if cycle else []
 
 
-def _prefixed(what: object, text: str) -> str:
-    return text if what is None else f"{what}: {text}"
+def _prefixed(what: object, text: str, why: str = "") -> str:
+    """The text of an error of the call ``what``.  Where ``text`` is of that call or communicator, it is named once."""
+    if what is None or text.startswith(f"{what}: "):
+        return text
+    group, named, _ = f"{what}".partition(": ")
+    return f"{what}: {why}{text.removeprefix(group + named) if named else text}"

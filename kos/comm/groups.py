@@ -144,7 +144,7 @@ class Groups(Operations):
         self._check_open()
         self.synchronize()
         operation = Operation(call, self.rank, replace(self._defaults, purpose=purpose))
-        self._agree(operation, f"{call} for {purpose}" if purpose else call, 4)
+        self._agree(operation, f"{call} for {purpose}" if purpose else call)
         name = f"{self.name}.{next(self._splits)}"  # the same on all ranks
         with self._exchange(call):
             rendezvous = self.rendezvous.split(color, key)
@@ -162,11 +162,11 @@ class Groups(Operations):
             raise InvalidArgument(f"nccl: expected None without the backend nccl, got {options} on {self.backend_name}")
         return {**self.rendezvous.nccl, **options}
 
-    def _agree(self, control: Operation, call: str, depth: int) -> None:
-        """Compare a control-plane call, made ``depth`` frames up, with the other ranks' calls."""
+    def _agree(self, control: Operation, call: str) -> None:
+        """Compare a control-plane call with the other ranks' calls."""
         if self.backend.carries_host:
             work = self._prepare(control)
-            work.prepared.start(self, work, depth=depth - 1)
+            work.prepared.start(self, work)
         else:
             with self._exchange(call):
                 self.rendezvous.barrier()
@@ -360,7 +360,7 @@ class Groups(Operations):
             with self._exchange(purpose, timeout):
                 parts = self.rendezvous.allgather(data)
             return None if operation == "gather_v" and self.rank != root else parts
-        counts = [row[0] for row in self._all_gather_numbers([len(data)], purpose, timeout, 5)]
+        counts = [row[0] for row in self._all_gather_numbers([len(data)], purpose, timeout)]
         gets = operation != "gather_v" or self.rank == root
         out = np.empty(sum(counts) if gets else 0, np.uint8)
         send, recv = as_buffer(np.frombuffer(data, np.uint8), "data", False), as_buffer(out, "data", True)
@@ -372,13 +372,11 @@ class Groups(Operations):
             operation, self.rank, options, send, recv if gets else None, root=root, recv_counts=recv_counts
         )
         work = self._prepare(call)
-        work.prepared.start(self, work, depth=3)
+        work.prepared.start(self, work)
         ends = itertools.accumulate(counts)
         return [out[end - count : end].tobytes() for count, end in zip(counts, ends, strict=True)] if gets else None
 
-    def _all_gather_numbers(
-        self, numbers: Sequence[int], purpose: str, timeout: float | None, depth: int
-    ) -> list[list[int]]:
+    def _all_gather_numbers(self, numbers: Sequence[int], purpose: str, timeout: float | None) -> list[list[int]]:
         if not self.backend.carries_host:
             with self._exchange(purpose, timeout):
                 return [json.loads(row) for row in self.rendezvous.allgather(json.dumps(numbers).encode())]
@@ -386,7 +384,7 @@ class Groups(Operations):
         send, recv = as_buffer(mine, "counts", False), as_buffer(everyone, "counts", True)
         options = replace(self._options("all_gather", False, timeout), purpose=purpose)
         work = self._prepare(Operation("all_gather", self.rank, options, send, recv))
-        work.prepared.start(self, work, depth=depth - 1)
+        work.prepared.start(self, work)
         rows: list[list[int]] = everyone.tolist()
         return rows
 

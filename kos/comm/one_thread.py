@@ -85,12 +85,13 @@ def one_thread(comm: Any, work: Work[Any]) -> Iterator[None]:
 
 def program_line(frame: FrameType | None) -> str | None:
     """``file:line`` of the innermost frame outside kos and Python's library; None if there is none."""
-    while frame is not None and _in_library(frame.f_code.co_filename):
+    while frame is not None and in_library(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _in_library(file: str) -> bool:
+def in_library(file: str) -> bool:
+    """Whether the code of that file is part of kos or of Python's library."""
     return file.startswith(_KOS) or (file.startswith(_PYTHON) and "site-packages" not in file)
 
 

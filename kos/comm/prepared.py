@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
+from pathlib import Path
 from sys import _getframe
 from time import time_ns
 from typing import Any
@@ -27,6 +28,8 @@ from kos.memory import Buffer, windows
 MOST_STORED = 256
 """Prepared calls of a communicator; one more drops all.  Ranks publish as many descriptions."""
 
+
+_HERE = str(Path(__file__).parent)
 
 TEXTS, TEXT_BYTES = 256, 1024
 """The number of call descriptions that a rank keeps and publishes, and the bytes of each."""
@@ -83,8 +86,8 @@ class Prepared:
         self.description: tuple[Any, ...] = (None,)
         """What the flight recorder has of each start, once the communicator has it: its group, and the operation."""
 
-    def start(self, comm: Any, work: Work[Any], waits: bool = True, depth: int = 2, left: Any = None) -> Any:
-        """Number ``work``, record it for the caller ``depth`` frames up, and launch it.
+    def start(self, comm: Any, work: Work[Any], waits: bool = True, left: Any = None) -> Any:
+        """Number ``work``, record the program's line, and launch it.
 
         Of a call that the core has begun, which is numbered and recorded, complete what is ``left``.  Returns the
         result, or the Work itself with ``async_op`` or without ``waits``.
@@ -104,7 +107,7 @@ class Prepared:
                 if left is not None:
                     steps = backend.resume(work, left)
                 else:
-                    note(comm, work, depth + 1)
+                    note(comm, work)
                     if backend.failures.first is not None:
                         backend.refuse(work)
                     if comm._tracing is None:
@@ -199,14 +202,16 @@ def _arguments(o: Operation, group_suffix: str) -> str:
     return text
 
 
-def note(comm: Any, work: Work[Any], depth: int) -> None:
-    """Number ``work``, and record that the caller ``depth`` frames up launches it now."""
+def note(comm: Any, work: Work[Any]) -> None:
+    """Number ``work``, and record that the program launches it now, in the innermost frame outside ``kos.comm``."""
     prepared = work.prepared
     work.sequence = sequence = next(comm._collectives if prepared.collective else comm._messages)
     try:
-        frame = _getframe(depth)
+        frame = _getframe(3)  # of an ordinary call: the program's
     except ValueError:  # called from C
-        frame = _getframe(depth - 1)
+        frame = _getframe(2)
+    while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
+        frame = frame.f_back
     recorder = comm.recorder
     count = recorder.counter[0]
     work.record = record = recorder.slots[count & LAST_SLOT]  # a new list would be one more cache miss

@@ -38,6 +38,11 @@ def cycle(names: str, one_group: bool) -> str:
     return f"{names} wait for one another" + ("" if one_group else ", in calls of several groups")
 
 
+def out(call: str, me: str) -> str:
+    """A rank that a change of the membership has left out."""
+    return f"{call}: {me} is out: the others continued without it, as it did not answer"
+
+
 def last_called(name: str, call: str) -> str:
     """The last call of a late rank of this host, with its line in the program."""
     return f"the last known call of {name}: {call}"

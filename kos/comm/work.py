@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import os
 import threading
 import time
@@ -419,6 +420,8 @@ class Work(_Base, Generic[T]):
                     if stopped is not None and stopped.find(awaited):
                         self.expire(round(now - began, 1))
                         return
+                if not reported:  # post even if there is no event
+                    remaining = min(report_at - now, math.inf if remaining is None else remaining)
                 idle.pause(mark, remaining)
                 if sleeps:
                     time.sleep(LONG_SLEEP)

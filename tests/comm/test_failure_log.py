@@ -85,6 +85,26 @@ class _Waits(PeerStatus):
 
 
 @pytest.mark.parametrize(
+    ("cause", "named"),
+    [
+        ("world: all_reduce #1 of int8[1]: late", ""),
+        ("world: rank 1 called barrier #0, rank 2 split #0", "rank 1 called barrier #0, rank 2 split #0"),
+        ("world.0:group: all_reduce #1 of int8[1]: late", "world.0:group: all_reduce #1 of int8[1]: late"),
+    ],
+)
+def test_the_call_and_the_communicator_are_named_once(cause: str, named: str) -> None:
+    """``named`` is what is left of the cause after the call; "": the cause is of this call."""
+    call = "world: all_reduce #1 of int8[1]"
+    log = FailureLog(range(3), 0, _Waits({}, {1: blaming(CollectiveTimeout(cause), [2])}))
+    error = log.overdue(Late([1]), call, 1.0)
+    assert str(error) == (f"{call}: {named}" if named else cause) + "; rank 1 failed because of it"
+    log.first = CollectiveTimeout(cause)
+    with pytest.raises(CollectiveTimeout) as caught:
+        log.refuse(call)
+    assert str(caught.value) == (f"{call}: the communicator failed before: {named}" if named else cause)
+
+
+@pytest.mark.parametrize(
     ("failures", "arrived", "named"),
     [
         ({}, (), "ranks [1, 2] did not arrive"),

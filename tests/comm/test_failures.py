@@ -29,8 +29,8 @@ from kos.errors import (
     RendezvousError,
 )
 from kos.testing import Fault, spawn
-from tests.comm.ranks import TIMEOUT, on_each_rank, time_is_up
-from tests.comm.tcp_ranks import run_threads
+from tests.comm.ranks import TIMEOUT, MockRanks, on_each_rank, time_is_up
+from tests.comm.tcp_ranks import TCPRanks, run_threads
 
 
 def F4() -> np.ndarray:
@@ -113,6 +113,28 @@ def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(ranks_of_mp
         second.close()
 
     ranks_of_mpi.run(body)
+
+
+def late_behind_another_group(comm: kos.Communicator) -> tuple[str, tuple[int, ...]] | None:
+    """Rank 0 waits for rank 1, which waits in another group for rank 2."""
+    parts = [comm.group(ranks) for ranks in ((0, 1), (1, 2))]
+    comm.barrier()
+    part = parts[comm.rank > 0]
+    assert part is not None
+    if comm.rank == 2:
+        time.sleep(0.8)
+    try:
+        part.all_reduce(np.ones(1), timeout=0.4 if comm.rank == 0 else TIMEOUT)
+    except CollectiveTimeout as error:
+        return str(error), error.ranks
+    return None
+
+
+@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
+def test_a_rank_that_is_late_in_another_group_is_named(on: Any) -> None:
+    found, *others = on(3).run(late_behind_another_group)
+    assert found is not None and others == [None, None]
+    assert found[1] == (2,) and "ranks [2] did not arrive, for which ranks [1] wait" in found[0]
 
 
 def test_timeout_names_operation_and_missing_ranks() -> None:

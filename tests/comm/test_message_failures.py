@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +15,8 @@ import pytest
 import kos
 from kos.comm.host import mpi_messages
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError
-from tests.comm.ranks import on_each_rank, time_out_beside_others
+from tests.comm.ranks import MockRanks, on_each_rank, time_out_beside_others
+from tests.comm.tcp_ranks import TCPRanks
 from tests.comm.test_failures import F4
 
 
@@ -82,6 +84,54 @@ def fail_in_a_group(comm: kos.Communicator) -> None:
 
 def test_which_ranks_are_of_the_group_and_which_of_the_world(several: Any) -> None:
     several.run(fail_in_a_group)
+
+
+def pass_a_failure_on(comm: kos.Communicator) -> list[str]:
+    """A send of rank 1 fails, so that a call of rank 0 fails, which has begun fewer collectives; rank 2 learns both."""
+    large, small, texts = np.ones(1 << 20), np.ones(3), list[str]()
+    comm.barrier()
+
+    def learn(call: Callable[[], Any]) -> None:
+        with pytest.raises(CollectiveTimeout) as caught:
+            call()
+        texts.append(str(caught.value))
+
+    if comm.rank == 1:
+        work = comm.all_reduce(small, async_op=True)
+        learn(lambda: comm.send(large, 2, timeout=0.2))
+        learn(work.wait)
+    elif comm.rank == 0:
+        learn(lambda: comm.send_recv(large, small, 1, 1))
+    else:
+        learn(lambda: comm.recv(small, 0))
+        learn(lambda: comm.all_reduce(small))
+    return texts
+
+
+@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
+def test_a_failure_that_is_passed_on_names_its_rank_once(on: Any) -> None:
+    (passed,), (own, _), learned = on(3).run(pass_a_failure_on)
+    assert own.startswith("world: send #0 ")
+    for text, call in zip((passed, *learned), ("send_recv #0", "recv #0", "all_reduce #1"), strict=True):
+        assert re.fullmatch(rf"(world: {call} [^:]*: )?rank 1: {re.escape(own)}", text), text
+
+
+def end_after_a_wrong_message(comm: kos.Communicator, end: str) -> tuple[int, ...]:
+    """Rank 2 receives a message of another size from rank 1, and ends; rank 0 waits for it."""
+    part = comm.duplicate()
+    if comm.rank == 1:
+        part.send(np.ones(4), 2)
+    with pytest.raises(CollectiveMismatch, match="rank 2 expected 3 elements of float64 from rank 1, got 4") as caught:
+        part.recv(np.empty(3), 1) if comm.rank == 2 else part.barrier()
+    if comm.rank == 2:
+        getattr(part, end)()
+    return caught.value.ranks
+
+
+@pytest.mark.parametrize("end", ["abort", "close"])
+@pytest.mark.parametrize("on", [MockRanks, partial(MockRanks, hosts=[1, 1, 1]), TCPRanks])
+def test_a_rank_that_ends_after_a_wrong_message_is_not_named_alone(on: Any, end: str) -> None:
+    assert on(3).run(lambda comm: end_after_a_wrong_message(comm, end)) == [(1, 2)] * 3
 
 
 def fail_on_one_rank(comm: kos.Communicator, error: BaseException, raised: type[BaseException]) -> None:

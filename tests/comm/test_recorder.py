@@ -75,9 +75,11 @@ def test_call_sites_are_the_users_whatever_the_way() -> None:
             comm.all_gather(ONES)
         comm.all_gather_bytes(b"x" * comm.rank)  # twice inside
         comm.barrier(async_op=True).wait()  # async
+        comm.split(0), comm.group([0, 1]), comm.grid((2,)), comm.duplicate()  # groups
+        comm.allocate(3, np.float32)  # memory
         return [entry["frames"][0]["line"] for entry in comm.recorder.entries()]
 
-    sites = ["persistent", "batch", "batch", "twice inside", "twice inside", "async"]
+    sites = ["persistent", "batch", "batch", "twice inside", "twice inside", "async", *["groups"] * 4, "memory"]
     for lines in spawn(body, 2):
         assert lines == [line_of(site) for site in sites]
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,10 @@ from kos.comm.control.mpi import wait_for_all
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.failures import FailureLog
 from kos.comm.host.mpi import MPITransport
-from kos.errors import CollectiveError, RankLost, RendezvousError
+from kos.errors import CollectiveError, CollectiveTimeout, RankLost, RendezvousError
 from kos.testing import spawn
-from tests.comm.ranks import on_each_rank, on_threads
-from tests.comm.tcp_ranks import run_processes
+from tests.comm.ranks import MockRanks, on_each_rank, on_threads
+from tests.comm.tcp_ranks import TCPRanks, run_processes
 from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import ULFM, job
 
@@ -134,6 +135,38 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         done.set()
 
     spawn(body, 2, timeout=20)
+
+
+@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
+def test_a_rank_that_comes_within_the_timeout_of_the_lowest_one_is_awaited(on: Any) -> None:
+    def body(comm: kos.Communicator) -> int:
+        comm.rendezvous.timeout = 1.2
+        time.sleep([0.8, 1.5, 0.0][comm.rank])
+        with comm.shrink() as part:
+            return part.size
+
+    assert on(3).run(body) == [3] * 3
+
+
+def test_a_rank_that_the_failure_names_is_left_out_if_it_does_not_come() -> None:
+    done = threading.Event()
+
+    def body(comm: kos.Communicator) -> int:
+        comm.rendezvous.timeout = 0.4
+        if comm.rank == 1:
+            assert done.wait(20)
+            with pytest.raises(RankLost, match="shrink: rank 1 is out: the others continued without it") as caught:
+                comm.shrink()
+            assert caught.value.ranks == (1,)
+            return 0
+        with pytest.raises((CollectiveTimeout, RankLost)):
+            comm.all_reduce(np.ones(1), timeout=0.2)
+        with comm.shrink() as part:
+            size = part.all_reduce(np.ones(1))[0]
+            done.set()
+            return int(size)
+
+    assert spawn(body, 3, timeout=20) == [2, 0, 2]
 
 
 def test_an_exchange_of_threads_completes_for_all_ranks_or_for_none() -> None:

@@ -27,5 +27,5 @@ def work_of(name: str, backend: Any = None, sequence: int = -1, group: Group | N
 def recorded(work: Work[Any]) -> Work[Any]:
     """``work``, recorded as its next call by the caller."""
     recorder, numbers = work.prepared.description[0].recorder, iter([work.sequence])
-    note(SimpleNamespace(_collectives=numbers, _messages=numbers, recorder=recorder), work, 2)
+    note(SimpleNamespace(_collectives=numbers, _messages=numbers, recorder=recorder), work)
     return work

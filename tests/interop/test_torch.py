@@ -96,6 +96,13 @@ def test_errors_name_what_was_expected():
     assert "caught collective operation timeout in process group" in timeout and "ranks [1] did not arrive" in timeout
 
 
+def test_call_sites_are_those_of_the_program():
+    """Also of functional collectives, which come through C++, and of the reductions within a backward of DDP."""
+    for sites, first, last in run(f"{PROGRAMS}:call_sites"):
+        assert len(sites) >= 12, sites
+        assert all(file == "torch_programs.py" and first < line < last for file, line in sites), sites
+
+
 def test_a_monitored_barrier_names_the_missing_ranks():
     none, first, every = run(f"{PROGRAMS}:monitored", 3)[0]
     assert "Rank 0 timed out in monitoredBarrier after 0 s" in none

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kos.comm.recorder import recorders
 
 
 def _all_to_all(outputs: list[Any], inputs: list[Any]) -> None:
@@ -131,6 +136,35 @@ def split() -> list[Any]:
                 found.append(f"{error.__class__.__name__}: {error}")
     dist.barrier()
     return found
+
+
+def call_sites() -> tuple[list[tuple[str, int]], int, int]:
+    """The files and lines that the flight recorder has of calls, also of DDP; the first and the last of these lines."""
+    group: Any = dist.group.WORLD
+    x, parts = torch.ones(2), [torch.ones(2) for _ in range(dist.get_world_size())]
+    strided, peer = torch.ones(2, 3).t(), 1 - dist.get_rank()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    known = next(iter(recorders))
+    since = known.count
+    first = inspect.currentframe().f_lineno  # type: ignore[union-attr]
+    made = [
+        dist.all_reduce(x),
+        dist.all_reduce(x, async_op=True),
+        dist.all_gather(parts, x),
+        dist.broadcast(strided, 0),
+        dist.barrier(),
+        group.allreduce([x]),
+        functional.all_reduce(x, "sum", group),
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, parts[0], peer)]),
+        dist.isend(x, peer),
+        dist.recv(parts[1]),
+        model(x).sum().backward(),
+    ]
+    last = inspect.currentframe().f_lineno  # type: ignore[union-attr]
+    for work in [made[1], made[5], *made[7], made[8]]:
+        work.wait()
+    sites = [entry["frames"][0] for entry in known.entries() if entry["record_id"] >= since]
+    return [(Path(site["filename"]).name, site["line"]) for site in sites], first, last
 
 
 def group_errors() -> list[str]:

@@ -360,8 +360,8 @@ class Change:
     def _out(self, epoch: int) -> KosError:
         group = self.group
         me = group.failures.names([group.rank], False)
-        text = f"{self.call}: {me} is out: the others continued without it, as it did not answer (epoch {epoch})"
-        return blaming(RankLost(text), [group.failures.world[group.rank]])
+        text = timeouts.out(self.call, me)
+        return blaming(RankLost(f"{text} (epoch {epoch})"), [group.failures.world[group.rank]])
 
 
 def attempt_seconds(left: float) -> float:

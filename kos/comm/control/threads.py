@@ -15,8 +15,8 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.grow import misfit
 from kos.comm.failures import WHY_CLOSED, FailureLog
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import again
-from kos.errors import CollectiveMismatch, KosError, RendezvousError
+from kos.comm.records import again, blaming
+from kos.errors import CollectiveMismatch, KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
 THREADS = "threads:"
@@ -93,6 +93,7 @@ class ThreadGroup:
         self.over: KosError | None = None  # why exchanges fail
         self._closed: dict[int, tuple[str, KosError | None, float | None]] = {}
         self._shared: dict[Any, Any] = {}
+        self.left_out: set[int] = set()  # ranks without which the others have continued
         self.joining: list[dict[str, Any]] = []  # newcomers that wait: what they say, then what they are told
         self.answered = threading.Condition(self.world.lock)  # newcomers are told something
         self.address = f"{THREADS}{next(_numbers)}"
@@ -239,20 +240,30 @@ class ThreadRendezvous(Rendezvous):
         self, call: str, newcomers: int | None = 0, whole: bool = False,
         terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
     ) -> Rendezvous:  # fmt: skip
-        """The first rank that finds all others here, and the newcomers, determines the outcome for all."""
-        group, deadline = self.threads, time.monotonic() + self.timeout
+        """The first rank that finds all others here, and the newcomers, determines the outcome for all.
+
+        As on other backends, the lowest rank here has the deadline, and ranks that failures name are left out then.
+        """
+        group, known = self.threads, (self.failures.first, self.failures.status.last)
+        blamed = {rank for failure in known if failure is not None for rank in failure.ranks}
         with self.waiting(), group.world.lock:
-            attempt: tuple[dict[int, str], list[ThreadGroup | KosError]] = group.shared("change", lambda: ({}, []))
-            calls, outcome = attempt
-            calls[self.rank] = call
+            if self.rank in group.left_out:
+                text = timeouts.out(call, self.failures.names([self.rank], False))
+                raise blaming(RankLost(text), self.failures.in_world([self.rank]))
+            attempt: tuple[dict[int, str], dict[int, float], list[Any]] = group.shared("change", lambda: ({}, {}, []))
+            calls, deadlines, outcome = attempt
+            calls[self.rank], deadlines[self.rank] = call, time.monotonic() + self.timeout
             group.notify_all()
             late = False
             while not outcome:
                 try:
                     if group.world.failure is not None:
                         raise again(group.world.failure)
+                    missing = self._missing(calls)
+                    if late and not whole and blamed.issuperset(self.failures.in_world(missing)):
+                        group.left_out.update(missing)
                     if (made := self._outcome(calls, call, newcomers, whole, terms, late)) is None:
-                        late = not group.wait(self.rank, deadline, call, self._missing(calls))
+                        late = not group.wait(self.rank, deadlines[min(calls)], call, self._missing(calls))
                     else:
                         outcome.append(made)
                 except KosError as error:
@@ -264,8 +275,9 @@ class ThreadRendezvous(Rendezvous):
             return self._child(result, sorted(calls).index(self.rank))
 
     def _missing(self, calls: Mapping[int, str]) -> list[int]:
-        members, ends = self.threads.members, self.threads.world.ends
-        return [rank for rank, member in enumerate(members) if rank not in calls and member not in ends]
+        group = self.threads
+        others = (rank for rank in range(self.size) if rank not in calls and rank not in group.left_out)
+        return [rank for rank in others if group.members[rank] not in group.world.ends]
 
     def _outcome(
         self, calls: Mapping[int, str], call: str, newcomers: int | None, whole: bool, terms: Mapping[str, Any],
@@ -284,7 +296,8 @@ class ThreadRendezvous(Rendezvous):
             if problem := misfit(each, terms):
                 group.answer(each, refused=problem)
         if late and missing:
-            raise self.absent(missing, name)
+            text = timeouts.late(f"{name}: {self.failures.names(missing)}", within=self.timeout)
+            raise blaming(RendezvousError(text), self.failures.in_world(missing))
         if late and len(group.joining) < wanted:
             raise RendezvousError(timeouts.too_few(call, len(group.joining), wanted, self.address, self.timeout))
         if missing or len(group.joining) < wanted:

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import time_ns
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from kos.comm.operation import Operation
@@ -31,7 +31,7 @@ SLOTS = 1024  # a power of two
 """Operations kept per rank."""
 
 LAST_SLOT = SLOTS - 1
-SEQUENCE, COMPLETED, ERROR = 4, -2, -1  # of an _Entry
+CODE, INSTRUCTION, SEQUENCE, COMPLETED, ERROR = 2, 3, 4, -2, -1  # of an _Entry
 
 
 class _Entry(NamedTuple):
@@ -126,6 +126,13 @@ class Recorder:
             "pg_status": {str(g.number): _status(g, entries) for g in groups},
             "entries": entries,
         }
+
+    def set_call_site(self, since: int, frame: FrameType) -> None:
+        """Record that the operations since the ``count`` of ``since`` were launched in ``frame``."""
+        code, instruction = frame.f_code, frame.f_lasti
+        for number in range(since, self.counter[0]):
+            slot = self.slots[number & LAST_SLOT]
+            slot[CODE], slot[INSTRUCTION] = code, instruction
 
     def last_call(self) -> str:
         """The last operation and its call site, such as ``world: all_reduce #2 at train.py:6``; "" for none."""

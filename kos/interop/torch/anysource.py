@@ -15,6 +15,7 @@ import torch
 import kos
 from kos.comm import timeouts
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
+from kos.interop.torch.launch import set_call_site
 from kos.interop.torch.tensors import Arrays, Tensor, as_array
 from kos.interop.torch.works import POLL_SECONDS, HostWork
 
@@ -41,6 +42,7 @@ class AnySource:
             if src != self._comm.rank and (src, tag) not in self._posted:
                 temporary = torch.empty_like(tensor, memory_format=torch.contiguous_format)
                 work = self._comm.recv(as_array(temporary), src, tag, async_op=True, timeout=_ENDLESS)
+                set_call_site(self._comm, self._comm.recorder.count - 1)
                 self._posted[src, tag] = work, temporary
         for (src, its_tag), (work, temporary) in list(self._posted.items()):
             if its_tag == tag and work.done():

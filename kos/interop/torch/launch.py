@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from sys import _getframe
 from typing import Any, TypeAlias
 
 import torch
 
 import kos
+from kos.comm.one_thread import in_library
 from kos.interop.torch.tensors import Arrays, Tensor, as_array
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class Recording(Arrays):
@@ -35,6 +41,30 @@ Call: TypeAlias = list[tuple[str, tuple[Any, ...]]] | Callable[[Recording], None
 
 def run(call: Call, comm: kos.Communicator, options: dict[str, Any], asynchronous: bool, batch: bool) -> Recording:
     """Run ``call``.  Operations of a ``batch``, and several operations of a list, are launched together."""
+    since = comm.recorder.count
+    try:
+        return _run(call, comm, options, asynchronous, batch)
+    finally:
+        set_call_site(comm, since)
+
+
+def set_call_site(comm: kos.Communicator, since: int) -> None:
+    """Record the program's line for the operations since the flight recorder had ``since``: outside kos and torch."""
+    try:
+        frame = _getframe(5)  # below it are the operation and what launches it; each frame takes 0.2 us
+    except ValueError:  # called from C
+        frame = _getframe(3)
+    while _in_library(frame.f_code.co_filename) and (outer := frame.f_back) is not None:
+        frame = outer
+    comm.recorder.set_call_site(since, frame)
+
+
+@cache
+def _in_library(file: str) -> bool:
+    return in_library(file) or file.startswith(_TORCH)
+
+
+def _run(call: Call, comm: kos.Communicator, options: dict[str, Any], asynchronous: bool, batch: bool) -> Recording:
     if not batch and (not isinstance(call, list) or len(call) == 1):
         launch = Recording(comm, {**options, "async_op": True} if asynchronous else options)
         _call(call, launch)
