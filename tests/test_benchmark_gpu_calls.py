@@ -39,7 +39,7 @@ def test_four_ways_make_the_same_call(monkeypatch: pytest.MonkeyPatch, name: str
         launches = fake.driver.launches
     assert rows[0] == rows[1]
     row = rows[0]
-    assert row["kernels"] == 1 and min(row[f"{way}_us"] for way in ("python", "core", "c", "bare")) > 0
+    assert row["kernels"] == 1 and min(row[way] for way in ("python_us", "core_us", "c_us", "bare_us")) > 0
     # The core's first call after the GPU was waited for is ordered by Python.
     assert row["by_core"] == pytest.approx(CALLS / (CALLS + 1), abs=0.01)
     made = 2 * TURNS * (3 * CALLS + 1)  # by the core, by C, and by the function in C with one call before

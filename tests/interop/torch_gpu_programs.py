@@ -14,6 +14,9 @@ import torch.distributed as dist
 from tests.interop.torch_model_programs import device_of_rank
 from tests.interop.torch_programs import collectives
 
+sleep = torch.cuda._sleep
+"""Keeps the GPU busy for so many clock cycles."""
+
 
 def gpu_collectives() -> dict[str, Any]:
     """``collectives`` on the GPU of the rank."""
@@ -53,7 +56,7 @@ def gpu_streams() -> dict[str, Any]:
     dist.all_reduce(x, async_op=True).wait()
     torch.cuda.synchronize()
     for name in ("on the current stream", "aside"):
-        torch.cuda._sleep(400_000_000)  # clock cycles, 0.2 s
+        sleep(400_000_000)  # clock cycles, 0.2 s
         x.fill_(rank + 1)
         began = time.monotonic()
         work = dist.all_reduce(x, async_op=name == "aside")
@@ -69,7 +72,7 @@ def gpu_streams() -> dict[str, Any]:
         torch.cuda.synchronize()
         dist.barrier()
     first = dist.all_reduce(x.fill_(rank + 1), async_op=True)
-    torch.cuda._sleep(1_600_000_000)  # 0.8 s; the second operation waits for it, and the first does not
+    sleep(1_600_000_000)  # 0.8 s; the second operation waits for it, and the first does not
     second = dist.all_reduce(torch.zeros_like(x), async_op=True)
     with torch.cuda.stream(side):
         first.wait()
@@ -83,7 +86,7 @@ def gpu_streams() -> dict[str, Any]:
     found["future"] = [future.wait()[0].max().item() == expected, True]
     x = torch.ones(1 << 22, device=device)
     place = x.data_ptr()
-    torch.cuda._sleep(400_000_000)
+    sleep(400_000_000)
     work = dist.all_reduce(x, async_op=True)
     work.wait()
     del work, x
