@@ -10,6 +10,7 @@ Messages in host memory are matched by rank and tag, not by the order of calls. 
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import threading
@@ -25,7 +26,7 @@ from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveMismatch
 
 _HERE = str(Path(__file__).parent)
-_KOS, _PYTHON = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
+_KOS, _PYTHON = (f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], sysconfig.get_path("stdlib")))
 _GRACE_SECONDS = 0.1
 """Seconds that a call which differs from those of other ranks waits for a second thread of this rank: it may be the
 cause."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
-from pathlib import Path
+from os.path import dirname, sep
 from sys import _getframe
 from time import time_ns
 from typing import Any
@@ -29,7 +29,7 @@ MOST_STORED = 256
 """Prepared calls of a communicator; one more drops all.  Ranks publish as many descriptions."""
 
 
-_HERE = str(Path(__file__).parent)
+_HERE = dirname(__file__) + sep  # as code objects have it
 
 TEXTS, TEXT_BYTES = 256, 1024
 """The number of call descriptions that a rank keeps and publishes, and the bytes of each."""

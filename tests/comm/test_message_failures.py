@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -114,24 +113,6 @@ def test_a_failure_that_is_passed_on_names_its_rank_once(on: Any) -> None:
     assert own.startswith("world: send #0 ")
     for text, call in zip((passed, *learned), ("send_recv #0", "recv #0", "all_reduce #1"), strict=True):
         assert re.fullmatch(rf"(world: {call} [^:]*: )?rank 1: {re.escape(own)}", text), text
-
-
-def end_after_a_wrong_message(comm: kos.Communicator, end: str) -> tuple[int, ...]:
-    """Rank 2 receives a message of another size from rank 1, and ends; rank 0 waits for it."""
-    part = comm.duplicate()
-    if comm.rank == 1:
-        part.send(np.ones(4), 2)
-    with pytest.raises(CollectiveMismatch, match="rank 2 expected 3 elements of float64 from rank 1, got 4") as caught:
-        part.recv(np.empty(3), 1) if comm.rank == 2 else part.barrier()
-    if comm.rank == 2:
-        getattr(part, end)()
-    return caught.value.ranks
-
-
-@pytest.mark.parametrize("end", ["abort", "close"])
-@pytest.mark.parametrize("on", [MockRanks, partial(MockRanks, hosts=[1, 1, 1]), TCPRanks])
-def test_a_rank_that_ends_after_a_wrong_message_is_not_named_alone(on: Any, end: str) -> None:
-    assert on(3).run(lambda comm: end_after_a_wrong_message(comm, end)) == [(1, 2)] * 3
 
 
 def fail_on_one_rank(comm: kos.Communicator, error: BaseException, raised: type[BaseException]) -> None:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -250,21 +250,24 @@ class ThreadRendezvous(Rendezvous):
             if self.rank in group.left_out:
                 text = timeouts.out(call, self.failures.names([self.rank], False))
                 raise blaming(RankLost(text), self.failures.in_world([self.rank]))
-            attempt: tuple[dict[int, str], dict[int, float], list[Any]] = group.shared("change", lambda: ({}, {}, []))
-            calls, deadlines, outcome = attempt
-            calls[self.rank], deadlines[self.rank] = call, time.monotonic() + self.timeout
+            attempt: tuple[dict[int, str], dict[int, tuple[float, set[int]]], list[Any]] = group.shared(
+                "change", lambda: ({}, {}, [])
+            )
+            calls, limits, outcome = attempt
+            calls[self.rank], limits[self.rank] = call, (time.monotonic() + self.timeout, blamed)
             group.notify_all()
             late = False
             while not outcome:
                 try:
                     if group.world.failure is not None:
                         raise again(group.world.failure)
-                    missing = self._missing(calls)
-                    if late and not whole and blamed.issuperset(self.failures.in_world(missing)):
-                        group.left_out.update(missing)
-                    if (made := self._outcome(calls, call, newcomers, whole, terms, late)) is None:
-                        late = not group.wait(self.rank, deadlines[min(calls)], call, self._missing(calls))
+                    (deadline, blamed), missing = limits[min(calls)], self._missing(calls)
+                    leaves = late and not whole and blamed.issuperset(self.failures.in_world(missing))
+                    awaited = [] if leaves else missing
+                    if (made := self._outcome(calls, call, newcomers, whole, terms, late, awaited)) is None:
+                        late = not group.wait(self.rank, deadline, call, missing)
                     else:
+                        group.left_out.update(missing)  # none, or those that the others leave
                         outcome.append(made)
                 except KosError as error:
                     outcome.append(again(error))
@@ -281,10 +284,13 @@ class ThreadRendezvous(Rendezvous):
 
     def _outcome(
         self, calls: Mapping[int, str], call: str, newcomers: int | None, whole: bool, terms: Mapping[str, Any],
-        late: bool,
+        late: bool, missing: Sequence[int],
     ) -> ThreadGroup | None:  # fmt: skip
-        """The new group, once it is complete; ``late``: at the timeout.  The caller holds the lock of the world."""
-        group, missing, name = self.threads, self._missing(calls), call.partition(" ")[0]
+        """The new group, once it is complete: no rank is ``missing``.  ``late``: at the timeout.
+
+        The caller holds the lock of the world.
+        """
+        group, name = self.threads, call.partition(" ")[0]
         if (other := next((rank for rank, theirs in calls.items() if theirs != call), None)) is not None:
             me, them = (self.failures.names([rank], False) for rank in (self.rank, other))
             raise CollectiveMismatch(f"{me} called {call} but {them} called {calls[other]}")
@@ -296,8 +302,7 @@ class ThreadRendezvous(Rendezvous):
             if problem := misfit(each, terms):
                 group.answer(each, refused=problem)
         if late and missing:
-            text = timeouts.late(f"{name}: {self.failures.names(missing)}", within=self.timeout)
-            raise blaming(RendezvousError(text), self.failures.in_world(missing))
+            raise self.absent(missing, name)
         if late and len(group.joining) < wanted:
             raise RendezvousError(timeouts.too_few(call, len(group.joining), wanted, self.address, self.timeout))
         if missing or len(group.joining) < wanted:

@@ -26,7 +26,7 @@ from kos.comm.schedules import runnable
 from kos.comm.transport import ScheduledCalls, Transport
 from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work
-from kos.errors import BackendUnavailable, CollectiveError, InvalidArgument, KosError
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.memory import Buffer
 
 
@@ -258,7 +258,7 @@ class HostBackend(Backend):
         failure = self.failures.named(work, error)
         if ends:
             self.failures.report(work, failure, self.begun)
-        else:
+        elif isinstance(failure, RankLost | CollectiveTimeout):
             self.failures.status.post_failure(failure)
         return failure
 

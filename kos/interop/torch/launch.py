@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ import kos
 from kos.comm.one_thread import in_library
 from kos.interop.torch.tensors import Arrays, Tensor, as_array
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 class Recording(Arrays):
