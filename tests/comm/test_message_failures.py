@@ -87,7 +87,7 @@ def test_which_ranks_are_of_the_group_and_which_of_the_world(several: Any) -> No
 
 
 def pass_a_failure_on(comm: kos.Communicator) -> list[str]:
-    """A send of rank 1 fails, so that a call of rank 0 fails, which has begun fewer collectives; rank 2 learns both."""
+    """A send of rank 1 fails, and so a call of rank 0, which has begun fewer collectives; rank 2 gets both failures."""
     large, small, texts = np.ones(1 << 20), np.ones(3), list[str]()
     comm.barrier()
 
@@ -117,7 +117,7 @@ def test_a_failure_that_is_passed_on_names_its_rank_once(on: Any) -> None:
 
 
 def end_after_a_wrong_message(comm: kos.Communicator, end: str) -> tuple[int, ...]:
-    """Rank 2 receives a message of another size from rank 1, and ends; rank 0 waits for it."""
+    """Rank 2 receives a message of the wrong size from rank 1 and ends; rank 0 waits for it."""
     part = comm.duplicate()
     if comm.rank == 1:
         part.send(np.ones(4), 2)
@@ -130,7 +130,7 @@ def end_after_a_wrong_message(comm: kos.Communicator, end: str) -> tuple[int, ..
 
 @pytest.mark.parametrize("end", ["abort", "close"])
 @pytest.mark.parametrize("on", [MockRanks, partial(MockRanks, hosts=[1, 1, 1]), TCPRanks])
-def test_a_rank_that_ends_after_a_wrong_message_is_not_named_alone(on: Any, end: str) -> None:
+def test_a_rank_that_ends_after_a_wrong_message_reports_it_as_the_cause(on: Any, end: str) -> None:
     assert on(3).run(lambda comm: end_after_a_wrong_message(comm, end)) == [(1, 2)] * 3
 
 
