@@ -1,11 +1,17 @@
 """The CPU time of an eager call on GPUs, beside that of its launch from C: mpirun -n 2 python -m benchmarks.gpu_calls
 
-Four ways make the same call by turns: the compiled core, Python (the core off), a loop in C that makes the same launch
-and nothing else, and a loop in Python over a function in C that does no more.  The launch is for peer the kernel with
-the same attributes, for nccl NCCL's own function.  The figure is the time until a call returns, back to back, in
-microseconds: the median of all turns on the slowest rank.  The launch queue is never full: after each turn the ranks
-wait for the GPU.  ``kernels`` is how many a call launches, 0 where the core does not make it, as for what is several
-launches; there only Python is timed.
+Four variants of the same call are timed in turns:
+
+- ``core_us``: the compiled core;
+- ``python_us``: Python, with the core off;
+- ``c_us``: a loop in C that only makes the launch;
+- ``bare_us``: a loop in Python that calls a function in C which only makes the launch.
+
+For peer the launch is that of the same kernel with the same attributes, for nccl a call of NCCL's own function.  A
+figure is the time until a call returns, back to back, in microseconds: the median of all turns on the slowest rank.
+The launch queue is never full: after each turn the ranks wait for the GPU.  ``kernels`` is the number of kernels that a
+call launches.  It is 0 where the core does not make the call, such as one of several launches; there only Python is
+timed.
 
 One GPU for two ranks serves peer alone, whose kernels take turns of a millisecond there: a few calls and turns will do.
 Arrays of torch are on its current stream, those of kos on a stream of their own and on the legacy default stream.
@@ -166,7 +172,7 @@ def measure(backend: str, options: argparse.Namespace, loop: ctypes.CDLL) -> Ite
                     if row.get("c_us"):
                         row |= {"ratio": round(row["core_us"] / row["c_us"], 3),
                                 "over_us": round(row["core_us"] - row["c_us"], 3),
-                               "bare_ratio": round(row["core_us"] / row["bare_us"], 3)}  # fmt: skip
+                                "bare_ratio": round(row["core_us"] / row["bare_us"], 3)}  # fmt: skip
                     yield row
 
 

@@ -1,4 +1,4 @@
-// The floor of a call on a GPU: the launch that the core makes of it, by itself and from C.
+// The lower bound of a call on a GPU: the core's launch alone, in a loop in C or called from Python.
 #include "core.h"
 
 #include <time.h>
@@ -16,7 +16,7 @@ static struct {
     void *parameters[KOS_MOST_WORDS];
 } bare;
 
-// Makes `l` the launch of what follows.
+// Sets the launch that time_launches and launch_function make.
 void prepare_launches(const kos_launch *l, const uint64_t *sources) {
     const kos_patch *patch = (const kos_patch *)(l->data + l->words);
     bare.l = l;
@@ -38,7 +38,7 @@ static int launch(void) {
                           : function(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]);
 }
 
-// Microseconds of one of `calls` launches; -1 after an error.
+// The mean time of `calls` launches in microseconds; -1 after an error.
 double time_launches(int calls) {
     const double began = now();
     int error = 0;
@@ -47,7 +47,7 @@ double time_launches(int calls) {
     return error ? -1 : (now() - began) / calls;
 }
 
-// What is used of Python.h, which a machine may lack.
+// Declarations from Python.h, which may not be installed.
 typedef struct { const char *name; void *(*function)(void *, void *); int flags; const char *text; } method;
 extern void *PyCFunction_NewEx(method *, void *, void *);
 extern void Py_IncRef(void *);
@@ -59,7 +59,7 @@ static void *launch_once(void *self, void *unused) {
     return _Py_NoneStruct;
 }
 
-// A function of Python that makes the launch, and nothing else.
+// Returns a Python function that only makes the launch.
 void *launch_function(void) {
     static method definition = {"launch", launch_once, 4, 0};  // METH_NOARGS
     return PyCFunction_NewEx(&definition, 0, 0);

@@ -70,11 +70,11 @@ def mpirun(ranks: int, here: bool = True) -> list[str]:
 
 
 def several_programs() -> bool:
-    """Whether the mpirun that is this process's parent has started several programs."""
-    return ":" in _words_of_mpirun()
+    """Whether the mpirun that is this process's parent has started several programs (MPMD)."""
+    return ":" in _mpirun_command()
 
 
-def _words_of_mpirun() -> list[str]:
+def _mpirun_command() -> list[str]:
     """The command of the mpirun that is this process's parent, as the user typed it; empty if there is none."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
@@ -84,8 +84,8 @@ def _words_of_mpirun() -> list[str]:
 
 
 def _options_of_mpirun() -> list[str]:
-    """The options in that command; empty if there are none, or those of several programs."""
-    words = _words_of_mpirun()
+    """The options of the mpirun that is this process's parent; empty if there is none, or for several programs."""
+    words = _mpirun_command()
     for own in (sys.orig_argv, sys.orig_argv[1:]):  # of a script: the first word is its Python
         at = len(words) - len(own)
         if at > 0 and Path(words[at]).name == Path(own[0]).name and words[at + 1 :] == own[1:]:

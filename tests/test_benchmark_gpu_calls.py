@@ -24,7 +24,7 @@ needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 @needs_core
 @needs_gcc
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce", "scatter"])
-def test_four_ways_make_the_same_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_four_variants_of_the_same_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     loop, rows = gpu_calls.build(), []
 
     def body(gpu: Any) -> None:
@@ -39,11 +39,11 @@ def test_four_ways_make_the_same_call(monkeypatch: pytest.MonkeyPatch, name: str
         launches = fake.driver.launches
     assert rows[0] == rows[1]
     row = rows[0]
-    assert row["kernels"] == 1 and min(row[way] for way in ("python_us", "core_us", "c_us", "bare_us")) > 0
+    assert row["kernels"] == 1 and min(row[key] for key in ("python_us", "core_us", "c_us", "bare_us")) > 0
     # The core's first call after the GPU was waited for is ordered by Python.
     assert row["by_core"] == pytest.approx(CALLS / (CALLS + 1), abs=0.01)
-    made = 2 * TURNS * (3 * CALLS + 1)  # by the core, by C, and by the function in C with one call before
-    assert launches - made in range(2 * 10), "some before"
+    made = 2 * TURNS * (3 * CALLS + 1)  # by the core, the loop in C, and the function in C, called once more first
+    assert launches - made in range(2 * 10), "a few launches before the timed ones"
 
 
 @needs_core

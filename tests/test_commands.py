@@ -80,7 +80,7 @@ def test_flags_of_mpirun_for_root_and_for_few_cores(
     monkeypatch.setattr(commands, "SIBLINGS", "/no/{}")
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")  # as `make train` sets it, for the run alone
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-    monkeypatch.setenv("PATH", str(environment.parent / "empty"))  # whatever this machine has installed
+    monkeypatch.setenv("PATH", str(environment.parent / "empty"))  # an mpirun of this machine must not be found
     assert commands.mpirun(2) == ["mpirun", "-n", "2"], "there is none"
     _program(environment.parent / "others" / "mpirun", said)
     monkeypatch.setenv("PATH", str(environment.parent / "others"))

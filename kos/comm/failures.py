@@ -323,13 +323,13 @@ class FailureLog:
         )
 
     def _shared(self, failure: KosError, lost: bool, work: Any) -> KosError:
-        """The failure of ``work`` on this rank as the other ranks raise it; ``lost``: its device is unusable.
+        """The failure of ``work`` as the other ranks raise it; ``lost``: this rank's device is unusable.
 
-        The text of a send or receive names only the peer, so this rank is put in front.
+        The text of a send or receive names only the peer, so the name of this rank is put in front.
         """
         shared, mine = failure, [self.world[self.rank]]
         me, known = self._names(mine), self._reported()
-        if known is not None and str(failure) == _prefixed(work, f"{known}"):  # of another rank: its text stays
+        if known is not None and str(failure) == _prefixed(work, f"{known}"):  # another rank's failure keeps its text
             shared = again(known)
         elif lost:
             shared = blaming(RankLost(f"{me} is gone: {failure}"), mine)
@@ -342,7 +342,7 @@ class FailureLog:
         return shared
 
     def _reported(self) -> KosError | None:
-        """The failure that a rank of the group has reported, as far as this one knows."""
+        """The failure that a rank of the group has reported; None if this rank knows of none."""
         if self.reported is not None:
             return self.reported[1]
         known = None if self.ring is None else self.ring.failure()
@@ -426,7 +426,10 @@ class FailureLog:
 
 
 def _prefixed(what: object, text: str, why: str = "") -> str:
-    """The text of an error of the call ``what``.  Where ``text`` is of that call or communicator, it is named once."""
+    """The text of an error of the call ``what``: ``what``, ``why`` and ``text``.
+
+    If ``text`` begins with the same call or communicator, the result names it once.
+    """
     if what is None or text.startswith(f"{what}: "):
         return text
     group, named, _ = f"{what}".partition(": ")

@@ -163,7 +163,7 @@ class Groups(Operations):
         return {**self.rendezvous.nccl, **options}
 
     def _agree(self, control: Operation, call: str) -> None:
-        """Compare a control-plane call with the other ranks' calls."""
+        """Check that the other ranks make the same control-plane call."""
         if self.backend.carries_host:
             work = self._prepare(control)
             work.prepared.start(self, work)

@@ -92,7 +92,7 @@ def program_line(frame: FrameType | None) -> str | None:
 
 
 def in_library(file: str) -> bool:
-    """Whether the code of that file is part of kos or of Python's library."""
+    """Whether ``file`` is part of kos or of Python's library; installed packages are not."""
     return file.startswith(_KOS) or (file.startswith(_PYTHON) and "site-packages" not in file)
 
 

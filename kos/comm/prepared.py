@@ -87,7 +87,7 @@ class Prepared:
         """What the flight recorder has of each start, once the communicator has it: its group, and the operation."""
 
     def start(self, comm: Any, work: Work[Any], waits: bool = True, left: Any = None) -> Any:
-        """Number ``work``, record the program's line, and launch it.
+        """Number ``work``, record its call site, and launch it.
 
         Of a call that the core has begun, which is numbered and recorded, complete what is ``left``.  Returns the
         result, or the Work itself with ``async_op`` or without ``waits``.
@@ -203,11 +203,11 @@ def _arguments(o: Operation, group_suffix: str) -> str:
 
 
 def note(comm: Any, work: Work[Any]) -> None:
-    """Number ``work``, and record that the program launches it now, in the innermost frame outside ``kos.comm``."""
+    """Number ``work`` and record its launch.  Its call site is the innermost frame outside ``kos.comm``."""
     prepared = work.prepared
     work.sequence = sequence = next(comm._collectives if prepared.collective else comm._messages)
     try:
-        frame = _getframe(3)  # of an ordinary call: the program's
+        frame = _getframe(3)  # in most calls, that of the program
     except ValueError:  # called from C
         frame = _getframe(2)
     while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:

@@ -38,8 +38,8 @@ def cycle(names: str, one_group: bool) -> str:
     return f"{names} wait for one another" + ("" if one_group else ", in calls of several groups")
 
 
-def out(call: str, me: str) -> str:
-    """A rank that a change of the membership has left out."""
+def left_out(call: str, me: str) -> str:
+    """The error of a rank that a change of the membership has left out."""
     return f"{call}: {me} is out: the others continued without it, as it did not answer"
 
 

@@ -420,7 +420,7 @@ class Work(_Base, Generic[T]):
                     if stopped is not None and stopped.find(awaited):
                         self.expire(round(now - began, 1))
                         return
-                if not reported:  # post even if there is no event
+                if not reported:  # wake up to report the wait even if nothing arrives
                     remaining = min(report_at - now, math.inf if remaining is None else remaining)
                 idle.pause(mark, remaining)
                 if sleeps:

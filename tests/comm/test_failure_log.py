@@ -93,7 +93,7 @@ class _Waits(PeerStatus):
     ],
 )
 def test_the_call_and_the_communicator_are_named_once(cause: str, named: str) -> None:
-    """``named`` is what is left of the cause after the call; "": the cause is of this call."""
+    """``named``: the part of the cause's text that the error has after its call; "" for a cause of the same call."""
     call = "world: all_reduce #1 of int8[1]"
     log = FailureLog(range(3), 0, _Waits({}, {1: blaming(CollectiveTimeout(cause), [2])}))
     error = log.overdue(Late([1]), call, 1.0)

@@ -86,7 +86,7 @@ def test_which_ranks_are_of_the_group_and_which_of_the_world(several: Any) -> No
 
 
 def pass_a_failure_on(comm: kos.Communicator) -> list[str]:
-    """A send of rank 1 fails, so that a call of rank 0 fails, which has begun fewer collectives; rank 2 learns both."""
+    """A send of rank 1 fails, and so a call of rank 0, which has begun fewer collectives; rank 2 gets both failures."""
     large, small, texts = np.ones(1 << 20), np.ones(3), list[str]()
     comm.barrier()
 

@@ -66,7 +66,7 @@ def test_what_an_entry_says() -> None:
         assert (frame["line"], frame["name"]) == (line_of("the call site"), "test_what_an_entry_says.<locals>.body")
 
 
-def test_call_sites_are_the_users_whatever_the_way() -> None:
+def test_call_sites_are_the_users_for_every_kind_of_call() -> None:
     def body(comm: kos.Communicator) -> list[int]:
         persistent = comm.all_reduce_init(ONES.copy())
         persistent.start().wait()  # persistent

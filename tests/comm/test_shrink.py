@@ -138,7 +138,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
-def test_a_rank_that_comes_within_the_timeout_of_the_lowest_one_is_awaited(on: Any) -> None:
+def test_shrink_waits_until_the_deadline_of_the_lowest_rank(on: Any) -> None:
     def body(comm: kos.Communicator) -> int:
         comm.rendezvous.timeout = 1.2
         time.sleep([0.8, 1.5, 0.0][comm.rank])
@@ -148,7 +148,7 @@ def test_a_rank_that_comes_within_the_timeout_of_the_lowest_one_is_awaited(on: A
     assert on(3).run(body) == [3] * 3
 
 
-def test_a_rank_that_the_failure_names_is_left_out_if_it_does_not_come() -> None:
+def test_shrink_leaves_out_a_missing_rank_that_the_failure_names() -> None:
     done = threading.Event()
 
     def body(comm: kos.Communicator) -> int:

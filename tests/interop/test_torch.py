@@ -97,7 +97,7 @@ def test_errors_name_what_was_expected():
 
 
 def test_call_sites_are_those_of_the_program():
-    """Also of functional collectives, which come through C++, and of the reductions within a backward of DDP."""
+    """Also those of functional collectives, which C++ calls, and of the all-reduces in a backward of DDP."""
     for sites, first, last in run(f"{PROGRAMS}:call_sites"):
         assert len(sites) >= 12, sites
         assert all(file == "torch_programs.py" and first < line < last for file, line in sites), sites

@@ -251,7 +251,7 @@ def test_a_call_aside_follows_the_current_stream_and_a_wait_follows_the_call(ran
         del work
 
 
-def test_memory_is_marked_for_the_side_stream_unless_the_stream_before_has_waited(rank: OneRank) -> None:
+def test_record_stream_is_called_unless_the_callers_stream_has_waited(rank: OneRank) -> None:
     x, stream, used = ones(), rank.cuda.Stream(), ("use", SIDE)
     alive = weakref.ref(memory := np.ones(12, np.float32))
     rank.cache(x, overlap=True)
@@ -261,7 +261,7 @@ def test_memory_is_marked_for_the_side_stream_unless_the_stream_before_has_waite
         for each in streams:
             with rank.cuda.stream(each):
                 work.wait()
-        assert used not in rank.cuda.log, "as long as the Work holds its tensors"
+        assert used not in rank.cuda.log, "not while the Work holds its tensors"
         del work
         assert (used in rank.cuda.log) == marked, streams
     work = rank.all_reduce(torch.from_numpy(memory), overlap=True)

@@ -15,7 +15,7 @@ from tests.interop.torch_model_programs import device_of_rank
 from tests.interop.torch_programs import collectives
 
 sleep = torch.cuda._sleep
-"""Keeps the GPU busy for so many clock cycles."""
+"""Keeps the GPU busy for a number of clock cycles."""
 
 
 def gpu_collectives() -> dict[str, Any]:

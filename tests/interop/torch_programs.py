@@ -139,7 +139,7 @@ def split() -> list[Any]:
 
 
 def call_sites() -> tuple[list[tuple[str, int]], int, int]:
-    """The files and lines that the flight recorder has of calls, also of DDP; the first and the last of these lines."""
+    """The call sites in the flight recorder, and the lines between which the calls are made, also those of DDP."""
     group: Any = dist.group.WORLD
     x, parts = torch.ones(2), [torch.ones(2) for _ in range(dist.get_world_size())]
     strided, peer = torch.ones(2, 3).t(), 1 - dist.get_rank()

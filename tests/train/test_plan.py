@@ -163,16 +163,16 @@ def test_context_parallel_passes_keys_and_values_round_and_their_gradients_too()
 
 @pytest.mark.parametrize("window", [1, 3, 4, 16, 20])
 @pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
-def test_attention_in_a_window_takes_the_time_of_what_it_sees(axes, window):
-    """Five products in the backward to two in the forward. Of cp the rank that sees most."""
+def test_attention_time_counts_the_pairs_in_a_window(axes, window):
+    """The backward has five matrix products, the forward two. With cp, the rank with the most pairs is planned."""
     exact = SLOW._replace(linear=math.inf, memory=math.inf, operation=0.0, wire=math.inf, latency=0.0)
     flags = ["--model-type=mistral", "--micro-batch-size=1", "--sliding-window"]
     seconds = predicted(*flags, str(window), axes=axes, speed=exact).seconds
     pairs = T * window - window**2 / 2 if window < T else T * T / 2
     if "cp" in axes and window <= T // 4:
-        pairs = T * window  # its two chunks are not the first
-    rank = LAYERS * 8 * 3.5 * 4 * A * pairs / 1e9 / 2 ** len(axes)
-    assert seconds == pytest.approx(rank * (9 / 8 if "pp" in axes else 1))
+        pairs = T * window  # neither of the rank's two chunks is the first
+    of_rank = LAYERS * 8 * 3.5 * 4 * A * pairs / 1e9 / 2 ** len(axes)
+    assert seconds == pytest.approx(of_rank * (9 / 8 if "pp" in axes else 1))
 
 
 def test_many_micro_batches_count_as_each_of_a_few():

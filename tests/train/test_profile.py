@@ -74,8 +74,8 @@ def test_costs_follow_from_shapes():
 
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 8, 15, 16, None])
 @pytest.mark.parametrize(("cp", "pieces"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_attention_counts_what_a_window_leaves(cp, pieces, window):
-    """Of each rank to each piece: by positions, pairs on the borders half.  Documents are not counted."""
+def test_attention_flops_count_the_pairs_in_a_window(cp, pieces, window):
+    """Between a rank's queries and each piece.  Pairs on the borders count half; borders of documents are ignored."""
     f32, length, heads, d = np.float32, 16 // (cp * pieces), 2, 3
     apart = np.subtract.outer(np.arange(16), np.arange(16))
     sees = ((apart > 0) & (apart < (window or 16))) + 0.5 * ((apart == 0) | (apart == window))
@@ -134,8 +134,8 @@ def test_on_the_cpu(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp", "cp"])
-def test_attention_in_a_window_counts_as_in_mfu(tmp_path, axis):
-    """Its backward has five products, of which MFU counts four."""
+def test_attention_flops_in_a_window_follow_from_those_of_mfu(tmp_path, axis):
+    """The backward has five matrix products, of which MFU counts four."""
     shape = {**SMALL["model"], "intermediate_size": 30, "model_type": "mistral"}
     full, window = ({"model": {**shape, "sliding_window": size}} for size in (None, 3))
     spans = profiled(tmp_path, 2, **window, **{axis: 2})[1]

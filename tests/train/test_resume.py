@@ -153,8 +153,8 @@ def test_a_command_that_would_fail_is_not_printed(monkeypatch: Any) -> None:
 
 @needs_mpirun
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_the_command_of_one_program_does_not_start_several(hosts: int) -> None:
-    """Pretended hosts have an environment each, which the command for one would lose."""
+def test_resume_does_not_print_mpirun_for_several_programs(hosts: int) -> None:
+    """Each pretended host has its own environment, which the command of one program would lose."""
     code = "from pathlib import Path; from kos.train.tools import commands; print(commands.resume(Path('run'), 2))"
     programs = [["-x", f"KOS_HOST={host}", "-n", str(2 // hosts), sys.executable, "-c", code] for host in range(hosts)]
     words = [word for program in programs for word in (":", *program)][1:]

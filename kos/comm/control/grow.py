@@ -360,7 +360,7 @@ class Change:
     def _out(self, epoch: int) -> KosError:
         group = self.group
         me = group.failures.names([group.rank], False)
-        text = timeouts.out(self.call, me)
+        text = timeouts.left_out(self.call, me)
         return blaming(RankLost(f"{text} (epoch {epoch})"), [group.failures.world[group.rank]])
 
 

@@ -93,7 +93,7 @@ class ThreadGroup:
         self.over: KosError | None = None  # why exchanges fail
         self._closed: dict[int, tuple[str, KosError | None, float | None]] = {}
         self._shared: dict[Any, Any] = {}
-        self.left_out: set[int] = set()  # ranks without which the others have continued
+        self.left_out: set[int] = set()  # ranks that the others have continued without
         self.joining: list[dict[str, Any]] = []  # newcomers that wait: what they say, then what they are told
         self.answered = threading.Condition(self.world.lock)  # newcomers are told something
         self.address = f"{THREADS}{next(_numbers)}"
@@ -242,13 +242,14 @@ class ThreadRendezvous(Rendezvous):
     ) -> Rendezvous:  # fmt: skip
         """The first rank that finds all others here, and the newcomers, determines the outcome for all.
 
-        As on other backends, the lowest rank here has the deadline, and ranks that failures name are left out then.
+        As on other backends, the deadline is that of the lowest rank here.  If failures name all ranks that are missing
+        then, these are left out, except with ``whole``.
         """
         group, known = self.threads, (self.failures.first, self.failures.status.last)
         blamed = {rank for failure in known if failure is not None for rank in failure.ranks}
         with self.waiting(), group.world.lock:
             if self.rank in group.left_out:
-                text = timeouts.out(call, self.failures.names([self.rank], False))
+                text = timeouts.left_out(call, self.failures.names([self.rank], False))
                 raise blaming(RankLost(text), self.failures.in_world([self.rank]))
             attempt: tuple[dict[int, str], dict[int, tuple[float, set[int]]], list[Any]] = group.shared(
                 "change", lambda: ({}, {}, [])

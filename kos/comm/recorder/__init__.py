@@ -31,7 +31,7 @@ SLOTS = 1024  # a power of two
 """Operations kept per rank."""
 
 LAST_SLOT = SLOTS - 1
-CODE, INSTRUCTION, SEQUENCE, COMPLETED, ERROR = 2, 3, 4, -2, -1  # of an _Entry
+CODE, INSTRUCTION, SEQUENCE, COMPLETED, ERROR = 2, 3, 4, -2, -1  # indices of an _Entry
 
 
 class _Entry(NamedTuple):
@@ -128,7 +128,7 @@ class Recorder:
         }
 
     def set_call_site(self, since: int, frame: FrameType) -> None:
-        """Record that the operations since the ``count`` of ``since`` were launched in ``frame``."""
+        """Set the call site of all operations recorded since ``count`` was ``since`` to the line of ``frame``."""
         code, instruction = frame.f_code, frame.f_lasti
         for number in range(since, self.counter[0]):
             slot = self.slots[number & LAST_SLOT]

@@ -1,10 +1,10 @@
 """ProcessGroupKos: what torch.distributed calls.
 
 ``operations.py`` has the operations.  ``ProcessGroupKos._launch`` runs one (``launch.py``).
-On host memory it returns a Work that a wait advances.  On a GPU it runs on the current stream, or with ``async_op`` on
-the group's stream ``side`` after the current stream, and only then returns a Work.  An event after it is recorded only
-if its Work is polled, or still alive when the next operation begins.  A single operation on tensors that need no
-conversion is one call of the communicator.
+On host memory it returns a Work that a wait advances.  On a GPU, without ``async_op``, it runs on the current stream
+and returns None.  With ``async_op`` it runs on the group's stream ``side``, after the current stream, and returns a
+Work.  An event after it is recorded only if its Work is polled, or still alive when the next operation begins.  A
+single operation on tensors that need no conversion is one call of the communicator.
 
 torch lets Python replace a whole ProcessGroup, but not one of its backends: one group serves all devices.
 """
@@ -261,8 +261,8 @@ class ProcessGroupKos(Reconfigurable):
     def _launch(self, call: Call, tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False) -> Any:
         """Launch ``call`` on ``tensors``; ``opts`` are torch's options.
 
-        With ``batch``, ``call`` is a function that calls several operations of kos.  On a GPU, None of a call without
-        ``async_op``, as from ProcessGroupNCCL: there is nothing to wait for.
+        With ``batch``, ``call`` is a function that calls several operations of kos.  Returns None for a call on a
+        GPU without ``async_op``, as ProcessGroupNCCL does: there is nothing to wait for.
         """
         timeout, overlap = NONE if opts is None else opts.timeout, getattr(opts, "asyncOp", True)
         launch = self._launch_on_gpu if tensors[0].is_cuda else self._launch_on_host
@@ -300,16 +300,16 @@ class ProcessGroupKos(Reconfigurable):
                 check_dense(tensors, what)
                 self._connect_gpu(tensors[0].device)
             self._begin()
-            before = self._follow_current() if overlap else None
+            caller_stream = self._follow_current() if overlap else None
             options = self._options(timeout)
             if plain:
-                name, args = call[0]  # recorded with this line: to find the program's takes a microsecond
+                name, args = call[0]  # the call site: finding the program's line would take 1 us
                 getattr(self._gpu, name)(*args, **({**self._side_options, **options} if overlap else options))
             else:
                 self._run_on_gpu(call, overlap, options, batch)
             if not overlap:
                 return None
-            work = DeviceWork(self, tensors, before)
+            work = DeviceWork(self, tensors, caller_stream)
             self._last = weakref.ref(work)
             return work
 

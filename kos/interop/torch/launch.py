@@ -50,9 +50,12 @@ def run(call: Call, comm: kos.Communicator, options: dict[str, Any], asynchronou
 
 
 def set_call_site(comm: kos.Communicator, since: int) -> None:
-    """Record the program's line for the operations since the flight recorder had ``since``: outside kos and torch."""
+    """Set the call site of operations since the recorder's count was ``since``: the program's line.
+
+    That is the innermost frame outside kos, torch and Python's library.
+    """
     try:
-        frame = _getframe(5)  # below it are the operation and what launches it; each frame takes 0.2 us
+        frame = _getframe(5)  # inner frames are those of kos; to check a frame takes 0.2 us
     except ValueError:  # called from C
         frame = _getframe(3)
     while _in_library(frame.f_code.co_filename) and (outer := frame.f_back) is not None:
@@ -62,6 +65,7 @@ def set_call_site(comm: kos.Communicator, since: int) -> None:
 
 @cache
 def _in_library(file: str) -> bool:
+    """Whether ``file`` is part of kos, torch or Python's library."""
     return in_library(file) or file.startswith(_TORCH)
 
 

@@ -177,22 +177,22 @@ class PooledEvent:
 
 
 class DeviceWork(_Work):
-    """An operation on the group's stream of a GPU, which began after what was queued on the stream ``before``.
+    """An operation on the group's stream of a GPU, ordered after the work queued on ``caller_stream`` at its launch.
 
-    It keeps its tensors alive.  Once ``before`` has waited for the operation, their memory can be freed as that of any
-    tensor that is used there; ``Tensor.record_stream``, after which torch reuses memory later, is for all other cases.
+    It keeps its tensors alive.  Once ``caller_stream`` has waited for the operation, they can be freed like any tensor
+    used on that stream.  Otherwise ``__del__`` calls ``Tensor.record_stream``, after which torch reuses memory later.
     """
 
-    __slots__ = "_before", "_group", "event"
+    __slots__ = "_caller_stream", "_group", "event"
 
-    def __init__(self, group: Any, tensors: Sequence[Tensor], before: Any) -> None:
+    def __init__(self, group: Any, tensors: Sequence[Tensor], caller_stream: Any) -> None:
         dist.Work.__init__(self)
-        self.tensors, self._group, self._before = [*tensors], group, before
+        self.tensors, self._group, self._caller_stream = [*tensors], group, caller_stream
         self.event: PooledEvent | None = None
 
     def __del__(self) -> None:
-        if self._before is not None:
-            with _C._DisableTorchDispatch():  # a compiler's mode for tensors without memory may be on
+        if self._caller_stream is not None:
+            with _C._DisableTorchDispatch():  # torch.compile may have a FakeTensorMode active
                 for tensor in self.tensors:
                     tensor.record_stream(self._group.side)
 
@@ -213,8 +213,8 @@ class DeviceWork(_Work):
         self._group.check()
         if timeout > NONE:
             self._group.wait_on_host(self.recorded(), timeout.total_seconds())
-        if self._group.follow(self) is self._before:
-            self._before = None
+        if self._group.follow(self) is self._caller_stream:
+            self._caller_stream = None
         return True
 
     def is_completed(self) -> bool:
@@ -239,8 +239,8 @@ class DeviceWork(_Work):
 class DeviceMessage(DeviceWork):
     """A message between GPUs, which the first wait for any message of its group launches."""
 
-    def __init__(self, group: Any, tensors: Sequence[Tensor], before: Any, name: str, peer: int) -> None:
-        super().__init__(group, tensors, before)
+    def __init__(self, group: Any, tensors: Sequence[Tensor], caller_stream: Any, name: str, peer: int) -> None:
+        super().__init__(group, tensors, caller_stream)
         self.name, self.peer = name, peer
 
     def launch(self) -> None:

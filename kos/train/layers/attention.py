@@ -102,7 +102,7 @@ class Attention(Sublayer):
             yield
         yield
         if apart:
-            of_half = masks and [[mask.of(slice(start, stop)) for mask in each] for each in masks]
+            of_half = masks and [[mask.of_samples(slice(start, stop)) for mask in each] for each in masks]
             kept = OfCore(lse[start:stop], None if raw is None else raw[rows])
             self._attend(ctx, qkv[rows], kept, heads[rows], of_half)
 

@@ -23,7 +23,7 @@ from kos.train.layers.sublayer import Sublayer
 from kos.train.model.rope import RopeScaling
 from kos.train.model.section import SettingError
 from kos.train.model.shapes import Local, Stages, split_layers
-from kos.train.ops import seen_pairs
+from kos.train.ops import attended_pairs
 
 HEAD = 0.7
 """The time of the head, as a fraction of the time of layers whose matrix products have as many flops.
@@ -235,7 +235,7 @@ class LlamaConfig:
             matmul += math.prod(shapes[self.embedding])
         windows = [self.window(number) or seq_len for number in range(self.num_hidden_layers)]
         width = self.num_attention_heads * self.head_dim
-        causal = width * sum(2 * seen_pairs(seq_len, window) / seq_len for window in windows)
+        causal = width * sum(2 * attended_pairs(seq_len, window) / seq_len for window in windows)
         full = width * sum(min(window, seq_len) for window in windows)
         return FlopsPerToken(6.0 * (matmul + causal), 6.0 * (matmul + 2 * full))
 

@@ -33,18 +33,19 @@ SCALE_BLOCK = 128
 """Rows and columns of a matrix in 8 bits that share a scale."""
 
 
-def seen_pairs(tokens: float, window: int | None = None, apart: float = 0) -> float:
-    """How many pairs of query and key causal attention with a ``window`` sees: T²/2 without one, else T W - W²/2.
+def attended_pairs(tokens: float, window: int | None = None, offset: float = 0) -> float:
+    """The pairs of query and key in causal attention: T²/2, or T W - W²/2 in a sliding window of W <= T tokens.
 
-    ``tokens`` queries in a row see as many keys in a row; the first query is ``apart`` tokens after the first key.
+    They are between ``tokens`` consecutive queries and as many consecutive keys.  The first query is ``offset`` tokens
+    after the first key; the formulas are for an offset of 0.  Pairs on the borders of the mask count half.
     """
 
     def within(distance: float) -> float:
-        """Pairs whose query is at most ``distance`` after its key."""
+        """The pairs whose query is at most ``distance`` tokens after the key."""
         near = max(-tokens, min(distance, tokens))
         return tokens * tokens / 2 + near * (tokens - abs(near) / 2)
 
-    return within((window or math.inf) - apart) - within(-apart)
+    return within((window or math.inf) - offset) - within(-offset)
 
 
 class Mask(NamedTuple):
@@ -57,10 +58,10 @@ class Mask(NamedTuple):
 
     first_key: Array  # (B, T), of each query: 0 to T
     last_query: Array  # (B, T), of each key: the last query whose first key is not after it, or -1
-    pairs: float | None = None  # of a sample, as ``seen_pairs`` counts them; None: those of attention without a window
+    pairs: float | None = None  # of a sample, by ``attended_pairs``; None: there is no window
 
-    def of(self, samples: slice) -> Mask:
-        """That of some samples."""
+    def of_samples(self, samples: slice) -> Mask:
+        """The mask of these samples."""
         return self._replace(first_key=self.first_key[samples], last_query=self.last_query[samples])
 
     def check(self, samples: int, length: int) -> None:

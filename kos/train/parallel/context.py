@@ -22,7 +22,7 @@ import numpy as np
 
 from kos.memory.arena import Arena
 from kos.train.data.batch import Batch
-from kos.train.ops import Array, Mask, Ops, seen_pairs
+from kos.train.ops import Array, Mask, Ops, attended_pairs
 from kos.train.parallel.mesh import ALONE, Axis
 
 Parts = Iterator[tuple[int, Array, Array | None]]
@@ -91,9 +91,9 @@ class ContextParallel:
         return [[mask(index, keys) for keys in range(self.chunks // 2)] for index in range(self.pieces)]
 
     def _pairs(self, queries: int, keys: int, length: int, window: int | None) -> float:
-        """Those that a sample's queries of one piece see in another, each of ``length`` tokens."""
+        """The attended pairs of a sample between the pieces ``queries`` and ``keys``, of ``length`` tokens each."""
         chunks = ((piece, self.chunks - 1 - piece) for piece in (queries, keys))
-        return sum(seen_pairs(length / 2, window, (q - k) * length / 2) for q, k in itertools.product(*chunks))
+        return sum(attended_pairs(length / 2, window, (q - k) * length / 2) for q, k in itertools.product(*chunks))
 
     def positions_of_rows(self, seq_len: int, samples: int) -> Sequence[int]:
         """The positions of tokens that lie piece by piece, each of ``samples`` samples of ``seq_len`` tokens."""

@@ -16,7 +16,7 @@ from kos.train.config.options import TrainConfig, flag_of
 def resume(out: Path, ranks: int, *flags: str) -> str:
     """The command that continues from the newest checkpoint in ``out``, whose ``config.json`` has the settings.
 
-    It is the command of every rank if something other than mpirun has started them, or mpirun several programs.
+    It is the command of each rank if mpirun has not started the ranks, or has started them as several programs.
     """
     words = [python(), "-m", "kos.train", "--config", str(out / "config.json"), "--resume", "auto", *flags]
     if _by_mpirun() and not several_programs():

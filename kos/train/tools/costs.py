@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kos.train.ops import NEWTON_SCHULZ_STEPS, Mask, Ops, Scaled, seen_pairs
+from kos.train.ops import NEWTON_SCHULZ_STEPS, Mask, Ops, Scaled, attended_pairs
 
 UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
 TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch", "update"}
@@ -65,7 +65,7 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
         if pairs is None and others:  # every query to every key
             pairs = math.prod(part.stop - part.start for part in arguments[7 if backward else 4 :][:2])
         elif pairs is None:
-            pairs = seen_pairs(tokens)
+            pairs = attended_pairs(tokens)
         flops = 4.0 * out.size * pairs / tokens * (2.5 if backward else 1.0)
     elif name in ("squares", "exact_squares", "largest"):  # this rank's share of the grid's chunks
         from kos.train.optim.cuda import CHUNK

@@ -261,8 +261,8 @@ class TimedDryRun(DryRun):
     def __init__(self, job: Job, stage_rank: int) -> None:
         self.clock, self.actions = Clock(job.rates, job.network), dict[Action, dict[str, float]]()
         has_windows = any(map(job.model.window, range(job.model.num_hidden_layers)))
-        last = job.layout.cp - 1 if has_windows else 0  # which sees most in a window
-        rank = job.layout.rank({"pp": stage_rank, "cp": last})
+        cp_rank = job.layout.cp - 1 if has_windows else 0  # in a window, no rank attends to more pairs than the last
+        rank = job.layout.rank({"pp": stage_rank, "cp": cp_rank})
         mesh = TimedMesh(self.clock, job, rank)
         dry = cpu.DryOps() if job.config.device == "cpu" else _AbsentGpu(job.rates.name)
         ops = TimedOps(dry, self.clock.timed)
