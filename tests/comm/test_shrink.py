@@ -169,6 +169,47 @@ def test_shrink_leaves_out_a_missing_rank_that_the_failure_names() -> None:
     assert spawn(body, 3, timeout=20) == [2, 0, 2]
 
 
+def wait_for_rank_1(comm: kos.Communicator) -> None:
+    """Rank 0 alone fails, which names rank 1; rank 2 knows of no failure."""
+    comm.rendezvous.timeout = 0.4
+    if comm.rank == 0:
+        with pytest.raises(CollectiveTimeout) as caught:
+            comm.recv(np.empty(1), 1, timeout=0.2)
+        assert caught.value.ranks == (1,)
+
+
+def test_the_failure_of_the_lowest_rank_determines_whom_shrink_leaves_out() -> None:
+    done = threading.Event()
+
+    def body(comm: kos.Communicator) -> int:
+        wait_for_rank_1(comm)
+        if comm.rank == 1:
+            assert done.wait(20)
+            return 0
+        with comm.shrink() as part:
+            done.set()
+            return part.size
+
+    for _ in range(4):
+        done.clear()
+        assert spawn(body, 3, timeout=20) == [2, 0, 2]
+
+
+def test_a_replacement_that_fails_leaves_no_rank_out() -> None:
+    failed = threading.Barrier(3)
+
+    def body(comm: kos.Communicator) -> int:
+        wait_for_rank_1(comm)
+        if comm.rank != 1:
+            with pytest.raises(RendezvousError, match="newcomer"):
+                comm.replace()
+        failed.wait(20)
+        with comm.shrink() as part:
+            return part.size
+
+    assert spawn(body, 3, timeout=20) == [3] * 3
+
+
 def test_an_exchange_of_threads_completes_for_all_ranks_or_for_none() -> None:
     """A rank that ends directly after its last message does not make the split fail on the other ranks."""
 
