@@ -419,18 +419,20 @@ def test_spawn_ends_waits_in_every_group(failing: bool, monkeypatch: pytest.Monk
 def test_errors_name_the_communicator(run: Callable[..., Any]) -> None:
     def body(comm: kos.Communicator) -> tuple[str, ...]:
         part = comm.split(comm.rank % 1)
-        copy = part.duplicate()
+        copy, other = part.duplicate(), part.duplicate()
+        if part.rank == 0:  # before a failure names rank 1: shrink would leave it out
+            other.timeout = 0.1
+            with pytest.raises(RendezvousError, match=rf"^{other.name}: shrink: ranks \[1\] did not arrive"):
+                other.shrink()
+        comm.barrier()
         with pytest.raises(CollectiveMismatch, match=f"^{copy.name}: rank 0 called all_reduce #0 of float64"):
             copy.all_reduce(np.ones(1 + copy.rank))
         with pytest.raises(CollectiveMismatch, match=f"^barrier: .* before: {copy.name}: rank 0 called all_reduce #0"):
             copy.barrier()
         part.barrier()  # the others are as they were
         if part.rank == 0:
-            with pytest.raises(CollectiveTimeout, match=f"^{part.name}: all_reduce #2 of float64.*: not complete"):
+            with pytest.raises(CollectiveTimeout, match=f"^{part.name}: all_reduce #3 of float64.*: not complete"):
                 part.all_reduce(np.ones(1), timeout=0.1)
-            copy.timeout = 0.1
-            with pytest.raises(RendezvousError, match=rf"^{copy.name}: shrink: ranks \[1\] did not arrive"):
-                copy.shrink()
         comm.barrier()
         part.abort()
         with pytest.raises(CollectiveError, match=f"^<Communicator {part.name}: rank {part.rank} of 2 .*> is closed"):
