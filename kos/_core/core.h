@@ -279,7 +279,8 @@ typedef struct {
     int rank, size;
     int generation;    // kos_forks when it was made
     int closed;
-    int direct;        // whether every rank can read the memory of every other one
+    uint64_t direct;   // a part above so many bytes is read from another rank's memory; 0: that cannot be done
+    int marks;         // whether ranks write to what they have read (kos_mark)
     int64_t spin_ns;   // a wait holds the GIL for so long; 0 where ranks are threads
     int yields;        // whether ranks exceed the cores: a wait leaves its core to others
     uint64_t counts[3];  // of the last KOS_COUNTS: the receiver, the bytes that it expects, those that are sent
@@ -364,11 +365,11 @@ static inline int kos_is_in(int who, int rank, int root) {
     return who == KOS_OTHERS ? rank != root : who == KOS_ROOT ? rank == root : who != KOS_NOBODY;
 }
 
-// Writes to each cache line of data that this rank alone has read, in memory that its sender always writes.  A CPU core
-// writes lines that the other has written in a third of the time of those that the other has only read.
-static inline void kos_mark(const uint8_t *data, size_t bytes) {
+// Writes to each cache line of data that this rank alone has read, in memory that its sender always writes.  On EPYC a
+// core writes lines that the other has written in a third of the time of those that the other has only read.
+static inline void kos_mark(const kos_group *g, const uint8_t *data, size_t bytes) {
     volatile uint8_t *lines = (volatile uint8_t *)(uintptr_t)data;
-    for (size_t at = 0; bytes >= KOS_MARKED_BYTES && at < bytes; at += KOS_CACHE_LINE)
+    for (size_t at = 0; g->marks && bytes >= KOS_MARKED_BYTES && at < bytes; at += KOS_CACHE_LINE)
         lines[at] = 0;
 }
 

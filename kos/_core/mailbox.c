@@ -46,7 +46,7 @@ static uint64_t end_of(const kos_message *m) { return m->bytes << 8 | (m->what >
 static uint64_t reserve(const kos_group *g, kos_box *box, uint64_t bytes, uint64_t taken) {
     const uint64_t room = g->layout.room, length = kos_up(bytes, KOS_CACHE_LINE);
     uint64_t at = box->room_at, free = taken ? box->ends[(taken - 1) % KOS_HEADERS] : 0;
-    if (at % room + length > room || taken == box->sent)
+    if (at % room + length > room || (taken == box->sent && (g->marks || bytes < KOS_MARKED_BYTES)))
         at += (room - at % room) % room;  // to the start, which the caches hold
     if (taken == box->sent)
         free = at;
@@ -190,7 +190,7 @@ static int deliver(kos_group *g, kos_box *box, kos_message *m, const kos_arrival
         give_credit(box, from->bytes);
         if (same)
             memcpy(m->data, data, m->bytes);
-        kos_mark(data, from->bytes);
+        kos_mark(g, data, from->bytes);
     } else if (!same) {
         if (!reply(box, from->answer, REFUSED | end_of(m)))
             return 0;
@@ -226,14 +226,14 @@ static int keep(kos_box *box, const kos_arrival *a, const uint8_t *data) {
 }
 
 // A piece of a message.  If its receive was cancelled it is dropped.
-static void take_piece(kos_box *box, const kos_mail *mail) {
+static void take_piece(const kos_group *g, kos_box *box, const kos_mail *mail) {
     kos_message *m = box->streamed.first;
     while (m && m->answer != mail->answer)
         m = m->next;
     if (!m || m->moved + mail->bytes > m->bytes)
         return;
     memcpy(m->data + m->moved, box->in_room + mail->where, mail->bytes);
-    kos_mark(box->in_room + mail->where, mail->bytes);
+    kos_mark(g, box->in_room + mail->where, mail->bytes);
     m->moved += mail->bytes;
     if (m->moved == m->bytes) {
         m->state = KOS_COMPLETE;
@@ -256,7 +256,7 @@ static void take(kos_group *g, kos_box *box, const kos_message *last) {
         const int kind = (int)(mail->what >> KOS_KIND_AT);
         const uint8_t *data = kind == ROOM || kind == PIECE ? box->in_room + mail->where : mail->small;
         if (kind == PIECE)
-            take_piece(box, mail);
+            take_piece(g, box, mail);
         else {
             kos_arrival a = {.what = mail->what, .bytes = mail->bytes};
             if (kind != INLINE) {

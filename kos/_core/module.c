@@ -130,7 +130,8 @@ static PyMethodDef group_methods[] = {
     {0},
 };
 static PyMemberDef group_members[] = {
-    {"direct", T_INT, offsetof(Group, core.direct), 0, NULL},
+    {"direct", T_ULONGLONG, offsetof(Group, core.direct), 0, NULL},
+    {"marks", T_INT, offsetof(Group, core.marks), 0, NULL},
     {"spin_ns", T_LONGLONG, offsetof(Group, core.spin_ns), 0, NULL},
     {"yields", T_INT, offsetof(Group, core.yields), 0, NULL},
     {"parks", T_ULONGLONG, offsetof(Group, parks), READONLY, NULL},

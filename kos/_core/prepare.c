@@ -6,12 +6,8 @@
 
 #include <string.h>
 
-enum {
-    // An all_reduce up to this is reduced by every rank, which saves one wait.  More ranks read more.
-    ONE_SHOT_BYTES = 128 << 10,
-    // Where each rank gets a part of its own, one above this is read in one copy from another rank's memory.
-    DIRECT_BYTES = 512 << 10,
-};
+// An all_reduce up to this is reduced by every rank, which saves one wait.  More ranks read more.
+enum { ONE_SHOT_BYTES = 128 << 10 };
 
 static const kos_pattern patterns[] = {
     [KOS_BARRIER] = {KOS_NOBODY, KOS_NOBODY, KOS_NOBODY, 0, 0},
@@ -89,7 +85,7 @@ static void prepare_collective(const kos_group *g, const kos_request *q, kos_pre
     p->per_stage = p->small ? largest : g->layout.area_bytes / places / KOS_CACHE_LINE * KOS_CACHE_LINE;
     p->stages = p->per_stage && largest ? (largest + p->per_stage - 1) / p->per_stage : 1;
     if ((q->varies && q->operation == KOS_ALL_TO_ALL)
-        || (g->direct && largest > DIRECT_BYTES && pattern->parted && !pattern->reduces)) {
+        || (g->direct && largest > g->direct && pattern->parted && !pattern->reduces)) {
         p->algorithm = KOS_OFFER;
         p->per_stage = g->layout.area_bytes / places / KOS_CACHE_LINE * KOS_CACHE_LINE;
         p->stages = p->small = 0;

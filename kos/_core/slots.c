@@ -160,7 +160,7 @@ static void take_data(kos_group *g, kos_work *w, uint64_t stage) {
         if (r != g->rank) {
             memcpy(w->recv + piece.at, from, piece.bytes);
             if (pattern->putters != KOS_EVERYBODY && (g->size == 2 || pattern->parted || pattern->takers == KOS_ROOT))
-                kos_mark(from, piece.bytes);
+                kos_mark(g, from, piece.bytes);
         } else if (p->algorithm != KOS_TWO_SHOT && w->recv && from != w->recv + piece.at)
             memmove(w->recv + piece.at, from, piece.bytes);
     }

@@ -13,7 +13,7 @@ import pytest
 
 import kos
 from kos.comm.control.base import Rendezvous
-from kos.comm.host.shared import CallRing, Node
+from kos.comm.host.shared import CallRing, Node, node
 from kos.comm.host.shared.segment import PID
 from kos.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm.ranks import on_each_rank
@@ -150,6 +150,35 @@ def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.Monkey
         return "process_vm_readv is not permitted" in comm.explain()
 
     assert run(body, 3) == [True] * 3
+
+
+@pytest.mark.parametrize(("intel", "direct"), [(False, 512 << 10), (True, 100 << 10), (True, 1)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_depends_on_the_cpu(size: int, intel: bool, direct: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which parts are read in one copy, and whether lines are marked, at sizes between these bounds too."""
+    monkeypatch.setattr(node, "ON_INTEL", intel)
+    monkeypatch.setattr(node, "DIRECT_BYTES", direct)
+
+    def body(comm: kos.Communicator) -> None:
+        core, rank = comm.backend.calls.core, comm.rank
+        assert (core.marks, core.direct) == (not intel, direct)
+        for number in range(60):
+            count = (1, 900, 1024, 8192, 14_000, 30_000)[number % 6]  # 8,192: the longest eager message
+            mine = np.full(count, rank + number / 8)
+            whole = np.concatenate([np.full(count, r + number / 8) for r in range(size)])
+            root, left, right = number % size, (rank - 1) % size, (rank + 1) % size
+            assert comm.all_to_all(whole).tolist() == np.tile(mine, size).tolist()
+            assert comm.scatter(whole if rank == root else None, np.empty(count), root).tolist() == mine.tolist()
+            gathered = comm.gather(mine, root)
+            assert gathered is None or gathered.ravel().tolist() == whole.tolist()
+            assert comm.all_gather(mine).ravel().tolist() == whole.tolist()
+            assert comm.send_recv(mine, np.empty(count), right, left).tolist() == [left + number / 8] * count
+            work = comm.send(mine, right, async_op=True)
+            assert comm.recv(np.empty(count), left).tolist() == [left + number / 8] * count
+            work.wait()
+            assert comm.broadcast(mine, root).tolist() == [root + number / 8] * count
+
+    run(body, size)
 
 
 @pytest.mark.parametrize("how", ["message", "collective"])

@@ -225,7 +225,8 @@ static void *rank_main(void *argument) {
     g->spin_ns = 2000;
     if (kos_open(g, memory, kos_layout_of(ranks).total, rank, ranks))
         exit(2);
-    g->direct = direct;
+    g->direct = direct ? seed % 2 ? 1000 : 512 << 10 : 0;
+    g->marks = rank % 2;
     atomic_store(&g->line->pid, getpid());
     for (int i = 0; i < IN_FLIGHT; i++) {
         starts[i].prepared = malloc(kos_prepared_bytes(ranks));

@@ -158,6 +158,9 @@ def random_program(group: CoreGroup, seed: int, calls: int, direct: bool) -> int
     if direct and not group.connect():
         raise AssertionError
     shared, mine = random.Random(seed), random.Random(seed * 31 + group.rank)
+    if direct:
+        group.core.direct = shared.choice((1, 100 << 10, 512 << 10))
+    group.core.marks = mine.randrange(2)
     outstanding: list[tuple[Any, ...]] = []
     wrong = 0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import get_ident
 from time import time_ns
 from typing import Any
@@ -31,6 +32,18 @@ from kos.errors import CollectiveMismatch, KosError
 from kos.memory.libraries import library_of
 
 Array = np.ndarray[Any, Any]
+
+
+def _is_on_intel() -> bool:
+    with suppress(OSError), open("/proc/cpuinfo") as cpus:
+        return "GenuineIntel" in cpus.read(256)  # the start of the first one
+    return False
+
+
+ON_INTEL = _is_on_intel()
+"""Whether a core writes at full speed what another core has read: on Xeons (Sapphire Rapids), not on EPYC (Zen 4)."""
+DIRECT_BYTES = (100 if ON_INTEL else 512) << 10
+"""A part above so many bytes is read from another rank's memory: in one copy, not in two through a slot."""
 
 _OPERATIONS = {
     name: code for code, name in enumerate((
@@ -65,8 +78,10 @@ class Node:
         self.failures, self.size = calls.failures, calls.segment.size
         self._status = self.failures.status
         self.active: set[SegmentMessage] = set()
-        self.one_copy = self._core.direct = self._read_each_other(rendezvous)
+        self._core.marks = not ON_INTEL
+        self.one_copy = self._read_each_other(rendezvous)
         """Whether every rank can read the memory of every other one."""
+        self._core.direct = DIRECT_BYTES if self.one_copy else 0
 
     def _read_each_other(self, rendezvous: Rendezvous) -> bool:
         """In another PID namespace a number may be another process's: read a token.  Collective."""
@@ -80,8 +95,9 @@ class Node:
             read_memory(words[segment.line(r) + PID], int.from_bytes(each[:8], "little"), 16) == each[8:]
             for r, each in enumerate(everyone[rank] for rank in self.ranks)
         )
-        all_read = rendezvous.allgather(b"1" if all(reads) else b"")
-        return all(all_read[rank] for rank in self.ranks)
+        mine = str(DIRECT_BYTES).encode()  # which all ranks must have
+        all_read = rendezvous.allgather(mine if all(reads) else b"")
+        return all(all_read[rank] == mine for rank in self.ranks)
 
     def bind(self, prepared: Prepared) -> None:
         """Have the core run such calls, unless it cannot: by a schedule, compressed, or of arrays of two dtypes."""
