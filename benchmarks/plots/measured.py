@@ -42,6 +42,12 @@ def on_gpus(
     return {row["bytes"]: row[value] for row in rows if row.get(value) is not None}
 
 
+def cores(ranks: int) -> str:
+    """What calls of so many ranks on a host were measured on: 2 EPYC cores."""
+    count, _, _, *names = load(f"host-calls-{ranks}")["hardware"].replace("(R)", "").split()  # 2 cores of AMD EPYC
+    return " ".join([count, *(name for name in names if name not in ("AMD", "Intel", "Processor")), "cores"])
+
+
 def on(ranks: int) -> str:
     """The GPUs of the file of collectives: 2 H100."""
     return gpus(newest("collectives", ranks))

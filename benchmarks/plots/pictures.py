@@ -37,7 +37,7 @@ def latency() -> Any:
     """For README: an all_reduce of 2 ranks on a host, and on GPUs in a graph and eager, beside peers."""
     figure, [panels] = new(3.1, columns=3)
     host = {name: measured.on_host(2, name) for name in measured.HOST_LINES if name != "kos, persistent"}
-    draw(panels[0], host, "2 ranks on 2 EPYC cores, float32")
+    draw(panels[0], host, f"2 ranks on {measured.cores(2)}, float32")
     names = (*GPU_NAMES, "torch one-shot")
     for axes, mode, title in ((panels[1], "graph", "in a CUDA graph"), (panels[2], "eager", "eager")):
         lines = {name: measured.on_gpus(2, name, mode=mode) for name in names}
@@ -121,7 +121,7 @@ def all_reduce_hosts() -> Any:
             line(axes, name, series)
         sizes_along(axes, lines["kos"])
         times_up(axes)
-        axes.set(title=f"{ranks} ranks on 2 EPYC cores: all_reduce, float32")
+        axes.set(title=f"{ranks} ranks on {measured.cores(ranks)}: all_reduce, float32")
     panels[0][0].set_ylabel("microseconds (lower is better)")
     panels[0][0].legend()
     return figure

@@ -61,7 +61,7 @@ def readme() -> str:
                      link(f"{newest('collectives', ranks)}.json")])  # fmt: skip
     host, mpi = (measured.on_host(2, name) for name in ("kos", "Open MPI"))
     for nbytes in (8, 1 << 20):
-        rows.append([f"all_reduce of {size(nbytes)}, 2 ranks on 2 EPYC cores, µs", us(host[nbytes]),
+        rows.append([f"all_reduce of {size(nbytes)}, 2 ranks on {measured.cores(2)}, µs", us(host[nbytes]),
                      f"{us(mpi[nbytes])} (Open MPI)", ratio(mpi[nbytes] / host[nbytes]),
                      link("host-calls-2.json")])  # fmt: skip
     for ranks, label, preset in ((1, "124m, 32 x 1,024", "124m"), (8, "8b, 2 x 8,192", "8b")):

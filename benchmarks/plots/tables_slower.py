@@ -46,11 +46,12 @@ REASONS = {
     "waits": "kos compares and records each call; in Open MPI a rank that only sends does not wait. "
     "Limit: a flag's way to another rank and back, {round_trip:.2f} µs",
     "slots": "reductions copy through slots; Open MPI's exscan of 2 ranks is one message in one copy. Limit: memory",
-    "copies": "Open MPI copies once; kos too, or twice through slots, which stay in the caches. Limit: memory",
+    "copies": "Open MPI copies once; kos too, or twice through slots or a mailbox, which stay in the caches. "
+    "Limit: memory",
 }
 """Why calls on a host are slower than Open MPI's, by kind of call."""
 REDUCE = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan")
-SMALL = 64 << 10
+SMALL = 16 << 10
 """Up to so many bytes the cost of a call decides."""
 
 

@@ -180,8 +180,9 @@ def test_a_spin_ends_where_each_look_takes_longer_than_it_lasts() -> None:
         assert not a.prepare("barrier").start(waits=True).done()
 
 
-def test_the_gil_is_held_for_the_first_microseconds_and_then_released() -> None:
-    spin, ticks, stop = 0.1, list[float](), threading.Event()
+def ticks_of_another_thread(spin: float) -> tuple[list[float], float, float] | None:
+    """When another thread ran, and start and end of a call; None if other processes delayed its wait beyond the end."""
+    ticks, stop = list[float](), threading.Event()
 
     def tick() -> None:
         while not stop.is_set():
@@ -201,7 +202,14 @@ def test_the_gil_is_held_for_the_first_microseconds_and_then_released() -> None:
             sys.setswitchinterval(interval)
             stop.set()
             thread.join()
-        assert a.core.parks >= 1
+        return (ticks, start, end) if a.core.parks else None
+
+
+def test_the_gil_is_held_for_the_first_microseconds_and_then_released() -> None:
+    spin = 0.1
+    measured = next(filter(None, (ticks_of_another_thread(spin) for _ in range(5))), None)
+    assert measured is not None, "no wait without the GIL"
+    ticks, start, end = measured
     assert not [t for t in ticks if start < t < start + spin * 0.99]
     assert [t for t in ticks if start + spin < t < end]
 
