@@ -1,6 +1,7 @@
 // One copy from another process's memory, by process_vm_readv ("cross memory attach"), which Linux allows to processes
 // that may debug each other.  Linux pins each page, so that two copies through a slot, which stays in the caches, are
-// faster up to some 512 KB, and at any size where several ranks read the data or one rank reads from all (prepare.c).
+// faster for parts up to `direct` bytes (node.py), and at any size where several ranks read the data or one rank reads
+// from all (prepare.c).
 //
 // In the first stage of a call each rank offers its data: it writes to its area, for every rank, where the data is.
 // Data that fits is in the area; for the rest the offer has its address, or says that it comes in later stages, if the

@@ -28,7 +28,6 @@ from kos.memory import Buffer, windows
 MOST_STORED = 256
 """Prepared calls of a communicator; one more drops all.  Ranks publish as many descriptions."""
 
-
 _HERE = dirname(__file__) + sep  # as code objects have it
 
 TEXTS, TEXT_BYTES = 256, 1024

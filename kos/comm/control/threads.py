@@ -257,16 +257,16 @@ class ThreadRendezvous(Rendezvous):
             calls, limits, outcome = attempt
             calls[self.rank], limits[self.rank] = call, (time.monotonic() + self.timeout, blamed)
             group.notify_all()
-            late = False
             while not outcome:
                 try:
                     if group.world.failure is not None:
                         raise again(group.world.failure)
                     (deadline, blamed), missing = limits[min(calls)], self._missing(calls)
+                    late = time.monotonic() >= deadline
                     leaves = late and not whole and blamed.issuperset(self.failures.in_world(missing))
                     awaited = [] if leaves else missing
                     if (made := self._outcome(calls, call, newcomers, whole, terms, late, awaited)) is None:
-                        late = not group.wait(self.rank, deadline, call, missing)
+                        group.wait(self.rank, deadline, call, missing)
                     else:
                         group.left_out.update(missing)  # none, or those that the others leave
                         outcome.append(made)
