@@ -27,7 +27,7 @@ import kos
 from kos.comm import watchdog
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import compressed, devices, memory, nccl, nccl_binding, routes, shared, works
+from kos.comm.gpu import compressed, devices, memory, nccl, nccl_binding, nccl_staging, routes, shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
 from kos.cuda import driver, graphs, kernels, streams
@@ -81,6 +81,7 @@ class Comm:
     def __init__(self, group: Group, rank: int, options: dict[str, Any] | None = None) -> None:
         self.group, self.rank, self.splits, self.options = group, rank, 0, options
         self.premultiplied: dict[int, float] = {}
+        self.registered: dict[int, int] = {}  # bytes by address
         self._number = fake_driver.number(self)
 
     def __int__(self) -> int:
@@ -108,6 +109,7 @@ class FakeNCCL:
         self.groups = 0
         self.ended: list[tuple[str, int, int]] = []  # "abort", of which rank of how many
         self.windows: list[tuple[str, int]] = []  # what was done with memory, and its address
+        self.virtual: set[int] = set()  # addresses of memory of cuMemCreate, which NCCL registers in a capture
 
     def get_version(self) -> int:
         return 22809
@@ -152,10 +154,12 @@ class FakeNCCL:
 
     def comm_window_register(self, comm: Comm, address: int, nbytes: int, flags: int) -> int:
         self.windows.append(("register", address))
+        comm.registered[address] = nbytes
         return address
 
     def comm_window_deregister(self, comm: Comm, window: int) -> None:
         self.windows.append(("deregister", window))
+        del comm.registered[window]
 
     def group_start(self) -> None:
         """Groups nest: what is called in them runs at the end of the outermost."""
@@ -185,10 +189,19 @@ class FakeNCCL:
 
     def send(self, pointer: int, count: int, code: int, peer: int, comm: Comm, stream: int) -> None:
         assert stream, "no stream"
+        self._check_memory(pointer, peer, comm)
         data = bytes(at(pointer, count, DTYPE_OF[code].numpy).view(np.uint8))
         self._do("send", lambda: comm.group.messages[comm.rank, peer].put(data))
 
+    def _check_memory(self, pointer: int, peer: int, comm: Comm) -> None:
+        """NCCL hangs, or loses data, if the memory of one end is registered alone."""
+        registered = any(0 <= pointer - start < nbytes for start, nbytes in comm.registered.items())
+        registered = registered or (hasattr(_capturing, "graph") and pointer in self.virtual)
+        assert not registered or peer == comm.rank, "the other end may have memory that is not registered"
+
     def recv(self, pointer: int, count: int, code: int, peer: int, comm: Comm, stream: int) -> None:
+        self._check_memory(pointer, peer, comm)
+
         def run() -> None:
             data = comm.group.messages[peer, comm.rank].get(timeout=WAIT)
             target = at(pointer, count, DTYPE_OF[code].numpy).view(np.uint8)
@@ -384,10 +397,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         cuEventCreate=lambda flags: (0, object()), CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=2),
         CUresult=SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_NOT_READY=600),
         cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode), cuCtxGetDevice=lambda: (0, 0),
-        cuMemRetainAllocationHandle=lambda address: (1, None),
+        cuMemRetainAllocationHandle=lambda address: (int(address not in fake.virtual), None),
+        cuMemRelease=lambda handle: (0,),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
     )  # fmt: skip
-    for module in (array, streams, device, driver, graphs, kernels, memory, nccl_binding, routes, windows, works):
+    of_nccl = nccl_binding, nccl_staging
+    for module in (array, streams, device, driver, graphs, kernels, memory, *of_nccl, routes, windows, works):
         monkeypatch.setattr(module, "cu", cu)
     monkeypatch.setattr(driver, "address", fake.driver.address)
     monkeypatch.setattr(driver, "primary_context", lambda index: fake_driver.CONTEXT)

@@ -302,6 +302,80 @@ def test_windows(gpu: Any, /, seed: int) -> None:
         check(out.numpy(), xs, ReduceOp.SUM, [])
 
 
+MOVES: dict[str, Callable[..., Any]] = {
+    "send_recv": lambda c, x, out, _, **at: c.send_recv(x, out, (c.rank + 1) % c.size, (c.rank - 1) % c.size, **at),
+    "all_to_all_v": lambda c, x, out, sizes, **at: c.all_to_all_v(x, sizes, [sizes[c.rank]] * c.size, out, **at),
+    "all_gather_v": lambda c, x, out, sizes, **at: c.all_gather_v(x[: sizes[c.rank]], sizes, out, **at),
+    "gather_v": lambda c, x, out, sizes, **at: c.gather_v(x[: sizes[c.rank]], sizes, 0, at_root(c, out), **at),
+    "scatter_v": lambda c, x, out, sizes, **at: c.scatter_v(at_root(c, x), sizes, out, 0, **at),
+    "all_to_all": lambda c, x, out, _, **at: c.all_to_all(x, out, **at),
+    "gather": lambda c, x, out, _, **at: c.gather(x, 0, at_root(c, out), **at),
+    "scatter": lambda c, x, out, _, **at: c.scatter(at_root(c, x), out, 0, **at),
+    "reduce_scatter_v": lambda c, x, out, sizes, **at: c.reduce_scatter_v(x, sizes, out, **at),
+    "scan": lambda c, x, out, _, **at: c.scan(x, out=out, **at),
+}
+
+
+def at_root(comm: Any, x: Any) -> Any:
+    return x if comm.rank == 0 else None
+
+
+def moved(name: str, xs: list[np.ndarray], sizes: list[int], me: int) -> np.ndarray:
+    """What ``me`` receives; of gather and gather_v all ranks would."""
+    mine = slice(sum(sizes[:me]), sum(sizes[: me + 1]))
+    match name:
+        case "send_recv":
+            return xs[me - 1]
+        case "all_to_all_v":
+            return np.concatenate([x[mine] for x in xs])
+        case "all_gather_v" | "gather_v":
+            return np.concatenate([x[:size] for x, size in zip(xs, sizes, strict=True)])
+        case "scatter_v":
+            return xs[0][mine]
+        case "all_to_all":
+            return np.concatenate([np.split(x, len(xs))[me] for x in xs])
+        case "gather":
+            return np.concatenate(xs)
+        case "scatter":
+            return np.split(xs[0], len(xs))[me]
+        case "reduce_scatter_v":
+            return np.sum(xs, 0, np.int32)[mine]
+    return np.sum(xs[: me + 1], 0, np.int32)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", MOVES)
+@on_each_rank("ranks.run")
+def test_messages_between_windows_and_other_memory(gpu: Any, /, seed: int, name: str, captured: bool) -> None:
+    """NCCL moves data directly between registered arrays, and would if only that of one end is registered."""
+    comm, n, me = gpu.comm, gpu.size, gpu.rank
+    stream = cuda.create_stream(comm.device)
+    for count in (n * 16 << 10, n * 2 << 20):  # of 4 bytes
+        sizes = [count // n // 2 * (2 if rank == n - n % 2 else 1 + 2 * (rank % 2)) for rank in range(n)]
+        xs = [np.arange(count, dtype=np.int32) + seed % 1000 + rank * count for rank in range(n)]
+        kinds = [comm.allocate(count, np.int32), on_gpu(comm, xs[me])], [
+            comm.allocate(n * count, np.int32), on_gpu(comm, np.zeros(n * count, np.int32))
+        ]  # fmt: skip
+        expected = moved(name, xs, sizes, me)
+        for mixed in ((0, 1), (1, 0), (int(me == 0), int(me != 0)), (int(me == 0),) * 2, (0, 0)):
+            x, out = (kind[which] for kind, which in zip(kinds, mixed, strict=True))
+            out = out[: expected.size]
+            x.copy_from(xs[me], stream)
+            for way in ("call", "capture")[: 1 + captured]:  # the call connects
+                out.fill_bytes(0x7F, stream)
+                if way == "call":
+                    MOVES[name](comm, x, out, sizes, stream=stream)
+                else:
+                    with cuda.capture(stream, keep=[x, out]) as graph:
+                        MOVES[name](comm, x, out, sizes, stream=stream)
+                    graph.replay(stream)
+                comm.synchronize(TIMEOUT)
+                if me == 0 or not name.startswith("gather"):
+                    assert (out.numpy(stream) == expected).all(), f"{way} of {count}, memory {mixed}"
+                if way == "capture":
+                    graph.close()
+
+
 @on_each_rank("ranks.run")
 def test_captured_calls_in_window_after_window(gpu: Any, /, seed: int) -> None:
     """Each window and its graph are gone when the next one is made: none may reach the memory of another."""

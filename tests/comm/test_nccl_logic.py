@@ -121,7 +121,7 @@ def test_scratch_memory_does_not_grow_with_the_streams(gpu: Any, /, fake: FakeNC
     pieces = [piece for each in comm.backend._scratch._pieces.values() for piece in each]
     assert len(pieces) == 21
     comm.synchronize()
-    assert {stream: len(each) for stream, each in comm.backend._scratch._pieces.items()} == {7: 1, 24: 1}
+    assert {stream: len(each) for stream, each in comm.backend._scratch._pieces.items()} == {(7, 0): 1, (24, 0): 1}
     assert sum(piece.closed for piece in pieces) == 19
     comm.all_reduce(x, stream=7)
     comm.all_reduce(x, stream=5)
@@ -162,6 +162,36 @@ def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL) -> None:
     assert log == [("deregister", second), ("free", second)]
     del lives_on
     assert log[2:] == [("free", last)]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@on_each_rank(FakeRanks(3).run)
+def test_messages_in_registered_memory_go_through_other_memory(gpu: Any, /, fake: FakeNCCL, at_once: bool) -> None:
+    comm, me, n = gpu.comm, gpu.rank, gpu.size
+    window, other = comm.allocate(8, np.float32), Array.zeros(8, np.float32, 0)
+    results = comm.allocate((2, 8), np.float32)
+    window.copy_from(np.arange(8, dtype=np.float32) + 100 * me)
+    other.copy_from(np.arange(8, dtype=np.float32) + 100 * me + 10)
+    with comm.batch() if at_once else nullcontext():
+        for x, out in ((window, results[0]), (other, results[1])):
+            comm.send_recv(x, out, (me + 1) % n, (me - 1) % n)
+    expected = np.arange(8) + 100 * ((me - 1) % n)
+    assert results.numpy().tolist() == [expected.tolist(), (expected + 10).tolist()]
+    gathered = comm.all_gather_v(window[: me + 1], [1, 2, 3], comm.allocate(6, np.float32))
+    assert gathered.numpy().tolist() == [0, 100, 101, 200, 201, 202]
+    assert (comm.reduce_scatter_v(window[:6], [1, 2, 3]).numpy()[0] == np.arange(6)[[0, 1, 3]][me] * 3 + 300).all()
+
+
+@on_each_rank(FakeRanks(2).run)
+def test_a_graph_sends_no_memory_that_nccl_would_register(gpu: Any, /, fake: FakeNCCL) -> None:
+    comm, x, out = gpu.comm, Array.zeros(4, np.float32, 0), Array.zeros(4, np.float32, 0)
+    other = 1 - gpu.rank
+    comm.send_recv(x, out, other, other, stream=5)  # not captured: it connects
+    fake.virtual |= {x.pointer, out.pointer}
+    x.copy_from(np.full(4, 7 + gpu.rank, np.float32))
+    with captures():
+        comm.send_recv(x, out, other, other, stream=5)
+    assert (out.numpy() == 7 + other).all()
 
 
 @on_each_rank("ranks.run")
@@ -244,7 +274,7 @@ def test_scratch_grows_and_stays(gpu: Any, /, fake: FakeNCCL) -> None:
     large = backend.scratch(3 << 20, 1)
     assert large != small and backend.scratch(5, 1) == large
     assert backend.scratch(5, 2) not in (small, large), "streams share scratch"
-    kept = backend._scratch._pieces[1]
+    kept = backend._scratch._pieces[1, 0]
     assert not kept[0].closed, "a graph may use it"
     gpu.comm.close()
     assert kept[0].closed

@@ -81,20 +81,20 @@ class Scratch:
 
 
 class ScratchPool:
-    """Scratch memory that operations on one stream use one after another.
+    """Scratch memory that operations on one stream use one after another; they may use several ``part``s at once.
 
     Outgrown pieces stay until ``trim``.  Sizes double, so outgrown pieces are together no larger than the last.
     """
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._pieces: dict[int, list[Scratch]] = {}  # by stream; the last of each is in use
+        self._pieces: dict[tuple[int, int], list[Scratch]] = {}  # by stream and part; the last of each is in use
         self._captured: set[int] = set()  # addresses that graphs may use
         self._last = 0  # the stream of the last operation
 
-    def address(self, nbytes: int, stream: int) -> int:
+    def address(self, nbytes: int, stream: int, part: int = 0) -> int:
         """Address of at least ``nbytes`` for the next operation on ``stream``."""
-        pieces = self._pieces.setdefault(stream, [])
+        pieces = self._pieces.setdefault((stream, part), [])
         if not pieces or pieces[-1].nbytes < nbytes:
             size = max(nbytes, _LEAST_BYTES, 2 * pieces[-1].nbytes if pieces else 0)
             pieces.append(Scratch(size, self._device))
@@ -105,17 +105,17 @@ class ScratchPool:
 
     def trim(self) -> None:
         """Free pieces that neither graphs nor the next operation on the same stream use; other work has run."""
-        for stream, pieces in list(self._pieces.items()):
+        for key, pieces in list(self._pieces.items()):
             kept = [piece for piece in pieces if piece.pointer in self._captured]
-            if stream == self._last and pieces[-1] not in kept:
+            if key[0] == self._last and pieces[-1] not in kept:
                 kept.append(pieces[-1])
             for piece in pieces:
                 if piece not in kept:
                     piece.close()
             if kept:
-                self._pieces[stream] = kept
+                self._pieces[key] = kept
             else:
-                del self._pieces[stream]
+                del self._pieces[key]
 
     def close(self) -> None:
         for pieces in self._pieces.values():

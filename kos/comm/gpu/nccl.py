@@ -33,6 +33,7 @@ from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import InScratch, Piece, Scratch, Windows, exchange_of
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM, native_call, native_launch, packed
+from kos.comm.gpu.nccl_staging import Staging
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.routes import Route, nothing
 from kos.comm.gpu.works import unstarted
@@ -92,6 +93,7 @@ class NCCLBackend(DeviceBackend):
         self._connected: set[_Kind | tuple[int, frozenset[_Kind]]] = set()  # for batches: number of calls, and kinds
         self._token = Scratch(4, self.device)
         self._windows = Windows(rendezvous, self.device, self._free_window, self._has_ended)
+        self._staging = Staging(self._scratch, self._windows, self.rank, self.device)
         watchdog.add(self)
 
     @classmethod
@@ -347,12 +349,13 @@ class NCCLBackend(DeviceBackend):
             return super().queue(works, stream)
 
         def launch() -> None:
-            self._nccl.group_start()
-            try:
-                for work in together:
-                    _bare(work)(work.stream if stream is None else stream, work.send, work.recv)
-            finally:
-                self._nccl.group_end()
+            with self._staging.group():
+                self._nccl.group_start()
+                try:
+                    for work in together:
+                        _bare(work)(work.stream if stream is None else stream, work.send, work.recv)
+                finally:
+                    self._nccl.group_end()
 
         routes = (work.prepared.route for work in together)
         kinds = frozenset(route.args[0] for route in routes if _is_first(route))
@@ -423,14 +426,17 @@ class NCCLBackend(DeviceBackend):
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
         """Send piece j to rank j and receive piece j from it, including this rank; empty pieces are skipped."""
         nccl, comm = self._nccl, self._comm
+        sends, recvs = ([(resolved(p, arrays), nbytes) for p, nbytes in pieces] for pieces in (sends, recvs))
+        sends, recvs = self._staging.replace(sends, recvs, stream)
         nccl.group_start()
         try:
             for call, pieces in ((nccl.send, sends), (nccl.recv, recvs)):
                 for peer, (pointer, nbytes) in enumerate(pieces):
                     if nbytes:
-                        call(resolved(pointer, arrays), nbytes, BYTE, peer, comm, stream)
+                        call(pointer, nbytes, BYTE, peer, comm, stream)
         finally:
             nccl.group_end()
+        self._staging.copy_received()
 
     def collect(self, send: Any, recv: Any, nbytes: int, stream: int, *arrays: int) -> None:
         """All-gather of ``nbytes`` from each rank."""

@@ -16,8 +16,25 @@ import kos
 from kos.interop.torch.tensors import Arrays, Tensor
 
 _C: Any = torch._C
+_jit_internal: Any = torch._jit_internal
 NONE = timedelta(0)
 POLL_SECONDS = 50e-6
+
+_torch_extract_tensors: Any = getattr(_jit_internal, "_extract_tensors", None)
+
+
+def _extract_tensors(value: Any) -> Any:
+    """The tensors of a Future's value.  C++ asks when a Future of a GPU completes, and when DDP reads its value.
+
+    torch pickles the value to find them, which takes 15 us with cold caches.  A list of one tensor needs no search.
+    """
+    if type(value) is list and len(value) == 1 and type(value[0]) is Tensor:
+        return value
+    return _torch_extract_tensors(value)
+
+
+if _torch_extract_tensors is not None:
+    _jit_internal._extract_tensors = _extract_tensors  # C++ looks it up when it first needs it, and keeps it
 
 
 class _Work(dist.Work):
