@@ -195,9 +195,16 @@ class FakeNCCL:
 
     def _check_memory(self, pointer: int, peer: int, comm: Comm) -> None:
         """NCCL hangs, or loses data, if the memory of one end is registered alone."""
-        registered = any(0 <= pointer - start < nbytes for start, nbytes in comm.registered.items())
-        registered = registered or (hasattr(_capturing, "graph") and pointer in self.virtual)
-        assert not registered or peer == comm.rank, "the other end may have memory that is not registered"
+        assert not self._is_registered(pointer, comm) or peer == comm.rank, "that of the other end may not be"
+
+    def _is_registered(self, pointer: int, comm: Comm) -> bool:
+        window = any(0 <= pointer - start < nbytes for start, nbytes in comm.registered.items())
+        return window or (hasattr(_capturing, "graph") and pointer in self.virtual)
+
+    def _check_captured(self, comm: Comm, *pointers: int) -> None:
+        """A function that sends messages."""
+        registered = {self._is_registered(pointer, comm) for pointer in pointers}
+        assert not hasattr(_capturing, "graph") or len(registered) == 1, "messages between registered and other memory"
 
     def recv(self, pointer: int, count: int, code: int, peer: int, comm: Comm, stream: int) -> None:
         self._check_memory(pointer, peer, comm)
@@ -252,11 +259,13 @@ class FakeNCCL:
         self.gather(send, recv, count, code, comm.rank, comm, stream)
 
     def allto_all(self, send: int, recv: int, count: int, code: int, comm: Comm, stream: int) -> None:
+        self._check_captured(comm, send, recv)
         n, me = comm.group.size, comm.rank
         got = [x[me * count : (me + 1) * count] for x in self._gathered(comm, send, count * n, code)]
         at(recv, count * n, DTYPE_OF[code].numpy)[:] = np.concatenate(got)
 
     def gather(self, send: int, recv: int, count: int, code: int, root: int, comm: Comm, stream: int) -> None:
+        self._check_captured(comm, send, recv)
         got = np.concatenate(self._gathered(comm, send, count, code))
         if comm.rank == root:
             at(recv, got.size, DTYPE_OF[code].numpy)[:] = got
@@ -264,6 +273,7 @@ class FakeNCCL:
             index(recv)  # nccl4py takes an integer
 
     def scatter(self, send: int, recv: int, count: int, code: int, root: int, comm: Comm, stream: int) -> None:
+        self._check_captured(comm, send, recv)
         source = send if comm.rank == root else 0 * index(send)
         whole = self._gathered(comm, source, count * comm.group.size, code)[root]
         at(recv, count, DTYPE_OF[code].numpy)[:] = whole[comm.rank * count : (comm.rank + 1) * count]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import gc
 import weakref
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from kos.comm.gpu import nccl, nccl_binding
 from kos.comm.gpu.memory import Windows
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.cuda import driver
-from kos.errors import InvalidArgument
+from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks, alone, captures
@@ -192,6 +193,47 @@ def test_a_graph_sends_no_memory_that_nccl_would_register(gpu: Any, /, fake: Fak
     with captures():
         comm.send_recv(x, out, other, other, stream=5)
     assert (out.numpy() == 7 + other).all()
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])
+@on_each_rank(FakeRanks(2).run)
+def test_functions_of_nccl_that_send_messages_are_not_captured_with_windows(
+    gpu: Any, /, fake: FakeNCCL, name: str
+) -> None:
+    """NCCL would register the windows, and no other memory."""
+    comm, window, other = gpu.comm, gpu.comm.allocate(4, np.int32), Array.zeros(8, np.int32, 0)
+    fake.virtual |= set(range(window.pointer, window.pointer + window.nbytes))
+    window.copy_from(np.arange(4, dtype=np.int32) + 10 * gpu.rank)
+    for captured in (False, True):
+        other.copy_from(np.full(8, -1, np.int32))
+        with captures() if captured else nullcontext():
+            if name == "all_to_all":
+                got = comm.all_to_all(window, other[:4], stream=5).numpy().tolist()
+                assert got == [[0, 1, 10, 11], [2, 3, 12, 13]][gpu.rank]
+            elif name == "gather":
+                got = comm.gather(window, 0, other if gpu.rank == 0 else None, stream=5)
+                assert got is None or got.numpy().tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+            else:
+                got = comm.scatter(window if gpu.rank == 0 else None, other[:2], stream=5).numpy().tolist()
+                assert got == [2 * gpu.rank, 2 * gpu.rank + 1]
+    fake.virtual.clear()  # it is freed as other memory
+
+
+@on_each_rank(FakeRanks(2).run)
+def test_windows_on_some_ranks_are_refused(gpu: Any, /, fake: FakeNCCL) -> None:
+    """For which NCCL would start another kernel than on the others."""
+    fake.all_reduce = lambda *arguments: None  # it would wait for the other rank, on the host
+    comm, arrays = gpu.comm, [gpu.comm.allocate(4, np.float32), Array.zeros(4, np.float32, 0)]
+    assert comm.all_reduce(arrays[0], out=arrays[1]) is arrays[1]
+    comm.send_recv(arrays[gpu.rank], arrays[1 - gpu.rank], 1 - gpu.rank, 1 - gpu.rank)  # of any memory
+
+    def reduce() -> None:
+        for _ in range(1000):  # the earlier of the two finds it at a later call
+            comm.all_reduce(arrays[gpu.rank])
+            time.sleep(0.001)
+
+    with pytest.raises(CollectiveMismatch, match=r"they differ in kernel for x and out in windows against None"):
+        reduce()
 
 
 @on_each_rank("ranks.run")

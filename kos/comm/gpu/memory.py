@@ -202,6 +202,11 @@ class Windows:
         self.memories[number] = WindowMemory(pointer, nbytes, handle, owner)
         return Array(pointer, shape, dtype, self._device, owner=Window(pointer, partial(self.release, number)))
 
+    def has(self, pointer: Any) -> bool:
+        """Whether the address lies in a window."""
+        memories = list(self.memories.values()) if isinstance(pointer, int) else ()
+        return any(0 <= pointer - memory.pointer < memory.nbytes for memory in memories)
+
     def release(self, window: int) -> None:
         """Record that a window has no arrays left; calls on it may be queued, and graphs may be captured."""
         self._dropped.append(window)

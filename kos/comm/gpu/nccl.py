@@ -45,6 +45,7 @@ from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture
 from kos.cuda.kernels import resolved
+from kos.cuda.streams import is_captured
 from kos.dtypes import DTYPES, DType
 from kos.errors import (
     BackendUnavailable,
@@ -72,6 +73,9 @@ _OPS = {
 }  # fmt: skip
 _NARROW = (DTYPES["float16"], DTYPES["bfloat16"])
 _BYTES = {ReduceOp.MIN: MIN, ReduceOp.BAND: MIN, ReduceOp.MAX: MAX, ReduceOp.BOR: MAX}
+_OF_MESSAGES = ("all_to_all", "gather", "scatter")
+"""NCCL's functions that send messages where they have no kernel."""
+_BOTH = "for x and out in windows"
 
 
 class NCCLBackend(DeviceBackend):
@@ -322,7 +326,16 @@ class NCCLBackend(DeviceBackend):
         # NCCL connects ranks at the first call of a kind, which depends on size and peer.
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{how} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
-        return launch if connected else partial(self._first_call, kind, o.options.timeout, launch), None, connected
+        launch = launch if connected else partial(self._first_call, kind, o.options.timeout, launch)
+        return launch, self._places(o) if how in ("native", "premultiplied") else None, connected
+
+    def _places(self, o: Operation) -> str | None:
+        """Which arrays lie in windows, for which NCCL has other kernels: the same on all ranks, or they would hang."""
+        ends = {"x": o.send, "out": o.recv}
+        if o.root is not None:  # the others are the root's alone
+            ends = {"out": o.recv} if o.name == "broadcast" else {"x": o.send} if o.name == "reduce" else {}
+        found = [name for name, each in ends.items() if each is not None and self._windows.has(each.pointer)]
+        return f"for {' and '.join(found)} in windows" if found else None
 
     def _first_call(self, kind: _Kind, timeout: float | None, launch: Run, stream: int, send: int, recv: int) -> None:
         """The first launch of its kind: NCCL may connect to the other ranks, and wait for them."""
@@ -419,7 +432,21 @@ class NCCLBackend(DeviceBackend):
                 nbytes = x_bytes // self.size
             case _:
                 return partial(self.exchange, *exchange_of(o, self.rank, self.size)), "exchange"
-        return (native_call(o.name, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
+        if not nbytes:
+            return nothing, ""
+        launch = native_call(o.name, nbytes, BYTE, *root, comm)
+        if self._windows.memories and o.name in _OF_MESSAGES and self._places(o) != _BOTH:
+            launch = partial(self._native_or_exchange, launch, *exchange_of(o, self.rank, self.size))
+        return launch, "native"
+
+    def _native_or_exchange(
+        self, native: Run, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, send: int, recv: int
+    ) -> None:
+        """A function of NCCL that sends messages; while a graph is captured NCCL would register their memory."""
+        if is_captured(stream):
+            self.exchange(sends, recvs, stream, send, recv)
+        else:
+            native(stream, send, recv)
 
     # The interface for InScratch.
 

@@ -77,10 +77,7 @@ class Staging:
                 self._copy(*copy)
 
     def _is_registered(self, pointer: int, captured: bool) -> bool:
-        if captured:
-            return binding.is_virtual(pointer)
-        windows = list(self._windows.memories.values())
-        return any(0 <= pointer - window.pointer < window.nbytes for window in windows)
+        return self._windows.has(pointer) or (captured and binding.is_virtual(pointer))
 
     def _copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         with driver.on_device(self._device):
