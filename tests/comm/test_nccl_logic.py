@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import gc
+import time
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
