@@ -201,10 +201,10 @@ class FakeNCCL:
         window = any(0 <= pointer - start < nbytes for start, nbytes in comm.registered.items())
         return window or (hasattr(_capturing, "graph") and pointer in self.virtual)
 
-    def _check_captured(self, comm: Comm, *pointers: int) -> None:
-        """A function that sends messages."""
+    def _check_messages(self, comm: Comm, *pointers: int) -> None:
+        """Of a function that sends messages, those of which may be of registered memory on both ends or on none."""
         registered = {self._is_registered(pointer, comm) for pointer in pointers}
-        assert not hasattr(_capturing, "graph") or len(registered) == 1, "messages between registered and other memory"
+        assert len(registered) == 1, "messages between registered and other memory"
 
     def recv(self, pointer: int, count: int, code: int, peer: int, comm: Comm, stream: int) -> None:
         self._check_memory(pointer, peer, comm)
@@ -259,13 +259,13 @@ class FakeNCCL:
         self.gather(send, recv, count, code, comm.rank, comm, stream)
 
     def allto_all(self, send: int, recv: int, count: int, code: int, comm: Comm, stream: int) -> None:
-        self._check_captured(comm, send, recv)
+        self._check_messages(comm, send, recv)
         n, me = comm.group.size, comm.rank
         got = [x[me * count : (me + 1) * count] for x in self._gathered(comm, send, count * n, code)]
         at(recv, count * n, DTYPE_OF[code].numpy)[:] = np.concatenate(got)
 
     def gather(self, send: int, recv: int, count: int, code: int, root: int, comm: Comm, stream: int) -> None:
-        self._check_captured(comm, send, recv)
+        self._check_messages(comm, send, recv)
         got = np.concatenate(self._gathered(comm, send, count, code))
         if comm.rank == root:
             at(recv, got.size, DTYPE_OF[code].numpy)[:] = got
@@ -273,7 +273,7 @@ class FakeNCCL:
             index(recv)  # nccl4py takes an integer
 
     def scatter(self, send: int, recv: int, count: int, code: int, root: int, comm: Comm, stream: int) -> None:
-        self._check_captured(comm, send, recv)
+        self._check_messages(comm, send, recv)
         source = send if comm.rank == root else 0 * index(send)
         whole = self._gathered(comm, source, count * comm.group.size, code)[root]
         at(recv, count, DTYPE_OF[code].numpy)[:] = whole[comm.rank * count : (comm.rank + 1) * count]

@@ -197,10 +197,9 @@ def test_a_graph_sends_no_memory_that_nccl_would_register(gpu: Any, /, fake: Fak
 
 @pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])
 @on_each_rank(FakeRanks(2).run)
-def test_functions_of_nccl_that_send_messages_are_not_captured_with_windows(
+def test_functions_of_nccl_that_send_messages_are_not_called_with_windows(
     gpu: Any, /, fake: FakeNCCL, name: str
 ) -> None:
-    """NCCL would register the windows, and no other memory."""
     comm, window, other = gpu.comm, gpu.comm.allocate(4, np.int32), Array.zeros(8, np.int32, 0)
     fake.virtual |= set(range(window.pointer, window.pointer + window.nbytes))
     window.copy_from(np.arange(4, dtype=np.int32) + 10 * gpu.rank)

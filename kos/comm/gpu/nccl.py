@@ -45,7 +45,6 @@ from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture
 from kos.cuda.kernels import resolved
-from kos.cuda.streams import is_captured
 from kos.dtypes import DTYPES, DType
 from kos.errors import (
     BackendUnavailable,
@@ -74,7 +73,7 @@ _OPS = {
 _NARROW = (DTYPES["float16"], DTYPES["bfloat16"])
 _BYTES = {ReduceOp.MIN: MIN, ReduceOp.BAND: MIN, ReduceOp.MAX: MAX, ReduceOp.BOR: MAX}
 _OF_MESSAGES = ("all_to_all", "gather", "scatter")
-"""NCCL's functions that send messages where they have no kernel."""
+"""NCCL's functions that send messages where they have no kernel; in a communicator with windows kos sends them."""
 _BOTH = "for x and out in windows"
 
 
@@ -418,6 +417,7 @@ class NCCLBackend(DeviceBackend):
         """The launch of an operation without a reduction, and what runs it."""
         nccl, comm = self._nccl, self._comm
         root = () if o.root is None else (o.root,)
+        staged = self._windows.memories and o.name in _OF_MESSAGES and self._places(o) != _BOTH
         x_bytes, out_bytes = (0 if end is None else end.nbytes for end in (o.send, o.recv))
         match o.name:
             case "barrier":
@@ -431,22 +431,10 @@ class NCCLBackend(DeviceBackend):
             case "all_to_all":
                 nbytes = x_bytes // self.size
             case _:
-                return partial(self.exchange, *exchange_of(o, self.rank, self.size)), "exchange"
-        if not nbytes:
-            return nothing, ""
-        launch = native_call(o.name, nbytes, BYTE, *root, comm)
-        if self._windows.memories and o.name in _OF_MESSAGES and self._places(o) != _BOTH:
-            launch = partial(self._native_or_exchange, launch, *exchange_of(o, self.rank, self.size))
-        return launch, "native"
-
-    def _native_or_exchange(
-        self, native: Run, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, send: int, recv: int
-    ) -> None:
-        """A function of NCCL that sends messages; while a graph is captured NCCL would register their memory."""
-        if is_captured(stream):
-            self.exchange(sends, recvs, stream, send, recv)
-        else:
-            native(stream, send, recv)
+                staged = True
+        if staged:
+            return partial(self.exchange, *exchange_of(o, self.rank, self.size)), "exchange"
+        return (native_call(o.name, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
 
     # The interface for InScratch.
 
