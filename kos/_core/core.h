@@ -64,7 +64,7 @@ enum {
     KOS_LINE = 128,              // bytes: two cache lines, because prefetchers fetch them in pairs
     KOS_CACHE_LINE = 64,
     KOS_RING = 1024,             // calls of a rank that is further ahead are not compared
-    KOS_TEXTS = 256,             // descriptions of calls per rank, by fingerprint % KOS_TEXTS
+    KOS_TEXTS = 2048,            // descriptions of calls per rank
     KOS_TEXT_BYTES = 1024,
     KOS_SLOT_DEPTH = 64,         // slots of a rank: so far it may be ahead, if its payloads are in the slots
     KOS_AREA_DEPTH = 2,          // areas of a rank, for larger payloads: one is filled while the other is read

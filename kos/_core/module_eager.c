@@ -7,7 +7,7 @@
 // next such call runs.
 #include "module.h"
 
-enum { ARGUMENTS = 8, KNOWN = 64, MOST_WORDS = 3 * KOS_MAX_RANKS };
+enum { ARGUMENTS = 8, KNOWN = 2048, MOST_WORDS = 3 * KOS_MAX_RANKS };
 
 // The start of NumPy's PyArrayObject, which is the same in all versions; group_bind checks it.
 typedef struct {
@@ -55,7 +55,7 @@ typedef struct {
     PyObject *method, *name, *text;  // NULL of a Persistent
     State *last;                     // the last start of a Persistent
     PyMethodDef definition;          // whose strings are those of name and text
-    known *calls[KNOWN], **found;
+    known **calls, **found;          // KNOWN places, half of them empty, or NULL
     int used;
     unsigned generation;  // that of the Group for which the calls are known
 } Operation;
@@ -69,7 +69,7 @@ static PyObject *s_remember, *s_finish, *s_asked, *s_start, *s_requires_grad, *s
 // --- What is known ---------------------------------------------------------------------------------------------------
 
 static void forget(Operation *o) {
-    for (int i = 0; i < KNOWN; i++) {
+    for (int i = 0; o->calls && i < KNOWN; i++) {
         known *k = o->calls[i];
         o->calls[i] = NULL;
         if (k)
@@ -190,7 +190,7 @@ static known **find(Operation *o, const call_key *key) {
 // EagerCalls.remember, which gives False for one that the core will never make.  Those of a Persistent are its arrays,
 // on a GPU their addresses.
 static void remember(Operation *o, const call_key *key, PyObject *how) {
-    if (*find(o, key))
+    if ((!o->calls && !(o->calls = PyMem_Calloc(KNOWN, sizeof *o->calls))) || *find(o, key))
         return;  // a call within this one has been kept
     if (o->used == KNOWN / 2)
         forget(o);
@@ -326,7 +326,7 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
     const int is_start = !o->name && o->used && !positional && !names;  // a Persistent has one call
     if (!is_start)
         make_key(&key, data, args, positional, positional + (names ? PyTuple_Size(names) : 0), names);
-    const known *k = is_start ? *o->found : key.words ? *find(o, &key) : NULL;
+    const known *k = is_start ? *o->found : key.words && o->calls ? *find(o, &key) : NULL;
     for (int i = 0; k && !o->name && i < 2; i++)
         data[i] = k->fixed[i] == Py_None ? NULL
             : k->core ? ((ndarray *)k->fixed[i])->data : PyLong_AsVoidPtr(k->fixed[i]);
@@ -411,7 +411,7 @@ static int operation_traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT((PyObject *)o->group);
     Py_VISIT((PyObject *)o->last);
     Py_VISIT(o->method);
-    for (int i = 0; i < KNOWN; i++)
+    for (int i = 0; o->calls && i < KNOWN; i++)
         if (o->calls[i])
             Py_VISIT(o->calls[i]->how);
     return 0;
@@ -433,6 +433,7 @@ static void operation_dealloc(PyObject *self) {
     Py_XDECREF(o->name);  // not before: the function has their strings
     Py_XDECREF(o->text);
     operation_clear(self);
+    PyMem_Free(o->calls);
     PyObject_GC_Del(self);
     Py_DECREF((PyObject *)type);
 }

@@ -25,12 +25,12 @@ from kos.cuda.streams import is_captured
 from kos.errors import CollectiveMismatch
 from kos.memory import Buffer, windows
 
-MOST_STORED = 256
+MOST_STORED = 2048
 """Prepared calls of a communicator; one more drops all.  Ranks publish as many descriptions."""
 
 _HERE = dirname(__file__) + sep  # as code objects have it
 
-TEXTS, TEXT_BYTES = 256, 1024
+TEXTS, TEXT_BYTES = 2048, 1024
 """The number of call descriptions that a rank keeps and publishes, and the bytes of each."""
 
 

@@ -33,7 +33,7 @@ from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import InScratch, Piece, Scratch, Windows, exchange_of
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM, native_call, native_launch, packed
-from kos.comm.gpu.nccl_staging import Staging
+from kos.comm.gpu.nccl_staging import BOTH_IN_WINDOWS, Copy, copy, staged, windows_of
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.routes import Route, nothing
 from kos.comm.gpu.works import unstarted
@@ -74,7 +74,6 @@ _NARROW = (DTYPES["float16"], DTYPES["bfloat16"])
 _BYTES = {ReduceOp.MIN: MIN, ReduceOp.BAND: MIN, ReduceOp.MAX: MAX, ReduceOp.BOR: MAX}
 _OF_MESSAGES = ("all_to_all", "gather", "scatter")
 """NCCL's functions that send messages where they have no kernel; in a communicator with windows kos sends them."""
-_BOTH = "for x and out in windows"
 
 
 class NCCLBackend(DeviceBackend):
@@ -96,7 +95,7 @@ class NCCLBackend(DeviceBackend):
         self._connected: set[_Kind | tuple[int, frozenset[_Kind]]] = set()  # for batches: number of calls, and kinds
         self._token = Scratch(4, self.device)
         self._windows = Windows(rendezvous, self.device, self._free_window, self._has_ended)
-        self._staging = Staging(self._scratch, self._windows, self.rank, self.device)
+        self._afterwards: list[tuple[list[Copy], int, int]] | None = None  # what follows an open group of NCCL
         watchdog.add(self)
 
     @classmethod
@@ -326,15 +325,7 @@ class NCCLBackend(DeviceBackend):
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{how} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
         launch = launch if connected else partial(self._first_call, kind, o.options.timeout, launch)
-        return launch, self._places(o) if how in ("native", "premultiplied") else None, connected
-
-    def _places(self, o: Operation) -> str | None:
-        """Which arrays lie in windows, for which NCCL has other kernels: the same on all ranks, or they would hang."""
-        ends = {"x": o.send, "out": o.recv}
-        if o.root is not None:  # the others are the root's alone
-            ends = {"out": o.recv} if o.name == "broadcast" else {"x": o.send} if o.name == "reduce" else {}
-        found = [name for name, each in ends.items() if each is not None and self._windows.has(each.pointer)]
-        return f"for {' and '.join(found)} in windows" if found else None
+        return launch, windows_of(o, self._windows) if how in ("native", "premultiplied") else None, connected
 
     def _first_call(self, kind: _Kind, timeout: float | None, launch: Run, stream: int, send: int, recv: int) -> None:
         """The first launch of its kind: NCCL may connect to the other ranks, and wait for them."""
@@ -361,13 +352,16 @@ class NCCLBackend(DeviceBackend):
             return super().queue(works, stream)
 
         def launch() -> None:
-            with self._staging.group():
-                self._nccl.group_start()
-                try:
-                    for work in together:
-                        _bare(work)(work.stream if stream is None else stream, work.send, work.recv)
-                finally:
-                    self._nccl.group_end()
+            afterwards = self._afterwards = list[tuple[list[Copy], int, int]]()
+            self._nccl.group_start()
+            try:
+                for work in together:
+                    _bare(work)(work.stream if stream is None else stream, work.send, work.recv)
+            finally:
+                self._afterwards = None
+                self._nccl.group_end()
+            for each in afterwards:
+                copy(*each)
 
         routes = (work.prepared.route for work in together)
         kinds = frozenset(route.args[0] for route in routes if _is_first(route))
@@ -417,7 +411,7 @@ class NCCLBackend(DeviceBackend):
         """The launch of an operation without a reduction, and what runs it."""
         nccl, comm = self._nccl, self._comm
         root = () if o.root is None else (o.root,)
-        staged = self._windows.memories and o.name in _OF_MESSAGES and self._places(o) != _BOTH
+        staged = self._windows.memories and o.name in _OF_MESSAGES and windows_of(o, self._windows) != BOTH_IN_WINDOWS
         x_bytes, out_bytes = (0 if end is None else end.nbytes for end in (o.send, o.recv))
         match o.name:
             case "barrier":
@@ -442,7 +436,10 @@ class NCCLBackend(DeviceBackend):
         """Send piece j to rank j and receive piece j from it, including this rank; empty pieces are skipped."""
         nccl, comm = self._nccl, self._comm
         sends, recvs = ([(resolved(p, arrays), nbytes) for p, nbytes in pieces] for pieces in (sends, recvs))
-        sends, recvs = self._staging.replace(sends, recvs, stream)
+        part = 1 + len(self._afterwards or ())
+        places = self._windows, self._scratch, part
+        sends, recvs, before, after = staged(sends, recvs, self.rank, *places, stream)
+        copy(before, self.device, stream)
         nccl.group_start()
         try:
             for call, pieces in ((nccl.send, sends), (nccl.recv, recvs)):
@@ -451,7 +448,10 @@ class NCCLBackend(DeviceBackend):
                         call(pointer, nbytes, BYTE, peer, comm, stream)
         finally:
             nccl.group_end()
-        self._staging.copy_received()
+        if self._afterwards is None:
+            copy(after, self.device, stream)
+        else:
+            self._afterwards.append((after, self.device, stream))
 
     def collect(self, send: Any, recv: Any, nbytes: int, stream: int, *arrays: int) -> None:
         """All-gather of ``nbytes`` from each rank."""

@@ -1,4 +1,4 @@
-"""Staging memory for ncclSend and ncclRecv, in place of memory that NCCL finds registered.
+"""Staging memory for ncclSend and ncclRecv, in place of memory that NCCL finds registered; and what lies in windows.
 
 Between registered arrays of one host NCCL moves data directly.  It then requires that the arrays of both ends are
 registered, which neither checks.  If one is not, the ranks wait for each other for ever, or the data is lost without an
@@ -9,76 +9,66 @@ end has.  So such pieces are copied to memory of cudaMalloc, which NCCL does not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.memory import Piece, ScratchPool, Windows
+from kos.comm.operation import Operation
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
 from kos.cuda.streams import is_captured
 
 _ALIGNMENT = 256
 
+BOTH_IN_WINDOWS = "for x and out in windows"
 
-class Staging:
-    """The staging memory of one rank's communicator, in parts of its ``scratch`` memory that nothing else uses."""
+Copy = tuple[int, int, int]
+"""To which address, from which, and bytes."""
 
-    def __init__(self, scratch: ScratchPool, windows: Windows, rank: int, device: int) -> None:
-        self._scratch, self._windows, self._rank, self._device = scratch, windows, rank, device
-        self._grouped = False
-        self._exchanges = 0  # of the group, those through staging memory
-        self._received: list[tuple[int, int, int, int]] = []  # array, staging memory, bytes and stream
 
-    @contextmanager
-    def group(self) -> Iterator[None]:
-        """Exchanges in the block begin together at its end, and what they receive is copied after it."""
-        self._exchanges, self._received, self._grouped = 0, [], True
-        try:
-            yield
-        finally:
-            self._grouped = False
-        self.copy_received()
+def windows_of(o: Operation, windows: Windows) -> str | None:
+    """Which arrays of a collective lie in windows; None if none does.
 
-    def replace(
-        self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int
-    ) -> tuple[Sequence[Piece], Sequence[Piece]]:
-        """The pieces, with staging memory in place of registered memory; what is sent is copied there.
+    NCCL has other kernels for them, so that it must be the same on all ranks.  Arrays of the root alone do not count.
+    """
+    ends = {"x": o.send, "out": o.recv}
+    if o.root is not None:
+        ends = {"out": o.recv} if o.name == "broadcast" else {"x": o.send} if o.name == "reduce" else {}
+    found = [name for name, each in ends.items() if each is not None and windows.has(each.pointer)]
+    return f"for {' and '.join(found)} in windows" if found else None
 
-        A piece of this rank itself stays, which NCCL copies as any other memory.
-        """
-        if not self._grouped:
-            self._exchanges, self._received = 0, []
-        captured = is_captured(stream)
-        if not captured and not self._windows.memories:
-            return sends, recvs
-        sides, places, end = ([*sends], [*recvs]), list[tuple[int, int, int]](), 0
-        for side, pieces in enumerate(sides):
-            for rank, (pointer, nbytes) in enumerate(pieces):
-                if nbytes and rank != self._rank and self._is_registered(pointer, captured):
-                    places.append((side, rank, end))
-                    end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        if places:
-            self._exchanges += 1
-            start = self._scratch.address(end, stream, part=self._exchanges)
-            for side, rank, at in places:
-                pointer, nbytes = sides[side][rank]
-                sides[side][rank] = start + at, nbytes
-                if side:
-                    self._received.append((pointer, start + at, nbytes, stream))
-                else:
-                    self._copy(start + at, pointer, nbytes, stream)
-        return sides
 
-    def copy_received(self) -> None:
-        """Copy what the exchanges have received to its arrays; in a group its end does it."""
-        if not self._grouped:
-            for copy in self._received:
-                self._copy(*copy)
+def staged(
+    sends: Sequence[Piece], recvs: Sequence[Piece], rank: int, windows: Windows, scratch: ScratchPool, part: int,
+    stream: int,
+) -> tuple[Sequence[Piece], Sequence[Piece], list[Copy], list[Copy]]:  # fmt: skip
+    """The pieces with staging memory in place of registered memory, the copies before an exchange, and those after it.
 
-    def _is_registered(self, pointer: int, captured: bool) -> bool:
-        return self._windows.has(pointer) or (captured and binding.is_virtual(pointer))
+    Staging memory is ``part`` of the scratch memory.  A piece of ``rank`` itself stays: NCCL copies it as any other.
+    """
+    captured = is_captured(stream)
+    before, after = list[Copy](), list[Copy]()
+    if not captured and not windows.memories:
+        return sends, recvs, before, after
+    sides, places, end = ([*sends], [*recvs]), list[tuple[int, int, int]](), 0
+    for side, pieces in enumerate(sides):
+        for other, (pointer, nbytes) in enumerate(pieces):
+            registered = windows.has(pointer) or (captured and nbytes and binding.is_virtual(pointer))
+            if nbytes and other != rank and registered:
+                places.append((side, other, end))
+                end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    start = scratch.address(end, stream, part) if places else 0
+    for side, other, at in places:
+        pointer, nbytes = sides[side][other]
+        sides[side][other] = start + at, nbytes
+        if side:
+            after.append((pointer, start + at, nbytes))
+        else:
+            before.append((start + at, pointer, nbytes))
+    return *sides, before, after
 
-    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        with driver.on_device(self._device):
-            call(cu.cuMemcpyDtoDAsync, target, source, nbytes, stream)
+
+def copy(copies: Iterable[Copy], device: int, stream: int) -> None:
+    for each in copies:
+        with driver.on_device(device):
+            call(cu.cuMemcpyDtoDAsync, *each, stream)
