@@ -76,7 +76,7 @@ def every_operation(ranks: int, mode: str, sizes: tuple[int, ...]) -> str:
 
     In graphs also the SMs of both at the largest size.
     """
-    other = measured.other_nccl(ranks)
+    other = measured.other_nccl(ranks) if mode == "graph" else None  # CPUs differ from run to run
     rows, taken = [], {}
     for op in ("all_reduce", *measured.others(ranks)):
         lines = {name: measured.on_gpus(ranks, name, op, mode) for name in measured.COMPARED}
