@@ -8,6 +8,7 @@
 #include "module.h"
 
 enum { ARGUMENTS = 8, KNOWN = 2048, MOST_WORDS = 3 * KOS_MAX_RANKS };
+#define PLACES(o) ((o)->name ? KNOWN : 2)  // a Persistent has one call
 
 // The start of NumPy's PyArrayObject, which is the same in all versions; group_bind checks it.
 typedef struct {
@@ -55,7 +56,7 @@ typedef struct {
     PyObject *method, *name, *text;  // NULL of a Persistent
     State *last;                     // the last start of a Persistent
     PyMethodDef definition;          // whose strings are those of name and text
-    known **calls, **found;          // KNOWN places, half of them empty, or NULL
+    known **calls, **found;          // hash table of PLACES, at most half full; NULL until first used
     int used;
     unsigned generation;  // that of the Group for which the calls are known
 } Operation;
@@ -69,11 +70,10 @@ static PyObject *s_remember, *s_finish, *s_asked, *s_start, *s_requires_grad, *s
 // --- What is known ---------------------------------------------------------------------------------------------------
 
 static void forget(Operation *o) {
-    for (int i = 0; o->calls && i < KNOWN; i++) {
+    for (int i = 0; o->calls && i < PLACES(o); i++) {
         known *k = o->calls[i];
         o->calls[i] = NULL;
-        if (k)
-            Py_DECREF(k->how);
+        Py_XDECREF(k ? k->how : NULL);
         PyMem_Free(k);
     }
     o->found = NULL;
@@ -179,9 +179,9 @@ static known **find(Operation *o, const call_key *key) {
     uint64_t hash = 0;
     for (size_t w = 0; w < key->words; w++)
         hash = (hash ^ key->word[w]) * UINT64_C(0xC2B2AE3D27D4EB4F);
-    unsigned at = (unsigned)(hash >> 40) % KNOWN;
+    unsigned at = (unsigned)(hash >> 40) % PLACES(o);
     while (o->calls[at] && !is_same(o->calls[at], key))
-        at = (at + 1) % KNOWN;
+        at = (at + 1) % PLACES(o);
     return o->found = &o->calls[at];
 }
 
@@ -190,9 +190,9 @@ static known **find(Operation *o, const call_key *key) {
 // EagerCalls.remember, which gives False for one that the core will never make.  Those of a Persistent are its arrays,
 // on a GPU their addresses.
 static void remember(Operation *o, const call_key *key, PyObject *how) {
-    if ((!o->calls && !(o->calls = PyMem_Calloc(KNOWN, sizeof *o->calls))) || *find(o, key))
-        return;  // a call within this one has been kept
-    if (o->used == KNOWN / 2)
+    if ((!o->calls && !(o->calls = PyMem_Calloc(PLACES(o), sizeof *o->calls))) || *find(o, key))
+        return;  // no memory, or a call within this one has been kept
+    if (o->used == PLACES(o) / 2)
         forget(o);
     PyObject *objects, *unused;
     known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k + key->words * sizeof *k->word);
@@ -411,7 +411,7 @@ static int operation_traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT((PyObject *)o->group);
     Py_VISIT((PyObject *)o->last);
     Py_VISIT(o->method);
-    for (int i = 0; o->calls && i < KNOWN; i++)
+    for (int i = 0; o->calls && i < PLACES(o); i++)
         if (o->calls[i])
             Py_VISIT(o->calls[i]->how);
     return 0;

@@ -204,10 +204,11 @@ class Communicator(Groups):
         """An uninitialised array in the memory that the backend moves fastest.  Collective; ranks pass the same size.
 
         ``shape`` is in elements of ``dtype``: of NumPy, of torch, or a name such as "bfloat16".
-        With nccl it lies in a symmetric window on this rank's GPU; to a reduction, all_gather, all_to_all or broadcast
-        all ranks pass such arrays, or none does.  With host memory it is an ndarray, in memory that the ranks share if
-        they are on one host.  ``views`` gives the parts of the other ranks.  Raises InvalidArgument for a wrong shape
-        or dtype; CollectiveMismatch if the ranks pass different ones; OutOfMemory, CollectiveTimeout, RankLost.
+        With nccl it lies in a symmetric window on this rank's GPU.  If one rank passes such an array to a reduction,
+        all_gather, all_to_all or broadcast, all ranks must, else that call raises CollectiveMismatch.
+        With host memory it is an ndarray, in memory that the ranks share if they are on one host.  ``views`` gives the
+        parts of the other ranks.  Raises InvalidArgument for a wrong shape or dtype; CollectiveMismatch if the ranks
+        pass different ones; OutOfMemory, CollectiveTimeout, RankLost.
 
             gradients = comm.allocate((1024, 1024), "bfloat16")
         """

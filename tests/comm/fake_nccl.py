@@ -194,15 +194,15 @@ class FakeNCCL:
         self._do("send", lambda: comm.group.messages[comm.rank, peer].put(data))
 
     def _check_memory(self, pointer: int, peer: int, comm: Comm) -> None:
-        """NCCL hangs, or loses data, if the memory of one end is registered alone."""
-        assert not self._is_registered(pointer, comm) or peer == comm.rank, "that of the other end may not be"
+        """NCCL hangs, or loses data, if only one end is registered."""
+        assert not self._is_registered(pointer, comm) or peer == comm.rank, "the other end may not be registered"
 
     def _is_registered(self, pointer: int, comm: Comm) -> bool:
         window = any(0 <= pointer - start < nbytes for start, nbytes in comm.registered.items())
         return window or (hasattr(_capturing, "graph") and pointer in self.virtual)
 
     def _check_messages(self, comm: Comm, *pointers: int) -> None:
-        """Of a function that sends messages, those of which may be of registered memory on both ends or on none."""
+        """A collective made of sends and receives needs both arrays registered, or neither."""
         registered = {self._is_registered(pointer, comm) for pointer in pointers}
         assert len(registered) == 1, "messages between registered and other memory"
 

@@ -347,7 +347,7 @@ def moved(name: str, xs: list[np.ndarray], sizes: list[int], me: int) -> np.ndar
 @pytest.mark.parametrize("name", MOVES)
 @on_each_rank("ranks.run")
 def test_messages_between_windows_and_other_memory(gpu: Any, /, seed: int, name: str, captured: bool) -> None:
-    """NCCL moves data directly between registered arrays, and would if only that of one end is registered."""
+    """NCCL copies directly if one end is registered, even if the other end is not: it hangs or loses the data."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     stream = cuda.create_stream(comm.device)
     for count in (n * 16 << 10, n * 2 << 20):  # of 4 bytes
@@ -362,9 +362,9 @@ def test_messages_between_windows_and_other_memory(gpu: Any, /, seed: int, name:
             x, out = (kind[which] for kind, which in zip(kinds, mixed, strict=True))
             out = out[: expected.size]
             x.copy_from(xs[me], stream)
-            for way in ("call", "capture")[: 1 + captured]:  # the call connects
+            for mode in ("call", "capture")[: 1 + captured]:  # the call connects
                 out.fill_bytes(0x7F, stream)
-                if way == "call":
+                if mode == "call":
                     MOVES[name](comm, x, out, sizes, stream=stream)
                 else:
                     with cuda.capture(stream, keep=[x, out]) as graph:
@@ -372,8 +372,8 @@ def test_messages_between_windows_and_other_memory(gpu: Any, /, seed: int, name:
                     graph.replay(stream)
                 comm.synchronize(TIMEOUT)
                 if me == 0 or not name.startswith("gather"):
-                    assert (out.numpy(stream) == expected).all(), f"{way} of {count}, memory {mixed}"
-                if way == "capture":
+                    assert (out.numpy(stream) == expected).all(), f"{mode} of {count}, memory {mixed}"
+                if mode == "capture":
                     graph.close()
 
 

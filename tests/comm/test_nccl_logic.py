@@ -167,7 +167,7 @@ def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL) -> None:
 
 @pytest.mark.parametrize("at_once", [False, True])
 @on_each_rank(FakeRanks(3).run)
-def test_messages_in_registered_memory_go_through_other_memory(gpu: Any, /, fake: FakeNCCL, at_once: bool) -> None:
+def test_messages_in_windows_go_through_staging_memory(gpu: Any, /, fake: FakeNCCL, at_once: bool) -> None:
     comm, me, n = gpu.comm, gpu.rank, gpu.size
     window, other = comm.allocate(8, np.float32), Array.zeros(8, np.float32, 0)
     results = comm.allocate((2, 8), np.float32)
@@ -184,7 +184,7 @@ def test_messages_in_registered_memory_go_through_other_memory(gpu: Any, /, fake
 
 
 @on_each_rank(FakeRanks(2).run)
-def test_a_graph_sends_no_memory_that_nccl_would_register(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_captured_messages_in_cumemcreate_memory_go_through_staging_memory(gpu: Any, /, fake: FakeNCCL) -> None:
     comm, x, out = gpu.comm, Array.zeros(4, np.float32, 0), Array.zeros(4, np.float32, 0)
     other = 1 - gpu.rank
     comm.send_recv(x, out, other, other, stream=5)  # not captured: it connects
@@ -197,7 +197,7 @@ def test_a_graph_sends_no_memory_that_nccl_would_register(gpu: Any, /, fake: Fak
 
 @pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])
 @on_each_rank(FakeRanks(2).run)
-def test_functions_of_nccl_that_send_messages_are_not_called_with_windows(
+def test_all_to_all_gather_and_scatter_between_a_window_and_other_memory(
     gpu: Any, /, fake: FakeNCCL, name: str
 ) -> None:
     comm, window, other = gpu.comm, gpu.comm.allocate(4, np.int32), Array.zeros(8, np.int32, 0)
@@ -215,12 +215,64 @@ def test_functions_of_nccl_that_send_messages_are_not_called_with_windows(
             else:
                 got = comm.scatter(window if gpu.rank == 0 else None, other[:2], stream=5).numpy().tolist()
                 assert got == [2 * gpu.rank, 2 * gpu.rank + 1]
-    fake.virtual.clear()  # it is freed as other memory
+    fake.virtual.difference_update(range(window.pointer, window.pointer + window.nbytes))  # it is freed as other memory
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])
+@on_each_rank(FakeRanks(2).run)
+def test_all_to_all_gather_and_scatter_in_a_graph_between_virtual_and_other_memory(
+    gpu: Any, /, fake: FakeNCCL, name: str
+) -> None:
+    comm, x, other = gpu.comm, Array.zeros(4, np.int32, 0), Array.zeros(8, np.int32, 0)
+    places = range(x.pointer, x.pointer + x.nbytes)
+    fake.virtual.update(places)
+    x.copy_from(np.arange(4, dtype=np.int32) + 10 * gpu.rank)
+    calls: dict[str, Any] = {
+        "all_to_all": lambda: comm.all_to_all(x, other[:4], stream=5),
+        "gather": lambda: comm.gather(x, 0, other if gpu.rank == 0 else None, stream=5),
+        "scatter": lambda: comm.scatter(x if gpu.rank == 0 else None, other[:2], stream=5),
+    }
+    for captured in (False, True, False):  # the first and the last by NCCL's function
+        other.copy_from(np.full(8, -1, np.int32))
+        with captures() if captured else nullcontext():
+            calls[name]()
+        expected = {
+            "all_to_all": [[0, 1, 10, 11], [2, 3, 12, 13]][gpu.rank],
+            "gather": [0, 1, 2, 3, 10, 11, 12, 13] if gpu.rank == 0 else [],
+            "scatter": [2 * gpu.rank, 2 * gpu.rank + 1],
+        }[name]
+        assert other.numpy().tolist()[: len(expected)] == expected
+    fake.virtual.difference_update(places)
+
+
+@on_each_rank(FakeRanks(2).run)
+def test_an_ordered_sum_of_windows_on_some_ranks_is_refused(gpu: Any, /, fake: FakeNCCL) -> None:
+    """It gathers the arrays by NCCL's function."""
+    fake.all_gather = lambda *arguments: None
+    comm, arrays = gpu.comm, [gpu.comm.allocate(4, np.float32), Array.zeros(4, np.float32, 0)]
+
+    def reduce() -> None:
+        for _ in range(1000):
+            comm.all_reduce(arrays[gpu.rank], deterministic=True)
+            time.sleep(0.001)
+
+    with pytest.raises(CollectiveMismatch, match=r"they differ in kernel for x and out in windows against None"):
+        reduce()
+
+
+@on_each_rank(FakeRanks(3).run)
+def test_what_goes_to_several_ranks_is_staged_once(gpu: Any, /, fake: FakeNCCL) -> None:
+    comm, x = gpu.comm, gpu.comm.allocate(1 << 20, np.int32)
+    x.copy_from(np.full(1 << 20, gpu.rank, np.int32))
+    got = comm.all_gather_v(x, [1 << 20] * 3).numpy()
+    assert [set(part) for part in np.split(got, 3)] == [{0}, {1}, {2}]
+    (staging,) = comm.backend._scratch._pieces.values()
+    assert staging[-1].nbytes == 4 << 20
 
 
 @on_each_rank(FakeRanks(2).run)
 def test_windows_on_some_ranks_are_refused(gpu: Any, /, fake: FakeNCCL) -> None:
-    """For which NCCL would start another kernel than on the others."""
+    """NCCL would start different kernels on the ranks, and hang."""
     fake.all_reduce = lambda *arguments: None  # it would wait for the other rank, on the host
     comm, arrays = gpu.comm, [gpu.comm.allocate(4, np.float32), Array.zeros(4, np.float32, 0)]
     assert comm.all_reduce(arrays[0], out=arrays[1]) is arrays[1]

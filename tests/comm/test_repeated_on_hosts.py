@@ -144,16 +144,16 @@ def test_what_has_changed_is_another_call(alone: kos.Communicator) -> None:
 
 
 @on_each_rank(shared_ranks.run, 2)
-def test_the_calls_of_many_signatures_are_kept(comm: kos.Communicator, /) -> None:
-    """As many as a model has sizes of buckets, or windows."""
+def test_hundreds_of_signatures_stay_cached(comm: kos.Communicator, /) -> None:
+    """A model may have as many bucket sizes, or windows."""
     arrays, prepared, node = [np.ones(count) for count in range(1, 601)], Prepared(comm), comm.backend.messages
     for x in arrays:
         comm.all_reduce(x)
-    node.remember = lambda *_: pytest.fail("the core has forgotten it")
+    node.remember = lambda *_: pytest.fail("the core dropped a cached call")
     assert not any(prepared.by(lambda x=x: comm.all_reduce(x)) for x in arrays)
 
 
-def test_arrays_are_not_held_and_few_signatures_are(alone: kos.Communicator) -> None:
+def test_arrays_are_not_held_and_the_cache_is_bounded(alone: kos.Communicator) -> None:
     arrays = []
     for count in range(2 * MOST_STORED):
         alone.all_reduce(x := np.ones(count))

@@ -122,7 +122,7 @@ class AutoBackend(Backend):
         if part is self.host:
             prepared.launch = partial(self._launch_on_host, prepared.launch)  # that of the core, or of the transport
         else:
-            prepared.launch, prepared.fixed = self._launch_on_gpu, fixed
+            prepared.launch, prepared.fixed = self._launch_on_gpu, (fixed := fixed and prepared.fixed)
             eager = not fixed and not is_captured((o.send or o.recv).stream)  # type: ignore[union-attr]
             if eager and type(prepared.route) is InWindows:  # it is found outside of graphs alone, and need not look
                 prepared.route = prepared.route.launch

@@ -81,18 +81,18 @@ class Scratch:
 
 
 class ScratchPool:
-    """Scratch memory that operations on one stream use one after another; they may use several ``part``s at once.
+    """Scratch memory that operations on one stream reuse in turn; parts with different numbers do not overlap.
 
     Outgrown pieces stay until ``trim``.  Sizes double, so outgrown pieces are together no larger than the last.
     """
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._pieces: dict[tuple[int, int], list[Scratch]] = {}  # by stream and part; the last of each is in use
+        self._pieces: dict[tuple[int, Any], list[Scratch]] = {}  # by stream and part; the last of each is in use
         self._captured: set[int] = set()  # addresses that graphs may use
         self._last = 0  # the stream of the last operation
 
-    def address(self, nbytes: int, stream: int, part: int = 0) -> int:
+    def address(self, nbytes: int, stream: int, part: Any = 0) -> int:
         """Address of at least ``nbytes`` for the next operation on ``stream``."""
         pieces = self._pieces.setdefault((stream, part), [])
         if not pieces or pieces[-1].nbytes < nbytes:
@@ -203,8 +203,8 @@ class Windows:
         return Array(pointer, shape, dtype, self._device, owner=Window(pointer, partial(self.release, number)))
 
     def has(self, pointer: Any) -> bool:
-        """Whether the address lies in a window."""
-        memories = list(self.memories.values()) if isinstance(pointer, int) else ()
+        """Whether the address lies in a window of the library."""
+        memories = [each for each in list(self.memories.values()) if each.handle] if isinstance(pointer, int) else ()
         return any(0 <= pointer - memory.pointer < memory.nbytes for memory in memories)
 
     def release(self, window: int) -> None:

@@ -33,7 +33,7 @@ from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import InScratch, Piece, Scratch, Windows, exchange_of
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM, native_call, native_launch, packed
-from kos.comm.gpu.nccl_staging import BOTH_IN_WINDOWS, Copy, copy, staged, windows_of
+from kos.comm.gpu.nccl_staging import MESSAGES, Copy, as_messages, copy, stage, windows_of
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.routes import Route, nothing
 from kos.comm.gpu.works import unstarted
@@ -72,8 +72,6 @@ _OPS = {
 }  # fmt: skip
 _NARROW = (DTYPES["float16"], DTYPES["bfloat16"])
 _BYTES = {ReduceOp.MIN: MIN, ReduceOp.BAND: MIN, ReduceOp.MAX: MAX, ReduceOp.BOR: MAX}
-_OF_MESSAGES = ("all_to_all", "gather", "scatter")
-"""NCCL's functions that send messages where they have no kernel; in a communicator with windows kos sends them."""
 
 
 class NCCLBackend(DeviceBackend):
@@ -95,7 +93,7 @@ class NCCLBackend(DeviceBackend):
         self._connected: set[_Kind | tuple[int, frozenset[_Kind]]] = set()  # for batches: number of calls, and kinds
         self._token = Scratch(4, self.device)
         self._windows = Windows(rendezvous, self.device, self._free_window, self._has_ended)
-        self._afterwards: list[tuple[list[Copy], int, int]] | None = None  # what follows an open group of NCCL
+        self._afterwards: list[tuple[list[Copy], int, int]] | None = None  # copies after ncclGroupEnd; None if no group
         watchdog.add(self)
 
     @classmethod
@@ -314,6 +312,11 @@ class NCCLBackend(DeviceBackend):
 
     # The operations.
 
+    def prepare(self, o: Operation) -> Prepared:
+        prepared = super().prepare(o)
+        prepared.fixed = o.name not in MESSAGES
+        return prepared
+
     def resolve(self, o: Operation) -> Route:
         if o.options.algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected 'auto' for {o.name} on nccl, got {o.options.algorithm!r}")
@@ -325,7 +328,7 @@ class NCCLBackend(DeviceBackend):
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{how} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
         launch = launch if connected else partial(self._first_call, kind, o.options.timeout, launch)
-        return launch, windows_of(o, self._windows) if how in ("native", "premultiplied") else None, connected
+        return launch, windows_of(o, self._windows, how), connected
 
     def _first_call(self, kind: _Kind, timeout: float | None, launch: Run, stream: int, send: int, recv: int) -> None:
         """The first launch of its kind: NCCL may connect to the other ranks, and wait for them."""
@@ -411,7 +414,7 @@ class NCCLBackend(DeviceBackend):
         """The launch of an operation without a reduction, and what runs it."""
         nccl, comm = self._nccl, self._comm
         root = () if o.root is None else (o.root,)
-        staged = self._windows.memories and o.name in _OF_MESSAGES and windows_of(o, self._windows) != BOTH_IN_WINDOWS
+        by_messages = as_messages(o, self._windows)
         x_bytes, out_bytes = (0 if end is None else end.nbytes for end in (o.send, o.recv))
         match o.name:
             case "barrier":
@@ -425,8 +428,8 @@ class NCCLBackend(DeviceBackend):
             case "all_to_all":
                 nbytes = x_bytes // self.size
             case _:
-                staged = True
-        if staged:
+                by_messages = True
+        if by_messages:
             return partial(self.exchange, *exchange_of(o, self.rank, self.size)), "exchange"
         return (native_call(o.name, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
 
@@ -438,7 +441,7 @@ class NCCLBackend(DeviceBackend):
         sends, recvs = ([(resolved(p, arrays), nbytes) for p, nbytes in pieces] for pieces in (sends, recvs))
         part = 1 + len(self._afterwards or ())
         places = self._windows, self._scratch, part
-        sends, recvs, before, after = staged(sends, recvs, self.rank, *places, stream)
+        sends, recvs, before, after = stage(sends, recvs, self.rank, *places, stream)
         copy(before, self.device, stream)
         nccl.group_start()
         try:

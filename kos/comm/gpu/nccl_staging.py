@@ -1,36 +1,40 @@
-"""Staging memory for ncclSend and ncclRecv, in place of memory that NCCL finds registered; and what lies in windows.
+"""Staging memory for ncclSend and ncclRecv, used in place of registered memory.
 
-Between registered arrays of one host NCCL moves data directly.  It then requires that the arrays of both ends are
-registered, which neither checks.  If one is not, the ranks wait for each other for ever, or the data is lost without an
-error: seen with 2.28.9 at 16 MB, and with 2.32.3 at 128 KB.  Registered are windows (``allocate``, ``register``), and
-while a graph is captured all memory of cuMemCreate, such as torch's expandable segments.  No rank knows what the other
-end has.  So such pieces are copied to memory of cudaMalloc, which NCCL does not register, or from there.
+Within a host NCCL copies directly between registered buffers.  Both ends must then be registered, but NCCL does not
+check this.  If only one end is, the ranks hang or the data is lost without an error (seen with NCCL 2.28.9 at 16 MB and
+2.32.3 at 128 KB).  Windows (``allocate``, ``register``) are registered.  During graph capture NCCL also registers all
+memory of cuMemCreate, such as torch's expandable segments.  A rank does not know what memory its peer passes.  So
+registered memory is always sent from, and received into, memory of cudaMalloc, which NCCL does not register.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from mmap import PAGESIZE
 
 from kos.comm.gpu import nccl_binding as binding
-from kos.comm.gpu.memory import Piece, ScratchPool, Windows
+from kos.comm.gpu.memory import Piece, ScratchPool, Windows, up
 from kos.comm.operation import Operation
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
-from kos.cuda.streams import is_captured
+from kos.cuda.streams import capture_of, is_captured
 
-_ALIGNMENT = 256
-
-BOTH_IN_WINDOWS = "for x and out in windows"
+MESSAGES = ("all_to_all", "gather", "scatter")
+"""Collectives that NCCL may run as sends and receives."""
+_BOTH = "for x and out in windows"
 
 Copy = tuple[int, int, int]
-"""To which address, from which, and bytes."""
+"""Destination address, source address, number of bytes."""
 
 
-def windows_of(o: Operation, windows: Windows) -> str | None:
-    """Which arrays of a collective lie in windows; None if none does.
+def windows_of(o: Operation, windows: Windows, how: str = "native") -> str | None:
+    """Which arrays of a collective lie in windows; None if none does, or if kos sends them as messages (``how``).
 
-    NCCL has other kernels for them, so that it must be the same on all ranks.  Arrays of the root alone do not count.
+    NCCL chooses its kernel by this, so it must be the same on all ranks.  Not counted: arrays that only the root
+    passes, and those of gather and scatter, which are sent as messages.
     """
+    if how not in ("native", "premultiplied") and (how, o.name) != ("ordered", "all_reduce"):
+        return None  # an ordered all_reduce gathers the program's arrays by NCCL's function
     ends = {"x": o.send, "out": o.recv}
     if o.root is not None:
         ends = {"out": o.recv} if o.name == "broadcast" else {"x": o.send} if o.name == "reduce" else {}
@@ -38,37 +42,58 @@ def windows_of(o: Operation, windows: Windows) -> str | None:
     return f"for {' and '.join(found)} in windows" if found else None
 
 
-def staged(
+def as_messages(o: Operation, windows: Windows) -> bool:
+    """Whether kos sends the data of a collective of ``MESSAGES`` itself: in a graph, or in a communicator with windows.
+
+    NCCL's function runs an all_to_all whose arrays lie both in windows.
+    """
+    first = o.send or o.recv
+    if first is None or o.name not in MESSAGES or windows_of(o, windows) == _BOTH:
+        return False
+    return bool(windows.memories) or is_captured(first.stream)
+
+
+def stage(
     sends: Sequence[Piece], recvs: Sequence[Piece], rank: int, windows: Windows, scratch: ScratchPool, part: int,
     stream: int,
 ) -> tuple[Sequence[Piece], Sequence[Piece], list[Copy], list[Copy]]:  # fmt: skip
-    """The pieces with staging memory in place of registered memory, the copies before an exchange, and those after it.
+    """Replace registered memory by staging memory: new sends and recvs, the copies before the exchange and after it.
 
-    Staging memory is ``part`` of the scratch memory.  A piece of ``rank`` itself stays: NCCL copies it as any other.
+    Staging memory is region ``part`` of ``scratch``; each graph has its own.  What ``rank`` sends to itself is not
+    staged: NCCL copies it correctly.
     """
-    captured = is_captured(stream)
-    before, after = list[Copy](), list[Copy]()
-    if not captured and not windows.memories:
-        return sends, recvs, before, after
-    sides, places, end = ([*sends], [*recvs]), list[tuple[int, int, int]](), 0
-    for side, pieces in enumerate(sides):
+    capture = capture_of(stream)
+    if not capture and not windows.memories:
+        return sends, recvs, [], []
+    registered = [  # whole pages
+        (each.pointer // PAGESIZE * PAGESIZE, -(-(each.pointer + each.nbytes) // PAGESIZE) * PAGESIZE)
+        for each in list(windows.memories.values()) if each.handle
+    ]  # fmt: skip
+    sides: tuple[list[Piece], list[Piece]] = [*sends], [*recvs]
+    places, end = (dict[Piece, int](), dict[Piece, int]()), 0
+    for pieces, found in zip(sides, places, strict=True):
         for other, (pointer, nbytes) in enumerate(pieces):
-            registered = windows.has(pointer) or (captured and nbytes and binding.is_virtual(pointer))
-            if nbytes and other != rank and registered:
-                places.append((side, other, end))
-                end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    start = scratch.address(end, stream, part) if places else 0
-    for side, other, at in places:
-        pointer, nbytes = sides[side][other]
-        sides[side][other] = start + at, nbytes
-        if side:
-            after.append((pointer, start + at, nbytes))
-        else:
-            before.append((start + at, pointer, nbytes))
-    return *sides, before, after
+            if not nbytes or other == rank or (pointer, nbytes) in found:
+                continue
+            in_window = any(begin <= pointer < stop for begin, stop in registered)
+            if in_window or (capture and binding.is_virtual(pointer)):
+                found[pointer, nbytes] = end
+                end += up(nbytes)
+    if not end:
+        return sends, recvs, [], []
+    start = scratch.address(end, stream, (capture, part))
+    for pieces, found in zip(sides, places, strict=True):
+        pieces[:] = [
+            (start + found[piece], piece[1]) if piece in found and other != rank else piece
+            for other, piece in enumerate(pieces)
+        ]
+    sent, received = places
+    before = [(start + at, pointer, nbytes) for (pointer, nbytes), at in sent.items()]
+    return *sides, before, [(pointer, start + at, nbytes) for (pointer, nbytes), at in received.items()]
 
 
-def copy(copies: Iterable[Copy], device: int, stream: int) -> None:
-    for each in copies:
+def copy(copies: Sequence[Copy], device: int, stream: int) -> None:
+    if copies:
         with driver.on_device(device):
-            call(cu.cuMemcpyDtoDAsync, *each, stream)
+            for each in copies:
+                call(cu.cuMemcpyDtoDAsync, *each, stream)
