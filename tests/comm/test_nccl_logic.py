@@ -262,12 +262,17 @@ def test_an_ordered_sum_of_windows_on_some_ranks_is_refused(gpu: Any, /, fake: F
 
 @on_each_rank(FakeRanks(3).run)
 def test_what_goes_to_several_ranks_is_staged_once(gpu: Any, /, fake: FakeNCCL) -> None:
-    comm, x = gpu.comm, gpu.comm.allocate(1 << 20, np.int32)
-    x.copy_from(np.full(1 << 20, gpu.rank, np.int32))
-    got = comm.all_gather_v(x, [1 << 20] * 3).numpy()
-    assert [set(part) for part in np.split(got, 3)] == [{0}, {1}, {2}]
-    (staging,) = comm.backend._scratch._pieces.values()
-    assert staging[-1].nbytes == 4 << 20
+    sent: set[tuple[int, int]] = vars(fake).setdefault("sent", set())
+
+    def send(pointer: int, count: int, code: int, peer: int, comm: Any, stream: int) -> None:
+        sent.add((comm.rank, pointer))
+        FakeNCCL.send(fake, pointer, count, code, peer, comm, stream)
+
+    fake.send = send
+    comm, x = gpu.comm, gpu.comm.allocate(9, np.int32)
+    x.copy_from(np.full(9, gpu.rank, np.int32))
+    assert comm.all_gather_v(x, [9] * 3).numpy().tolist() == [0] * 9 + [1] * 9 + [2] * 9
+    assert len({pointer for rank, pointer in sent if rank == gpu.rank} - {x.pointer}) == 1
 
 
 @on_each_rank(FakeRanks(2).run)
