@@ -63,10 +63,9 @@ class DeviceBackend(Backend):
     device: int
     table: Table | None = None
     """By what was measured, which operation goes by which route; where the backend knows one."""
-    marks = 0
-    """Calls in flight whose deadline the watchdog looks at; 0 where kernels have their own."""
-    _failure: Sequence[int] = (0,)
-    """Its first word is not 0 once a kernel has ended early."""
+    marks = 0  # calls in flight whose deadline the watchdog looks at; 0 where kernels have their own
+    by_capture: tuple[str, ...] = ()  # operations that take another route in a graph
+    _failure: Sequence[int] = (0,)  # its first word is not 0 once a kernel has ended early
     failed_word = 0  # the address of that word, if there is one
 
     def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
@@ -136,6 +135,7 @@ class DeviceBackend(Backend):
         if route is None and o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
             check_float8(o.reduction.dtype, self.device)
         prepared = Prepared(o, self, self.launch, *(route or self.resolve(o)))
+        prepared.fixed = o.name not in self.by_capture
         return prepared if self.shared.calls is None else self.shared.calls.add(prepared)
 
     @abstractmethod

@@ -79,6 +79,7 @@ class NCCLBackend(DeviceBackend):
 
     name = "nccl"
     marks = 16
+    by_capture = MESSAGES
     alone: ClassVar[tuple[type, ...]] = (InScratch,)
     """The launches that no group of NCCL may hold: they launch kernels of kos too."""
 
@@ -312,11 +313,6 @@ class NCCLBackend(DeviceBackend):
 
     # The operations.
 
-    def prepare(self, o: Operation) -> Prepared:
-        prepared = super().prepare(o)
-        prepared.fixed = o.name not in MESSAGES
-        return prepared
-
     def resolve(self, o: Operation) -> Route:
         if o.options.algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected 'auto' for {o.name} on nccl, got {o.options.algorithm!r}")
@@ -328,7 +324,7 @@ class NCCLBackend(DeviceBackend):
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{how} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
         launch = launch if connected else partial(self._first_call, kind, o.options.timeout, launch)
-        return launch, windows_of(o, self._windows, how), connected
+        return launch, windows_of(o, self._windows, how) if self._windows.memories else None, connected
 
     def _first_call(self, kind: _Kind, timeout: float | None, launch: Run, stream: int, send: int, recv: int) -> None:
         """The first launch of its kind: NCCL may connect to the other ranks, and wait for them."""
