@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from contextlib import nullcontext
@@ -290,6 +291,20 @@ def test_windows_on_some_ranks_are_refused(gpu: Any, /, fake: FakeNCCL) -> None:
 
     with pytest.raises(CollectiveMismatch, match=r"they differ in kernel for x and out in windows against None"):
         reduce()
+
+
+@on_each_rank(FakeRanks(2).run)
+def test_shared_memory_stays_while_the_watchdog_looks_at_it(gpu: Any, /, fake: FakeNCCL) -> None:
+    """A backend that becomes part of another leaves its own: a look that had begun failed, and with it the group."""
+    shared = gpu.comm.backend.shared
+    closing = threading.Thread(target=shared.close)
+    with shared.lock:  # as a look
+        calls = shared.calls
+        closing.start()
+        closing.join(0.1)
+        assert closing.is_alive() and shared.calls is calls
+    closing.join(10.0)
+    assert not closing.is_alive() and shared.calls is None
 
 
 @on_each_rank("ranks.run")

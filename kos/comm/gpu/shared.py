@@ -278,10 +278,11 @@ class CommState:
             self.post_end(reason)
 
     def close(self) -> None:
-        """Leave the segment, and report nothing more through the hub."""
+        """Leave the segment, and report nothing more through the hub; waits for a look of the watchdog."""
         closed(self)
-        (calls, self.calls), (channel, self._channel) = (self.calls, None), (self._channel, None)
-        if channel is not None:
-            self.failures.links.remove(channel)
-        if calls is not None and self._owns_calls:
-            calls.close()
+        with self.lock:
+            (calls, self.calls), (channel, self._channel) = (self.calls, None), (self._channel, None)
+            if channel is not None:
+                self.failures.links.remove(channel)
+            if calls is not None and self._owns_calls:
+                calls.close()
