@@ -247,6 +247,17 @@ def test_all_to_all_gather_and_scatter_in_a_graph_between_virtual_and_other_memo
 
 
 @on_each_rank(FakeRanks(2).run)
+def test_a_captured_all_to_all_needs_no_connections_after_one_that_is_not(gpu: Any, /, fake: FakeNCCL) -> None:
+    """NCCL connects by a call on another thread, which does not belong into a capture."""
+    comm, x, out = gpu.comm, Array.zeros(4, np.int32, 0), Array.zeros(4, np.int32, 0)
+    comm.all_to_all(x, out, stream=5)
+    bounded = waits_that_are_bounded(comm)
+    with captures():
+        comm.all_to_all(x, out, stream=5)
+    assert not bounded
+
+
+@on_each_rank(FakeRanks(2).run)
 def test_an_ordered_sum_of_windows_on_some_ranks_is_refused(gpu: Any, /, fake: FakeNCCL) -> None:
     """It gathers the arrays by NCCL's function."""
     fake.all_gather = lambda *arguments: None

@@ -321,7 +321,8 @@ class NCCLBackend(DeviceBackend):
         buffer, message = o.send or o.recv, o.message
         launch = self.in_windows(launch, o)
         # NCCL connects ranks at the first call of a kind, which depends on size and peer.
-        kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{how} {o.root} {message.dst} {message.src}"
+        sent = "messages" if o.name in MESSAGES else how  # by its own function and by kos over the same connections
+        kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{sent} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
         launch = launch if connected else partial(self._first_call, kind, o.options.timeout, launch)
         return launch, windows_of(o, self._windows, how) if self._windows.memories else None, connected
