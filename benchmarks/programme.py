@@ -120,7 +120,7 @@ def gpus_of_several(gpus: int, gpu: str, nccl: str | None) -> Programme:
             Piece(f"{train} --preset 8b --name 8b-8-layers --num-hidden-layers 8 --batch-size 4 --micro-batch-size 1 "
                   "--steps 5 --tp 2 --compare torch --torch cudnn-master,cudnn-master-async", 400),
             Piece(f"{train} --preset 1b --seq-len 65536 --batch-size 1 --micro-batch-size 1 --steps 4 --cp 2 "
-                  "--compare torch --torch cudnn-master,cudnn-master-alltoall", 400),
+                  "--apart --compare torch --torch cudnn-master,cudnn-master-alltoall", 400),
         ]  # fmt: skip
     if nccl:
         raw = "kos-nccl,nccl,nccl-window"

@@ -345,6 +345,18 @@ def test_under_mpirun(tmp_path: Path) -> None:
 
 
 @needs_mpirun
+def test_one_process_under_mpirun(tmp_path: Path) -> None:
+    """The command for one GPU: backends of processes, not the mock's threads."""
+    file = tmp_path / "rows.json"
+    arguments = ["--sizes", "8", "--iterations", "4", "--device", "host", "--backend", "mpi,mpi-native", "--no-plot"]
+    command = [MPIRUN, "-n", "1", *python(), "-m", "kos.bench", *arguments, "--json", str(file)]
+    done = run_program(*command, env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert {row["backend"] for row in result["rows"]} == {"mpi", "mpi-native"} and not result["skipped"]
+
+
+@needs_mpirun
 def test_barriers_and_uneven_sizes_beside_open_mpi(tmp_path: Path) -> None:
     file, ops = tmp_path / "rows.json", ["barrier", *(op for op in OPERATIONS if op.endswith(("_v", "scan")))]
     arguments = ["--sizes", "1K,2K", "--iterations", "4", "--device", "host", "--mode", "eager", "--place", "out"]
