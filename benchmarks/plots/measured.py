@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from benchmarks.plots.results import RESULTS, Row, gpus, load, newest, one, select
+from benchmarks.plots.results import RESULTS, Row, files, gpus, load, newest, one, select
 
 GPU_LINES = {
     "kos, symmetric buffers": {"backend": "auto", "algorithm": "window", "call": "function"},
@@ -161,7 +161,7 @@ def losses(name: str, compared: str) -> dict[int, dict[str, Row]]:
 def variant(row: Row) -> str:
     """How PyTorch was set up, in words."""
     words = {
-        "flash": "flash", "cudnn": "cuDNN", "master": "fp32 masters", "autocast": "autocast",
+        "flash": "flash", "cudnn": "cuDNN", "master": "masters", "autocast": "autocast",
         "graphs": "CUDA graphs", "fsdp": "FSDP2", "eager": "eager", "whole": "one batch",
     }  # fmt: skip
     said = ", ".join(words[word] for word in row["variant"].split("-"))
@@ -200,6 +200,23 @@ def attention(preset: str, way: str) -> dict[str, float]:
     return {name: row["flops"] / time * 1e-6 for name, time in times.items()}
 
 
-def layout_rows() -> list[tuple[str, Row]]:
-    """On 2 GPUs: label and row."""
-    return [(row["layout"], row) for row in load(newest("layouts", 2))["rows"]]
+def layout_rows() -> dict[tuple[str, str], tuple[str, Row]]:
+    """Each layout on 2 GPUs, by preset and layout: on which GPUs it was measured last, and the row."""
+    found: dict[tuple[str, str], tuple[str, Row]] = {}
+    for name in files("layouts", 2):
+        for row in load(name)["rows"]:
+            found.setdefault((row["preset"], row["layout"]), (gpus(name), row))
+    return found
+
+
+def layout_peers() -> list[tuple[str, list[Row]]]:
+    """Groups of rows of one run, that of kos first: on which GPUs, and the rows of peers that no newer group has."""
+    seen, found = set[tuple[str, ...]](), list[tuple[str, list[Row]]]()
+    for name in files("layouts-peers", 2):
+        for row in load(name)["rows"]:
+            if row["implementation"] == "kos":
+                found.append((gpus(name), [row]))
+            elif (key := (row["preset"], row["layout"].split()[0], row["variant"])) not in seen:
+                seen.add(key)
+                found[-1][1].append(row)
+    return [group for group in found if len(group[1]) > 1]

@@ -149,6 +149,7 @@ def training() -> Any:
     """Tokens per second and GPU of kos and compiled PyTorch, by model and number of GPUs."""
     figure, panels = new(3.9, columns=len(measured.MODELS), sharey=False)
     every = [measured.trained(ranks) for ranks in measured.TRAINED_ON]
+    widest = max(2.0, len(every)) + 0.2  # the same in all panels
     for axes, (*_, label) in zip(panels[0], measured.MODELS, strict=True):
         rows = [row for rows in every for row in rows if row.label == label]
         speeds = {
@@ -164,9 +165,10 @@ def training() -> Any:
         )
         top = max(max(values) for values in speeds.values())
         for at, row in enumerate(rows):
-            axes.text(at, top * 1.02, f"{row.ratio:.2f}x", ha="center", fontsize=7.5)
+            axes.text(at, top * 1.02, f"{row.ratio:.2f}x", ha="center", fontsize=6)
+        axes.tick_params(axis="x", labelsize=7)
         axes.set(title=label.replace(", ", "\n", 1), ylim=(0, top * 1.12),
-                 xlim=(len(rows) / 2 - 2.1, len(rows) / 2 + 1.1))  # fmt: skip
+                 xlim=(len(rows) / 2 - 0.5 - widest / 2, len(rows) / 2 - 0.5 + widest / 2))  # fmt: skip
     panels[0][0].set_ylabel("thousand tokens a second and GPU (higher is better)")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
@@ -193,21 +195,19 @@ def loss_curve() -> Any:
 def layouts() -> Any:
     """Step times of each axis on two GPUs."""
     figure, panels = new(2.9, columns=2, width_ratios=[2, 1])
-    for axes, preset, title in zip(
-        panels[0], ("1b", "8b"), ("1b, 16 x 4,096 tokens on 2 H200", "8b, 4 x 8,192 tokens"), strict=True
-    ):
-        rows = [(label, row) for label, row in measured.layout_rows() if row["preset"] == preset]
+    for axes, preset, batch in zip(panels[0], ("1b", "8b"), ("16 x 4,096", "4 x 8,192"), strict=True):
+        rows = [(on, row) for on, row in measured.layout_rows().values() if row["preset"] == preset]
         speeds = {"tokens/s": [row["tokens_per_second"] for _, row in rows]}
-        bars(axes, [label.replace(", ", ",\n") for label, _ in rows], speeds, [KOS])
-        axes.set_title(title)
+        bars(axes, [row["layout"] for _, row in rows], speeds, [KOS])
+        axes.set_title(f"{preset}, {batch} tokens on {rows[0][0]}")
     panels[0][0].set_ylabel("tokens a second")
     return figure
 
 
 KERNELS = (
     "swiglu", "swiglu_backward", "gelu", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "linear",
-    "linear_residual", "linear_backward", "rope", "rope_backward", "attention", "attention_backward", "embedding",
-    "cross_entropy", "gradient_norm", "adamw",
+    "linear_residual", "linear_input_gradient", "linear_weight_gradient", "rope", "rope_backward", "attention",
+    "attention_backward", "embedding", "cross_entropy", "gradient_norm", "adamw",
 )  # fmt: skip
 
 

@@ -26,13 +26,18 @@ def load(name: str) -> Row:
 
 
 @cache
-def newest(subject: str, ranks: int) -> str:
-    """The name of the newest file of a subject on so many GPUs, whichever GPUs; LookupError if there is none."""
+def files(subject: str, ranks: int) -> list[str]:
+    """The names of the files of a subject on so many GPUs, the newest first; LookupError if there is none."""
     named = re.compile(rf"{subject}-[a-z]+\d+-{ranks}\.json")
     found = [path.stem for path in RESULTS.iterdir() if named.fullmatch(path.name)]
     if not found:
         raise LookupError(f"benchmarks/results: expected a file {subject}-GPU-{ranks}.json")
-    return max(found, key=lambda name: str(load(name)["date"]))
+    return sorted(found, key=lambda name: str(load(name)["date"]), reverse=True)
+
+
+def newest(subject: str, ranks: int) -> str:
+    """The newest of ``files``."""
+    return files(subject, ranks)[0]
 
 
 def gpus(name: str) -> str:

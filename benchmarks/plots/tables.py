@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.plots import measured, tables_hosts, tables_slower
 from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots import tables_training as training
-from benchmarks.plots.results import RESULTS, ROOT, gpus, load, newest, ratio, table, us
+from benchmarks.plots.results import RESULTS, ROOT, files, gpus, load, newest, ratio, table, us
 from kos.bench.report import size
 
 DOCS = ROOT / "docs"
@@ -39,6 +39,8 @@ def provenance(*names: str | tuple[str, int]) -> str:
         hardware = result["hardware"]
         if isinstance(hardware, dict):
             hardware = f"{hardware['cores']} cores of {hardware['cpu']}"
+        elif "NVIDIA" in hardware:
+            hardware = gpus(name)
         group = groups.setdefault((hardware.replace("(R)", ""), ", ".join(known)), [])
         group.append((link(f"{name}.json"), result["date"][:10]))
     rows = [[", ".join(file for file, _ in files), *group, ", ".join(dict.fromkeys(date for _, date in files))]
@@ -121,7 +123,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "layouts": training.layouts,
     "layouts-of-four": training.layouts_of_four,
     "layouts-peers": training.layouts_peers,
-    "layouts-files": partial(provenance, ("layouts", 2), "layouts-h200-4", ("layouts-peers", 2)),
+    "layouts-files": partial(
+        provenance, *files("layouts", 2), *files("layouts-peers", 2), "layouts-h200-4"
+    ),
     "attention": training.attention,
     "kernels-files": partial(
         provenance, ("kernels", 1), ("kernels-124m", 1), measured.attention_file()

@@ -94,7 +94,7 @@ def every_operation(ranks: int, mode: str, sizes: tuple[int, ...]) -> str:
         )
         rows.append([op, *(time + f" ({ratios})" * bool(ratios) for time, ratios in cells)])
         taken[op] = sms(ranks, op, sizes[-1]) if mode == "graph" else ""
-    head = [f"SMs at {size(sizes[-1])}, kos / NCCL"] if any(taken.values()) else []
+    head = [f"SMs at {size(sizes[-1])}, kos/NCCL"] if any(taken.values()) else []
     return table(["operation", *map(size, sizes), *head], [[*row, taken[row[0]]] if head else row for row in rows])
 
 
@@ -106,7 +106,7 @@ def sms(ranks: int, op: str, nbytes: int) -> str:
         times = {name: line[nbytes] for name in names if nbytes in (line := measured.on_gpus(ranks, name, op))}
         taken = [measured.on_gpus(ranks, name, op, value="sms").get(nbytes) for name in sorted(times, key=times.get)]
         found.append(str(taken[0]) if taken and taken[0] is not None else "")
-    return " / ".join(found) if any(found) else ""
+    return "/".join(filter(None, found))  # NCCL has no scan
 
 
 def routing() -> str:
@@ -129,9 +129,9 @@ def compressed() -> str:
     lines = []
     for op in dict.fromkeys(row["operation"] for row in rows):
         found = {row["bytes"]: row for row in rows if row["operation"] == op}
-        cells = (" / ".join(ratio(found[n][f"{kind} / exact"]) for kind in ("fp8", "int4")) for n in sizes)
+        cells = ("/".join(ratio(found[n][f"{kind} / exact"]) for kind in ("fp8", "int4")) for n in sizes)
         lines.append([op, *cells])
-    return table(["operation, fp8 / int4", *map(size, sizes)], lines)
+    return table(["operation, fp8/int4", *map(size, sizes)], lines)
 
 
 def cpu_of_calls() -> str:
@@ -146,11 +146,11 @@ def cpu_of_calls() -> str:
             for kind in kinds:
                 row = found[kind]
                 line.append(
-                    f"{row['core_us']:.1f} / {row['c_us']:.1f}" if "core_us" in row else f"{row['python_us']:.1f}"
+                    f"{row['core_us']:.1f}/{row['c_us']:.1f}" if "core_us" in row else f"{row['python_us']:.1f}"
                 )
         lines.append(line)
     head = (f"{backend}, {kind} arrays" for backend in ("peer", "nccl") for kind in kinds)
-    return table(["kos / C, µs", *head], lines)
+    return table(["kos/C, µs", *head], lines)
 
 
 def fastest(lines: dict[str, Series], who: str) -> Series:

@@ -155,12 +155,12 @@ def profile(name: str) -> dict[str, float]:
 
 def layouts() -> str:
     rows = []
-    for label, row in measured.layout_rows():
+    for on, row in measured.layout_rows().values():
         mfu = f"{row['mfu_causal']:.1%}" if row.get("mfu_causal") else ""
         memory = gib(row) if row.get("peak_memory_bytes") else ""
         predicted = f"{row['predicted_ms']:,.0f}" if "predicted_ms" in row else ""
-        rows.append([row["preset"], label, tokens(row), f"{row['step_ms']:,.0f}", mfu, memory, predicted])
-    return table(["model", "layout", "tokens/s", "ms a step", "MFU", "GiB", "`--plan` predicted, ms"], rows)
+        rows.append([row["preset"], row["layout"], on, tokens(row), f"{row['step_ms']:,.0f}", mfu, memory, predicted])
+    return table(["model", "layout", "on", "tokens/s", "ms a step", "MFU", "GiB", "`--plan` predicted, ms"], rows)
 
 
 def layouts_of_four() -> str:
@@ -181,15 +181,13 @@ def layouts_peers() -> str:
              "PyTorch, all-to-all", "flash-master": "PyTorch, its flash attention", "flash": "picotron",
              "flash-fused": "picotron, fused"}  # fmt: skip
     rows: list[list[str]] = []
-    for row in load(newest("layouts-peers", 2))["rows"]:
-        if row["implementation"] == "kos":
-            ours = row
-        what = [row["preset"], ours["layout"], f"{row['batch_size']} x {row['seq_len']:,}"]
-        rows.append([
-            *(what if row is ours else ("", "", "")), names.get(row["variant"], "kos"), tokens(row), gib(row),
-            "" if row is ours else ratio(row["step_ms"] / ours["step_ms"]),
-        ])  # fmt: skip
-    head = ["model", "layout", "tokens a step", "library", "tokens/s", "GiB", "kos / library"]
+    for on, (ours, *theirs) in measured.layout_peers():
+        what = [ours["preset"], ours["layout"], f"{ours['batch_size']} x {ours['seq_len']:,}", on]
+        rows.append([*what, "kos", tokens(ours), gib(ours), ""])
+        for row in theirs:
+            slower = ratio(row["step_ms"] / ours["step_ms"])
+            rows.append(["", "", "", "", names[row["variant"]], tokens(row), gib(row), slower])
+    head = ["model", "layout", "tokens a step", "on", "library", "tokens/s", "GiB", "kos / library"]
     return table(head, rows)
 
 
@@ -198,9 +196,9 @@ def attention() -> str:
     for preset, label in measured.ATTENTION:
         ways = {way: measured.attention(preset, way) for way in ("", "_backward")}
         limits = {way: one(measured.attention_file(), op=f"attention{way}", preset=preset)["of_limit"] for way in ways}
-        rows.append([label, *(f"{ways[''][name]:.0f} / {ways['_backward'][name]:.0f}" for name in ways[""]),
-                     f"{limits['']:.0%} / {limits['_backward']:.0%}"])  # fmt: skip
-    return table(["TFLOP/s, forward / backward", *measured.attention("8b", ""), "kos of the peak"], rows)
+        rows.append([label, *(f"{ways[''][name]:.0f}/{ways['_backward'][name]:.0f}" for name in ways[""]),
+                     f"{limits['']:.0%}/{limits['_backward']:.0%}"])  # fmt: skip
+    return table(["TFLOP/s, forward/backward", *measured.attention("8b", ""), "kos of the peak"], rows)
 
 
 def baby() -> str:

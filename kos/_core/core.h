@@ -316,7 +316,7 @@ enum { KOS_MOST_WORDS = 128, KOS_PLAN_AT = 304 };  // PLAN_AT: bytes of objects 
 // The words are the parameters of a kernel, or the arguments of the function.  Patches follow them, which say what
 // differs between two starts: a word is a source plus an offset.
 typedef struct {
-    uint64_t function;  // an address
+    uint64_t function;  // an address, or 0: nothing is queued
     uint64_t kernel;    // a CUfunction, or 0
     uint64_t words, patches;
     kos_config config;  // of a kernel

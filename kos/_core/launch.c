@@ -12,7 +12,7 @@ int kos_queue_launch(const kos_launch *l, const uint64_t sources[KOS_SOURCES]) {
     for (uint64_t i = 0; i < l->patches; i++)
         w[patch[i].word] = sources[patch[i].source] + patch[i].offset;
     if (!l->kernel)
-        return ((any_function)(uintptr_t)l->function)(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]);
+        return l->function ? ((any_function)(uintptr_t)l->function)(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]) : 0;
     void *parameters[KOS_MOST_WORDS];
     for (uint64_t i = 0; i < l->words; i++)
         parameters[i] = &w[i];

@@ -12,6 +12,7 @@ from typing import Any
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)
 _GET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
 _ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int))
+_COPY = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)
 _NCCL = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 8)
 CONTEXT = 7
 """The handle of the context, which is always current."""
@@ -58,6 +59,7 @@ class FakeDriver:
         self.instead: dict[str, Callable[..., int]] = {}
         self._functions = {
             "cuLaunchKernelEx": _LAUNCH(self._launch),
+            "cuMemcpyDtoDAsync_v2": _COPY(self._copy),
             "cuCtxGetCurrent": _GET(self._get_current),
             "cuStreamIsCapturing": _ASK(self._is_capturing),
         }
@@ -68,6 +70,13 @@ class FakeDriver:
     def _launch(self, *arguments: int) -> int:
         self.launches += 1
         return self.instead.get("cuLaunchKernelEx", launch)(*arguments)
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        self.launches += 1
+        if "cuMemcpyDtoDAsync_v2" in self.instead:
+            return self.instead["cuMemcpyDtoDAsync_v2"](target, source, nbytes, stream)
+        ctypes.memmove(target, source, nbytes)
+        return 0
 
     def _get_current(self, context: Any) -> int:
         context[0] = self.current

@@ -467,8 +467,9 @@ def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WA
 
 
 def launching_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a group of one launch its operations as larger groups do; otherwise they are copies, or nothing."""
+    """Let a group of one launch its operations by Python, as larger groups do; else they are copies, or nothing."""
     monkeypatch.setattr(device, "alone", lambda o, index: None)
+    monkeypatch.setattr(shared.CommState, "eager_calls", lambda *_: None)
 
 
 def alone() -> kos.Communicator:

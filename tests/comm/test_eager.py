@@ -37,6 +37,8 @@ def values(random: np.random.Generator, dtype: np.dtype[Any], count: int) -> Any
 CALLS = {
     "all_reduce": lambda c, x, y, n: c.all_reduce(x),
     "all_reduce max": lambda c, x, y, n: c.all_reduce(x, kos.ReduceOp.MAX, out=y[:n]),
+    "all_reduce in place": lambda c, x, y, n: c.all_reduce(x, out=x),
+    "scan in place": lambda c, x, y, n: c.scan(x, out=x),
     "reduce": lambda c, x, y, n: c.reduce(x, 1),
     "reduce_scatter": lambda c, x, y, n: c.reduce_scatter(y[: n * c.size], x),
     "broadcast": lambda c, x, y, n: c.broadcast(x, root=1),
@@ -92,7 +94,7 @@ def test_every_operation_hits(comm: kos.Communicator, /) -> None:
         for _ in range(4):
             call(comm, x, y, 4)
         assert hits(comm) - before >= 3, name
-    assert comm.all_reduce(x) is x
+    assert comm.all_reduce(x) is x and comm.all_reduce(x, out=x) is x
     assert comm.all_reduce.__name__ == "all_reduce" and "Reduce ``x`` over all ranks" in str(comm.all_reduce.__doc__)
 
 
@@ -134,6 +136,21 @@ def test_other_arrays_are_other_calls(comm: kos.Communicator, /) -> None:
     with pytest.raises(InvalidArgument, match="overlap"):
         comm.all_reduce(out[1:5], out=out[:4])
     assert comm.all_reduce(out[:4], out=out[:4]) is not None
+
+
+@on_each_rank("run")
+def test_in_place_is_another_call(comm: kos.Communicator, /) -> None:
+    """By one array that is two arguments; two arrays of the same memory go to Python."""
+    x, y = np.ones(4), np.ones(4)
+    for _ in range(3):
+        comm.all_reduce(x, out=x), comm.all_reduce(x, out=y), comm.all_reduce(out=y, x=y)
+    before = hits(comm)
+    for out in (x, y, x, y):
+        assert comm.all_reduce(x, out=out) is out
+    assert comm.all_reduce(out=y, x=y) is y and hits(comm) == before + 5
+    view = x[:]
+    assert comm.all_reduce(x, out=view) is view and hits(comm) == before + 5
+    assert x.tolist() == [comm.size**6.0] * 4, "three in place, then two, then the one of the view"
 
 
 @on_each_rank("run")

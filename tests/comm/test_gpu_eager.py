@@ -34,6 +34,7 @@ def own(comm: kos.Communicator, y: Array) -> Array:
 CALLS: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda c, x, y: c.all_reduce(x),
     "all_reduce out": lambda c, x, y: c.all_reduce(x, ReduceOp.MAX, out=y[: x.size]),
+    "all_reduce in place": lambda c, x, y: c.all_reduce(x, out=x),
     "reduce": lambda c, x, y: c.reduce(x, 1),
     "broadcast": lambda c, x, y: c.broadcast(x, 0),
     "all_gather": lambda c, x, y: c.all_gather(x, y),
@@ -133,6 +134,18 @@ def test_wrong_arrays_are_refused(gpu_run: Run) -> None:
                 comm.all_reduce(wrong, out=out)
         with by(comm, 0):
             comm.all_reduce(x[:4], out=x[:4])
+
+    gpu_run(body)
+
+
+def test_in_place_is_another_call(gpu_run: Run) -> None:
+    def body(comm: kos.Communicator) -> None:
+        x, y = on_gpu(np.zeros(4, np.float32)), on_gpu(np.zeros(4, np.float32))
+        known(comm, x, out=x)
+        known(comm, x, out=y)
+        with by(comm, 4):
+            for out in (x, y, x, y):
+                assert comm.all_reduce(x, out=out) is out
 
     gpu_run(body)
 

@@ -6,8 +6,10 @@ The driver, NCCL and memory are stand-ins; kernels of peer run on the host.
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +30,7 @@ from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CudaError, KosError
 from tests.comm import fake_peer
-from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group
+from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group, Stream
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.gpu_eager import Run, by, hits, known, needs_compiler, on_gpu
 from tests.comm.ranks import on_threads
@@ -175,6 +177,33 @@ def _left_open(fn: Callable[[Any], None], rendezvous: Any, timeout: float) -> No
     comm = fake_peer.communicator(rendezvous, timeout)
     fn(fake_peer.OnGPU(comm))
     comm.abort()
+
+
+def test_few_streams_are_kept(gpu_run: Run) -> None:
+    """Of a program that creates one for each of its steps; those that come again are kept."""
+
+    def body(comm: kos.Communicator) -> None:
+        x, alive = on_gpu(np.zeros(4, np.float32)), weakref.WeakSet[Stream]()
+        for step in range(60):
+            alive.add(stream := Stream(40 + step))
+            for _ in range(4):
+                comm.all_reduce(x, stream=stream)
+            assert hits(comm) > step
+        del stream
+        comm.synchronize()
+        gc.collect()
+        assert len(alive) < 20
+        streams = [Stream(200 + i) for i in range(8)]
+        for _ in range(3):
+            for each in streams:
+                for _ in range(3):
+                    comm.all_reduce(x, stream=each)
+        with by(comm, 16):
+            for each in streams:
+                for _ in range(3):
+                    comm.all_reduce(x, stream=each)
+
+    gpu_run(body)
 
 
 def test_a_launch_that_is_refused(fake: FakeNCCL) -> None:

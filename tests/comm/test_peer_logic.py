@@ -31,7 +31,7 @@ from kos.memory.array import Array
 from kos.testing.conformance import compressed, results
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
-from tests.comm.fake_nccl import WAIT
+from tests.comm.fake_nccl import WAIT, FakeNCCL
 from tests.comm.fake_peer import HostMemory, ThreadRanks, no_gpus
 from tests.comm.host_kernel import HostKernel
 from tests.comm.peer_storm import KINDS, storm
@@ -83,13 +83,13 @@ def test_a_process_that_drives_two_gpus(no_gpu: None) -> None:
 
 
 @pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with no_gpus(monkeypatch, SIZE):
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
+    with no_gpus(monkeypatch, SIZE) as fake:
         monkeypatch.setattr(on_gpus, "LARGE", 20_011)
         monkeypatch.setattr(on_gpus, "MUCH", 400_000)
         for module, name in ((on_gpus, "OVERLAPPED_FROM"), (peer_bind, "_OVERLAPPED_FROM")):
             monkeypatch.setattr(module, name, 10_000)
-        yield
+        yield fake
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from kos.cuda import driver, streams
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
-from tests.comm.fake_nccl import Stream, captures, launching_alone
+from tests.comm.fake_nccl import FakeNCCL, Stream, captures, launching_alone
 from tests.comm.fake_peer import Memory, ThreadRanks
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.host_kernel import HostKernel
@@ -236,14 +236,14 @@ def test_repeated_calls_on_windows(gpu: Any, /, name: str) -> None:
 
 @pytest.mark.parametrize("stream", [Stream(5), Stream(streams.PER_THREAD), None], ids=["own", "per-thread", "legacy"])
 def test_repeated_calls_of_a_thread_whose_current_device_is_another(
-    no_gpu: None, monkeypatch: pytest.MonkeyPatch, stream: Stream | None
+    no_gpu: FakeNCCL, monkeypatch: pytest.MonkeyPatch, stream: Stream | None
 ) -> None:
     """The device is current where a default stream is used, and for copies; kernels on other streams need no query.
 
     A copy in a group of one needs the device to be current only on a default stream.
     """
     devices, queries, copies, group_of_one = Devices(), list[int](), list[Any](), [False]
-    devices.stack[0] = 1  # the communicator's is 0
+    devices.stack[0] = no_gpu.driver.current = 1  # the communicator's is 0
     bind, copy = HostKernel.bind, peer_copies.cu.cuMemcpyDtoDAsync
 
     def current(device: int = 0) -> bool:

@@ -316,7 +316,7 @@ def test_nothing_is_kept_longer_than_its_arrays_and_its_backend(alone: kos.Commu
     kept(alone, x)
     backend = weakref.ref(alone.backend)
     alone.close()
-    del alone.backend, alone._store
+    vars(alone).clear()
     gc.collect()
     assert backend() is None, "an array keeps the backend"
 

@@ -365,13 +365,16 @@ def test_memory_is_the_plan_of_the_device_of_gpus(sizes, tmp_path, monkeypatch):
 
 
 def results(name):
-    rows = json.loads((RESULTS / name).read_text())["rows"]
-    return [pytest.param(row, id=f"{row['ranks']}-{row['preset']}-{row['batch_size']}")
-            for row in rows if row["implementation"] == "kos"]  # fmt: skip
+    result = json.loads((RESULTS / name).read_text())
+    gpu = " ".join(result["hardware"].split()[2:4])
+    return [pytest.param(gpu, row, id=f"{row['ranks']}-{row['preset']}-{row['batch_size']}")
+            for row in result["rows"] if row["implementation"] == "kos"]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", [*results("train-h200-1.json"), *results("train-h200-4.json")])
-def test_predicted_times_are_near_those_measured_on_h200(row):
+@pytest.mark.parametrize(
+    ("gpu", "row"), [*results("train-h100-1.json"), *results("train-h100-2.json"), *results("train-h200-4.json")]
+)
+def test_predicted_times_are_near_those_measured(gpu, row):
     preset, ranks = row["preset"], row["ranks"]
     flags = ["--preset", preset.partition("-4")[0], "--seq-len", str(row["seq_len"]), "--grad-dtype", "bfloat16"]
     flags += ["--batch-size", str(row["batch_size"] * ranks), "--micro-batch-size", str(row["batch_size"])]
@@ -379,7 +382,7 @@ def test_predicted_times_are_near_those_measured_on_h200(row):
         flags += ["--num-hidden-layers", "4", "--vocab-size", "32000", "--tie-word-embeddings"]
     config = parse([*flags, "--zero", str(int("zero1" in row["layout"]))]).model_copy(update={"device": "cuda"})
     model = config.model_config_for(256)
-    job = make_job(config, model, Layout(dp=ranks), gpu_rates("NVIDIA H200", model.head_dim))
+    job = make_job(config, model, Layout(dp=ranks), gpu_rates(gpu, model.head_dim))
     memory = job.memory(0)
     assert 1e3 * predict(job, memory).seconds == pytest.approx(row["step_ms"], rel=0.2)
     assert memory.total == pytest.approx(row["peak_memory_bytes"], abs=1.5 * 2**30)

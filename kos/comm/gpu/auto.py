@@ -19,6 +19,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.eager import Guard
 from kos.comm.gpu.order import Order
+from kos.comm.gpu.routes import is_copy
 from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.tuning import Table, merged
@@ -122,7 +123,9 @@ class AutoBackend(Backend):
         if part is self.host:
             prepared.launch = partial(self._launch_on_host, prepared.launch)  # that of the core, or of the transport
         else:
-            prepared.launch, prepared.fixed = self._launch_on_gpu, (fixed := fixed and prepared.fixed)
+            prepared.fixed = fixed = fixed and prepared.fixed
+            if self.size > 1 or not is_copy(prepared.route):  # which waits for no rank, and needs no order
+                prepared.launch = self._launch_on_gpu
             eager = not fixed and not is_captured((o.send or o.recv).stream)  # type: ignore[union-attr]
             if eager and type(prepared.route) is InWindows:  # it is found outside of graphs alone, and need not look
                 prepared.route = prepared.route.launch
@@ -159,7 +162,8 @@ class AutoBackend(Backend):
     def guards(self, work: Work[Any]) -> list[Guard]:
         """What is equal while a call like ``work`` needs no new order."""
         part = work.prepared.backend
-        several = [(self, "_last_part", part), (self, "_last_stream", work.stream)] if self._only is None else []
+        ordered = self._only is None and (self.size > 1 or not is_copy(work.prepared.route))
+        several = [(self, "_last_part", part), (self, "_last_stream", work.stream)] if ordered else []
         return [*several, *part.guards(work)]
 
     def in_order(self, works: Sequence[Work[Any]]) -> list[Work[Any]]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kos._core import native
+from kos.comm.gpu.routes import is_copy
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Work
 from kos.cuda import driver
@@ -27,6 +28,8 @@ Guard = tuple[Any, str, Any]
 """An object, the name of a slot or a method, and its value or result while the core may make the call."""
 
 _APART = (1 << 64) - 1
+_MANY = 16
+"""Streams that cached calls hold at most, besides those of torch's pool, which live as long as the process."""
 
 
 def tell_windows() -> None:
@@ -46,6 +49,8 @@ class EagerCalls:
         self._comm, self._shared, self._backend = comm, shared, backend
         self.asked = 0  # the thread whose next call is kept for ``remember``, or 0
         self.last: tuple[int, Work[Any], Any, Any] | None = None  # that thread, the call, what it reads and writes
+        self._core: Any = None
+        self._streams = set[int]()  # ids of the objects that keep streams alive, and which cached calls hold
 
     def bind(self, core: Any) -> Any:
         """``core``, which makes calls of the communicator; None if it makes another one's, or cannot read arrays."""
@@ -55,7 +60,8 @@ class EagerCalls:
             example, example.ctypes.data, comm, failures, self, failures.status, self._backend.engine.active,
             comm.recorder.counter, comm.recorder.slots, comm._collectives, comm._messages,
         )  # fmt: skip
-        return core if bound else None
+        self._core = core if bound else None
+        return self._core
 
     def remember(
         self, asked: Any, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
@@ -93,6 +99,7 @@ class EagerCalls:
         used, plan = [_place(x, arguments) for x in (*ends, result)], self._plan(work)
         if plan is None or (None in used and not persistent):
             return False
+        self._hold(work.queue)
         lasting = prepared.work(prepared)
         lasting.stream, lasting.queue = work.stream, work.queue
         objects, works = (*map(_identity, arguments), *keywords), lasting
@@ -101,20 +108,30 @@ class EagerCalls:
         guards, backend = self._guards(lasting), prepared.backend
         return plan, prepared, prepared.description, works, *used, objects, guards, backend, self._shared
 
+    def _hold(self, keeper: Any) -> None:
+        """Forget all calls before they hold too many streams: a program may create one for each call."""
+        if keeper is None or not may_close(keeper) or id(keeper) in self._streams:
+            return
+        if len(self._streams) == _MANY:
+            self._streams.clear()
+            self._core.forget()
+        self._streams.add(id(keeper))
+
     def _plan(self, work: Work[Any]) -> bytearray | None:
         """What the core queues, as it reads it; None if the call is more than one launch on a stream that is kept."""
         prepared, stream = work.prepared, work.stream
         backend, o = prepared.backend, prepared.operation
         if o.options.purpose or work.convert is not None or (type(work.queue) is int and stream > LEGACY):
             return None
-        launch = backend.launch_words(prepared)
+        copies = backend.size == 1 and is_copy(prepared.route)
+        launch = _packed_copy(work) if copies else backend.launch_words(prepared)
         if launch is None or int.from_bytes(launch[16:24], "little") > native.MOST_WORDS:
             return None
         sizes = [0 if end is None else end.nbytes for end in (o.send, o.recv)]
         overlap = work.send and work.recv and -sizes[0] < work.send - work.recv < sizes[1]
         distance = (work.send - work.recv) % (1 << 64) if overlap else _APART
-        on_default = stream <= PER_THREAD and backend.failed_word  # NCCL finds its GPU itself
-        context = int(driver.primary_context(backend.device)) if on_default else 0
+        in_context = copies or (stream <= PER_THREAD and backend.failed_word)  # NCCL finds its GPU itself
+        context = int(driver.primary_context(backend.device)) if in_context else 0
         asks = stream > LEGACY and (isinstance(prepared.route, InWindows) or not prepared.fixed)
         captured = driver.address("cuStreamIsCapturing") if asks else 0
         current = driver.address("cuCtxGetCurrent") if context else 0
@@ -132,13 +149,25 @@ class EagerCalls:
 
     def launch_failed(self, work: Work[Any], status: int) -> None:
         """Raise the error of a launch that the core could not make."""
-        work.backend._raise(work, work.backend.launch_error(work.prepared, status))
+        prepared, backend = work.prepared, work.backend
+        if is_copy(prepared.route):
+            backend._raise(work, driver.error_of("cuMemcpyDtoDAsync", driver.cu.CUresult(status)))
+        backend._raise(work, backend.launch_error(prepared, status))
+
+
+def _packed_copy(work: Work[Any]) -> bytes:
+    """The copy of a group of one, between the arrays of ``work`` or others as far apart: a ``kos_launch``."""
+    o = work.prepared.operation
+    nbytes = o.recv.nbytes if o.send and o.recv and work.send != work.recv else 0
+    function = driver.address("cuMemcpyDtoDAsync_v2") if nbytes else 0
+    header, words = (function, 0, 8, 3, *[0] * 7), (0, 0, nbytes, *[0] * 5)
+    patches = 0, 1, 0, 1, 0, 0, 3, 2, 0  # to: the second address; from: the first; the stream
+    return struct.pack(f"={len(header) + len(words) + len(patches)}Q", *header, *words, *patches)
 
 
 def _place(x: Any, arguments: tuple[Any, ...]) -> int | None:
-    """Which argument ``x`` is, -1 for None; None if it is not exactly one of them."""
-    places = [-1] if x is None else [i for i, each in enumerate(arguments) if each is x]
-    return places[0] if len(places) == 1 else None
+    """Which argument ``x`` is first, -1 for None; None if it is none of them."""
+    return -1 if x is None else next((i for i, each in enumerate(arguments) if each is x), None)
 
 
 def _address(x: Any) -> int | None:

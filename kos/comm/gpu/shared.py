@@ -48,7 +48,7 @@ class CommState:
         self.streams = Streams(backend.device)
         self.lock = threading.RLock()  # the user's thread or the watchdog reports a failure
         self.calls: CallRing | None = None
-        self.segment = "a group of one"  # how calls are compared, or why they are not
+        self.segment: str  # how calls are compared, or why they are not
         self.last: Work[Any] | None = None  # the last collective
         self.ended = False
         """Whether what was in flight has been ended, because of ``failures.first``."""
@@ -61,7 +61,7 @@ class CommState:
         self._seen: tuple[int, float] = -1, 0.0  # the last call that the watchdog saw, and when it first did
         if isinstance(host, HostBackend) and host.calls is not None:
             self.calls, self.segment = host.calls, host.shared_memory
-        elif rendezvous.size > 1:
+        else:
             segment, self.segment = open_segment(rendezvous)
             if segment is not None:
                 self.calls, self._owns_calls = CallRing(segment, failures), True

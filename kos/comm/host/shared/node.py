@@ -196,15 +196,16 @@ class Node:
         places = [at if at == -1 else addresses.index(at) if at in addresses else None for at in used]
         if persistent:
             return call, prepared, prepared.description, kind, *places, 2, (*args, result)
-        if any(not _is_fixed(x) for x in args) or len({*addresses, None}) != sum(a is not None for a in addresses) + 1:
+        arrays = {id(x): at for x, at in zip(args, addresses, strict=True) if at is not None}
+        if any(not _is_fixed(x) for x in args) or len({*arrays.values()}) != len(arrays):
             return None
         returned = [i for i, x in enumerate(args) if x is result] if result is not None else [-1]
-        if None in places or len(returned) != 1:
+        if None in places or not returned:
             return None
         if prepared.name.endswith("_v") and not {*used, None}.issuperset(addresses):  # counts in an array
             return None
         objects = *map(_identity, args), *keywords
-        return call, prepared, prepared.description, kind, *places, *returned, objects
+        return call, prepared, prepared.description, kind, *places, returned[0], objects
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
         """``start`` of a sum of inputs that are multiplied first."""
