@@ -32,8 +32,7 @@ typedef struct {
 
 // What makes calls the same, in words: how many arguments there are; of each its keyword, if it has one, then what and
 // of which kind: the object, the value of an integer, the length of a list and its integers, or of an array the dtype,
-// the dimensions and flags, and the shape.  Objects are compared by identity.  Of an array that is two arguments the
-// second has the number of the first.
+// the dimensions and flags, whether it is the first argument too, and the shape.  Objects are compared by identity.
 typedef struct {
     size_t words;  // 0: of a call that cannot be known
     uint64_t word[MOST_WORDS];
@@ -130,8 +129,7 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
     if (count > ARGUMENTS)
         return;
     *word++ = (uint64_t)(positional << 8 | count);
-    for (Py_ssize_t a = 0, first; a < count; a++) {
-        const int is_tensor = Py_TYPE(args[a]) == tensor_type, is_own = Py_TYPE(args[a]) == array_type;
+    for (Py_ssize_t a = 0; a < count; a++) {
         tensor t;
         array_words array;
         int64_t shape[DIMENSIONS];
@@ -141,21 +139,22 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
             *word++ = (uintptr_t)PyTuple_GetItem(names, a - positional);
         if (Py_TYPE(args[a]) == ndarray_type) {
             const ndarray *x = (ndarray *)args[a];
-            t = (tensor){.data = x->data, .device = CPU, .nd = x->nd, .shape = (const int64_t *)x->dimensions};
-            array.what = (uintptr_t)x->descr;
-            array.kind = x->flags & FLAGS;
-        } else if (is_tensor ? !read_tensor(args[a], &array, &t) : is_own && !read_array(args[a], &array, &t, shape)) {
-            return;
-        } else if (!is_tensor && !is_own) {
+            t.data = x->data;
+            t.device = CPU;
+            t.nd = x->nd;
+            t.shape = (const int64_t *)x->dimensions;
+            array = (array_words){.what = (uintptr_t)x->descr, .kind = x->flags & FLAGS};
+        } else if (Py_TYPE(args[a]) != tensor_type && Py_TYPE(args[a]) != array_type) {
             word = add_plain(word, args[a]);
             continue;
+        } else if (!(Py_TYPE(args[a]) == tensor_type ? read_tensor(args[a], &array, &t)
+                                                     : read_array(args[a], &array, &t, shape))) {
+            return;
         }
-        for (first = 0; args[first] != args[a];)
-            first++;
         if (t.nd > DIMENSIONS)
             return;
         *word++ = array.what;
-        *word++ = array.kind | (uint64_t)(t.nd + 1) << 16 | (uint64_t)first << 56;
+        *word++ = array.kind | (uint64_t)(t.nd + 1) << 16 | (uint64_t)(a && args[a] == args[0]) << 56;
         if (t.device == CUDA) {
             *word++ = array.stream;
             *word++ = key_of(t.data);
