@@ -222,7 +222,7 @@ def test_a_backend_that_cannot_be_measured_is_reported_with_the_reason(
 ) -> None:
     monkeypatch.setattr(command, "unavailable", lambda: no_gpu)
     benchmark = object.__new__(command.Benchmark)
-    benchmark.options, benchmark.job = SimpleNamespace(backend=backends, arrays=None), SimpleNamespace(threads=False)
+    benchmark.options, benchmark.job = SimpleNamespace(backend=backends, arrays=None), SimpleNamespace(is_mock=False)
     benchmark.device, benchmark.skipped = device, {}
     assert list(benchmark._implementations(None)) == []
     assert benchmark.skipped == dict.fromkeys(backends, reason)

@@ -165,10 +165,10 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder in place of benchmarks/results."""
     for module in (results, measured):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
-    for cached in (results.load, results.files):
+    for cached in (results.load, results.result_files):
         cached.cache_clear()
     yield tmp_path
-    for cached in (results.load, results.files):
+    for cached in (results.load, results.result_files):
         cached.cache_clear()
 
 

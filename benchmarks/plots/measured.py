@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from benchmarks.plots.results import RESULTS, Row, files, gpus, load, newest, one, select
+from benchmarks.plots.results import RESULTS, Row, gpus, load, newest, one, result_files, select
 
 GPU_LINES = {
     "kos, symmetric buffers": {"backend": "auto", "algorithm": "window", "call": "function"},
@@ -201,18 +201,18 @@ def attention(preset: str, way: str) -> dict[str, float]:
 
 
 def layout_rows() -> dict[tuple[str, str], tuple[str, Row]]:
-    """Each layout on 2 GPUs, by preset and layout: on which GPUs it was measured last, and the row."""
+    """The GPUs and newest row of each layout on 2 GPUs, by preset and layout."""
     found: dict[tuple[str, str], tuple[str, Row]] = {}
-    for name in files("layouts", 2):
+    for name in result_files("layouts", 2):
         for row in load(name)["rows"]:
             found.setdefault((row["preset"], row["layout"]), (gpus(name), row))
     return found
 
 
 def layout_peers() -> list[tuple[str, list[Row]]]:
-    """Groups of rows of one run, that of kos first: on which GPUs, and the rows of peers that no newer group has."""
+    """Runs, newest first: the GPUs, then the row of kos and those of peers that no newer run has."""
     seen, found = set[tuple[str, ...]](), list[tuple[str, list[Row]]]()
-    for name in files("layouts-peers", 2):
+    for name in result_files("layouts-peers", 2):
         for row in load(name)["rows"]:
             if row["implementation"] == "kos":
                 found.append((gpus(name), [row]))

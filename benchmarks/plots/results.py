@@ -26,8 +26,8 @@ def load(name: str) -> Row:
 
 
 @cache
-def files(subject: str, ranks: int) -> list[str]:
-    """The names of the files of a subject on so many GPUs, the newest first; LookupError if there is none."""
+def result_files(subject: str, ranks: int) -> list[str]:
+    """Names of a subject's files on ``ranks`` GPUs, newest first; LookupError if there are none."""
     named = re.compile(rf"{subject}-[a-z]+\d+-{ranks}\.json")
     found = [path.stem for path in RESULTS.iterdir() if named.fullmatch(path.name)]
     if not found:
@@ -36,8 +36,8 @@ def files(subject: str, ranks: int) -> list[str]:
 
 
 def newest(subject: str, ranks: int) -> str:
-    """The newest of ``files``."""
-    return files(subject, ranks)[0]
+    """The newest of ``result_files``."""
+    return result_files(subject, ranks)[0]
 
 
 def gpus(name: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.plots import measured, tables_hosts, tables_slower
 from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots import tables_training as training
-from benchmarks.plots.results import RESULTS, ROOT, files, gpus, load, newest, ratio, table, us
+from benchmarks.plots.results import RESULTS, ROOT, gpus, load, newest, ratio, result_files, table, us
 from kos.bench.report import size
 
 DOCS = ROOT / "docs"
@@ -124,7 +124,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layouts-of-four": training.layouts_of_four,
     "layouts-peers": training.layouts_peers,
     "layouts-files": partial(
-        provenance, *files("layouts", 2), *files("layouts-peers", 2), "layouts-h200-4"
+        provenance, *result_files("layouts", 2), *result_files("layouts-peers", 2), "layouts-h200-4"
     ),
     "attention": training.attention,
     "kernels-files": partial(

@@ -198,7 +198,7 @@ def attention() -> str:
         limits = {way: one(measured.attention_file(), op=f"attention{way}", preset=preset)["of_limit"] for way in ways}
         rows.append([label, *(f"{ways[''][name]:.0f}/{ways['_backward'][name]:.0f}" for name in ways[""]),
                      f"{limits['']:.0%}/{limits['_backward']:.0%}"])  # fmt: skip
-    return table(["TFLOP/s, forward/backward", *measured.attention("8b", ""), "kos of the peak"], rows)
+    return table(["TFLOP/s, forward/backward", *measured.attention("8b", ""), "kos of the limit"], rows)
 
 
 def baby() -> str:

@@ -32,7 +32,7 @@ typedef struct {
 
 // What makes calls the same, in words: how many arguments there are; of each its keyword, if it has one, then what and
 // of which kind: the object, the value of an integer, the length of a list and its integers, or of an array the dtype,
-// the dimensions and flags, whether it is the first argument too, and the shape.  Objects are compared by identity.
+// the dimensions and flags, whether it is also the first argument, and the shape.  Objects are compared by identity.
 typedef struct {
     size_t words;  // 0: of a call that cannot be known
     uint64_t word[MOST_WORDS];

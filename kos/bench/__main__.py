@@ -81,7 +81,7 @@ class Benchmark:
     def _implementations(self, control: Communicator) -> Iterator[Implementation]:
         """Everything that was asked for and can run; why the rest cannot is kept."""
         gpu, asked = self.device is not None, self.options.backend or ()
-        if self.job.threads:
+        if self.job.is_mock:
             if self._wanted("mock"):
                 yield from self._of(control, "mock")
             self.skipped |= dict.fromkeys(set(asked) - {"mock"}, "needs mpirun")

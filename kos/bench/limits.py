@@ -67,7 +67,7 @@ def copy_run(case: Case, rank: int, slots: int) -> Run:
 
 def host_flag_us(job: Job) -> float:
     """A flag's way through shared memory to another process of this host and back; 0 without one to ask."""
-    if job.threads or job.size == 1 or (os.cpu_count() or 1) < 2:
+    if job.is_mock or job.size == 1 or (os.cpu_count() or 1) < 2:
         return 0.0
     segment, _ = open_segment(job.comm.rendezvous)
     best = 0.0

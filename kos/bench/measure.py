@@ -25,7 +25,7 @@ class Job:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self.threads = comm.backend_name == "mock"  # not rendezvous.threads: a process alone has them too
+        self.is_mock = comm.backend_name == "mock"  # rendezvous.threads is also set for one process
         self._mpi: Any = None
         if comm.rendezvous.mpi_comm is not None:
             self._mpi = comm.rendezvous.mpi_comm.Dup()
@@ -43,7 +43,7 @@ class Job:
 
     def cpu_ns(self) -> int:
         """CPU time of this rank so far."""
-        return time.thread_time_ns() if self.threads else time.process_time_ns()
+        return time.thread_time_ns() if self.is_mock else time.process_time_ns()
 
     def close(self) -> None:
         if self._mpi is not None:

@@ -140,7 +140,7 @@ def test_other_arrays_are_other_calls(comm: kos.Communicator, /) -> None:
 
 @on_each_rank("run")
 def test_in_place_is_another_call(comm: kos.Communicator, /) -> None:
-    """By one array that is two arguments; two arrays of the same memory go to Python."""
+    """If one array is passed twice; two arrays of the same memory go to Python."""
     x, y = np.ones(4), np.ones(4)
     for _ in range(3):
         comm.all_reduce(x, out=x), comm.all_reduce(x, out=y), comm.all_reduce(out=y, x=y)

@@ -86,7 +86,7 @@ def test_every_operation(alone: Callable[..., None], seed: int) -> None:
 
 
 def test_in_place_nothing_is_queued(alone: Callable[..., None]) -> None:
-    """And the arrays may meet in one call and not in the next."""
+    """A call may be in place, and the next one not."""
 
     def body(comm: kos.Communicator, fake: Any) -> None:
         x, y = on_gpu([1.0, 2.0]), on_gpu([0.0, 0.0])
@@ -148,8 +148,8 @@ def test_a_copy_that_is_refused(alone: Callable[..., None], monkeypatch: pytest.
     def body(comm: kos.Communicator, fake: Any) -> None:
         x, y = on_gpu([1.0]), on_gpu([0.0])
         known(comm, x, out=y)
-        known_to = {"CUresult": lambda status: status, "cuMemGetInfo": lambda: (0,)}
-        monkeypatch.setattr(driver, "cu", SimpleNamespace(**vars(driver.cu) | known_to))
+        stubs = {"CUresult": lambda status: status, "cuMemGetInfo": lambda: (0,)}
+        monkeypatch.setattr(driver, "cu", SimpleNamespace(**vars(driver.cu) | stubs))
         monkeypatch.setattr(driver, "error_of", lambda name, status: CudaError(f"{name} failed: status {status}"))
         fake.instead["cuMemcpyDtoDAsync_v2"] = lambda *words: 1
         with pytest.raises(CudaError, match="cuMemcpyDtoDAsync failed: status 1"):

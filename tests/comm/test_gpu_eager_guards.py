@@ -179,8 +179,8 @@ def _left_open(fn: Callable[[Any], None], rendezvous: Any, timeout: float) -> No
     comm.abort()
 
 
-def test_few_streams_are_kept(gpu_run: Run) -> None:
-    """Of a program that creates one for each of its steps; those that come again are kept."""
+def test_cached_calls_keep_few_streams(gpu_run: Run) -> None:
+    """If a program creates one per step; streams used again are kept."""
 
     def body(comm: kos.Communicator) -> None:
         x, alive = on_gpu(np.zeros(4, np.float32)), weakref.WeakSet[Stream]()

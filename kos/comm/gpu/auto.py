@@ -124,7 +124,7 @@ class AutoBackend(Backend):
             prepared.launch = partial(self._launch_on_host, prepared.launch)  # that of the core, or of the transport
         else:
             prepared.fixed = fixed = fixed and prepared.fixed
-            if self.size > 1 or not is_copy(prepared.route):  # which waits for no rank, and needs no order
+            if self.size > 1 or not is_copy(prepared.route):  # a copy waits for no rank: no order needed
                 prepared.launch = self._launch_on_gpu
             eager = not fixed and not is_captured((o.send or o.recv).stream)  # type: ignore[union-attr]
             if eager and type(prepared.route) is InWindows:  # it is found outside of graphs alone, and need not look

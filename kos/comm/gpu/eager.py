@@ -28,7 +28,7 @@ Guard = tuple[Any, str, Any]
 """An object, the name of a slot or a method, and its value or result while the core may make the call."""
 
 _APART = (1 << 64) - 1
-_MANY = 16
+_MOST_STREAMS = 16
 """Streams that cached calls hold at most, besides those of torch's pool, which live as long as the process."""
 
 
@@ -50,7 +50,7 @@ class EagerCalls:
         self.asked = 0  # the thread whose next call is kept for ``remember``, or 0
         self.last: tuple[int, Work[Any], Any, Any] | None = None  # that thread, the call, what it reads and writes
         self._core: Any = None
-        self._streams = set[int]()  # ids of the objects that keep streams alive, and which cached calls hold
+        self._streams = set[int]()  # ids of the stream owners that cached calls hold
 
     def bind(self, core: Any) -> Any:
         """``core``, which makes calls of the communicator; None if it makes another one's, or cannot read arrays."""
@@ -99,7 +99,7 @@ class EagerCalls:
         used, plan = [_place(x, arguments) for x in (*ends, result)], self._plan(work)
         if plan is None or (None in used and not persistent):
             return False
-        self._hold(work.queue)
+        self._limit_streams(work.queue)
         lasting = prepared.work(prepared)
         lasting.stream, lasting.queue = work.stream, work.queue
         objects, works = (*map(_identity, arguments), *keywords), lasting
@@ -108,11 +108,11 @@ class EagerCalls:
         guards, backend = self._guards(lasting), prepared.backend
         return plan, prepared, prepared.description, works, *used, objects, guards, backend, self._shared
 
-    def _hold(self, keeper: Any) -> None:
-        """Forget all calls before they hold too many streams: a program may create one for each call."""
+    def _limit_streams(self, keeper: Any) -> None:
+        """Clear the cache before its calls hold too many streams: a program may create one per call."""
         if keeper is None or not may_close(keeper) or id(keeper) in self._streams:
             return
-        if len(self._streams) == _MANY:
+        if len(self._streams) == _MOST_STREAMS:
             self._streams.clear()
             self._core.forget()
         self._streams.add(id(keeper))
@@ -130,8 +130,8 @@ class EagerCalls:
         sizes = [0 if end is None else end.nbytes for end in (o.send, o.recv)]
         overlap = work.send and work.recv and -sizes[0] < work.send - work.recv < sizes[1]
         distance = (work.send - work.recv) % (1 << 64) if overlap else _APART
-        in_context = copies or (stream <= PER_THREAD and backend.failed_word)  # NCCL finds its GPU itself
-        context = int(driver.primary_context(backend.device)) if in_context else 0
+        needs_context = copies or (stream <= PER_THREAD and backend.failed_word)  # NCCL finds its GPU itself
+        context = int(driver.primary_context(backend.device)) if needs_context else 0
         asks = stream > LEGACY and (isinstance(prepared.route, InWindows) or not prepared.fixed)
         captured = driver.address("cuStreamIsCapturing") if asks else 0
         current = driver.address("cuCtxGetCurrent") if context else 0
@@ -156,17 +156,17 @@ class EagerCalls:
 
 
 def _packed_copy(work: Work[Any]) -> bytes:
-    """The copy of a group of one, between the arrays of ``work`` or others as far apart: a ``kos_launch``."""
+    """The copy of a group of one as a ``kos_launch``; addresses and stream are patched in."""
     o = work.prepared.operation
     nbytes = o.recv.nbytes if o.send and o.recv and work.send != work.recv else 0
     function = driver.address("cuMemcpyDtoDAsync_v2") if nbytes else 0
     header, words = (function, 0, 8, 3, *[0] * 7), (0, 0, nbytes, *[0] * 5)
-    patches = 0, 1, 0, 1, 0, 0, 3, 2, 0  # to: the second address; from: the first; the stream
+    patches = 0, 1, 0, 1, 0, 0, 3, 2, 0  # destination: second address; source: first; stream
     return struct.pack(f"={len(header) + len(words) + len(patches)}Q", *header, *words, *patches)
 
 
 def _place(x: Any, arguments: tuple[Any, ...]) -> int | None:
-    """Which argument ``x`` is first, -1 for None; None if it is none of them."""
+    """The index of the first argument that is ``x``, -1 if ``x`` is None; None if there is none."""
     return -1 if x is None else next((i for i, each in enumerate(arguments) if each is x), None)
 
 

@@ -40,5 +40,5 @@ def _copy(device: int, nbytes: int, stream: int, send: int, recv: int) -> None:
 
 
 def is_copy(route: Run) -> bool:
-    """Whether calls of that route, in a group of one, only copy or do nothing."""
+    """Whether calls of ``route``, in a group of one, only copy or do nothing."""
     return getattr(route.launch if isinstance(route, InWindows) else route, "func", None) is _copy
