@@ -32,7 +32,7 @@ typedef struct {
 
 // What makes calls the same, in words: how many arguments there are; of each its keyword, if it has one, then what and
 // of which kind: the object, the value of an integer, the length of a list and its integers, or of an array the dtype,
-// the dimensions and flags, whether it is also the first argument, and the shape.  Objects are compared by identity.
+// the dimensions and flags, which argument it is first, and the shape.  Objects are compared by identity.
 typedef struct {
     size_t words;  // 0: of a call that cannot be known
     uint64_t word[MOST_WORDS];
@@ -129,7 +129,7 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
     if (count > ARGUMENTS)
         return;
     *word++ = (uint64_t)(positional << 8 | count);
-    for (Py_ssize_t a = 0; a < count; a++) {
+    for (Py_ssize_t a = 0, first; a < count; a++) {
         tensor t;
         array_words array;
         int64_t shape[DIMENSIONS];
@@ -153,8 +153,10 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
         }
         if (t.nd > DIMENSIONS)
             return;
+        for (first = 0; args[first] != args[a];)
+            first++;
         *word++ = array.what;
-        *word++ = array.kind | (uint64_t)(t.nd + 1) << 16 | (uint64_t)(a && args[a] == args[0]) << 56;
+        *word++ = array.kind | (uint64_t)(t.nd + 1) << 16 | (uint64_t)first << 56;
         if (t.device == CUDA) {
             *word++ = array.stream;
             *word++ = key_of(t.data);

@@ -54,6 +54,13 @@ def may_close(stream: Any) -> bool:
     return type(stream) is not _Stream
 
 
+def may_die(stream: Any) -> bool:
+    """Whether a stream lives as long as that object, which is not so for handles and streams of torch."""
+    if type(stream) is _Stream:
+        return stream._owner is not None
+    return stream is not None and type(stream) is not int and library_of(stream) != "torch"
+
+
 _pooled: dict[int, _Stream] = {}
 """The streams of torch's pool by handle; torch never destroys them."""
 

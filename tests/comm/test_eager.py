@@ -150,7 +150,12 @@ def test_in_place_is_another_call(comm: kos.Communicator, /) -> None:
     assert comm.all_reduce(out=y, x=y) is y and hits(comm) == before + 5
     view = x[:]
     assert comm.all_reduce(x, out=view) is view and hits(comm) == before + 5
-    assert x.tolist() == [comm.size**6.0] * 4, "three in place, then two, then the one of the view"
+    assert x.tolist() == [comm.size**6.0] * 4  # three times in place, then twice, then by the view
+    for call in (comm.all_reduce, comm.scan):  # where the first argument is no array
+        for out in (x, x, x, y, y, y, x, y):
+            y[:] = -1
+            assert call(op=kos.ReduceOp.MAX, x=x, out=out) is out
+            assert y.tolist() == (x if out is y else y).tolist()
 
 
 @on_each_rank("run")

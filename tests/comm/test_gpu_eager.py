@@ -146,6 +146,11 @@ def test_in_place_is_another_call(gpu_run: Run) -> None:
         with by(comm, 4):
             for out in (x, y, x, y):
                 assert comm.all_reduce(x, out=out) is out
+        x.copy_from(np.ones(4, np.float32))
+        for out in (x, x, x, y, y, y, x, y):  # where the first argument is no array
+            y.copy_from(np.zeros(4, np.float32))
+            assert comm.all_reduce(op=ReduceOp.MAX, x=x, out=out) is out
+            assert y.numpy().tolist() == [float(out is y)] * 4
 
     gpu_run(body)
 

@@ -5,6 +5,8 @@ The driver, NCCL and memory are stand-ins.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos import ReduceOp
+from kos import PremulSum, ReduceOp
+from kos.comm.failures import EndedEarly
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -21,7 +24,7 @@ from kos.comm.host.backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.operation import EAGER
 from kos.cuda import driver
-from kos.errors import CudaError
+from kos.errors import CollectiveTimeout, CudaError
 from tests.comm.fake_nccl import WAIT, Comm, Group, Stream, captures
 from tests.comm.fake_peer import no_gpus
 from tests.comm.gpu_eager import by, hits, known, needs_compiler, on_gpu
@@ -45,6 +48,10 @@ CALLS: dict[str, Callable[..., Any]] = {
     "gather": lambda c, x, y: c.gather(x, 0, out=y),
     "scatter": lambda c, x, y: c.scatter(x, y, 0),
     "scan": lambda c, x, y: c.scan(x, out=y),
+    "scan in place": lambda c, x, y: c.scan(x, out=x),
+    "gather_v": lambda c, x, y: c.gather_v(x, [x.size], 0, out=y),
+    "scatter_v": lambda c, x, y: c.scatter_v(x, [x.size], y, root=0),
+    "all_to_all_v": lambda c, x, y: c.all_to_all_v(x, [x.size], [x.size], y),
 }
 """Each leaves in its result what was in ``x``."""
 
@@ -72,7 +79,7 @@ def test_every_operation(alone: Callable[..., None], seed: int) -> None:
     def body(comm: kos.Communicator, fake: Any) -> None:
         rng = np.random.default_rng(seed)
         for name, call in CALLS.items():
-            for count in (3, 400):
+            for count in (0, 3, 400):
                 before = hits(comm)
                 for _ in range(5):
                     values = rng.integers(0, 99, count).astype(np.int32)
@@ -98,6 +105,82 @@ def test_in_place_nothing_is_queued(alone: Callable[..., None]) -> None:
             for out in (x, y, x, y):
                 comm.all_reduce(x, out=out)
         assert fake.launches - before == 2
+
+    alone(body)
+
+
+def test_where_the_first_argument_is_no_array(alone: Callable[..., None]) -> None:
+    def body(comm: kos.Communicator, fake: Any) -> None:
+        x, y = on_gpu([1.0, 2.0]), on_gpu([0.0, 0.0])
+        for out in (x, x, x, y, y, y, x, y):
+            y.copy_from(np.zeros(2))
+            assert comm.all_reduce(op=ReduceOp.MAX, x=x, out=out) is out
+            assert y.numpy().tolist() == (x.numpy().tolist() if out is y else [0.0, 0.0])
+
+    alone(body)
+
+
+def test_factors_and_copies(alone: Callable[..., None]) -> None:
+    """A sum with a factor is a kernel, or a call of NCCL."""
+
+    def body(comm: kos.Communicator, fake: Any) -> None:
+        x, y = on_gpu(np.array([1.0, 2.0], np.float32)), on_gpu(np.zeros(2, np.float32))
+        for _ in range(4):
+            assert comm.all_reduce(x, PremulSum(3.0), out=y).numpy().tolist() == [3.0, 6.0]
+            assert comm.all_reduce(x, out=y).numpy().tolist() == [1.0, 2.0]
+
+    alone(body)
+
+
+def test_no_output_and_no_data(alone: Callable[..., None]) -> None:
+    def body(comm: kos.Communicator, fake: Any) -> None:
+        x, y = on_gpu([1.0]), on_gpu([9.0])
+        for _ in range(4):
+            comm.exscan(x, out=y)
+            comm.barrier(stream=Stream(40))
+        assert x.numpy().tolist() == [1.0] and y.numpy().tolist() == [9.0]
+        known(comm, x)
+        fake.current = 0  # nothing is launched, so no context is needed
+        with by(comm, 1):
+            comm.all_reduce(x)
+
+    alone(body)
+
+
+def test_a_timeout_names_the_last_call(alone: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: kos.Communicator, fake: Any) -> None:
+        x, y = on_gpu([1.0]), on_gpu([0.0])
+        comm.all_reduce(x, out=y)
+        comm.all_gather(x, y, algorithm="auto")
+        comm.all_reduce(x, out=y, deterministic=True)
+        monkeypatch.setattr("kos.cuda.streams.is_idle", lambda stream: False)
+        monkeypatch.setattr("kos.comm.gpu.order.is_idle", lambda stream: False)
+        with pytest.raises(CollectiveTimeout, match="all_reduce #2 "):
+            comm.synchronize(timeout=0.2)
+
+    alone(body)
+
+
+def test_a_failure_of_one_rank_waits_for_no_report(alone: Callable[..., None]) -> None:
+    def body(comm: kos.Communicator, fake: Any) -> None:
+        x = on_gpu([1.0])
+        work = comm.all_reduce(x, out=on_gpu([0.0]), async_op=True)
+        shared = getattr(comm.backend, "gpus", [comm.backend])[0].shared
+        began = time.monotonic()
+        shared.cause(work, EndedEarly("ended early"))
+        assert time.monotonic() - began < 0.5
+
+    alone(body)
+
+
+def test_groups_of_one_hold_no_descriptors(alone: Callable[..., None]) -> None:
+    def body(comm: kos.Communicator, fake: Any) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        groups = [comm.duplicate() for _ in range(20)]
+        assert len(os.listdir("/proc/self/fd")) - before < 20
+        for each in groups:
+            assert each.all_reduce(on_gpu([1.0])).numpy().tolist() == [1.0]
+            each.close()
 
     alone(body)
 

@@ -188,8 +188,12 @@ def test_cached_calls_keep_few_streams(gpu_run: Run) -> None:
             alive.add(stream := Stream(40 + step))
             for _ in range(4):
                 comm.all_reduce(x, stream=stream)
-            assert hits(comm) > step
-        del stream
+            assert hits(comm) > 2 * step
+            alive.add(stream := Stream(140 + step))
+            y = on_gpu(np.zeros(4, np.float32), stream)
+            for _ in range(4):
+                comm.all_reduce(y)
+        del stream, y
         comm.synchronize()
         gc.collect()
         assert len(alive) < 20

@@ -386,6 +386,7 @@ def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu: None) -> None:
     reports = iter([None, None, first])
     check = Mock(side_effect=lambda call: _raise(next(reports)))
     backend.unwatch()
+    backend.failures.world = [0, 1, 2]
     backend.shared.calls = _silent(check=check)
     call = work_of("all_reduce", backend, 7)
     assert backend.to_error(call, EndedEarly("all_reduce #7: the kernel of rank 1 ended early")) is first
@@ -396,6 +397,7 @@ def test_a_cause_that_nobody_reports_is_not_awaited_for_ever(no_gpu: None, monke
     monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.05)
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
     backend.unwatch()
+    backend.failures.world = [0, 1, 2]
     backend.shared.calls = _silent(check=lambda call: None)
     ended = blaming(EndedEarly("rank 1 ended early"), [1])
     failure = backend.to_error(work_of("all_reduce", backend, 7), ended)

@@ -184,7 +184,8 @@ class AutoBackend(Backend):
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
     ) -> None:
-        last = self._last_part  # first, so that its timeout names its own call
+        last, copied = self._last_part, self.gpus[0].shared.last if self.size == 1 else None
+        last = last if copied is None else copied.backend  # first, so that its timeout names its own call
         for gpu in sorted(self.gpus, key=lambda gpu: gpu is not last) if until is None else (last,):
             gpu.synchronize(timeout, stream, until)
 

@@ -21,7 +21,7 @@ from kos.cuda import driver
 from kos.cuda.streams import LEGACY, PER_THREAD, is_captured
 from kos.memory import windows
 from kos.memory.array import Array
-from kos.memory.libraries import library_of, may_close
+from kos.memory.libraries import library_of, may_close, may_die
 from kos.memory.windows import InWindows
 
 Guard = tuple[Any, str, Any]
@@ -29,7 +29,7 @@ Guard = tuple[Any, str, Any]
 
 _APART = (1 << 64) - 1
 _MOST_STREAMS = 16
-"""Streams that cached calls hold at most, besides those of torch's pool, which live as long as the process."""
+"""Streams that cached calls keep alive at most."""
 
 
 def tell_windows() -> None:
@@ -99,7 +99,8 @@ class EagerCalls:
         used, plan = [_place(x, arguments) for x in (*ends, result)], self._plan(work)
         if plan is None or (None in used and not persistent):
             return False
-        self._limit_streams(work.queue)
+        if not persistent:  # whose owner keeps its stream
+            self._limit_streams([work.queue, stream, *(x.stream for x in arguments if type(x) is Array)])
         lasting = prepared.work(prepared)
         lasting.stream, lasting.queue = work.stream, work.queue
         objects, works = (*map(_identity, arguments), *keywords), lasting
@@ -108,14 +109,13 @@ class EagerCalls:
         guards, backend = self._guards(lasting), prepared.backend
         return plan, prepared, prepared.description, works, *used, objects, guards, backend, self._shared
 
-    def _limit_streams(self, keeper: Any) -> None:
+    def _limit_streams(self, owners: list[Any]) -> None:
         """Clear the cache before its calls hold too many streams: a program may create one per call."""
-        if keeper is None or not may_close(keeper) or id(keeper) in self._streams:
-            return
-        if len(self._streams) == _MOST_STREAMS:
+        new = {id(each) for each in owners if each is not None and may_die(each)} - self._streams
+        if len(self._streams | new) > _MOST_STREAMS:
             self._streams.clear()
             self._core.forget()
-        self._streams.add(id(keeper))
+        self._streams |= new
 
     def _plan(self, work: Work[Any]) -> bytearray | None:
         """What the core queues, as it reads it; None if the call is more than one launch on a stream that is kept."""
@@ -125,14 +125,15 @@ class EagerCalls:
             return None
         copies = backend.size == 1 and is_copy(prepared.route)
         launch = _packed_copy(work) if copies else backend.launch_words(prepared)
+        queues = launch is not None and any(launch[:8])  # calls a function
         if launch is None or int.from_bytes(launch[16:24], "little") > native.MOST_WORDS:
             return None
         sizes = [0 if end is None else end.nbytes for end in (o.send, o.recv)]
         overlap = work.send and work.recv and -sizes[0] < work.send - work.recv < sizes[1]
         distance = (work.send - work.recv) % (1 << 64) if overlap else _APART
-        needs_context = copies or (stream <= PER_THREAD and backend.failed_word)  # NCCL finds its GPU itself
+        needs_context = queues and (copies or (stream <= PER_THREAD and backend.failed_word))  # NCCL finds its GPU
         context = int(driver.primary_context(backend.device)) if needs_context else 0
-        asks = stream > LEGACY and (isinstance(prepared.route, InWindows) or not prepared.fixed)
+        asks = queues and stream > LEGACY and (isinstance(prepared.route, InWindows) or not prepared.fixed)
         captured = driver.address("cuStreamIsCapturing") if asks else 0
         current = driver.address("cuCtxGetCurrent") if context else 0
         numbers = prepared.fingerprint, stream, backend.failed_word, context, current, captured, *sizes, distance

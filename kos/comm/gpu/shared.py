@@ -224,7 +224,7 @@ class CommState:
                 self._tell_calls()
         deadline = time.monotonic() + _REPORT_SECONDS
         while (known := self._known(o, error)) is error and (early or between_hosts):
-            if self.calls is None or time.monotonic() > deadline:
+            if self.calls is None or len(self.failures.world) == 1 or time.monotonic() > deadline:
                 return self._unexplained(error) if isinstance(error, EndedEarly) else error
             time.sleep(0.01)
         if isinstance(error, EndedEarly) and error.unexplained is CollectiveError:  # it may have a cause of its own

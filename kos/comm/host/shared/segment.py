@@ -44,9 +44,13 @@ class Segment:
     """The failure word, or 0."""
 
     def __init__(self, file: int, ranks: list[int], rank: int) -> None:
-        self._file = file  # opened by this rank, so that flock also excludes other ranks of this process
+        """Map ``file``, a descriptor, and close it; -1: memory of this rank alone."""
         self.ranks, self.size, self.rank = ranks, len(ranks), rank
-        self.bytes = memoryview(mmap.mmap(file, _total(self.size)))
+        try:
+            self.bytes = memoryview(mmap.mmap(file, _total(self.size)))
+        finally:
+            if file >= 0:
+                os.close(file)
         self._lines, self._rings, self.texts, _, self.core = native.layout(self.size)
         self.words = self.bytes[: self.texts].cast("Q")
 
@@ -73,13 +77,7 @@ class Segment:
 
     def close(self) -> None:
         """Unmap the memory, which is freed when the last rank has unmapped it."""
-        self.__del__()
         self.words = self.bytes = memoryview(b"")
-
-    def __del__(self) -> None:
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
 
 
 def _total(size: int) -> int:
@@ -90,8 +88,11 @@ def _total(size: int) -> int:
 def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     """The segment of this rank's host, or None; and its description, or why none is shared.  Collective.
 
-    A rank that is alone on its host has a segment too: at a timeout other hosts get its calls (``gpu/shared.py``).
+    A rank that is alone on its host has a segment too: at a timeout other hosts get its calls (``gpu/shared.py``).  So
+    has a group of one, whose calls the core makes.
     """
+    if rendezvous.size == 1 and not unavailable:
+        return Segment(-1, [0], 0), "a group of one"
     refusal = unavailable or ""
     hosts = rendezvous.allgather(json.dumps([f"{rendezvous.host_identity} {_namespaces()}", refusal]).encode())
     mine = json.loads(hosts[rendezvous.rank])[0]
