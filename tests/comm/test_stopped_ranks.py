@@ -52,9 +52,9 @@ os._exit(0)
 WAYS = [("collective", 0), ("collective", 2), ("rendezvous", 0), ("rendezvous", 2), ("message", 2)]
 
 
-def check(output: str, way: str, stopped: int) -> None:
+def check(output: str, way: str, stopped: int, errors: str = "") -> None:
     said = [line for line in output.splitlines() if f"({stopped},)" in line]
-    assert len(said) == 2 and all(f"ranks [{stopped}] did not arrive" in line for line in said), output
+    assert len(said) == 2 and all(f"ranks [{stopped}] did not arrive" in line for line in said), output + errors
     assert all(line.endswith(f"; ranks [{stopped}] were stopped by a signal or a debugger") for line in said), output
     kind = "RendezvousError" if way == "rendezvous" else "CollectiveTimeout"
     assert all(line.startswith(kind) for line in said), output
@@ -84,7 +84,7 @@ def test_a_stopped_rank_on_mpi(tmp_path: Path, way: str, stopped: int) -> None:
     path.write_text(STOPS.format(backend="mpi", way=way, stopped=stopped, timeout=50))
     environment = {**OUTSIDE, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     done = run_program(MPIRUN, "-n", "3", *python(), str(path), env=environment, cwd="/")
-    check(done.stdout, way, stopped)
+    check(done.stdout, way, stopped, done.stderr)
     assert time.monotonic() - began < 40
 
 
