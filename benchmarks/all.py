@@ -28,7 +28,7 @@ from benchmarks.plots.results import RESULTS, ROOT
 from benchmarks.programme import Piece, Programme, programme
 from kos.bench.report import Row, read, to_json
 from kos.commands import near, program
-from kos.errors import ConfigError
+from kos.errors import ConfigError, KosError
 from kos.files import replace_file
 
 LONGEST = 590  # seconds of a piece
@@ -144,7 +144,13 @@ def main() -> int:
     parser.add_argument("--parts", type=Path, default=ROOT / "build" / "figures", metavar="DIR")
     parser.add_argument("--list", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    wanted = programme(options.gpus, machine() if options.gpus and not options.list else "GPU", options.nccl)
+    if options.gpus < 0:
+        parser.error(f"--gpus: expected 0 or more, got {options.gpus}")
+    try:
+        gpu = machine() if options.gpus and not options.list else "GPU"
+    except KosError as error:
+        parser.error(f"--gpus {options.gpus}: {error}")
+    wanted = programme(options.gpus, gpu, options.nccl)
     wanted = {name: pieces for name, pieces in wanted.items() if not options.only or name.startswith((*options.only,))}
     if not wanted:
         parser.error(f"--only: expected the beginning of a subject, got {' '.join(options.only)}")

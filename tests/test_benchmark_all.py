@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +19,7 @@ from benchmarks import all as command
 from benchmarks import train
 from benchmarks.programme import Piece, Programme, programme
 from kos.bench import options
-from kos.errors import ConfigError
+from kos.errors import ConfigError, CudaError
 
 ROOT = Path(__file__).resolve().parents[1]
 FAKE = """
@@ -153,6 +154,13 @@ def test_subjects_by_name(fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     with pytest.raises(SystemExit):
         begin(fake, monkeypatch, wanted, "--only", "nothing")
     assert "--only: expected the beginning of a subject, got nothing" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        begin(fake, monkeypatch, wanted, "--gpus", "-1")
+    assert "--gpus: expected 0 or more, got -1" in capsys.readouterr().err
+    monkeypatch.setattr(command, "machine", Mock(side_effect=CudaError("no CUDA driver")))
+    with pytest.raises(SystemExit):
+        begin(fake, monkeypatch, wanted, "--gpus", "2")
+    assert "--gpus 2: no CUDA driver" in capsys.readouterr().err
 
 
 def test_parts_measured_apart_are_refused() -> None:

@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STOPS = """
 import os, signal, time
 import kos, numpy as np
-comm = kos.init("{backend}", timeout=1)
+comm = kos.init("{backend}", timeout=30)  # a rank may be late on a busy machine
+comm.timeout = comm.rendezvous.timeout = 1
 pids = [int(pid) for pid in comm.all_gather_bytes(b"%d" % os.getpid())]
 if "{way}" == "rendezvous":  # by which the bytes of a backend for GPUs alone go
     type(comm.backend).carries_host = False
