@@ -65,6 +65,7 @@ WITH_GPUS = (
     "tests/comm/test_register_gpu.py",
     "tests/comm/test_side_by_side_gpu.py",
     "tests/comm/test_nccl.py",
+    "tests/comm/test_nccl_windows.py",
     "tests/comm/test_peer.py",
     "tests/comm/test_peer_soak.py",
     "tests/interop/test_arrays_gpu.py",

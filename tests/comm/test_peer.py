@@ -39,8 +39,8 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     test_mismatch_raises_on_all_ranks,
     test_refusals,
     test_several_communicators,
-    test_windows,
 )
+from tests.comm.test_nccl_windows import test_windows  # noqa: F401 -- collected here
 from tests.comm.test_peer_kernels import expected as in_turn
 
 MUCH = 5_000_000  # bytes: more than slots hold
