@@ -1,7 +1,7 @@
 """Compressed collectives on host memory: what travels is encoded (``compression``), sums are in float32, in rank order.
 
-A contribution is encoded once on its way to the rank that adds it, and the sum once on its way to all ranks.  Every
-rank decodes the same bytes, its own too, so that a result is the same on every rank, in every run and on every backend.
+A contribution is encoded once on its way to the rank that adds it, and the sum, rounded to the dtype, once on its way to all
+ranks.  Every rank decodes the same bytes, its own too, so that a result is the same on every rank, in every run and on every backend.
 A vector of an all_reduce has a part for each rank, of whole blocks.  ``gpu/compressed.py`` does the same in kernels.
 """
 
@@ -66,8 +66,7 @@ def steps(work: Work[Any], calls: Any) -> Steps:
             if total is None:
                 yield
                 continue
-            with np.errstate(over="ignore"):
-                next(segments)[...] = total
+            next(segments)[...] = total
         return
     targets = [_segments(part) for part in split(out, last)]
     arrived = [[_encoded_buffer(form, each.size) for each in target] for target in targets]
@@ -79,7 +78,7 @@ def steps(work: Work[Any], calls: Any) -> Steps:
 def _sums(work: Work[Any], calls: Any, form: Format, counts: Sequence[int]) -> Iterator[Array | None]:
     """Encode and send all parts of this rank's input; returns an iterator over the sums of its own part by segment.
 
-    The iterator yields None while it waits for messages.
+    A sum is rounded to the dtype, where it may become inf, before it is encoded again.  The iterator yields None while it waits for messages.
     """
     pieces = [_segments(part) for part in split(work.send, counts)]
     arrived = [[_encoded_buffer(form, segment.size) for _ in counts] for segment in pieces[calls.rank]]
@@ -101,6 +100,8 @@ def _sums(work: Work[Any], calls: Any, form: Format, counts: Sequence[int]) -> I
                 form.decode(contribution, total, add=rank > 0)
             assert work.operation.reduction is not None
             work.operation.reduction.finish(total, total)
+            with np.errstate(over="ignore"):
+                total = total.astype(work.send.dtype, copy=False)
             yield total
         while not all(request.done() for request in sends):
             yield None

@@ -12,6 +12,7 @@ int8    -127 to 127                     66                 at most m / 168
 int4    -7 to 7, two in a byte          34                 at most m / 11
 ======  ==============================  =================  =================================================
 
+What is finite stays so: within a hundredth of the dtype's maximum the error is at most m / 127 instead of m / 168.
 Infinities and NaN arrive as such.  The errors hold for m from 2**-118 on; less may arrive as 0, as -0 does.
 
 ``fp8``: a power of two as scale, as MXFP8 has it (OCP Microscaling Formats 1.0), loses more: 3.8% instead of 3.5% for
@@ -68,7 +69,7 @@ class Format:
             for codes, scales, elements in self._blocks(out, x.size):
                 part = np.zeros(len(codes) * BLOCK, np.float32)
                 part[: elements.stop - elements.start] = x[elements]
-                self._encode(part.reshape(-1, BLOCK), codes, scales)
+                self._encode(part.reshape(-1, BLOCK), codes, scales, float(ml_dtypes.finfo(x.dtype).max))
         return out
 
     def decode(self, data: Array, out: Array, add: bool = False) -> None:
@@ -94,7 +95,7 @@ class Format:
             end = at + _AT_ONCE
             yield codes[at:end], scales[at:end], slice(at * BLOCK, min(end * BLOCK, count))
 
-    def _encode(self, x: Array, codes: Array, scales: Array) -> None:
+    def _encode(self, x: Array, codes: Array, scales: Array, most: float) -> None:
         magnitude = x.view(np.uint32) & 0x7FFFFFFF
         largest = _row_maximum(magnitude)
         special = largest >= _INFINITE
@@ -102,9 +103,11 @@ class Format:
         if some:
             largest = _row_maximum(np.where(magnitude < _INFINITE, magnitude, 0))
         levels = self.top - special if self.name != "fp8" else np.full_like(special, self.top, np.int32)
-        bits = (largest.view(np.float32) / levels.astype(np.float32)).view(np.uint32)
+        levels = levels.astype(np.float32)
+        bits = (largest.view(np.float32) / levels).view(np.uint32)
         bits = (bits + 0x7FFF + (bits >> 16 & 1)) & _BFLOAT16  # rounded to the nearest bfloat16, ties to even
-        scale = np.clip(bits.view(np.float32), _LEAST_SCALE, self._largest_scale)
+        limit = (np.float32(most) / levels).view(np.uint32) & _BFLOAT16  # its product with the largest code is finite
+        scale = np.clip(bits.view(np.float32), _LEAST_SCALE, limit.view(np.float32))
         scales[:] = scale.view(np.uint32)[:, 0] >> 16
         q = x * (1 / scale)
         if self.name == "fp8":
@@ -117,12 +120,6 @@ class Format:
             q = np.where(magnitude < _INFINITE, q, np.select([np.isnan(x), x > 0], [-top - 1, top], -top))
         code = q.astype(np.int8).view(np.uint8)
         codes[:] = code if self.bits == 8 else code[:, ::2] & 15 | code[:, 1::2] << 4
-
-    @property
-    def _largest_scale(self) -> np.float32:
-        """The largest bfloat16 whose product with ``top`` is finite."""
-        bits = np.array(np.finfo(np.float32).max / np.float32(self.top)).view(np.uint32) & _BFLOAT16
-        return np.float32(bits.view(np.float32))
 
     def _decode_ints(self, codes: Array, scales: Array) -> Array:
         if self.bits == 8:

@@ -18,6 +18,7 @@ from tests.comm.model import NAMES
 from tests.comm.test_operations import COMPRESSED
 
 formats = pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
+dtypes = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda t: t.__name__)
 BOUNDS = {"fp8": (1 / 15, 2.0**-17), "int8": (0, 1 / 168), "int4": (0, 1 / 11)}
 """The largest error, as parts of a value and of its block's maximum."""
 
@@ -167,11 +168,41 @@ def test_infinities_and_nan_arrive_where_they_were(form: Format, seed: int, dtyp
 
 
 @formats
-def test_the_largest_numbers_stay_finite(form: Format) -> None:
-    largest = np.finfo(np.float32).max
-    x = np.array([largest, -largest, largest / 2] + [0] * 61, np.float32)
-    got = decoded(form, x)
-    assert np.isfinite(got).all() and (abs(got[:2]) > 0.98 * largest).all()
+@dtypes
+@pytest.mark.parametrize("special", [False, True], ids=["numbers", "with inf"])
+def test_the_largest_numbers_stay_finite(form: Format, seed: int, dtype: Any, special: bool) -> None:
+    rng, largest = np.random.default_rng(seed), float(ml_dtypes.finfo(dtype).max)
+    x = (largest * rng.uniform(0.9, 1, (500, BLOCK)) * rng.choice([-1, 1], (500, BLOCK))).astype(dtype)
+    x[:, 0] = (largest * np.linspace(0.97, 1, 500)).astype(dtype)
+    x[-1, 1] = -largest
+    x[::2, 2:] = 0
+    if special:
+        x[:, -1] = np.inf
+    wide, got = x.astype(np.float64), decoded(form, x.reshape(-1)).reshape(x.shape).astype(np.float64)
+    assert (np.isfinite(got) == np.isfinite(wide)).all()
+    relative, of_maximum = BOUNDS[form.name]
+    wide, got = (each[np.isfinite(wide)] for each in (wide, got))
+    assert (abs(got - wide) <= relative * abs(wide) + max(of_maximum, 1 / 127) * largest).all()
+
+
+@formats
+@dtypes
+def test_sums_are_infinite_beyond_the_largest_number_alone(form: Format, dtype: Any) -> None:
+    """As uncompressed ones are: what two ranks send as one number, and half of it twice, and twice."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+
+    def body(comm: kos.Communicator) -> Any:
+        x = np.zeros(4 * BLOCK, dtype)
+        x[:BLOCK] = largest if comm.rank == 0 else 0
+        x[BLOCK : 2 * BLOCK] = 0.49 * largest
+        x[2 * BLOCK : 3 * BLOCK] = largest
+        x[3 * BLOCK :: 2], x[3 * BLOCK + 1 :: 2] = largest * (comm.rank == 1), largest
+        return comm.all_gather(x, compress=form.name)[comm.rank], comm.all_reduce(x.copy(), compress=form.name)
+
+    for own, total in spawn(body, 2):
+        assert np.isfinite(own.astype(np.float64)).all()
+        infinite = np.isinf(total.astype(np.float64)).reshape(4, BLOCK)
+        assert infinite.sum(1).tolist() == [0, 0, BLOCK, BLOCK // 2] and infinite[3, 1::2].all()
 
 
 @formats

@@ -120,12 +120,14 @@ def feedback_keeps_what_is_lost(comm: Communicator, seed: int, name: str, dtype:
 
 
 def _hostile(rng: np.random.Generator, count: int, dtype: Any) -> Any:
-    """Normal numbers; blocks of zeros, with an outlier, of one sign, of tiny and of huge ones, infinities and NaN."""
+    """Normal numbers; blocks of zeros, with an outlier, of one sign, of tiny and huge ones, the largest; inf, NaN."""
     x = rng.standard_normal(count)
+    largest = float(ml_dtypes.finfo(dtype).max)
     for start in range(0, count, 5 * BLOCK):
         x[start : start + 1] = rng.choice([1e4, -1e4, np.inf, -np.inf, np.nan, 0.0])
         x[start + BLOCK : start + 2 * BLOCK] *= rng.choice([0, 1e-7, 1e-40, 3e4])
         x[start + 2 * BLOCK : start + 3 * BLOCK] = abs(x[start + 2 * BLOCK : start + 3 * BLOCK])
+        x[start + 3 * BLOCK : start + 3 * BLOCK + 2] = largest * rng.uniform(0.98, 1) * rng.choice([1, -1, 0.5])
     with np.errstate(over="ignore"):
         return x.astype(dtype)
 
@@ -137,19 +139,16 @@ def _decoded(form: Format, x: Any) -> Any:
 
 
 def _added(form: Format, xs: Sequence[Any], op: ReduceOp = ReduceOp.SUM) -> Any:
-    """The sum of what arrives, in rank order, in float32."""
+    """The sum of what arrives, in rank order, in float32, rounded to the dtype."""
     total = _decoded(form, xs[0])
     with np.errstate(all="ignore"):
         for x in xs[1:]:
             total = total + _decoded(form, x)
-        return total / np.float32(len(xs)) if op is ReduceOp.AVG else total
+        return (total / np.float32(len(xs)) if op is ReduceOp.AVG else total).astype(xs[0].dtype)
 
 
 def _sum(form: Format, xs: Sequence[Any]) -> Any:
-    if len(xs) == 1:
-        return xs[0]
-    with np.errstate(all="ignore"):
-        return _added(form, xs).astype(xs[0].dtype)
+    return xs[0] if len(xs) == 1 else _added(form, xs)
 
 
 def _reduced(form: Format, xs: Sequence[Any], op: ReduceOp) -> Any:

@@ -3,8 +3,9 @@
 // -DDTYPE is the type of the arrays, -DFP8, -DINT8 or -DINT4 the format, -DOP the operation, -DRANKS the contributions.
 //
 // A warp handles a tile of consecutive blocks.  Eight threads handle a block, each eight of its elements, of UNROLL
-// blocks.  Blocks without infinities and NaN have a fast way: one vote of the warp tells when encoding, one test of the
-// thread's codes when decoding.  Almost all are such, so that the rest may call functions.
+// blocks.  Blocks without infinities, NaN and numbers near the dtype's largest have a fast way: one vote of the warp
+// tells when encoding, one test of the thread's codes when decoding.  Almost all are such, so that the rest may call
+// functions.
 #pragma once
 
 #include "reduce.cuh"
@@ -24,8 +25,6 @@ constexpr int TOP = 256;
 #endif
 #endif
 constexpr bool FLOATS = TOP == 256;
-// The bits of the largest bfloat16 whose product with TOP is finite.
-constexpr unsigned LARGEST_SCALE = FLOATS ? 0x7b7f0000 : BITS == 8 ? 0x7c010000 : 0x7e120000;
 constexpr unsigned ALL = (1u << BITS) - 1;  // of a code's bits
 constexpr unsigned PLUS = FLOATS ? 0x7f : TOP, MINUS = FLOATS ? 0xff : -TOP & ALL, NONE = FLOATS ? 0x80 : ~TOP & ALL;
 constexpr int BLOCK = 64, EACH = 8, LANES = BLOCK / EACH, UNROLL = RANKS > 2 ? 2 : 4;  // by registers
@@ -114,11 +113,15 @@ __device__ __forceinline__ float block_maximum(float x) {
 
 // The element that byte j of word h of codes stands for.  4 bits are taken apart into bytes: low ones, then high ones.
 __device__ __forceinline__ constexpr int of_byte(int h, int j) { return BITS == 8 ? 4 * h + j : 2 * j + h; }
+// The largest number of a block by a scale, a bfloat16, with which it is one of the dtype.
+__device__ __forceinline__ float largest_encoded(float levels) {
+    return levels * __uint_as_float(__float_as_uint(__fdiv_rn(T::most, levels)) & 0xffff0000);
+}
 // Of a block of numbers alone, whose largest magnitude divided by the largest code is ``quotient``.
 __device__ __forceinline__ Encoded encode_finite(const Elements& e, float quotient) {
     const unsigned bits = __float_as_uint(quotient);
     const float near = __uint_as_float((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);  // the nearest bfloat16
-    const float scale = fminf(fmaxf(near, __uint_as_float(0x00800000)), __uint_as_float(LARGEST_SCALE));
+    const float scale = fmaxf(near, __uint_as_float(0x00800000));
     // To nearest, as the quotient in encode_tile is: a remainder corrects what may be off by one.
     const float about = approximate_inverse(scale), inverse = __fmaf_rn(__fmaf_rn(-scale, about, 1.f), about, about);
     unsigned w[2];
@@ -138,14 +141,16 @@ __device__ __forceinline__ Encoded encode_finite(const Elements& e, float quotie
     return {BITS == 4 ? w[0] : w[0] | u64(w[1]) << 32, __float_as_uint(scale) >> 16};
 }
 __device__ __noinline__ Encoded encode_slowly(Elements e) {
-    Elements finite = e;
+    Elements finite;
     float largest = 0, special = 0;
+    UNROLLED(k, EACH) if (!is_finite(e.x[k])) special = 1;
+    special = block_maximum(special);
+    const float levels = FLOATS ? TOP : TOP - special, limit = largest_encoded(levels);
     UNROLLED(k, EACH) {
-        if (!is_finite(e.x[k])) finite.x[k] = 0, special = 1;
+        finite.x[k] = is_finite(e.x[k]) ? fminf(fmaxf(e.x[k], -limit), limit) : 0;
         largest = fmaxf(largest, fabsf(finite.x[k]));
     }
-    largest = block_maximum(largest), special = block_maximum(special);
-    Encoded result = encode_finite(finite, __fdiv_rn(largest, FLOATS ? TOP : TOP - special));
+    Encoded result = encode_finite(finite, __fdiv_rn(block_maximum(largest), levels));
     UNROLLED(k, EACH) {
         const float x = e.x[k];
         if (!is_finite(x)) result.codes |= u64(x != x ? NONE : x > 0 ? PLUS : MINUS) << BITS * k;
@@ -162,7 +167,7 @@ __device__ __forceinline__ Tile<Encoded> encode_tile(const Tile<Elements>& tile)
         largest[u] = block_maximum(largest[u]);
         most = max_or_nan(most, largest[u]);
     }
-    if (__any_sync(0xffffffff, !is_finite(most))) UNROLLED(u, UNROLL) to.of[u] = encode_slowly(tile.of[u]);
+    if (__any_sync(0xffffffff, !(most <= largest_encoded(TOP)))) UNROLLED(u, UNROLL) to.of[u] = encode_slowly(tile.of[u]);
     else
         UNROLLED(u, UNROLL) {
             float quotient = multiply(largest[u], 1.f / TOP);  // less than the least scale its last bit may be wrong
@@ -209,13 +214,13 @@ __device__ __forceinline__ Tile<Elements> decode_tile(const Tile<Encoded>& tile)
     else UNROLLED(u, UNROLL) to.of[u] = decode_finite(tile.of[u]);
     return to;
 }
-// Adds contribution r, or begins with it.
+// Adds contribution r, or begins with it; the last one rounds the sum to the dtype.
 __device__ __forceinline__ void add_tile(Tile<Elements>& sum, const Tile<Encoded>& tile, int r) {
     const Tile<Elements> part = decode_tile(tile);
     UNROLLED(u, UNROLL)
         UNROLLED(k, EACH) {
             float& x = sum.of[u].x[k];
             x = r ? Op::combine(x, part.of[u].x[k]) : part.of[u].x[k];
-            if (r == RANKS - 1) x = Op::finish(x);
+            if (r == RANKS - 1) x = T::widen(T::narrow(Op::finish(x)));
         }
 }
