@@ -182,18 +182,31 @@ def test_results_for_a_jax_array_are_jax_arrays(monkeypatch: pytest.MonkeyPatch,
 
     jax = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=of), numpy=SimpleNamespace(asarray=of))
     monkeypatch.setitem(sys.modules, "jax", jax)
-    comm, x = alone(), ArrayImpl(Array.zeros(6, np.float32, 0))
+    comm = alone()
     over[0] = driver.cu.CUresult.CUDA_ERROR_NOT_READY
-    kind, out = comm.all_gather(x)
-    assert kind == "jax" and type(out) is Array and x.asked == [streams.LEGACY], "the stream waits for JAX's work"
-    left = weakref.ref(x)
-    del x
+
+    def call(make: Any) -> Any:
+        x = ArrayImpl(Array.zeros(6, np.float32, 0))
+        kind, out = make(x)
+        assert kind == "jax" and type(out) is Array and x.asked == [streams.LEGACY], "the stream waits for JAX's work"
+        return weakref.ref(x)
+
+    def batched(x: Any) -> Any:
+        with comm.batch():
+            out = comm.all_gather(x)
+        return "jax", out  # whose array the batch had to give before it started
+
+    def persistent(x: Any) -> Any:
+        return comm.all_gather_init(x).start().wait()
+
+    left = [call(make) for make in (comm.all_gather, persistent, batched) * 2]
     gc.collect()
-    assert left() is not None
+    assert all(each() is not None for each in left)
     over[0] = 0
-    comm.synchronize()
+    for _ in range(2):
+        call(comm.all_gather)
     gc.collect()
-    assert left() is None or comm.backend._last is not None
+    assert not any(each() for each in left)
     comm.close()
 
 

@@ -270,21 +270,27 @@ def test_what_is_made_has_the_type_of_the_input(comm: kos.Communicator, library:
 
 
 def test_jax(comm: kos.Communicator, on_all: Any) -> None:
-    """Its arrays are read as soon as JAX has made them, and results are JAX's."""
+    """Its arrays are read as soon as JAX has made them, and results are JAX's, until JAX has read them."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax = pytest.importorskip("jax")
     device = jax.devices("gpu")[comm.device]
 
     def body() -> None:
-        make = jax.jit(lambda x, k: jax.lax.fori_loop(0, 300, lambda i, y: y * 1.0 + 0.0, x) + k)
+        def slowly(x: Any) -> Any:
+            return jax.lax.fori_loop(0, 300, lambda i, y: y * 1.0 + 0.0, x)
+
+        make, double = jax.jit(lambda x, k: slowly(x) + k), jax.jit(lambda x, zeros: x * (2 + slowly(zeros)[0]))
         with jax.default_device(device):
             zeros = jax.device_put(np.zeros(LARGE, np.float32), device)
             for turn in range(ROUNDS):
                 out = comm.all_gather(make(zeros, turn + comm.rank))  # whose memory JAX may use again at once
                 again = [make(zeros, 1e6) for _ in range(3)]
                 assert isinstance(out, jax.Array)
-                doubled = np.asarray(jax.jit(lambda x: 2 * x)(out))
-                assert (doubled == 2 * (turn + np.arange(comm.size))[:, None]).all(), doubled[:, :3]
+                doubled = double(out, zeros)
+                del out
+                again += [comm.all_gather(again[0]) for _ in range(3)]
+                got = np.asarray(doubled)
+                assert (got == 2 * (turn + np.arange(comm.size))[:, None]).all(), got[:, :3]
                 del again
             mine = comm.reduce_scatter(jax.numpy.ones(comm.size * 8))
             assert isinstance(mine, jax.Array) and (np.asarray(mine) == comm.size).all()

@@ -14,9 +14,9 @@ import pytest
 from kos import ReduceOp, cuda
 from kos.testing.conformance.values import check
 from tests.comm.ranks import assert_same_on_all_ranks, inputs, on_each_rank
-from tests.comm.test_nccl import TIMEOUT, on_gpu, ranks
+from tests.comm.test_nccl import BACKEND, TIMEOUT, on_gpu, ranks
 
-__all__ = ["ranks"]
+__all__ = ["BACKEND", "ranks"]
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
 

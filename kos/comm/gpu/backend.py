@@ -179,10 +179,12 @@ class DeviceBackend(Backend):
                     shared.confirm()
             if not prepared.waits:
                 self._start_overlapped((work,))
-            elif work.queue is shared.streams.current:
+                return
+            if work.queue is shared.streams.current:
                 prepared.route(work.stream, work.send, work.recv)
             else:
                 self._queue((work,))
+            self._hold(work)
         except Exception as error:
             self._raise(work, error)
 
@@ -197,8 +199,10 @@ class DeviceBackend(Backend):
             self.check(works[0])
             if overlap:
                 self._start_overlapped(works)
-            else:
-                self._queue(works)
+                return
+            self._queue(works)
+            for each in works:
+                self._hold(each)
         except Exception as error:
             self._raise(works[0], error)
 
@@ -224,18 +228,19 @@ class DeviceBackend(Backend):
                 self.queue(works, None)
             held.current = first.queue if alone and held.is_kept(first.stream) else held.NONE
             for each in works:
-                if type(each.queue) is int:
-                    self._note_end(each)
+                if type(each.queue) is int:  # nothing keeps the stream: where the call ends is recorded
+                    held.mark(each.stream)
 
-    def _note_end(self, o: Work[Any]) -> None:
-        """Record where a call ends whose stream nothing keeps; hold an array that is not freed in stream order."""
-        self.streams.mark(o.stream)
-        if o.held is not None and type(o.held) is not Array and immutable(o.held) and not capture_of(o.stream):
-            held, event = o.again(), PooledEvent(self._events)
+    def _hold(self, o: Work[Any]) -> None:
+        """Hold the array of a library that does not free it in the order of the stream, until the call has ended."""
+        if o.held is None or type(o.held) is Array or not immutable(o.held) or capture_of(o.stream):
+            return
+        held, event = o.again(), PooledEvent(self._events)
+        with driver.on_device(self.device):
             call(cu.cuEventRecord, event.handle, o.stream)
-            held.event = event
-            self._flying.append([held])
-            self._forget_landed()
+        held.event = event
+        self._flying.append([held])
+        self._forget_landed()
 
     def _forget_landed(self) -> None:
         while self._flying and self._flying[0][-1].over():
