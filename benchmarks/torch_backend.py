@@ -5,8 +5,9 @@
 For each operation and size: the CPU's time of a call (the loop that queues them), and the time of a call end to end,
 eager, with ``async_op`` and in a CUDA graph.  Then a step of DDP on a small model with many buckets, of FSDP2 on the
 preset 1b, of tensor parallel on MLPs, and of DDP and FSDP2 on eight layers of 1,024 features, which the CPU
-limits.  The two groups take turns, and each figure is the median of the turns.  ``ratio`` is the median of kos / nccl
-over the turns, and ``interval`` a confidence interval of that median, of at least 95%.
+limits.  The groups take turns, and each figure is the median of the turns.  ``ratio`` is the median of kos / nccl over
+the turns, and ``interval`` a confidence interval of that median, of at least 95%.  FSDP2 of 1b is measured with
+``Options(gpu="nccl")`` too: ``fsdp_by_nccl_ms``.
 """
 
 from __future__ import annotations
@@ -93,10 +94,10 @@ def measure(groups: dict[str, Any], name: str, nbytes: int) -> dict[str, Any]:
 
 
 Steps = dict[str, Any]
-"""Milliseconds of a step over each group, the ``ratio`` kos / nccl and its ``interval``."""
+"""Milliseconds of a step over "kos" and "nccl", the ``ratio`` kos / nccl and its ``interval``."""
 
 
-def ddp(groups: dict[str, Any]) -> Steps:
+def ddp(groups: dict[str, Any]) -> dict[str, Steps]:
     """DDP: 24 layers of 256 features, 4 sequences of 128, buckets of 0.1 MB."""
     steps = dict[str, Callable[[], None]]()
     for name, group in groups.items():
@@ -119,7 +120,7 @@ def ddp(groups: dict[str, Any]) -> Steps:
     return by_turns(steps, 5)
 
 
-def wide_layers(groups: dict[str, Any], shard: bool) -> Steps:
+def wide_layers(groups: dict[str, Any], shard: bool) -> dict[str, Steps]:
     """DDP, or with ``shard`` FSDP2 of each layer: 8 transformer layers of 1,024 features, 4 sequences of 128."""
     steps = dict[str, Callable[[], None]]()
     for name, group in groups.items():
@@ -146,7 +147,7 @@ def wide_layers(groups: dict[str, Any], shard: bool) -> Steps:
     return by_turns(steps, 4)
 
 
-def fsdp(groups: dict[str, Any]) -> Steps:
+def fsdp(groups: dict[str, Any]) -> dict[str, Steps]:
     """FSDP2: the preset 1b, two sequences of 4,096 a rank, bf16 with fp32 masters."""
     shape = TrainConfig(**PRESETS["1b"].values).model_config_for(0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -184,7 +185,7 @@ def mlps(mesh: DeviceMesh, features: int) -> torch.nn.Module:
     return model
 
 
-def tensor_parallel(groups: dict[str, Any]) -> Steps:
+def tensor_parallel(groups: dict[str, Any]) -> dict[str, Steps]:
     """A forward and backward of 8 MLPs of 2,048 features, on 4,096 tokens in bfloat16."""
     steps = dict[str, Callable[[], None]]()
     for name, group in groups.items():
@@ -200,17 +201,25 @@ def tensor_parallel(groups: dict[str, Any]) -> Steps:
     return by_turns(steps, 5)
 
 
-def by_turns(steps: dict[str, Callable[[], None]], each: int) -> Steps:
-    """Time runs of ``each`` steps in turns; every second turn reverses the order of the groups."""
+def by_turns(steps: dict[str, Callable[[], None]], each: int) -> dict[str, Steps]:
+    """Time runs of ``each`` steps in turns; every second turn reverses the order of the groups.
+
+    What was found, by the name of each group but "nccl".
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(STEP_TURNS):
         for name, run in list(steps.items())[:: -1 if turn % 2 else 1]:
             times[name].append(timed(run, each)[1] / 1e3)
-    ratios = sorted(ours / theirs for ours, theirs in zip(times["kos"], times["nccl"], strict=True))
-    found: Steps = {name: round(statistics.median(of), 3) for name, of in times.items()}
-    found["ratio"] = round(statistics.median(ratios), 4)
-    # Order statistics: of 31 values the tenth and the tenth from the end enclose the median with a probability of 0.97.
-    return {**found, "interval": [round(ratios[9], 4), round(ratios[-10], 4)]}
+    theirs, found = times.pop("nccl"), dict[str, Steps]()
+    for name, ours in times.items():
+        ratios = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
+        found[name] = {
+            "nccl": round(statistics.median(theirs), 3), "kos": round(statistics.median(ours), 3),
+            # Order statistics: the tenth of 31 values and the tenth from the end enclose the median with a
+            # probability of 0.97.
+            "ratio": round(statistics.median(ratios), 4), "interval": [round(ratios[9], 4), round(ratios[-10], 4)],
+        }  # fmt: skip
+    return found
 
 
 def rank_main(rank: int, ranks: int, store: str, output: str) -> None:
@@ -222,6 +231,9 @@ def rank_main(rank: int, ranks: int, store: str, output: str) -> None:
     everyone = list(range(ranks))
     ours = dist.new_group(everyone, backend="kos", timeout=timedelta(seconds=60))
     groups = {"nccl": dist.group.WORLD, "kos": ours}
+    by_nccl = dist.new_group(
+        everyone, backend="kos", timeout=timedelta(seconds=60), pg_options=kos.interop.torch.Options(gpu="nccl")
+    )
     found: dict[str, Any] = {}
     for name, sizes in SIZES.items():
         found[name] = []
@@ -229,8 +241,12 @@ def rank_main(rank: int, ranks: int, store: str, output: str) -> None:
             found[name].append(measure(groups, name, nbytes))
             if rank == 0:
                 print(name, json.dumps(found[name][-1]), flush=True)
-    steps = {"ddp_ms": ddp(groups), "fsdp_ms": fsdp(groups), "tp_ms": tensor_parallel(groups)}
-    steps |= {"ddp_wide_ms": wide_layers(groups, False), "fsdp_wide_ms": wide_layers(groups, True)}
+    every = {
+        "ddp": ddp(groups), "fsdp": fsdp({**groups, "by_nccl": by_nccl}), "tp": tensor_parallel(groups),
+        "ddp_wide": wide_layers(groups, False), "fsdp_wide": wide_layers(groups, True),
+    }  # fmt: skip
+    steps = {f"{name}_ms": found["kos"] for name, found in every.items()}
+    steps["fsdp_by_nccl_ms"] = every["fsdp"]["by_nccl"]
     if rank == 0:
         print("ms a step:", json.dumps(steps), flush=True)
         unit = "microseconds of a call in a loop; cpu_us: until it is queued; *_ms: milliseconds a step"

@@ -1,8 +1,9 @@
 """Compressed collectives on host memory: what travels is encoded (``compression``), sums are in float32, in rank order.
 
-A contribution is encoded once on its way to the rank that adds it, and the sum, rounded to the dtype, once on its way to all
-ranks.  Every rank decodes the same bytes, its own too, so that a result is the same on every rank, in every run and on every backend.
-A vector of an all_reduce has a part for each rank, of whole blocks.  ``gpu/compressed.py`` does the same in kernels.
+A contribution is encoded once on its way to the rank that adds it, and the sum, rounded to the dtype, once on its way
+to all ranks.  Every rank decodes the same bytes, its own too, so that a result is the same on every rank, in every run
+and on every backend.  A vector of an all_reduce has a part for each rank, of whole blocks.  ``gpu/compressed.py`` does
+the same in kernels.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def steps(work: Work[Any], calls: Any) -> Steps:
 def _sums(work: Work[Any], calls: Any, form: Format, counts: Sequence[int]) -> Iterator[Array | None]:
     """Encode and send all parts of this rank's input; returns an iterator over the sums of its own part by segment.
 
-    A sum is rounded to the dtype, where it may become inf, before it is encoded again.  The iterator yields None while it waits for messages.
+    A sum is rounded to the dtype, where it may become inf, before it is encoded again.  The iterator yields None while
+    it waits for messages.
     """
     pieces = [_segments(part) for part in split(work.send, counts)]
     arrived = [[_encoded_buffer(form, segment.size) for _ in counts] for segment in pieces[calls.rank]]

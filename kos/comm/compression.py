@@ -102,8 +102,7 @@ class Format:
         some = bool(special.any())
         if some:
             largest = _row_maximum(np.where(magnitude < _INFINITE, magnitude, 0))
-        levels = self.top - special if self.name != "fp8" else np.full_like(special, self.top, np.int32)
-        levels = levels.astype(np.float32)
+        levels = np.float32(self.top) - (special if self.name != "fp8" else np.zeros_like(special))
         bits = (largest.view(np.float32) / levels).view(np.uint32)
         bits = (bits + 0x7FFF + (bits >> 16 & 1)) & _BFLOAT16  # rounded to the nearest bfloat16, ties to even
         limit = (np.float32(most) / levels).view(np.uint32) & _BFLOAT16  # its product with the largest code is finite

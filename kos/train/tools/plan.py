@@ -279,7 +279,8 @@ def report(argv: Sequence[str]) -> str:
 def notes(job: Job) -> list[str]:
     """What a prediction leaves out, and the parts of a proposal for GPUs that no run has confirmed."""
     layout, found = job.layout, list[str]()
-    if job.config.compress != "none" and layout.dp * layout.cp > 1:
+    compares = job.network.local(layout, "dp", "cp") < layout.dp * layout.cp  # see between_hosts
+    if compares or (job.config.compress != "none" and layout.dp * layout.cp > 1):
         found.append("the time to compress and to add what came compressed is left out")
     if job.network.hosts > 1:
         found.append("no run on several machines has confirmed its prediction")
