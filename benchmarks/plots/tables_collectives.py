@@ -183,8 +183,11 @@ def torch_backend() -> str:
 def torch_steps() -> str:
     """A step of what is built on torch.distributed."""
     rows = []
-    labels = {"ddp_ms": "DDP, 24 layers of 256", "ddp_wide_ms": "DDP, 8 layers of 1,024", "fsdp_ms": "FSDP2, 1b",
-              "fsdp_by_nccl_ms": 'FSDP2, 1b, `Options(gpu="nccl")`', "fsdp_wide_ms": "FSDP2, 8 layers of 1,024", "tp_ms": "tensor parallel, MLPs"}  # fmt: skip
+    labels = {
+        "ddp_ms": "DDP, 24 layers of 256", "ddp_wide_ms": "DDP, 8 layers of 1,024", "fsdp_ms": "FSDP2, 1b",
+        "fsdp_by_nccl_ms": 'FSDP2, 1b, `Options(gpu="nccl")`', "fsdp_wide_ms": "FSDP2, 8 layers of 1,024",
+        "tp_ms": "tensor parallel, MLPs",
+    }  # fmt: skip
     for key, label in labels.items():
         if steps := load(measured.torch_file()).get(key):
             interval = "{:.3f} to {:.3f}".format(*steps["interval"]) if "interval" in steps else ""
