@@ -183,7 +183,7 @@ def _agree(
         for rank, theirs in enumerate(ballots):
             usable, reason, claim = theirs["probes"].get(name, (False, "not registered there", ""))
             if not usable:
-                agreed[name] = Probe(False, reason if not mine[name].usable else f"rank {rank}: {reason}")
+                agreed[name] = mine[name] if not mine[name].usable else Probe(False, f"rank {rank}: {reason}")
                 break
             if agreed[name].usable and claim and holders.setdefault(claim, rank) != rank:
                 agreed[name] = Probe(False, f"ranks {holders[claim]} and {rank} share {claim}")

@@ -48,6 +48,7 @@ BY_PEER = {
     "all_to_all": lambda c, x, y: c.all_to_all(y, on_gpu(np.zeros(2 * x.size, np.int32))),
     "scan": lambda c, x, y: c.scan(x),
     "exscan": lambda c, x, y: c.exscan(x),
+    "exscan out": lambda c, x, y: c.exscan(x, out=y[: x.size]),
     "send_recv": lambda c, x, y: c.send_recv(x, y[: x.size], 1 - c.rank, 1 - c.rank),
     "all_gather_v": lambda c, x, y: c.all_gather_v(x, [x.size, x.size], y),
     "reduce_scatter_v": lambda c, x, y: c.reduce_scatter_v(y, (x.size, x.size), x),

@@ -135,8 +135,12 @@ def test_factors_and_copies(alone: Callable[..., None]) -> None:
 def test_no_output_and_no_data(alone: Callable[..., None]) -> None:
     def body(comm: kos.Communicator, fake: Any) -> None:
         x, y = on_gpu([1.0]), on_gpu([9.0])
-        for _ in range(4):
+        comm.exscan(x, out=y)
+        comm.exscan(x, out=y)
+        with by(comm, 2):
             comm.exscan(x, out=y)
+            comm.exscan(x, out=y)
+        for _ in range(4):
             comm.barrier(stream=Stream(40))
         assert x.numpy().tolist() == [1.0] and y.numpy().tolist() == [9.0]
         known(comm, x)

@@ -17,6 +17,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.host.threads import ThreadTransport
 from kos.errors import BackendUnavailable, InvalidArgument
+from kos.testing import spawn
 from tests.comm.tcp_ranks import run_threads
 
 
@@ -149,6 +150,15 @@ def test_a_backend_that_another_rank_lacks_is_unusable(monkeypatch: pytest.Monke
 
     with pytest.raises(BackendUnavailable, match="another: rank 1: not registered there"):
         kos.init("another", rendezvous=Alone(ThreadGroup(2), 0, 1.0))
+
+
+def test_each_rank_tells_its_own_reason() -> None:
+    def probe(kind: Any, rendezvous: Any) -> Probe:
+        return Probe(rendezvous.rank == 2, f"broken on rank {rendezvous.rank}")
+
+    kos.register_backend("odd", type("Odd", (ThreadTransport,), {"probe": classmethod(probe)}))
+    reasons = spawn(lambda comm: comm.probes["odd"].reason, 3)
+    assert reasons == ["broken on rank 0", "broken on rank 1", "rank 0: broken on rank 0"]
 
 
 def test_dir_lists_what_a_user_wants() -> None:

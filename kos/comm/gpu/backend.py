@@ -235,10 +235,10 @@ class DeviceBackend(Backend):
         """Hold the array of a library that does not free it in the order of the stream, until the call has ended."""
         if o.held is None or type(o.held) is Array or not immutable(o.held) or capture_of(o.stream):
             return
-        held, event = o.again(), PooledEvent(self._events)
+        held = o.again()
         with driver.on_device(self.device):
+            held.event = event = PooledEvent(self._events)
             call(cu.cuEventRecord, event.handle, o.stream)
-        held.event = event
         self._flying.append([held])
         self._forget_landed()
 
