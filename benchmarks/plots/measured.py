@@ -60,9 +60,8 @@ def other_nccl(ranks: int) -> str | None:
 
 
 def torch_file() -> str:
-    """The newest file of torch.distributed over kos, of 2 or of 4 GPUs."""
-    names = [path.stem for path in RESULTS.glob("torch-backend-h*.json")]
-    return max(names, key=lambda name: str(load(name)["date"]))
+    """The newest file of torch.distributed over kos on 2 GPUs."""
+    return newest("torch-backend", 2)
 
 
 def faster_nccl(ranks: int, mode: str = "graph") -> Series:

@@ -34,8 +34,6 @@ def provenance(*names: str | tuple[str, int]) -> str:
         versions = result["versions"]
         libraries = {"NCCL": "libnccl", "Open MPI": "openmpi", "PyTorch": "torch"}
         known = [f"{title} {versions[key]}" for title, key in libraries.items() if key in versions]
-        if result.get("driver"):
-            known.insert(0, f"driver {result['driver'].split(' (')[0]}")
         hardware = result["hardware"]
         if isinstance(hardware, dict):
             hardware = f"{hardware['cores']} cores of {hardware['cpu']}"

@@ -9,11 +9,14 @@ from kos.bench.report import size
 
 FROM = 1.02
 """The smallest ratio of times that is listed: smaller ones may be noise."""
-
+NEAR = 1.05
+"""Larger calls that take less than this have about the rate of the other library's."""
 
 GPU_REASONS = {
+    "copy": "each makes one copy by the driver, which is the limit",
     "call": "CPU time of a call. Limit: the launch of a kernel",
-    "rate": "both are near the rate of NVLink, which is the limit",
+    "rate": "both are near NVLink's rate, the limit",
+    "kernel": "NCCL's kernels come nearer to NVLink's rate, the limit",
 }
 """Why calls on GPUs are slower than NCCL's."""
 
@@ -21,10 +24,11 @@ GPU_REASONS = {
 def gpus() -> str:
     """The worse of two comparisons: of ordinary buffers, and of the faster kind of buffers of each library."""
     rows = []
-    for ranks in (2, 4, 8):
-        found: dict[tuple[str, str], list[tuple[str, int, float]]] = {}
+    for ranks in (1, 2, 4, 8):
+        found: dict[str, list[tuple[str, int, float]]] = {}
+        modes: dict[str, dict[str, None]] = {}
         for op in ("all_reduce", *measured.others(ranks)):
-            for mode, words in (("graph", "in a graph"), ("eager", "eager")):
+            for mode in ("graph", "eager"):
                 lines = {name: measured.on_gpus(ranks, name, op, mode) for name in measured.COMPARED}
                 pairs = (
                     (fastest(lines, "kos"), fastest(lines, "NCCL")),
@@ -33,10 +37,14 @@ def gpus() -> str:
                 for nbytes in sorted(set(pairs[0][0]) & set(pairs[0][1])):
                     slowest = max(kos[nbytes] / peer[nbytes] for kos, peer in pairs if nbytes in kos and nbytes in peer)
                     if slowest >= FROM:
-                        why = "call" if nbytes <= 1 << 20 and mode == "eager" else "rate"
-                        found.setdefault((words, why), []).append((op, nbytes, slowest))
+                        by_cpu = nbytes < 1 << 20 and mode == "eager"
+                        why = "call" if by_cpu else "rate" if slowest < NEAR else "kernel"
+                        why = "copy" if ranks == 1 else why
+                        found.setdefault(why, []).append((op, nbytes, slowest))
+                        modes.setdefault(why, {})[mode] = None
         rows += [
-            [measured.on(ranks), words, *summary(cells), GPU_REASONS[why]] for (words, why), cells in found.items()
+            [measured.on(ranks), ", ".join(modes[why]), *summary(cells), GPU_REASONS[why]]
+            for why, cells in found.items()
         ]
     return table(["GPUs", "calls", "operations", "sizes", "times as long as NCCL", "reason and limit"], rows)
 
@@ -46,8 +54,7 @@ REASONS = {
     "waits": "kos compares and records each call; in Open MPI a rank that only sends does not wait. "
     "Limit: a flag's way to another rank and back, {round_trip:.2f} µs",
     "slots": "reductions copy through slots; Open MPI's exscan of 2 ranks is one message in one copy. Limit: memory",
-    "copies": "Open MPI copies once; kos too, or twice through slots or a mailbox, which stay in the caches. "
-    "Limit: memory",
+    "copies": "Open MPI copies once; kos too, or twice within the caches. Limit: memory",
 }
 """Why calls on a host are slower than Open MPI's, by kind of call."""
 REDUCE = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan")

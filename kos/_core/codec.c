@@ -90,13 +90,10 @@ KOS_WIDE static void encode(const codec *c, const uint8_t *x, size_t count, uint
         const int levels = c->top - (c->top != 256 && special);
         const float scale = scale_of(special ? largest_of(block, FINITE) : any, levels, c->most), inverse = 1 / scale;
         *scales++ = (uint16_t)(bits_of(scale) >> 16 | (c->top != 256 && special) << 15);
-        if (c->top == 256) {
+        if (c->top == 256)
             encode_floats(block, inverse, codes);
-            continue;
-        }
-        encode_ints(block, inverse, levels, c->top, special, ints);
-        if (c->bits == 8)
-            memcpy(codes, ints, BLOCK);
+        else
+            encode_ints(block, inverse, levels, c->top, special, c->bits == 8 ? (int8_t *)codes : ints);
         for (int i = 0; c->bits == 4 && i < BLOCK; i += 2)
             codes[i / 2] = (uint8_t)((ints[i] & 15) | (ints[i + 1] & 15) << 4);
     }

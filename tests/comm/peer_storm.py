@@ -158,7 +158,7 @@ def compressed_storm(
             run(stream)
             got = to.numpy(stream)
             parts = [each[mine] for each in data]
-            expected = _reduced(form, data, op) if spread else _added(form, parts, op).astype(dtype)
+            expected = _reduced(form, data, op) if spread else _added(form, parts, op)
             wrong += int((got.view(np.uint8) != expected.view(np.uint8)).sum())
         if rng.random() < 0.5:
             other(stream)

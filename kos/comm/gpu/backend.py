@@ -179,12 +179,11 @@ class DeviceBackend(Backend):
                     shared.confirm()
             if not prepared.waits:
                 self._start_overlapped((work,))
-                return
-            if work.queue is shared.streams.current:
+            elif work.queue is shared.streams.current:
                 prepared.route(work.stream, work.send, work.recv)
+                self._hold(work)
             else:
                 self._queue((work,))
-            self._hold(work)
         except Exception as error:
             self._raise(work, error)
 
@@ -199,10 +198,8 @@ class DeviceBackend(Backend):
             self.check(works[0])
             if overlap:
                 self._start_overlapped(works)
-                return
-            self._queue(works)
-            for each in works:
-                self._hold(each)
+            else:
+                self._queue(works)
         except Exception as error:
             self._raise(works[0], error)
 
@@ -230,17 +227,16 @@ class DeviceBackend(Backend):
             for each in works:
                 if type(each.queue) is int:  # nothing keeps the stream: where the call ends is recorded
                     held.mark(each.stream)
+                self._hold(each)
 
     def _hold(self, o: Work[Any]) -> None:
         """Hold the array of a library that does not free it in the order of the stream, until the call has ended."""
-        if o.held is None or type(o.held) is Array or not immutable(o.held) or capture_of(o.stream):
-            return
-        held = o.again()
-        with driver.on_device(self.device):
-            held.event = event = PooledEvent(self._events)
-            call(cu.cuEventRecord, event.handle, o.stream)
-        self._flying.append([held])
-        self._forget_landed()
+        if o.held is not None and type(o.held) is not Array and immutable(o.held) and not capture_of(o.stream):
+            self._flying.append([held := o.again()])
+            with driver.on_device(self.device):
+                held.event = PooledEvent(self._events)
+                call(cu.cuEventRecord, held.event.handle, o.stream)
+            self._forget_landed()
 
     def _forget_landed(self) -> None:
         while self._flying and self._flying[0][-1].over():
@@ -262,8 +258,6 @@ class DeviceBackend(Backend):
     def _start_overlapped(self, works: Sequence[Any]) -> None:
         side, several = self.side, {each.stream for each in works}
         captured = any(map(capture_of, several))
-        if not captured:
-            self._forget_landed()
         self.streams.hold(side, self._side)
         with driver.on_device(self.device):
             event = PooledEvent(self._events)
@@ -275,6 +269,7 @@ class DeviceBackend(Backend):
         for each in works:
             each.event = event
         if not captured:  # what a graph uses is kept by the graph
+            self._forget_landed()
             self._flying.append(list(works))
 
     def scratch(self, nbytes: int, stream: int) -> int:
