@@ -210,6 +210,29 @@ def test_results_for_a_jax_array_are_jax_arrays(monkeypatch: pytest.MonkeyPatch,
     comm.close()
 
 
+def test_a_jax_array_is_held_whatever_another_thread_sends(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
+    """While the event of one call is recorded, another thread's message looks for events that are over."""
+    busy = driver.cu.CUresult.CUDA_ERROR_NOT_READY
+    kind, recorded, comm = type("ArrayImpl", (Tensor,), {"__module__": "jaxlib"}), list[int](), alone()
+    monkeypatch.setattr(driver.cu, "cuEventQuery", lambda event: (busy if recorded else 0,))
+
+    def record(event: Any, stream: int) -> tuple[int]:
+        recorded.clear()
+        comm.backend._forget_landed()
+        recorded.append(stream)
+        return (0,)
+
+    monkeypatch.setattr(driver.cu, "cuEventRecord", record)
+    x = kind(Array.zeros(6, np.float32, 0))
+    comm.all_gather(x, Array.zeros(6, np.float32, 0))
+    left = weakref.ref(x)
+    del x
+    gc.collect()
+    assert left() is not None
+    recorded.clear()
+    comm.close()
+
+
 def test_results_for_a_host_tensor_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     class HostTensor:
         __module__ = "torch"

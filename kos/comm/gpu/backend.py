@@ -232,10 +232,10 @@ class DeviceBackend(Backend):
     def _hold(self, o: Work[Any]) -> None:
         """Hold the array of a library that does not free it in the order of the stream, until the call has ended."""
         if o.held is not None and type(o.held) is not Array and immutable(o.held) and not capture_of(o.stream):
-            self._flying.append([held := o.again()])
             with driver.on_device(self.device):
-                held.event = PooledEvent(self._events)
+                held, held.event = o.again(), PooledEvent(self._events)
                 call(cu.cuEventRecord, held.event.handle, o.stream)
+            self._flying.append([held])  # once it is recorded: before, it is over, and other threads look
             self._forget_landed()
 
     def _forget_landed(self) -> None:
