@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from kos.comm.compression import BLOCK, CARRIED, FORMATS, Format
@@ -135,8 +136,10 @@ def _all_to_all(work: Work[Any], calls: Any, form: Format) -> Steps:
 def feed_back(x: Array, residual: Array, compress: str) -> None:
     """See ``Communicator.feed_back``; both arrays have one dimension."""
     form, lost = FORMATS[compress], np.empty(x.size, np.float32)
+    most = float(ml_dtypes.finfo(x.dtype).max)
     with np.errstate(all="ignore"):
-        x[...] = x.astype(np.float32) + residual.astype(np.float32)
+        total = x.astype(np.float32) + residual.astype(np.float32)
+        x[...] = np.where(np.isfinite(x), np.clip(total, -most, most), total)
         form.decode(form.encode(x), lost)
         np.subtract(x.astype(np.float32), lost, out=lost)
         lost[~np.isfinite(lost)] = 0

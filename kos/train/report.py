@@ -35,6 +35,8 @@ def announce(run: RunContext) -> None:
         say("--elastic is for dp: in this layout a lost rank ends the run at the last checkpoint")
     if config.compress_scope != run.asked["compress_scope"]:
         say("--compress-scope hosts: ranks with the same weights are on one host and send exact gradients")
+    elif config.compress != "none" and parallel.residual is None:
+        say(f"--compress {config.compress}: no two ranks have the same weights, so no gradients are sent")
     say("; ".join(filter(None, (run.data.trained_on, run.data.held_out))))
     if run.data.note:
         say(run.data.note)

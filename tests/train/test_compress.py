@@ -296,8 +296,11 @@ def test_what_shares_a_block_does_not_matter_elsewhere() -> None:
     check_blocks(untied, untied.model_config_for(256), Layout(dp=2, pp=2))
 
 
-def test_one_rank_keeps_nothing(text: Path, tmp_path: Path) -> None:
+def test_one_rank_keeps_nothing(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--compress int4: no two ranks have the same weights, so no gradients are sent\n"
     exact = _train(text, tmp_path / "exact", 1, steps=2, **QUIET)
+    assert line not in capsys.readouterr().out
     alone = _train(text, tmp_path / "alone", 1, steps=2, compress="int4", **QUIET)
+    assert line in capsys.readouterr().out
     assert [row["loss"] for row in alone] == [row["loss"] for row in exact]
     assert not [*(tmp_path / "alone/checkpoints/step-2").glob("residual*")]

@@ -74,8 +74,12 @@ def test_compressed_gradients_are_sent_in_fewer_bytes(zero, compress, of_64, cap
     sent = predicted("--zero", str(zero), "--compress", compress, axes={"dp": 4}).sent["gradients"]
     whole = -(-PARAMETERS // (4 * 16_384)) * 4 * 16_384 if zero else -(-PARAMETERS // 64) * 64
     assert sent == 3 / 4 * (whole * of_64 / 64 * (1 if zero else 2) + zero * 4 * whole)
+    note = "note: the time to compress and to add what came compressed is left out"
     assert main(["--plan", "--ranks=2", "--dp=2", *SHAPE, "--compress", compress]) == 0  # others send no gradients
-    assert "note: the time to compress and to add what came compressed is left out" in capsys.readouterr().out
+    assert note in capsys.readouterr().out
+    for hosts in ([], ["--hosts=2", "--network=10"]):  # whose table compares compressed gradients
+        assert main(["--plan", "--ranks=2", "--dp=2", *SHAPE, *hosts]) == 0
+        assert (note in capsys.readouterr().out) == bool(hosts)
 
 
 SCOPES = {"exact": [], "all": ["--compress=int8"], "hosts": ["--compress=int8", "--compress-scope=hosts"]}

@@ -115,7 +115,13 @@ def feedback_keeps_what_is_lost(comm: Communicator, seed: int, name: str, dtype:
     lost = np.linalg.norm(given - sent - residual.astype(np.float64)) / np.linalg.norm(given)
     assert lost < 20 * float(ml_dtypes.finfo(dtype).eps), f"{lost} of the sum"
     x[::7] = np.inf, np.nan, -np.inf, *x[21::7]
+    largest = ml_dtypes.finfo(dtype).max
+    x[1::7], residual[1::7] = largest, largest / dtype.type(64)
+    y, kept = x.copy(), residual.copy()
     comm.feed_back(x, residual, name)
+    on_host.feed_back(y, kept, name)
+    assert_bits(residual, kept, "residual of the largest")
+    assert (x[1::7] == largest).all(), "a finite number became infinite"
     assert np.isfinite(residual.astype(np.float32)).all() and not np.isfinite(x[:21:7].astype(np.float32)).any()
 
 

@@ -53,14 +53,18 @@ extern "C" __global__ void add_encoded(unsigned char* in, i64 stride, void* out,
     }
 }
 
-// x += residual; then the residual becomes what x loses when it is encoded, 0 for infinities and NaN.
+// x += residual, where a finite x stays finite; then the residual becomes what x loses when it is encoded, 0 for
+// infinities and NaN.
 extern "C" __global__ void feed_back(Bits* x, Bits* residual, i64 count) {
     EACH_TILE(t, tiles_of(count)) {
         const i64 at = i64(t) * TILE, left = count - at;
         Tile<Elements> mine = load_tile(x + at, left), lost = load_tile(residual + at, left);
         UNROLLED(u, UNROLL)
-            UNROLLED(k, EACH)
-                mine.of[u].x[k] = T::widen(T::narrow(add(mine.of[u].x[k], lost.of[u].x[k])));
+            UNROLLED(k, EACH) {
+                float& x = mine.of[u].x[k];
+                const float sum = add(x, lost.of[u].x[k]);
+                x = T::widen(T::narrow(is_finite(x) ? fminf(fmaxf(sum, -T::most), T::most) : sum));
+            }
         lost = decode_tile(encode_tile(mine));
         UNROLLED(u, UNROLL)
             UNROLLED(k, EACH) {
