@@ -204,7 +204,7 @@ def tensor_parallel(groups: dict[str, Any]) -> dict[str, Steps]:
 def by_turns(steps: dict[str, Callable[[], None]], each: int) -> dict[str, Steps]:
     """Time runs of ``each`` steps in turns; every second turn reverses the order of the groups.
 
-    What was found, by the name of each group but "nccl".
+    Returns the steps of each group but "nccl", by name.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(STEP_TURNS):

@@ -10,13 +10,13 @@ from kos.bench.report import size
 FROM = 1.02
 """The smallest ratio of times that is listed: smaller ones may be noise."""
 NEAR = 1.05
-"""Larger calls that take less than this have about the rate of the other library's."""
+"""Below this ratio of times, large calls of both libraries are near the rate of the link."""
 
 GPU_REASONS = {
-    "copy": "each makes one copy by the driver, which is the limit",
-    "call": "CPU time of a call. Limit: the launch of a kernel",
+    "copy": "both copy through the driver, the limit",
+    "call": "CPU time of a call. Limit: a kernel launch",
     "rate": "both are near NVLink's rate, the limit",
-    "kernel": "NCCL's kernels come nearer to NVLink's rate, the limit",
+    "kernel": "NCCL comes nearer to NVLink's rate, the limit",
 }
 """Why calls on GPUs are slower than NCCL's."""
 
@@ -37,7 +37,7 @@ def gpus() -> str:
                 for nbytes in sorted(set(pairs[0][0]) & set(pairs[0][1])):
                     slowest = max(kos[nbytes] / peer[nbytes] for kos, peer in pairs if nbytes in kos and nbytes in peer)
                     if slowest >= FROM:
-                        by_cpu = nbytes < 1 << 20 and mode == "eager"
+                        by_cpu = nbytes <= 1 << 20 and mode == "eager"
                         why = "call" if by_cpu else "rate" if slowest < NEAR else "kernel"
                         why = "copy" if ranks == 1 else why
                         found.setdefault(why, []).append((op, nbytes, slowest))

@@ -9,7 +9,7 @@ enum { BLOCK = 64, FINITE = 0x7f7fffff, MAGNITUDE = 0x7fffffff };
 
 typedef struct {
     int bits, top;  // of a code; fp8 has the top 256
-    float most;     // the largest number of the dtype
+    float max;      // the largest finite number of the dtype
     kos_reduction dtype;
 } codec;
 
@@ -23,10 +23,10 @@ static inline int32_t largest_of(const float *x, int32_t limit) {
     return largest;
 }
 
-static inline float scale_of(int32_t largest, int levels, float most) {
+static inline float scale_of(int32_t largest, int levels, float dtype_max) {
     uint32_t bits = bits_of(float_of((uint32_t)largest) / (float)levels);
     bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;  // to the nearest bfloat16
-    return fmaxf(fminf(float_of(bits), float_of(bits_of(most / (float)levels) & 0xffff0000)), FLT_MIN);
+    return fmaxf(fminf(float_of(bits), float_of(bits_of(dtype_max / (float)levels) & 0xffff0000)), FLT_MIN);
 }
 
 // All ones if the condition holds: a selection by masks has no branch.
@@ -88,7 +88,7 @@ KOS_WIDE static void encode(const codec *c, const uint8_t *x, size_t count, uint
             memcpy(block, x + at * sizeof *block, part * sizeof *block);
         const int32_t any = largest_of(block, MAGNITUDE), special = any > FINITE;
         const int levels = c->top - (c->top != 256 && special);
-        const float scale = scale_of(special ? largest_of(block, FINITE) : any, levels, c->most), inverse = 1 / scale;
+        const float scale = scale_of(special ? largest_of(block, FINITE) : any, levels, c->max), inverse = 1 / scale;
         *scales++ = (uint16_t)(bits_of(scale) >> 16 | (c->top != 256 && special) << 15);
         if (c->top == 256)
             encode_floats(block, inverse, codes);
@@ -133,7 +133,7 @@ static PyObject *run(PyObject *args, int decodes) {
     const int known = dtype >= 0 && dtype < 3 && !kos_reduction_of(KOS_FLOAT32 + dtype, KOS_SUM, &c.dtype);
     const size_t count = known ? (size_t)(decodes ? to : from).len / c.dtype.bytes : 0, blocks = (count + 63) / BLOCK;
     const size_t width = (size_t)(BLOCK * c.bits / 8), nbytes = blocks * (width + 2);
-    c.most = dtype == 1 ? 65504 : dtype ? 0x1.fep127f : FLT_MAX;
+    c.max = dtype == 1 ? 65504 : dtype ? 0x1.fep127f : FLT_MAX;
     const int fits = known && (size_t)(decodes ? from : to).len == nbytes && !(adds && dtype);
     Py_BEGIN_ALLOW_THREADS
     if (fits && decodes)

@@ -194,7 +194,7 @@ def test_results_for_a_jax_array_are_jax_arrays(monkeypatch: pytest.MonkeyPatch,
     def batched(x: Any) -> Any:
         with comm.batch():
             out = comm.all_gather(x)
-        return "jax", out  # whose array the batch had to give before it started
+        return "jax", out  # the batch returned it before it started, not yet as JAX's
 
     def persistent(x: Any) -> Any:
         return comm.all_gather_init(x).start().wait()

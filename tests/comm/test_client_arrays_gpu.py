@@ -270,7 +270,7 @@ def test_what_is_made_has_the_type_of_the_input(comm: kos.Communicator, library:
 
 
 def test_jax(comm: kos.Communicator, on_all: Any) -> None:
-    """Its arrays are read as soon as JAX has made them, and results are JAX's, until JAX has read them."""
+    """Calls wait until JAX has made their input; results are JAX's arrays, kept until JAX has read them."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax = pytest.importorskip("jax")
     device = jax.devices("gpu")[comm.device]

@@ -187,8 +187,8 @@ def test_the_largest_numbers_stay_finite(form: Format, seed: int, dtype: Any, sp
 
 @formats
 @dtypes
-def test_sums_are_infinite_beyond_the_largest_number_alone(form: Format, dtype: Any) -> None:
-    """As uncompressed ones are: what two ranks send as one number, and half of it twice, and twice."""
+def test_only_sums_beyond_the_largest_number_are_infinite(form: Format, dtype: Any) -> None:
+    """As uncompressed ones are: the largest number plus 0, 0.49 of it twice, it twice, and a block of both cases."""
     largest = float(ml_dtypes.finfo(dtype).max)
 
     def body(comm: kos.Communicator) -> Any:

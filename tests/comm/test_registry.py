@@ -152,7 +152,7 @@ def test_a_backend_that_another_rank_lacks_is_unusable(monkeypatch: pytest.Monke
         kos.init("another", rendezvous=Alone(ThreadGroup(2), 0, 1.0))
 
 
-def test_each_rank_tells_its_own_reason() -> None:
+def test_each_rank_reports_its_own_reason() -> None:
     def probe(kind: Any, rendezvous: Any) -> Probe:
         return Probe(rendezvous.rank == 2, f"broken on rank {rendezvous.rank}")
 

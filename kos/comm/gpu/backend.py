@@ -73,7 +73,7 @@ class DeviceBackend(Backend):
         self.device = device_of(rendezvous).index if device is None else device
         self.shared = CommState(rendezvous, self.failures, self, host)
         self._last: Work[Any] | None = None
-        self._flying: deque[list[Any]] = deque()  # whose arrays must live until the GPU is done with them
+        self._in_flight: deque[list[Any]] = deque()  # whose arrays must live until the GPU is done with them
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
         self._marks = Marks(self.device, self.marks)
@@ -181,7 +181,7 @@ class DeviceBackend(Backend):
                 self._start_overlapped((work,))
             elif work.queue is shared.streams.current:
                 prepared.route(work.stream, work.send, work.recv)
-                self._hold(work)
+                self._hold_array(work)
             else:
                 self._queue((work,))
         except Exception as error:
@@ -227,10 +227,10 @@ class DeviceBackend(Backend):
             for each in works:
                 if type(each.queue) is int:  # nothing keeps the stream: where the call ends is recorded
                     held.mark(each.stream)
-                self._hold(each)
+                self._hold_array(each)
 
-    def _hold(self, o: Work[Any]) -> None:
-        """Hold the array of a library that does not free it in the order of the stream, until the call has ended."""
+    def _hold_array(self, o: Work[Any]) -> None:
+        """Hold an array until the call has ended, if its library does not free memory in stream order."""
         if o.held is not None and type(o.held) is not Array and immutable(o.held) and not capture_of(o.stream):
             with driver.on_device(self.device):
                 held, held.event = o.again(), PooledEvent(self._events)
@@ -238,9 +238,9 @@ class DeviceBackend(Backend):
             self._flying.append([held])  # once it is recorded: before, it is over, and other threads look
             self._forget_landed()
 
-    def _forget_landed(self) -> None:
-        while self._flying and self._flying[0][-1].over():
-            self._flying.popleft()
+    def _free_finished(self) -> None:
+        while self._in_flight and self._in_flight[0][-1].over():
+            self._in_flight.popleft()
 
     @property
     def streams(self) -> Streams:
@@ -269,8 +269,8 @@ class DeviceBackend(Backend):
         for each in works:
             each.event = event
         if not captured:  # what a graph uses is kept by the graph
-            self._forget_landed()
-            self._flying.append(list(works))
+            self._free_finished()
+            self._in_flight.append(list(works))
 
     def scratch(self, nbytes: int, stream: int) -> int:
         """Address of memory that operations on ``stream`` use one after another."""
@@ -360,7 +360,7 @@ class DeviceBackend(Backend):
         for each in several:
             self.streams.forget(each)
         if stream is None:
-            self._flying.clear()
+            self._in_flight.clear()
             self._scratch.trim()
 
     def is_idle(self, stream: int, keeper: Any) -> bool:

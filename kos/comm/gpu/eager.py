@@ -94,8 +94,9 @@ class EagerCalls:
         if not prepared.waits:
             return False
         ends = [each if address else None for each, address in zip(last[2:], (work.send, work.recv), strict=True)]
-        unused = asked == "exscan" and not work.recv  # rank 0 has no result, whatever its ``out``
-        if not unused and any(not any(x is each for each in ends) for x in arguments if _address(x) is not None):
+        ignores_out = asked == "exscan" and not work.recv  # rank 0 has no result, whatever its ``out``
+        others = (x for x in arguments if _address(x) is not None)
+        if not ignores_out and any(not any(x is each for each in ends) for x in others):
             return False
         used, plan = [_place(x, arguments) for x in (*ends, result)], self._plan(work)
         if plan is None or (None in used and not persistent):

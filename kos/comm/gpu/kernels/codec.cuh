@@ -3,9 +3,9 @@
 // -DDTYPE is the type of the arrays, -DFP8, -DINT8 or -DINT4 the format, -DOP the operation, -DRANKS the contributions.
 //
 // A warp handles a tile of consecutive blocks.  Eight threads handle a block, each eight of its elements, of UNROLL
-// blocks.  Blocks without infinities, NaN and numbers near the dtype's largest have a fast way: one vote of the warp
-// tells when encoding, one test of the thread's codes when decoding.  Almost all are such, so that the rest may call
-// functions.
+// blocks.  Blocks without infinities, NaN or numbers near the dtype's largest take a fast path: a vote of the warp
+// decides when encoding, a test of the thread's codes when decoding.  Almost all blocks take it, so the slow path may
+// call functions.
 #pragma once
 
 #include "reduce.cuh"
@@ -113,9 +113,9 @@ __device__ __forceinline__ float block_maximum(float x) {
 
 // The element that byte j of word h of codes stands for.  4 bits are taken apart into bytes: low ones, then high ones.
 __device__ __forceinline__ constexpr int of_byte(int h, int j) { return BITS == 8 ? 4 * h + j : 2 * j + h; }
-// The largest number of a block by a scale, a bfloat16, with which it is one of the dtype.
+// The largest number that a block can encode: ``levels`` times the largest bfloat16 with a product within the dtype.
 __device__ __forceinline__ float largest_encoded(float levels) {
-    return levels * __uint_as_float(__float_as_uint(__fdiv_rn(T::most, levels)) & 0xffff0000);
+    return levels * __uint_as_float(__float_as_uint(__fdiv_rn(T::max_finite, levels)) & 0xffff0000);
 }
 // Of a block of numbers alone, whose largest magnitude divided by the largest code is ``quotient``.
 __device__ __forceinline__ Encoded encode_finite(const Elements& e, float quotient) {

@@ -36,21 +36,21 @@ struct float64 {
 struct float32 {
     using Bits = unsigned;
     using Wide = float;
-    static constexpr float most = 3.40282347e38f;  // the largest number
+    static constexpr float max_finite = 3.40282347e38f;
     static __device__ float widen(Bits x) { return __uint_as_float(x); }
     static __device__ Bits narrow(float x) { return __float_as_uint(x); }
 };
 struct float16 {
     using Bits = unsigned short;
     using Wide = float;
-    static constexpr float most = 65504;
+    static constexpr float max_finite = 65504;
     static __device__ float widen(Bits x) { return from_half(x); }
     static __device__ Bits narrow(float x) { return to_half(x); }
 };
 struct bfloat16 {
     using Bits = unsigned short;
     using Wide = float;
-    static constexpr float most = 3.38953139e38f;
+    static constexpr float max_finite = 3.38953139e38f;
     static __device__ float widen(Bits x) { return __uint_as_float(unsigned(x) << 16); }
     static __device__ Bits narrow(float x) { return to_bfloat16(x); }
 };
