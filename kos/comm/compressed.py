@@ -136,10 +136,10 @@ def _all_to_all(work: Work[Any], calls: Any, form: Format) -> Steps:
 def feed_back(x: Array, residual: Array, compress: str) -> None:
     """See ``Communicator.feed_back``; both arrays have one dimension."""
     form, lost = FORMATS[compress], np.empty(x.size, np.float32)
-    most = float(ml_dtypes.finfo(x.dtype).max)
+    dtype_max = float(ml_dtypes.finfo(x.dtype).max)
     with np.errstate(all="ignore"):
         total = x.astype(np.float32) + residual.astype(np.float32)
-        x[...] = np.where(np.isfinite(x), np.clip(total, -most, most), total)
+        x[...] = np.where(np.isfinite(x), np.clip(total, -dtype_max, dtype_max), total)
         form.decode(form.encode(x), lost)
         np.subtract(x.astype(np.float32), lost, out=lost)
         lost[~np.isfinite(lost)] = 0

@@ -218,7 +218,7 @@ def test_a_jax_array_is_held_whatever_another_thread_sends(monkeypatch: pytest.M
 
     def record(event: Any, stream: int) -> tuple[int]:
         recorded.clear()
-        comm.backend._forget_landed()
+        comm.backend._free_finished()
         recorded.append(stream)
         return (0,)
 

@@ -235,8 +235,8 @@ class DeviceBackend(Backend):
             with driver.on_device(self.device):
                 held, held.event = o.again(), PooledEvent(self._events)
                 call(cu.cuEventRecord, held.event.handle, o.stream)
-            self._flying.append([held])  # once it is recorded: before, it is over, and other threads look
-            self._forget_landed()
+            self._in_flight.append([held])  # once it is recorded: before, it is over, and other threads look
+            self._free_finished()
 
     def _free_finished(self) -> None:
         while self._in_flight and self._in_flight[0][-1].over():

@@ -82,8 +82,9 @@ def compress(model: Any, compress: str) -> Compression:
 
     ``model`` is a DistributedDataParallel, over a process group of kos or of any other backend.  A communicator of kos
     among its ranks carries the gradients, all else goes as before.  On a GPU the hook overlaps the backward pass; on a
-    CPU backward waits for it.  After ``load_state_dict`` DDP's buckets are other ones in the first step: unless each
-    parameter has a multiple of 64 elements, its bits differ from those without a stop.  Collective.  Raises InvalidArgument for another model, format, or dtype of parameters.
+    CPU backward waits for it.  In the first step after ``load_state_dict`` DDP has other buckets: unless each parameter
+    has a multiple of 64 elements, the bits of that step differ from those of an uninterrupted run.  Collective.  Raises
+    InvalidArgument for another model, format, or dtype of parameters.
 
         model = DistributedDataParallel(model)
         compression = kos.interop.torch.compress(model, "int8")

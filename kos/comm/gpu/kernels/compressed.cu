@@ -63,7 +63,7 @@ extern "C" __global__ void feed_back(Bits* x, Bits* residual, i64 count) {
             UNROLLED(k, EACH) {
                 float& x = mine.of[u].x[k];
                 const float sum = add(x, lost.of[u].x[k]);
-                x = T::widen(T::narrow(is_finite(x) ? fminf(fmaxf(sum, -T::most), T::most) : sum));
+                x = T::widen(T::narrow(is_finite(x) ? fminf(fmaxf(sum, -T::max_finite), T::max_finite) : sum));
             }
         lost = decode_tile(encode_tile(mine));
         UNROLLED(u, UNROLL)
