@@ -94,6 +94,15 @@ def test_wrong_elements_give_a_nonzero_exit_code(monkeypatch: pytest.MonkeyPatch
     assert command.main(["--sizes", "64", *FEW]) == 1
 
 
+@pytest.mark.parametrize("reason", [None, "the compiled core is off: KOS_CORE=0"])
+def test_it_says_that_the_compiled_core_is_away(
+    reason: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command._core, "unavailable", reason)
+    assert command.main(["--sizes", "64", *FEW]) == 0
+    assert ("; ranks of one host share no memory" in capsys.readouterr().out) == (reason is not None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

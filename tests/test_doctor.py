@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kos import _core
 from kos.cuda.devices import DeviceInfo
 from kos.doctor import checks, ranks
 from kos.doctor.__main__ import Doctor
@@ -297,3 +298,13 @@ def test_gpus_of_one_process() -> None:
     if len(ranks.visible_devices()) < 2:
         pytest.skip("needs two GPUs")
     assert ranks.gpus_of_this_process(20).verdict == OK
+
+
+@pytest.mark.parametrize(("off", "how"), [("0", "unset KOS_CORE"), (None, "install kos again beside a C compiler")])
+def test_the_remedy_without_the_compiled_core(monkeypatch: pytest.MonkeyPatch, off: str | None, how: str) -> None:
+    monkeypatch.setattr(_core, "unavailable", "it is away")
+    monkeypatch.delenv("KOS_CORE", raising=False)
+    if off is not None:
+        monkeypatch.setenv("KOS_CORE", off)
+    (check,) = checks.compiled_core()
+    assert (check.verdict, check.found) == (NO, "it is away") and check.remedy.endswith(how)

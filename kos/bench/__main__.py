@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import kos
+from kos import _core
 from kos.bench import report
 from kos.bench.cases import BARRIER, IN_PLACE, Case, Data
 from kos.bench.implementations import GPU_BACKENDS, OURS, Implementation, Ours, OursInWindows
@@ -268,6 +269,8 @@ def work(control: Communicator, options: argparse.Namespace) -> report.Row | Non
         print(f"# {wrong} wrong elements in {sum(row['iterations'] for row in rows)} timed calls, all checked")
         for name, why in benchmark.skipped.items():
             print(f"# {name} left out: {why}")
+        if _core.unavailable:
+            print(f"# {_core.unavailable}; ranks of one host share no memory")
         result = report.document(rows, benchmark.device, benchmark.figures, benchmark.skipped, control.size)
         if options.json:
             options.json.write_text(report.to_json(result))

@@ -144,7 +144,9 @@ def mpi() -> Iterator[Check]:
 def compiled_core() -> Iterator[Check]:
     """Without it ranks of one host share no memory."""
     reason = _core.unavailable
-    remedy = "" if reason is None else "ranks of one host share no memory: install kos again beside a C compiler"
+    off = os.environ.get("KOS_CORE") == "0"
+    how = "unset KOS_CORE" if off else "install kos again beside a C compiler"
+    remedy = "" if reason is None else f"ranks of one host share no memory: {how}"
     yield Check("compiled core", OK if reason is None else NO, reason or "ranks of one host share memory", remedy)
 
 
