@@ -115,7 +115,7 @@ __device__ __forceinline__ float block_maximum(float x) {
 __device__ __forceinline__ constexpr int of_byte(int h, int j) { return BITS == 8 ? 4 * h + j : 2 * j + h; }
 // The largest number that a block can encode: ``levels`` times the largest bfloat16 with a product within the dtype.
 __device__ __forceinline__ float largest_encoded(float levels) {
-    return levels * __uint_as_float(__float_as_uint(__fdiv_rn(T::max_finite, levels)) & 0xffff0000);
+    return levels * __uint_as_float(__float_as_uint(T::max_finite / levels) & 0xffff0000);
 }
 // Of a block of numbers alone, whose largest magnitude divided by the largest code is ``quotient``.
 __device__ __forceinline__ Encoded encode_finite(const Elements& e, float quotient) {
@@ -167,7 +167,8 @@ __device__ __forceinline__ Tile<Encoded> encode_tile(const Tile<Elements>& tile)
         largest[u] = block_maximum(largest[u]);
         most = max_or_nan(most, largest[u]);
     }
-    if (__any_sync(0xffffffff, !(most <= largest_encoded(TOP)))) UNROLLED(u, UNROLL) to.of[u] = encode_slowly(tile.of[u]);
+    const bool slow = !(most <= largest_encoded(TOP));  // for NaN too; the limit is a constant
+    if (__any_sync(0xffffffff, slow)) UNROLLED(u, UNROLL) to.of[u] = encode_slowly(tile.of[u]);
     else
         UNROLLED(u, UNROLL) {
             float quotient = multiply(largest[u], 1.f / TOP);  // less than the least scale its last bit may be wrong
