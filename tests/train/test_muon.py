@@ -35,11 +35,11 @@ from tests.train.models import small
 from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
 from tests.train.test_deterministic import differs, length
+from tests.train.test_dry_step import SHAPE as PLANNED
+from tests.train.test_dry_step import SLOW as SLOW_RATES
+from tests.train.test_dry_step import make_job
 from tests.train.test_layouts import Precise, check, named
 from tests.train.test_loop import _config, _train, text
-from tests.train.test_plan import SHAPE as PLANNED
-from tests.train.test_plan import SLOW as SLOW_RATES
-from tests.train.test_plan import make_job
 
 __all__ = ["text"]
 

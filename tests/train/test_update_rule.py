@@ -32,10 +32,10 @@ from tests.train.host_kernels import emulator
 from tests.train.models import queue, small
 from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
+from tests.train.test_dry_step import SHAPE as PLANNED
+from tests.train.test_dry_step import SLOW as SLOW_RATES
+from tests.train.test_dry_step import make_job
 from tests.train.test_loop import _config, _train, text
-from tests.train.test_plan import SHAPE as PLANNED
-from tests.train.test_plan import SLOW as SLOW_RATES
-from tests.train.test_plan import make_job
 
 __all__ = ["text"]
 
