@@ -1,16 +1,19 @@
 """How many instructions a call takes that the compiled core knows: python -m benchmarks.instructions
 
-callgrind counts them, so the figures have no noise: those of the core itself, and of all libraries together (Python's
-functions, memcpy).  Rank 1 has begun each call before rank 0 makes it, so that nothing waits.  Both ranks are in one
-process, on float32.  Calls on GPUs are those of ``instructions_gpu``, without the driver, NCCL and the GPU.  The
-figures depend on the compiler, on Python and, for tensors, on torch; the results record the versions.
+callgrind counts them, so the figures have no noise: those of the core itself, of the C library (malloc, memcpy), whose
+code differs between CPUs, and of all else, which is Python.  Rank 1 has begun each call before rank 0 makes it, so that
+nothing waits.  Both ranks are in one process, on float32.  The core has settings by the vendor of the CPU: calls are
+counted with each of them, on any CPU.  Calls on GPUs are those of ``instructions_gpu``, without the driver, NCCL and
+the GPU.  The figures depend on the compiler, on Python and, for tensors, on torch; the results record the versions.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
+import os
 import platform
 import re
 import shutil
@@ -20,6 +23,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +36,10 @@ from kos.commands import program
 from kos.errors import BackendUnavailable
 from kos.files import check_writable
 
-CALLS = 50
-SIZES = (8, 4096, 65536)
-"""Bytes: beside the stamp, in a slot, and where an all_reduce is still reduced by each rank."""
+CALLS = 16
+SIZES = {"intel": (8, 4096, 65536), "other": (65536,)}
+"""Bytes, by the value of KOS_CPU_VENDOR: beside the stamp, in a slot, and where an all_reduce is still reduced by each
+rank.  The vendor matters for large calls only."""
 HOST_OPERATIONS = (
     "all_reduce", "all_reduce, persistent", "all_reduce, async_op", "reduce", "broadcast", "all_gather", "gather",
     "scatter", "all_to_all", "reduce_scatter", "scan", "exscan", "send", "recv", "send_recv", "barrier",
@@ -42,7 +48,7 @@ HOST_OPERATIONS = (
 OPERATIONS = (*HOST_OPERATIONS, *instructions_gpu.OPERATIONS)
 _REQUESTS = """#include <valgrind/callgrind.h>
 void zero(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }
-void dump(const char *name) { CALLGRIND_DUMP_STATS_AT(name); CALLGRIND_STOP_INSTRUMENTATION; }
+void dump(const char *name) { CALLGRIND_DUMP_STATS_AT(name); }
 """
 _COUNTED = ("call", "state_wait")
 """Functions of the core in which instructions count: the operations and the starts of Persistents, and Work.wait."""
@@ -57,11 +63,16 @@ def unavailable() -> str | None:
 
 
 def toolchain() -> dict[str, str]:
-    """What the figures depend on: of the compiler and Python, those that build a core here."""
+    """What the figures depend on: of the compiler and Python, those that build a core here.
+
+    The core reduces by AVX2 where the CPU has it.
+    """
     gcc = subprocess.run(["gcc", "-dumpfullversion"], check=True, capture_output=True, text=True, timeout=10)
     python = f"{platform.python_version()}, {platform.python_compiler()}"
     libc = " ".join(platform.libc_ver())
-    return {"gcc": gcc.stdout.strip(), "python": python, "libc": libc, "machine": platform.machine()}
+    with open("/proc/cpuinfo") as cpus:
+        machine = platform.machine() + (" with AVX2" if re.search(r"\bavx2\b", cpus.read()) else "")
+    return {"gcc": gcc.stdout.strip(), "python": python, "numpy": np.__version__, "libc": libc, "machine": machine}
 
 
 def ranks() -> list[Any]:
@@ -119,20 +130,26 @@ def calls(name: str, nbytes: int, comms: list[Any]) -> tuple[Callable[[], Any], 
 def run_calls(requests: Any) -> None:
     """Make every call, and let callgrind write a file for each."""
 
-    def run(name: str, nbytes: int, comm: Any, call: Callable[[], Any]) -> None:
+    def run(name: str, nbytes: int, comm: Any, call: Callable[[], Any], cpu: str = "any") -> None:
         comm._eager.compare_at = 1 << 62  # else Python makes every 64th collective on a GPU
         for turn in range(CALLS + 4):
             if turn == 4:
+                requests.dump(b"warm-up")  # of all threads; zero() alone leaves what other threads have counted
                 requests.zero()
                 begun = comm._eager.hits
             call()
-        requests.dump(f"{name} {nbytes}".encode())
+        requests.dump(f"{cpu} {name} {nbytes}".encode())
         if (hits := comm._eager.hits - begun) != CALLS:
             raise AssertionError(f"{name} of {nbytes} bytes: expected {CALLS} calls by the core, got {hits}")
 
-    comms = ranks()
-    for name in HOST_OPERATIONS:
-        for nbytes in SIZES if name != "barrier" else SIZES[:1]:
+    with suppress(ImportError):
+        import_module("torch")  # now, as imports are slow while instructions are counted
+    for cpu, sizes in SIZES.items():
+        os.environ["KOS_CPU_VENDOR"] = cpu
+        comms = ranks()
+        for name, nbytes in itertools.product(HOST_OPERATIONS, sizes):
+            if name == "barrier" and nbytes > 8:
+                continue
             call, peer = calls(name, nbytes, comms)
 
             def matched(call: Callable[[], Any] = call, peer: Callable[[], Any] = peer) -> None:
@@ -141,14 +158,14 @@ def run_calls(requests: Any) -> None:
                 while not work.done():  # in Python, where its wait() would begin in the core
                     pass
 
-            run(name, nbytes, comms[0], matched)
+            run(name, nbytes, comms[0], matched, cpu)
     instructions_gpu.run_calls(requests, run)
 
 
-def counted(text: str) -> tuple[int, int]:
-    """Instructions in the core, and in all, of a file of callgrind."""
+def counted(text: str) -> dict[str, int]:
+    """Instructions in the core, in the C library and in all else, of a file of callgrind."""
     names: dict[str, str] = {}
-    core = total = 0
+    taken = {"core": 0, "python": 0, "libc": 0}
     where, skip = "", False
     for line in text.splitlines():
         if found := re.match(r"ob=(\(\d+\))(?: (.*))?", line):
@@ -157,13 +174,13 @@ def counted(text: str) -> tuple[int, int]:
             skip = True  # the next line is what the callee took
         elif re.match(r"[+*\d-]", line):
             if not skip:
-                cost = int(line.split()[1])
-                total += cost
-                core += cost * ("native.abi3" in where)
+                library = where.rpartition("/")[2]
+                owners = {"native": "core", "libc": "libc"}  # native.abi3.so, libc.so.6
+                taken[owners.get(library.partition(".")[0], "python")] += int(line.split()[1])
             skip = False
         elif found := re.match(r"cob=(\(\d+\))(?: (.*))?", line):
             names.setdefault(found[1], found[2] or "")
-    return core, total
+    return taken
 
 
 def count() -> Iterator[dict[str, Any]]:
@@ -183,9 +200,9 @@ def count() -> Iterator[dict[str, Any]]:
             raise BackendUnavailable(f"instructions: {done.stderr.strip().splitlines()[-1]}")
         for file in sorted(Path(folder).glob("out.*"), key=lambda path: int(path.suffix[1:])):
             text = file.read_text()
-            if found := re.search(r"^desc: Trigger: Client Request: (.+) (\d+)$", text, re.M):
-                core, total = counted(text)
-                yield {"op": found[1], "bytes": int(found[2]), "core": core // CALLS, "all": total // CALLS}
+            if found := re.search(r"^desc: Trigger: Client Request: (\w+) (.+) (\d+)$", text, re.M):
+                taken = {what: number // CALLS for what, number in counted(text).items()}
+                yield {"op": found[2], "bytes": int(found[3]), "cpu": found[1]} | taken
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -51,7 +51,7 @@ def means() -> str:
 def instructions() -> str:
     """Instructions of a known call in the core: without Python's functions and the C library's."""
     rows = select("instructions")
-    sizes = sorted({row["bytes"] for row in rows})
+    columns = sorted({(row["bytes"], row["cpu"]) for row in rows if row["cpu"] != "any"})
     lines = []
     for op in (
         "all_reduce",
@@ -62,6 +62,8 @@ def instructions() -> str:
         "send",
         "barrier",
     ):
-        found = {row["bytes"]: row for row in rows if row["op"] == op}
-        lines.append([op, *(f"{found[n]['core']:,}" if n in found else "" for n in sizes)])
-    return table(["operation", *map(size, sizes)], lines)
+        found = {(row["bytes"], row["cpu"]): row for row in rows if row["op"] == op}
+        lines.append([op, *(f"{found[each]['core']:,}" if each in found else "" for each in columns)])
+    large = columns[-1][0]
+    names = {"intel": ", Intel's CPUs", "other": ", other CPUs"}
+    return table(["operation", *(size(n) + (names[cpu] if n == large else "") for n, cpu in columns)], lines)

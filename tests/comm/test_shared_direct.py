@@ -140,7 +140,8 @@ def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.Monkey
     def wrong(self: Node, rendezvous: Rendezvous) -> bool:
         if self.failures.rank != 1:
             return tell(self, rendezvous)
-        rendezvous.allgather((8).to_bytes(8, "little") + bytes(16) if place else np.ones(1).tobytes() * 3)
+        told = (8).to_bytes(8, "little") + bytes(16) if place else np.ones(1).tobytes() * 3
+        rendezvous.allgather(told + node.cpu_vendor().encode())
         return all(rendezvous.allgather(b"1"))
 
     monkeypatch.setattr(Node, "_read_each_other", wrong)
@@ -152,16 +153,16 @@ def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.Monkey
     assert run(body, 3) == [True] * 3
 
 
-@pytest.mark.parametrize(("intel", "direct"), [(False, 512 << 10), (True, 100 << 10), (True, 1)])
+@pytest.mark.parametrize(("vendor", "direct"), [("other", 512 << 10), ("intel", 100 << 10), ("intel", 1)])
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_depends_on_the_cpu(size: int, intel: bool, direct: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_depends_on_the_cpu(size: int, vendor: str, direct: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which parts are read in one copy, and whether lines are marked, at sizes between these bounds too."""
-    monkeypatch.setattr(node, "ON_INTEL", intel)
-    monkeypatch.setattr(node, "DIRECT_BYTES", direct)
+    monkeypatch.setenv("KOS_CPU_VENDOR", vendor)
+    monkeypatch.setitem(node.DIRECT_BYTES, vendor, direct)
 
     def body(comm: kos.Communicator) -> None:
         core, rank = comm.backend.calls.core, comm.rank
-        assert (core.marks, core.direct) == (not intel, direct)
+        assert (core.marks, core.direct) == (vendor == "other", direct)
         for number in range(60):
             count = (1, 900, 1024, 8192, 14_000, 30_000)[number % 6]  # 8,192: the longest eager message
             mine = np.full(count, rank + number / 8)
@@ -179,6 +180,12 @@ def test_what_depends_on_the_cpu(size: int, intel: bool, direct: int, monkeypatc
             assert comm.broadcast(mine, root).tolist() == [root + number / 8] * count
 
     run(body, size)
+
+
+def test_an_unknown_vendor_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KOS_CPU_VENDOR", "amd")
+    with pytest.raises(AssertionError, match="KOS_CPU_VENDOR of rank 0: expected intel or other, got 'amd'"):
+        run(lambda comm: comm.size, 2)
 
 
 @pytest.mark.parametrize("how", ["message", "collective"])

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kos import _core
-from kos.comm.host.shared.node import DIRECT_BYTES
+from kos.comm.host.shared.node import DIRECT_BYTES, cpu_vendor
 from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, STARTED, read_memory, started
 from kos.dtypes import DTYPES
 
@@ -85,7 +85,7 @@ class CoreGroup:
         ]
         able = np.array([all(reads)], np.uint8)
         self.prepare("all_reduce", "uint8", 1, op="min").run(able)
-        self.core.direct = int(able[0]) * DIRECT_BYTES
+        self.core.direct = int(able[0]) * DIRECT_BYTES[cpu_vendor()]
         return bool(able[0])
 
     def prepare(

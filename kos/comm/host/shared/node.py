@@ -28,22 +28,29 @@ from kos.comm.reduction import ReduceOp
 from kos.comm.transport import Request, Transport, wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
 from kos.dtypes import DTYPE_CODES, dtype_of_code
-from kos.errors import CollectiveMismatch, KosError
+from kos.errors import CollectiveMismatch, InvalidArgument, KosError
 from kos.memory.libraries import library_of
 
 Array = np.ndarray[Any, Any]
 
 
-def _is_on_intel() -> bool:
+DIRECT_BYTES = {"intel": 100 << 10, "other": 512 << 10}
+"""By vendor of the CPU: a part of more bytes is read from another rank's memory in one copy, not in two by a slot."""
+
+
+def cpu_vendor() -> str:
+    """``intel`` or ``other``: what KOS_CPU_VENDOR says, else the vendor of the first CPU of this host.
+
+    On Xeons (Sapphire Rapids) writing a cache line that another core read last is not slow; on EPYCs (Zen 4) it is, so
+    the reader marks such lines (``kos_mark`` in core.h).
+    """
+    if forced := os.environ.get("KOS_CPU_VENDOR"):
+        return forced
     with suppress(OSError), open("/proc/cpuinfo") as cpus:
-        return "GenuineIntel" in cpus.read(256)  # the start of the first one
-    return False
+        if "GenuineIntel" in cpus.read(256):  # the start of the first one
+            return "intel"
+    return "other"
 
-
-ON_INTEL = _is_on_intel()
-"""Whether a core writes at full speed what another core has read: on Xeons (Sapphire Rapids), not on EPYC (Zen 4)."""
-DIRECT_BYTES = (100 if ON_INTEL else 512) << 10
-"""A part above so many bytes is read from another rank's memory: in one copy, not in two through a slot."""
 
 _OPERATIONS = {
     name: code for code, name in enumerate((
@@ -78,26 +85,32 @@ class Node:
         self.failures, self.size = calls.failures, calls.segment.size
         self._status = self.failures.status
         self.active: set[SegmentMessage] = set()
-        self._core.marks = not ON_INTEL
         self.one_copy = self._read_each_other(rendezvous)
         """Whether every rank can read the memory of every other one."""
-        self._core.direct = DIRECT_BYTES if self.one_copy else 0
+        vendor = cpu_vendor()
+        self._core.marks, self._core.direct = vendor == "other", DIRECT_BYTES[vendor] if self.one_copy else 0
 
     def _read_each_other(self, rendezvous: Rendezvous) -> bool:
-        """In another PID namespace a number may be another process's: read a token.  Collective."""
+        """In another PID namespace a number may be another process's: read a token.  Collective.
+
+        Raises InvalidArgument if the ranks of this host have several vendors.
+        """
         token = np.frombuffer(os.urandom(16), np.uint8)
-        at = token.__array_interface__["data"][0]
-        everyone = rendezvous.allgather(at.to_bytes(8, "little") + token.tobytes())
+        at, vendor = token.__array_interface__["data"][0], cpu_vendor()
+        everyone = rendezvous.allgather(at.to_bytes(8, "little") + token.tobytes() + vendor.encode())
         words, segment = self.calls.words, self.calls.segment
         if os.getpid() in [words[segment.line(r) + PID] for r in range(self.size) if r != segment.rank]:
             self._core.spin_ns = 0
         reads = (
-            read_memory(words[segment.line(r) + PID], int.from_bytes(each[:8], "little"), 16) == each[8:]
+            read_memory(words[segment.line(r) + PID], int.from_bytes(each[:8], "little"), 16) == each[8:24]
             for r, each in enumerate(everyone[rank] for rank in self.ranks)
         )
-        mine = str(DIRECT_BYTES).encode()  # which all ranks must have
-        all_read = rendezvous.allgather(mine if all(reads) else b"")
-        return all(all_read[rank] == mine for rank in self.ranks)
+        all_read = rendezvous.allgather(b"1" if all(reads) else b"")
+        for rank in self.ranks:
+            if (got := everyone[rank][24:].decode()) != vendor or vendor not in DIRECT_BYTES:
+                expected = vendor if vendor in DIRECT_BYTES else " or ".join(DIRECT_BYTES)
+                raise InvalidArgument(f"KOS_CPU_VENDOR of rank {rank}: expected {expected}, got {got!r}")
+        return all(all_read[rank] for rank in self.ranks)
 
     def bind(self, prepared: Prepared) -> None:
         """Have the core run such calls, unless it cannot: by a schedule, compressed, or of arrays of two dtypes."""
