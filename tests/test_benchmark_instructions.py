@@ -29,8 +29,8 @@ def test_no_call_takes_more_instructions() -> None:
         for what in ("core", "python"):  # the C library's depend on the CPU
             most = known[case(row)][what]
             assert row[what] <= most * MOST, (
-                f"{row['op']} of {row['bytes']} bytes ({row['cpu']}): expected at most {MOST} x {most} instructions "
-                f"({what}), got {row[what]}; python -m benchmarks.instructions --json benchmarks/results/instructions.json"
+                f"{row['op']} of {row['bytes']} bytes ({row['cpu']}): expected at most {MOST} x {most} instructions, "
+                f"got {row[what]} ({what}); python -m benchmarks.instructions --json FILE"
             )
 
 
