@@ -14,7 +14,7 @@ import ctypes
 import json
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +32,7 @@ call's text."""
 RING: int = 0 if native is None else native.RING
 """Fingerprints kept per rank: calls of a rank that is further ahead are not compared."""
 FAILURE_BYTES, CALL_BYTES = 4096, 512
+_NAMES, _FLAGS = {"pid": "PID", "net": "network"}, {"pid": "--pid=host", "net": "--network=host"}
 
 
 class Segment:
@@ -93,11 +94,11 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     """
     if rendezvous.size == 1 and not unavailable:
         return Segment(-1, [0], 0), "a group of one"
-    refusal = unavailable or ""
-    hosts = rendezvous.allgather(json.dumps([f"{rendezvous.host_identity} {_namespaces()}", refusal]).encode())
-    mine = json.loads(hosts[rendezvous.rank])[0]
-    ranks = [rank for rank, host in enumerate(hosts) if json.loads(host)[0] == mine]
-    refusal = next((reason for rank in ranks if (reason := json.loads(hosts[rank])[1])), "")
+    mine = [rendezvous.host_identity, _namespaces(), unavailable or ""]
+    places = [json.loads(each) for each in rendezvous.allgather(json.dumps(mine).encode())]
+    ranks = [rank for rank, place in enumerate(places) if place[:2] == mine[:2]]
+    apart = _apart([spaces for host, spaces, _ in places if host == mine[0]])
+    refusal = next((reason for rank in ranks if (reason := places[rank][2])), "")
     if not refusal and len(ranks) > native.MAX_RANKS:
         refusal = f"{len(ranks)} ranks on one host are more than {native.MAX_RANKS}"
 
@@ -108,8 +109,10 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     segment, refusal = share_file(rendezvous, ranks, nbytes, refusal, use)
     if segment is None:
         return None, refusal
+    if len(ranks) == 1:
+        return segment, apart or "no other rank runs on this host"
     shared = f"{len(ranks)} ranks of this host share up to {len(segment.bytes) >> 10} KiB"
-    return segment, shared if len(ranks) > 1 else "no other rank runs on this host"
+    return segment, f"{shared}; {apart}" if apart else shared
 
 
 def share_file(
@@ -127,8 +130,11 @@ def share_file(
             offer = f"/proc/{os.getpid()}/fd/{file}"
         except (OSError, AttributeError) as error:
             refusal = f"memfd_create: {error}"
-    offer = rendezvous.allgather(offer.encode())[ranks[0]].decode()
-    if offer:
+    offers = [json.loads(each) for each in rendezvous.allgather(json.dumps([offer, _namespaces()]).encode())]
+    offer = offers[ranks[0]][0]
+    if apart := _apart([offers[rank][1] for rank in ranks], ["pid"]):  # there the path may name another file
+        refusal = apart
+    elif offer:
         try:
             used = use(os.open(offer, os.O_RDWR | os.O_CLOEXEC))
         except (OSError, ValueError) as error:
@@ -165,10 +171,17 @@ def process(pid: int) -> tuple[str, int]:
     return fields[0], 0 if fields[0] in "ZX" else int(fields[19])
 
 
-def _namespaces() -> str:
+def _namespaces() -> dict[str, str]:
     """Those that processes of a host have in common if they can share memory and see each other in /proc.
 
     Network namespaces count as hosts: separating them is a request to use the network.
     """
-    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net") if Path("/proc/self/ns").exists()]
-    return " ".join(spaces)
+    return {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net") if Path("/proc/self/ns").exists()}
+
+
+def _apart(spaces: list[dict[str, str]], kinds: Sequence[str] = ("pid", "net")) -> str:
+    """Why processes of one host in these namespaces share no memory, judged by those ``kinds``; "" if they can."""
+    found = [kind for kind in kinds if len({each.get(kind) for each in spaces}) > 1]
+    names, flags = (" and ".join(texts[kind] for kind in found) for texts in (_NAMES, _FLAGS))
+    share = f"(containers: share them, as with {flags})"
+    return f"the ranks of this host are in different {names} namespaces {share}" if found else ""
