@@ -18,7 +18,8 @@ import pytest
 
 import kos
 from kos.comm.recorder.__main__ import main
-from kos.errors import CollectiveMismatch, KosError
+from kos.comm.recorder.analysis import load
+from kos.errors import CollectiveMismatch, DataError, KosError
 from kos.testing import spawn
 from tests.comm.test_recorder import ONES, line_of
 from tests.forked import python
@@ -321,6 +322,28 @@ def test_files_that_are_no_dumps(
     said = capsys.readouterr().err
     expected = "a flight record of version 2" if text is not None else "a dump or a folder of dumps"
     assert f"kos: error: {file}: expected {expected}, got {got}" in said and said.count("\n") == 1
+
+
+def test_a_truncated_dump_leaves_the_good_ones_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is named, its rank is no rank that wrote no dump, and the status is not that of a healthy job."""
+
+    def body(comm: kos.Communicator) -> None:
+        comm.all_gather(ONES)
+
+    run_and_dump(tmp_path, 3, body)
+    whole = tmp_path / "rank_1.json"
+    whole.write_bytes(whole.read_bytes()[:-30])
+    text = read(tmp_path, capsys, 1)
+    assert text.startswith("2 dumps of 3 ranks; 1 collective that these ranks made alike\n")
+    assert f"\nnot read: {whole}: expected a flight record of version 2, got JSONDecodeError: " in text
+    assert "nothing is wrong in these; no dump of rank 1; the last operation of each rank:" in text
+    stuck = json.loads((tmp_path / "rank_0.json").read_text())
+    stuck["entries"][-1] |= {"state": "started"}
+    (tmp_path / "rank_0.json").write_text(json.dumps(stuck))
+    assert "\nno dump of rank 1: lost, killed, or stuck, or not read\n" in read(tmp_path, capsys, 1)
+    with pytest.raises(DataError, match=r"rank_1\.json: expected a flight record"):
+        load([tmp_path])
+    assert [dump.rank for dump in load([tmp_path], [])] == [0, 2]
 
 
 def test_dumps_that_do_not_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

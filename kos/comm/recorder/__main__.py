@@ -1,9 +1,10 @@
 """Read flight records: python -m kos.comm.recorder DUMP… [--trace OUT.json]
 
 Joins the dumps of a job's ranks (files, or folders of them).  Reports which rank did not arrive at which operation,
-which ranks called different operations, and the last operation of each rank.  Exit status: 0 if all ranks agree and
-all operations are complete, 1 if a problem was found, 2 for dumps that cannot be read.  The trace is for Perfetto and
-chrome://tracing: one track per rank.
+which ranks called different operations, and the last operation of each rank.  A file that is no dump, such as a
+truncated one, is named and left out.  Exit status: 0 if all ranks agree and all operations are complete, 1 if a problem
+was found or a file was left out, 2 if there is no dump or the dumps are of several jobs.  The trace is for Perfetto
+and chrome://tracing: one track per rank.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("dumps", nargs="+", metavar="DUMP", help="a rank's dump, or a folder of them")
     parser.add_argument("--trace", type=Path, metavar="OUT.json", help="also write a trace for ui.perfetto.dev")
     options = parser.parse_args(arguments)
+    unread: list[str] = []
     try:
-        dumps = load(options.dumps)
+        dumps = load(options.dumps, unread)
         if options.trace:
             options.trace.write_text(json.dumps(to_trace(dumps)))
     except (DataError, OSError) as error:
         print(f"kos: error: {error}", file=sys.stderr)
         return 2
-    alike, findings = analyze(dumps)
+    alike, findings = analyze(dumps, unread)
     of = f"{plural(len(dumps), 'dump')} of {plural(dumps[0].size, 'rank')}"
     missing = f" in these; no dump of {missing}" if (missing := absent(dumps)) else ""
     wrong = "where each rank stands:" if findings else f"nothing is wrong{missing}; the last operation of each rank:"
     with printing():
         print(f"{of}; {plural(alike, 'collective')} that {'these' if missing else 'all'} ranks made alike")
-        print(*findings, wrong, *(f"  {dump.last_operation()}" for dump in dumps), sep="\n")
-    return 1 if findings else 0
+        print(*(f"not read: {error}" for error in unread), *findings, wrong, *(f"  {dump.last_operation()}" for dump in dumps), sep="\n")
+    return 1 if findings or unread else 0
 
 
 def to_trace(dumps: list[Dump]) -> dict[str, Any]:

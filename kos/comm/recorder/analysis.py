@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,16 @@ class Dump:
         return f"rank {self.rank}: {call.group}: {call}: {call.state}, called{call.where}{when}{why}"
 
 
-def load(paths: Iterable[str | Path]) -> list[Dump]:
+def load(paths: Iterable[str | Path], unread: list[str] | None = None) -> list[Dump]:
     """Read dumps, in rank order; a folder stands for its ``*.json`` files, else for those of its last job.
 
-    Raises DataError for a file that cannot be read or is no flight record, for two dumps of one rank, and for a dump
-    of another job.  Dumps of other tools carry no job: their groups are compared.
+    Raises DataError for a file that does not exist or is no flight record, for two dumps of one rank, and for a dump
+    of another job.  Dumps of other tools carry no job: their groups are compared.  With ``unread``, files that are no
+    flight records, such as truncated ones, are left out: their errors are appended to it.  If none is left, the first
+    one is raised.
     """
     dumps: dict[int, Dump] = {}
+    damaged: list[DataError] = []
     for given in map(Path, paths):
         files = sorted(given.glob("*.json")) if given.is_dir() else [given]
         if not files and (jobs := sorted({file.parent for file in given.glob("*/*.json")})):
@@ -109,7 +112,13 @@ def load(paths: Iterable[str | Path]) -> list[Dump]:
         if not files:
             raise DataError(f"{given}: expected dumps (*.json) in the folder, got none")
         for file in files:
-            dump = _load(file)
+            try:
+                dump = _load(file)
+            except DataError as error:
+                if unread is None or not file.exists():
+                    raise
+                damaged.append(error)
+                continue
             if dump.rank in dumps:
                 raise DataError(f"{file}: expected one dump a rank, got a second one of rank {dump.rank}")
             other = next(iter(dumps.values()), dump)
@@ -119,6 +128,10 @@ def load(paths: Iterable[str | Path]) -> list[Dump]:
                 expected = f"expected a dump of the job of rank {other.rank}'s{job}, got one of another job{another}"
                 raise DataError(f"{file}: {expected}: give each job a folder of its own")
             dumps[dump.rank] = dump
+    if damaged and not dumps:
+        raise damaged[0]
+    if unread is not None:
+        unread += map(str, damaged)
     return [dumps[rank] for rank in sorted(dumps)]
 
 
@@ -147,10 +160,11 @@ def absent(dumps: list[Dump]) -> str:
     return ranks_in_words(ranks) if ranks else ""
 
 
-def analyze(dumps: list[Dump]) -> tuple[int, list[str]]:
+def analyze(dumps: list[Dump], unread: Sequence[str] = ()) -> tuple[int, list[str]]:
     """Join the dumps: (number of collectives that agree on all ranks, findings).
 
-    For each group it reports the first wrong collective, and each rank's first incomplete message.
+    For each group it reports the first wrong collective, and each rank's first incomplete message.  ``unread``: the
+    errors of files that ``load`` left out, which may be the dumps that are missing.
     """
     alike, findings = 0, []
     groups: dict[str, list[int]] = {}
@@ -163,7 +177,7 @@ def analyze(dumps: list[Dump]) -> tuple[int, list[str]]:
         findings += _messages(name, ranks, dumps)
     findings.sort(key=lambda text: (_DIFFER not in text, _ELSEWHERE in text))  # causes before their consequences
     if findings and (missing := absent(dumps)):
-        findings.append(f"no dump of {missing}: lost, killed, or stuck")
+        findings.append(f"no dump of {missing}: lost, killed, or stuck{', or not read' if unread else ''}")
     return alike, findings
 
 
