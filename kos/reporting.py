@@ -9,7 +9,7 @@ import time
 import traceback
 from typing import NoReturn
 
-from kos.errors import ConfigError, KosError, RankLost, in_words
+from kos.errors import BackendUnavailable, ConfigError, DataError, InvalidArgument, KosError, RankLost, in_words
 
 RANK_0_SECONDS = 10.0
 """How long the other ranks wait for rank 0 to print an error that all have; its exit ends them."""
@@ -30,6 +30,15 @@ class Parser(argparse.ArgumentParser):
             message += ", got none"
         message = message.replace("ignored explicit argument", "expected no value, got")
         raise ConfigError(message.removeprefix("argument "))
+
+
+def exit_status(error: Exception) -> int:
+    """The exit status of a command that ends with ``error`` before it has begun its work, or at any time.
+
+    2 if the user must change something first: arguments, an input that does not exist, a backend or place that cannot
+    be used.  1 for a failure of the work itself.
+    """
+    return 2 if isinstance(error, (ConfigError, InvalidArgument, DataError, BackendUnavailable)) else 1
 
 
 def report(error: Exception, rank: int, note: str = "", debug: bool = False) -> None:

@@ -7,6 +7,7 @@ are of several commits, each row names its commit.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def join(results: list[Row]) -> Row:
     }
 
 
-def main() -> None:
+def main() -> int:
+    """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m kos.bench.join", description=__doc__)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="JOINED", required=True)
@@ -54,8 +56,10 @@ def main() -> None:
     try:
         options.json.write_text(to_json(join([read(file, *KEYS) for file in options.files])))
     except (KosError, OSError) as error:
-        raise SystemExit(f"kos: error: {error}") from error
+        print(f"kos: error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -6,6 +6,7 @@ are such rows), bus bandwidth back to back on the right; one line per implementa
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -101,18 +102,23 @@ def _panel(axes: Any, lines: dict[str, list[Row]], value: str) -> None:
     axes.plot(sizes, bound, label="physical limit", color="black", linestyle="--", linewidth=1.2, zorder=1)
 
 
-def main() -> None:
-    if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m kos.bench.plot RESULT.json PICTURE.png")
-    source, target = map(Path, sys.argv[1:])
+def main() -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m kos.bench.plot", description=__doc__)
+    parser.add_argument("result", type=Path, metavar="RESULT.json")
+    parser.add_argument("picture", type=Path, metavar="PICTURE.png")
+    options = parser.parse_args()
     try:
-        check_picture(target)
-        plot(json.loads(source.read_text()), target)
+        check_picture(options.picture)
+        plot(json.loads(options.result.read_text()), options.picture)
     except (KosError, OSError) as error:
-        raise SystemExit(f"kos: error: {error}") from error
+        print(f"kos: error: {error}", file=sys.stderr)
+        return 2
     except (KeyError, TypeError, ValueError) as error:
-        raise SystemExit(f"kos: error: {source}: expected a result of kos.bench, got {error!r}") from error
+        print(f"kos: error: {options.result}: expected a result of kos.bench, got {error!r}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -36,7 +36,7 @@ from kos.cuda import capture, create_stream, driver, set_device, streams
 from kos.errors import BackendUnavailable, ConfigError, InvalidArgument, KosError
 from kos.files import check_writable, replace_file
 from kos.memory.array import Array, as_dtype
-from kos.reporting import Parser, report
+from kos.reporting import Parser, exit_status, report
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 SMALLEST = KB
@@ -333,10 +333,11 @@ def main(arguments: list[str] | None = None) -> int:
                 write(path, data)
             except OSError as error:
                 print(json.dumps(data))
-                raise InvalidArgument(f"{path} was not written ({error}): the table is printed above") from error
+                print(f"kos: error: {path} was not written ({error}): the table is printed above", file=sys.stderr)
+                return 1
             print(f"written: {path}")
     except KosError as error:
         if launched_rank() == 0 or not isinstance(error, BackendUnavailable):  # all ranks raise BackendUnavailable
             print(f"kos: error: {error}", file=sys.stderr)
-        return 1
+        return exit_status(error)
     return 0

@@ -319,7 +319,7 @@ def test_where_the_table_goes_is_looked_at_first(
         assert read(path, GPU, LINK, 4).to_json() == parse(TABLE, "").to_json()
     capsys.readouterr()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x.json"))
-    assert tune.main([]) == tune.main(["--out", "/nowhere/x.json"]) == tune.main(["--out", str(tmp_path)]) == 1
+    assert tune.main([]) == tune.main(["--out", "/nowhere/x.json"]) == tune.main(["--out", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert said.out == "" and done == ["measured"] * 2
     cache, nowhere, folder = said.err.splitlines()
@@ -366,7 +366,7 @@ def test_no_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(tune, "init", nothing)
     for rank, said in ((0, "kos: error: peer: no CUDA driver\n"), (1, "")):
         monkeypatch.setattr(tune, "launched_rank", lambda rank=rank: rank)
-        assert tune.main([]) == 1
+        assert tune.main([]) == 2
         assert capsys.readouterr().err == said
 
 

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             broken = on_threads(options)
     except KosError as error:
-        print(f"kos.testing.conformance: {error}", file=sys.stderr)
+        print(f"kos: error: {error}", file=sys.stderr)
         return 2
     finally:
         log.removeHandler(shown)
