@@ -74,7 +74,8 @@ def measure(piece: Piece, path: Path, name: str, commit: str | None) -> str:
     with path.with_suffix(".log").open("w") as log:
         try:
             process = subprocess.Popen([*words, "--json", str(unfinished)], cwd=ROOT, env=environment, stdout=log,
-                                       stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+                                       stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+                                       preexec_fn=heed_sigint)  # fmt: skip
         except OSError as error:
             return str(error)
         try:
@@ -88,6 +89,11 @@ def measure(piece: Piece, path: Path, name: str, commit: str | None) -> str:
         return f"exit code {code}; see {near(log.name)}"
     unfinished.replace(path)
     return ""
+
+
+def heed_sigint() -> None:
+    """In a piece: ``end`` sends it SIGINT, which a shell without job control makes jobs in the background ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -6,7 +6,9 @@ import gc
 
 import pytest
 
-from tests.run import ROOT, WITH_GPUS, WITH_MPI
+from tests.run import ROOT, WITH_GPUS, WITH_MPI, heed_sigint
+
+heed_sigint()  # for the tests that send it to programs that they start
 
 
 def mentions_torch(item: pytest.Item) -> bool:

@@ -128,10 +128,19 @@ def run_rank(stage: str, arguments: list[str]) -> int:
     return int(code)
 
 
+def heed_sigint() -> None:
+    """Make SIGINT interrupt this process, and those that it starts, even if a shell began it in the background.
+
+    A shell without job control starts jobs in the background with SIGINT ignored, which their children inherit.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def run_once(command: list[str], limit: float) -> int | str:
     """The command's exit code, or why it has none.  SIGTERM ends the command too, as Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=heed_sigint)
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:

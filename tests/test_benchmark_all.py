@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -120,10 +121,22 @@ def test_a_piece_ends_with_its_ranks(
     assert "failed: expected its end within 1 s; see " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_piece_too(number: int, fake: Path) -> None:
-    begun = fake / "pid"
-    program = f"import os, sys, time; open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+@pytest.mark.parametrize(
+    ("number", "start"),
+    [(signal.SIGINT, None), (signal.SIGTERM, None), (signal.SIGTERM, partial(signal.signal, signal.SIGINT, signal.SIG_IGN))],
+    ids=["SIGINT", "SIGTERM", "SIGTERM, SIGINT ignored"],
+)
+def test_a_signal_ends_the_piece_too(number: int, start: Callable[[], object] | None, fake: Path) -> None:
+    """By Ctrl-C, so that it cleans up, even if a shell began the benchmark in the background, where that is ignored."""
+    begun, cleaned = fake / "pid", fake / "cleaned"
+    program = f"""
+import os, time
+try:
+    open({str(begun)!r}, "w").write(str(os.getpid()))
+    time.sleep(600)
+finally:
+    open({str(cleaned)!r}, "w")
+"""
     text = f"""
 import sys
 from benchmarks import all as command
@@ -132,11 +145,12 @@ command.programme = lambda *_: {{"calls": [Piece({shlex.join(["python", "-c", pr
 sys.argv = ["all", "--gpus", "0", "--json", {str(fake)!r}, "--parts", {str(fake)!r}]
 raise SystemExit(command.main())
 """
-    process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.DEVNULL, preexec_fn=start)
     wait_for(lambda: begun.exists() and begun.read_text() != "", "the piece")
     process.send_signal(number)
     assert process.wait(60) != 0
     wait_for(lambda: not Path(f"/proc/{begun.read_text()}").exists(), "the end of the piece")
+    assert cleaned.exists()
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:

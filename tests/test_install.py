@@ -161,7 +161,6 @@ def test_ctrl_c_asks_the_ranks_to_save_and_a_later_one_ends_them(tmp_path: Path,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in the background ignore it
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().endswith(f"/mpirun -n 3 {venv}/bin/python -m kos.train --steps 5\n")

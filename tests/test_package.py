@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 
@@ -108,7 +109,9 @@ def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
         assert process.communicate(timeout=60)[1] == "" and process.returncode == -signal.SIGINT
 
 
-def test_what_a_command_printed_before_ctrl_c_is_not_lost() -> None:
+@pytest.mark.parametrize(("ignored", "status"), [(False, -signal.SIGINT), (True, 0)])
+def test_what_a_command_printed_before_ctrl_c_is_not_lost(ignored: bool, status: int) -> None:
+    """A command that a shell began in the background ignores SIGINT, and goes on."""
     program = """
 import os, runpy, signal
 from kos.__main__ import main
@@ -119,8 +122,9 @@ runpy.run_module = run_module
 main(["schedules"])
 """
     command = ["env", "-u", "PYTHONUNBUFFERED", sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "printed\n", "")
+    start = partial(signal.signal, signal.SIGINT, signal.SIG_IGN) if ignored else None
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=start)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "printed\n", "")
 
 
 @pytest.mark.parametrize(
