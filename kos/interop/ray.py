@@ -12,7 +12,6 @@ stream of the tensor's library.  Actors that do without ``ray.util.collective`` 
 
 from __future__ import annotations
 
-import functools
 import json
 import secrets
 import socket
@@ -21,6 +20,7 @@ import time
 from typing import Any
 
 import kos
+from kos.comm.arguments import check_timeout
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.bootstrap import rendezvous_of
 from kos.errors import InvalidArgument, RendezvousError
@@ -79,19 +79,28 @@ class Collectives:
         self.comm.close()
 
 
-@functools.cache
-def register(name: str = "kos", backend: str = "auto", timeout: float = 120.0) -> None:
-    """Register kos as the backend ``name`` of ``ray.util.collective`` in this process; a repeated call does nothing.
+_terms: dict[str, tuple[str, float]] = {}
+"""The backend and the timeout of the groups of each registered name."""
 
-    ``backend`` and ``timeout`` (seconds) are those of ``kos.init`` for each group.  Raises ValueError if another
-    backend has that name; ImportError for a Ray without ``register_collective_backend``.
+
+def register(name: str = "kos", backend: str = "auto", timeout: float = 120.0) -> None:
+    """Register kos as the backend ``name`` of ``ray.util.collective`` in this process.
+
+    ``backend`` and ``timeout`` (seconds) are those of ``kos.init`` for each group that is created later; a further call
+    replaces them.  Raises InvalidArgument for a timeout that is not positive; ValueError if another backend has that
+    name; ImportError for a Ray without ``register_collective_backend``.
+
+    A hook that Ray finds by its name is called without arguments: to set them there, name a function of your own.
     """
     from ray.util.collective.backend_registry import register_collective_backend
     from ray.util.collective.collective_group.base_collective_group import BaseGroup
 
+    terms, key = (backend, check_timeout(timeout)), name.upper()  # Ray compares names so
+
     class KosGroup(Collectives, BaseGroup):
         def __init__(self, world_size: int, rank: int, group_name: str) -> None:
             super().__init__(world_size, rank, group_name)
+            backend, timeout = _terms[key]
             met = rendezvous(group_name, rank, world_size, timeout)
             self.comm = kos.init(backend, rendezvous=met, timeout=timeout, process_hooks=False)
 
@@ -99,7 +108,9 @@ def register(name: str = "kos", backend: str = "auto", timeout: float = 120.0) -
         def check_backend_availability(cls) -> bool:
             return True
 
-    register_collective_backend(name, KosGroup)
+    if key not in _terms:
+        register_collective_backend(name, KosGroup)
+    _terms[key] = terms
 
 
 def rendezvous(group: str, rank: int, size: int, timeout: float = 120.0) -> Rendezvous:

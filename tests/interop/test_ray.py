@@ -16,9 +16,9 @@ import pytest
 
 import kos
 from kos.errors import InvalidArgument, RendezvousError
-from kos.interop.ray import Collectives, rendezvous
+from kos.interop.ray import Collectives, register, rendezvous
 from kos.testing import spawn
-from tests.comm.tcp_ranks import TIMEOUT, free_port, run_threads
+from tests.comm.tcp_ranks import ROOT, TIMEOUT, free_port, run_threads
 from tests.comm.test_jobs import environment
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
@@ -34,7 +34,7 @@ from kos.errors import KosError, RankLost
 LIMIT = 200
 kos.interop.ray.register()
 ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False,
-         runtime_env={"worker_process_setup_hook": "kos.interop.ray.register"})
+         runtime_env={"worker_process_setup_hook": "HOOK"})
 """
 
 
@@ -148,10 +148,37 @@ def test_a_rank_that_does_not_come_is_named(store: Store) -> None:
         rendezvous("a", 1, 2, 0.1)
 
 
-def run_program(tmp_path: Path, text: str) -> None:
+def test_a_later_registration_replaces_the_terms(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that Ray finds by its name has registered kos with the defaults."""
+    registered, made = dict[str, Any](), list[Any]()
+
+    def register_collective_backend(name: str, group: Any) -> None:
+        if name.upper() in registered:
+            raise ValueError("already registered")
+        registered[name.upper()] = group
+
+    base = SimpleNamespace(BaseGroup=type("BaseGroup", (), {"__init__": lambda self, size, rank, name: None}))
+    registry = SimpleNamespace(register_collective_backend=register_collective_backend)
+    monkeypatch.setitem(sys.modules, "ray.util.collective.backend_registry", registry)
+    monkeypatch.setitem(sys.modules, "ray.util.collective.collective_group", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.util.collective.collective_group.base_collective_group", base)
+    monkeypatch.setattr(kos, "init", lambda backend, rendezvous, timeout, process_hooks: made.append((backend, timeout)))
+    register("of a test")
+    with pytest.raises(InvalidArgument, match="timeout: expected a positive number of seconds, got -1"):
+        register("of a test", timeout=-1)
+    registered["OF A TEST"](1, 0, "a")
+    register("of a Test", "tcp", timeout=600)
+    registered["OF A TEST"](1, 0, "b")
+    assert made == [("auto", 120.0), ("tcp", 600.0)]
+    registered["KNOWN"] = object()
+    with pytest.raises(ValueError, match="already registered"):
+        register("known")
+
+
+def run_program(tmp_path: Path, text: str, hook: str = "kos.interop.ray.register") -> None:
     path = tmp_path / "program.py"
-    path.write_text(HEAD + text)
-    env = {**environment(), "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    path.write_text(HEAD.replace("HOOK", hook) + text)
+    env = {**environment(), "PYTHONPATH": f"{ROOT}:{tmp_path}", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(
         [sys.executable, str(path)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
     )
@@ -202,6 +229,27 @@ again = ray.get([w.start_again.remote(2, k) for k, w in enumerate(workers[:2])],
 assert again == [([[0.0, 0.0], [1.0, 1.0]], k, 2) for k in range(2)], again
 print("ok")
 """,
+    )
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_hook_of_a_module_sets_the_timeout(tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text("import kos.interop.ray\ndef register(): kos.interop.ray.register(timeout=3)\n")
+    run_program(
+        tmp_path,
+        """
+@ray.remote(num_cpus=0)
+class Worker:
+    def timeout(self):
+        return collective.collective.get_group_handle().comm.timeout
+
+workers = [Worker.remote() for _ in range(2)]
+collective.create_collective_group(workers, 2, [0, 1], backend="kos")
+assert ray.get([w.timeout.remote() for w in workers], timeout=LIMIT) == [3.0] * 2
+print("ok")
+""",
+        hook="hooks.register",
     )
 
 
