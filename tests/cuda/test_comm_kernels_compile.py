@@ -73,7 +73,7 @@ def test_no_multicast() -> None:
 
 
 def test_layout_is_the_hosts() -> None:
-    """The offsets that peer.py computes are those of the headers."""
+    """The offsets that the package peer computes are those of the headers."""
     from kos.comm.gpu.peer import compressed, exchange
     from kos.comm.gpu.peer import engine as peer
     from kos.comm.gpu.peer import record as words

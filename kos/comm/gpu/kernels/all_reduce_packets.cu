@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
 
 #if COMPILED(RING)
-// schedules/reducing.py, ring_all_reduce: chunk b is added from rank b on; slot s is for what step s sends.
+// comm/schedules/basic.py, ring_all_reduce: chunk b is added from rank b on; slot s is for what step s sends.
 ALL_REDUCE(ring) {
     after_former_kernel();
     Mailbox box(context, own_slab, own_rank);
@@ -240,7 +240,7 @@ ALL_REDUCE(ring) {
 #endif
 
 #if COMPILED(TREE)
-// schedules/reducing.py, tree_all_reduce: up a binary tree in heap order and down again.
+// comm/schedules/trees.py, binary: up a binary tree in heap order and down again.
 // Slots 0 and 1 are for the children, slot 2 for the parent.
 ALL_REDUCE(tree) {
     after_former_kernel();
