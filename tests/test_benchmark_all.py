@@ -123,7 +123,11 @@ def test_a_piece_ends_with_its_ranks(
 
 @pytest.mark.parametrize(
     ("number", "start"),
-    [(signal.SIGINT, None), (signal.SIGTERM, None), (signal.SIGTERM, partial(signal.signal, signal.SIGINT, signal.SIG_IGN))],
+    [
+        (signal.SIGINT, None),
+        (signal.SIGTERM, None),
+        (signal.SIGTERM, partial(signal.signal, signal.SIGINT, signal.SIG_IGN)),
+    ],
     ids=["SIGINT", "SIGTERM", "SIGTERM, SIGINT ignored"],
 )
 def test_a_signal_ends_the_piece_too(number: int, start: Callable[[], object] | None, fake: Path) -> None:

@@ -246,7 +246,8 @@ def test_files_without_results_are_not_drawn(
     (tmp_path / "other").write_text('{"rows": [{}]}')
     for source, said in (("other", "expected a result of kos.bench"), ("no", "No such file")):
         monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path / source), str(tmp_path / "x.png")])
-        assert plot.main() == 2
+        with pytest.raises(SystemExit, match="2"):
+            plot.main()
         assert re.match(f"kos: error: .*{said}", capsys.readouterr().err)
 
 

@@ -46,7 +46,10 @@ def sources() -> list[Path]:
     return [path for path in found if path.is_file() and "__pycache__" not in path.parts]
 
 def wrong(path: Path, known: dict[str, Path]) -> list[str]:
-    """What the comments of a file name that does not exist.  ``known``: the files of the clone by every end of a path."""
+    """What the comments of a file name that does not exist.
+
+    ``known``: the files of the clone, by every end of their paths.
+    """
 
     def absent(text: str) -> Iterator[str]:
         for name in NAMED.findall(text):
@@ -76,8 +79,8 @@ def test_the_files_that_comments_name_exist() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("a.cu", "// schedules/gone.py: so\nchar* s = \"// gone.c\"; /* of\n gone.cuh */", ["schedules/gone.py", "gone.cuh"]),
-        ("a.py", '"""As gone.py."""\nx = "gone.c"  # in gone.h\n"""Of gone.cu, and KERNEL.cu."""', ["gone.py", "gone.h", "gone.cu"]),
+        ("a.cu", "// sub/gone.py: so\nchar* s = \"// gone.c\"; /* of\n gone.cuh */", ["sub/gone.py", "gone.cuh"]),
+        ("a.py", '"""As gone.py."""\nx = "gone.c"  # in gone.h\n"""KERNEL.cu."""', ["gone.py", "gone.h"]),
         ("a.cu", "// b.h, some_name; b.h, other_name; sub/b.h", ["other_name in b.h", "sub/b.h"]),
     ],
 )  # fmt: skip

@@ -41,9 +41,9 @@ def read_by(tree: ast.AST) -> Iterator[str]:
             of, key = node.value, node.slice
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
             of, key = node.comparators[0], node.left
-        if of is not None and ast.unparse(of) in ("environ", "os.environ", "self.environ"):
-            if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                yield key.value
+        named = of is not None and ast.unparse(of) in ("environ", "os.environ")
+        if named and isinstance(key, ast.Constant) and isinstance(key.value, str):
+            yield key.value
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -81,6 +81,7 @@ def test_every_variable_on_the_page_is_read() -> None:
 def test_every_variable_of_the_tests_is_on_the_page() -> None:
     """Those of kos's own name that a test, a benchmark or a hook of the site reads."""
     reads = re.compile(r"environ(?:\.get\(|\[)\"(KOS_[A-Z_]+)\"")
-    names = {name for path in python_files("tests", "benchmarks", "docs/hooks") for name in reads.findall(path.read_text())}
+    files = python_files("tests", "benchmarks", "docs/hooks")
+    names = {name for path in files for name in reads.findall(path.read_text())}
     names -= {"KOS_TEST_FIRST"}  # a test sets it for its own ranks
     assert names <= listed().keys(), names - listed().keys()

@@ -7,7 +7,6 @@ are of several commits, each row names its commit.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,7 @@ def join(results: list[Row]) -> Row:
     }
 
 
-def main() -> int:
-    """Run the command; returns its exit status."""
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kos.bench.join", description=__doc__)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="JOINED", required=True)
@@ -56,10 +54,8 @@ def main() -> int:
     try:
         options.json.write_text(to_json(join([read(file, *KEYS) for file in options.files])))
     except (KosError, OSError) as error:
-        print(f"kos: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        parser.exit(2, f"kos: error: {error}\n")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +101,7 @@ def _panel(axes: Any, lines: dict[str, list[Row]], value: str) -> None:
     axes.plot(sizes, bound, label="physical limit", color="black", linestyle="--", linewidth=1.2, zorder=1)
 
 
-def main() -> int:
-    """Run the command; returns its exit status."""
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kos.bench.plot", description=__doc__)
     parser.add_argument("result", type=Path, metavar="RESULT.json")
     parser.add_argument("picture", type=Path, metavar="PICTURE.png")
@@ -112,13 +110,10 @@ def main() -> int:
         check_picture(options.picture)
         plot(json.loads(options.result.read_text()), options.picture)
     except (KosError, OSError) as error:
-        print(f"kos: error: {error}", file=sys.stderr)
-        return 2
+        parser.exit(2, f"kos: error: {error}\n")
     except (KeyError, TypeError, ValueError) as error:
-        print(f"kos: error: {options.result}: expected a result of kos.bench, got {error!r}", file=sys.stderr)
-        return 2
-    return 0
+        parser.exit(2, f"kos: error: {options.result}: expected a result of kos.bench, got {error!r}\n")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -44,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = "where each rank stands:" if findings else f"nothing is wrong{missing}; the last operation of each rank:"
     with printing():
         print(f"{of}; {plural(alike, 'collective')} that {'these' if missing else 'all'} ranks made alike")
-        print(*(f"not read: {error}" for error in unread), *findings, wrong, *(f"  {dump.last_operation()}" for dump in dumps), sep="\n")
+        damaged = (f"not read: {error}" for error in unread)
+        print(*damaged, *findings, wrong, *(f"  {dump.last_operation()}" for dump in dumps), sep="\n")
     return 1 if findings or unread else 0
 
 
