@@ -40,13 +40,14 @@ SECRETS = "expected the same secret (KOS_SECRET) on all ranks, got another"
 
 
 def test_variables_of_launchers() -> None:
-    torch = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "h", "MASTER_PORT": "7", "LOCAL_RANK": "0"}
+    secret = {"KOS_SECRET": "x"}  # else the user's own, in a home that may be read-only
+    torch = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "h", "MASTER_PORT": "7", "LOCAL_RANK": "0", **secret}
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_LOCALID": "2"}
     place = Place.read(torch)
     assert (place.rank, place.size, place.local_rank, place.host, list(place.ports)) == (1, 3, 0, "h", [7])
     place = Place.read({**torch, **slurm})
     assert place.local_rank == 0
-    master = {"MASTER_ADDR": "h", "MASTER_PORT": "7"}
+    master = {"MASTER_ADDR": "h", "MASTER_PORT": "7", **secret}
     place = Place.read({**slurm, **master})
     assert (place.rank, place.size, place.local_rank) == (1, 3, 2)
     agent = Place.read({**torch, "MASTER_PORT": "65530", "TORCHELASTIC_USE_AGENT_STORE": "True"})
