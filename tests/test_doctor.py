@@ -75,7 +75,8 @@ def place(rank: int, size: int) -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    where = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {**where, "KOS_SECRET": "x"}  # else the user's own, in a home that may be read-only
 
 
 def test_a_rank_that_does_not_come() -> None:
