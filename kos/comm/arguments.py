@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,15 @@ def check_totals(what: str, totals: Sequence[int], expected: Sequence[int]) -> N
             raise InvalidArgument(f"{what}: expected {wanted} elements on rank {rank}, got {got}")
 
 
+def size_and_place(out: Any, x: Buffer, stream: Any) -> tuple[int, int]:
+    """The elements of ``out`` and its ``place_of``, before counts are known; -1 for both without ``out``."""
+    if out is None:
+        return -1, -1
+    recv = as_buffer(out, "out", writable=True, stream=stream)
+    expect_alike(recv, x)
+    return recv.count, place_of(x, recv)
+
+
 def shard_shape(send: Buffer, size: int) -> tuple[int, ...]:
     """The shape of one of ``size`` equal shards: split along the first dimension if that divides, else 1-D."""
     if send.count % size:
@@ -140,13 +150,12 @@ def shard_shape(send: Buffer, size: int) -> tuple[int, ...]:
     return (send.count // size,)
 
 
-def output(out: Any, send: Buffer, shape: tuple[int, ...] | None, stream: Any, own: int | None = None) -> Buffer:
+def output(out: Any, send: Buffer, shape: tuple[int, ...], stream: Any, own: int | None = None) -> Buffer:
     """``out``, checked against ``send``, or a new array of ``shape`` in the same memory, of the same library.
 
-    It may share memory with ``send`` only as ``refuse_overlap`` allows.  A ``shape`` of None: ``out`` has any.
+    It may share memory with ``send`` only as ``refuse_overlap`` allows.
     """
     if out is None:
-        assert shape is not None
         convert = None
         if type(send.array) not in (np.ndarray, Array):
             out, convert = empty_like(send.array, shape, stream), converter(send.array)
@@ -162,7 +171,7 @@ def output(out: Any, send: Buffer, shape: tuple[int, ...] | None, stream: Any, o
         return recv
     recv = as_buffer(out, "out", writable=True, stream=stream)
     expect_alike(recv, send)
-    if shape is not None and recv.count != math.prod(shape):
+    if recv.count != math.prod(shape):
         raise InvalidArgument(f"out: expected {math.prod(shape)} elements (shape {shape}), got shape {recv.shape}")
     refuse_overlap(send, recv, own)
     return recv
@@ -199,9 +208,27 @@ def expect_place(out: Buffer, x: Buffer) -> None:
 
 
 def refuse_overlap(send: Buffer, recv: Buffer, own: int | None = None) -> None:
-    """Check that input and output do not overlap, unless the smaller is exactly shard ``own`` of the larger."""
-    if not send.overlaps(recv):
-        return
+    """Check that input and output do not overlap, unless the smaller begins at element ``own`` of the larger."""
+    check_place(place_of(send, recv), own)
+
+
+def place_of(send: Buffer, recv: Buffer) -> int:
+    """The element of the larger array at which the smaller begins: -1 if they are apart, -2 if it is no part of it."""
     small, large = (send, recv) if send.count < recv.count else (recv, send)
-    if own is None or small.address != large.address + own * small.nbytes:
-        raise InvalidArgument("out: expected memory that does not overlap x, got arrays that overlap")
+    if not small.count or not send.overlaps(recv):
+        return -1
+    start, odd = divmod(small.address - large.address, large.dtype.itemsize)
+    return start if not odd and 0 <= start <= large.count - small.count else -2
+
+
+def check_places(places: Sequence[int], counts: Sequence[int]) -> None:
+    """Check what ``place_of`` returned on every rank, all of which raise the same error."""
+    for rank, (place, own) in enumerate(zip(places, accumulate(counts, initial=0), strict=False)):
+        check_place(place, own, f" on rank {rank}")
+
+
+def check_place(place: int, own: int | None, where: str = "") -> None:
+    """Check what ``place_of`` returned, of this rank, or of the rank that ``where`` names."""
+    if place not in (-1, own):
+        part = "" if own is None else f", or a part that begins at element {own} of the larger array"
+        raise InvalidArgument(f"out: expected memory that does not overlap x{part}{where}, got arrays that overlap")

@@ -21,6 +21,8 @@ from kos.comm.arguments import (
     check_bool,
     check_counts,
     check_peer,
+    check_place,
+    check_places,
     check_rank,
     check_tag,
     check_timeout,
@@ -29,8 +31,10 @@ from kos.comm.arguments import (
     expect_place,
     in_and_out,
     output,
+    place_of,
     refuse_overlap,
     shard_shape,
+    size_and_place,
 )
 from kos.comm.compression import CARRIED, check_compress
 from kos.comm.operation import AUTO, NO_MESSAGE, Message, Operation, Options
@@ -307,7 +311,8 @@ class Operations:
             work = self._find("reduce_scatter", x, out, stream, options, op)
         if work is None:
             send = _input(x, stream)
-            recv = output(out, send, shard_shape(send, self.size), stream, self.rank)
+            shape = shard_shape(send, self.size)
+            recv = output(out, send, shape, stream, self.rank * (send.count // self.size))
             reduction = resolve(op, send.dtype, self.size)
             work = self._prepare(Operation("reduce_scatter", self.rank, options, send, recv, reduction), op)
         return work.prepared.start(self, work)
@@ -317,10 +322,10 @@ class Operations:
                          compress: str | None = None) -> Any:
         """``reduce_scatter`` by ``op`` with shards of different sizes: ``counts[r]`` elements for rank r.
 
-        ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements and does not
-        overlap ``x``.  Contributions are always added in rank order.  Returns ``out``, or a new 1-D array, whatever
-        the shape of ``x``.  ``counts=None`` on all ranks, which pass ``out``: the sizes of ``out`` travel first (see
-        ``all_gather_v``).
+        ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements; it does not
+        overlap ``x``, or is exactly this rank's shard of it.  Contributions are always added in rank order.  Returns
+        ``out``, or a new 1-D array, whatever the shape of ``x``.  ``counts=None`` on all ranks, which pass ``out``: the
+        sizes of ``out`` travel first (see ``all_gather_v``).
 
             mine = comm.reduce_scatter_v(gradients, [3, 5])
         """
@@ -333,11 +338,10 @@ class Operations:
             if counts is None:
                 if out is None:
                     raise InvalidArgument("counts: expected numbers without out, got None")
-                size = output(out, send, None, stream).count
-                counts, totals = self._counts_of_all("reduce_scatter_v", "counts", options, send, (size, send.count))
-                check_totals("x", totals, [sum(counts)] * self.size)
+                size, place = size_and_place(out, send, stream)
+                counts = self._counts_of_all("reduce_scatter_v", "x", options, send, (size, send.count, place))
             counts = check_counts("counts", counts, self.size, send)
-            recv = output(out, send, (counts[self.rank],), stream)
+            recv = output(out, send, (counts[self.rank],), stream, sum(counts[: self.rank]))
             work = self._prepare(
                 Operation("reduce_scatter_v", self.rank, options, send, recv, reduction, send_counts=counts), op
             )
@@ -453,7 +457,7 @@ class Operations:
             work = self._find("all_gather", x, out, stream, options)
         if work is None:
             send = _input(x, stream)
-            recv = output(out, send, (self.size, *send.shape), stream, self.rank)
+            recv = output(out, send, (self.size, *send.shape), stream, self.rank * send.count)
             work = self._prepare(Operation("all_gather", self.rank, options, send, recv))
         return work.prepared.start(self, work)
 
@@ -461,13 +465,14 @@ class Operations:
                      async_op: bool = False, timeout: float | None = None, compress: str | None = None) -> Any:
         """``all_gather`` of different sizes: ``counts[r]`` elements from rank r.
 
-        ``counts`` is the same on all ranks, and ``counts[rank]`` is ``x.size``.  ``out`` has ``sum(counts)`` elements
-        and does not overlap ``x``.  Returns ``out``, or a new 1-D array, whatever the shape of ``x``.
+        ``counts`` is the same on all ranks, and ``counts[rank]`` is ``x.size``.  ``out`` has ``sum(counts)`` elements;
+        it does not overlap ``x``, or ``x`` is exactly this rank's shard of it.  Returns ``out``, or a new 1-D array,
+        whatever the shape of ``x``.
 
         ``counts=None`` on all ranks: the sizes travel first, by host memory, and the host waits for them, also with
-        ``async_op=True``.  In host memory that is an operation with a number of its own.  If a size is wrong, every
-        rank raises InvalidArgument that names its rank.  In a batch, for a persistent operation and in a CUDA graph
-        ``counts`` must be given.
+        ``async_op=True``.  In host memory that is an operation with a number of its own.  If a size is wrong, or arrays
+        overlap otherwise, every rank raises InvalidArgument that names its rank.  In a batch, for a persistent
+        operation and in a CUDA graph ``counts`` must be given.
 
             tokens = comm.all_gather_v(mine, [3, 5])
         """
@@ -477,7 +482,7 @@ class Operations:
         if work is None:
             send = _input(x, stream)
             counts = self._gather_counts("all_gather_v", counts, send, out, options, stream)
-            recv = output(out, send, (sum(counts),), stream)
+            recv = output(out, send, (sum(counts),), stream, sum(counts[: self.rank]))
             work = self._prepare(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
         return work.prepared.start(self, work)
 
@@ -521,9 +526,10 @@ class Operations:
             send = _input(x, stream)
             send_counts = check_counts("send_counts", send_counts, self.size, send)
             if recv_counts is None:
-                size = -1 if out is None else output(out, send, None, stream).count
+                size, place = size_and_place(out, send, stream)
+                check_place(place, None)
                 mine = *send_counts, size
-                *to_each, sizes = self._counts_of_all("all_to_all_v", "recv_counts", options, send, mine)
+                *to_each, sizes = self._numbers_of_all("all_to_all_v", "recv_counts", options, send, mine)
                 recv_counts = to_each[self.rank]
                 check_totals("out", sizes, [sum(counts) for counts in to_each])
             recv_counts = check_counts("recv_counts", recv_counts, self.size)
@@ -551,7 +557,7 @@ class Operations:
         if work is None:
             send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
             if self._is_root("out", out, root):
-                recv = output(out, send, (self.size, *send.shape), stream, self.rank)
+                recv = output(out, send, (self.size, *send.shape), stream, self.rank * send.count)
             work = self._prepare(Operation("gather", self.rank, options, send, recv, root=root))
         return work.prepared.start(self, work)
 
@@ -573,7 +579,7 @@ class Operations:
             gets = self._is_root("out", out, root)
             counts = self._gather_counts("gather_v", counts, send, out, options, stream)
             if gets:
-                recv = output(out, send, (sum(counts),), stream)
+                recv = output(out, send, (sum(counts),), stream, sum(counts[: self.rank]))
             work = self._prepare(Operation("gather_v", self.rank, options, send, recv, root=root, recv_counts=counts))
         return work.prepared.start(self, work)
 
@@ -596,7 +602,7 @@ class Operations:
                 expect_alike(recv, send)
                 if send.count != self.size * recv.count:
                     raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {send.count}")
-                refuse_overlap(send, recv, self.rank)
+                refuse_overlap(send, recv, self.rank * recv.count)
             work = self._prepare(Operation("scatter", self.rank, options, send, recv, root=root))
         return work.prepared.start(self, work)
 
@@ -605,7 +611,8 @@ class Operations:
         """``scatter`` with shards of different sizes: ``counts[r]`` elements for rank r.
 
         ``counts`` is the same on all ranks.  ``x`` has ``sum(counts)`` elements of out's dtype on ``root``, and is None
-        elsewhere.  ``out`` has ``counts[rank]`` elements and does not overlap ``x``.  Returns ``out``.
+        elsewhere.  ``out`` has ``counts[rank]`` elements; it does not overlap ``x``, or is exactly this rank's shard of
+        it.  Returns ``out``.
         ``counts=None`` on all ranks: the sizes of ``out`` travel first (see ``all_gather_v``).
 
             comm.scatter_v(tokens if comm.rank == 0 else None, [3, 5], mine)
@@ -618,15 +625,15 @@ class Operations:
             if self._is_root("x", x, root := check_rank("root", root, self.size)):
                 send = _input(x, stream)
                 expect_alike(recv, send)
-                refuse_overlap(send, recv)
             if counts is None:
-                mine = recv.count, -1 if send is None else send.count
-                counts, totals = self._counts_of_all("scatter_v", "counts", options, recv, mine)
-                check_totals("x", totals, [sum(counts)] * self.size)
+                size, place = (-1, -1) if send is None else (send.count, place_of(send, recv))
+                counts = self._counts_of_all("scatter_v", "x", options, recv, (recv.count, size, place))
             counts = check_counts("counts", counts, self.size, send)
             if counts[self.rank] != recv.count:
                 expected = f"counts[{self.rank}] = {counts[self.rank]}"
                 raise InvalidArgument(f"out: expected {expected} elements, got {recv.count}")
+            if send is not None:
+                refuse_overlap(send, recv, sum(counts[: self.rank]))
             work = self._prepare(Operation("scatter_v", self.rank, options, send, recv, root=root, send_counts=counts))
         return work.prepared.start(self, work)
 
@@ -641,9 +648,8 @@ class Operations:
     ) -> tuple[int, ...]:
         """The counts of an all_gather_v or a gather_v, checked."""
         if counts is None:
-            size = -1 if out is None else output(out, send, None, stream).count
-            counts, sizes = self._counts_of_all(name, "counts", options, send, (send.count, size))
-            check_totals("out", sizes, [sum(counts)] * self.size)
+            mine = send.count, *size_and_place(out, send, stream)
+            counts = self._counts_of_all(name, "out", options, send, mine)
         counts = check_counts("counts", counts, self.size)
         if counts[self.rank] != send.count:
             expected = f"counts[{self.rank}] = {counts[self.rank]}"
@@ -651,6 +657,18 @@ class Operations:
         return counts
 
     def _counts_of_all(
+        self, name: str, whole: str, options: Options, buffer: Buffer, mine: tuple[int, int, int]
+    ) -> tuple[int, ...]:
+        """The counts of all ranks, for a call without ``counts``; all ranks raise if an array of one does not fit.
+
+        ``mine`` has this rank's count, the elements of ``whole`` (-1: it has none), and what ``place_of`` returns.
+        """
+        counts, totals, places = self._numbers_of_all(name, "counts", options, buffer, mine)
+        check_totals(whole, totals, [sum(counts)] * self.size)
+        check_places(places, counts)
+        return counts
+
+    def _numbers_of_all(
         self, name: str, what: str, options: Options, buffer: Buffer, mine: Sequence[int]
     ) -> list[tuple[int, ...]]:
         """The numbers of every rank, for a call without ``what``.  The host waits for them."""

@@ -274,6 +274,9 @@ class Operations:
         self, name: str, counts: Sequence[int] | None, send: Buffer, out: Any, options: Options, stream: Any
     ) -> tuple[int, ...]: ...
     def _counts_of_all(
+        self, name: str, whole: str, options: Options, buffer: Buffer, mine: tuple[int, int, int]
+    ) -> tuple[int, ...]: ...
+    def _numbers_of_all(
         self, name: str, what: str, options: Options, buffer: Buffer, mine: Sequence[int]
     ) -> list[tuple[int, ...]]: ...
     @overload

@@ -55,14 +55,19 @@ def prepare(
     xs = inputs(seed, number, step, members or list(range(comm.size)))
     before = xs[comm.rank]
     x, expected = before.copy(), result(step, xs, comm.rank)
-    in_place = step.in_place and step.name in model.IN_PLACE
-    out = x if in_place or expected is None else np.full(expected.size, 99, step.dtype)
+    size = (x if expected is None else expected).size
+
+    def arrays(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        out = np.full(size, 99, step.dtype)
+        return model.in_place(step, len(xs), comm.rank, x, out) if step.in_place else (x, out)
+
+    (x, out), (kept, part) = arrays(x), arrays(before)
+    if expected is not None:
+        part[...] = expected
 
     def check() -> None:
-        if expected is not None:
-            assert_bits(out.reshape(-1), expected, str(step))
-        if out is not x or expected is None:
-            assert_bits(x, before, f"the input of {step}")
+        assert_bits(out, part, str(step))
+        assert_bits(x, kept, f"the input of {step}")
 
     return *arguments(comm, step, x, out), check
 

@@ -32,6 +32,7 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     test_messages,
     test_mismatch_raises_on_all_ranks,
     test_several_communicators,
+    test_uneven_shards_in_place_in_a_graph,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]

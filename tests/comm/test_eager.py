@@ -104,6 +104,27 @@ def run() -> Any:
 
 
 @on_each_rank("run")
+def test_shards_in_place_go_to_python(comm: kos.Communicator, /) -> None:
+    """Among calls of the same shapes that the core makes; with the results of these."""
+    counts, start = [2, 3], 2 * comm.rank
+    whole, apart = np.empty(5), np.full(counts[comm.rank], comm.rank + 1.0)
+    mine = whole[start : start + apart.size]
+    for turn in range(4):
+        comm.all_gather_v(apart, counts, whole)
+        whole[:] = 0
+        mine[:] = apart
+        before = hits(comm)
+        assert comm.all_gather_v(mine, counts, whole) is whole and hits(comm) == before
+        assert whole.tolist() == [1, 1, 2, 2, 2], turn
+        assert comm.reduce_scatter_v(whole, counts, mine) is mine and (mine == comm.size * apart).all()
+        with pytest.raises(InvalidArgument, match="overlap"):
+            comm.all_gather_v(whole[1 : 1 + apart.size], counts, whole)
+    before = hits(comm)
+    comm.all_gather_v(apart, counts, whole)
+    assert hits(comm) == before + 1
+
+
+@on_each_rank("run")
 def test_the_recorder_has_them(comm: kos.Communicator, /) -> None:
     x = np.ones(3)
     for _ in range(3):

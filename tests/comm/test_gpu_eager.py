@@ -52,7 +52,15 @@ BY_PEER = {
     "send_recv": lambda c, x, y: c.send_recv(x, y[: x.size], 1 - c.rank, 1 - c.rank),
     "all_gather_v": lambda c, x, y: c.all_gather_v(x, [x.size, x.size], y),
     "reduce_scatter_v": lambda c, x, y: c.reduce_scatter_v(y, (x.size, x.size), x),
-}
+    "all_gather_v in place": lambda c, x, y: c.all_gather_v(own(c, y), [x.size, x.size], y.reshape(2, -1)),
+    "reduce_scatter_v in place": lambda c, x, y: c.reduce_scatter_v(y.reshape(2, -1), (x.size, x.size), own(c, y)),
+    "gather_v in place": lambda c, x, y: c.gather_v(*(
+        (own(c, y), [x.size] * 2, 1, y.reshape(2, -1)) if c.rank == 1 else (x, [x.size] * 2, 1)
+    )),
+    "scatter_v in place": lambda c, x, y: c.scatter_v(*(
+        (y.reshape(2, -1), [x.size] * 2, own(c, y), 1) if c.rank == 1 else (None, [x.size] * 2, x, 1)
+    )),
+}  # fmt: skip
 
 
 def test_results_are_those_of_calls_through_python(gpu_run: Run, seed: int) -> None:
@@ -133,6 +141,10 @@ def test_wrong_arrays_are_refused(gpu_run: Run) -> None:
         for wrong, out in ((frozen, None), (freed, None), (x[:4], x[2:6])):
             with pytest.raises(InvalidArgument), by(comm, 0):
                 comm.all_reduce(wrong, out=out)
+        for _ in range(3):
+            comm.all_gather_v(own(comm, x), [4, 4], x)
+            with pytest.raises(InvalidArgument, match="does not overlap"), by(comm, 0):
+                comm.all_gather_v(x[2:6], [4, 4], x)
         with by(comm, 0):
             comm.all_reduce(x[:4], out=x[:4])
 

@@ -52,6 +52,10 @@ CALLS: dict[str, Callable[..., Any]] = {
     "gather_v": lambda c, x, y: c.gather_v(x, [x.size], 0, out=y),
     "scatter_v": lambda c, x, y: c.scatter_v(x, [x.size], y, root=0),
     "all_to_all_v": lambda c, x, y: c.all_to_all_v(x, [x.size], [x.size], y),
+    "all_gather_v in place": lambda c, x, y: c.all_gather_v(x, [x.size], x),
+    "gather_v in place": lambda c, x, y: c.gather_v(x, [x.size], 0, out=x),
+    "reduce_scatter_v in place": lambda c, x, y: c.reduce_scatter_v(x, [x.size], x),
+    "scatter_v in place": lambda c, x, y: c.scatter_v(x, [x.size], x, root=0),
 }
 """Each leaves in its result what was in ``x``."""
 

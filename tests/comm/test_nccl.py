@@ -196,6 +196,48 @@ def test_graph_capture_and_replay(gpu: Any, /, seed: int, deterministic: bool) -
     graph.close()
 
 
+@pytest.mark.parametrize("scale", [1, 40_000])
+@pytest.mark.parametrize("windows", [False, True])
+@on_each_rank("ranks.run")
+def test_uneven_shards_in_place_in_a_graph(gpu: Any, /, seed: int, windows: bool, scale: int) -> None:
+    """Each rank's shard lies in the larger array; the last rank's is empty, if there are several."""
+    comm, n, me = gpu.comm, gpu.size, gpu.rank
+    stream = cuda.create_stream(comm.device)
+    counts = [scale * (2 * r + 1) for r in range(n)]
+    counts[-1] *= n == 1
+    ends = np.cumsum(counts)
+    mine, total = slice(int(ends[me]) - counts[me], int(ends[me])), int(ends[-1])
+    make = comm.allocate if windows else lambda size, dtype: Array.empty(size, dtype, comm.device, stream=stream)
+    gathered, at_root, added, scattered = arrays = [make(total, np.int32) for _ in range(4)]
+    root = n - 1
+
+    def calls() -> None:
+        comm.all_gather_v(gathered[mine], counts, gathered, stream=stream)
+        comm.gather_v(at_root[mine], counts, root, at_root if me == root else None, stream=stream)
+        comm.reduce_scatter_v(added, counts, added[mine], stream=stream)
+        comm.scatter_v(scattered if me == root else None, counts, scattered[mine], root, stream=stream)
+
+    calls()  # connects
+    comm.synchronize(stream=stream)
+    with cuda.capture(stream, keep=arrays) as graph:
+        calls()
+    for turn in range(6):
+        xs = np.random.default_rng([seed, turn]).integers(0, 1 << 20, (n, total), np.int32)
+        comm.barrier(stream=stream)
+        for x in arrays:
+            x.copy_from(xs[me], stream)
+        graph.replay(stream) if turn % 2 else calls()
+        comm.synchronize(stream=stream)
+        whole = np.concatenate([x[end - count : end] for x, count, end in zip(xs, counts, ends, strict=True)])
+        assert_bits(gathered.numpy(stream), whole, f"all_gather_v {turn}")
+        assert_bits(at_root.numpy(stream), whole if me == root else xs[me], f"gather_v {turn}")
+        for x, shard in ((added, xs.sum(0, np.int32)[mine]), (scattered, xs[root][mine])):
+            expected = xs[me].copy()
+            expected[mine] = shard
+            assert_bits(x.numpy(stream), expected, f"turn {turn}")
+    graph.close()
+
+
 @on_each_rank("ranks.run")
 def test_graph_of_batches_and_persistent_operations(gpu: Any, /, seed: int) -> None:
     comm, n, me = gpu.comm, gpu.size, gpu.rank

@@ -184,6 +184,27 @@ def test_messages_in_windows_go_through_staging_memory(gpu: Any, /, fake: FakeNC
     assert (comm.reduce_scatter_v(window[:6], [1, 2, 3]).numpy()[0] == np.arange(6)[[0, 1, 3]][me] * 3 + 300).all()
 
 
+@on_each_rank(FakeRanks(3).run)
+def test_uneven_shards_of_a_window_in_place(gpu: Any, /, fake: FakeNCCL) -> None:
+    """What goes to other ranks is staged, in a graph too; what stays is left where it is."""
+    comm, me, counts = gpu.comm, gpu.rank, [1, 0, 3]
+    mine = slice(sum(counts[:me]), sum(counts[: me + 1]))
+    for captured in (False, True):
+        x = comm.allocate((4, 4), np.int32)
+        x.copy_from(np.arange(16, dtype=np.int32).reshape(4, 4) + 100 * me)
+        with captures() if captured else nullcontext():
+            comm.all_gather_v(x[0][mine], counts, x[0], stream=5)
+            comm.gather_v(x[1][mine], counts, 2, x[1] if me == 2 else None, stream=5)
+            comm.reduce_scatter_v(x[2], counts, x[2][mine], stream=5)
+            comm.scatter_v(x[3] if me == 2 else None, counts, x[3][mine], 2, stream=5)
+        expected = np.arange(16).reshape(4, 4) + 100 * me
+        expected[0] = [0, 201, 202, 203]
+        expected[1] = [4, 205, 206, 207] if me == 2 else expected[1]
+        expected[2][mine] = (3 * np.arange(8, 12) + 300)[mine]
+        expected[3][mine] = np.arange(212, 216)[mine]
+        assert x.numpy().tolist() == expected.tolist()
+
+
 @on_each_rank(FakeRanks(2).run)
 def test_captured_messages_in_cumemcreate_memory_go_through_staging_memory(gpu: Any, /, fake: FakeNCCL) -> None:
     comm, x, out = gpu.comm, Array.zeros(4, np.float32, 0), Array.zeros(4, np.float32, 0)

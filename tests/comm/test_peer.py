@@ -39,6 +39,7 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     test_mismatch_raises_on_all_ranks,
     test_refusals,
     test_several_communicators,
+    test_uneven_shards_in_place_in_a_graph,
 )
 from tests.comm.test_nccl_windows import test_windows  # noqa: F401 -- collected here
 from tests.comm.test_peer_kernels import expected as in_turn

@@ -163,19 +163,52 @@ def test_arrays_are_not_held_and_the_cache_is_bounded(alone: kos.Communicator) -
     assert {each() for each in arrays} == {None} and 0 < len(alone.backend.store) <= MOST_STORED
 
 
-@on_each_rank(spawn, 2)
-def test_arrays_that_overlap_otherwise_are_another_call(comm: kos.Communicator, /) -> None:
-    """An all_gather may read this rank's shard of its output, and no other memory of it."""
-    whole, prepared = np.zeros(8), Prepared(comm)
-    mine = whole[4 * comm.rank :][:4]
-    for turn in range(3):
-        mine[:] = turn + comm.rank
-        assert prepared.by(lambda: comm.all_gather(mine, whole)) == (turn == 0)
-        assert whole.tolist() == [turn] * 4 + [turn + 1] * 4
-    for _ in range(2):
-        comm.all_gather(np.ones(4), whole)
-        with pytest.raises(InvalidArgument, match="arrays that overlap"):
-            comm.all_gather(whole[2:6], whole)
+IN_PLACE: dict[str, Callable[[kos.Communicator, Any, Any, tuple[int, int]], Any]] = {
+    "all_gather": lambda comm, part, whole, counts: comm.all_gather(part, whole),
+    "gather": lambda comm, part, whole, counts: comm.gather(part, 1, whole if comm.rank == 1 else None),
+    "scatter": lambda comm, part, whole, counts: comm.scatter(whole if comm.rank == 1 else None, part, 1),
+    "reduce_scatter": lambda comm, part, whole, counts: comm.reduce_scatter(whole, part),
+    "all_gather_v": lambda comm, part, whole, counts: comm.all_gather_v(part, counts, whole),
+    "gather_v": lambda comm, part, whole, counts: comm.gather_v(part, counts, 1, whole if comm.rank == 1 else None),
+    "scatter_v": lambda comm, part, whole, counts: comm.scatter_v(whole if comm.rank == 1 else None, counts, part, 1),
+    "reduce_scatter_v": lambda comm, part, whole, counts: comm.reduce_scatter_v(whole, counts, part),
+}
+
+
+@pytest.mark.parametrize("run", [lambda body: spawn(body, 2), TCPRanks(2).run], ids=["mock", "tcp"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_arrays_that_overlap_otherwise_are_another_call(name: str, run: Any) -> None:
+    """This rank's shard may lie in the larger array, and no other part of it; each kind of call is cached."""
+
+    def body(comm: kos.Communicator) -> None:
+        counts, gathers = (2, 4) if name.endswith("_v") else (4, 4), "gather" in name
+        start, count, total = comm.rank * counts[0], counts[comm.rank], sum(counts)
+        has_whole = comm.rank == 1 or name.startswith(("all", "reduce"))
+        call = IN_PLACE[name]
+        for _ in range(3):
+            for apart in (False, True):
+                whole = np.full(total, 10.0 * comm.rank) + np.arange(total)
+                mine = whole[start : start + count]
+                part = mine.copy() if apart or not has_whole else mine
+                if gathers and apart:
+                    whole[:] = -1
+                call(comm, part, whole, counts)
+                given = np.arange(total) + np.repeat([0.0, 10.0], counts)  # what each rank's shard held
+                if gathers and has_whole:
+                    assert whole.tolist() == given.tolist()
+                elif not gathers:
+                    expected = np.arange(total) * (1 + ("reduce" in name)) + 10
+                    assert part.tolist() == expected[start : start + count].tolist()
+            if has_whole:
+                other = whole[1 : 1 + count]  # neither rank's shard
+                with pytest.raises(InvalidArgument, match=f"or a part that begins at element {start} of the larger"):
+                    call(comm, other, whole, counts)
+        prepared = Prepared(comm)
+        assert not prepared.by(lambda: call(comm, part, whole, counts))
+        inside = whole[start : start + count] if has_whole else part
+        assert not prepared.by(lambda: call(comm, inside, whole, counts))
+
+    run(body)
 
 
 @pytest.mark.parametrize("run", [spawn, shared_ranks.run], ids=["mock", "shared"])

@@ -47,6 +47,12 @@ def _equal_parts(comm: Communicator, form: Format, xs: Sequence[Any]) -> None:
     _compare(comm, comm.reduce_scatter(xs[me], compress=form.name), _sum(form, mine), f"reduce_scatter {what}")
     _compare(comm, comm.all_to_all(xs[me], compress=form.name), _moved(form, mine), f"all_to_all {what}")
     _compare(comm, comm.all_gather(xs[me], compress=form.name).reshape(-1), _moved(form, xs), f"all_gather {what}")
+    whole = np.concatenate(xs).reshape(n, -1)
+    comm.all_gather(whole[me], whole, compress=form.name)
+    _compare(comm, whole.reshape(-1), _moved(form, xs), f"all_gather in place {what}")
+    whole = xs[me].reshape(n, -1).copy()
+    comm.reduce_scatter(whole, whole[me], compress=form.name)
+    _compare(comm, whole[me], _sum(form, mine), f"reduce_scatter in place {what}")
 
 
 def _uneven_parts(comm: Communicator, form: Format, counts: list[int], xs: Sequence[Any]) -> None:
@@ -56,6 +62,12 @@ def _uneven_parts(comm: Communicator, form: Format, counts: list[int], xs: Seque
     got = comm.reduce_scatter_v(xs[me], counts, compress=form.name)
     _compare(comm, got, _sum(form, mine), f"reduce_scatter_v {what}")
     _compare(comm, comm.all_gather_v(own[me], counts, compress=form.name), _moved(form, own), f"all_gather_v {what}")
+    part = slice(sum(counts[:me]), sum(counts[: me + 1]))
+    x, whole = xs[me].copy(), np.concatenate(own)
+    comm.reduce_scatter_v(x, counts, x[part], compress=form.name)
+    _compare(comm, x[part], _sum(form, mine), f"reduce_scatter_v in place {what}")
+    comm.all_gather_v(whole[part], counts, whole, compress=form.name)
+    _compare(comm, whole, _moved(form, own), f"all_gather_v in place {what}")
     got = comm.all_to_all_v(xs[me], counts, [counts[me]] * n, compress=form.name)
     _compare(comm, got, _moved(form, mine), f"all_to_all_v {what}")
 

@@ -44,6 +44,7 @@ def refused_sizes(comm: Communicator) -> None:
     n, last = comm.size, comm.size - 1
     odd, total = comm.rank == last, n * (n + 1) // 2
     x: Any = np.ones(comm.rank + 1)
+    whole: Any = np.ones(total)
     wrong: dict[str, Callable[[], Any]] = {
         f"out: expected {total} elements on rank {last}, got {total + 1}": lambda: comm.all_gather_v(
             x, out=np.empty(total + odd)),
@@ -55,6 +56,8 @@ def refused_sizes(comm: Communicator) -> None:
             np.ones(total + 1) if odd else None, None, x.copy(), last),
         f"x: expected {total} elements on rank {last}, got {total + 2}": lambda: comm.reduce_scatter_v(
             np.ones(total + 2 * odd), out=np.empty(comm.rank + 1)),
+        f"out: expected memory that does not overlap x, .* on rank {last}": lambda: comm.all_gather_v(
+            whole[: x.size] if odd else x, out=whole),
     }  # fmt: skip
     for text, call in wrong.items():
         with raises(InvalidArgument, text):

@@ -19,6 +19,8 @@ MOVING = (
     "scatter_v", "send_recv",
 )  # fmt: skip
 IN_PLACE = ("all_reduce", "reduce", "scan", "exscan", "broadcast")
+GATHERING = ("all_gather", "all_gather_v", "gather", "gather_v")
+SCATTERING = ("reduce_scatter", "reduce_scatter_v", "scatter", "scatter_v")
 ROOTED = ("reduce", "broadcast", "gather", "gather_v", "scatter", "scatter_v")
 
 
@@ -64,6 +66,21 @@ def lengths(step: Step, n: int) -> list[int]:
     if step.name in ("reduce_scatter_v", "scatter_v"):
         return [sum(counts)] * n
     return counts if step.name in ("all_gather_v", "gather_v") else [step.count] * n
+
+
+def in_place(step: Step, n: int, me: int, x: Array, out: Array) -> tuple[Array, Array]:
+    """The arrays of the call in place, which hold what ``x`` does: the same one twice, or one is a part of the other.
+
+    Those given, for an operation that has no such form or a rank that passes one array.
+    """
+    counts = uneven(step, n) if step.name.endswith("_v") else [step.count] * n
+    part, is_root = slice(sum(counts[:me]), sum(counts[: me + 1])), me == step.root % n
+    if step.name in IN_PLACE:
+        return x, x
+    if step.name in GATHERING and (is_root or step.name.startswith("all")):
+        out[part] = x
+        return out[part], out
+    return (x, x[part]) if step.name in SCATTERING and (is_root or step.name.startswith("reduce")) else (x, out)
 
 
 def contributions(seed: int, step: Step, n: int) -> list[Array]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from kos.comm import Communicator, PremulSum, ReduceOp
 from kos.comm.schedules import algorithms
-from kos.testing.conformance.model import MOVING, REDUCING, ROOTED, Step, call, contributions, parts
+from kos.testing.conformance.model import MOVING, ROOTED, Step, call, contributions, in_place, parts
 from kos.testing.conformance.values import (
     LARGE,
     SIZES,
@@ -64,17 +64,21 @@ def correct(
         for what, got in again.items():
             assert (got is None) == (mine is None), f"{what} {step}"
             assert_bits(out if got is None else got.reshape(-1), out, f"{what} {step}")
-        if name in ("all_gather", "broadcast"):
-            whole = untouched.copy()
-            own = whole.reshape(n, -1)[me] if name == "all_gather" else whole
-            if name == "all_gather" or me == step.root:
-                own[...] = xs[me]
-            assert call(comm, replace(step, in_place=True), own, whole) is whole
-            assert_bits(whole, out, f"in place: {step}")
-        elif name in REDUCING and name != "reduce_scatter_v":
-            own = x.reshape(n, -1)[me] if name == "reduce_scatter" else x
-            call(comm, replace(step, in_place=True), x, own)
-            assert_bits(own, xs[me] if mine is None else out, f"in place: {step}")
+        if name.removesuffix("_v") not in ("all_to_all", "send_recv"):
+            for sized in (True, False)[: 1 + name.endswith("_v")]:
+                _check_in_place(comm, replace(step, in_place=True, sized=sized), x, None if mine is None else out)
+
+
+def _check_in_place(comm: Communicator, step: Step, x: Any, out: Any) -> None:
+    """The call of ``x`` in place gives ``out``, None on a rank without a result, and changes nothing else."""
+    count = (x if out is None else out).size
+    given, result = in_place(step, comm.size, comm.rank, x.copy(), poison(count, x.dtype))
+    kept, part = in_place(step, comm.size, comm.rank, x.copy(), poison(count, x.dtype))
+    assert call(comm, step, given, result) is (None if out is None else result)
+    if out is not None:
+        part[...] = out
+    assert_bits(result, part, f"in place: {step}")
+    assert_bits(given, kept, f"input in place: {step}")
 
 
 def messages(comm: Communicator, seed: int, dtype: Any) -> None:
