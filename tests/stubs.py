@@ -79,7 +79,7 @@ def _operation(name: str, node: ast.FunctionDef, async_op: str | None, result: s
     parameters = _parameters(node)
     if "T" in result:
         holder = "x" if parameters.get("out", "").endswith("...") or "out" not in parameters else "out"
-        parameters[holder] = "T"
+        parameters[holder] = "T | None" if name == "broadcast" else "T"
         if holder == "x" and "out" in parameters:
             parameters["out"] = "T | None = ..."
     if async_op is None:

@@ -426,17 +426,21 @@ class Operations:
         """Send the ``x`` of rank ``root`` to every rank.
 
         ``x`` has the same dtype and number of elements on all ranks; the data replaces it, or goes to ``out`` of x's
-        shape.  Returns the array that holds the data.  Only the root's ``x`` may be read-only.
+        shape.  With ``out``, ``x`` may be None on ranks other than ``root``.  Only the root's ``x`` may be read-only.
+        Returns the array that holds the data.
 
             comm.broadcast(weights, root=0)
         """
         options, work = self._options("broadcast", async_op, timeout, algorithm), None
         if type(root) is int:
-            work = self._find("broadcast", x, out, stream, options, None, root)
+            only_out = x is None and self.rank != root
+            work = self._find("broadcast", *((out, None) if only_out else (x, out)), stream, options, None, root)
         if work is None:
             root = check_rank("root", root, self.size)
             if out is None and self.rank == root:
                 send = recv = _input(x, stream)
+            elif x is None and out is not None and self.rank != root:
+                send = recv = as_buffer(out, "out", writable=True, stream=stream)
             else:
                 send, recv = in_and_out(x, out, stream)
             work = self._prepare(Operation("broadcast", self.rank, options, send, recv, root=root))
@@ -587,8 +591,9 @@ class Operations:
                 timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Send the r-th of ``size`` equal shards of the root's ``x`` to the ``out`` of rank r.
 
-        ``x`` has ``size * out.size`` elements of out's dtype on ``root``, and is None elsewhere.  ``out`` does not
-        overlap ``x``, or is exactly this rank's shard of it.  Returns ``out``.
+        ``x`` has ``size * out.size`` elements of out's dtype on ``root``.  On other ranks it is None, or an array like
+        the root's, which is not used.  ``out`` does not overlap the root's ``x``, or is exactly the root's shard of it.
+        Returns ``out``.
 
             comm.scatter(rows if comm.rank == 0 else None, row)
         """
@@ -596,12 +601,9 @@ class Operations:
         if type(root) is int and (x is not None) is (self.rank == root) and x is not out:
             work = self._find("scatter", x, out, stream, options, None, root)
         if work is None:
-            send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
-            if self._is_root("x", x, root := check_rank("root", root, self.size)):
-                send = _input(x, stream)
-                expect_alike(recv, send)
-                if send.count != self.size * recv.count:
-                    raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {send.count}")
+            recv, root = as_buffer(out, "out", writable=True, stream=stream), check_rank("root", root, self.size)
+            send = self._of_root(self._whole(x, recv, root, stream), root, self.size * recv.count)
+            if send is not None:
                 refuse_overlap(send, recv, self.rank * recv.count)
             work = self._prepare(Operation("scatter", self.rank, options, send, recv, root=root))
         return work.prepared.start(self, work)
@@ -610,9 +612,9 @@ class Operations:
                   async_op: bool = False, timeout: float | None = None) -> Any:
         """``scatter`` with shards of different sizes: ``counts[r]`` elements for rank r.
 
-        ``counts`` is the same on all ranks.  ``x`` has ``sum(counts)`` elements of out's dtype on ``root``, and is None
-        elsewhere.  ``out`` has ``counts[rank]`` elements; it does not overlap ``x``, or is exactly this rank's shard of
-        it.  Returns ``out``.
+        ``counts`` is the same on all ranks.  On ``root``, ``x`` has ``sum(counts)`` elements of out's dtype.  ``out``
+        has ``counts[rank]`` elements.  What ``x`` is on other ranks, and where ``out`` may lie: see ``scatter``.
+        Returns ``out``.
         ``counts=None`` on all ranks: the sizes of ``out`` travel first (see ``all_gather_v``).
 
             comm.scatter_v(tokens if comm.rank == 0 else None, [3, 5], mine)
@@ -621,14 +623,14 @@ class Operations:
         if type(root) is int and (x is not None) is (self.rank == root) and x is not out:
             work = self._find("scatter_v", x, out, stream, options, None, (root, _key(counts), None))
         if work is None:
-            send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
-            if self._is_root("x", x, root := check_rank("root", root, self.size)):
-                send = _input(x, stream)
-                expect_alike(recv, send)
+            recv, root = as_buffer(out, "out", writable=True, stream=stream), check_rank("root", root, self.size)
+            send = self._whole(x, recv, root, stream)
             if counts is None:
                 size, place = (-1, -1) if send is None else (send.count, place_of(send, recv))
-                counts = self._counts_of_all("scatter_v", "x", options, recv, (recv.count, size, place))
-            counts = check_counts("counts", counts, self.size, send)
+                mine = recv.count, size, place if self.rank == root else -1
+                counts = self._counts_of_all("scatter_v", "x", options, recv, mine)
+            counts = check_counts("counts", counts, self.size)
+            send = self._of_root(send, root, sum(counts))
             if counts[self.rank] != recv.count:
                 expected = f"counts[{self.rank}] = {counts[self.rank]}"
                 raise InvalidArgument(f"out: expected {expected} elements, got {recv.count}")
@@ -636,6 +638,21 @@ class Operations:
                 refuse_overlap(send, recv, sum(counts[: self.rank]))
             work = self._prepare(Operation("scatter_v", self.rank, options, send, recv, root=root, send_counts=counts))
         return work.prepared.start(self, work)
+
+    def _whole(self, x: Any, recv: Buffer, root: int, stream: Any) -> Buffer | None:
+        """The ``x`` of a scatter to ``recv``, checked; None if a rank that is not ``root`` passes none."""
+        if x is None and self.rank != root:
+            return None
+        send = _input(x, stream)
+        expect_alike(recv, send)
+        return send
+
+    def _of_root(self, send: Buffer | None, root: int, count: int) -> Buffer | None:
+        """The ``x`` of a scatter, of ``count`` elements, on ``root``; None on other ranks."""
+        if send is not None and send.count != count:
+            elsewhere = f"None on rank {self.rank}, which is not root {root}, or " * (self.rank != root)
+            raise InvalidArgument(f"x: expected {elsewhere}{count} elements, got {send.count}")
+        return send if self.rank == root else None
 
     def _is_root(self, what: str, given: Any, root: int) -> bool:
         """Whether this rank is ``root``.  Raises InvalidArgument if another rank passes the argument ``what``."""

@@ -171,13 +171,14 @@ class Groups(Operations):
             with self._exchange(call):
                 self.rendezvous.barrier()
 
-    def shrink(self) -> Self:
+    def shrink(self, *, timeout: float | None = None) -> Self:
         """The communicator of the surviving ranks, in their order, after some were lost; all survivors call it.
 
         This communicator and the groups split from it are aborted.  Ranks that still wait in one of their operations
         raise RankLost.  Split the result to have the groups again.  The launcher must let survivors live (mpirun:
         ``--with-ft ulfm``); ranks of MPI continue over tcp.  A rank that is stopped, or that the failure names, is left
-        out too if it does not call within the timeout.  When it wakes up, its next call raises.
+        out too if it does not call within the timeout.  When it wakes up, its next call raises.  ``timeout`` in seconds
+        replaces the communicator's own for this call.
 
         Raises BackendUnavailable under mpirun on hosts that do not reach each other by TCP, RendezvousError if another
         survivor does not call it within the timeout: the program may then call it again.  RankLost on a rank that the
@@ -188,7 +189,7 @@ class Groups(Operations):
             except RankLost:
                 comm = comm.shrink()
         """
-        return self._change("shrink", 0, None)
+        return self._change("shrink", 0, timeout)
 
     def grow(self, n: int, *, timeout: float | None = None) -> Self:
         """The communicator of all ranks of this one, in their order, and of ``n`` newcomers after them.
@@ -337,30 +338,37 @@ class Groups(Operations):
     def broadcast_bytes(self, data: bytes | None, root: int = 0, *, timeout: float | None = None) -> bytes:
         """The ``data`` of rank ``root``, of any length, on every rank.  The other ranks pass None.
 
-        Takes the ``timeout`` and raises the errors of ``all_gather_bytes``.
+        Takes the ``timeout`` and raises the errors of ``all_gather_bytes``.  If another rank passes data, all raise
+        InvalidArgument.
 
             settings = json.loads(comm.broadcast_bytes(file.read_bytes() if comm.rank == 0 else None))
         """
-        sends = self._is_root("data", data, root := check_rank("root", root, self.size))
-        parts = self._bytes("broadcast_bytes", "broadcast", data if sends else b"", root, timeout)
+        parts = self._bytes("broadcast_bytes", "broadcast", data, check_rank("root", root, self.size), timeout)
         assert parts is not None
         return parts[root]
 
     def _bytes(
         self, name: str, operation: str, data: Any, root: int | None, timeout: float | None
     ) -> list[bytes] | None:
-        """The bytes of every rank; None on a rank that gets none.  Lengths travel first."""
+        """The bytes of every rank; None on a rank that gets none.  Lengths travel first, -1 of data that is refused."""
         if self._batch is not None:
             raise InvalidArgument(f"{name}: expected a call outside of a batch, got one inside")
-        if not isinstance(data, bytes | bytearray | memoryview):
+        sends = operation != "broadcast" or self.rank == root
+        if sends and not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
-        data = bytes(data)
-        purpose = name if root is None else f"{name} with root {root}{self._suffix}"
-        if not self.backend.carries_host:
+        refused, data = not sends and data is not None, bytes(data) if sends else b""
+        purpose, parts = name if root is None else f"{name} with root {root}{self._suffix}", list[bytes]()
+        if self.backend.carries_host:
+            rows = self._all_gather_numbers([-1 if refused else len(data)], purpose, timeout)
+            counts = [row[0] for row in rows]
+        else:
             with self._exchange(purpose, timeout):
-                parts = self.rendezvous.allgather(data)
-            return None if operation == "gather_v" and self.rank != root else parts
-        counts = [row[0] for row in self._all_gather_numbers([len(data)], purpose, timeout)]
+                parts = self.rendezvous.allgather(b"" if refused else b"+" + data)
+            counts = [len(part) - 1 for part in parts]
+        if -1 in counts:
+            raise InvalidArgument(f"data: expected None on rank {counts.index(-1)}, which is not root {root}, got data")
+        if parts:
+            return None if operation == "gather_v" and self.rank != root else [part[1:] for part in parts]
         gets = operation != "gather_v" or self.rank == root
         out = np.empty(sum(counts) if gets else 0, np.uint8)
         send, recv = as_buffer(np.frombuffer(data, np.uint8), "data", False), as_buffer(out, "data", True)

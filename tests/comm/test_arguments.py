@@ -332,7 +332,7 @@ RIGHT |= {f"{name}_init": given for name, given in RIGHT.items()} | {
     **{name: {"data": b"abc"} for name in ("all_gather_bytes", "gather_bytes", "broadcast_bytes")},
     "batch": {}, "split": {"color": 0}, "synchronize": {},
     "allocate": {"shape": 3, "dtype": "float32"}, "abort": {}, "register": {"x": F},
-    "group": {"ranks": [0, 1]}, "grid": {"shape": 2}, "grow": {"n": 1}, "replace": {"n": 0},
+    "group": {"ranks": [0, 1]}, "grid": {"shape": 2}, "grow": {"n": 1}, "replace": {"n": 0}, "shrink": {},
 }  # fmt: skip
 
 

@@ -161,6 +161,10 @@ def test_large(ranks: Any, seed: int) -> None:
     ranks.run(lambda comm: results.large(comm, seed))
 
 
+def test_arguments_of_other_ranks_than_the_root(ranks: Any) -> None:
+    ranks.run(results.arguments_of_other_ranks_than_the_root)
+
+
 def test_shapes_and_scalars(ranks: Any) -> None:
     ranks.run(results.shapes_and_scalars)
 

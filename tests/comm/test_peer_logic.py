@@ -36,7 +36,10 @@ from tests.comm.fake_peer import HostMemory, ThreadRanks, no_gpus
 from tests.comm.host_kernel import HostKernel
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
-from tests.comm.test_conformance import test_shapes_and_scalars  # noqa: F401 -- collected here
+from tests.comm.test_conformance import (  # noqa: F401 -- collected here
+    test_arguments_of_other_ranks_than_the_root,
+    test_shapes_and_scalars,
+)
 from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_any_bytes_to_and_from_anybody,
     test_messages,

@@ -138,6 +138,24 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
+def test_shrink_has_a_timeout_of_its_own(on: Any) -> None:
+    done = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        usual = comm.timeout
+        if comm.rank == 0:
+            with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not arrive within 0.3 s"):
+                comm.shrink(timeout=0.3)
+            done.set()
+        assert done.wait(20)
+        with comm.shrink(timeout=15) as part:
+            assert part.timeout == part.rendezvous.timeout == usual != 15
+            assert part.all_reduce(np.ones(1)) == comm.size
+
+    on(2).run(body)
+
+
+@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
 def test_shrink_waits_until_the_deadline_of_the_lowest_rank(on: Any) -> None:
     def body(comm: kos.Communicator) -> int:
         comm.rendezvous.timeout = 1.2

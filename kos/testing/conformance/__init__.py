@@ -87,7 +87,8 @@ def cases(full: bool = False, seed: int = 0) -> list[Case]:
         add(results.deterministic_adds_in_rank_order, np.dtype(kind))
         add(results.scans_add_in_rank_order, np.dtype(kind))
     add(results.sums_of_16_bits_in_fp32, np.dtype(ml_dtypes.bfloat16))
-    for call in (results.nan_wins_min_and_max_on_every_rank, results.shapes_and_scalars, results.large, *order.ALL):
+    for call in (results.nan_wins_min_and_max_on_every_rank, results.shapes_and_scalars, results.large,
+                 results.arguments_of_other_ranks_than_the_root, *order.ALL):  # fmt: skip
         add(call)
     for form in FORMATS:
         for kind in (np.float32, np.float16, ml_dtypes.bfloat16):

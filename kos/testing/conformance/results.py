@@ -15,6 +15,7 @@ import numpy as np
 
 from kos.comm import Communicator, PremulSum, ReduceOp
 from kos.comm.schedules import algorithms
+from kos.errors import InvalidArgument
 from kos.testing.conformance.model import MOVING, ROOTED, Step, call, contributions, in_place, parts
 from kos.testing.conformance.values import (
     LARGE,
@@ -26,6 +27,7 @@ from kos.testing.conformance.values import (
     in_rank_order,
     inputs,
     poison,
+    raises,
 )
 
 
@@ -116,6 +118,29 @@ def shapes_and_scalars(comm: Communicator) -> None:
     for root in range(n):
         assert comm.gather_bytes(mine, root) == (everyone if comm.rank == root else None)
         assert comm.broadcast_bytes(mine if comm.rank == root else None, root) == everyone[root]
+
+
+def arguments_of_other_ranks_than_the_root(comm: Communicator) -> None:
+    """What only the root has is None elsewhere, or an array like the root's, which is not used; bytes are refused."""
+    n, root = comm.size, comm.size - 1
+    x, sent = np.arange(3.0 * n) + 1, comm.rank == root
+    mine = x[3 * comm.rank :][:3]
+    for _ in range(3):
+        for given in (x if sent else None, x.copy() if sent else -x):
+            out, part = np.zeros(3 * n), np.zeros(3)
+            assert comm.broadcast(given, root, out=out) is out
+            assert_bits(out, x, "broadcast with out")
+            comm.scatter(given, part, root)
+            assert_bits(part, mine, "scatter")
+            for counts in ([3] * n, None):
+                part[:] = 0
+                comm.scatter_v(given, counts, part, root)
+                assert_bits(part, mine, "scatter_v")
+            assert given is None or (np.abs(given) == x).all()
+    if n > 1:
+        with raises(InvalidArgument, f"data: expected None on rank 0, which is not root {root}, got data"):
+            comm.broadcast_bytes(b"", root)
+    assert comm.broadcast_bytes(b"x" if sent else None, root) == b"x"
 
 
 def deterministic_adds_in_rank_order(comm: Communicator, seed: int, dtype: Any) -> None:
