@@ -4,16 +4,24 @@ A vector is cut into blocks of 64 elements.  A block is sent as 64 codes and a s
 times the scale.  The kernels that include ``gpu/kernels/codec.cuh`` make and read the same bits, and so does the
 compiled core (``_core/codec.c``), which encodes four to five times as fast as NumPy here.
 
-======  ==============================  =================  =================================================
-name    code                            bytes by block     error of a finite x, where m is its block's maximum
-======  ==============================  =================  =================================================
-fp8     E4M3, up to 256                 66                 at most \\|x\\| / 15 + m / 2**17
-int8    -127 to 127                     66                 at most m / 168
-int4    -7 to 7, two in a byte          34                 at most m / 11
-======  ==============================  =================  =================================================
+======  ==========================  ==============  ====================================
+name    code                        bytes by block  largest error e of a finite x
+======  ==========================  ==============  ====================================
+fp8     E4M3, up to 256             66              \\|x\\| / 16 + max(m / 2**18, 2**-136)
+int8    -127 to 127                 66              max(m / 250, 2**-127)
+int4    -7 to 7, two in a byte      34              max(m / 13, 2**-127)
+======  ==========================  ==============  ====================================
 
-Finite numbers stay finite: where m is within 1% of the dtype's largest number, the error of int8 is at most m / 127.
-Infinities and NaN arrive as such.  The errors hold for m from 2**-118 on; less may arrive as 0, as -0 does.
+m is the largest finite number of the block.  The error of int8 and int4 is half of a scale.  The scale is m / 127 or
+m / 7, which a bfloat16 rounds by up to 2**-8 of it, and at least 2**-126: smaller numbers may arrive as 0, as -0 does.
+E4M3 rounds by up to x / 17, and below 2**-6 of a scale by 2**-10 of it.  Two cases are worse.  In a block with
+infinities or NaN, which arrive as such, int4 has one code less: m / 11.  Finite numbers stay finite, and for that
+scales of int8 are smaller where m is above 65,000 in float16: m / 134.
+
+What arrives is rounded to the dtype of the array.  This adds at most (\\|x\\| + e) / 2**11 + 2**-25 in float16,
+(\\|x\\| + e) / 2**8 + 2**-134 in bfloat16, and nothing in float32.  In a sum the e of all contributions add up, beside
+the rounding of additions in float32.  The sum is rounded to the dtype.  An all_reduce sends that sum, which has an e of
+its own, and rounds once more.  ``kos.testing.conformance.compressed.largest_errors`` computes these bounds.
 
 ``fp8``: a power of two as scale, as MXFP8 has it (OCP Microscaling Formats 1.0), loses more: 3.8% instead of 3.5% for
 a sum of four normal vectors.  A value is rounded to float16 first.  The codes 0x7f, 0xff and 0x80 are inf, -inf, NaN.

@@ -14,13 +14,12 @@ from kos.comm import compression
 from kos.comm.compression import BLOCK, FORMATS, Format
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.testing import spawn
+from kos.testing.conformance.compressed import largest_errors, near_the_bounds
 from tests.comm.model import NAMES
 from tests.comm.test_operations import COMPRESSED
 
 formats = pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
 dtypes = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda t: t.__name__)
-BOUNDS = {"fp8": (1 / 15, 2.0**-17), "int8": (0, 1 / 168), "int4": (0, 1 / 11)}
-"""The largest error, as parts of a value and of its block's maximum."""
 
 
 def decoded(form: Format, x: np.ndarray) -> np.ndarray:
@@ -38,25 +37,45 @@ def test_bytes_of_bf16(form: Format) -> None:
 
 
 @formats
-@pytest.mark.parametrize("power", [0, 20, -20, 100, -100])
-def test_errors_are_within_the_bounds(form: Format, seed: int, power: int) -> None:
-    """Normal values, outliers, one-hot blocks, one sign, and denormals beside larger values."""
+@dtypes
+@pytest.mark.parametrize("by_core", [True, False], ids=["core", "numpy"])
+def test_errors_are_within_the_bounds(
+    form: Format, dtype: Any, by_core: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any bits, normal values of every size, outliers, one-hot blocks, and of what is near the bounds."""
+    if by_core and compression.native is None:
+        pytest.skip("needs the compiled core")
+    if not by_core:
+        monkeypatch.setattr(compression, "native", None)
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal((600, BLOCK)).astype(np.float32)
-    x[::6, 0] = 1e4
-    x[1::6] = np.eye(BLOCK)[np.arange(100) % BLOCK]
-    x[2::6] = abs(x[2::6])
-    x[3::6] *= np.exp(rng.uniform(-20, 0, (100, 1)))
-    x = np.ldexp(x, power).astype(np.float32)
-    x[4::6, 1:] *= np.float32(2.0**-40)
-    relative, of_maximum = BOUNDS[form.name]
-    x = x[abs(x).max(1) >= 2.0**-118]
-    assert len(x) > 500
+    normal = rng.standard_normal((600, BLOCK))
+    normal[::6, 0] = 1e4
+    normal[1::6] = np.eye(BLOCK)[np.arange(100) % BLOCK]
+    normal[2::6, 1:] *= 2.0**-40
+    bits = rng.integers(0, 256, 2000 * BLOCK * np.dtype(dtype).itemsize, np.uint8).view(dtype)
+    with np.errstate(all="ignore"):
+        sizes = [np.ldexp(normal, power).astype(dtype).reshape(-1) for power in (0, 5, -5, 20, -20, 100, -100, -140)]
+    x = np.concatenate([*sizes, bits, near_the_bounds(rng, 2000, dtype)])
+    with np.errstate(invalid="ignore"):
+        wide, got = x.astype(np.float64), decoded(form, x).astype(np.float64)
+    _, bound = largest_errors(form, abs(wide), np.dtype(dtype))
+    finite = np.isfinite(wide)
+    ratio = abs(got[finite] - wide[finite]) / bound[finite]
+    assert ratio.max() <= 1
+    assert ratio.max() > 0.85, "the bound is far from what happens"
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "size"), [("int8", ml_dtypes.bfloat16, 1.0), ("fp8", np.float16, 1e-6), ("int8", np.float32, 0.0)]
+)
+def test_small_scales_and_the_rounding_to_the_dtype_count(form: str, dtype: Any, size: float, seed: int) -> None:
+    """Ordinary bfloat16, small float16, and float32 below the least scale lose more than a code and its scale do."""
+    rng = np.random.default_rng(seed)
+    x = (size * np.exp(rng.normal(0, 2, 1000 * BLOCK))).astype(dtype) if size else np.full(BLOCK, 1e-38, dtype)
     wide = x.astype(np.float64)
-    bound = relative * abs(wide) + of_maximum * abs(wide).max(1, keepdims=True)
-    error = abs(decoded(form, x.reshape(-1)).reshape(x.shape) - wide)
-    assert (error <= bound).all()
-    assert (error.max(1) > bound.max(1) / 8).mean() > 0.2, "the bound is far from what happens"
+    error = abs(decoded(FORMATS[form], x).astype(np.float64) - wide)
+    before, after = largest_errors(FORMATS[form], wide, np.dtype(dtype))
+    assert (error <= after).all() and (error > (before if size else wide / 250)).any()
 
 
 @formats
@@ -79,11 +98,9 @@ def test_errors_between_hosts_are_within_the_bounds(form: Format, hosts: tuple[i
 
     got = spawn(body, sum(hosts), hosts=hosts)
     assert all(each.tobytes() == got[0].tobytes() for each in got)
-    relative, of_maximum = BOUNDS[form.name]
 
     def bound(x: np.ndarray) -> np.ndarray:
-        blocks = abs(x).reshape(-1, BLOCK)
-        return (relative * blocks + of_maximum * blocks.max(1, keepdims=True)).reshape(-1)
+        return largest_errors(form, abs(x), np.dtype(np.float32))[0]
 
     sums = xs.astype(np.float64).reshape(len(hosts), hosts[0], -1).sum(1)
     exact, first = sums.sum(0), sum(map(bound, sums))
@@ -158,13 +175,11 @@ def test_infinities_and_nan_arrive_where_they_were(form: Format, seed: int, dtyp
     x = np.where(rng.random(x.size) < np.repeat([0, 1 / BLOCK, 0.5, 1, 0], x.size // 5), special, x).astype(dtype)
     got = decoded(form, x).astype(np.float64)
     wide = x.astype(np.float64)
+    _, bound = largest_errors(form, abs(wide), np.dtype(dtype))
     for known in (np.isnan, np.isposinf, np.isneginf):
         assert known(wide).any() and (known(got) == known(wide)).all()
     finite = np.isfinite(wide)
-    largest = abs(np.where(finite, wide, 0)).reshape(-1, BLOCK).max(1).repeat(BLOCK)
-    relative, of_maximum = BOUNDS[form.name]
-    allowed = 1.01 * (relative * abs(wide) + of_maximum * largest) + largest * 2.0**-8
-    assert (abs(got - wide)[finite] <= allowed[finite]).all()
+    assert (abs(got[finite] - wide[finite]) <= bound[finite]).all()
 
 
 @formats
@@ -180,9 +195,9 @@ def test_the_largest_numbers_stay_finite(form: Format, seed: int, dtype: Any, sp
         x[:, -1] = np.inf
     wide, got = x.astype(np.float64), decoded(form, x.reshape(-1)).reshape(x.shape).astype(np.float64)
     assert (np.isfinite(got) == np.isfinite(wide)).all()
-    relative, of_maximum = BOUNDS[form.name]
-    wide, got = (each[np.isfinite(wide)] for each in (wide, got))
-    assert (abs(got - wide) <= relative * abs(wide) + max(of_maximum, 1 / 127) * largest).all()
+    bound = largest_errors(form, abs(wide).reshape(-1), np.dtype(dtype))[1].reshape(x.shape)
+    finite = np.isfinite(wide)
+    assert (abs(got[finite] - wide[finite]) <= bound[finite]).all()
 
 
 @formats

@@ -106,6 +106,11 @@ def test_compressed_between_groups(ranks: Any, seed: int, dtype: np.dtype) -> No
     ranks.run(lambda comm: compressed.compressed_between_groups(comm, seed, dtype))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda kind: kind.__name__)
+def test_compressed_errors_are_within_the_bounds(ranks: Any, seed: int, dtype: Any) -> None:
+    ranks.run(lambda comm: compressed.errors_are_within_the_bounds(comm, seed, np.dtype(dtype)))
+
+
 def test_compressed_sums_are_near(ranks: Any, seed: int) -> None:
     ranks.run(lambda comm: compressed.compressed_sums_are_near(comm, seed))
 

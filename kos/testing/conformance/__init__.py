@@ -96,6 +96,8 @@ def cases(full: bool = False, seed: int = 0) -> list[Case]:
         add(compressed.feedback_keeps_what_is_lost, form, np.dtype(np.float32))
     for kind in (np.float32, ml_dtypes.bfloat16):
         add(compressed.compressed_between_groups, np.dtype(kind))
+    for kind in (np.float32, np.float16, ml_dtypes.bfloat16):
+        add(compressed.errors_are_within_the_bounds, np.dtype(kind))
     add(compressed.compressed_sums_are_near)
     for row in failures.SCENARIOS:
         if full or (row.program, row.fault) in failures.FEW:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import ml_dtypes
@@ -91,6 +91,80 @@ def compressed_between_groups(comm: Communicator, seed: int, dtype: Any, local: 
         _compare(comm, x, np.concatenate([_reduced(form, part, ReduceOp.SUM) for part in parts]), what)
     host.close()
     rail.close()
+
+
+def largest_errors(form: Format, x: Any, dtype: Any) -> tuple[Any, Any]:
+    """The largest errors of magnitudes ``x`` (float64, whole blocks) that are sent once: before they are rounded to
+    ``dtype``, and after it.  They are derived in ``kos.comm.compression``."""
+    blocks = np.where(np.isfinite(x), x, 0).reshape(-1, BLOCK)
+    largest, whole = blocks.max(1, keepdims=True), np.isfinite(x).reshape(-1, BLOCK).all(1, keepdims=True)
+    if form.name == "fp8":
+        error = blocks / 16 + np.maximum(largest * 2.0**-18, 2.0**-136)
+    else:
+        part = np.where(whole, 13, 11) if form.name == "int4" else 250
+        smaller = (dtype == np.float16) & (form.name == "int8") & (largest > 65_000)
+        error = np.maximum(largest / np.where(smaller, 134, part), 2.0**-127) + 0 * blocks
+    error = error.reshape(-1)
+    return error, error + rounding(blocks.reshape(-1) + error, dtype)
+
+
+def rounding(x: Any, dtype: Any) -> Any:
+    """The most that numbers of up to ``x``, of few digits, change if they are rounded to ``dtype``."""
+    unit, least = {"float32": (0, 0), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}[dtype.name]
+    return unit * x + least
+
+
+def errors_are_within_the_bounds(comm: Communicator, seed: int, dtype: Any) -> None:
+    """Of data that is sent once, of sums, and of sums that are sent again; on hostile values and tiny ones."""
+    rng, n, me = np.random.default_rng(seed), comm.size, comm.rank
+    for form, op in product(FORMATS.values(), (ReduceOp.SUM, ReduceOp.AVG)):
+        xs = np.stack([near_the_bounds(rng, 6 * n, dtype) for _ in range(n)])
+        wide, float32 = xs.astype(np.float64), 2.0**-24 * (n + 1)
+        errors = [largest_errors(form, abs(x), dtype) for x in wide]
+        with np.errstate(all="ignore"):
+            exact, first = wide.sum(0), np.sum([error for error, _ in errors], 0)
+            added = abs(wide).sum(0) + first
+            near_maximum = np.isfinite(added) & (added > 0.99 * float(ml_dtypes.finfo(dtype).max))
+            exact[near_maximum.reshape(-1, BLOCK).any(1).repeat(BLOCK)] = np.nan
+            first += float32 * added
+            if op is ReduceOp.AVG:
+                exact, first = exact / n, first / n + 2.0**-149
+            first += rounding(abs(exact) + first, dtype)
+            again = first + largest_errors(form, abs(exact) + first, dtype)[1]
+        part = slice(me * (exact.size // n), (me + 1) * (exact.size // n))
+        moved = comm.all_gather(xs[me], compress=form.name)
+        for rank in range(n):
+            _check_errors(moved[rank], wide[rank], errors[rank][1], f"all_gather by {form.name}")
+        got = comm.reduce_scatter(xs[me], op=op, compress=form.name)
+        _check_errors(got, exact[part], first[part], f"reduce_scatter by {form.name}")
+        got = comm.all_reduce(xs[me].copy(), op, compress=form.name)
+        _check_errors(got, exact, again, f"all_reduce by {form.name}")
+
+
+def _check_errors(got: Any, exact: Any, bound: Any, what: str) -> None:
+    """Where the result is sure to be finite."""
+    sure = np.isfinite(exact) & (abs(exact) + bound < float(ml_dtypes.finfo(got.dtype).max))
+    ratio = abs(got[sure].astype(np.float64) - exact[sure]) / bound[sure]
+    assert (ratio <= 1).all(), f"{what} of {got.dtype}: an error of {ratio.max()} times the bound"
+
+
+def near_the_bounds(rng: np.random.Generator, blocks: int, dtype: Any) -> Any:
+    """Blocks of the dtype whose errors are near the bounds, of every size and with special values."""
+    info = ml_dtypes.finfo(dtype)
+    low, high = (np.log2(float(x)) for x in (info.smallest_subnormal, info.max))
+    largest = 2.0 ** rng.uniform(low, high, (6, blocks, 1))
+    x = rng.uniform(-1, 1, (6, blocks, BLOCK)) * largest
+    levels = rng.choice([6, 7, 126, 127], (blocks, 1))
+    x[1] = (rng.integers(-levels, levels, (blocks, BLOCK)) + 0.5) * largest[1] / levels  # between two codes
+    x[2] = 2.0 ** rng.integers(-18, 0, (blocks, BLOCK)) * (1 + rng.integers(0, 17, (blocks, BLOCK)) / 16) * largest[2]
+    x[3] = rng.choice([1, 3, 100], (blocks, 1)) * rng.integers(-3, 4, (blocks, BLOCK)) * float(info.smallest_subnormal)
+    x[4] = float(info.max) * rng.uniform(0.9, 1, (blocks, BLOCK))
+    x[5] = np.exp(rng.normal(-14, 3, (blocks, BLOCK)))  # in float16 mostly subnormal
+    x[0, 0], x[1:3, :, :1] = 1e-38, largest[1:3]
+    x = np.clip(x, -float(info.max), float(info.max))
+    x[:, ::4, 1] = rng.choice([np.inf, -np.inf, np.nan, 0], x[:, ::4, 1].shape)
+    with np.errstate(all="ignore"):
+        return x.astype(dtype).reshape(-1)
 
 
 def compressed_sums_are_near(comm: Communicator, seed: int) -> None:
