@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.grow import publish
+from kos.comm.control.identity import VARIABLES
 from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import Network, is_loopback
 from kos.comm.failures import FailureLog
 from kos.errors import RendezvousError
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT_PORTS = 16
 OFFER = b"offer"  # the purpose of a group whose secret rank 0 has made
 BUSY_SECONDS = 1.0  # limit for a port that the kernel gave to a connection to become free
@@ -76,14 +76,6 @@ class Place:
     names: tuple[str, str] = ("MASTER_ADDR", "MASTER_PORT")
     """The user's names of host and port, for errors."""
 
-    @staticmethod
-    def is_given() -> bool:
-        """Whether the environment sets the rank of this process, completely or in part.
-
-        A shell of a Slurm allocation has a rank number too; only a step of srun with several tasks counts.
-        """
-        return not os.environ.keys().isdisjoint(_VARIABLES) or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Place:
         """The place that the environment names.  Raises RendezvousError for missing or wrong variables."""
@@ -94,10 +86,10 @@ class Place:
         if environ.get(launcher["WORLD_SIZE"]) != "1":
             needed += ["MASTER_ADDR", "MASTER_PORT"]
         if missing := [name for name in needed if not environ.get(name)]:
-            found = dict.fromkeys(name for name in (*needed, *_VARIABLES) if environ.get(name))
+            found = dict.fromkeys(name for name in (*needed, *VARIABLES) if environ.get(name))
             raise RendezvousError(
                 f"{', '.join(missing)}: expected beside {', '.join(found) or 'each other'}, got nothing "
-                f"(a process without any of {', '.join(_VARIABLES)} is a group of one)"
+                f"(a process without any of {', '.join(VARIABLES)} is a group of one)"
             )
         size = _number(environ, launcher["WORLD_SIZE"], 1, 1 << 20)
         rank = _number(environ, launcher["RANK"], 0, size - 1)

@@ -38,6 +38,7 @@ from kos.comm.control.hub import (
     send,
     stop,
 )
+from kos.comm.control.identity import hold
 from kos.comm.control.inbox import Inbox
 from kos.comm.control.newcomers import Address, Newcomers, send_message
 from kos.comm.control.notices import Channel
@@ -154,7 +155,7 @@ class TCPRendezvous(Rendezvous):
             if listener is not None and child is not None and child._hub is None:
                 listener.close()  # refuses the other ranks
             raise
-        return child
+        return hold(child, self)
 
     def connect(self) -> dict[int, Connection]:
         deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
@@ -253,7 +254,7 @@ class TCPRendezvous(Rendezvous):
             child._failures = self.failures.of([mine.index(tuple(each)) for each in members], rank)
         assert self._listener is not None
         child.enter(plan, self._listener, connections)
-        return child
+        return hold(child, self)
 
     def enter(self, plan: Mapping[str, Any], listener: socket.socket, connections: Mapping[int, Connection]) -> None:
         """Begin the group of ``plan``; rank 0 has ``connections`` to the others, these have one to it."""
