@@ -152,6 +152,7 @@ def test_the_place_of_a_rank_without_mpi_is_free_once_it_has_closed() -> None:
 {CHILD}
 comm = kos.init(timeout=60)
 part = comm.split(0)
+assert comm.split(None) is None
 comm.barrier()
 comm.close()
 refused(child())  # ``part`` is open

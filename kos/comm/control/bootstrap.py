@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from kos.comm.arguments import number_in
-from kos.comm.control import mpi_job
+from kos.comm.control import listening, mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.env import Place, env_rendezvous, job_rendezvous
 from kos.comm.control.function import rendezvous_by_function
@@ -34,6 +34,7 @@ def default_rendezvous(
     ``watched``: end the process if MPI_Init takes longer than ``timeout`` seconds.
     Raises InvalidArgument in a thread of ``kos.testing.spawn``, where each rank would become a group of one.
     """
+    listening.check()
     if threading.current_thread().name.startswith(RANK_THREAD):
         raise InvalidArgument(
             "init: expected a function of the comm of kos.testing.spawn, got kos.init() in its thread"
@@ -56,6 +57,7 @@ def join_rendezvous(
 
     Raises RendezvousError.
     """
+    listening.check()
     if address.startswith(THREADS):
         return join_threads(address, dict(hello), timeout)
     known = secret.encode() if isinstance(secret, str) else secret or load_secret(os.environ)
@@ -73,6 +75,7 @@ def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
     """
     if isinstance(given, Rendezvous):
         return given
+    listening.check()
     if isinstance(given, Mapping):
         return _by_place(given, timeout)
     dist = sys.modules.get("torch.distributed")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.grow import publish
 from kos.comm.control.identity import VARIABLES
+from kos.comm.control.listening import bound
 from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import Network, is_loopback
 from kos.comm.failures import FailureLog
@@ -42,10 +43,11 @@ def job_rendezvous(
     """
     loopback = is_loopback(place.host)
     hub = place.host if loopback or place.rank else "127.0.0.1"
-    network = Network(place.secret, hub, "", loopback, name=place.host)
+    network = Network(place.secret, hub, bound(), loopback, name=place.host)
     group = TCPRendezvous(place.rank, place.size, timeout, network, place.local_rank)
     group.is_job, group._failures, group.host = True, failures, host
     if place.size > 1:
+        _check_bound(place)
         group.found_by = f"{place.names[0]}={place.host}"
         if place.rank == 0 and listener is None:
             listener = _listen(network, place)
@@ -111,6 +113,14 @@ def _number(environ: Mapping[str, str], name: str, low: int, high: int) -> int:
     if not text.isdecimal() or not low <= int(text) <= high:
         raise RendezvousError(f"{name}: expected a whole number from {low} to {high}, got {text!r}")
     return int(text)
+
+
+def _check_bound(place: Place) -> None:
+    """Raise RendezvousError if a job on a loopback address cannot listen there because of ``KOS_BIND``."""
+    found = {where[0] for *_, where in socket.getaddrinfo(place.host, None)} if is_loopback(place.host) else set()
+    if (address := bound()) and found and address not in found:
+        wanted = f"the address of {place.names[0]}={place.host}, or another {place.names[0]}"
+        raise RendezvousError(f"KOS_BIND: expected {wanted}, got {address}")
 
 
 def _listen(network: Network, place: Place) -> socket.socket:

@@ -15,6 +15,7 @@ from typing import Any
 from kos.comm import timeouts
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.grow import CALL_SECONDS, POLL_SECONDS, as_address
+from kos.comm.control.listening import bound
 from kos.comm.control.newcomers import Address, place_name, send_message
 from kos.comm.control.wire import (
     JOIN,
@@ -168,7 +169,7 @@ class Calls:
         connection = yield from authenticate(sock, greeting, key, JOIN, 0, None)
         self._proved.add(place)
         assert self.listener is not None
-        me = _own_host(sock, place[0]), self.listener.getsockname()[1]
+        me = bound() or _own_host(sock, place[0]), self.listener.getsockname()[1]
         connection.post(json.dumps({**self._hello, "me": me}).encode())
         yield from connection.flush()
         while True:
