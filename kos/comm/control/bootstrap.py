@@ -60,7 +60,7 @@ def join_rendezvous(
     listening.check()
     if address.startswith(THREADS):
         return join_threads(address, dict(hello), timeout)
-    known = secret.encode() if isinstance(secret, str) else secret or load_secret(os.environ)
+    known = secret.encode(errors="surrogateescape") if isinstance(secret, str) else secret or load_secret(os.environ)
     return call_members(address, known, hello, timeout)
 
 
@@ -123,7 +123,7 @@ def _by_place(given: Mapping[str, Any], timeout: float) -> Rendezvous:
         raise InvalidArgument(f'rendezvous: address: expected "host:port" of rank 0, got {address!r}')
     if secret is not None and (not secret or not isinstance(secret, str | bytes)):
         raise InvalidArgument(f"rendezvous: secret: expected a text or bytes, not empty, got {type(secret).__name__}")
-    known = secret.encode() if isinstance(secret, str) else secret
+    known = secret.encode(errors="surrogateescape") if isinstance(secret, str) else secret
     if size > 1:
         known = known or load_secret(os.environ)
     names = "rendezvous: address", "rendezvous: address"

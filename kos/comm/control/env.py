@@ -101,7 +101,7 @@ class Place:
         if size == 1:
             return cls(rank, size, local_rank)
         port = _number(environ, "MASTER_PORT", 1, 65535)
-        purpose = f"world {port} {environ.get('TORCHELASTIC_RUN_ID', '')}".encode()
+        purpose = f"world {port} {environ.get('TORCHELASTIC_RUN_ID', '')}".encode(errors="surrogateescape")
         ports = [port]
         if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             ports = [(port + step - 1) % 65535 + 1 for step in range(1, AGENT_PORTS + 1)]

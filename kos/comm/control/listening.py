@@ -1,4 +1,4 @@
-"""At which address and ports kos listens: those of ``KOS_BIND`` and ``KOS_PORTS``, for firewalls and several networks."""
+"""The address and the ports at which kos listens: those of ``KOS_BIND`` and ``KOS_PORTS``."""
 
 from __future__ import annotations
 

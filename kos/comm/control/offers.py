@@ -47,8 +47,9 @@ def unreachable(rank: int, offer: Mapping[str, Any]) -> str:
     """Why a rank cannot reach rank 0, or "".  The kernel accepts the call before the hub runs."""
     if "error" in offer:
         return f"rank 0 cannot listen: {offer['error']}"
+    host = offer["host"] if rank else bound() or "127.0.0.1"
     try:
-        socket.create_connection((offer["host"] if rank else bound() or "127.0.0.1", offer["port"]), _REACH_SECONDS).close()
+        socket.create_connection((host, offer["port"]), _REACH_SECONDS).close()
     except OSError as error:
         return f"rank {rank} did not reach rank 0 at {offer['host']}:{offer['port']}: {error}"
     return ""
