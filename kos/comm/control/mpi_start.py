@@ -21,7 +21,7 @@ from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.identity import job, launched_place
-from kos.errors import RendezvousError, describe, plural, ranks_in_words
+from kos.errors import RendezvousError, describe, ranks_in_words
 
 EXIT_CODE = 69
 """Of a process that MPI_Init kept beyond the timeout: EX_UNAVAILABLE of sysexits.h."""
@@ -65,7 +65,8 @@ def _name(rank: int) -> str:
 def _end(timeout: float, rank: int, size: int, frame: FrameType | None) -> None:
     """Report the missing ranks, and end this process."""
     time.sleep(min(rank, 8) * TURN_SECONDS)
-    error, trace = RendezvousError(f"rendezvous: start: {_missing(timeout, rank, size)}"), None
+    text, trace = timeouts.unstarted(timeout, _missing(rank, size)), None
+    error = RendezvousError(f"rendezvous: start: {text}")
     while frame is not None:
         trace, frame = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno), frame.f_back
     with suppress(OSError, ValueError, AttributeError):  # closed streams
@@ -75,13 +76,12 @@ def _end(timeout: float, rank: int, size: int, frame: FrameType | None) -> None:
     os._exit(EXIT_CODE)
 
 
-def _missing(timeout: float, rank: int, size: int) -> str:
-    """The ranks that have not come, as text; without their names where some may be on other hosts."""
+def _missing(rank: int, size: int) -> str:
+    """The names of the ranks that have not come; "" where some may be on other hosts."""
     missing = [other for other in range(size) if other != rank and not _has_come(other)]
     local = next((os.environ[name] for name in _LOCAL_SIZE if name in os.environ), "")
-    if missing and local == str(size) and job() and sys.platform == "linux":
-        return f"{timeouts.late(ranks_in_words(missing), within=timeout)}, as MPI_Init needs all {plural(size, 'rank')}"
-    return f"MPI_Init did not end within {timeout:g} s; {timeouts.UNKNOWN}"
+    known = missing and local == str(size) and job() and sys.platform == "linux"
+    return ranks_in_words(missing) if known else ""
 
 
 def _has_come(rank: int) -> bool:
