@@ -13,7 +13,6 @@ import pytest
 import kos
 from kos.comm.control.identity import MARK, process
 from kos.comm.control.mpi_start import EXIT_CODE
-from tests.comm.tcp_ranks import environment as environment_of
 from tests.comm.tcp_ranks import free_port, run_processes
 from tests.comm.test_jobs import environment, mpirun, output, program
 from tests.launcher import MPIRUN, needs_mpirun, run_program
@@ -182,17 +181,28 @@ assert MARK not in os.environ
     assert run_processes("import pytest\n" + text, 2) == [(0, "")] * 2
 
 
-def test_a_mark_of_a_process_that_has_ended(no_launcher: pytest.MonkeyPatch) -> None:
-    """The process is the rank's successor, which the rank started before it ended."""
-    port = free_port()
-    for name, value in environment_of(0, 2, port).items():
+LAUNCHERS = {
+    "shell": {"RANK": "0", "WORLD_SIZE": "2"},
+    "torchrun": {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"},
+    "srun": {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("case", ["runs", "has ended", "is of another job"])
+def test_a_mark_of_another_process(no_launcher: pytest.MonkeyPatch, launcher: str, case: str) -> None:
+    """If the process has ended, this one is its successor, which it had started."""
+    job = {**LAUNCHERS[launcher], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    identity = " ".join(["tcp", *(f"{name}={value}" for name, value in job.items())])
+    job["MASTER_PORT"] = str(free_port()) if case == "is of another job" else job["MASTER_PORT"]
+    for name, value in {**job, "KOS_SECRET": "s", "SLURM_STEP_NUM_TASKS": "2" if launcher == "srun" else "1"}.items():
         no_launcher.setenv(name, value)
-    identity = f"tcp RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
-    for pid, expected in ((os.getppid(), "started by it"), (2**22 + 1, r"ranks \[1\] of 2 did not arrive")):
-        no_launcher.setenv(MARK, f"{pid} {process(pid)[1] or 12} - {identity}")
-        with pytest.raises(kos.errors.RendezvousError, match=expected):
-            kos.init(timeout=0.1)
-    assert MARK not in os.environ
+    pid = 2**22 + 1 if case == "has ended" else os.getppid()
+    no_launcher.setenv(MARK, f"{pid} {process(pid)[1] or 12} - {identity}")
+    expected = f"got process {os.getpid()}, started by it: .* without the variables .*MASTER_PORT"
+    with pytest.raises(kos.errors.RendezvousError, match=expected if case == "runs" else r"ranks \[1\] of 2 did not"):
+        kos.init(timeout=0.1)
+    assert (MARK in os.environ) == (case == "runs")
 
 
 # MPI_Init.
