@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks import idle
 from kos.bench import report
-from kos.comm.control.bootstrap import launched_rank
+from kos.comm.control.identity import launched_rank
 from kos.commands import program
 from kos.cuda import unavailable
 from kos.errors import ConfigError, InvalidArgument, KosError

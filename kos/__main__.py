@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"kos {kos.__version__}")
         return 0
     if name not in COMMANDS:
-        from kos.comm.control.bootstrap import launched_rank  # which takes a tenth of a second
+        from kos.comm.control.identity import launched_rank  # which takes a tenth of a second
 
         report(ConfigError(f"expected one of {', '.join(COMMANDS)}, got {name!r}"), launched_rank())
         return 2

@@ -114,7 +114,7 @@ def test_another_mpirun() -> None:
 )
 def test_what_hangs_is_told_and_ended(wait: str, told: str) -> None:
     code = "import ctypes, time, kos.doctor.__main__ as d\nd.GRACE = 0.5\n"
-    code += f"d.default_rendezvous = lambda timeout: {wait}"
+    code += f"d.default_rendezvous = lambda timeout, watched: {wait}"
     if "Timeout" not in told:
         code += "\nd.faulthandler.dump_traceback_later = lambda *_, **__: None"  # else it may come first
     status, said = run("--timeout", "1", code=code)

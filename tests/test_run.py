@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kos.comm.host.shared.segment import process
+from kos.comm.control.identity import process
 from tests import run as stages
 from tests.run import ROOT
 

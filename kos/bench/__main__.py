@@ -23,7 +23,8 @@ from kos.bench.plot import plot
 from kos.bench.ratios import lines as ratios
 from kos.bench.summary import busy, summary
 from kos.comm import Communicator
-from kos.comm.control.bootstrap import default_rendezvous, launched_rank
+from kos.comm.control.bootstrap import default_rendezvous
+from kos.comm.control.identity import launched_rank
 from kos.cuda import unavailable
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, ConfigError, InvalidArgument, KosError

@@ -40,8 +40,9 @@ def init(
     ``backend`` is the name of a backend of kos, of ``kos.register_backend``, or of an installed package.  For host
     memory, "auto" uses the first backend that every rank can use.  For GPUs it uses nccl, and peer where a measurement
     shows that peer is faster (``Communicator.explain`` lists both).  ``timeout`` in seconds bounds every wait of the
-    communicator.  ``device`` is the GPU of this rank (default: by its local rank).  The ranks of NCCL connect on a
-    thread: the first call waits for the connection and raises its error, also with ``backend="nccl"``.
+    communicator.  If MPI_Init, which nothing can interrupt, takes longer, the process ends with the error and exit code
+    69.  ``device`` is the GPU of this rank (default: by its local rank).  The ranks of NCCL connect on a thread: the
+    first call waits for the connection and raises its error, also with ``backend="nccl"``.
 
     ``rendezvous`` is how the ranks find each other.  The default is MPI under mpirun or with ``backend="mpi"``, else
     the environment of torchrun, srun or a shell, else a group of one.  In a job that another framework has started it
@@ -72,8 +73,9 @@ def init(
 
     Raises BackendUnavailable, with the reason, where the named backend, or every backend for the ``device``, cannot
     run; InvalidArgument for a ``device`` with a backend for host memory, or ``nccl`` where NCCL is not used;
-    RendezvousError where the ranks do not find each other, or request different things.  Under mpirun, with
-    ``process_hooks``, an uncaught exception on one rank ends the whole job.
+    RendezvousError where the ranks do not find each other, or request different things, and in a program that a rank
+    has started with its launcher's variables.  Under mpirun, with ``process_hooks``, an uncaught exception on one rank
+    ends the whole job.
 
         with kos.init(timeout=30) as comm:
             comm.all_reduce(x)

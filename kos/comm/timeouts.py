@@ -88,6 +88,13 @@ def waited(me: str, seconds: float, others: str) -> str:
     return f"{me} waited {seconds:g} s for {others}"
 
 
+def unstarted(seconds: float, missing: str = "") -> str:
+    """MPI_Init, which waits for all ranks: those that are ``missing``, if they are known."""
+    if missing:
+        return f"{missing} did not arrive within {seconds:g} s, as MPI_Init needs all ranks"
+    return f"MPI_Init did not end within {seconds:g} s; {UNKNOWN}"
+
+
 def running(ranks: list[int], size: int, seconds: float) -> str:
     """Threads of ``kos.testing.spawn`` that have not returned."""
     return f"ranks {ranks} of {size} are still running after {seconds:g} s"

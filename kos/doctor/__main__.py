@@ -18,8 +18,8 @@ from dataclasses import asdict
 
 import kos
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.bootstrap import default_rendezvous, launched_rank
-from kos.comm.control.mpi_job import under_mpirun
+from kos.comm.control.bootstrap import default_rendezvous
+from kos.comm.control.identity import launched_rank
 from kos.comm.gpu.devices import device_of
 from kos.commands import program
 from kos.cuda import visible_devices
@@ -69,9 +69,7 @@ class Doctor:
         self.report.add([mine], self.rank)
         try:
             self.begin("finding the other ranks", self.options.timeout)
-            if under_mpirun():
-                ranks.start_mpi()
-            self.together(default_rendezvous(self.options.timeout), mine)
+            self.together(default_rendezvous(self.options.timeout, watched=False), mine)  # the alarm ends it
         except Exception as error:
             self.fail(in_words(error))
         self.rest()

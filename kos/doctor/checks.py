@@ -21,7 +21,7 @@ from pathlib import Path
 import kos
 from kos import _core, commands, cuda
 from kos.comm.control.base import machine_id
-from kos.comm.control.mpi_job import under_mpirun
+from kos.comm.control.identity import under_mpirun
 from kos.comm.gpu import nccl_binding
 from kos.comm.waits import call_with_timeout
 from kos.cuda import compile_kernels, devices, driver

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import importlib.util
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,15 +24,6 @@ _LINK_DOES_NOT_WORK = (
     "peer access does not work though the driver reports it: start containers in one pid and ipc namespace "
     "(--pid=host --ipc=host), switch off IOMMU/ACS between the GPUs, or set NCCL_P2P_DISABLE=1 for nccl"
 )
-
-
-def start_mpi() -> None:
-    """Call MPI_Init as mpi4py would, but without Python's lock, so that the alarm can run while it waits."""
-    with contextlib.suppress(ImportError, OSError):  # the rendezvous reports the error
-        spec = importlib.util.find_spec("mpi4py.MPI")
-        if spec is not None and spec.origin is not None and "mpiabi" not in spec.origin:
-            multiple = 3  # MPI_THREAD_MULTIPLE in Open MPI and MPICH
-            ctypes.CDLL(spec.origin).MPI_Init_thread(None, None, multiple, ctypes.byref(ctypes.c_int()))
 
 
 def compare(everybody: Sequence[Facts]) -> Iterator[Check]:

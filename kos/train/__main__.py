@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = Stop()
     stop.listen()
     arguments = sys.argv[1:] if argv is None else list(argv)
-    from kos.comm.control.bootstrap import launched_rank  # which takes a tenth of a second
+    from kos.comm.control.identity import launched_rank  # which takes a tenth of a second
 
     rank, trainer = launched_rank(), None
     for stream in (sys.stdout, sys.stderr):

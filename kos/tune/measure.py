@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from kos.comm import Communicator, init
-from kos.comm.control.bootstrap import launched_rank
+from kos.comm.control.identity import launched_rank
 from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
 from kos.comm.gpu.hierarchical import NAME as PHASES

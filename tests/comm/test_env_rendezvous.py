@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 import kos
-from kos.comm.control.bootstrap import default_rendezvous, launched_rank
+from kos.comm.control.bootstrap import default_rendezvous
 from kos.comm.control.env import Place
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import Hub
+from kos.comm.control.identity import launched_rank
 from kos.comm.control.threads import ThreadRendezvous
 from kos.errors import RendezvousError
 from tests.comm.tcp_ranks import (

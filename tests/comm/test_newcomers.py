@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,11 +21,12 @@ import kos
 from kos.comm import making
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import pair
-from kos.comm.control.join import parse
+from kos.comm.control.join import CLOSES, SILENT, parse
 from kos.comm.control.newcomers import Newcomer, Newcomers
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.control.wire import JOIN, Connection, Network, authenticate, connect, drive, receive_greeting
 from kos.errors import (
+    BackendUnavailable,
     RankLost,
     RendezvousError,
 )
@@ -37,7 +39,7 @@ __all__ = ["known"]  # a fixture of every test
 @both
 def test_nobody_admits_a_newcomer(backend: str) -> None:
     def newcomer(address: str) -> None:
-        words = r"^join: expected members at .* within 0.3 s, got none: .* not called grow or replace$"
+        words = r"^join: expected members at .* within 0.3 s, got none: .* not called grow or replace"
         with pytest.raises(RendezvousError, match=words):
             join(address, timeout=0.3)
         done.set()
@@ -52,10 +54,59 @@ def test_the_timeout_of_join_says_what_it_waited_for(tmp_path: Path) -> None:
         here, gone = (f"127.0.0.1:{each.getsockname()[1]}" for each in (silent, nobody))
         with pytest.raises(RendezvousError) as caught:
             join(f"{here},{gone}", timeout=0.3)
-    waited = f"{here}: is there, but has not called grow or replace; {gone}: [Errno 111] Connection refused"
+    waited = f"{here}: {SILENT}; {gone}: [Errno 111] Connection refused"
     assert str(caught.value).endswith(f" s, got none: {waited}")
     with pytest.raises(RendezvousError, match="got none: .*No such file or directory: '.*/address'$"):
         join(f"{tmp_path}/address", timeout=0.1)
+
+
+def test_a_service_that_is_no_member(tmp_path: Path) -> None:
+    """A server of HTTP, which waits for a request, and one that closes each connection."""
+
+    class Answers(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            if self.request.recv(4) == b"GET ":
+                self.request.sendall(b"HTTP/1.0 404 Not Found\r\n\r\n")
+
+    class Closes(socketserver.BaseRequestHandler):
+        pass
+
+    expected = {Answers: "expected a member, got another service, which answers b'HTTP/1.0 404 Not'", Closes: CLOSES}
+    for handler, words in expected.items():
+        with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            place = f"127.0.0.1:{server.server_address[1]}"
+            with pytest.raises(RendezvousError) as caught:
+                join(place, timeout=0.5)
+            server.shutdown()
+        assert str(caught.value).endswith(f" s, got none: {place}: {words}")
+
+
+def test_files_that_hold_no_address(tmp_path: Path) -> None:
+    (binary := tmp_path / "binary").write_bytes(b"\x7fELF\xff\xfe" + bytes(100))
+    (long := tmp_path / "long").write_bytes(b"a" * 100_000)
+    (text := tmp_path / "text").write_text("hello " * 100)
+    for path, words in (
+        (binary, rf"^join: address: expected {binary} to hold the address of members, got b'\\x7fELF.*'…$"),
+        (long, rf"^join: address: expected {long} to hold the address of members, got b'a{{16}}'…$"),
+        (text, r'^join: address: expected "host:port", several with commas, got \'hello [helo ]{70,74}$'),
+        (tmp_path, rf"^join: address: expected a file that holds it, got: .*Is a directory: '{tmp_path}'$"),
+        (text / "no", "^join: address: expected a file that holds it, got: .*Not a directory"),
+    ):
+        with pytest.raises(RendezvousError, match=words):
+            join(str(path), timeout=20)
+
+
+@pytest.mark.parametrize("call", ["grow", "replace"])
+def test_a_group_of_one_that_nobody_can_join_says_so_at_once(no_launcher: pytest.MonkeyPatch, call: str) -> None:
+    with kos.init(timeout=20) as comm:
+        words = f"^{call}.*: expected a launcher, or RANK=0 WORLD_SIZE=1, by which newcomers reach this process, got "
+        with pytest.raises(BackendUnavailable, match=words):
+            getattr(comm, call)(1)
+        assert comm.all_reduce(np.ones(1)) == 1
+        alone = comm.shrink()
+        with pytest.raises(BackendUnavailable, match=words):
+            getattr(alone, call)(1)
 
 
 def test_a_newcomer_that_is_interrupted_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.control.identity import process
 from kos.comm.failures import FailureLog, Late
 from kos.comm.host import backend as host
 from kos.comm.host.shared import Node, Segment
 from kos.comm.host.shared import status as shared_status
-from kos.comm.host.shared.segment import CALL_BYTES, PID, STARTED, process
+from kos.comm.host.shared.segment import CALL_BYTES, PID, STARTED
 from kos.comm.host.shared.status import SharedStatus
 from kos.comm.records import from_record, to_record
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost

@@ -338,6 +338,7 @@ def test_the_users_own_secret(tmp_path: Path) -> None:
 
 def test_secrets_that_are_given(tmp_path: Path) -> None:
     assert load_secret({"HOME": str(tmp_path), "KOS_SECRET": "x"}) == b"x"
+    assert load_secret({"HOME": str(tmp_path), "KOS_SECRET": "\udcff"}) == b"\xff"  # as os.environ has such a byte
     with pytest.raises(RendezvousError, match="KOS_SECRET: expected a secret, got an empty one"):
         load_secret({"HOME": str(tmp_path), "KOS_SECRET": ""})
     assert not list(tmp_path.iterdir())

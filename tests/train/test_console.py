@@ -29,7 +29,7 @@ from tests.train.test_cli import ENVIRONMENT
 ROW = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
 
 SPEAKER = """
-from kos.comm.control.bootstrap import launched_rank
+from kos.comm.control.identity import launched_rank
 from kos.train.tools.console import Console
 rank = launched_rank()
 console = Console(rank, 9)

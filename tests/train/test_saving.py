@@ -165,7 +165,7 @@ def test_a_run_goes_on_in_any_layout(text: Path, tmp_path: Path, layouts: list[d
 
 CODE = """if True:
     import os, sys
-    from kos.comm.control.bootstrap import launched_rank
+    from kos.comm.control.identity import launched_rank
     from kos.train.__main__ import main
     print("pid", launched_rank(), os.getpid(), flush=True)
     if launched_rank() == 1:

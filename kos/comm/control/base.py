@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kos.comm import timeouts
+from kos.comm.control.identity import release
 from kos.comm.control.notices import Channel
 from kos.comm.failures import FailureLog, Late, StoppedRanks
 from kos.comm.records import again, blaming
@@ -234,6 +235,7 @@ class Rendezvous(ABC):
     def close(self) -> None:
         """Free the resources of the group; safe to call when other ranks are lost."""
         self._free(self.failures.over is None and self.failures.closing() is None, None)
+        release(self)
         self.failures.over = self.failures.over or RendezvousError(f"rendezvous: rank {self.rank} closed the group")
 
     def abort(self, code: int | None) -> None:
@@ -242,6 +244,7 @@ class Rendezvous(ABC):
         ``code`` is the exit code of a rank that ends by an error, None for an error that was handled.
         """
         self._free(False, code)
+        release(self)
         self.failures.over = self.failures.over or RendezvousError(f"rendezvous: rank {self.rank} aborted the group")
 
     def _free(self, orderly: bool, code: int | None) -> None:  # noqa: B027 -- not every kind holds something

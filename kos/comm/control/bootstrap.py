@@ -9,13 +9,15 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from kos.comm.arguments import number_in
-from kos.comm.control import mpi_job
+from kos.comm.control import listening, mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.env import Place, env_rendezvous, job_rendezvous
 from kos.comm.control.function import rendezvous_by_function
+from kos.comm.control.identity import by_variables, claimed, hold, launched_place, under_mpirun
 from kos.comm.control.join import call_members
 from kos.comm.control.mpi import rendezvous_of_mpi
 from kos.comm.control.secret import load_secret
@@ -23,43 +25,29 @@ from kos.comm.control.store import METHODS, of_process_group, store_rendezvous
 from kos.comm.control.threads import RANK_THREAD, THREADS, join_threads, single_rendezvous
 from kos.errors import InvalidArgument
 
-_RANK_AND_SIZE = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
-
-def default_rendezvous(timeout: float, *, by_mpi: bool = False, process_hooks: bool = True) -> Rendezvous:
+def default_rendezvous(
+    timeout: float, *, by_mpi: bool = False, process_hooks: bool = True, watched: bool = True
+) -> Rendezvous:
     """MPI under mpirun; else the environment if it sets the rank; else a group of one (of MPI if ``by_mpi``).
 
+    ``watched``: end the process if MPI_Init takes longer than ``timeout`` seconds.
     Raises InvalidArgument in a thread of ``kos.testing.spawn``, where each rank would become a group of one.
     """
+    listening.check()
     if threading.current_thread().name.startswith(RANK_THREAD):
         raise InvalidArgument(
             "init: expected a function of the comm of kos.testing.spawn, got kos.init() in its thread"
         )
-    if not mpi_job.under_mpirun():
-        if Place.is_given():
+    if not (by_launcher := under_mpirun()) and by_variables():
+        if launched_place()[1] == 1:
             return env_rendezvous(timeout)
-        if not by_mpi:
-            return single_rendezvous(timeout)
-    return rendezvous_of_mpi(timeout=timeout, process_hooks=process_hooks)
-
-
-def launched_rank() -> int:
-    """This process's rank from its launcher's environment, before MPI starts; 0 for a group of one."""
-    return launched_place()[0]
-
-
-def launched_place() -> tuple[int, int]:
-    """The launched rank and the number of ranks.
-
-    Follows ``default_rendezvous``: a shell of a Slurm allocation has a rank number too, but is a group of one.
-    """
-    if not mpi_job.under_mpirun() and not Place.is_given():
-        return 0, 1
-    for names in mpi_job.RANK_AND_SIZE if mpi_job.under_mpirun() else _RANK_AND_SIZE:
-        rank, size = (os.environ.get(name, "") for name in names)
-        if rank.isdecimal() and size.isdecimal() and int(size) > 1:
-            return int(rank), int(size)
-    return 0, 1
+        with claimed(False):
+            return hold(env_rendezvous(timeout))
+    if not by_launcher and not by_mpi:
+        return single_rendezvous(timeout)
+    with claimed(True) if by_launcher else nullcontext():
+        return rendezvous_of_mpi(timeout=timeout, process_hooks=process_hooks, watched=watched)
 
 
 def join_rendezvous(
@@ -69,9 +57,10 @@ def join_rendezvous(
 
     Raises RendezvousError.
     """
+    listening.check()
     if address.startswith(THREADS):
         return join_threads(address, dict(hello), timeout)
-    known = secret.encode() if isinstance(secret, str) else secret or load_secret(os.environ)
+    known = secret.encode(errors="surrogateescape") if isinstance(secret, str) else secret or load_secret(os.environ)
     return call_members(address, known, hello, timeout)
 
 
@@ -86,6 +75,7 @@ def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
     """
     if isinstance(given, Rendezvous):
         return given
+    listening.check()
     if isinstance(given, Mapping):
         return _by_place(given, timeout)
     dist = sys.modules.get("torch.distributed")
@@ -133,7 +123,7 @@ def _by_place(given: Mapping[str, Any], timeout: float) -> Rendezvous:
         raise InvalidArgument(f'rendezvous: address: expected "host:port" of rank 0, got {address!r}')
     if secret is not None and (not secret or not isinstance(secret, str | bytes)):
         raise InvalidArgument(f"rendezvous: secret: expected a text or bytes, not empty, got {type(secret).__name__}")
-    known = secret.encode() if isinstance(secret, str) else secret
+    known = secret.encode(errors="surrogateescape") if isinstance(secret, str) else secret
     if size > 1:
         known = known or load_secret(os.environ)
     names = "rendezvous: address", "rendezvous: address"

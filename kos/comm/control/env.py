@@ -19,12 +19,13 @@ from dataclasses import dataclass
 
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.grow import publish
+from kos.comm.control.identity import VARIABLES
+from kos.comm.control.listening import bound
 from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import Network, is_loopback
 from kos.comm.failures import FailureLog
 from kos.errors import RendezvousError
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT_PORTS = 16
 OFFER = b"offer"  # the purpose of a group whose secret rank 0 has made
 BUSY_SECONDS = 1.0  # limit for a port that the kernel gave to a connection to become free
@@ -42,10 +43,11 @@ def job_rendezvous(
     """
     loopback = is_loopback(place.host)
     hub = place.host if loopback or place.rank else "127.0.0.1"
-    network = Network(place.secret, hub, "", loopback, name=place.host)
+    network = Network(place.secret, hub, bound(), loopback, name=place.host)
     group = TCPRendezvous(place.rank, place.size, timeout, network, place.local_rank)
     group.is_job, group._failures, group.host = True, failures, host
     if place.size > 1:
+        _check_bound(place)
         group.found_by = f"{place.names[0]}={place.host}"
         if place.rank == 0 and listener is None:
             listener = _listen(network, place)
@@ -76,14 +78,6 @@ class Place:
     names: tuple[str, str] = ("MASTER_ADDR", "MASTER_PORT")
     """The user's names of host and port, for errors."""
 
-    @staticmethod
-    def is_given() -> bool:
-        """Whether the environment sets the rank of this process, completely or in part.
-
-        A shell of a Slurm allocation has a rank number too; only a step of srun with several tasks counts.
-        """
-        return not os.environ.keys().isdisjoint(_VARIABLES) or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Place:
         """The place that the environment names.  Raises RendezvousError for missing or wrong variables."""
@@ -94,10 +88,10 @@ class Place:
         if environ.get(launcher["WORLD_SIZE"]) != "1":
             needed += ["MASTER_ADDR", "MASTER_PORT"]
         if missing := [name for name in needed if not environ.get(name)]:
-            found = dict.fromkeys(name for name in (*needed, *_VARIABLES) if environ.get(name))
+            found = dict.fromkeys(name for name in (*needed, *VARIABLES) if environ.get(name))
             raise RendezvousError(
                 f"{', '.join(missing)}: expected beside {', '.join(found) or 'each other'}, got nothing "
-                f"(a process without any of {', '.join(_VARIABLES)} is a group of one)"
+                f"(a process without any of {', '.join(VARIABLES)} is a group of one)"
             )
         size = _number(environ, launcher["WORLD_SIZE"], 1, 1 << 20)
         rank = _number(environ, launcher["RANK"], 0, size - 1)
@@ -107,7 +101,7 @@ class Place:
         if size == 1:
             return cls(rank, size, local_rank)
         port = _number(environ, "MASTER_PORT", 1, 65535)
-        purpose = f"world {port} {environ.get('TORCHELASTIC_RUN_ID', '')}".encode()
+        purpose = f"world {port} {environ.get('TORCHELASTIC_RUN_ID', '')}".encode(errors="surrogateescape")
         ports = [port]
         if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             ports = [(port + step - 1) % 65535 + 1 for step in range(1, AGENT_PORTS + 1)]
@@ -119,6 +113,14 @@ def _number(environ: Mapping[str, str], name: str, low: int, high: int) -> int:
     if not text.isdecimal() or not low <= int(text) <= high:
         raise RendezvousError(f"{name}: expected a whole number from {low} to {high}, got {text!r}")
     return int(text)
+
+
+def _check_bound(place: Place) -> None:
+    """Raise RendezvousError if a job on a loopback address cannot listen there because of ``KOS_BIND``."""
+    found = {where[0] for *_, where in socket.getaddrinfo(place.host, None)} if is_loopback(place.host) else set()
+    if (address := bound()) and found and address not in found:
+        wanted = f"the address of {place.names[0]}={place.host}, or another {place.names[0]}"
+        raise RendezvousError(f"KOS_BIND: expected {wanted}, got {address}")
 
 
 def _listen(network: Network, place: Place) -> socket.socket:

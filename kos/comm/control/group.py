@@ -38,8 +38,9 @@ from kos.comm.control.hub import (
     send,
     stop,
 )
+from kos.comm.control.identity import hold
 from kos.comm.control.inbox import Inbox
-from kos.comm.control.newcomers import Address, Newcomers, send_message
+from kos.comm.control.newcomers import Address, Newcomers, place_name, send_message
 from kos.comm.control.notices import Channel
 from kos.comm.control.secret import load_secret
 from kos.comm.control.threads import ThreadGroup
@@ -154,7 +155,7 @@ class TCPRendezvous(Rendezvous):
             if listener is not None and child is not None and child._hub is None:
                 listener.close()  # refuses the other ranks
             raise
-        return child
+        return None if child is None else hold(child, self)
 
     def connect(self) -> dict[int, Connection]:
         deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
@@ -253,7 +254,7 @@ class TCPRendezvous(Rendezvous):
             child._failures = self.failures.of([mine.index(tuple(each)) for each in members], rank)
         assert self._listener is not None
         child.enter(plan, self._listener, connections)
-        return child
+        return hold(child, self)
 
     def enter(self, plan: Mapping[str, Any], listener: socket.socket, connections: Mapping[int, Connection]) -> None:
         """Begin the group of ``plan``; rank 0 has ``connections`` to the others, these have one to it."""
@@ -330,7 +331,7 @@ class TCPRendezvous(Rendezvous):
         try:
             if listener is not None:
                 port = listener.getsockname()[1]
-                where = f"{host or self.network.hub}:{port}"
+                where = place_name(host or self.network.hub, port)
                 if not self.network.loopback:
                     where = f"port {port}, which others find by {self.found_by or 'the address they know'}"
                 self._serve(listener, self.network.key(purpose), where, len(ports) == 1)  # at others, other jobs call
@@ -379,13 +380,13 @@ class TCPRendezvous(Rendezvous):
                 except (OSError, HandshakeError) as error:
                     if lacks_files(error):
                         raise
-                    problem = f"{host or self.network.hub}:{port}: {error}"
+                    problem = f"{place_name(host or self.network.hub, port)}: {error}"
                     if isinstance(error, ConnectionRefusedError) and not self.is_job:  # it listened before
                         raise self.failures.lost(0, "its connection was refused", "rendezvous") from error
                     if isinstance(error, HandshakeError) and len(ports) == 1:
                         raise RendezvousError(f"rendezvous: rank {self.rank}: {problem}") from error
                     continue
-                if self.is_job and not self.network.loopback:
+                if self.is_job and not self.network.loopback and not self.network.host:
                     mine = found.sock.getsockname()[0].removeprefix("::ffff:")  # of an IPv4 address at an IPv6 socket
                     self.network.host = "" if is_loopback(mine) else mine
                 return found

@@ -8,13 +8,14 @@ import os
 import select
 import socket
 import time
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.grow import CALL_SECONDS, POLL_SECONDS, as_address
+from kos.comm.control.listening import bound
 from kos.comm.control.newcomers import Address, place_name, send_message
 from kos.comm.control.wire import (
     JOIN,
@@ -30,6 +31,10 @@ from kos.comm.control.wire import (
 from kos.errors import CollectiveError, RendezvousError
 
 FOREIGN_SECONDS = 5.0  # limit for a member to answer where another address has another secret or protocol
+SILENT = "accepts connections and sends nothing: a member that has not called grow or replace, or another service"
+CLOSES = "expected a member that calls grow or replace, got a service that closes the connection at once"
+_PROVOKE_SECONDS = 0.5
+_LONGEST = 1 << 16  # bytes of a file that holds an address
 Answer = tuple[Connection, dict[str, Any]]
 
 
@@ -81,6 +86,7 @@ class Calls:
         self._foreign_until = 0.0  # how long others are awaited that may be members
         self._proved = set[Address]()  # where members with this secret answer
         self._no_file = ""  # why the address is not known
+        self._silent = dict[Address, socket.socket]()  # those that have not sent a greeting
 
     def first_answer(self, deadline: float) -> Answer | None:
         """The first connection that receives an answer, and the answer; None at the deadline.
@@ -115,7 +121,9 @@ class Calls:
         """The addresses of members: the given ones, which may be in a file, and those of leaders that members name."""
         self._no_file = ""
         try:
-            places = parse(Path(self._address).read_text().strip() if os.sep in self._address else self._address)
+            places = parse(_read_address(self._address) if os.sep in self._address else self._address)
+        except (IsADirectoryError, NotADirectoryError, PermissionError) as error:
+            raise RendezvousError(f"join: address: expected a file that holds it, got: {error}") from error
         except OSError as error:  # the file is not there yet
             places, self._no_file = [], str(error)
         return list(dict.fromkeys([*places, *self._leaders.values()]))
@@ -162,13 +170,19 @@ class Calls:
         """One connection, until the member admits or refuses this newcomer."""
         yield from _connected(sock)
         self._reached.add(place)
-        self._states[place] = "is there, but has not called grow or replace"
-        greeting = yield from receive_greeting(sock)
+        self._silent[place], self._states[place] = sock, SILENT
+        try:
+            greeting = yield from receive_greeting(sock)
+        except ConnectionError:
+            raise ConnectionError(CLOSES) from None
+        finally:
+            self._silent.pop(place, None)
+        self._states[place] = "is there, and has not admitted this process yet"
         key = Network(self._secret, "", "", False).key(b"join")
         connection = yield from authenticate(sock, greeting, key, JOIN, 0, None)
         self._proved.add(place)
         assert self.listener is not None
-        me = _own_host(sock, place[0]), self.listener.getsockname()[1]
+        me = bound() or _own_host(sock, place[0]), self.listener.getsockname()[1]
         connection.post(json.dumps({**self._hello, "me": me}).encode())
         yield from connection.flush()
         while True:
@@ -184,6 +198,7 @@ class Calls:
 
     def state(self) -> str:
         """What this newcomer waits for, as text."""
+        self._states |= dict(zip(self._silent, _provoke([*self._silent.values()]), strict=True))
         each = (f"{place_name(*place)}: {text}" for place, text in self._states.items())
         return "; ".join(filter(None, [self._no_file, *each])) or "no member"
 
@@ -198,6 +213,35 @@ class Calls:
             sock.close()
         if self.listener is not None:
             self.listener.close()
+
+
+def _provoke(socks: Sequence[socket.socket]) -> list[str]:
+    """What silent services do at a request of HTTP, at which many other services answer an error, as text."""
+    deadline, states = time.monotonic() + _PROVOKE_SECONDS, list[str]()
+    for sock in socks:
+        with suppress(OSError):
+            sock.send(b"GET / HTTP/1.0\r\n\r\n")
+    for sock in socks:
+        try:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            answer = sock.recv(16)
+        except TimeoutError:
+            states.append(SILENT)
+        except OSError:
+            states.append(CLOSES)
+        else:
+            states.append(f"expected a member, got another service, which answers {answer!r}" if answer else CLOSES)
+    return states
+
+
+def _read_address(path: str) -> str:
+    """The address that the file holds.  Raises OSError, RendezvousError."""
+    with open(path, "rb") as file:
+        data = file.read(_LONGEST + 1)
+    if len(data) <= _LONGEST:
+        with suppress(UnicodeDecodeError):
+            return data.decode().strip()
+    raise RendezvousError(f"join: address: expected {path} to hold the address of members, got {data[:16]!r}…")
 
 
 def _connected(sock: socket.socket) -> Waiting[None]:
@@ -224,5 +268,5 @@ def parse(address: str) -> list[Address]:
     """The places of an address "host:port,host:port".  Raises RendezvousError."""
     places = [each.rpartition(":") for each in address.split(",")]
     if not all(host and port.isdecimal() and 0 < int(port) < 1 << 16 for host, _, port in places):
-        raise RendezvousError(f'join: address: expected "host:port", several with commas, got {address!r}')
+        raise RendezvousError(f'join: address: expected "host:port", several with commas, got {address!r:.80}')
     return [(host.strip("[]"), int(port)) for host, _, port in places]

@@ -165,13 +165,16 @@ class MPIRendezvous(Rendezvous):
         self.mpi.free(orderly, code)
 
 
-def rendezvous_of_mpi(comm: Any = None, timeout: float = 120.0, process_hooks: bool = True) -> Rendezvous:
+def rendezvous_of_mpi(
+    comm: Any = None, timeout: float = 120.0, process_hooks: bool = True, watched: bool = True
+) -> Rendezvous:
     """That of the processes of an MPI communicator (default: COMM_WORLD).  Collective.
 
     MPI carries the address and the secret of rank 0's hub, to which all ranks then connect.  If a rank of another host
-    cannot, MPI carries the exchanges too.  ``process_hooks`` is as in ``kos.init``.
+    cannot, MPI carries the exchanges too.  ``process_hooks`` is as in ``kos.init``.  ``watched``: if MPI does not start
+    within the timeout, the process ends.
     """
-    MPI = mpi_job.load_mpi(process_hooks)
+    MPI = mpi_job.load_mpi(process_hooks, timeout if watched else None)
     mpi_job.check_running(MPI)
     if process_hooks:
         mpi_job.guard_job()

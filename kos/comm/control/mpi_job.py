@@ -22,20 +22,15 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from kos.comm.control import mpi_start
 from kos.comm.control.grow import GRACE_SECONDS
+from kos.comm.control.identity import OF_MPI, under_mpirun
 from kos.comm.waits import CHECK_SECONDS, Backoff
 from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install
 
 log = logging.getLogger(__name__)
 
-_LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
-RANK_AND_SIZE = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx has no size
-)
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
-_ABORT_STAGGER_SECONDS = 0.5  # delay per rank before it ends the job: Open MPI 5 ends the others 0.25 s after an exit
 # Seconds in which the other ranks may exit before a rank aborts the job.  One that waits for a stopped hub reports
 # GRACE_SECONDS after the others.
 _EXIT_GRACE = GRACE_SECONDS + 1.0
@@ -51,39 +46,45 @@ _guarded = 0  # the process that ``guard_job`` guards; processes that it forks i
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def under_mpirun() -> bool:
-    """Whether an MPI launcher started this process; does not import mpi4py."""
-    return any(name in os.environ for name in _LAUNCHER_VARIABLES)
-
-
 def fault_tolerant() -> bool:
     """Whether the job continues when a rank dies: Open MPI's ``mpirun --with-ft ulfm``."""
     return os.environ.get(_FAULT_TOLERANCE) in ("1", "true")
 
 
-def load_mpi(process_hooks: bool = True) -> Any:
-    """Import mpi4py.MPI, initialising MPI on the first call.
+def load_mpi(process_hooks: bool = True, timeout: float | None = None) -> Any:
+    """Import mpi4py.MPI, initialising MPI on the first call, which ends the process after ``timeout`` seconds.
 
     Raises BackendUnavailable where mpi4py or the MPI library is missing, RendezvousError where MPI does not see the
     ranks that the launcher started.
     """
-    first = process_hooks and "mpi4py.MPI" not in sys.modules
-    if first:  # Open MPI's "ofi" transport costs a second at start and serves only one-sided communication
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is None or not MPI.Is_initialized():
+        MPI = _start_mpi(process_hooks, timeout)
+    if not MPI.Is_finalized():
+        _check_world(MPI)
+    return MPI
+
+
+def _start_mpi(process_hooks: bool, timeout: float | None) -> Any:
+    first = "mpi4py.MPI" not in sys.modules
+    if first and process_hooks:  # Open MPI's "ofi" transport costs a second at start and serves only one-sided calls
         os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     try:
-        if first and (rc := importlib.import_module("mpi4py").rc).finalize is not False:
-            # mpi4py's own finalizer would also run in forked processes, and wait there forever.
+        rc = importlib.import_module("mpi4py").rc
+        finalizes = rc.finalize is not False  # else the program does
+        mpi_start.start(rc, timeout)
+        if first and process_hooks:  # mpi4py's own finalizer would also run in forked processes, and wait there forever
             rc.finalize = False
-            atexit.register(_finalize, os.getpid())
         # By name: static importers see a compiled module without a matching platform as missing.
         MPI: Any = importlib.import_module("mpi4py.MPI")
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError, OSError) as error:
         raise BackendUnavailable(f"mpi: expected mpi4py and an MPI library ({install('mpi')}), got: {error}") from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        atexit.register(_finalize, os.getpid())  # mpi4py finalizes only what it has initialised itself
-    if not MPI.Is_finalized():
-        _check_world(MPI)
+    for world in () if first else (MPI.COMM_WORLD, MPI.COMM_SELF):  # mpi4py does so when it is imported
+        world.Set_errhandler(MPI.ERRORS_RETURN)
+    if finalizes:
+        atexit.register(_finalize, os.getpid())
     return MPI
 
 
@@ -95,7 +96,7 @@ def check_running(MPI: Any) -> None:
 
 def _check_world(MPI: Any) -> None:
     """Raise RendezvousError if the launcher started more ranks than MPI sees: each would be a group of one."""
-    for rank, size in RANK_AND_SIZE:
+    for rank, size in OF_MPI:
         started, by_pmix = os.environ.get(size, ""), rank == "PMIX_RANK"
         if not started.isdecimal() or (by_pmix and rank not in os.environ):
             continue
@@ -224,7 +225,7 @@ def _end_by(error: BaseException, own: Callable[[], object] | None, usual: Calla
     line, frames = describe(error)
     sys.stderr.write(f"rank {world.rank}: {line}\n")
     sys.stderr.flush()
-    time.sleep(min(world.rank, 8) * _ABORT_STAGGER_SECONDS)  # the first rank ends the job before others print frames
+    time.sleep(min(world.rank, 8) * mpi_start.TURN_SECONDS)  # the first rank ends the job before others print frames
     if own is not None:
         own()
     else:
@@ -265,6 +266,6 @@ def _exit_job() -> None:
         time.sleep(max(began + (grace or 0.0) - time.monotonic(), 0.0))  # others still report what they have met
         why = "exits" if abort_code is None else "aborted its communicator by an exception"
         world = MPI.COMM_WORLD
-        time.sleep(min(world.rank, 8) * _ABORT_STAGGER_SECONDS)  # mpirun of Open MPI 5 may hang if two abort at once
+        time.sleep(min(world.rank, 8) * mpi_start.TURN_SECONDS)  # mpirun of Open MPI 5 may hang if two abort at once
         log.critical("rank %d of %d ends the job: it %s and the others did not", world.rank, world.size, why)
         _end_job(abort_code or 1)

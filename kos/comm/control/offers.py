@@ -14,6 +14,7 @@ from typing import Any
 
 from kos.comm.control.base import machine_id
 from kos.comm.control.env import OFFER, Place
+from kos.comm.control.listening import bound
 from kos.comm.control.wire import Network, is_loopback
 from kos.errors import RendezvousError
 
@@ -46,8 +47,9 @@ def unreachable(rank: int, offer: Mapping[str, Any]) -> str:
     """Why a rank cannot reach rank 0, or "".  The kernel accepts the call before the hub runs."""
     if "error" in offer:
         return f"rank 0 cannot listen: {offer['error']}"
+    host = offer["host"] if rank else bound() or "127.0.0.1"
     try:
-        socket.create_connection((offer["host"] if rank else "127.0.0.1", offer["port"]), _REACH_SECONDS).close()
+        socket.create_connection((host, offer["port"]), _REACH_SECONDS).close()
     except OSError as error:
         return f"rank {rank} did not reach rank 0 at {offer['host']}:{offer['port']}: {error}"
     return ""
@@ -55,10 +57,10 @@ def unreachable(rank: int, offer: Mapping[str, Any]) -> str:
 
 def listen_for(hosts: Sequence[bytes | None]) -> tuple[socket.socket | None, dict[str, Any]]:
     """Rank 0's listener for the ranks on ``hosts``, and its offer: the data needed to connect, or the error."""
-    host = "127.0.0.1" if len(set(hosts)) == 1 else _own_address()
     try:
+        host = bound() or ("127.0.0.1" if len(set(hosts)) == 1 else _own_address())
         listener = Network(b"", host, "", is_loopback(host)).listen()
-    except OSError as error:
+    except (OSError, RendezvousError) as error:
         return None, {"error": str(error)}
     return listener, {"host": host, "port": listener.getsockname()[1], "secret": secrets.token_hex(32)}
 

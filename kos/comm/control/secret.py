@@ -20,7 +20,7 @@ def load_secret(environ: Mapping[str, str]) -> bytes:
     ``KOS_SECRET``, unless they share the user's home.  Raises RendezvousError if the secret is empty, or its file
     cannot be used or is readable by others.
     """
-    secret = environ["KOS_SECRET"].encode() if "KOS_SECRET" in environ else _users_own(environ)
+    secret = environ["KOS_SECRET"].encode(errors="surrogateescape") if "KOS_SECRET" in environ else _users_own(environ)
     if not secret:
         raise RendezvousError("KOS_SECRET: expected a secret, got an empty one")
     return secret

@@ -16,7 +16,7 @@ from kos.comm.control.grow import misfit
 from kos.comm.failures import WHY_CLOSED, FailureLog
 from kos.comm.peer_status import PeerStatus
 from kos.comm.records import again, blaming
-from kos.errors import CollectiveMismatch, KosError, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, CollectiveMismatch, KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
 THREADS = "threads:"
@@ -41,6 +41,7 @@ class ThreadWorld:
 
     def __init__(self, size: int, watch: Any = None) -> None:
         self.lock = threading.RLock()
+        self.single = False  # a process without a launcher, which no newcomer can reach
         self.watch = watch  # ``kos.testing.watch.Watch`` in tests
         self.failure: KosError | None = None  # of all groups
         self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
@@ -226,7 +227,9 @@ class ThreadRendezvous(Rendezvous):
         return self._child(child, child.members.index(self.failures.world[self.rank]))
 
     def check_change(self, call: str) -> None:
-        pass
+        if self.threads.world.single and call != "shrink":
+            wanted = "a launcher, or RANK=0 WORLD_SIZE=1, by which newcomers reach this process"
+            raise BackendUnavailable(f"{call}: expected {wanted}, got a group of one without them")
 
     @property
     def address(self) -> str:
@@ -347,4 +350,6 @@ def join_threads(address: str, hello: dict[str, Any], timeout: float) -> tuple[T
 
 def single_rendezvous(timeout: float = 120.0) -> ThreadRendezvous:
     """A group of one."""
-    return ThreadRendezvous(ThreadGroup(1), 0, timeout)
+    group = ThreadGroup(1)
+    group.world.single = True
+    return ThreadRendezvous(group, 0, timeout)

@@ -38,6 +38,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kos.comm.control.listening import listen
 from kos.comm.failures import LOOK_SECONDS
 from kos.errors import RendezvousError
 
@@ -84,14 +85,8 @@ class Network:
     name: str = ""  # the host of the job's rank 0, as other hosts know it
 
     def listen(self, port: int = 0) -> socket.socket:
-        """A listening socket; on all interfaces unless the job stays on one host.  Raises OSError."""
-        if self.loopback:
-            family = socket.getaddrinfo(self.hub, port, type=socket.SOCK_STREAM)[0][0]
-            listener = socket.create_server((self.hub, port), family=family, backlog=1024)
-        elif socket.has_dualstack_ipv6():
-            listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-        else:
-            listener = socket.create_server(("", port), backlog=1024)
+        """A listening socket; on all interfaces unless the job stays on one host.  Raises OSError, RendezvousError."""
+        listener = listen(self.hub if self.loopback else "", port)
         adopt(listener)
         return listener
 

@@ -20,6 +20,7 @@ import numpy as np
 from kos.comm.backend import CHANGES, Probe
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
+from kos.comm.control.identity import under_mpirun
 from kos.comm.control.mpi import NAMING_SECONDS, await_request
 from kos.comm.control.notices import Channel
 from kos.comm.failures import WHY_CLOSED
@@ -89,7 +90,7 @@ class MPITransport(Transport):
         MPI = mpi_job.load_mpi()
         if MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) < _TAGS:
             return Probe(False, f"the MPI library has fewer than {_TAGS} tags")
-        alone = "" if mpi_job.under_mpirun() else "; a group of one, as it was not started by mpirun"
+        alone = "" if under_mpirun() else "; a group of one, as it was not started by mpirun"
         return Probe(True, MPI.Get_library_version().split(",")[0].strip() + alone)
 
     def check_threads(self) -> None:

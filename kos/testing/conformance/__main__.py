@@ -19,8 +19,7 @@ from typing import TextIO
 
 import kos
 from kos.comm.arguments import check_timeout
-from kos.comm.control.bootstrap import launched_place
-from kos.comm.control.mpi_job import under_mpirun
+from kos.comm.control.identity import launched_place, under_mpirun
 from kos.errors import KosError
 from kos.files import printing
 from kos.testing import spawn

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from kos.comm.control import mpi_job
+from kos.comm.control.identity import under_mpirun
 from kos.commands import mpirun, near, python, several_programs
 from kos.train.config.options import TrainConfig, flag_of
 
@@ -33,7 +34,7 @@ def mpirun_ends_all() -> bool:
 
 def _by_mpirun() -> bool:
     by_srun = "SLURM_PROCID" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
-    return mpi_job.under_mpirun() and not by_srun
+    return under_mpirun() and not by_srun
 
 
 def more_steps(out: Path, ranks: int, config: TrainConfig) -> str:

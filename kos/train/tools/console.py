@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
-from kos.comm.control import mpi_job
+from kos.comm.control.identity import under_mpirun
 
 SILENCE = 10.0  # seconds without a line, after which progress is printed
 LEAST_BAR = 6  # columns; a narrower bar shows nothing
@@ -163,7 +163,7 @@ def _terminal() -> TextIO | None:
     Under mpirun a rank's standard output is a pseudo-terminal whose lines mpirun passes on, whole lines only:
     no bar can be drawn there. The bar goes where mpirun's own output goes, if that is a terminal.
     """
-    if not mpi_job.under_mpirun():
+    if not under_mpirun():
         return sys.stdout if sys.stdout.isatty() else None
     try:
         target = os.readlink(f"/proc/{os.getppid()}/fd/1")

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from kos._core import native, unavailable
 from kos.comm.control.base import Rendezvous
+from kos.comm.control.identity import process
 from kos.comm.prepared import TEXT_BYTES, TEXTS
 
 T = TypeVar("T")
@@ -159,16 +160,6 @@ def read_memory(pid: int, address: int, nbytes: int) -> bytes | None:
     data = ctypes.create_string_buffer(nbytes)
     to, at = ((ctypes.c_size_t * 2)(start, nbytes) for start in (ctypes.addressof(data), address))  # struct iovec
     return data.raw if ctypes.CDLL(None).process_vm_readv(pid, to, 1, at, 1, 0) == nbytes else None
-
-
-def process(pid: int) -> tuple[str, int]:
-    """The state of the process, as a letter of proc(5), and when it ``started``."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a process may have any bytes as its name
-    except (FileNotFoundError, ProcessLookupError):
-        return "X", 0
-    fields = stat[stat.rindex(")") + 2 :].split()
-    return fields[0], 0 if fields[0] in "ZX" else int(fields[19])
 
 
 def _namespaces() -> dict[str, str]:

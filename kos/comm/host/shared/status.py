@@ -12,6 +12,7 @@ from typing import Any
 from zlib import crc32
 
 from kos.comm import watchdog
+from kos.comm.control.identity import process
 from kos.comm.host.shared.segment import (
     CALL_BYTES,
     CALLED,
@@ -23,7 +24,6 @@ from kos.comm.host.shared.segment import (
     STARTED,
     WAITS,
     Segment,
-    process,
 )
 from kos.comm.peer_status import PeerStatus
 from kos.comm.records import from_record, to_record

@@ -1,0 +1,156 @@
+"""The rank that a launcher made of this process, and the mark that keeps other processes from taking it over.
+
+Programs that a rank starts inherit the launcher's variables.  With them ``kos.init`` would make each of them that same
+rank: MPI waits forever then, or a process that reads the other's messages crashes.  So ``kos.init`` writes its process
+and its job to the variable ``MARK``.  A process that finds there another process of the same job, which still runs,
+refuses to start.  A rank of another job passes, such as one of an mpirun that a rank has started.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from kos.errors import RendezvousError
+
+MARK = "KOS_RANK_PROCESS"
+"""The variable that names the rank's process: its id, when it started, the launcher of its job, and its rank there."""
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx has no size
+)
+"""The variables of a rank and of the number of ranks, by kind of launcher."""
+_OF_OTHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+_LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
+_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "MPI_LOCAL")
+_RUN = "TORCHELASTIC_RUN_ID"
+_JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
+_HYDRA = "hydra_pmi_proxy"  # the parent of each rank under MPICH's mpirun, which gives the job no name
+
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()  # the open groups of this rank
+
+
+def under_mpirun() -> bool:
+    """Whether an MPI launcher started this process; does not import mpi4py."""
+    return any(name in os.environ for name in _LAUNCHER_VARIABLES)
+
+
+def by_variables() -> bool:
+    """Whether the environment sets the rank of this process without MPI, completely or in part.
+
+    A shell of a Slurm allocation has a rank number too; only a step of srun with several tasks counts.
+    """
+    return not os.environ.keys().isdisjoint(VARIABLES) or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+
+
+def launched_rank() -> int:
+    """This process's rank from its launcher's environment, before MPI starts; 0 for a group of one."""
+    return launched_place()[0]
+
+
+def launched_place() -> tuple[int, int]:
+    """The launched rank and the number of ranks.
+
+    As ``kos.init`` sees them: a shell of a Slurm allocation has a rank number too, but is a group of one.
+    """
+    if not under_mpirun() and not by_variables():
+        return 0, 1
+    for names in OF_MPI if under_mpirun() else _OF_OTHERS:
+        rank, size = (os.environ.get(name, "") for name in names)
+        if rank.isdecimal() and size.isdecimal() and int(size) > 1:
+            return int(rank), int(size)
+    return 0, 1
+
+
+def job() -> str:
+    """The name of this process's MPI job, the same on its ranks of one host; "" if it has none."""
+    named = " ".join(filter(None, (os.environ.get(name) for name in _JOB)))
+    return named or _launcher()
+
+
+def process(pid: int | str) -> tuple[str, int]:
+    """The state of the process, as a letter of proc(5), and when it ``started``."""
+    fields = _stat(pid)[1]
+    return fields[0], 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def _stat(pid: int | str) -> tuple[str, list[str]]:
+    """The name of the process and the other fields of its stat, of proc(5)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a process may have any bytes as its name
+    except (FileNotFoundError, ProcessLookupError):
+        return "", ["X", "0"]
+    name, _, rest = stat.rpartition(") ")
+    return name.partition("(")[2], rest.split()
+
+
+def _launcher() -> str:
+    """The process of MPICH's launcher on this host, by its id; "" under another launcher."""
+    name, pid = "", os.getpid()
+    while name != _HYDRA and pid > 1:
+        child = pid
+        name, fields = _stat(pid)
+        pid = int(fields[1])
+    return str(child) if name == _HYDRA else ""
+
+
+@contextmanager
+def claimed(by_mpi: bool) -> Iterator[None]:
+    """Mark this process as its rank, while its group is made.  If that fails, the mark is removed.
+
+    Raises RendezvousError in another process that has the rank's variables.
+    """
+    names = OF_MPI if by_mpi else (*_OF_OTHERS, VARIABLES[2:])
+    given = (f"{name}={os.environ[name]}" for name in sum(names, (*_JOB, _RUN)) if name in os.environ)
+    identity, me, launcher = " ".join(["mpi" if by_mpi else "tcp", *given]), os.getpid(), _launcher() if by_mpi else ""
+    with suppress(ValueError):  # no mark
+        pid, began, its_launcher, its_identity = os.environ.get(MARK, "").split(" ", 3)
+        same = its_identity == identity and launcher in ("", its_launcher)
+        if same and int(pid) != me and process(pid)[1] == int(began):
+            raise RendezvousError(_taken(pid, by_mpi))
+    os.environ[MARK] = f"{me} {process(me)[1]} {launcher or '-'} {identity}"
+    try:
+        yield
+    except BaseException:
+        _remove_mark()
+        raise
+
+
+def _taken(pid: str, by_mpi: bool) -> str:
+    """The error of a process that another one has started, the rank."""
+    rank, size = launched_place()
+    if by_mpi:
+        names = [f"{each}*" for each in _PREFIXES if any(name.startswith(each) for name in os.environ)]
+    else:
+        names = [name for name in (*VARIABLES, "SLURM_STEP_NUM_TASKS") if name in os.environ]
+    expected = f"expected process {pid}, which is rank {rank} of {size}, got process {os.getpid()}, started by it"
+    remedy = f"for a group of its own, start it without the variables {', '.join(names)}"
+    return f"init: {expected}: {remedy}; for another job, start it by a launcher of its own"
+
+
+def hold(group: Any, parent: Any = None) -> Any:
+    """Keep the mark until ``group`` is closed; with ``parent``, only if that keeps it.  Returns the group."""
+    if parent is None or parent in _holders:
+        _holders.add(group)
+    return group
+
+
+def release(group: Any) -> None:
+    """Remove the mark if no other group keeps it.  A rank of MPI keeps it until its process ends, as MPI does."""
+    _holders.discard(group)
+    _remove_mark()
+
+
+def _remove_mark() -> None:
+    MPI = sys.modules.get("mpi4py.MPI")
+    mark = os.environ.get(MARK, "").split(" ")
+    if _holders or mark[0] != str(os.getpid()) or (mark[3] == "mpi" and MPI is not None and MPI.Is_initialized()):
+        return
+    del os.environ[MARK]

@@ -1,0 +1,92 @@
+"""Starts MPI within a timeout, which MPI_Init does not have: it returns once all ranks of the job have called it.
+
+Called through ctypes, MPI_Init does not hold Python's lock, so a thread can watch it.  Nothing makes MPI_Init return.
+At the timeout that thread reports the missing ranks and ends the process with ``EXIT_CODE``.  Ranks that have come are
+known to the others of their host by an abstract Unix socket, which ends with the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+from kos.comm import timeouts
+from kos.comm.control.identity import job, launched_place
+from kos.errors import RendezvousError, describe, ranks_in_words
+
+EXIT_CODE = 69
+"""Of a process that MPI_Init kept beyond the timeout: EX_UNAVAILABLE of sysexits.h."""
+TURN_SECONDS = 0.5
+"""How much later than the rank before a rank ends the job: Open MPI 5 ends the others 0.25 s after an exit."""
+_LEVELS = {"single": 0, "funneled": 1, "serialized": 2, "multiple": 3}  # of Open MPI and MPICH
+_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+def start(rc: Any, timeout: float | None) -> None:
+    """Call MPI_Init with the thread level of ``rc``, mpi4py's settings, before mpi4py would.
+
+    ``timeout`` in seconds; None waits forever.  Does nothing where mpi4py is missing, or its MPI is another than Open
+    MPI or MPICH.  Raises OSError if the MPI library cannot be loaded.
+    """
+    spec = importlib.util.find_spec("mpi4py.MPI")
+    if spec is None or spec.origin is None or "mpiabi" in spec.origin:  # the MPI ABI numbers thread levels otherwise
+        return
+    threads, name = (
+        os.environ.get(f"MPI4PY_RC_{key.upper()}", getattr(rc, key, "")) for key in ("threads", "thread_level")
+    )
+    level = 0 if str(threads).lower() in ("0", "no", "false") else _LEVELS.get(name, 3)
+    init = ctypes.CDLL(spec.origin).MPI_Init_thread
+    rank, size = launched_place()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as here:
+        if sys.platform == "linux":
+            with suppress(OSError):
+                here.bind(_name(rank))
+        watch = threading.Timer(timeout or 0.0, _end, (timeout, rank, size, sys._getframe()))
+        watch.daemon = True
+        if timeout is not None:
+            watch.start()
+        init(None, None, 3 if rc.initialize is False else level, ctypes.byref(ctypes.c_int()))
+        watch.cancel()
+
+
+def _name(rank: int) -> str:
+    return f"\0kos-mpi-{hashlib.sha256(job().encode()).hexdigest()[:32]}-{rank}"
+
+
+def _end(timeout: float, rank: int, size: int, frame: FrameType | None) -> None:
+    """Report the missing ranks, and end this process."""
+    time.sleep(min(rank, 8) * TURN_SECONDS)
+    text, trace = timeouts.unstarted(timeout, _missing(rank, size)), None
+    error = RendezvousError(f"rendezvous: start: {text}")
+    while frame is not None:
+        trace, frame = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno), frame.f_back
+    with suppress(OSError, ValueError, AttributeError):  # closed streams
+        sys.stderr.write(f"rank {rank}: {describe(error.with_traceback(trace))[0]}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+    os._exit(EXIT_CODE)
+
+
+def _missing(rank: int, size: int) -> str:
+    """The names of the ranks that have not come; "" where some may be on other hosts."""
+    missing = [other for other in range(size) if other != rank and not _has_come(other)]
+    local = next((os.environ[name] for name in _LOCAL_SIZE if name in os.environ), "")
+    known = missing and local == str(size) and job() and sys.platform == "linux"
+    return ranks_in_words(missing) if known else ""
+
+
+def _has_come(rank: int) -> bool:
+    """Whether the rank, of this host, waits in ``start``."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, suppress(OSError):
+        sock.connect(_name(rank))
+        return True
+    return False

@@ -1,0 +1,281 @@
+"""Programs that a rank starts do not take its place.  A rank does not wait in MPI_Init for longer than its timeout."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import kos
+from kos.comm.control.identity import MARK, process
+from kos.comm.control.mpi_start import EXIT_CODE
+from tests.comm.tcp_ranks import free_port, run_processes
+from tests.comm.test_jobs import environment, mpirun, output, program
+from tests.launcher import MPIRUN, needs_mpirun, run_program
+
+CHILD = """
+import subprocess
+from kos.comm.control.identity import MARK
+INIT = "import kos; c = kos.init(timeout=60); print(f'child: rank {c.rank} of {c.size} on {c.backend_name}')"
+def child(command=(sys.executable, "-c", INIT), **options):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, **options)
+    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+def refused(said):
+    expected = f"expected process {os.getpid()}, which is rank {comm.rank} of {comm.size}, got process "
+    assert "kos.errors.RendezvousError: init: " + expected in said and "start it without the variables " in said, said
+    return said
+"""
+
+# What starts the child, in a process of the rank; it raises unless the child is refused.
+WAYS = {
+    "subprocess": "refused(child())",
+    "shell": "refused(child(['sh', '-c', f'{sys.executable} -c \"$0\" && true', INIT]))",
+    "spawn": """
+import multiprocessing
+pool = multiprocessing.get_context("spawn").Pool(1)
+try:
+    pool.apply(kos.init, kwds={"timeout": 60})
+except kos.errors.RendezvousError as error:
+    refused("kos.errors.RendezvousError: " + str(error))
+else:
+    raise AssertionError("not refused")
+pool.terminate()
+""",
+    "fork": """
+import multiprocessing
+def run():
+    try:
+        kos.init(timeout=60)
+    except kos.errors.RendezvousError as error:
+        sys.exit(7 if "which is rank" in str(error) else str(error))
+process = multiprocessing.get_context("fork").Process(target=run)
+process.start()
+process.join(100)
+assert process.exitcode == 7, process.exitcode
+""",
+}
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("way", "all_ranks"), [*((way, True) for way in WAYS), ("subprocess", False)])
+def test_a_child_of_a_rank_of_mpi_is_refused(tmp_path: Path, way: str, all_ranks: bool) -> None:
+    text = f"""{CHILD}
+if __name__ == "__main__":
+    comm = kos.init(timeout=60)
+    if {all_ranks} or comm.rank == 0:
+{textwrap.indent(WAYS[way].strip(), " " * 8)}
+    assert comm.all_reduce(np.ones(1)) == 2
+    comm.close()
+    print("done", flush=True)
+"""
+    assert output(tmp_path, text, 2, fresh=way == "spawn") == "done\n" * 2
+
+
+@needs_mpirun
+def test_a_child_is_refused_as_long_as_its_rank_has_mpi(tmp_path: Path) -> None:
+    """Also after ``close``: Open MPI 5.0.11 crashed in MPI_Finalize once a child had taken the rank's place."""
+    text = f"""{CHILD}
+comm = kos.init(timeout=60)
+comm.close()
+refused(child())
+again = kos.init(timeout=60)  # the rank itself
+assert again.all_reduce(np.ones(1)) == 2
+clean = {{k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM_", "PMIX_"))}}
+assert child(env=clean) == "child: rank 0 of 1 on mock"
+again.close()
+print("done", flush=True)
+"""
+    assert output(tmp_path, text, 2) == "done\n" * 2
+
+
+@needs_mpirun
+def test_a_job_that_a_rank_starts_is_another(tmp_path: Path) -> None:
+    text = f"""{CHILD}
+comm = kos.init(timeout=60)
+if comm.rank == 0:
+    said = child(["{MPIRUN}", "-n", "2", sys.executable, "-c", INIT])
+    assert sorted(said.splitlines()) == [f"child: rank {{rank}} of 2 on mpi" for rank in range(2)], said
+comm.barrier()
+print("done", flush=True)
+"""
+    assert output(tmp_path, text, 2) == "done\n" * 2
+
+
+@needs_mpirun
+@pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_a_group_of_one_may_start_an_mpirun(tmp_path: Path, variables: dict[str, str]) -> None:
+    text = f"""{CHILD}
+os.environ |= {variables}
+comm = kos.init(timeout=60)
+assert MARK not in os.environ
+said = child(["{MPIRUN}", "-n", "2", sys.executable, "-c", INIT])
+assert sorted(said.splitlines()) == [f"child: rank {{rank}} of 2 on mpi" for rank in range(2)], said
+print("done", flush=True)
+"""
+    assert output(tmp_path, text) == "done\n"
+
+
+@needs_mpirun
+@pytest.mark.parametrize("wrapper", ["shell", "python", "exec"])
+def test_a_program_between_mpirun_and_the_rank(tmp_path: Path, wrapper: str) -> None:
+    """A wrapper that has not called ``kos.init``, and one that becomes the rank's program after it has."""
+    path = program(tmp_path, "comm = kos.init(timeout=60)\nassert comm.all_reduce(np.ones(1)) == 2\nprint('done')\n")
+    command = {
+        "shell": ["sh", "-c", f"'{sys.executable}' '{path}' && true"],
+        "python": [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, {path!r}])"],
+        "exec": [sys.executable, "-c", "import os, sys; from kos.comm.control import identity\n"
+                 "with identity.claimed(True): os.execv(sys.executable, [sys.executable, sys.argv[1]])", path],
+    }[wrapper]  # fmt: skip
+    done = run_program(MPIRUN, "-n", "2", *command, env=environment(), cwd="/")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n" * 2, "")
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "spawn"])  # for which a program must be in a file
+def test_a_child_of_a_rank_without_mpi_is_refused(way: str) -> None:
+    text = f"""import os, sys, numpy as np, kos
+{CHILD}
+comm = kos.init(timeout=60)
+{WAYS[way]}
+assert comm.all_reduce(np.ones(1)) == 2
+comm.close()
+"""
+    assert run_processes(text, 2) == [(0, "")] * 2
+
+
+def test_the_place_of_a_rank_without_mpi_is_free_once_it_has_closed() -> None:
+    text = f"""import os, sys, numpy as np, kos
+{CHILD}
+comm = kos.init(timeout=60)
+part = comm.split(0)
+assert comm.split(None) is None
+comm.barrier()
+comm.close()
+refused(child())  # ``part`` is open
+part.close()
+assert MARK not in os.environ
+assert child() == f"child: rank {{comm.rank}} of 2 on tcp"
+"""
+    assert run_processes(text, 2) == [(0, "")] * 2
+
+
+def test_the_mark_lasts_as_long_as_a_group_of_the_rank() -> None:
+    text = """import os, numpy as np, kos
+from kos.comm.control.identity import MARK
+from kos.errors import BackendUnavailable
+mark = f"{os.getpid()} "
+for attempt in range(2):
+    with pytest.raises(BackendUnavailable):
+        kos.init("mock", timeout=60)
+    assert MARK not in os.environ
+with kos.init(timeout=60) as comm:
+    assert os.environ[MARK].startswith(mark)
+    grown = comm.shrink()
+    assert os.environ[MARK].startswith(mark)
+grown.abort()
+assert MARK not in os.environ
+"""
+    assert run_processes("import pytest\n" + text, 2) == [(0, "")] * 2
+
+
+LAUNCHERS = {
+    "shell": {"RANK": "0", "WORLD_SIZE": "2"},
+    "torchrun": {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"},
+    "srun": {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("case", ["runs", "has ended", "is of another job"])
+def test_a_mark_of_another_process(no_launcher: pytest.MonkeyPatch, launcher: str, case: str) -> None:
+    """If the process has ended, this one is its successor, which it had started."""
+    job = {**LAUNCHERS[launcher], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    identity = " ".join(["tcp", *(f"{name}={value}" for name, value in job.items())])
+    job["MASTER_PORT"] = str(free_port()) if case == "is of another job" else job["MASTER_PORT"]
+    for name, value in {**job, "KOS_SECRET": "s", "SLURM_STEP_NUM_TASKS": "2" if launcher == "srun" else "1"}.items():
+        no_launcher.setenv(name, value)
+    pid = 2**22 + 1 if case == "has ended" else os.getppid()
+    no_launcher.setenv(MARK, f"{pid} {process(pid)[1] or 12} - {identity}")
+    expected = f"got process {os.getpid()}, started by it: .* without the variables .*MASTER_PORT"
+    with pytest.raises(kos.errors.RendezvousError, match=expected if case == "runs" else r"ranks \[1\] of 2 did not"):
+        kos.init(timeout=0.1)
+    assert (MARK in os.environ) == (case == "runs")
+
+
+# MPI_Init.
+
+MISSING = r"rank 1: RendezvousError: rendezvous: start: rank 0 did not arrive within 0\.5 s, as MPI_Init needs all r"
+
+
+@needs_mpirun
+@pytest.mark.parametrize("how", ["exits", "does not come"])
+def test_mpi_init_ends_at_the_timeout(tmp_path: Path, how: str) -> None:
+    """Rank 1 begins once the process of rank 0 has ended; mpirun ends a job whose ranks do that in another order."""
+    file = tmp_path / "pid"
+    text = f"""
+from kos.comm.control.identity import process
+if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+    open("{file}.new", "w").write(str(os.getpid()))
+    os.rename("{file}.new", "{file}")
+    if "{how}" == "exits":
+        os._exit(0)
+    time.sleep(150)
+while not os.path.exists("{file}") or ("{how}" == "exits" and process(open("{file}").read())[0] != "X"):
+    time.sleep(0.01)
+kos.init(timeout=0.5)
+"""
+    done = mpirun(2, program(tmp_path, text), fresh=True)
+    line = re.search(MISSING + r"anks \(program\.py:\d+\)\n", done.stderr)
+    assert line and done.stderr.count("RendezvousError") == 1, done.stderr
+    assert done.returncode == EXIT_CODE
+
+
+@needs_mpirun
+def test_ranks_of_other_hosts_are_not_named(tmp_path: Path) -> None:
+    text = """
+os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = "1"
+if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+    time.sleep(150)
+kos.init(timeout=0.5)
+"""
+    done = mpirun(2, program(tmp_path, text))
+    assert "rank 1: RendezvousError: rendezvous: start: MPI_Init did not end within 0.5 s; which ranks" in done.stderr
+    assert done.returncode == EXIT_CODE
+
+
+@needs_mpirun
+def test_a_rank_may_come_late(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    text = f"""
+if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+    while not os.path.exists("{here}"):
+        time.sleep(0.01)
+    time.sleep(0.5)
+else:
+    open("{here}", "w").close()
+with kos.init(timeout=60) as comm:
+    print(comm.all_reduce(np.ones(1)), flush=True)
+"""
+    assert output(tmp_path, text, 2) == "[2.]\n" * 2
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("option", "level"), [("rc.thread_level = 'serialized'", "SERIALIZED"), ("rc.threads = False", "SINGLE")]
+)
+def test_mpi_starts_with_the_settings_of_mpi4py(tmp_path: Path, option: str, level: str) -> None:
+    text = f"""
+import mpi4py
+mpi4py.{option}
+with kos.init(timeout=60):
+    from mpi4py import MPI
+    print(MPI.Query_thread() <= MPI.THREAD_{level}, flush=True)
+try:
+    MPI.COMM_WORLD.Send(np.ones(1), 77)
+except MPI.Exception:
+    print("raises", flush=True)
+"""
+    assert sorted(output(tmp_path, text, 2, fresh=True).split()) == ["True"] * 2 + ["raises"] * 2
