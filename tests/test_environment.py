@@ -33,7 +33,8 @@ def read_by(tree: ast.AST) -> Iterator[str]:
     """The names of variables that a module reads, or may read."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(PREFIXES, node.value):
-            yield node.value
+            if not node.value.endswith("_"):  # else the start of several names
+                yield node.value
         of: ast.expr | None = None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             of, key = node.func.value, node.args[0]
