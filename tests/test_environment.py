@@ -32,9 +32,9 @@ def listed(only: str = "") -> dict[str, str]:
 def read_by(tree: ast.AST) -> Iterator[str]:
     """The names of variables that a module reads, or may read."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(PREFIXES, node.value):
-            if not node.value.endswith("_"):  # else the start of several names
-                yield node.value
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if re.fullmatch(PREFIXES, text) and not text.endswith("_"):  # else it is the start of several names
+            yield text
         of: ast.expr | None = None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             of, key = node.func.value, node.args[0]
