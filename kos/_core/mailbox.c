@@ -384,6 +384,19 @@ void kos_mail_cancel(kos_group *g, kos_work *w) {
         free_answer(to, s);
 }
 
+const kos_arrival *kos_mail_first(kos_group *g, int rank, uint64_t tag) {
+    kos_box *box = &g->boxes[rank];
+    take(g, box, NULL);
+    for (const kos_arrival *each = box->arrived; each; each = each->next) {
+        // A cancelled one stays until a receive passes it.
+        const int waits = (int)(each->what >> KOS_KIND_AT) > ROOM;
+        if (!((each->what ^ tag) << (64 - KOS_DTYPE_AT))
+            && !(waits && atomic_load_explicit(&box->in->answers[each->answer], memory_order_acquire) == CANCELLED))
+            return each;
+    }
+    return NULL;
+}
+
 void kos_mail_advance(kos_group *g) {
     for (int r = 0; r < g->size; r++)
         take(g, &g->boxes[r], NULL);

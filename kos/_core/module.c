@@ -48,6 +48,24 @@ static PyObject *group_held(PyObject *self, PyObject *unused) {
     return Py_BuildValue("iii", arrived, answers, !kos_alone(g));
 }
 
+// arrived(rank, tag): the first message with that tag from that rank that has no receive: its bytes and, in the lowest 8
+// bits, its dtype; None if there is none.
+static PyObject *group_arrived(PyObject *self, PyObject *args) {
+    kos_group *g = &((Group *)self)->core;
+    unsigned long long tag;
+    int rank;
+    if (!PyArg_ParseTuple(args, "iK:arrived", &rank, &tag))
+        return NULL;
+    if (kos_is_over(g))
+        return raise_failure((Group *)self, kos_failure(g, 0));
+    if (rank < 0 || rank >= g->size)
+        return PyErr_Format(PyExc_ValueError, "expected a rank below %d, got %d", g->size, rank);
+    const kos_arrival *first = kos_mail_first(g, rank, tag);
+    if (!first)
+        Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(first->bytes << 8 | (first->what >> KOS_DTYPE_AT & 0xff));
+}
+
 static PyObject *group_close(PyObject *self, PyObject *unused) {
     kos_close(&((Group *)self)->core);
     PyBuffer_Release(&((Group *)self)->memory);
@@ -123,6 +141,7 @@ static PyMethodDef group_methods[] = {
     {"fail", group_fail, METH_O, NULL},
     {"failure", group_failure, METH_NOARGS, NULL},
     {"held", group_held, METH_NOARGS, NULL},
+    {"arrived", group_arrived, METH_VARARGS, NULL},
     {"close", group_close, METH_NOARGS, NULL},
     {"bind", (PyCFunction)(void *)group_bind, METH_FASTCALL, NULL},
     {"method", group_method, METH_VARARGS, NULL},
