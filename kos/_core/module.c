@@ -48,22 +48,16 @@ static PyObject *group_held(PyObject *self, PyObject *unused) {
     return Py_BuildValue("iii", arrived, answers, !kos_alone(g));
 }
 
-// arrived(rank, tag): the first message with that tag from that rank that has no receive: its bytes and, in the lowest 8
-// bits, its dtype; None if there is none.
+// arrived(rank, tag): the first message with that tag from that rank that has no receive: its bytes and dtype; None if
+// there is none.
 static PyObject *group_arrived(PyObject *self, PyObject *args) {
     kos_group *g = &((Group *)self)->core;
     unsigned long long tag;
     int rank;
     if (!PyArg_ParseTuple(args, "iK:arrived", &rank, &tag))
         return NULL;
-    if (kos_is_over(g))
-        return raise_failure((Group *)self, kos_failure(g, 0));
-    if (rank < 0 || rank >= g->size)
-        return PyErr_Format(PyExc_ValueError, "expected a rank below %d, got %d", g->size, rank);
     const kos_arrival *first = kos_mail_first(g, rank, tag);
-    if (!first)
-        Py_RETURN_NONE;
-    return PyLong_FromUnsignedLongLong(first->bytes << 8 | (first->what >> KOS_DTYPE_AT & 0xff));
+    return first ? Py_BuildValue("KK", first->bytes, first->what >> KOS_DTYPE_AT & 0xff) : Py_NewRef(Py_None);
 }
 
 static PyObject *group_close(PyObject *self, PyObject *unused) {

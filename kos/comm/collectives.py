@@ -787,8 +787,8 @@ class Operations:
                    timeout: float | None = None) -> Any:
         """Send ``data``, bytes of any length, to rank ``dst``, another rank, which calls ``recv_bytes``.
 
-        A ``send`` of an array of uint8: it has its order and its limits.  ``data`` is bytes, bytearray or a memoryview.
-        Raises BackendUnavailable on backends for GPUs.
+        A ``send`` of an array of uint8 with ``tag``: it has its order and its limits.  ``data`` is bytes, bytearray or a
+        memoryview.  Raises BackendUnavailable on backends for GPUs.
 
             comm.send_bytes(json.dumps(results).encode(), dst=0)
         """
@@ -801,7 +801,7 @@ class Operations:
 
     def recv_bytes(self, src: int | None = None, tag: int = 0, *, async_op: bool = False,
                    timeout: float | None = None) -> Any:
-        """Receive a message of ``send_bytes``, of any length, from rank ``src``; returns the bytes.
+        """Receive a message of ``send_bytes`` with ``tag``, of any length, from rank ``src``; returns the bytes.
 
         ``src=None``: from any rank; returns ``(data, src)``.  As ``recv``, also in its errors: CollectiveMismatch if
         the message is an array of another dtype than uint8.  Not in a batch.
@@ -857,6 +857,10 @@ class Operations:
     def _refuse_batch(self, name: str) -> None:
         if self._batch is not None:
             raise InvalidArgument(f"{name}: expected a call outside of a batch, got one inside")
+
+    for _call in (send_bytes, recv_bytes, probe):
+        _document(_call)
+    del _call
 
     # Persistent forms, named as MPI 4 names them.
 

@@ -25,20 +25,32 @@ ON_MPI = [pytest.param(name, marks=pytest.mark.mpi) for name in ("mpi", "mpi apa
 
 
 @pytest.fixture(params=[*(() if UNDER_MPIRUN else ("mock", "tcp", "tcp apart")), *ON_MPI])
-def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Runs a function of a communicator on three ranks, or under mpirun on all of them."""
+def kind(request: pytest.FixtureRequest) -> str:
     if request.param.endswith("apart"):
         request.getfixturevalue("apart")
     elif request.param != "mock" and _core.native is None:
         pytest.skip(str(_core.unavailable))
-    if "mpi" in request.param:
+    return request.param
+
+
+@pytest.fixture
+def run(kind: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Runs a function of a communicator on three ranks, or under mpirun on all of them."""
+    if "mpi" in kind:
         world = request.getfixturevalue("mpi_world")
         if world.size == 1:
             pytest.skip("needs mpirun with two ranks or more")
         return MPIRanks(world).run
-    if request.param == "mock":
+    if kind == "mock":
         return lambda fn: spawn(fn, SIZE, timeout=TIMEOUT, buffer_bytes=1 << 16)  # as processes of one host
     return TCPRanks(SIZE).run
+
+
+@pytest.fixture
+def meet(kind: str) -> Callable[[kos.Communicator], Any]:
+    """Waits for all ranks, outside of kos where ranks are threads: a rank that waits in kos is not named as late."""
+    barrier = threading.Barrier(SIZE)
+    return (lambda comm: comm.rendezvous.barrier()) if "mpi" in kind else (lambda comm: barrier.wait(TIMEOUT))
 
 
 def wait_for_marks(comm: kos.Communicator, tag: int = 99) -> None:
@@ -217,6 +229,7 @@ def test_a_probe_takes_nothing(comm: kos.Communicator, /) -> None:
         wait_for_marks(comm)
         assert comm.probe(tag=6, wait=False) is None, "its message is for the receive that waits"
         assert waiting.wait()[0][0] == 8
+        comm.barrier()
     else:
         comm.barrier()
         if comm.rank == 1:
@@ -225,6 +238,7 @@ def test_a_probe_takes_nothing(comm: kos.Communicator, /) -> None:
         if comm.rank == 1:
             comm.send(np.full(1, 8.0), 0, 6)
         wait_for_marks(comm)
+        comm.barrier()
 
 
 @on_each_rank("run")
@@ -249,15 +263,19 @@ WAITS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("source", [None, 1])
 @pytest.mark.parametrize("name", WAITS)
 @on_each_rank("run")
-def test_a_timeout_names_those_that_sent_nothing(comm: kos.Communicator, /, name: str, source: int | None) -> None:
+def test_a_timeout_names_those_that_sent_nothing(
+    comm: kos.Communicator, /, name: str, source: int | None, meet: Any, kind: str
+) -> None:
     late = [1] if source else list(range(1, comm.size))
     if comm.rank == 0:
         names = f"ranks {late}" if len(late) > 1 else "rank 1"
         with pytest.raises(CollectiveTimeout, match=f"{name} #0.* with tag 2: not complete after 0.2 s; ") as caught:
             WAITS[name](comm, source, timeout=0.2)
-        assert f"; {names} sent nothing with tag 2" in str(caught.value), caught.value
-        assert list(caught.value.ranks) == late
-    comm.rendezvous.barrier()
+        if "mpi" not in kind:
+            assert f"; {names} sent nothing with tag 2" in str(caught.value), caught.value
+        named = {*caught.value.ranks}
+        assert named == {*late} or ("mpi" in kind and named and named <= {*range(1, comm.size)})
+    meet(comm)
     if comm.rank == 1:
         comm.send(np.ones(1), 0, 2)
     if comm.rank == 0:
@@ -281,8 +299,7 @@ def test_a_rank_that_aborts_is_named(comm: kos.Communicator, /, name: str, sourc
         assert caught.value.ranks == (1,)
         part.abort()
     comm.rendezvous.barrier()
-    if not part._closed:
-        part.abort()
+    part.abort()
     comm.barrier()
 
 
@@ -361,7 +378,7 @@ def test_groups_in_batches_and_persistent(comm: kos.Communicator, /) -> None:
             assert group.recv(x) is x
         assert batch.works[0].wait() == (x, last) and (x == 9).all()
         assert comm.recv(x)[1] == 0 and (x == 7).all()
-        with pytest.raises(CollectiveTimeout, match="from any rank of the group with tag 3: .* of world sent nothing"):
+        with pytest.raises(CollectiveTimeout, match="from any rank of the group with tag 3: not complete"):
             group.recv(x, tag=3, timeout=0.1)
     else:
         if comm.rank == 0:

@@ -121,7 +121,8 @@ class Node:
         dtypes = {end.dtype.numpy for end in (send, recv) if end is not None}
         if o.options.algorithm != AUTO or o.options.compress or len(dtypes) > 1:
             return
-        if o.name not in _OPERATIONS or o.message.src == ANY:  # ``kos.comm.matching`` runs it
+        name = o.name.removesuffix("_v")
+        if name not in _OPERATIONS or o.message.src == ANY:  # ``kos.comm.matching`` runs it
             return
         dtype, op = next(iter(dtypes), np.dtype(np.uint8)), 0
         prepared.launch = self.start
@@ -133,7 +134,7 @@ class Node:
         if o.name == "send_recv" and recv is not None:
             counts[1] = (recv.count,) * self.size
         call = self._core.prepare(
-            _OPERATIONS[o.name.removesuffix("_v")], DTYPE_CODES[dtype], op, o.root or 0, _count(o, self.size),
+            _OPERATIONS[name], DTYPE_CODES[dtype], op, o.root or 0, _count(o, self.size),
             o.name.endswith("_v"), *map(_packed, counts), message.dst or 0, message.src or 0, message.tag,
             message.recv_tag, prepared.fingerprint,
         )  # fmt: skip
@@ -305,7 +306,7 @@ class Node:
             return self._transport.arrived(ranks, tag)
         for rank in ranks:
             if (found := self._core.arrived(self._local[rank], tag)) is not None:
-                return envelope(rank, found >> 8, found & 0xFF)
+                return envelope(rank, *found)
         return None
 
     def end_of(self, rank: int) -> KosError | None:
