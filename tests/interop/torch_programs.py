@@ -138,7 +138,7 @@ def any_source() -> list[Any]:
             dist.barrier()
             for work, _ in waiting:
                 work.wait()
-            found.append(sorted((work._source_rank(), z.tolist()) for work, z in waiting))
+            found.append(sorted((work.source_rank(), z.tolist()) for work, z in waiting))
             dist.barrier()
     else:
         dist.send(torch.full((4,), rank), 0)
@@ -159,11 +159,11 @@ def any_source_order() -> list[Any]:
     waiting = []
     for source in (1, None, None, 1, None, 1):
         waiting.append((x := torch.zeros(1), dist.irecv(x, source)))
-    sources = [work._source_rank() for _, work in waiting]
+    sources = [work.source_rank() for _, work in waiting]
     dist.barrier()
     for _, work in reversed(waiting):
         work.wait()
-    return [[x.item() for x, _ in waiting], sources, [work._source_rank() for _, work in waiting]]
+    return [[x.item() for x, _ in waiting], sources, [work.source_rank() for _, work in waiting]]
 
 
 def any_source_of_another_size() -> list[str]:
