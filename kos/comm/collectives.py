@@ -787,8 +787,8 @@ class Operations:
                    timeout: float | None = None) -> Any:
         """Send ``data``, bytes of any length, to rank ``dst``, another rank, which calls ``recv_bytes``.
 
-        A ``send`` of an array of uint8 with ``tag``: it has its order and its limits.  ``data`` is bytes, bytearray or a
-        memoryview.  Raises BackendUnavailable on backends for GPUs.
+        A ``send`` of an array of uint8 with ``tag``: it has its order and its limits.  ``data`` is bytes, a bytearray
+        or a memoryview.  Raises BackendUnavailable on backends for GPUs.
 
             comm.send_bytes(json.dumps(results).encode(), dst=0)
         """
