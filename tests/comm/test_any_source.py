@@ -345,7 +345,7 @@ def test_wrong_arguments_raise_before_anything_is_sent(comm: kos.Communicator, /
         "dst: expected another rank": lambda: comm.send_bytes(b"", comm.rank),
         "tag: expected a number from 0": lambda: comm.recv_bytes(other, 1 << 20),
         "tag: expected a number from": lambda: comm.probe(tag=-1),
-        "src: expected a rank from 0": lambda: comm.recv(np.zeros(1), -1),
+        "src: expected a rank from 0": lambda: comm.recv(np.zeros(1), -1, 1, async_op=True),
         "src: expected a rank": lambda: comm.recv_bytes(-1),
         "src: expected another rank": lambda: comm.probe(comm.rank),
         "timeout: expected a positive number": lambda: comm.probe(timeout=0),
@@ -466,6 +466,31 @@ def test_a_receive_behind_another_is_named_at_its_timeout(memory: str) -> None:
             comm.recv(np.zeros(1), 0)
         comm.rendezvous.barrier()
         comm.abort()
+
+    TCPRanks(2).run(body)
+
+
+@pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
+def test_a_message_whose_sender_has_cancelled_it_is_passed() -> None:
+    """Not as a probe's, and not by a receive of bytes, whose length would be that of the cancelled one."""
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 1:
+            work = comm.send_bytes(b"x" * LONG, 0, async_op=True)
+            comm.rendezvous.barrier()
+            work.cancel(CollectiveMismatch("cancelled, as after the loss of another rank"))
+            comm.rendezvous.barrier()
+            comm.rendezvous.barrier()
+            comm.send_bytes(b"next", 0)
+        else:
+            comm.rendezvous.barrier()
+            assert comm.probe() == (1, np.uint8, LONG)
+            comm.rendezvous.barrier()
+            assert comm.probe(wait=False) is None
+            waiting = comm.recv_bytes(async_op=True)
+            comm.rendezvous.barrier()
+            assert waiting.wait() == (b"next", 1)
+        comm.barrier()
 
     TCPRanks(2).run(body)
 

@@ -83,10 +83,15 @@ def test_receives_from_any_rank_and_from_one_get_messages_in_their_order():
 
 
 def test_a_message_from_any_rank_that_does_not_fit_raises():
-    """Both names are in the error, and the receive that nobody answered does not keep the group from ending."""
+    """Both ranks are in the error."""
     (longer, other), _ = run(f"{PROGRAMS}:any_source_of_another_size")
     expected = "from any rank with tag 0: rank 0 expected 2 elements of float32 from rank 1, got "
     assert f"{expected}100000 elements of float32" in longer and f"{expected}2 elements of int32" in other
+
+
+def test_a_receive_from_any_rank_that_nobody_answers_ends_with_the_group():
+    for error in run(f"{PROGRAMS}:any_source_left_over"):
+        assert error.endswith("recv: the process group was closed"), error
 
 
 def test_a_group_can_be_named_by_device():
