@@ -1,7 +1,8 @@
 """Write kos/comm/collectives.pyi, the types of the operations, from collectives.py (``python tests/stubs.py``).
 
-An operation has three overloads, by ``async_op``: without it the result, with True a Work, else either of them.  So
-programs are checked against more than a method with one signature could say, and collectives.py has one for each.
+An operation has three overloads, by ``async_op``: without it the result, with True a Work, else either of them; and
+three more if it receives from any rank.  So programs are checked against more than a method with one signature could
+say, and collectives.py has one for each.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ RESULTS = {
     "all_reduce": "T", "reduce": "T | None", "reduce_scatter": "T", "reduce_scatter_v": "T", "scan": "T",
     "exscan": "T | None", "broadcast": "T", "all_gather": "T", "all_gather_v": "T", "all_to_all": "T",
     "all_to_all_v": "T", "gather": "T | None", "gather_v": "T | None", "scatter": "T", "scatter_v": "T",
-    "barrier": "None", "send": "None", "recv": "T", "send_recv": "T",
+    "barrier": "None", "send": "None", "recv": "T", "send_recv": "T", "send_bytes": "None", "recv_bytes": "bytes",
 }  # fmt: skip
 """What each operation returns; T is the type of ``out``, or of ``x`` where ``out`` may be left out."""
+FROM_ANY = {"recv": "tuple[T, int]", "recv_bytes": "tuple[bytes, int]"}
+"""What it returns with ``src=None``."""
 HEADER = '''"""The types of collectives.py, from which tests/stubs.py writes this file."""'''
 IMPORTS = """
 from typing import Literal, TypeVar, overload
@@ -63,20 +66,35 @@ def _member(node: ast.stmt, methods: dict[str, ast.FunctionDef]) -> Iterator[str
         case ast.AnnAssign():
             yield ast.unparse(node)
         case ast.FunctionDef(name=name) if name in RESULTS:
-            plain, work = RESULTS[name], f"Work[{RESULTS[name]}]"
-            yield f"@overload\n{_operation(name, node, 'Literal[False] = ...', plain)}"
-            yield f"@overload\n{_operation(name, node, 'Literal[True]', work)}"
-            yield f"@overload\n{_operation(name, node, 'bool', f'{work} | {plain}')}"
+            for src, plain in _results(name):
+                work = f"Work[{plain}]"
+                yield f"@overload\n{_operation(name, node, 'Literal[False] = ...', plain, src)}"
+                yield f"@overload\n{_operation(name, node, 'Literal[True]', work, src)}"
+                yield f"@overload\n{_operation(name, node, 'bool', f'{work} | {plain}', src)}"
+        case ast.FunctionDef(name="probe"):
+            for wait, result in (("Literal[True] = ...", "Envelope"), ("bool", "Envelope | None")):
+                yield f"@overload\n{_signature('probe', {**_parameters(node), 'wait': wait}, result)}"
         case ast.FunctionDef(name=name, returns=ast.expr() as returns):
             yield from (f"@{ast.unparse(decorator)}" for decorator in node.decorator_list)
             yield _signature(name, _parameters(node), ast.unparse(returns))
         case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[ast.Name(id=of)])):  # the persistent form
-            yield _operation(name, methods[of], None, f"Persistent[{RESULTS[of]}]")
+            for src, plain in _results(of):
+                overload = "@overload\n" if of in FROM_ANY else ""
+                yield overload + _operation(name, methods[of], None, f"Persistent[{plain}]", src)
 
 
-def _operation(name: str, node: ast.FunctionDef, async_op: str | None, result: str) -> str:
-    """The signature of an operation with this type of ``async_op``, or without it."""
+def _results(name: str) -> list[tuple[str, str]]:
+    """What an operation returns, by the type of ``src``; "": any that it takes."""
+    if name not in FROM_ANY:
+        return [("", RESULTS[name])]
+    return [("int", RESULTS[name]), ("None = ...", FROM_ANY[name])]
+
+
+def _operation(name: str, node: ast.FunctionDef, async_op: str | None, result: str, src: str = "") -> str:
+    """The signature of an operation with these types of ``async_op``, None: without it, and ``src``."""
     parameters = _parameters(node)
+    if src:
+        parameters["src"] = src
     if "T" in result:
         holder = "x" if parameters.get("out", "").endswith("...") or "out" not in parameters else "out"
         parameters[holder] = "T | None" if name == "broadcast" else "T"

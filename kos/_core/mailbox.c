@@ -384,6 +384,23 @@ void kos_mail_cancel(kos_group *g, kos_work *w) {
         free_answer(to, s);
 }
 
+// Whether its sender has cancelled a message; a receive that comes to it passes it.
+static int is_cancelled(const kos_box *box, const kos_arrival *a) {
+    return a->what >> KOS_KIND_AT > ROOM
+        && atomic_load_explicit(&box->in->answers[a->answer], memory_order_acquire) == CANCELLED;
+}
+
+const kos_arrival *kos_mail_first(kos_group *g, int rank, uint64_t tag) {
+    kos_box *box = &g->boxes[rank];
+    if (kos_is_over(g))
+        return NULL;
+    take(g, box, NULL);
+    const kos_arrival *first = box->arrived;
+    while (first && ((first->what ^ tag) << (64 - KOS_DTYPE_AT) || is_cancelled(box, first)))
+        first = first->next;
+    return first;
+}
+
 void kos_mail_advance(kos_group *g) {
     for (int r = 0; r < g->size; r++)
         take(g, &g->boxes[r], NULL);

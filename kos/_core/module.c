@@ -48,6 +48,18 @@ static PyObject *group_held(PyObject *self, PyObject *unused) {
     return Py_BuildValue("iii", arrived, answers, !kos_alone(g));
 }
 
+// arrived(rank, tag): the first message with that tag from that rank that has no receive: its bytes and dtype; None if
+// there is none.
+static PyObject *group_arrived(PyObject *self, PyObject *args) {
+    kos_group *g = &((Group *)self)->core;
+    unsigned long long tag;
+    int rank;
+    if (!PyArg_ParseTuple(args, "iK:arrived", &rank, &tag))
+        return NULL;
+    const kos_arrival *first = kos_mail_first(g, rank, tag);
+    return first ? Py_BuildValue("KK", first->bytes, first->what >> KOS_DTYPE_AT & 0xff) : Py_NewRef(Py_None);
+}
+
 static PyObject *group_close(PyObject *self, PyObject *unused) {
     kos_close(&((Group *)self)->core);
     PyBuffer_Release(&((Group *)self)->memory);
@@ -123,6 +135,7 @@ static PyMethodDef group_methods[] = {
     {"fail", group_fail, METH_O, NULL},
     {"failure", group_failure, METH_NOARGS, NULL},
     {"held", group_held, METH_NOARGS, NULL},
+    {"arrived", group_arrived, METH_VARARGS, NULL},
     {"close", group_close, METH_NOARGS, NULL},
     {"bind", (PyCFunction)(void *)group_bind, METH_FASTCALL, NULL},
     {"method", group_method, METH_VARARGS, NULL},

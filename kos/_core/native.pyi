@@ -98,6 +98,8 @@ class Group:
         """The failure word, after which its text may be read; 0 for none."""
     def held(self) -> tuple[int, int, bool]:
         """Messages that have arrived without a receive, answers in use, and whether Works are outstanding."""
+    def arrived(self, rank: int, tag: int, /) -> tuple[int, int] | None:
+        """Bytes and dtype of the first message with that tag from that rank that has no receive; None if none has."""
     def close(self) -> None: ...
     def bind(
         self, example: Any, address: int, comm: Any, failures: Any, node: Any, status: Any, active: list[Any],

@@ -11,6 +11,7 @@ from kos.comm.communicator import Communicator
 from kos.comm.control.bootstrap import default_rendezvous, join_rendezvous, rendezvous_of
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
 from kos.comm.making import communicator, sees_gpu
+from kos.comm.matching import Envelope
 from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder.on_signal import dump_on_env_signal
 from kos.comm.reduction import PremulSum, ReduceOp
@@ -20,8 +21,8 @@ from kos.comm.work import Work
 from kos.errors import InvalidArgument, RankLost, RendezvousError
 
 __all__ = [
-    "BACKENDS", "Batch", "Communicator", "NCCLOptions", "Persistent", "PremulSum", "ReduceOp", "Work", "init",
-    "join", "register_backend",
+    "BACKENDS", "Batch", "Communicator", "Envelope", "NCCLOptions", "Persistent", "PremulSum", "ReduceOp", "Work",
+    "init", "join", "register_backend",
 ]  # fmt: skip
 
 

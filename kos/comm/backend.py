@@ -16,6 +16,7 @@ import numpy as np
 from kos.comm import compressed, timeouts
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
+from kos.comm.matching import Envelope
 from kos.comm.operation import Operation
 from kos.comm.prepared import Prepared, Store
 from kos.comm.work import Engine, Work
@@ -153,6 +154,15 @@ class Backend(ABC):
     def carries_host(self) -> bool:
         """Whether it runs operations on host memory, including those of ``split`` and ``all_gather_bytes``."""
         return not self.on_gpu
+
+    @property
+    def has_envelopes(self) -> bool:
+        """Whether it offers ``recv`` from any rank, ``send_bytes``, ``recv_bytes`` and ``probe``."""
+        return False
+
+    def poll_message(self, src: int, tag: int) -> Envelope | None:
+        """The envelope of the next message from ``src``, a rank or ANY, None if none has arrived; raises failures."""
+        raise NotImplementedError
 
     def details(self) -> list[tuple[str, str, str]]:
         """Rows for ``Communicator.explain``: a resource, whether it is used, and why."""

@@ -37,13 +37,14 @@ from kos.comm.arguments import (
     size_and_place,
 )
 from kos.comm.compression import CARRIED, check_compress
-from kos.comm.operation import AUTO, NO_MESSAGE, Message, Operation, Options
+from kos.comm.matching import Envelope
+from kos.comm.operation import ANY, AUTO, NO_MESSAGE, Message, Operation, Options
 from kos.comm.persistent import Persistent, persistent
 from kos.comm.prepared import BY_CAPTURE, MOST_STORED, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
-from kos.errors import InvalidArgument
+from kos.errors import BackendUnavailable, InvalidArgument
 from kos.memory import Array, Buffer, as_buffer, windows
 from kos.memory.buffer import handle_and_keeper
 from kos.memory.libraries import plain_array
@@ -739,19 +740,24 @@ class Operations:
             work = self._prepare(Operation("send", self.rank, options, _input(x, stream), message=message))
         return work.prepared.start(self, work)
 
-    def recv(self, x: Any, src: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
+    def recv(self, x: Any, src: int | None = None, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
         """Receive a message of rank ``src``, another rank, with ``tag`` into ``x``; returns ``x``.
 
         Dtype and number of elements equal those of the sent array; otherwise both ranks raise CollectiveMismatch.
+        ``src=None``: the next message with ``tag`` from any rank; returns ``(x, src)`` with the rank that sent it.
+        Receives with one tag match in the order in which they were called.  Only backends for host memory receive from
+        any rank, others raise BackendUnavailable.  It raises RankLost when a rank is lost, or when all have closed the
+        communicator.
 
             comm.recv(activations, src=comm.rank - 1)
+            gradients, worker = comm.recv(gradients)
         """
         options, work = self._options("recv", async_op, timeout), None
-        if type(src) is type(tag) is int:
+        if type(src) is type(tag) is int and src >= 0:
             work = self._find("recv", None, x, stream, options, None, (None, src, 0, tag))
         if work is None:
-            message = Message(src=check_peer("src", src, self.rank, self.size), recv_tag=check_tag(tag))
+            message = Message(src=self._source("recv", src), recv_tag=check_tag(tag))
             recv = as_buffer(x, "x", writable=True, stream=stream)
             work = self._prepare(Operation("recv", self.rank, options, recv=recv, message=message))
         return work.prepared.start(self, work)
@@ -776,6 +782,85 @@ class Operations:
             message = Message(dst, src, check_tag(tag), tag)
             work = self._prepare(Operation("send_recv", self.rank, options, send, recv, message=message))
         return work.prepared.start(self, work)
+
+    def send_bytes(self, data: bytes | bytearray | memoryview, dst: int, tag: int = 0, *, async_op: bool = False,
+                   timeout: float | None = None) -> Any:
+        """Send ``data``, bytes of any length, to rank ``dst``, another rank, which calls ``recv_bytes``.
+
+        A ``send`` of an array of uint8 with ``tag``: it has its order and its limits.  ``data`` is bytes, a bytearray
+        or a memoryview.  Raises BackendUnavailable on backends for GPUs.
+
+            comm.send_bytes(json.dumps(results).encode(), dst=0)
+        """
+        self._check_envelopes("send_bytes")
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
+        contiguous = data if not isinstance(data, memoryview) or data.c_contiguous else bytes(data)
+        x = np.frombuffer(contiguous, np.uint8)
+        return Operations.send(self, x, dst, tag, async_op=async_op, timeout=timeout)
+
+    def recv_bytes(self, src: int | None = None, tag: int = 0, *, async_op: bool = False,
+                   timeout: float | None = None) -> Any:
+        """Receive a message of ``send_bytes`` with ``tag``, of any length, from rank ``src``; returns the bytes.
+
+        ``src=None``: from any rank; returns ``(data, src)``.  As ``recv``, also in its errors: CollectiveMismatch if
+        the message is an array of another dtype than uint8.  Not in a batch.
+
+            data, src = comm.recv_bytes()
+        """
+        options = self._options("recv_bytes", async_op, timeout)
+        self._refuse_batch("recv_bytes")
+        work = self._prepare(self._awaited("recv_bytes", options, src, tag))
+        return work.prepared.start(self, work)
+
+    def probe(self, src: int | None = None, tag: int = 0, *, wait: bool = True,
+              timeout: float | None = None) -> Envelope | None:
+        """Wait for a message from rank ``src`` (None: any rank) with ``tag``, without receiving it.
+
+        Returns its envelope: ``src``, ``dtype``, ``size`` in elements, and ``nbytes``.  The next receive from that
+        rank with that tag gets the message.  Receives that were called before, and that wait, come first.
+        ``wait=False``: returns None at once if no message has arrived.  Raises as ``recv``.  Not in a batch.
+
+            envelope = comm.probe()
+            x = comm.recv(np.empty(envelope.size, envelope.dtype), envelope.src)
+        """
+        operation = self._awaited("probe", self._options("probe", False, timeout), src, tag)
+        self._refuse_batch("probe")
+        if check_bool("wait", wait):
+            work = self._prepare(operation)
+            found: Envelope = work.prepared.start(self, work)
+            return found
+        self._check_open()
+        self.backend.failures.refuse("probe")
+        arrived: Envelope | None = self.backend.poll_message(operation.message.src, tag)
+        return arrived
+
+    def _awaited(self, name: str, options: Options, src: Any, tag: Any) -> Operation:
+        """A call that waits for the envelope of a message."""
+        self._check_envelopes(name)
+        message = Message(src=self._source(name, src), recv_tag=check_tag(tag))
+        return Operation(name, self.rank, options, message=message)
+
+    def _source(self, name: str, src: Any) -> int:
+        """The source of a message: another rank, or ANY."""
+        if src is not None:
+            return check_peer("src", src, self.rank, self.size)
+        self._check_envelopes(f"{name} from any rank")
+        if self.size == 1:
+            raise InvalidArgument(f"src: expected another rank, got None in a group of one, for {name}")
+        return ANY
+
+    def _check_envelopes(self, what: str) -> None:
+        if not self.backend.has_envelopes:
+            raise BackendUnavailable(f"{what}: expected a backend for host memory, got {self.backend.name}")
+
+    def _refuse_batch(self, name: str) -> None:
+        if self._batch is not None:
+            raise InvalidArgument(f"{name}: expected a call outside of a batch, got one inside")
+
+    for _call in (send_bytes, recv_bytes, probe):
+        _document(_call)
+    del _call
 
     # Persistent forms, named as MPI 4 names them.
 

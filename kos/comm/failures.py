@@ -103,6 +103,8 @@ class Late(NamedTuple):
     """Ranks of the world that this one waits for in other groups."""
     others: Sequence[int] = ()
     """The ranks of which any may be late if nothing else is known."""
+    one_suffices: bool = False
+    """Whether the call waits for one of ``ranks``, not for all."""
 
 
 class FailureLog:

@@ -11,13 +11,15 @@ from kos.memory import Buffer
 
 T = TypeVar("T")
 
-POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
+POINT_TO_POINT = frozenset({"send", "recv", "send_recv", "recv_bytes", "probe"})
 EAGER = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "scan",
     "exscan", "barrier", "send", "recv", "send_recv", "reduce_scatter_v", "all_gather_v", "gather_v", "scatter_v",
     "all_to_all_v",
 )  # fmt: skip
 """Operations that the compiled core may make by itself (``kos/_core/module_eager.c``)."""
+ANY = -1
+"""The source of a message that any rank may send."""
 AUTO = "auto"
 """The default algorithm."""
 COLLECTIVE_TAGS = 1 << 20
@@ -31,7 +33,7 @@ def _frozen(kind: type[T]) -> type[T]:
 
 
 class Message(NamedTuple):
-    """Destination and source of a message, as ranks of the group, and the tag of each direction."""
+    """Destination and source of a message, as ranks of the group (or ANY), and the tag of each direction."""
 
     dst: int | None = None
     src: int | None = None

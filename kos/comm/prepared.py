@@ -17,7 +17,7 @@ from time import time_ns
 from typing import Any
 
 from kos.comm.one_thread import check_one_thread, raise_if_two_threads
-from kos.comm.operation import POINT_TO_POINT, Operation
+from kos.comm.operation import ANY, POINT_TO_POINT, Operation
 from kos.comm.recorder import LAST_SLOT
 from kos.comm.work import Steps, Work
 from kos.cuda.kernels import Address
@@ -195,7 +195,8 @@ def _arguments(o: Operation, group_suffix: str) -> str:
     if message.dst is not None:
         text += f", to {'and from ' * same}rank {message.dst}{group_suffix} with tag {message.tag}"
     if message.src is not None and not same:
-        text += f", from rank {message.src}{group_suffix} with tag {message.recv_tag}"
+        source = "any rank" if message.src == ANY else f"rank {message.src}"
+        text += f", from {source}{group_suffix} with tag {message.recv_tag}"
     if o.options.purpose:
         text += f", for {o.options.purpose}"
     return text

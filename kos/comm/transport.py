@@ -22,7 +22,8 @@ from kos.comm import compressed
 from kos.comm.backend import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import FailureLog
-from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
+from kos.comm.matching import Envelope, Expected, Matching
+from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.records import blaming
 from kos.comm.reduction import Reduction
 from kos.comm.schedules import runnable
@@ -88,6 +89,24 @@ class Transport(ABC):
     @abstractmethod
     def cancel(self, cancelled: Callable[[Any], bool]) -> None:
         """Cancel those requests; their memory is free afterwards."""
+
+    # Optional: messages from any rank, or of any length.
+
+    check_seconds: ClassVar[float] = 0.0
+    """Seconds between two calls of ``end_of`` for a rank, if they take long."""
+    last_polls: ClassVar[int] = 0
+    """Polls in which the last messages of a rank arrive whose end is known."""
+
+    def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
+        """The envelope of a message with that tag that has arrived from one of ``ranks``, and that no receive takes.
+
+        It is the first such message of its rank, which the next ``irecv`` from it gets.  Never blocks.
+        """
+        raise NotImplementedError
+
+    def end_of(self, rank: int) -> KosError | None:
+        """Why that rank sends no more messages: a failure, or its end (WHY_CLOSED if that was orderly)."""
+        return None
 
     # Optional: how it runs.
 
@@ -200,6 +219,7 @@ class ScheduledCalls:
 
     def __init__(self, transport: Transport, messages: Any) -> None:
         self.rank, self.size, self.transport, self.messages = transport.rank, transport.size, transport, messages
+        self.matching = Matching(self.rank, self.size, messages, transport.failures)
         self.arriving = 0  # collectives that wait for other ranks to begin them
         self._inside, self._across = self._neighbours(transport.ranks_per_host or self.size)
         others = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
@@ -341,20 +361,29 @@ class ScheduledCalls:
             distance *= 2
 
     def message(self, work: Work[Any]) -> Steps:
-        """The steps of send, recv and send_recv; posts the receive first, so that two ranks may exchange."""
-        message = work.prepared.operation.message
+        """The steps of a message or a probe; posts a receive first, so that two ranks may exchange."""
+        name, message = work.prepared.name, work.prepared.operation.message
 
         def post() -> Iterator[Request]:
-            if message.src is not None:
-                yield self.messages.irecv(work.recv, message.src, message.recv_tag)
+            if name == "probe":
+                yield Expected(self.matching, message.src, message.recv_tag)
+            elif message.src is not None:
+                yield self.matching.receive(work.recv if name != "recv_bytes" else None, message.src, message.recv_tag)
             if message.dst is not None:
                 yield self.messages.isend(work.send, message.dst, message.tag)
 
-        return self._finish(post())
-
-    def _finish(self, post: Iterable[Request]) -> Steps:
-        """Waits for the messages that ``post`` posts."""
         requests: list[Request] = []
+        yield from self._finish(post(), requests)
+        first: Any = requests[0]
+        if name == "probe":
+            work.array = first.envelope
+        elif name == "recv_bytes":
+            work.array = first.array.tobytes()
+        if name != "probe" and message.src == ANY:
+            work.array = work.array, first.envelope.src
+
+    def _finish(self, post: Iterable[Request], requests: list[Request]) -> Steps:
+        """Waits for the messages that ``post`` posts, which it adds to ``requests``."""
         try:
             for request in post:
                 requests.append(request)
@@ -367,7 +396,7 @@ class ScheduledCalls:
             if wrong is not None:
                 raise wrong
         except BaseException:  # such as a timeout: cancel only these requests, not others with their tag
-            self.messages.cancel(lambda each: each in requests)
+            self.matching.cancel(requests)
             raise
 
     def send_pieces(

@@ -417,7 +417,8 @@ class Work(_Base, Generic[T]):
                         alone = now - began > LONG_WAIT and engine.outstanding() == [self]
                         sleeps = alone and backend.may_sleep(self)
                     report_at, reported = now + _REPORT_EVERY, True
-                    if stopped is not None and stopped.find(awaited):
+                    enough = len(awaited) if late.one_suffices else 1
+                    if stopped is not None and len(stopped.find(awaited)) >= max(enough, 1):
                         self.expire(round(now - began, 1))
                         return
                 if not reported:  # wake up to report the wait even if nothing arrives

@@ -117,6 +117,7 @@ class Watch:
             )
         if work.operation.recv is not None and recv.flags.writeable:  # unlike a root's array
             np.copyto(recv, carried.recv)
+        work.array = carried.array  # of a message from any rank, with that rank
 
     def delay_collective(self) -> None:
         """Delay a collective while the program runs other threads, so that their unordered collectives overlap with it.

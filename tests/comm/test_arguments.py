@@ -304,6 +304,7 @@ WRONG: dict[str, list[Any]] = {
     "until": [0, "x", lambda: True],
     "timeout": ["1", 0, -1.0, NAN, True, [1], np.zeros(1), np.complex64(1), SECONDS],
     "algorithm": [None, 5, "", "magic", ["ring"], np.zeros(2)],
+    "wait": [None, 2, "yes", [], np.zeros(2)],
     "async_op": [None, 2, "yes", [], np.zeros(2)],
     "compress": ["", "int2", 8, True, [], np.zeros(2), np.float16],
     "deterministic": [None, -1, "yes", [], np.zeros(2)],
@@ -330,6 +331,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 RIGHT |= {f"{name}_init": given for name, given in RIGHT.items()} | {
     **{name: {"data": b"abc"} for name in ("all_gather_bytes", "gather_bytes", "broadcast_bytes")},
+    "send_bytes": {"data": b"abc", "dst": 1}, "recv_bytes": {"src": 1}, "probe": {"src": 1},
     "batch": {}, "split": {"color": 0}, "synchronize": {},
     "allocate": {"shape": 3, "dtype": "float32"}, "abort": {}, "register": {"x": F},
     "group": {"ranks": [0, 1]}, "grid": {"shape": 2}, "grow": {"n": 1}, "replace": {"n": 0}, "shrink": {},
@@ -357,6 +359,8 @@ def test_every_parameter(comm: kos.Communicator, name: str, parameter: str) -> N
     wrong = WRONG[parameter]
     if (name.startswith("scatter") and parameter == "out") or ("counts" in parameter and name.endswith("_init")):
         wrong = [None, *wrong]
+    if parameter == "src" and "send" not in name:  # None: any rank
+        wrong = wrong[1:]
     if name == "grid":  # which infers one -1
         wrong = [value for value in wrong if value not in (-1, (2, -1))] + [-2, (-1, -1), (-1, 3)]
     for value in wrong:

@@ -37,7 +37,7 @@ def test_a_collective_that_ends_early_cancels_its_messages(compared: bool) -> No
     """Whether or not the transport compares calls."""
     cancelled: list[Any] = []
     transport: Any = SimpleNamespace(
-        rank=0, size=2, ranks_per_host=None, tag=lambda sequence: 100 + sequence, cancel=cancelled.append
+        rank=0, size=2, ranks_per_host=None, failures=None, tag=lambda sequence: 100 + sequence, cancel=cancelled.append
     )
     calls: Any = ScheduledCalls(transport, transport)
     calls._barrier = lambda work: iter([None, None])

@@ -18,6 +18,8 @@ from kos.comm.host.mpi import MPITransport
 from kos.testing import spawn
 from tests.comm.model import NAMES, OPS, Step, prepare
 
+FROM_ANY = ("recv from any", "recv_bytes from any", "probe")
+"""Steps in which all others send to a root, which does not know from whom the next message comes."""
 DTYPES = (np.int32, np.int64, np.float32, np.float16, ml_dtypes.bfloat16)
 
 
@@ -33,7 +35,7 @@ class Program:
 
 steps = st.builds(
     Step,
-    name=st.sampled_from(NAMES),
+    name=st.sampled_from([*NAMES, *FROM_ANY]),
     group=st.integers(0, 2),
     count=st.sampled_from([0, 1, 2, 5, 64, 9001]),
     dtype=st.sampled_from(DTYPES),
@@ -56,6 +58,37 @@ def programs(draw: st.DrawFn, size: int | None = None) -> Program:
         draw(st.lists(steps, min_size=1, max_size=12)),
         draw(st.integers(0, 1 << 30)),
     )
+
+
+def messages(comm: kos.Communicator, step: Step, tag: int, seed: int) -> tuple[list[Any], Callable[[], None]]:
+    """All others send to the root at once, bytes of lengths of their own or arrays; the Works, and a check."""
+    root, size = step.root % comm.size, comm.size
+    lengths = [step.count + (rank if step.name != "recv from any" else 0) for rank in range(size)]
+    kind = np.dtype(np.uint8 if step.name == "recv_bytes from any" else step.dtype)
+    sent = [np.random.default_rng([seed, tag, r]).integers(0, 5, n).astype(kind) for r, n in enumerate(lengths)]
+    if comm.rank != root:
+        send: Any = comm.send_bytes if step.name == "recv_bytes from any" else comm.send
+        mine = sent[comm.rank].tobytes() if step.name == "recv_bytes from any" else sent[comm.rank]
+        return [send(mine, root, tag, async_op=True)], lambda: None
+    got: dict[int, bytes] = {}
+    if step.name == "probe":
+        for _ in range(size - 1):
+            envelope = comm.probe(tag=tag)
+            x = comm.recv(np.empty(envelope.size, envelope.dtype), envelope.src, tag)
+            got[envelope.src] = x.tobytes()
+    works: list[Any] = []
+    for _ in range(size - 1 if step.name != "probe" else 0):
+        if step.name == "recv_bytes from any":
+            works.append(comm.recv_bytes(tag=tag, async_op=True))
+        else:
+            works.append(comm.recv(np.empty(step.count, step.dtype), tag=tag, async_op=True))
+
+    def check() -> None:
+        arrived = (work.wait() for work in works)
+        found = got | {source: x if isinstance(x, bytes) else x.tobytes() for x, source in arrived}
+        assert found == {rank: x.tobytes() for rank, x in enumerate(sent) if rank != root}, str(step)
+
+    return works, check
 
 
 def execute(comm: kos.Communicator, program: Program) -> None:
@@ -91,11 +124,16 @@ def execute(comm: kos.Communicator, program: Program) -> None:
     for number, step in enumerate(program.steps):
         group = step.group % len(groups)
         part, members = groups[group]
-        if part is None or (step.name == "send_recv" and part.size == 1):
+        if part is None or (step.name in ("send_recv", *FROM_ANY) and part.size == 1):
             continue
         assert (part.size, part.rank) == (len(members), members.index(comm.rank))
         if step.mode not in ("batch", "persistent"):
             launch(group)  # operations of a group keep their order
+        if step.name in FROM_ANY:
+            begun, check = messages(part, step, number, program.seed)
+            works += begun
+            checks.append(check)
+            continue
         args, options, check = prepare(part, step, program.seed, number, members)
         checks.append(check)
         call = getattr(part, step.name if step.mode != "persistent" else f"{step.name}_init")
@@ -141,7 +179,7 @@ def test_on_mpi(ranks_of_mpi: Any, seed: int, request: pytest.FixtureRequest, na
                 int(rng.integers(5)), one_of([0, 0, 0, 1, 2, 3, 4, 5]), bool(rng.integers(2)), bool(rng.integers(2)),
                 int(rng.integers(3)), one_of(["call", "async", "batch", "persistent"]),
             )
-            for name in rng.permutation(NAMES).tolist()
+            for name in rng.permutation([*NAMES, *FROM_ANY]).tolist()
         ]  # fmt: skip
         return Program(size, splits, drawn_steps, int(rng.integers(1 << 30)))
 

@@ -295,6 +295,17 @@ def test_messages_that_do_not_meet(
     assert message in read(tmp_path, capsys, 1)
 
 
+@pytest.mark.parametrize("waits", ["recv 0<-any", "probe 0<-1", "recv 0<-1"])
+def test_messages_from_any_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], waits: str) -> None:
+    """Which of the sends another receive took is not recorded, so that nothing is said of the sender."""
+    no_input: dict[str, Any] = {"p2p": True, "input_sizes": [], "input_dtypes": []}
+    earlier = crafted("recv 0<-any", 0, "completed", **no_input)
+    write(tmp_path, 0, 2, [earlier, crafted(waits, 1, "started", **no_input)])
+    write(tmp_path, 1, 2, [crafted("send 1->0", 0, "completed", p2p=True)])
+    text = read(tmp_path, capsys, 1)
+    assert f"rank 0 did not complete {waits} #1" in text and "sent nothing" not in text, text
+
+
 @pytest.mark.parametrize(
     ("text", "got"),
     [

@@ -70,6 +70,30 @@ def test_messages_give_what_gloo_gives():
     assert run(f"{PROGRAMS}:messages") == run(f"{PROGRAMS}:messages", 2, "gloo")
 
 
+def test_receives_from_any_rank_give_what_gloo_gives():
+    """Sizes and dtypes differ between messages with one tag, also from a named rank."""
+    found = run(f"{PROGRAMS}:any_source", 3)
+    assert found == run(f"{PROGRAMS}:any_source", 3, "gloo")
+    assert found[0][0] == [[1, [1.0]], [2, [2.0]]] and found[0][3] == [2] * 4
+
+
+def test_receives_from_any_rank_and_from_one_get_messages_in_their_order():
+    values, before, after = run(f"{PROGRAMS}:any_source_order")[0]
+    assert values == [0, 1, 2, 3, 4, 5] and before == [1, -1, -1, 1, -1, 1] and after == [1] * 6
+
+
+def test_a_message_from_any_rank_that_does_not_fit_raises():
+    """Both ranks are in the error."""
+    (longer, other), _ = run(f"{PROGRAMS}:any_source_of_another_size")
+    expected = "from any rank with tag 0: rank 0 expected 2 elements of float32 from rank 1, got "
+    assert f"{expected}100000 elements of float32" in longer and f"{expected}2 elements of int32" in other
+
+
+def test_a_receive_from_any_rank_that_nobody_answers_ends_with_the_group():
+    for error in run(f"{PROGRAMS}:any_source_left_over"):
+        assert error.endswith("recv: the process group was closed"), error
+
+
 def test_a_group_can_be_named_by_device():
     assert run(f"{PROGRAMS}:messages", 2, "cpu:kos,cuda:kos") == run(f"{PROGRAMS}:messages", 2, "gloo")
 

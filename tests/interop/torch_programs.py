@@ -119,6 +119,92 @@ def messages() -> dict[str, Any]:
     return found
 
 
+def any_source() -> list[Any]:
+    """A parameter server, and then other sizes and dtypes with the same tag, from named ranks and from any."""
+    rank, size, found = dist.get_rank(), dist.get_world_size(), list[Any]()
+    for width in (1, 3):
+        if rank == 0:
+            x = torch.zeros(width)
+            found.append(sorted((dist.recv(x), x.tolist()) for _ in range(size - 1)))
+        else:
+            dist.send(torch.full((width,), float(rank)), 0)
+        dist.barrier()
+    if rank == 0:
+        for source in range(1, size):
+            dist.recv(y := torch.zeros(4, dtype=torch.int64), source)
+            found.append(y.tolist())
+        for kind in (torch.float64, torch.int32):
+            waiting = [(dist.irecv(z, tag=5), z) for z in (torch.zeros(2, dtype=kind) for _ in range(size - 1))]
+            dist.barrier()
+            for work, _ in waiting:
+                work.wait()
+            found.append(sorted((work.source_rank(), z.tolist()) for work, z in waiting))
+            dist.barrier()
+    else:
+        dist.send(torch.full((4,), rank), 0)
+        for kind in (torch.float64, torch.int32):
+            dist.barrier()
+            dist.send(torch.full((2,), rank, dtype=kind), 0, tag=5)
+            dist.barrier()
+    return found
+
+
+def any_source_order() -> list[Any]:
+    """Messages of one sender to receives from any rank and from that rank: in the order in which they were posted."""
+    if dist.get_rank() == 1:
+        dist.barrier()
+        for number in range(6):
+            dist.send(torch.full((1,), float(number)), 0)
+        return []
+    waiting = []
+    for source in (1, None, None, 1, None, 1):
+        waiting.append((x := torch.zeros(1), dist.irecv(x, source)))
+    sources = [work.source_rank() for _, work in waiting]
+    dist.barrier()
+    for _, work in reversed(waiting):
+        work.wait()
+    return [[x.item() for x, _ in waiting], sources, [work.source_rank() for _, work in waiting]]
+
+
+def any_source_left_over() -> str:
+    """A receive that nobody answers, on every rank; the group is shut down."""
+    group: Any = dist.group.WORLD
+    work = dist.irecv(torch.zeros(1))
+    dist.barrier()
+    group.shutdown()
+    try:
+        work.wait()
+    except dist.DistBackendError as error:
+        return str(error)
+    return "received"
+
+
+def any_source_of_another_size() -> list[str]:
+    """A message that is longer than the tensor, or of another dtype; then one that fits."""
+    if dist.get_rank() == 0:
+        found, left = [], torch.full((2,), 7.0)
+        for _ in range(2):
+            try:
+                dist.recv(left)
+                found.append("received")
+            except dist.DistBackendError as error:
+                found.append(str(error))
+        assert left.tolist() == [7, 7]
+        assert dist.recv(left) == 1 and left.tolist() == [3, 3]
+        dist.barrier()
+        return found
+    work = dist.isend(torch.ones(100_000), 0)
+    dist.send(torch.ones(2, dtype=torch.int32), 0)
+    dist.send(torch.full((2,), 3.0), 0)
+    try:
+        work.wait()
+        error = "sent"
+    except dist.DistBackendError as refused:
+        error = str(refused)
+    dist.barrier()
+    return [error]
+
+
 def split() -> list[Any]:
     """A group of ranks 0 and 2 of three, which they alone make: a sum, a wrong timeout, and one that passes."""
     world: Any = dist.group.WORLD

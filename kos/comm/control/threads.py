@@ -157,6 +157,11 @@ class ThreadGroup:
         self.world.wait(self.members[rank], remaining, lambda: waits)
         return True
 
+    def closed(self, rank: int, failures: FailureLog) -> KosError | None:
+        """The error of a wait for group rank ``rank`` if it has closed this group in order, whatever followed."""
+        why, cause, window = self._closed.get(rank, ("", None, None))
+        return failures.lost(rank, why, None, cause, window) if why == WHY_CLOSED else None
+
     def raise_end(self, rank: int, failures: FailureLog, what: object = None) -> None:
         """Raise, for ``what``, if group rank ``rank`` has ended or closed this group."""
         why, end = self.world.ends.get(self.members[rank]), self._closed.get(rank)

@@ -20,7 +20,8 @@ from kos.comm.backend import UNMADE, Backend, Probe, ends_group
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, await_nodes, open_segment
-from kos.comm.operation import AUTO, Operation
+from kos.comm.matching import Envelope
+from kos.comm.operation import ANY, AUTO, Operation
 from kos.comm.prepared import Fingerprints, Prepared, without_memory
 from kos.comm.schedules import runnable
 from kos.comm.transport import ScheduledCalls, Transport
@@ -62,6 +63,8 @@ class HostBackend(Backend):
                 self._segment.close()
             raise
         self.scheduled = ScheduledCalls(self.transport, self.messages)
+        if self.node is not None:
+            self.node.waiting = self.scheduled.matching.waiting
         if self.transport.processes:
             at_exit(self)
 
@@ -155,6 +158,15 @@ class HostBackend(Backend):
             self.node.bind(prepared)
         return prepared
 
+    @property
+    def has_envelopes(self) -> bool:
+        return self.node is not None or type(self.transport).arrived is not Transport.arrived
+
+    def poll_message(self, src: int, tag: int) -> Envelope | None:
+        with self.engine.lock:
+            self.engine.poll()  # receives that are posted come first
+            return self.scheduled.matching.poll(src, tag)
+
     def launch(self, work: Work[Any]) -> Steps | None:
         """Begin ``work`` over the transport; returns the steps that are left."""
         if self.failures.status.last is not None:
@@ -230,18 +242,24 @@ class HostBackend(Backend):
             return bool(work.left.missing(rank) & (native.AWAITS_MESSAGE if receives else native.AWAITS_READ))
         message = work.operation.message
         tag: int = message.recv_tag if receives else message.tag
-        return bool(self.messages.in_flight(rank, tag, receives))
+        waits = receives and self.scheduled.matching.awaits(rank, tag)
+        return waits or bool(self.messages.in_flight(rank, tag, receives))
 
     def _late_in_message(self, work: Work[Any]) -> Late:
         message = work.operation.message
         src, dst = ([] if rank is None else [rank] for rank in (message.src, message.dst))
+        if message.src == ANY:
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            begun = [rank for rank in others if self._in_flight(work, rank, receives=True)]
+            src = [rank for rank in begun or others if self.messages.end_of(rank) is None]
         if src and dst:
             src = [rank for rank in src if self._in_flight(work, rank, receives=True)]
             dst = [rank for rank in dst if self._in_flight(work, rank, receives=False)]
         names = self.failures.names
         words = [timeouts.unsent(names(src, False), message.recv_tag)] if src or not dst else []
         words += [timeouts.unreceived(names(dst, False))] if dst else []
-        return Late([*src, *(rank for rank in dst if rank not in src)], " and ".join(words))
+        ranks = [*src, *(rank for rank in dst if rank not in src)]
+        return Late(ranks, " and ".join(words), one_suffices=message.src == ANY)
 
     # Failures.
 

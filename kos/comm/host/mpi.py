@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,10 @@ from kos.comm.control.identity import under_mpirun
 from kos.comm.control.mpi import NAMING_SECONDS, await_request
 from kos.comm.control.notices import Channel
 from kos.comm.failures import WHY_CLOSED
-from kos.comm.host.mpi_messages import DTYPE_SHIFT, LARGEST, TAG, MPIMessage, as_bytes
+from kos.comm.host.mpi_messages import DTYPE_SHIFT, LARGEST, LAST_POLLS, TAG, MPIMessage, as_bytes
 from kos.comm.host.shared.calls import CHECK_SECONDS
 from kos.comm.host.tcp import TCPTransport
+from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import described
 from kos.comm.records import again
@@ -65,6 +66,7 @@ class MPITransport(Transport):
 
     name = "mpi"
     processes = True
+    check_seconds, last_polls = CHECK_SECONDS, LAST_POLLS
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine) -> None:
         super().__init__(rendezvous, engine)
@@ -131,19 +133,18 @@ class MPITransport(Transport):
 
     def match(self, message: MPIMessage) -> None:
         """Give a receive to MPI if its message has arrived."""
-        key = peer, tag = message.peer, message.tag
+        peer, key = message.peer, (message.peer, message.tag)
         posted = self._posted.get(key)
         if posted is None or posted[0] is not message:
             return
         arrival = take(self._arrived, key) if self._arrived else None
         while arrival is None:
-            probed = self._comms[0].Improbe(peer, self._MPI.ANY_TAG, self._status)
+            probed = self._probe(peer)
             if probed is None:
                 return
-            wire_tag = self._status.Get_tag()
-            arrival = probed, self._status.Get_elements(self._MPI.BYTE), wire_tag
-            if wire_tag & TAG != tag:
-                self._arrived.setdefault((peer, wire_tag & TAG), deque()).append(arrival)
+            its_key, arrival = probed
+            if its_key != key:
+                self._arrived.setdefault(its_key, deque()).append(arrival)
                 arrival = None
         take(self._posted, key)
         probed, nbytes, wire_tag = arrival
@@ -154,6 +155,25 @@ class MPITransport(Transport):
             mpi_job.keep_unfinished(probed.Irecv(as_bytes(np.empty(nbytes, np.uint8), self._MPI)))
             expected, got = (array.nbytes, array.dtype), (nbytes, dtype_of_code(wire_tag >> DTYPE_SHIFT))
             message.error = wrong_message(self.failures, self.failures.rank, expected, peer, got)
+
+    def _probe(self, peer: int) -> tuple[tuple[int, int], tuple[Any, int, int]] | None:
+        """The next message of a rank, or of any, that MPI has not shown yet: its key and entry in ``_arrived``."""
+        probed, status = self._comms[0].Improbe(peer, self._MPI.ANY_TAG, self._status), self._status
+        if probed is None:
+            return None
+        wire_tag = status.Get_tag()
+        return (status.Get_source(), wire_tag & TAG), (probed, status.Get_elements(self._MPI.BYTE), wire_tag)
+
+    def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
+        if time.monotonic() >= self.next_check:
+            self.receive_notices()
+        while (probed := self._probe(ranks[0] if len(ranks) == 1 else self._MPI.ANY_SOURCE)) is not None:
+            self._arrived.setdefault(probed[0], deque()).append(probed[1])
+        for key in ((rank, tag) for rank in ranks):
+            if key in self._arrived and key not in self._posted:
+                _, nbytes, wire_tag = self._arrived[key][0]
+                return envelope(key[0], nbytes, wire_tag >> DTYPE_SHIFT)
+        return None
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
         active = any((m.peer, m.tag, m.receives) == (rank, tag, receives) for m in self.active)

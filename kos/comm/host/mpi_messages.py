@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 _BYTES = np.dtype(np.uint8)
 DTYPE_SHIFT = (2 * COLLECTIVE_TAGS).bit_length() - 1  # an MPI tag holds kos's tag and, above it, a dtype's code
 TAG = (1 << DTYPE_SHIFT) - 1
-_LAST_POLLS = 100  # polls in which MPI delivers the last messages of a rank that has ended
+LAST_POLLS = 100  # polls in which MPI delivers the last messages of a rank that has ended
 LARGEST = 2**31 - 1  # the largest count; Open MPI 5 has no large counts
 _BLOCK = 1 << 16
 
@@ -73,7 +73,7 @@ class MPIMessage:
         error = self._transport.end_of(self.peer)
         if error is not None and self._checks == 0:
             raise error
-        self._checks = self._transport.checks if error is None else -_LAST_POLLS
+        self._checks = self._transport.checks if error is None else -LAST_POLLS
 
 
 def as_bytes(array: Array, MPI: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.hub import is_cut_off
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.tcp_messages import ABORT, CALL, CLOSE, CLOSED_HERE, FAILED, REASON_LENGTH, Peer, Poller
+from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.prepared import described
 from kos.comm.records import again, to_record
@@ -95,6 +96,20 @@ class TCPTransport(Transport):
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
         return self.peers[rank].receives(tag) if receives else self.peers[rank].sends(tag)
+
+    def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
+        self.poller.progress()
+        for rank in ranks:
+            if (first := self.peers[rank].arrived(tag)) is not None:
+                return envelope(rank, *first)
+        return None
+
+    def end_of(self, rank: int) -> KosError | None:
+        try:
+            self.peers[rank].check(0)
+        except KosError as error:
+            return error
+        return None
 
     # Whether calls match.
 

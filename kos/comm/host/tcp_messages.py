@@ -187,6 +187,10 @@ class Peer:
             self._match(message, arrival)
         return message
 
+    def arrived(self, tag: int) -> tuple[int, int] | None:
+        """Bytes and dtype of the first message with that tag of the program that has no receive; None if none has."""
+        return self._arrived[tag][0][:2] if tag in self._arrived else None
+
     def send_control(self, kind: int, tag: int, data: bytes, call: int = 0) -> None:
         """Queue a control message about the group, and send it if the socket allows."""
         self._queue(kind, tag, 0, len(data), call, memoryview(data))

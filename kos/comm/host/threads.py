@@ -8,7 +8,7 @@ rank has arrived, and lost ranks are always known.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from kos.comm.backend import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
+from kos.comm.matching import Envelope
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.records import again
 from kos.comm.transport import Request, Transport, remove, take, wrong_message
@@ -98,6 +99,24 @@ class ThreadTransport(Transport):
             else:
                 self._posted.setdefault(key, deque()).append(receive)
         return receive
+
+    def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
+        with self.group.world.lock:
+            for rank in ranks:
+                if sent := self._sent.get((rank, self.rank, tag)):
+                    return Envelope(rank, sent[0].array.dtype, sent[0].array.size)
+        return None
+
+    def end_of(self, rank: int) -> KosError | None:
+        with self.group.world.lock:
+            try:
+                self.ask(0)
+                if (end := self.group.closed(rank, self.failures)) is not None:
+                    return end
+                self.group.raise_end(rank, self.failures)
+            except KosError as error:
+                return error.with_traceback(None)
+        return None
 
     def awaited(self, tag: int) -> list[int]:
         with self.group.world.lock:

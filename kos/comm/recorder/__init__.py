@@ -19,7 +19,7 @@ from time import time_ns
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from kos.comm.operation import Operation
+from kos.comm.operation import ANY, Operation
 from kos.errors import InvalidArgument
 from kos.files import replace_file
 from kos.memory import Buffer
@@ -213,7 +213,8 @@ def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
         sent = f"{group.backend}:send {group.rank}->{dst}"
         yield entry | _sizes("output", None) | {"profiling_name": sent, "tag": tag}
     if src is not None:
-        received = f"{group.backend}:recv {group.rank}<-{src}"
+        kind = "probe" if o.name == "probe" else "recv"
+        received = f"{group.backend}:{kind} {group.rank}<-{'any' if src == ANY else src}"
         yield entry | _sizes("input", None) | {"profiling_name": received, "tag": recv_tag}
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kos.comm.operation import ANY
 from kos.errors import DataError, ranks_in_words
 
 # An operation on a stream of a GPU stays "scheduled" until the host has waited for it.
@@ -48,9 +49,10 @@ class Call:
         return self.operation, self.dtype, self.elements, self.entry.get("reduce_op"), self.entry.get("root")
 
     def end(self, rank: int) -> tuple[str, int, int, Any]:
-        """("send" or "recv", source, destination, tag) of a message, with ranks of the group."""
+        """("send", "recv" or "probe", source or ANY, destination, tag) of a message, with ranks of the group."""
         kind, pair = self.operation.split(" ")
-        peer = int(pair.replace("<-", "->").partition("->")[2])
+        other = pair.replace("<-", "->").partition("->")[2]
+        peer = ANY if other == "any" else int(other)
         return kind, *((rank, peer) if kind == "send" else (peer, rank)), self.entry.get("tag")
 
     def __str__(self) -> str:
@@ -260,6 +262,9 @@ def _messages(name: str, ranks: list[int], dumps: list[Dump]) -> list[str]:
         if undone is None:
             continue
         kind, src, dst, tag = end = undone.end(ranks.index(rank))
+        if kind == "probe" or src == ANY or ("recv", ANY, dst, tag) in ends:  # which message is whose is not recorded
+            findings.append(f"{name}: rank {rank} did not complete {undone}{undone.where}")
+            continue
         peer = ranks[src if kind == "recv" else dst]
         theirs = ends["send" if kind == "recv" else "recv", src, dst, tag]
         position = ends[end].index(undone)  # messages of one pair and tag match in their order

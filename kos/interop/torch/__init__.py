@@ -11,11 +11,11 @@ A group finds its ranks by torch's Store.  kos sets no hooks of the process.
 from __future__ import annotations
 
 from kos.interop import autoload
-from kos.interop.torch import anysource, dynamo, group, operations, reconfigure, works
+from kos.interop.torch import dynamo, group, operations, reconfigure, works
 from kos.interop.torch.compression import Compression, compress
 from kos.interop.torch.group import Options, ProcessGroupKos
 
 __all__ = ["Compression", "Options", "ProcessGroupKos", "compress"]
 
 autoload.register()
-dynamo.disable(anysource, group, operations, reconfigure, works)
+dynamo.disable(group, operations, reconfigure, works)

@@ -29,7 +29,8 @@ import kos
 from kos.comm import timeouts
 from kos.comm.arguments import check_timeout
 from kos.comm.control.store import store_rendezvous
-from kos.errors import CollectiveTimeout, InvalidArgument, KosError
+from kos.comm.operation import ANY
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.launch import Call, Recording, run
 from kos.interop.torch.reconfigure import Reconfigurable
 from kos.interop.torch.tensors import Tensor, as_array, check_dense, is_plain
@@ -244,7 +245,9 @@ class ProcessGroupKos(Reconfigurable):
         self.send_all()
         self._scalars.clear()
         if self._host is not None:
-            self._any.close()
+            for work in self._host.backend.engine.works_of(self._host.backend):
+                if work.operation.message.src == ANY:  # nobody need send for it
+                    work.cancel(CollectiveError("recv: the process group was closed"))
         for comm in filter(None, (self._gpu, self._host)):
             try:
                 comm.close()

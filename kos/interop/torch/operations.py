@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from kos.errors import InvalidArgument
-from kos.interop.torch.anysource import AnySourceWork
 from kos.interop.torch.launch import Recording
 from kos.interop.torch.tensors import Tensor, as_array, check_parts, reduce_op, split_counts
 from kos.interop.torch.works import NONE
@@ -242,21 +241,15 @@ class Operations(_ProcessGroup):
             return self._post(tensors, "send", dstRank)
         return self._launch(lambda launch: launch("send", as_array(tensors[0]), dstRank, tag), tensors, None, "send")
 
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Any:
+    def recv(self, tensors: list[Tensor], srcRank: int | None, tag: int = 0) -> Any:
         """Receive one tensor of the sent size and dtype, in place.  Raises DistBackendError, InvalidArgument."""
-        if tensors[0].is_cuda:
+        x = tensors[0]
+        if x.is_cuda:
             return self._post(tensors, "recv", srcRank)
-
-        def call(launch: Recording) -> None:
-            if (posted := self._any.take(srcRank, tag, tensors[0], launch)) is not None:
-                launch.works.append(posted)
-            else:
-                launch("recv", launch.output(tensors[0]), srcRank, tag)
-
-        return self._launch(call, tensors, None, "recv")
+        return self._launch(lambda launch: launch("recv", launch.output(x), srcRank, tag), tensors, None, "recv")
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         """Receive from any rank, in host memory; see ``source_rank``.  Raises DistBackendError, InvalidArgument."""
         if tensors[0].is_cuda:
             raise InvalidArgument("recv: expected a source rank for a tensor on a GPU, got any")
-        return AnySourceWork(self, self._any, tensors, tag, self._timeout)
+        return self.recv(tensors, None, tag)

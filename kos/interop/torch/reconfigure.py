@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 
 from kos.errors import InvalidArgument, KosError
-from kos.interop.torch.anysource import AnySource
 from kos.interop.torch.operations import Operations
 from kos.interop.torch.works import CoalescedWork
 
@@ -83,7 +82,6 @@ class Reconfigurable(Operations):
     def connect(self, seconds: float | None = None) -> None:
         """Connect the ranks in host memory, within ``seconds``."""
         self._host = self._connect("tcp", "host", seconds, progress_thread=True)
-        self._any = AnySource(self._host)
 
     def disconnect(self, reason: str) -> None:
         """Abort all operations and connections; ranks that wait for this one raise.  Raises nothing."""

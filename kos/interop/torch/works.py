@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import kos
+from kos.comm.operation import ANY
 from kos.interop.torch.tensors import Arrays, Tensor
 
 _C: Any = torch._C
@@ -100,9 +101,11 @@ class HostWork(_Work):
         return self._failure
 
     def source_rank(self) -> int:
-        source = self._works[0].operation.message.src
+        """The rank that sends the message of a receive; -1 while it is not known."""
+        work = self._works[0]
+        source = work.operation.message.src
         assert source is not None
-        return source
+        return int(work.result[1]) if source == ANY and work.state == "complete" else source
 
     _source_rank = source_rank
 

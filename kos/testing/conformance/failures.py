@@ -90,10 +90,15 @@ PROGRAMS: dict[str, Callable[[Any, int], Any]] = {
     "duplicate": lambda comm, culprit: comm.duplicate(),
     "recv": lambda comm, culprit: comm.recv(np.ones(5), culprit),
     "send_recv": lambda comm, culprit: comm.send_recv(np.ones(70_000), np.ones(70_000), culprit, culprit),
+    "recv from any": lambda comm, culprit: comm.recv(np.ones(5)),
+    "recv_bytes": lambda comm, culprit: comm.recv_bytes(culprit),
+    "recv_bytes from any": lambda comm, culprit: comm.recv_bytes(),
+    "probe": lambda comm, culprit: comm.probe(culprit),
     "exchange": lambda comm, culprit: comm.rendezvous.barrier(),
 }  # fmt: skip
 """What a rank calls that waits for the rank ``culprit``."""
-MESSAGES = ("recv", "send_recv")  # between hosts' memories, a failure of one breaks nothing
+ENVELOPES = ("recv from any", "recv_bytes", "recv_bytes from any", "probe")
+MESSAGES = ("recv", "send_recv", *ENVELOPES)  # between hosts' memories, a failure of one breaks nothing
 
 MISMATCHES: dict[str, Callable[[Any, bool], Any]] = {
     "operation": lambda comm, other: comm.barrier() if other else comm.all_reduce(np.ones(4)),
@@ -401,6 +406,11 @@ _TABLE: list[tuple[str, Any, str, int, Sequence[str], Sequence[str]]] = [
     ("a rank is late", LATE, NAMED, 2, GPUS, (
         "all_reduce by a ring", "all_reduce, polled", "all_reduce_init", "several all_reduce", "batch", "scatter",
         "all_gather_v without counts", "all_gather_bytes", "split")),
+    ("a rank is late", LATE, NAMED, 2, GPUS, ENVELOPES),
+    ("rank 0 gives up", LATE, NAMED, 2, GPUS, ENVELOPES),
+    ("a rank aborts", RankLost, GONE, 2, GPUS, ENVELOPES),
+    ("a rank closes", RankLost, LEFT, 2, GPUS, ("recv_bytes", "probe")),
+    ("it failed elsewhere", RankLost, BECAUSE, 3, GPUS, ENVELOPES),
     ("rank 0 gives up", LATE, NAMED, 2, (), ("barrier", "all_reduce")),
     ("rank 0 gives up", LATE, NAMED, 2, GPUS, ("all_reduce by a tree", "batch", "recv")),
     ("a rank aborts", RankLost, GONE, 2, (), ("barrier", "all_reduce", "broadcast", "recv")),
@@ -444,5 +454,7 @@ def check(comm: Any, row: Scenario, limit: float = SHORT, meet: Meet = _sleep) -
     Without a ``meet`` of its own, a rank that is late sleeps.  Does nothing on fewer ranks than the row needs, and on a
     backend that does not promise it.
     """
+    if row.program in ENVELOPES and not comm.backend.has_envelopes:
+        return
     if comm.size >= row.ranks and not any(name in comm.backend_name for name in row.never):
         FAULTS[row.fault](comm, row, limit, meet)

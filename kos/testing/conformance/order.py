@@ -125,6 +125,54 @@ def messages_keep_their_order(comm: Communicator) -> None:
         assert values == [(number, number) for number in range(1, len(got) + 1)], f"messages of one tag: {values}"
 
 
+def messages_from_any_rank(comm: Communicator) -> None:
+    """A server receives arrays and bytes of any length from any rank, with one tag; each sender's keep their order."""
+    if comm.size == 1 or not comm.backend.has_envelopes:
+        return
+    sizes = (0, 5, 70_001, 3)
+    for server in range(comm.size):
+        if comm.rank != server:
+            works = [comm.send(np.full(n, comm.rank), server, async_op=True) for n in sizes]
+            works += [comm.send_bytes(b"k" * n, server, async_op=True) for n in sizes]
+            works += [comm.send(np.full(2, comm.rank), server, 1, async_op=True) for _ in range(2)]
+            for work in works:
+                work.wait()
+            continue
+        seen: dict[int, list[int]] = {rank: [] for rank in range(comm.size) if rank != server}
+        for _ in range(2 * len(sizes) * len(seen)):
+            envelope = comm.probe()
+            if envelope.dtype == np.uint8:
+                assert comm.recv_bytes(envelope.src) == b"k" * envelope.size
+            else:
+                x = comm.recv(np.empty(envelope.size, envelope.dtype), envelope.src)
+                assert (x == envelope.src).all()
+            seen[envelope.src].append(envelope.size)
+        assert all(each == [*sizes, *sizes] for each in seen.values()), f"messages of one sender: {seen}"
+        waiting: list[Any] = [comm.recv(np.zeros(2, int), tag=1, async_op=True) for _ in range(2 * len(seen))]
+        sources = [work.wait()[1] for work in waiting]
+        assert sorted(sources) == sorted([*seen, *seen]), f"several receives from any rank: {sources}"
+
+
+def receives_keep_their_order(comm: Communicator) -> None:
+    """One from any rank, one of bytes and one of an array from one rank get its messages in the order of the calls."""
+    if comm.size == 1 or not comm.backend.has_envelopes:
+        return
+    if comm.rank == 0:
+        x, y = np.zeros(3), np.zeros(3)
+        works: list[Any] = [comm.recv(x, async_op=True), comm.recv_bytes(1, async_op=True)]
+        works.append(comm.recv(y, 1, async_op=True))
+        comm.rendezvous.barrier()
+        got = [work.wait() for work in reversed(works)][::-1]
+        assert (x == 1).all() and got[0][1] == 1 and got[1] == b"second" and (y == 3).all(), got
+    else:
+        comm.rendezvous.barrier()
+        if comm.rank == 1:
+            comm.send(np.full(3, 1.0), 0)
+            comm.send_bytes(b"second", 0)
+            comm.send(np.full(3, 3.0), 0)
+    comm.barrier()
+
+
 def views_put_and_get(comm: Communicator) -> None:
     """Where ranks share host memory, each reads and writes the arrays of all; a backend need not offer it."""
     if type(comm.backend).views is Backend.views:
@@ -232,6 +280,7 @@ def persistent(comm: Communicator) -> None:
 
 ALL = (
     barrier_waits_for_all_ranks, waiting_for_one_advances_the_other_across_groups, split_of_a_split,
-    messages_of_duplicates_do_not_match, messages_keep_their_order, batch, close, several_in_flight, persistent,
+    messages_of_duplicates_do_not_match, messages_keep_their_order, messages_from_any_rank,
+    receives_keep_their_order, batch, close, several_in_flight, persistent,
     views_put_and_get,
 )  # fmt: skip

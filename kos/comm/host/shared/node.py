@@ -19,9 +19,10 @@ import numpy as np
 
 from kos._core import native
 from kos.comm.control.base import Rendezvous
-from kos.comm.host.shared.calls import CallRing, Difference, Liveness
+from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, CallRing, Difference, Liveness
 from kos.comm.host.shared.segment import PID, read_memory
-from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
+from kos.comm.matching import Envelope, envelope
+from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, Message, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import COMPLETED
 from kos.comm.reduction import ReduceOp
@@ -85,6 +86,7 @@ class Node:
         self.failures, self.size = calls.failures, calls.segment.size
         self._status = self.failures.status
         self.active: set[SegmentMessage] = set()
+        self.waiting: dict[int, Any] = {}  # by tag, receives that the core does not know (``Matching``)
         self.one_copy = self._read_each_other(rendezvous)
         """Whether every rank can read the memory of every other one."""
         vendor = cpu_vendor()
@@ -119,6 +121,9 @@ class Node:
         dtypes = {end.dtype.numpy for end in (send, recv) if end is not None}
         if o.options.algorithm != AUTO or o.options.compress or len(dtypes) > 1:
             return
+        name = o.name.removesuffix("_v")
+        if name not in _OPERATIONS or o.message.src == ANY:  # ``kos.comm.matching`` runs it
+            return
         dtype, op = next(iter(dtypes), np.dtype(np.uint8)), 0
         prepared.launch = self.start
         if o.reduction is not None:
@@ -129,7 +134,7 @@ class Node:
         if o.name == "send_recv" and recv is not None:
             counts[1] = (recv.count,) * self.size
         call = self._core.prepare(
-            _OPERATIONS[o.name.removesuffix("_v")], DTYPE_CODES[dtype], op, o.root or 0, _count(o, self.size),
+            _OPERATIONS[name], DTYPE_CODES[dtype], op, o.root or 0, _count(o, self.size),
             o.name.endswith("_v"), *map(_packed, counts), message.dst or 0, message.src or 0, message.tag,
             message.recv_tag, prepared.fingerprint,
         )  # fmt: skip
@@ -146,6 +151,8 @@ class Node:
         try:
             if left is None:
                 prepared = work.prepared
+                if self.waiting and self._waits(prepared.operation.message):
+                    return prepared.backend.launch(work)
                 call, puts, gets = prepared.route
                 if self.asked and self.asked == get_ident():
                     self.asked, self._last = 0, (self.asked, work)
@@ -164,6 +171,10 @@ class Node:
             return self.steps(work, left)
         work.record[COMPLETED] = time_ns()  # type: ignore[index]
         return None
+
+    def _waits(self, message: Message) -> bool:
+        """Whether a message has a receive, which comes after those that wait with its tag."""
+        return message.src is not None and message.recv_tag in self.waiting
 
     def eager(self, comm: Any, backend: Any) -> Any:
         """What makes calls of ``comm`` that are known.
@@ -283,6 +294,26 @@ class Node:
         return wrong_message(self.failures, self.ranks[found.rank], theirs, self.failures.rank, mine)
 
     # The transport.
+
+    check_seconds = LONGEST_CHECK_SECONDS
+
+    @property
+    def last_polls(self) -> int:
+        return 0 if len(self.ranks) == self._transport.size else self._transport.last_polls
+
+    def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
+        if not self._is_inside(ranks[0], tag):
+            return self._transport.arrived(ranks, tag)
+        for rank in ranks:
+            if (found := self._core.arrived(self._local[rank], tag)) is not None:
+                return envelope(rank, *found)
+        return None
+
+    def end_of(self, rank: int) -> KosError | None:
+        if not self._is_inside(rank, 0):
+            return self._transport.end_of(rank)
+        known = self.calls.failure()
+        return self.calls.end_of(self._local[rank]) if known is None else known[0]
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
         if self._is_inside(peer, tag):
