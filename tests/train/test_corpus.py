@@ -206,8 +206,10 @@ def test_a_folder_of_every_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("x.parquet", "pandas.read_parquet('{folder}/x.parquet').to_json('{folder}/x' + '.jsonl'"),
-        ("x.arrow", "Dataset.from_file('{folder}/x.arrow')"),
+        ("x.csv", "csv.DictReader("),
+        ("x.TSV", "dialect='excel-tab')]\" {folder}/x.TSV > {folder}/x.jsonl"),
+        ("x.parquet", "lines=True)\" {folder}/x.parquet {folder}/x"),
+        ("x.arrow", ".to_json(sys.argv[2] + '.jsonl')\" {folder}/x.arrow {folder}/x"),
         ("x.jsonl.zst", "zstd -d {folder}/x.jsonl.zst"),
         ("x.json.gz", "gunzip {folder}/x.json.gz"),
         ("x.ndjson", "mv {folder}/x.ndjson {folder}/x.jsonl"),
@@ -218,19 +220,28 @@ def test_files_of_data_that_are_not_read(tmp_path: Path, name: str, command: str
     path.write_bytes(jsonl("text"))
     (tmp_path / "README.md").write_text("more text")
     for data in (path, tmp_path):
-        refusal(data, f"--data {path}: expected text, .jsonl, ", f"got .{name.split('.')[-1]}; run: ")
+        refusal(data, f"--data {path}: expected text, .jsonl, ", f"got .{name.split('.')[-1].lower()}; run: ")
         refusal(data, command.format(folder=tmp_path))
 
 
-@pytest.mark.parametrize("content", [json.dumps([{"text": "a"}, {"text": "é"}], indent=1).encode(), jsonl("a", "é")])
-def test_the_command_for_a_json_file_makes_json_lines(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "a list.json"
-    path.write_bytes(content)
+LONG = "b" * 200_000  # longer than the fields that Python's csv reads by default
+FILES = {
+    "a list.json": (json.dumps([{"text": "a"}, {"text": "é"}], indent=1).encode(), ["a", "é"]),
+    "it's \"lines\".json": (jsonl("a", "é"), ["a", "é"]),
+    "it's a \"table\".csv": (f'label,text\n1,"a, ""x""\n2"\n0,é{LONG}\n'.encode(), ['a, "x"\n2', f"é{LONG}"]),
+    "a table.tsv": ("\ufefftext\tlabel\na, x\t1\né\t0\n".encode(), ["a, x", "é"]),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_command_for_another_file_makes_json_lines(tmp_path: Path, name: str) -> None:
+    content, (first, second) = FILES[name]
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as refused:
         read_corpus(str(tmp_path))
     command = str(refused.value).partition("; run: ")[2].replace("python ", f"{shlex.quote(sys.executable)} ", 1)
     subprocess.run(command, shell=True, check=True, timeout=60)
-    assert read_corpus(str(tmp_path)).splits[:2] == (["a"], ["é"]), "the list beside it is left out"
+    assert read_corpus(str(tmp_path)).splits[:2] == ([first], [second]), "the file beside it is left out"
 
 
 def test_the_command_for_a_file_without_a_header_adds_one(tmp_path: Path) -> None:
