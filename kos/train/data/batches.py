@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kos.errors import ConfigError, DataError
+from kos.files import OpenFile
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.chat import read_chat_template
@@ -26,7 +27,7 @@ from kos.train.data.corpus import Corpus, Show, read_corpus
 from kos.train.data.documents import Document, Lines
 from kos.train.data.permutation import permuted
 from kos.train.data.prepared import prepared
-from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary, check_mask
+from kos.train.data.token_files import BEGINS, FileArray, MaskedTokens, beyond_vocabulary, check_mask, pieces
 from kos.train.data.tokenizers import (
     NumberTokenizer,
     Tokenizer,
@@ -45,9 +46,7 @@ HASHED_BYTES = 64 << 20
 
 LEFT_OUT = -1  # a target that no loss counts
 
-SCANNED = 1 << 24  # tokens that are read at once at the start
-
-Shards = Sequence[NDArray[Any]]
+Shards = Sequence[NDArray[Any] | FileArray | MaskedTokens]
 
 
 class Separator(NamedTuple):
@@ -58,7 +57,7 @@ class Separator(NamedTuple):
 
 
 class Tokens:
-    """A row of tokens over one or more arrays (shards), which stay where they are, mapped or in memory.
+    """A row of tokens over one or more arrays (shards), which stay where they are, in files or in memory.
 
     Where a shard has signed numbers, a token t that the loss does not count is ~t.  ``documents`` are the places where
     documents begin, from 0 on and increasing, or the token between them.
@@ -339,7 +338,7 @@ def _pieces(shards: Shards, show: Show) -> Iterator[tuple[int, NDArray[Any]]]:
     """The number of the shard, and as many of its tokens as fit in memory, one after another."""
     for number, shard in enumerate(shards):
         show("reading the data", number / len(shards))
-        yield from ((number, np.asarray(shard[at : at + SCANNED])) for at in range(0, len(shard), SCANNED))
+        yield from ((number, piece) for piece in pieces(shard))
 
 
 def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
@@ -355,7 +354,7 @@ def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
 def _load_text(
     corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
 ) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
-    """Training and validation tokens, mapped from files, their tokenizer, and the JSON that ``prepared`` keeps."""
+    """Training and validation tokens, in files, their tokenizer, and the JSON that ``prepared`` keeps."""
     spec = _tokenizer_of_text(config, weights)
     tokenizer = None if spec == "chars" else make_tokenizer(spec)
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
@@ -385,7 +384,7 @@ def _load_text(
                     documents.write((size + begins).data)
                     size, done = size + len(tokens), done + length
                     show("tokenizing the data", done / total)
-        shards = [_map(folder / name, np.dtype(files["dtype"])) for name in ("train", "val")]
+        shards = [_kept(folder / name, np.dtype(files["dtype"])) for name in ("train", "val")]
         files |= {"held_out": corpus.splits.held_out, "trained_on": corpus.splits.trained_on}
         texts = chain(corpus.train, corpus.val) if config.split_special_tokens else ()
         files["spelled_out"] = encoder.spelled_out(texts)
@@ -394,7 +393,7 @@ def _load_text(
     with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
         tokenizer, dtype = tokenizer or tokenizer_from_json(about["tokenizer"]), np.dtype(about["dtype"])
         train, val = (
-            Tokens([_map(folder / name, dtype)], _map(folder / f"{name}_documents", np.dtype(np.int64)))
+            Tokens([_kept(folder / name, dtype)], np.asarray(_kept(folder / f"{name}_documents", np.dtype(np.int64))))
             for name in ("train", "val")
         )
     return train, val, tokenizer, about
@@ -408,8 +407,8 @@ def _note(spelled_out: dict[str, int]) -> str:
     return f"{found}{', …' * (len(spelled_out) > 3)}); --no-split-special-tokens reads them as special tokens"
 
 
-def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+def _kept(path: Path, dtype: np.dtype[Any]) -> FileArray:
+    return FileArray(OpenFile(path), dtype, 0, path.stat().st_size // dtype.itemsize)
 
 
 def _fingerprint(shards: Shards) -> str:
@@ -418,6 +417,6 @@ def _fingerprint(shards: Shards) -> str:
         digest.update(f"{shard.dtype.str} {len(shard)} ".encode())
         half = HASHED_BYTES // shard.itemsize
         ends = [shard] if len(shard) <= 2 * half else [shard[:half], shard[-half:]]
-        for end in ends:
-            digest.update(np.ascontiguousarray(end).data)
+        for piece in chain.from_iterable(map(pieces, ends)):
+            digest.update(np.ascontiguousarray(piece).data)
     return digest.hexdigest()

@@ -18,7 +18,7 @@ from kos.errors import DataError, plural
 from kos.train.data import download
 from kos.train.data.documents import TEXT, Document, Lines, check_kind, is_converted, is_jsonl, read_documents
 from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
-from kos.train.data.token_files import VOCAB_SIZES, is_token_file, map_tokens, mask_of
+from kos.train.data.token_files import VOCAB_SIZES, is_token_file, mask_of, open_tokens
 from kos.train.data.tokenizers import SAVED
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class File(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The data for training and for validation: documents, or memory-mapped arrays of tokens.
+    """The data for training and for validation: documents, or arrays of tokens that are read from their files.
 
     ``held_out`` describes the validation data for the log, and ``trained_on`` the files of the training data.
     """
@@ -195,7 +195,7 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, l
     if tokens:
         if texts:
             _log.warning("skipped, since there are token files: %s", _names([str(path) for path in texts]))
-        files = [file(path, [map_tokens(path)]) for path in tokens]
+        files = [file(path, [open_tokens(path)]) for path in tokens]
         sizes = [each.content[0].itemsize for each in files]
         if other := next((path for path, size in zip(tokens, sizes, strict=True) if size != sizes[0]), None):
             raise DataError(f"--data {other}: expected the token format of {tokens[0].name}, got another")
