@@ -312,7 +312,8 @@ class Trainer(RunContext):
 
     def _interrupted(self, error: KosError) -> KosError:
         """The error of a GPU, of other ranks or of files, with the step and the last checkpoint."""
-        where = f" on {self.device.place}" if isinstance(error, CudaError) else ""
+        known = isinstance(error, CudaError) and hasattr(self, "device")  # else it could not be made again
+        where = f" on {self.device.place}" if known else ""
         left, address = "there is no checkpoint yet", self.out / ADDRESS
         if self.config.elastic is not None and logged_epoch(self) > self.epoch:  # others continued, and perhaps saved
             left = f"join the run again with --join {address}" if address.is_file() else "others have ended the run"
