@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -21,7 +22,7 @@ from tests.train.refusal import refused
 from tests.train.test_corpus import token_bytes
 
 RUN = """
-import glob, os, sys
+import glob, json, os, sys
 from pathlib import Path
 from kos.testing import spawn
 from kos.train.config.flags import parse
@@ -39,11 +40,13 @@ def run(comm):
     try:
         Trainer(parse(flags), comm).run()
     except Exception as error:
-        print(f"rank {comm.rank}: {type(error).__name__}: {error}")
+        errors[comm.rank] = f"{type(error).__name__}: {error}"
         raise
+errors = {}
 try:
     spawn(run, 2, timeout=60)
 except Exception:
+    print("\\n" + json.dumps(errors))
     sys.exit(1)
 """
 
@@ -88,11 +91,12 @@ def test_a_file_that_becomes_shorter_ends_the_run_with_its_name(tmp_path: Path, 
     out = tmp_path / "out"
     done = python(RUN, changed, "--data", data, "--out", out, *shape, *run)
     assert done.returncode == 1, (done.stdout, done.stderr)
-    errors = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
-    assert sorted(line[:6] for line in errors) == ["rank 0", "rank 1"], done.stdout
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(errors) == ["0", "1"], done.stdout
     name = "train" if kind == "text" else changed.name
-    assert all(f"/{name}: expected the file as it was opened, of " in line for line in errors), errors
-    assert all("got 100 bytes" in line and "the last checkpoint, of step 2, is good" in line for line in errors), errors
+    assert all(f"/{name}: expected the file as it was opened, of " in line for line in errors.values()), errors
+    good = "the last checkpoint, of step 2, is good"
+    assert all("got 100 bytes" in line and good in line for line in errors.values()), errors
     found = checkpoint.latest(out / "checkpoints")
     assert found is not None and found.step == 2
 

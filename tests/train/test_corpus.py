@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.errors import DataError
+from kos.errors import ConfigError, DataError, KosError
 from kos.train.data.corpus import read_corpus
 from kos.train.data.documents import Lines
 from kos.train.data.token_files import FileArray
@@ -26,8 +26,8 @@ from tests.train.refusal import refused
 PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 3000
 
 
-def refusal(data: Any, *parts: str) -> None:
-    with refused(DataError, *parts):
+def refusal(data: Any, *parts: str, error: type[KosError] = DataError) -> None:
+    with refused(error, *parts):
         assert read_corpus(str(data)).train
 
 
@@ -109,9 +109,9 @@ def test_runs_and_checkpoints_in_the_folder_are_skipped(tmp_path: Path, caplog: 
 
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
-    refusal(tmp_path / "nothing.txt", "nothing.txt", "no such file")
-    refusal("stdlip", "stdlib", "tinyshakespeare", "'stdlip'")
-    refusal(tmp_path / "*.bin", "*.bin", "no such file")
+    refusal(tmp_path / "nothing.txt", "nothing.txt", "no such file", error=ConfigError)
+    refusal("stdlip", "stdlib", "tinyshakespeare", "'stdlip'", error=ConfigError)
+    refusal(tmp_path / "*.bin", "*.bin", "no such file", error=ConfigError)
     refusal(tmp_path, str(tmp_path), "text files", "none of them text")
     path = tmp_path / "file"
     for content, parts in {
@@ -342,7 +342,7 @@ def test_val_data_names_the_validation_data(tmp_path: Path, kind: str) -> None:
     assert (numbers(got.train), numbers(got.val)) == ([0], [10])
     with refused(DataError, f"--data {one}: expected files to train on"):
         read_corpus(str(one), val_data=str(one)).splits  # noqa: B018
-    with refused(DataError, "--val-data: expected stdlib", "'nothing'"):
+    with refused(ConfigError, "--val-data: expected stdlib", "'nothing'"):
         read_corpus(str(one), val_data="nothing")
     (tmp_path / "image.txt").write_bytes(b"\0")
     with refused(DataError, "--val-data", "expected"):
@@ -366,7 +366,7 @@ def test_tokens_are_not_validated_on_text(tmp_path: Path, caplog: pytest.LogCapt
     ("magic", "version", "vocab_size", "dtype"),
     [(20240520, 1, 50_257, np.uint16), (20240801, 7, 128_256, np.uint32)],
 )
-def test_token_files_stay_where_they_are(tmp_path: Path, magic: int, version: int, vocab_size: int, dtype: type) -> None:
+def test_token_files_are_left_on_disk(tmp_path: Path, magic: int, version: int, vocab_size: int, dtype: type) -> None:
     rng = np.random.default_rng(7)
     tokens = rng.integers(0, vocab_size, 1001).tolist()
     path = tmp_path / "tokens.bin"

@@ -38,7 +38,7 @@ def test_a_run_in_a_thread_leaves_signals_to_the_program(text: Path, tmp_path: P
 def test_an_error_in_a_thread_is_one_line(tmp_path: Path) -> None:
     flags = ["--data", tmp_path / "nowhere", "--out", tmp_path / "run"]
     done = run_program(*map(str, [*python(), "-c", THREAD, *flags]), env=ENVIRONMENT)
-    assert done.returncode == 1 and done.stderr.startswith("kos: error: --data: expected "), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("kos: error: --data: expected "), done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

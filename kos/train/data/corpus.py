@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kos.errors import DataError, plural
+from kos.errors import ConfigError, DataError, plural
 from kos.train.data import download
 from kos.train.data.documents import TEXT, Document, Lines, check_kind, is_converted, is_jsonl, read_documents
 from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
@@ -103,7 +103,7 @@ def read_corpus(
     Both are ``stdlib``, ``tinyshakespeare``, or a path: a file of text, JSON Lines or tokens, or a folder or glob
     pattern of such files.  ``split`` has the rules of what is held out.
 
-    DataError: missing, unreadable, empty or binary; JSON Lines without texts; text validated on tokens.
+    ConfigError: missing.  DataError: unreadable, empty or binary; JSON Lines without texts; text validated on tokens.
     """
     with _errors_with("--data", data):
         source = _find(data, show, lines)
@@ -132,14 +132,14 @@ def read_corpus(
 
 @contextmanager
 def _errors_with(flag: str, data: str) -> Iterator[None]:
-    """A context whose errors are DataErrors that begin with the flag."""
+    """A context whose errors are ConfigErrors and DataErrors that begin with the flag."""
     try:
         yield
     except OSError as error:
         got = f"{error.filename or data}: {error.strerror}"
         raise DataError(f"{flag} {data}: expected readable files, got {got}") from None
-    except DataError as error:
-        raise DataError(re.sub(r"^--data\b", flag, str(error))) from None
+    except (ConfigError, DataError) as error:
+        raise type(error)(re.sub(r"^--data\b", flag, str(error))) from None
 
 
 def _find(data: str, show: Show, lines: Lines) -> _Source:
@@ -161,7 +161,7 @@ def _find(data: str, show: Show, lines: Lines) -> _Source:
         home = Path(os.path.commonpath([match.parent for match in matches]))
         return _of_files(data, [match for match in matches if match.is_file()], home, show, lines)
     names = f"stdlib, {download.NAME}, or the path of a file or folder"
-    raise DataError(f"--data: expected {names}, got {data!r} (no such file)")
+    raise ConfigError(f"--data: expected {names}, got {data!r} (no such file)")
 
 
 def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, lines: Lines) -> _Source:
