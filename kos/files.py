@@ -1,11 +1,14 @@
-"""Files that appear whole or not at all, the user's cache, checks of output files, and closed output pipes."""
+"""Files that appear whole or must stay as they are, the user's cache, checks of output files, closed output pipes."""
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import os
+import resource
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +39,46 @@ def replace_file(path: Path, content: bytes) -> None:
     finally:
         os.close(folder)
         temporary.unlink(missing_ok=True)
+
+
+class OpenFile:
+    """A file that is read at any place, by any thread, and must stay as it is.
+
+    If another program changes it meanwhile, an OSError names it. Memory-mapped, one that becomes shorter would end the
+    process by SIGBUS, without a word.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._handle = path, _open(path)
+        weakref.finalize(self, os.close, self._handle)
+        self._size, self._time = self._state()
+
+    def read(self, at: int, memory: memoryview) -> None:
+        """Fill ``memory``, of bytes, with those from ``at`` on.  Raises OSError."""
+        while memory:
+            size, time = self._state()
+            got = os.preadv(self._handle, [memory], at)
+            if not got or (size, time) != (self._size, self._time):
+                got_now = f"{size:,} bytes" if size != self._size else "one that was written to since"
+                text = f"expected the file as it was opened, of {self._size:,} bytes, got {got_now}"
+                raise OSError(errno.ESTALE, text, str(self.path))
+            memory, at = memory[got:], at + got
+
+    def _state(self) -> tuple[int, int]:
+        status = os.fstat(self._handle)
+        return status.st_size, status.st_mtime_ns
+
+
+def _open(path: Path) -> int:
+    """A handle to read a file; raises the soft limit of open files if that is reached."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def sync(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A LLaMA trainer on kos: ``python -m kos.train`` trains a model, ``load`` reads one in Python.
+"""A LLaMA trainer on kos: ``python -m kos.train`` trains a model, ``load`` reads one, ``read_metrics`` a run's metrics.
 
 Names are imported when they are first used.
 """
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from kos.errors import ConfigError, install
 
 if TYPE_CHECKING:
+    from kos.train.tools.metrics import read_metrics
     from kos.train.trained import TrainedModel, load
 
-__all__ = ["TrainedModel", "load"]
+__all__ = ["TrainedModel", "load", "read_metrics"]
 
 
 def __getattr__(name: str) -> object:
@@ -20,8 +21,9 @@ def __getattr__(name: str) -> object:
 
     if name not in __all__:
         raise AttributeError(f"module 'kos.train' has no attribute {name!r}")
+    module = "kos.train.tools.metrics" if name == "read_metrics" else "kos.train.trained"
     try:
-        return getattr(import_module("kos.train.trained"), name)
+        return getattr(import_module(module), name)
     except ImportError as error:
         raise missing(error) from error
 

@@ -29,7 +29,8 @@ CLOSE_SECONDS = 60.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns 0, also after a request to stop. A failure never returns: it ends the process and the MPI job.
 
-    Nor does a rank that leaves (``--elastic``), which ends with exit code 75.
+    Nor does a rank that leaves (``--elastic``), which ends with exit code 75. In another thread than the main one,
+    signals are the caller's: they stop no run.
     """
     stop = Stop()
     stop.listen()
@@ -81,8 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             refused = isinstance(error, ConfigError | CheckpointError | DataError)
             note = set_by_file(arguments, str(error)) if refused else ""
         rank = rank if trainer is None else trainer.comm.rank  # others may have been lost
-        Stop.ignore()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
+        if stop.listens:
+            Stop.ignore()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
         _fail(error, rank, note, debug="--debug" in arguments or debugging())
     return 0
 

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KosError, ImportError) as error:
         reported = missing(error) if isinstance(error, ImportError) else error
         print(f"kos: error: {reported}", file=sys.stderr)
-        return 2 if isinstance(reported, ConfigError) else 1
+        return 2 if isinstance(reported, ConfigError) or not arguments.run.exists() else 1
     with printing():
         print(f"{arguments.out}: {parameters:,} parameters in {arguments.dtype}")
     return 0

@@ -11,7 +11,7 @@ import time
 
 import kos
 from kos.comm.communicator import Communicator
-from kos.errors import RendezvousError
+from kos.errors import KosError, RendezvousError
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
 from kos.train.parallel.failures import PATIENCE
@@ -46,6 +46,13 @@ class Newcomer(Trainer):
         self.stop.leaves = True
         self.held.push(self._close_groups)
         self.held.callback(lambda: self.console.close())
+
+    def _interrupted(self, error: KosError) -> KosError:
+        if self.epoch >= 0:
+            return super()._interrupted(error)
+        failure = type(error)(f"while joining the run at {self.config.join}: {error}")  # of which nothing is known yet
+        failure.on_every_rank = error.on_every_rank
+        return failure
 
     def _join(self) -> Communicator:
         """Wait until the run admits this rank, or is over: a run writes the address file, and removes it at its end."""

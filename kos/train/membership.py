@@ -68,7 +68,9 @@ def move_to(run: RunContext, comm: Communicator, epoch: int) -> None:
         del run.device
         if run.config.device == "cuda":  # whose memory is too small for two
             gc.collect()
-    run.config = run.config.for_world(comm.size, run.config.device)
+    before, run.config = run.config, run.config.for_world(comm.size, run.config.device)
+    if run.config.grad_dtype != before.grad_dtype:
+        run.console.say(f"gradients are {run.config.grad_dtype} from now on: ranks add up several micro-batches")
     run.mesh = Mesh(comm)
     limit_threads(comm, 1 if run.config.deterministic else None)
     if comm.rank == 0:

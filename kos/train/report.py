@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kos.errors import plural
 from kos.train.checkpoint.extra_files import dropout, extra_names
+from kos.train.config.options import TrainConfig, flag_of
 from kos.train.output import ADDRESS
 from kos.train.run_context import RunContext
 from kos.train.tools import commands
@@ -37,7 +41,12 @@ def announce(run: RunContext) -> None:
         say("--compress-scope hosts: ranks with the same weights are on one host and send exact gradients")
     elif config.compress != "none" and parallel.residual is None:
         say(f"--compress {config.compress}: no two ranks have the same weights, so no gradients are sent")
+    if config.grad_dtype != (asked := run.asked["grad_dtype"]):
+        why = f"a rank adds up {len(run.device.micro_batches)} micro-batches of a step, which {asked} would round"
+        say(f"--grad-dtype {asked}: gradients are {config.grad_dtype}, since {why}")
     say("; ".join(filter(None, (run.data.trained_on, run.data.held_out))))
+    if run.comm.rank == 0 and (cuts := run.data.cuts_in_words()):
+        say(cuts)
     if run.data.note:
         say(run.data.note)
     say(run.device.describe())
@@ -52,9 +61,25 @@ def announce(run: RunContext) -> None:
         say(f"about {duration(steps * step + validations * validation)} in all: {about}")
 
 
+def without_effect(config: TrainConfig, asked: Mapping[str, Any]) -> list[str]:
+    """The flags that were given, and that other settings leave without effect, each with the reason."""
+    no_sample = config.sample_tokens == 0
+    reasons = {
+        "min_lr": "--schedule constant" * (config.schedule == "constant"),
+        "decay_fraction": f"--schedule {config.schedule}" * (config.schedule != "wsd"),
+        "val_data": "--eval-batches 0" * (not config.eval_batches),
+        **dict.fromkeys(("prompt", "temperature", "top_k"), "--sample-tokens 0" * no_sample),
+        "pp_schedule": "--pp 1" * (config.pp == 1),
+    }
+    given = [name for name in reasons if asked[name] != TrainConfig.model_fields[name].default]
+    return [f"{flag_of(name)} ({reasons[name]})" for name in given if reasons[name]]
+
+
 def _report_settings(run: RunContext) -> None:
     """Report defaults that the user may not expect: those of --init-from, and a warm-up longer than the run."""
     config, steps, say = run.config, run.config.learning_rate().warmup_steps, run.console.say
+    if useless := without_effect(config, run.asked):
+        say(f"without effect: {', '.join(useless)}")
     if run.start == 0 and config.init_from is not None:
         rates = f"learning rate {config.lr:g} after a warm-up of {plural(steps, 'step')}"
         context = f"{config.seq_len:,} of at most {run.model_config.max_position_embeddings:,} tokens a sequence"

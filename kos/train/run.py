@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kos.errors import (
     CheckpointError,
     CollectiveError,
     CompileError,
+    ConfigError,
     CudaError,
     DataError,
     KosError,
@@ -134,7 +136,8 @@ class Trainer(RunContext):
             try:
                 self._found = checkpoint.find(Path(config.resume), show=self.console.progress)
             except CheckpointError as error:
-                raise CheckpointError(f"--resume: {error}") from error
+                kind = CheckpointError if os.path.exists(config.resume) else ConfigError
+                raise kind(f"--resume: {error}") from error
         if self._found is None:
             check_free(self, 0, -1)
             if config.init_from is not None:
@@ -180,6 +183,7 @@ class Trainer(RunContext):
         source = Path(self.source)
         compatibility.check_tokenizer(source, self.data.tokenizer)
         if self._found is not None:
+            compatibility.check_data(self._found, self.config, self.data.fingerprint)
             compatibility.warn_of_changes(self._found, self.config, self.description)
         compatibility.check_model(source, huggingface.read_config(source), self.model_config)
         if self._found is not None:
@@ -312,7 +316,8 @@ class Trainer(RunContext):
 
     def _interrupted(self, error: KosError) -> KosError:
         """The error of a GPU, of other ranks or of files, with the step and the last checkpoint."""
-        where = f" on {self.device.place}" if isinstance(error, CudaError) else ""
+        known = isinstance(error, CudaError) and hasattr(self, "device")  # else it could not be made again
+        where = f" on {self.device.place}" if known else ""
         left, address = "there is no checkpoint yet", self.out / ADDRESS
         if self.config.elastic is not None and logged_epoch(self) > self.epoch:  # others continued, and perhaps saved
             left = f"join the run again with --join {address}" if address.is_file() else "others have ended the run"

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = load(arguments.run).generate(arguments.prompt, arguments.tokens, **options)
     except KosError as error:
         print(f"kos: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, ConfigError) or not arguments.run.exists() else 1
     with printing():
         print(text)
     return 0

@@ -121,7 +121,7 @@ def test_a_package_that_is_missing_is_named_with_what_brings_it(
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     done = _run("--data", tmp_path / "nowhere", "--debug", ranks=1)
-    assert done.returncode == 1 and "Traceback" in done.stderr
+    assert done.returncode == 2 and "Traceback" in done.stderr
 
 
 def test_a_loss_that_is_lost_is_one_line_and_ends_the_job(text: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from kos.train.config.options import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag
 from kos.train.config.presets import PRESETS
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
+from kos.train.report import without_effect
 from tests.train.models import SCALING, small
 from tests.train.refusal import refused
 
@@ -399,3 +400,19 @@ def test_init_from_refuses_what_the_model_is_not(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with refused(ConfigError, f"--init-from: expected a folder of weights, as {tmp_path}/run/checkpoints/step-N, got"):
         parse(["--init-from", str(tmp_path / "run")])
+
+
+def test_flags_without_effect_are_named() -> None:
+    """Those that were given alone: defaults ask for nothing."""
+    config = parse([])
+    assert without_effect(config, config.to_json()) == []
+    sample = ["--prompt", "a", "--temperature", "0.5", "--top-k", "3"]
+    flags = ["--min-lr", "0", "--decay-fraction", "0.5", "--val-data", "x", *sample, "--pp-schedule", "interleaved"]
+    config = parse([*flags, "--schedule", "wsd", "--pp", "2"])
+    assert without_effect(config, config.to_json()) == []
+    config = parse([*flags, "--schedule", "constant", "--eval-batches", "0", "--sample-tokens", "0"])
+    assert without_effect(config, config.to_json()) == [
+        "--min-lr (--schedule constant)", "--decay-fraction (--schedule constant)", "--val-data (--eval-batches 0)",
+        "--prompt (--sample-tokens 0)", "--temperature (--sample-tokens 0)", "--top-k (--sample-tokens 0)",
+        "--pp-schedule (--pp 1)",
+    ]  # fmt: skip

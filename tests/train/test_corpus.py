@@ -17,16 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.errors import DataError
+from kos.errors import ConfigError, DataError, KosError
 from kos.train.data.corpus import read_corpus
 from kos.train.data.documents import Lines
+from kos.train.data.token_files import FileArray
 from tests.train.refusal import refused
 
 PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 3000
 
 
-def refusal(data: Any, *parts: str) -> None:
-    with refused(DataError, *parts):
+def refusal(data: Any, *parts: str, error: type[KosError] = DataError) -> None:
+    with refused(error, *parts):
         assert read_corpus(str(data)).train
 
 
@@ -108,9 +109,9 @@ def test_runs_and_checkpoints_in_the_folder_are_skipped(tmp_path: Path, caplog: 
 
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
-    refusal(tmp_path / "nothing.txt", "nothing.txt", "no such file")
-    refusal("stdlip", "stdlib", "tinyshakespeare", "'stdlip'")
-    refusal(tmp_path / "*.bin", "*.bin", "no such file")
+    refusal(tmp_path / "nothing.txt", "nothing.txt", "no such file", error=ConfigError)
+    refusal("stdlip", "stdlib", "tinyshakespeare", "'stdlip'", error=ConfigError)
+    refusal(tmp_path / "*.bin", "*.bin", "no such file", error=ConfigError)
     refusal(tmp_path, str(tmp_path), "text files", "none of them text")
     path = tmp_path / "file"
     for content, parts in {
@@ -206,8 +207,10 @@ def test_a_folder_of_every_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("x.parquet", "pandas.read_parquet('{folder}/x.parquet').to_json('{folder}/x' + '.jsonl'"),
-        ("x.arrow", "Dataset.from_file('{folder}/x.arrow')"),
+        ("x.csv", "csv.DictReader("),
+        ("x.TSV", "dialect='excel-tab')]\" {folder}/x.TSV > {folder}/x.jsonl"),
+        ("x.parquet", "lines=True)\" {folder}/x.parquet {folder}/x"),
+        ("x.arrow", ".to_json(sys.argv[2] + '.jsonl')\" {folder}/x.arrow {folder}/x"),
         ("x.jsonl.zst", "zstd -d {folder}/x.jsonl.zst"),
         ("x.json.gz", "gunzip {folder}/x.json.gz"),
         ("x.ndjson", "mv {folder}/x.ndjson {folder}/x.jsonl"),
@@ -218,19 +221,28 @@ def test_files_of_data_that_are_not_read(tmp_path: Path, name: str, command: str
     path.write_bytes(jsonl("text"))
     (tmp_path / "README.md").write_text("more text")
     for data in (path, tmp_path):
-        refusal(data, f"--data {path}: expected text, .jsonl, ", f"got .{name.split('.')[-1]}; run: ")
+        refusal(data, f"--data {path}: expected text, .jsonl, ", f"got .{name.split('.')[-1].lower()}; run: ")
         refusal(data, command.format(folder=tmp_path))
 
 
-@pytest.mark.parametrize("content", [json.dumps([{"text": "a"}, {"text": "é"}], indent=1).encode(), jsonl("a", "é")])
-def test_the_command_for_a_json_file_makes_json_lines(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "a list.json"
-    path.write_bytes(content)
+LONG = "b" * 200_000  # longer than the fields that Python's csv reads by default
+FILES = {
+    "a list.json": (json.dumps([{"text": "a"}, {"text": "é"}], indent=1).encode(), ["a", "é"]),
+    "it's \"lines\".json": (jsonl("a", "é"), ["a", "é"]),
+    "it's a \"table\".csv": (f'label,text\n1,"a, ""x""\n2"\n0,é{LONG}\n'.encode(), ['a, "x"\n2', f"é{LONG}"]),
+    "a table.tsv": ("\ufefftext\tlabel\na, x\t1\né\t0\n".encode(), ["a, x", "é"]),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_command_for_another_file_makes_json_lines(tmp_path: Path, name: str) -> None:
+    content, (first, second) = FILES[name]
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as refused:
         read_corpus(str(tmp_path))
     command = str(refused.value).partition("; run: ")[2].replace("python ", f"{shlex.quote(sys.executable)} ", 1)
     subprocess.run(command, shell=True, check=True, timeout=60)
-    assert read_corpus(str(tmp_path)).splits[:2] == (["a"], ["é"]), "the list beside it is left out"
+    assert read_corpus(str(tmp_path)).splits[:2] == ([first], [second]), "the file beside it is left out"
 
 
 def test_the_command_for_a_file_without_a_header_adds_one(tmp_path: Path) -> None:
@@ -246,7 +258,7 @@ def test_the_command_for_a_file_without_a_header_adds_one(tmp_path: Path) -> Non
         command = str(refused.value).partition("run: ")[2].replace("python ", f"{shlex.quote(sys.executable)} ", 1)
         subprocess.run(command, shell=True, check=True, timeout=60)
     got = read_corpus(str(tmp_path))
-    assert [[shard.tolist() for shard in part] for part in got.splits[:2]] == [[[*range(50)]], [[7, 8, 9]]]
+    assert [[np.asarray(shard).tolist() for shard in part] for part in got.splits[:2]] == [[[*range(50)]], [[7, 8, 9]]]
 
 
 # What is held out
@@ -259,7 +271,7 @@ def write_documents(path: Path, kind: str, number: int) -> None:
 
 
 def numbers(part: Any) -> list[int]:
-    return [int(each) if isinstance(each, str) else int(each[0]) for each in part]
+    return [int(each) if isinstance(each, str) else int(np.asarray(each)[0]) for each in part]
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "bin"])
@@ -330,7 +342,7 @@ def test_val_data_names_the_validation_data(tmp_path: Path, kind: str) -> None:
     assert (numbers(got.train), numbers(got.val)) == ([0], [10])
     with refused(DataError, f"--data {one}: expected files to train on"):
         read_corpus(str(one), val_data=str(one)).splits  # noqa: B018
-    with refused(DataError, "--val-data: expected stdlib", "'nothing'"):
+    with refused(ConfigError, "--val-data: expected stdlib", "'nothing'"):
         read_corpus(str(one), val_data="nothing")
     (tmp_path / "image.txt").write_bytes(b"\0")
     with refused(DataError, "--val-data", "expected"):
@@ -354,7 +366,7 @@ def test_tokens_are_not_validated_on_text(tmp_path: Path, caplog: pytest.LogCapt
     ("magic", "version", "vocab_size", "dtype"),
     [(20240520, 1, 50_257, np.uint16), (20240801, 7, 128_256, np.uint32)],
 )
-def test_token_files_are_mapped(tmp_path: Path, magic: int, version: int, vocab_size: int, dtype: type) -> None:
+def test_token_files_are_left_on_disk(tmp_path: Path, magic: int, version: int, vocab_size: int, dtype: type) -> None:
     rng = np.random.default_rng(7)
     tokens = rng.integers(0, vocab_size, 1001).tolist()
     path = tmp_path / "tokens.bin"
@@ -362,7 +374,7 @@ def test_token_files_are_mapped(tmp_path: Path, magic: int, version: int, vocab_
     got = read_corpus(str(path))
     assert got.vocab_size == vocab_size
     assert [len(got.train[0]), len(got.val[0])] == [900, 101]
-    assert got.train[0].dtype == dtype and isinstance(got.train[0], np.memmap)
+    assert got.train[0].dtype == dtype and isinstance(got.train[0], FileArray)
     assert np.concatenate([*got.train, *got.val]).tolist() == tokens
 
 
@@ -374,8 +386,8 @@ def test_a_folder_or_pattern_of_token_files(tmp_path: Path, pattern: str) -> Non
         (folder / f"{name}.bin").write_bytes(token_bytes(tokens))
     got = read_corpus(str(tmp_path / pattern) if pattern else str(tmp_path))
     assert got.vocab_size == 50_257
-    assert [shard.tolist() for shard in got.train] == [[0], [1, 2]]
-    assert [shard.tolist() for shard in got.val] == [[9, 8]]
+    assert [np.asarray(shard).tolist() for shard in got.train] == [[0], [1, 2]]
+    assert [np.asarray(shard).tolist() for shard in got.val] == [[9, 8]]
 
 
 def test_wrong_token_files(tmp_path: Path) -> None:

@@ -20,10 +20,12 @@ from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
     ConfigError,
+    CudaError,
     RankLost,
     RendezvousError,
 )
 from kos.testing import Fault, spawn
+from kos.train import membership
 from kos.train.checkpoint import checkpoint
 from kos.train.device.base import Device
 from kos.train.device.cpu import plan_memory
@@ -284,6 +286,19 @@ def test_ranks_that_others_have_left_out_do_not_continue(
     with pytest.raises(CollectiveError, match=rf": {error}[^;]*; join the run again with --join {address}\n"):
         train(text, tmp_path, FAULTS["within a step"])
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 5 and address.read_text() == "of the others"
+
+
+def test_a_device_that_cannot_be_made_again_is_said(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former one is closed by then."""
+
+    def broken(*arguments: Any) -> Any:
+        raise CudaError("cuMemAlloc: 999, unknown error")
+
+    monkeypatch.setattr(membership, "make_device", broken)
+    with pytest.raises(CudaError, match=r"after step \d: cuMemAlloc: 999, unknown error; the last checkpoint, of step"):
+        train(text, tmp_path, FAULTS["within a step"])
 
 
 @pytest.mark.parametrize(("environment", "options", "warned"), [

@@ -17,9 +17,11 @@ from kos.comm import groups
 from kos.comm.communicator import Communicator
 from kos.errors import (
     BackendUnavailable,
+    CollectiveError,
     ConfigError,
     RankLost,
     RendezvousError,
+    TrainingError,
 )
 from kos.testing import Fault
 from kos.train import elastic
@@ -191,6 +193,25 @@ def test_a_newcomer_without_the_backend_does_not_end_the_run(
     invite(text, tmp_path, monkeypatch, lambda self: None)
     assert train(text, tmp_path, elastic="1:5") == unhurt
     assert "no rank joined: nccl: rank 4: no module named nccl" in capsys.readouterr().out
+
+
+def test_a_newcomer_whose_ranks_die_meanwhile_says_so(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows nothing of the run yet."""
+
+    def dies(run: Any) -> Any:
+        raise TrainingError("the machine goes down")
+
+    monkeypatch.setattr(elastic, "facts_of", dies)
+    threads = invite(text, tmp_path, monkeypatch, lambda self: None)
+    with pytest.raises(TrainingError, match="the machine goes down"):
+        train(text, tmp_path, elastic="1:5")
+    for thread, errors in threads:
+        thread.join(30)
+        assert not thread.is_alive() and [type(error) for error in errors] == [CollectiveError]
+        said = "expected a rank that has the state of the run, got newcomers alone"
+        assert str(errors[0]).startswith("while joining the run at threads:") and said in str(errors[0])
 
 
 @pytest.mark.parametrize(("changes", "said"), [

@@ -241,6 +241,8 @@ def test_bfloat16_gradients(emulated, text, tmp_path, monkeypatch, capsys):
         train(text, tmp_path / "fp32", **several)
     )
     assert tensors_of_run(tmp_path / "bf16") == tensors_of_run(tmp_path / "fp32")
+    said = "--grad-dtype bfloat16: gradients are float32, since a rank adds up 4 micro-batches of a step"
+    assert capsys.readouterr().out.count(said) == 1, "of the run that asked for it and got another"
 
 
 @pytest.mark.parametrize("zero", [0, 1])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.errors import ConfigError
+from kos.errors import CheckpointError, ConfigError
 from kos.testing import spawn
 from kos.train import run
 from kos.train.config.flags import parse
@@ -205,3 +205,15 @@ def test_epochs_or_steps(tmp_path: Path) -> None:
     assert TrainConfig.from_preset("tiny", steps=101, warmup_steps=None).learning_rate().warmup_steps == 4
     with refused(ConfigError, "--epochs: expected a number greater than or equal to 1, got 0"):
         parse(["--epochs", "0"])
+
+
+def test_epochs_are_not_resumed_with_other_data(text: Path, tmp_path: Path) -> None:
+    """Of which the steps that are done would count as trained on. A run of --steps draws at random, and may."""
+    other = tmp_path / "other.txt"
+    other.write_bytes(text.read_bytes()[::-1])
+    _train(text, tmp_path / "run", epochs=1, eval_batches=0)
+    with refused(CheckpointError, f"--data {other}: expected the data of the run whose --epochs are", f"{text} ("):
+        _train(other, tmp_path / "run", 2, epochs=1, resume="auto", eval_batches=0)
+    same = tmp_path / "same.txt"
+    same.write_bytes(text.read_bytes())
+    assert len(_train(same, tmp_path / "run", epochs=2, resume="auto", eval_batches=0)) == 12

@@ -97,9 +97,9 @@ def test_a_gpt2_and_one_file(text: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_refused_in_one_line(run: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    def refused(source: Path, out: Path, expected: str) -> None:
+    def refused(source: Path, out: Path, expected: str, code: int = 1) -> None:
         capsys.readouterr()
-        assert export.main([str(source), str(out)]) == 1
+        assert export.main([str(source), str(out)]) == code
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1
         assert said.err.startswith("kos: error: ") and expected in said.err, said.err
@@ -109,7 +109,7 @@ def test_what_is_refused_in_one_line(run: Path, tmp_path: Path, capsys: Any, mon
     (full / "x").touch()
     refused(run, full, f"{full}: expected a new or an empty folder, got one with x")
     refused(run, full / "x", f"{full / 'x'}: expected a new or an empty folder, got a file")
-    refused(tmp_path / "none", tmp_path / "out", "expected a checkpoint or a run with one under checkpoints/, got no")
+    refused(tmp_path / "none", tmp_path / "out", "expected a checkpoint or a run with one under checkpoints/", code=2)
     shutil.copytree(checkpoint.find(run).path, tmp_path / "step-3")
     os.truncate(next((tmp_path / "step-3").glob("model*.safetensors")), 100)
     refused(tmp_path / "step-3", tmp_path / "out", "expected bytes")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kos.commands import mpirun, python
-from kos.errors import ConfigError, DataError
+from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train import run as loop
 from kos.train.__main__ import main
@@ -259,7 +259,7 @@ def test_the_vocabulary_is_that_of_the_data(tmp_path):
     for more, vocabulary in (([], 50_257), (["--tokenizer", "bytes"], 256), (["--vocab-size", "60000"], 60_000)):
         model = parse([]).model_config_for(vocabulary)
         assert f" {model.num_parameters():,} parameters" in planning.report([*flags, *more])
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(ConfigError, match="no such file"):
         planning.report([*flags[:-1], str(tmp_path / "none")])
 
 

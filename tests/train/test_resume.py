@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kos.comm.communicator import Communicator
-from kos.errors import CheckpointError, ConfigError, DataError
+from kos.errors import CheckpointError, ConfigError
 from kos.testing import spawn
 from kos.train.checkpoint import checkpoint
 from kos.train.config.flags import parse
@@ -181,7 +181,7 @@ def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_pa
     _train(text, tmp_path / "a", steps=1)
     _train(text, tmp_path / "b", steps=1)
     missing, source = tmp_path / "missing.txt", str(tmp_path / "a")
-    with pytest.raises(CheckpointError, match="--resume: .*nowhere: expected a checkpoint .*, got no such folder"):
+    with pytest.raises(ConfigError, match="--resume: .*nowhere: expected a checkpoint .*, got no such folder"):
         _train(missing, tmp_path / "c", 2, resume=str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="of another run"):
         _train(missing, tmp_path / "b", 2, resume=source)
@@ -191,7 +191,7 @@ def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_pa
     _train(text, tmp_path / "d", steps=1, model=windows)
     with pytest.raises(CheckpointError, match="expected the model of this run, sliding_window none, got 9"):
         _train(missing, tmp_path / "c", 2, resume=str(tmp_path / "d"), model=SMALL["model"] | {"model_type": "mistral"})
-    with pytest.raises(DataError):
+    with pytest.raises(ConfigError, match="no such file"):
         _train(missing, tmp_path / "c", 2, resume=source)
     (weights := tmp_path / "weights").mkdir()
     (weights / "pytorch_model.bin").touch()

@@ -167,7 +167,7 @@ def test_as_a_command(run: Path, capsys: Any) -> None:
     assert done.returncode == 2 and done.stderr.startswith("kos: error: expected to write the output, got [Errno 28]")
     assert done.stderr.count("\n") == 1
     done = subprocess.run([*command, str(run / "nowhere")], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "expected a checkpoint or a run" in done.stderr
 
 

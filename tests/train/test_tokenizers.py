@@ -347,7 +347,7 @@ def test_added_tokens_that_the_tokenizer_lacks(tmp_path: Path, huggingface_file:
 
 
 def test_wrong_tokenizer_files(tmp_path: Path, huggingface_file: Path) -> None:
-    with refused(DataError, "bytes, chars or the PATH", "'bites'", "No such file"):
+    with refused(ConfigError, "bytes, chars or the PATH", "'bites'", "No such file"):
         make_tokenizer("bites")
     for content in (b"{}", b"\xff\xfe", b"[1", b"[" * 100_000):
         path = tmp_path / "tokenizer.json"

@@ -56,6 +56,19 @@ def check_optimizer(found: Checkpoint, config: TrainConfig) -> None:
         )
 
 
+def check_data(found: Checkpoint, config: TrainConfig, fingerprint: str) -> None:
+    """Raise CheckpointError if the epochs of a resumed run are of other data, whose first steps would count as done."""
+    theirs = found.config.get("data_fingerprint", fingerprint)
+    if config.epochs is None or theirs == fingerprint:
+        return
+    named = found.config.get("config", {}).get("data")
+    raise CheckpointError(
+        f"--data {config.data}: expected the data of the run whose --epochs are resumed, {named} ({theirs[:12]}), got "
+        f"others ({fingerprint[:12]}), of which {found.step} steps would count as done; "
+        f"a new run with --init-from={found.path} begins them with these weights"
+    )
+
+
 def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, Any]) -> None:
     """Log warnings about settings that change the results of a run resumed from ``found``.
 

@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from kos.errors import CheckpointError
+from kos.train.checkpoint.stored_tensors import DTYPES, StoredTensor, stored_tensors
 from kos.train.config.model_section import ModelSection, closest, one_line
 from kos.train.model.families import FAMILIES
 from kos.train.model.gpt2 import TRANSPOSED, GPT2Config
@@ -51,7 +52,6 @@ _KINDS = {"no_rope_layers": list, "layer_types": list, "no_rope_layer_interval":
 _NAMED = {list: "a list", int: "an integer"}
 _LLAMAS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False}
 """What transformers takes for settings that are not there."""
-_DTYPES = ("F64", "F32", "F16", "BF16")
 _OTHER_WEIGHTS = (".gguf", ".pth", ".safetensors")
 _ROWS = 4096  # of a matrix, read at once
 _POINTER = b"version https://git-lfs"
@@ -269,34 +269,33 @@ class TensorFiles:
         from safetensors import safe_open
 
         self.folder, self._transposed = folder, transposed
-        self._where: dict[str, tuple[Path, Any, str]] = {}
-        self._left_out: dict[str, Any] = {}
+        self._where: dict[str, tuple[Path, StoredTensor]] = {}
+        self._left_out: dict[str, StoredTensor] = {}
         for path in (folder / file for file in files):
             with _reading(path):
                 with path.open("rb") as opened:  # whose errors say more
                     if opened.read(len(_POINTER)) == _POINTER:
                         raise ValueError("a pointer of Git LFS; run: git lfs pull")
-                file = safe_open(path, framework="numpy")
-                names = list(file.keys())
-            for name in names:
+                safe_open(path, framework="numpy")  # which checks the header
+                tensors = stored_tensors(path)
+            for name, tensor in tensors.items():
                 if (ours := rename(name, shapes)) is None:
-                    self._left_out[name] = file
+                    self._left_out[name] = tensor
                 else:
-                    self._where[ours] = path, file, name
+                    self._where[ours] = path, tensor
                     self._check(ours, shapes)
         if missing := [name for name in shapes if name not in self._where]:
             hint = _layers_hint(missing[0], self._where)
             raise CheckpointError(f"{folder}: expected {len(shapes)} tensors, got none named {missing[0]!r}{hint}")
 
     def _check(self, name: str, shapes: Mapping[str, Shape]) -> None:
-        path, file, theirs = self._where[name]
+        path, tensor = self._where[name]
         if name not in shapes:
             got = f"an unknown {name!r}{_layers_hint(name, shapes)}"
             raise CheckpointError(f"{self.folder}: expected the tensors of this model, got {got}")
-        tensor = file.get_slice(theirs)
-        if (dtype := tensor.get_dtype()) not in _DTYPES:
-            raise CheckpointError(f"{path}: {name}: expected one of {', '.join(_DTYPES)}, got {dtype}")
-        shape = tuple(tensor.get_shape())[:: -1 if name.endswith(self._transposed) else 1]
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"{path}: {name}: expected one of {', '.join(DTYPES)}, got {tensor.dtype}")
+        shape = tensor.shape[:: -1 if name.endswith(self._transposed) else 1]
         if shape != tuple(shapes[name]):
             raise CheckpointError(f"{self.folder}: {name}: expected shape {tuple(shapes[name])}, got {shape}")
 
@@ -304,29 +303,23 @@ class TensorFiles:
         """Whether a tensor that ``rename`` left out, if there is one, is ``name``; both are matrices."""
         if left_out not in self._left_out:
             return True
-        path, file, theirs = self._where[name]
+        (path, other), one = self._where[name], self._left_out[left_out]
         with _reading(path):
-            one, other = self._left_out[left_out].get_slice(left_out), file.get_slice(theirs)
-            rows = one.get_shape()[0]
-            pieces = (slice(at, min(at + _ROWS, rows)) for at in range(0, rows, _ROWS))
-            same = one.get_shape() == other.get_shape()
-            return same and all(np.array_equal(one[piece], other[piece]) for piece in pieces)
+            pieces = ((slice(at, at + _ROWS),) for at in range(0, one.shape[0], _ROWS))
+            return one.shape == other.shape and all(np.array_equal(one.read(x), other.read(x)) for x in pieces)
 
     def by_file(self) -> dict[str, list[str]]:
         """Our names of the tensors in each file."""
         found: dict[str, list[str]] = {}
-        for name, (path, _, _) in self._where.items():
+        for name, (path, _) in self._where.items():
             found.setdefault(path.name, []).append(name)
         return found
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """A tensor, or a slice of it, in the dtype of the file."""
-        path, file, theirs = self._where[name]
+        path, tensor = self._where[name]
         with _reading(path):
-            turned = name.endswith(self._transposed)
-            tensor = file.get_slice(theirs)
-            index = index or tuple(slice(0, size) for size in tensor.get_shape()[:: -1 if turned else 1])
-            return tensor[index[::-1]].T if turned else tensor[index]
+            return tensor.read(index[::-1]).T if name.endswith(self._transposed) else tensor.read(index)
 
 
 @contextmanager

@@ -160,8 +160,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     master_weights: Literal["float32", "none"] = option("float32")
     """Weights that the optimizer updates on GPUs: float32, or none for bfloat16 weights with stochastic rounding."""
     grad_dtype: Literal["float32", "bfloat16"] = option("float32")
-    """Gradients on GPUs, in memory and between ranks: float32, or bfloat16 for half the bytes (several micro-batches of
-    a rank still add up in float32)."""
+    """Gradients on GPUs, in memory and between ranks: float32, or bfloat16 for half the bytes. With several
+    micro-batches of a rank they are float32, and the run says so: sums in bfloat16 would lose digits."""
     compress: Literal["none", "fp8", "int8", "int4"] = option("none")
     """Send gradients between ranks as fp8, int8 or int4, with error feedback, or as they are (none)."""
     compress_scope: Literal["all", "hosts"] = option("all")

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kos.errors import ConfigError, DataError
+from kos.errors import ConfigError, DataError, plural
+from kos.files import OpenFile
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.chat import read_chat_template
@@ -26,7 +27,7 @@ from kos.train.data.corpus import Corpus, Show, read_corpus
 from kos.train.data.documents import Document, Lines
 from kos.train.data.permutation import permuted
 from kos.train.data.prepared import prepared
-from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary, check_mask
+from kos.train.data.token_files import BEGINS, FileArray, MaskedTokens, beyond_vocabulary, check_mask, pieces
 from kos.train.data.tokenizers import (
     NumberTokenizer,
     Tokenizer,
@@ -45,9 +46,10 @@ HASHED_BYTES = 64 << 20
 
 LEFT_OUT = -1  # a target that no loss counts
 
-SCANNED = 1 << 24  # tokens that are read at once at the start
+SAMPLED = 256
+"""Sequences in which tokens are counted that lack the beginning of their document."""
 
-Shards = Sequence[NDArray[Any]]
+Shards = Sequence[NDArray[Any] | FileArray | MaskedTokens]
 
 
 class Separator(NamedTuple):
@@ -58,7 +60,7 @@ class Separator(NamedTuple):
 
 
 class Tokens:
-    """A row of tokens over one or more arrays (shards), which stay where they are, mapped or in memory.
+    """A row of tokens over one or more arrays (shards), which stay where they are, in files or in memory.
 
     Where a shard has signed numbers, a token t that the loss does not count is ~t.  ``documents`` are the places where
     documents begin, from 0 on and increasing, or the token between them.
@@ -130,6 +132,9 @@ class Dataset:
     packs: bool = False
     """Whether batches say where documents begin, so that attention stays within them."""
 
+    in_parts: bool = False
+    """Whether documents have parts that the loss need not count: chats, prompts and completions, tokens with a mask."""
+
     def __post_init__(self) -> None:
         least = self.seq_len + 1
         for tokens, use in ((self.train, "train"), (self.val, "validate"))[: 2 if self.eval_batches else 1]:
@@ -155,14 +160,44 @@ class Dataset:
 
     def rows(self, step: int, indices: Iterable[int]) -> Batch:
         """Some rows of ``batch(step)``."""
-        rows = np.array([*indices], np.int64)
+        starts, fills = self._starts(step, np.array([*indices], np.int64))
+        got = self.windows(self.train, starts)
+        return got._replace(targets=np.where(fills[:, None], np.int32(LEFT_OUT), got.targets)) if fills.any() else got
+
+    def _starts(self, step: int, rows: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Where the sequences of some rows start, and which of them only fill the last batch of an epoch."""
         if self.epochs is None:
             draws = np.random.Philox(key=np.array([self.seed, step], np.uint64)).random_raw(self.batch_size)
-            return self.windows(self.train, (draws % np.uint64(len(self.train) - self.seq_len))[rows])
+            return (draws % np.uint64(len(self.train) - self.seq_len))[rows], np.zeros(len(rows), np.bool_)
         epoch, batch = divmod(step, self.steps_per_epoch)
         places, last = batch * self.batch_size + rows, self._windows(self.train) - 1
-        got = self.windows(self.train, permuted(places.clip(max=last), last + 1, self.seed, epoch) * self.seq_len)
-        return got._replace(targets=np.where(places[:, None] > last, np.int32(LEFT_OUT), got.targets))
+        return permuted(places.clip(max=last), last + 1, self.seed, epoch) * self.seq_len, places > last
+
+    def cuts_in_words(self) -> str:
+        """A line for the log on documents ``in_parts`` that sequences cut; "" if there are none.
+
+        The share of tokens is that of the first SAMPLED sequences.
+        """
+        lack, counts, rows = 0, 0, np.arange(min(self.batch_size, SAMPLED))
+        for step in range(-(-SAMPLED // len(rows)) if self.in_parts and self.train.documents is not None else 0):
+            starts, fills = self._starts(step, rows)
+            for start in map(int, starts[~fills]):
+                before = min(start, 1)  # one token more shows whether a document begins with the sequence
+                window = self.train.window(start - before, before + self.seq_len + 1)
+                targets = slice(before + 1, None)
+                counted = window[targets] >= 0
+                begun = self.train.document_starts(start - before, unmasked(window))[targets]
+                lack, counts = lack + int((counted & (begun < before)).sum()), counts + int(counted.sum())
+        if not lack:
+            return ""
+        share = f"about {lack / counts:.0%} of the counted tokens lack the beginning of their document"
+        if self.epochs is None or not isinstance(self.train.documents, np.ndarray):
+            return f"sequences of {self.seq_len:,} tokens cut documents: {share} (--seq-len)"
+        begins = self.train.documents
+        last = np.maximum(np.append(begins[1:], len(self.train)) - 2, begins)  # whose target is the document's last
+        cut = int(np.count_nonzero(begins // self.seq_len != last // self.seq_len))
+        what = f"{cut:,} of {plural(len(begins), 'document')}"
+        return f"sequences of {self.seq_len:,} tokens cut {what}: {share} (--seq-len)"
 
     @property
     def steps_per_epoch(self) -> int:
@@ -254,9 +289,9 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
     """Read the data that ``config.data`` names, and encode text; or use the tokens of an earlier run.
 
     For text, ``--tokenizer auto`` is the tokenizer in the folder ``weights``, by default ``config.init_from``.
-    DataError: data or tokenizer missing, unreadable, empty, binary, or shorter than a sequence; a token beyond the
-    vocabulary; no target that counts; a prompt that the tokenizer cannot encode.  ConfigError: a tokenizer that does
-    not fit the data.
+    DataError: data or tokenizer unreadable, empty, binary, or shorter than a sequence; a token beyond the vocabulary;
+    no target that counts; a prompt that the tokenizer cannot encode.  ConfigError: data or tokenizer missing; a
+    tokenizer that does not fit the data.
     """
     weights = weights or config.init_from
     lines = Lines(config.text_field, lambda: read_chat_template(_tokenizer_of_text(config, weights)))
@@ -279,7 +314,7 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
         fingerprint=about["sha256"], held_out=f"held out for validation: {about['held_out']}{between}",
         trained_on=f"trained on: {about['trained_on']}", note=_note(about.get("spelled_out", {})),
         sources=(source, f"--val-data {config.val_data}" if config.val_data else source),
-        packs=several and config.documents == "pack",
+        packs=several and config.documents == "pack", in_parts=about["masked"],
     )  # fmt: skip
 
 
@@ -339,7 +374,7 @@ def _pieces(shards: Shards, show: Show) -> Iterator[tuple[int, NDArray[Any]]]:
     """The number of the shard, and as many of its tokens as fit in memory, one after another."""
     for number, shard in enumerate(shards):
         show("reading the data", number / len(shards))
-        yield from ((number, np.asarray(shard[at : at + SCANNED])) for at in range(0, len(shard), SCANNED))
+        yield from ((number, piece) for piece in pieces(shard))
 
 
 def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
@@ -355,7 +390,7 @@ def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
 def _load_text(
     corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
 ) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
-    """Training and validation tokens, mapped from files, their tokenizer, and the JSON that ``prepared`` keeps."""
+    """Training and validation tokens, in files, their tokenizer, and the JSON that ``prepared`` keeps."""
     spec = _tokenizer_of_text(config, weights)
     tokenizer = None if spec == "chars" else make_tokenizer(spec)
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
@@ -385,7 +420,7 @@ def _load_text(
                     documents.write((size + begins).data)
                     size, done = size + len(tokens), done + length
                     show("tokenizing the data", done / total)
-        shards = [_map(folder / name, np.dtype(files["dtype"])) for name in ("train", "val")]
+        shards = [_kept(folder / name, np.dtype(files["dtype"])) for name in ("train", "val")]
         files |= {"held_out": corpus.splits.held_out, "trained_on": corpus.splits.trained_on}
         texts = chain(corpus.train, corpus.val) if config.split_special_tokens else ()
         files["spelled_out"] = encoder.spelled_out(texts)
@@ -394,7 +429,7 @@ def _load_text(
     with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
         tokenizer, dtype = tokenizer or tokenizer_from_json(about["tokenizer"]), np.dtype(about["dtype"])
         train, val = (
-            Tokens([_map(folder / name, dtype)], _map(folder / f"{name}_documents", np.dtype(np.int64)))
+            Tokens([_kept(folder / name, dtype)], np.asarray(_kept(folder / f"{name}_documents", np.dtype(np.int64))))
             for name in ("train", "val")
         )
     return train, val, tokenizer, about
@@ -408,8 +443,8 @@ def _note(spelled_out: dict[str, int]) -> str:
     return f"{found}{', …' * (len(spelled_out) > 3)}); --no-split-special-tokens reads them as special tokens"
 
 
-def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+def _kept(path: Path, dtype: np.dtype[Any]) -> FileArray:
+    return FileArray(OpenFile(path), dtype, 0, path.stat().st_size // dtype.itemsize)
 
 
 def _fingerprint(shards: Shards) -> str:
@@ -418,6 +453,6 @@ def _fingerprint(shards: Shards) -> str:
         digest.update(f"{shard.dtype.str} {len(shard)} ".encode())
         half = HASHED_BYTES // shard.itemsize
         ends = [shard] if len(shard) <= 2 * half else [shard[:half], shard[-half:]]
-        for end in ends:
-            digest.update(np.ascontiguousarray(end).data)
+        for piece in chain.from_iterable(map(pieces, ends)):
+            digest.update(np.ascontiguousarray(piece).data)
     return digest.hexdigest()

@@ -32,10 +32,11 @@ class ChatTemplate:
     def parts(self, line: Mapping[str, Any], where: str) -> list[tuple[str, bool]]:
         """The text of the chat ``line["messages"]``, in parts, and whether the loss counts each.
 
-        An assistant's part begins after what the template adds to ask for it, and ends with the turn. It counts, unless
-        the message has the ``weight`` 0.  The template also gets ``tools`` and ``chat_template_kwargs`` of the line.
-        DataError, which begins with ``where``: no list of messages with a role and text, or none that the template
-        renders; a template that changes what comes before an answer.
+        An assistant's part begins after what the template adds to ask for it, and ends with the turn: what the template
+        adds for the message, whichever of its fields that comes from. It counts, unless the message has the ``weight``
+        0.  The template also gets ``tools`` and ``chat_template_kwargs`` of the line.
+        DataError, which begins with ``where``: no list of messages with a role and text or calls of tools, or none that
+        the template renders; a template that changes what comes before an answer.
         """
         messages = _checked(line["messages"], where)
         render = partial(self._render, _options(line, where), where)
@@ -43,19 +44,14 @@ class ChatTemplate:
         for number, message in enumerate(messages, 1):
             if message["role"] != "assistant":
                 continue
-            before = ending = ""
-            stop = len(whole)
+            before = ""
             if number == 1:  # a template may not render the chat before it, which is empty
-                asked = render([{**message, "content": MARK + message["content"]}, *messages[1:]])
+                asked = render([{"role": "assistant", "content": MARK}, *messages[1:]])
             else:
                 before = render(messages[: number - 1])
                 asked = render(messages[: number - 1], add_generation_prompt=True)
-            if number < len(messages):
-                so_far = render(messages[:number])
-                ending = so_far[_end(render, so_far, messages[:number], number) :]
-                stop = _end(render, whole, messages, number) + len(ending)
-            start = _common(whole, asked)
-            if not (max(done, len(before)) <= start <= stop and whole[:stop].endswith(ending)):
+            start, stop = _common(whole, asked), _end_of_turn(render, whole, messages, number)
+            if stop is None or not max(done, len(before)) <= start <= stop:
                 expected = "a chat template that does not change a turn for those after it"
                 raise DataError(f"{where}: expected {expected} ({self.path}), got another text up to message {number}")
             parts += [(whole[done:start], False), (whole[start:stop], message.get("weight") != 0)]
@@ -103,11 +99,31 @@ class ChatTemplate:
             raise DataError(f"{self.path}: expected a chat template, got {error}") from None
 
 
-def _end(render: Callable[[Sequence[Any]], str], text: str, messages: Sequence[Any], number: int) -> int:
-    """Where the content of a message, counted from 1, ends in ``text``, which is that of ``messages``."""
+def _end_of_turn(
+    render: Callable[[Sequence[Any]], str], whole: str, messages: Sequence[Any], number: int
+) -> int | None:
+    """Where the turn of a message, counted from 1, ends in ``whole``, the text of all; None if that is not known."""
+    so_far = render(messages[:number])
+    if whole.startswith(so_far):
+        return len(so_far)
+    after, end = _end_of_content(render, so_far, messages[:number], number), None
+    if after is not None:  # a template that writes the last turn in another way: what follows the content is the same
+        ending, end = so_far[after:], _end_of_content(render, whole, messages, number)
+        end = None if end is None or not whole.startswith(ending, end) else end + len(ending)
+    return end
+
+
+def _end_of_content(
+    render: Callable[[Sequence[Any]], str], text: str, messages: Sequence[Any], number: int
+) -> int | None:
+    """Where the content of a message, counted from 1, ends in ``text``, which is that of ``messages``.
+
+    None if the template leaves the content out.
+    """
     message = messages[number - 1]
-    marked = [*messages[: number - 1], {**message, "content": message["content"] + MARK}, *messages[number:]]
-    return _common(text, render(marked))
+    marked = {**message, "content": (message.get("content") or "") + MARK}
+    other = render([*messages[: number - 1], marked, *messages[number:]])
+    return None if other == text else _common(text, other)
 
 
 def _common(a: str, b: str) -> int:
@@ -116,12 +132,14 @@ def _common(a: str, b: str) -> int:
 
 
 def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
-    """``messages``, if it is a list of messages of one role and text each, whose weights are 0 or 1."""
+    """``messages``, if each has a role and text, or an assistant's calls of tools, and a weight of 0 or 1 if any."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: expected a list of messages, got {reprlib.repr(messages)}")
     for message in messages:
-        text = message.get("content") if isinstance(message, dict) and "role" in message else None
-        if not isinstance(text, str):
+        known = isinstance(message, dict) and "role" in message
+        text = message.get("content") if known else None
+        calls = message.get("tool_calls") if known and text is None and message["role"] == "assistant" else None
+        if not isinstance(text, str) and not (isinstance(calls, list) and calls):
             raise DataError(f"{where}: expected messages with role and content, got {reprlib.repr(message)}")
         if message["role"] not in ROLES:
             raise DataError(f"{where}: expected a role of {', '.join(ROLES)}, got {message['role']!r}")

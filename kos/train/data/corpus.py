@@ -14,11 +14,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kos.errors import DataError, plural
+from kos.errors import ConfigError, DataError, plural
 from kos.train.data import download
 from kos.train.data.documents import TEXT, Document, Lines, check_kind, is_converted, is_jsonl, read_documents
 from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
-from kos.train.data.token_files import VOCAB_SIZES, is_token_file, map_tokens, mask_of
+from kos.train.data.token_files import VOCAB_SIZES, is_token_file, mask_of, open_tokens
 from kos.train.data.tokenizers import SAVED
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class File(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The data for training and for validation: documents, or memory-mapped arrays of tokens.
+    """The data for training and for validation: documents, or arrays of tokens that are read from their files.
 
     ``held_out`` describes the validation data for the log, and ``trained_on`` the files of the training data.
     """
@@ -103,7 +103,7 @@ def read_corpus(
     Both are ``stdlib``, ``tinyshakespeare``, or a path: a file of text, JSON Lines or tokens, or a folder or glob
     pattern of such files.  ``split`` has the rules of what is held out.
 
-    DataError: missing, unreadable, empty or binary; JSON Lines without texts; text validated on tokens.
+    ConfigError: missing.  DataError: unreadable, empty or binary; JSON Lines without texts; text validated on tokens.
     """
     with _errors_with("--data", data):
         source = _find(data, show, lines)
@@ -132,14 +132,14 @@ def read_corpus(
 
 @contextmanager
 def _errors_with(flag: str, data: str) -> Iterator[None]:
-    """A context whose errors are DataErrors that begin with the flag."""
+    """A context whose errors are ConfigErrors and DataErrors that begin with the flag."""
     try:
         yield
     except OSError as error:
         got = f"{error.filename or data}: {error.strerror}"
         raise DataError(f"{flag} {data}: expected readable files, got {got}") from None
-    except DataError as error:
-        raise DataError(re.sub(r"^--data\b", flag, str(error))) from None
+    except (ConfigError, DataError) as error:
+        raise type(error)(re.sub(r"^--data\b", flag, str(error))) from None
 
 
 def _find(data: str, show: Show, lines: Lines) -> _Source:
@@ -161,7 +161,7 @@ def _find(data: str, show: Show, lines: Lines) -> _Source:
         home = Path(os.path.commonpath([match.parent for match in matches]))
         return _of_files(data, [match for match in matches if match.is_file()], home, show, lines)
     names = f"stdlib, {download.NAME}, or the path of a file or folder"
-    raise DataError(f"--data: expected {names}, got {data!r} (no such file)")
+    raise ConfigError(f"--data: expected {names}, got {data!r} (no such file)")
 
 
 def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, lines: Lines) -> _Source:
@@ -195,7 +195,7 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, l
     if tokens:
         if texts:
             _log.warning("skipped, since there are token files: %s", _names([str(path) for path in texts]))
-        files = [file(path, [map_tokens(path)]) for path in tokens]
+        files = [file(path, [open_tokens(path)]) for path in tokens]
         sizes = [each.content[0].itemsize for each in files]
         if other := next((path for path, size in zip(tokens, sizes, strict=True) if size != sizes[0]), None):
             raise DataError(f"--data {other}: expected the token format of {tokens[0].name}, got another")

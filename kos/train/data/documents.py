@@ -20,12 +20,20 @@ from kos.errors import DataError
 from kos.train.data.chat import ChatTemplate
 from kos.train.data.token_files import KINDS, header_missing
 
-_PYTHON = 'python -c "{}"'
+_PYTHON = 'python -c "import {}" {{quoted}}'  # which reads sys.argv: the path may have quotes of any kind
+_ROWS = (
+    "csv, json, sys; csv.field_size_limit(sys.maxsize); [print(json.dumps(row)) for row in "
+    "csv.DictReader(open(sys.argv[1], encoding='utf-8-sig', newline=''), dialect='{}')]"
+)
 _CONVERTED_BY = {
+    ".csv": _PYTHON.format(_ROWS.format("excel")) + " > {quoted_stem}.jsonl",
+    ".tsv": _PYTHON.format(_ROWS.format("excel-tab")) + " > {quoted_stem}.jsonl",
     ".parquet": _PYTHON.format(
-        "import pandas; pandas.read_parquet({path!r}).to_json({stem!r} + '.jsonl', orient='records', lines=True)"
-    ),
-    ".arrow": _PYTHON.format("import datasets; datasets.Dataset.from_file({path!r}).to_json({stem!r} + '.jsonl')"),
+        "pandas, sys; pandas.read_parquet(sys.argv[1]).to_json(sys.argv[2] + '.jsonl', orient='records', lines=True)"
+    ) + " {quoted_stem}",
+    ".arrow": _PYTHON.format(
+        "datasets, sys; datasets.Dataset.from_file(sys.argv[1]).to_json(sys.argv[2] + '.jsonl')"
+    ) + " {quoted_stem}",
     ".ndjson": "mv {quoted} {quoted_stem}.jsonl",
     ".zst": "zstd -d {quoted}",
     ".gz": "gunzip {quoted}",
@@ -35,7 +43,7 @@ _CONVERTED_BY = {
 }
 """Data files that kos does not read, by suffix, each with the command that converts it."""
 
-_JSON_LIST = _PYTHON.format("import json; [print(json.dumps(each)) for each in json.load(open({path!r}))]")
+_JSON_LIST = _PYTHON.format("json, sys; [print(json.dumps(each)) for each in json.load(open(sys.argv[1]))]")
 _HEAD_BYTES = 1 << 20
 
 
@@ -77,7 +85,7 @@ def check_kind(path: Path) -> None:
     if command is None or is_jsonl(path):
         return
     stem = str(path.with_suffix(""))
-    how = command.format(path=str(path), stem=stem, quoted=shlex.quote(str(path)), quoted_stem=shlex.quote(stem))
+    how = command.format(quoted=shlex.quote(str(path)), quoted_stem=shlex.quote(stem))
     raise DataError(f"--data {path}: expected {KINDS}, got {got}; run: {how}")
 
 

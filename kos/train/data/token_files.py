@@ -9,6 +9,7 @@ A file ``X.mask`` beside ``X.bin`` has a byte for each of its tokens: 1 if the l
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kos.errors import DataError
+from kos.files import OpenFile
 
 KINDS = "text, .jsonl, .jsonl.gz or llm.c's token files"
 """The kinds of data that kos reads, for help and errors."""
@@ -33,12 +35,41 @@ def is_token_file(path: Path) -> bool:
         return int.from_bytes(file.read(4), "little") in FORMATS
 
 
+SCANNED = 1 << 24  # tokens that are read at once at the start
+
+
+class FileArray:
+    """``length`` numbers of a file from byte ``start`` on, as an array whose slices are read where they are used.
+
+    A DataError names a file that another program has changed meanwhile.
+    """
+
+    def __init__(self, file: OpenFile, dtype: Any, start: int, length: int) -> None:
+        self._file, self._start, self._length, self.dtype = file, start, length, np.dtype(dtype)
+        self.path, self.itemsize = file.path, self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, at: slice) -> FileArray:
+        start, stop, _ = at.indices(self._length)
+        return FileArray(self._file, self.dtype, self._start + start * self.itemsize, max(0, stop - start))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        numbers = np.empty(self._length, self.dtype)
+        try:
+            self._file.read(self._start, numbers.view(np.uint8).data)
+        except OSError as error:
+            raise DataError(f"{self.path}: {error.strerror}") from error
+        return numbers if dtype is None else numbers.astype(dtype, copy=False)
+
+
 class MaskedTokens:
-    """Mapped tokens and their mask as an array that is made where it is read: a token t not counted is ~t, in int64."""
+    """Tokens and their mask as an array that is made where it is read: a token t not counted is ~t, in int64."""
 
     dtype = np.dtype(np.int64)
 
-    def __init__(self, tokens: NDArray[Any], mask: NDArray[np.uint8]) -> None:
+    def __init__(self, tokens: FileArray, mask: FileArray) -> None:
         self.tokens, self.mask, self.itemsize = tokens, mask, tokens.itemsize
 
     def __len__(self) -> int:
@@ -48,8 +79,8 @@ class MaskedTokens:
         return MaskedTokens(self.tokens[at], self.mask[at])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        tokens = self.tokens.astype(dtype or self.dtype)
-        return np.where(self.mask, tokens, ~tokens)
+        tokens = np.asarray(self.tokens, dtype or self.dtype)
+        return np.where(np.asarray(self.mask), tokens, ~tokens)
 
 
 def mask_of(path: Path) -> Path:
@@ -57,8 +88,8 @@ def mask_of(path: Path) -> Path:
     return path.with_suffix(".mask")
 
 
-def map_tokens(path: Path) -> NDArray[Any] | MaskedTokens:
-    """The tokens of a file, memory-mapped, with its mask if there is one.
+def open_tokens(path: Path) -> FileArray | MaskedTokens:
+    """The tokens of a file, with its mask if there is one.
 
     Unsigned numbers are tokens that the loss counts. Where the dtype is signed, a token t that it does not count is ~t
     (``Tokens.masked``, ``unmasked``): no other negative number may be there.
@@ -75,28 +106,36 @@ def map_tokens(path: Path) -> NDArray[Any] | MaskedTokens:
     expected = HEADER_BYTES + count * np.dtype(dtype).itemsize
     if (size := path.stat().st_size) != expected:
         raise DataError(f"--data {path}: expected {expected} bytes ({count} tokens after the header), got {size}")
-    tokens = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", offset=HEADER_BYTES, shape=(count,))
+    tokens = FileArray(OpenFile(path), np.dtype(dtype).newbyteorder("<"), HEADER_BYTES, count)
     if not (beside := mask_of(path)).is_file():
         return tokens
     if (size := beside.stat().st_size) != count:
         raise DataError(f"--data {beside}: expected {count} bytes, one for each token of {path.name}, got {size}")
-    return MaskedTokens(tokens, np.memmap(beside, np.uint8, "r"))
+    return MaskedTokens(tokens, FileArray(OpenFile(beside), np.uint8, 0, count))
+
+
+def pieces(array: Any) -> Iterator[NDArray[Any]]:
+    """An array in pieces that fit in memory, one after another."""
+    return (np.asarray(array[at : at + SCANNED]) for at in range(0, len(array), SCANNED))
 
 
 def check_mask(flag: str, shard: Any) -> None:
     """DataError if the mask of a token file of ``flag`` has other bytes than 0 and 1, such as text."""
-    mask: Any = getattr(shard, "mask", np.zeros(1, np.uint8))
-    if (largest := mask.max(initial=0)) > 1:
-        raise DataError(f"{flag} {Path(mask.filename)}: expected bytes of 0 and 1, got {largest}")
+    mask = getattr(shard, "mask", None)
+    if mask is not None and (largest := max((int(piece.max()) for piece in pieces(mask)), default=0)) > 1:
+        raise DataError(f"{flag} {mask.path}: expected bytes of 0 and 1, got {largest}")
 
 
 def beyond_vocabulary(flag: str, shard: Any, vocab_size: int) -> DataError:
     """The error for the file of which ``shard`` is a part, with its first token that is not below ``vocab_size``."""
-    path = Path(getattr(shard, "tokens", shard).filename)
-    whole = map_tokens(path)
-    tokens = whole.tokens if isinstance(whole, MaskedTokens) else whole
-    at = int((tokens >= vocab_size).argmax())
-    got = f"{tokens[at]} at token {at}"
+    path, begin = getattr(shard, "tokens", shard).path, 0
+    whole = open_tokens(path)
+    for piece in pieces(whole.tokens if isinstance(whole, MaskedTokens) else whole):
+        if (beyond := piece >= vocab_size).any():
+            at = int(beyond.argmax())
+            break
+        begin += len(piece)
+    got = f"{piece[at]} at token {begin + at}"
     return DataError(f"{flag} {path}: expected tokens below the vocabulary's {vocab_size}, got {got}")
 
 

@@ -372,8 +372,8 @@ def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
 def make_tokenizer(spec: str, *, text: Iterable[str | Document] = ()) -> Tokenizer:
     """The tokenizer that ``--tokenizer`` names; ``text`` gives ``chars`` its alphabet.
 
-    In a checkpoint of kos that is the run's, of any kind.  DataError: PATH is missing or not a tokenizer.json.
-    CheckpointError: it is in a checkpoint whose tokenizer cannot be read.  ConfigError: the library is not installed.
+    In a checkpoint of kos that is the run's, of any kind.  DataError: PATH is not a tokenizer.json.  CheckpointError:
+    it is in a checkpoint whose tokenizer cannot be read.  ConfigError: PATH is missing; the library is not installed.
     """
     if spec == "bytes":
         return ByteTokenizer()
@@ -434,6 +434,8 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text("utf-8"))
     except OSError as error:
         got = f"{str(path)!r}: {error.strerror}{how_to_make(path.parent)}"
-        raise DataError(f"--tokenizer: expected bytes, chars or the PATH of a tokenizer.json, got {got}") from None
+        expected = "bytes, chars or the PATH of a tokenizer.json"
+        kind = ConfigError if isinstance(error, FileNotFoundError) else DataError
+        raise kind(f"--tokenizer: expected {expected}, got {got}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"--tokenizer {path}: expected JSON, got {error}") from None

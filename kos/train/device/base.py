@@ -61,6 +61,7 @@ class Device(Runner):
             schedule = schedules.build(config.pp_schedule, mesh.pp.size, len(self.micro_batches), config.pp_chunks)
             self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
         self.pipeline = Pipeline(mesh.pp, schedule)
+        self._in_flight: dict[tuple[int, int], InFlight] = {}  # of a validation, by micro-batch and chunk
 
     def check_stop(self, asked: Callable[[], int]) -> None:
         """Look again at the end of each step what was requested on this rank, if the host runs them."""
@@ -173,7 +174,7 @@ class Device(Runner):
             (index, starts[index, at : at + most])
             for index in range(dp.rank, len(starts), dp.size) for at in range(0, starts.shape[1], most)
         ]  # fmt: skip
-        self._in_flight: dict[tuple[int, int], InFlight] = {}  # by micro-batch and chunk
+        self._in_flight.clear()
         if pieces:
             schedule = forward_only(self.pipeline.schedule, len(pieces))
             columns = self.data.seq_len // first.context.size

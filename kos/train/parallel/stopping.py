@@ -54,7 +54,8 @@ class Stop:
         self.advice = ""
         """How to resume; printed if mpirun is about to kill the ranks."""
         self.advised = False  # whether it was printed
-        self._listens = False
+        self.listens = False
+        """Whether this process handles the signals."""
 
     @property
     def wish(self) -> int:
@@ -62,13 +63,16 @@ class Stop:
         return (LEAVE if self.leaves and self.number != signal.SIGINT else STOP) if self.asked else 0
 
     def listen(self) -> None:
-        self._listens = True
+        """Handle the signals, in the main thread: Python allows no other one to. Elsewhere they stay the caller's."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self.listens = True
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
     def announce(self, say: Callable[[str], object]) -> None:
         """Say ``plan`` as soon as a signal comes, from a thread: Python's handler waits until what computes returns."""
-        if not self._listens:
+        if not self.listens:
             return
 
         def watch() -> None:

@@ -60,16 +60,18 @@ def as_line(row: Mapping[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def read_metrics(path: Path, last: int = 0) -> list[dict[str, Any]]:
-    """The whole rows of a metrics file; an unfinished last line is left out, a missing file is empty.
+def read_metrics(path: str | os.PathLike[str], last: int = 0) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl``, or of that in the folder of a run: a dict for each step.
 
-    ``last``: those in the last so many bytes; 0: all.
+    An unfinished last line is left out.  A file that is missing has no rows.  ``last``: the rows in the last so many
+    bytes; 0: all.
     """
-    if not path.exists():
+    file = Path(path, METRICS) if os.path.isdir(path) else Path(path)
+    if not file.exists():
         return []
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - last) if last else 0)
-        text = file.read().decode(errors="replace")
+    with file.open("rb") as opened:
+        opened.seek(max(0, opened.seek(0, os.SEEK_END) - last) if last else 0)
+        text = opened.read().decode(errors="replace")
     rows = []
     for line in text.splitlines():
         try:
