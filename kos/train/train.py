@@ -21,7 +21,7 @@ from kos.comm.reduction import ReduceOp
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.layers.context import LOOKUPS, Weights
-from kos.train.layers.fp8 import Fp8Weights, linear_names, store_bytes, weight_store
+from kos.train.ops.fp8 import Fp8Weights, linear_names, store_bytes, weight_store
 from kos.train.layers.fp8_gather import Fp8Gather
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight

@@ -13,7 +13,7 @@ import pytest
 from kos.errors import ConfigError
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
-from kos.train.layers.fixed import LEAST_CHUNK, Split
+from kos.train.ops.fixed_order import LEAST_CHUNK, Split
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.optim import base

@@ -42,7 +42,7 @@ from kos.train.device.feed import Feed
 from kos.train.device.machine import free_memory, peak_flops
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
 from kos.train.layers.context import Gradients
-from kos.train.layers.fp8 import Fp8Weights, linear_names, weight_store
+from kos.train.ops.fp8 import Fp8Weights, linear_names, weight_store
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight
 from kos.train.model.parameters import OwnedSlices, Parameters

@@ -121,7 +121,7 @@ class Attention(Sublayer):
         of, accumulate, final = ctx.into
         for norm, heads in self._normed(ctx):
             weight, d_weight = ctx.weights[norm.name], of[norm.name]
-            ctx.products.head_norm_backward(raw, weight, norm.eps, heads, d_columns, d_weight, accumulate)
+            ctx.ops.head_norm_backward(raw, weight, norm.eps, heads, d_columns, d_weight, accumulate, ctx.arena)
             final(norm.name)
 
     def _rotate(self, ctx: PassContext, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:

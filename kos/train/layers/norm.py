@@ -6,10 +6,10 @@ from typing import Any
 
 from kos.memory.arena import Arena
 from kos.train.layers.context import PassContext
-from kos.train.layers.fp8 import Normed
 from kos.train.layers.linear import bias_of
 from kos.train.layers.placement import Placement
 from kos.train.ops import Array
+from kos.train.ops.fp8 import Normed
 
 
 class Norm:
@@ -35,7 +35,7 @@ class Norm:
 
     def fused(self, ctx: PassContext, x_nD: Array, statistics: Array) -> Any:
         """The normed rows where a product computes them, with the ``statistics``; None: ``forward`` does."""
-        if not ctx.products.fuses_norm:
+        if not ctx.ops.fuses_norm:
             return None
         return Normed(x_nD, ctx.weights[self.name], self.eps, statistics)
 
@@ -49,7 +49,8 @@ class Norm:
     def backward(self, ctx: PassContext, d_out: Array, x: Array, statistics: Array, dx: Array) -> None:
         """Add to ``dx``; overwrite ``d_out``."""
         of, accumulate, final = ctx.into
-        ctx.products.norm_backward(d_out, x, ctx.weights[self.name], statistics, dx, of[self.name], accumulate)
+        weight, d_weight = ctx.weights[self.name], of[self.name]
+        ctx.ops.rms_norm_backward(d_out, x, weight, statistics, dx, d_weight, accumulate, ctx.arena)
         final(self.name)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from kos.memory.arena import Arena
 from kos.train.ops import Mask
-from kos.train.ops.numpy_blocks import Array, columns, ones
+from kos.train.ops.numpy_blocks import Array, of_rows, ones
 
 SCORES = 262_144  # elements: scores that are in memory at once
 QUERY_BLOCK = 64  # queries whose scores are computed at once
@@ -43,7 +43,7 @@ def attention_mask(
 def attention(
     qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena, mask: Mask | None = None
 ) -> None:
-    kv, every = keys_and_values(qkv, heads, kv_heads, arena), slice(0, len(log_sum_exp))
+    kv, every = view_of_keys_and_values(qkv, heads, kv_heads), slice(0, len(log_sum_exp))
     queries = slice(0, log_sum_exp.shape[-1])
     attention_after(qkv, kv, heads, kv_heads, every, queries, 0, out, log_sum_exp, arena, mask)
 
@@ -52,7 +52,7 @@ def attention_backward(
     d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena,
     mask: Mask | None = None,
 ) -> None:  # fmt: skip
-    kv, d_kv = (keys_and_values(x, heads, kv_heads, arena) for x in (qkv, d_qkv))
+    kv, d_kv = (view_of_keys_and_values(x, heads, kv_heads) for x in (qkv, d_qkv))
     every, queries = slice(0, len(log_sum_exp)), slice(0, log_sum_exp.shape[-1])
     attention_after_backward(
         d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, every, queries, 0, d_qkv, d_kv, False, arena, mask
@@ -60,13 +60,23 @@ def attention_backward(
 
 
 def keys_and_values(qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
-    """A view: (2 K d, N)."""
+    """(2 K d, N): a view, or of some rows of an array a copy."""
+    kv = view_of_keys_and_values(qkv, heads, kv_heads)
+    if kv.flags.c_contiguous:
+        return kv
+    copy = arena.take(kv.shape, kv.dtype)
+    np.copyto(copy, kv)
+    return copy
+
+
+def view_of_keys_and_values(qkv: Array, heads: int, kv_heads: int) -> Array:
+    """(2 K d, N)."""
     by_column = qkv.T
     return by_column[len(by_column) // (heads + 2 * kv_heads) * heads :]
 
 
 def add_keys_and_values(d_kv: Array, d_qkv: Array) -> None:
-    columns(d_qkv)[-len(d_kv) :] += d_kv
+    of_rows(d_qkv)[-len(d_kv) :] += d_kv
 
 
 def attention_to(
@@ -133,7 +143,7 @@ def _of_queries(
 
 def _by_kv_head(x: Array, kv_heads: int, d: int, length: int) -> Array:
     """(N, H d) of ``empty_columns`` seen as (B, K, d, G, T)."""
-    return columns(x).reshape(kv_heads, -1, d, len(x) // length, length).transpose(3, 0, 2, 1, 4)
+    return of_rows(x).reshape(kv_heads, -1, d, len(x) // length, length).transpose(3, 0, 2, 1, 4)
 
 
 def _split_keys_and_values(kv: Array, kv_heads: int, length: int) -> tuple[Array, Array]:
