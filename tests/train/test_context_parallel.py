@@ -14,6 +14,7 @@ from kos.testing import spawn
 from kos.train.data.batch import Batch
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
+from kos.train.ops import Attend
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops import numpy_attention
 from kos.train.ops.cuda import attention
@@ -74,9 +75,10 @@ class Whole:
             rng.normal(size=(samples * length, n * self.d)) for n in (self.heads + 2 * self.kv_heads, self.heads)
         )
         self.out, self.lse = nan_columns(*self.d_out.shape), nan(samples, self.heads, length)
-        self.d_qkv, q, shape = nan_columns(*self.qkv.shape), columns(self.qkv), (self.heads, self.kv_heads)
-        numpy_ops.attention(q, *shape, self.out, self.lse, Arena())
-        numpy_ops.attention_backward(columns(self.d_out), q, self.out, self.lse, *shape, self.d_qkv, Arena())
+        self.d_qkv = nan_columns(*self.qkv.shape)
+        attend = Attend(columns(self.qkv), self.heads, self.kv_heads, self.out, self.lse)
+        numpy_ops.attention(attend, Arena())
+        numpy_ops.attention_backward(attend, columns(self.d_out), self.d_qkv, Arena())
 
     def part(self, name, positions):
         """Rows of tokens; of ``lse`` (B, H, T)."""
@@ -107,10 +109,11 @@ def attention_of_ranks(
                 return place(part, dtype, arena)
             return (part if name == "lse" else columns(part)).astype(dtype)
 
-        shape, qkv, d_out = (whole.heads, whole.kv_heads), mine("qkv"), mine("d_out")
+        qkv, d_out = mine("qkv"), mine("d_out")
         out, lse, d_qkv = mine("out", poison=np.nan), mine("lse", wide, np.nan), mine("d_qkv", poison=np.nan)
-        context.attention(qkv, *shape, out, lse, arena)
-        context.attention_backward(d_out, qkv, out, lse, *shape, d_qkv, arena)
+        attend = Attend(qkv, whole.heads, whole.kv_heads, out, lse)
+        context.attention(attend, arena)
+        context.attention_backward(attend, d_out, d_qkv, arena)
         for name, got in (("out", out), ("lse", lse), ("d_qkv", d_qkv)):
             np.testing.assert_allclose(read(got), whole.part(name, positions), rtol, atol=rtol, err_msg=name)
         return getattr(comm, "exchanges", None)

@@ -7,10 +7,11 @@ layout. The gradients of keys and values are a tree over the pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from kos.memory.arena import Arena
-from kos.train.ops import Array, Mask
+from kos.train.ops import Array, Attend, Mask
 from kos.train.ops.fixed_order import Split, scatter_sum, sum_tree
 from kos.train.parallel.context import ContextParallel, Masks, seen
 from kos.train.parallel.mesh import Axis
@@ -33,60 +34,53 @@ class FixedContext(ContextParallel):
         if self.axis.rank > 0:
             self.ops.zero(out)
 
-    def attention(
-        self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena, masks: Masks = None
-    ) -> None:
-        ops = self.ops
+    def attention(self, attend: Attend, arena: Arena, masks: Masks = None) -> None:
+        ops, pieces = self.ops, self._pieces(attend)
         with arena.scope():
-            kv = self._keys_and_values(qkv, heads, kv_heads, arena)
-            for piece, rows, lse in self._pieces(qkv, log_sum_exp):
-                ops.attention(qkv[rows], heads, kv_heads, out[rows], lse, arena, self._mask(masks, piece, piece))
-            merged = self._widen(out, arena)
-            for piece, rows, lse in self._pieces(qkv, log_sum_exp):
-                for owner, queries, keys in self._others(piece, lse.shape[-1]):
-                    operands = qkv[rows], kv[self._place(owner)], heads, kv_heads, queries, keys, merged[rows], lse
-                    ops.attention_to(*operands, arena, self._mask(masks, piece, owner))
-            if merged is not out:
-                ops.copy(merged, out)
+            kv = self._keys_and_values(pieces, arena)
+            for piece, of_piece in zip(self.mine, pieces, strict=True):
+                ops.attention(replace(of_piece, mask=self._mask(masks, piece, piece)), arena)
+            merged = replace(attend, out=self._widen(attend.out, arena))
+            for piece, of_piece in zip(self.mine, self._pieces(merged), strict=True):
+                for owner, to_others in self._others(piece, of_piece, kv, masks):
+                    ops.attention(to_others, arena)
+            if merged.out is not attend.out:
+                ops.copy(merged.out, attend.out)
 
     def attention_backward(
-        self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
-        arena: Arena, masks: Masks = None,
-    ) -> None:  # fmt: skip
-        ops, pieces = self.ops, list(self._pieces(qkv, log_sum_exp))
+        self, attend: Attend, d_out: Array, d_qkv: Array, arena: Arena, masks: Masks = None
+    ) -> None:
+        ops, pieces, rows = self.ops, self._pieces(attend), self._split(len(d_out))
         with arena.scope():
-            kv = self._keys_and_values(qkv, heads, kv_heads, arena)
-            for piece, rows, lse in pieces:
-                operands = d_out[rows], qkv[rows], out[rows], lse, heads, kv_heads, d_qkv[rows], arena
-                ops.attention_backward(*operands, self._mask(masks, piece, piece))
+            kv = self._keys_and_values(pieces, arena)
+            for piece, of_piece, n in zip(self.mine, pieces, rows, strict=True):
+                ops.attention_backward(
+                    replace(of_piece, mask=self._mask(masks, piece, piece)), d_out[n], d_qkv[n], arena
+                )
             total = self._widen(d_qkv, arena)
 
-            def of_piece(index: int, d_kv: Array) -> None:
-                piece, rows, lse = pieces[index]
+            def term(index: int, d_kv: Array) -> None:
+                piece, n = self.mine[index], rows[index]
                 ops.zero(d_kv[self._place(piece)])
-                for owner, queries, keys in self._others(piece, lse.shape[-1]):
-                    at = self._place(owner)
-                    ops.attention_to_backward(
-                        d_out[rows], qkv[rows], kv[at], out[rows], lse, heads, kv_heads, queries, keys, total[rows],
-                        d_kv[at], arena, self._mask(masks, piece, owner),
-                    )  # fmt: skip
+                for owner, to_others in self._others(piece, pieces[index], kv, masks):
+                    ops.attention_backward(to_others, d_out[n], total[n], arena, d_kv[self._place(owner)])
 
-            d_kv = arena.take((len(kv), *kv[0].shape), ops.statistics_dtype(qkv.dtype))
-            sum_tree(ops, arena, of_piece, d_kv, self.pieces)
-            for index, (_, rows, _) in enumerate(pieces):
+            d_kv = arena.take((len(kv), *kv[0].shape), ops.statistics_dtype(d_qkv.dtype))
+            sum_tree(ops, arena, term, d_kv, self.pieces)
+            for index, n in enumerate(rows):
                 d_mine, of_ranks = d_kv[index * self.size], d_kv[index * self.size : (index + 1) * self.size]
                 if self.size > 1:
                     d_mine = arena.take(d_mine.shape, d_kv.dtype)
                     scatter_sum(ops, arena, self.axis, of_ranks, d_mine)
-                ops.add_keys_and_values(d_mine, total[rows])
+                ops.add_keys_and_values(d_mine, total[n])
             if total is not d_qkv:
                 ops.copy(total, d_qkv)
 
-    def _keys_and_values(self, qkv: Array, heads: int, kv_heads: int, arena: Arena) -> list[Array]:
+    def _keys_and_values(self, pieces: Sequence[Attend], arena: Arena) -> list[Array]:
         """Those of all pieces, by ``_place``."""
         found = []
-        for rows in self._split(len(qkv)):
-            mine = self.ops.keys_and_values(qkv[rows], heads, kv_heads, arena)
+        for of_piece in pieces:
+            mine = self.ops.keys_and_values(of_piece, arena)
             of_ranks = [mine] if self.size == 1 else arena.take((self.size, *mine.shape), mine.dtype)
             if self.size > 1:
                 self.axis.comm.all_gather(mine, of_ranks)
@@ -107,11 +101,16 @@ class FixedContext(ContextParallel):
         n = count // self.pieces
         return [slice(at, at + n) for at in range(0, count, n)]
 
-    def _pieces(self, qkv: Array, log_sum_exp: Array) -> Iterator[tuple[int, slice, Array]]:
-        """For each piece of this rank: its number, its rows, its part of ``log_sum_exp``."""
-        for piece, rows, here in zip(self.mine, self._split(len(qkv)), self._split(len(log_sum_exp)), strict=True):
-            yield piece, rows, log_sum_exp[here]
+    def _pieces(self, attend: Attend) -> list[Attend]:
+        """The attention of each of this rank's pieces to its own keys."""
+        rows, samples = self._split(len(attend.qkv)), self._split(len(attend.log_sum_exp))
+        return [attend.of(*each) for each in zip(rows, samples, strict=True)]
 
-    def _others(self, piece: int, length: int) -> list[tuple[int, slice, slice]]:
-        """Every other piece, with the queries of ``piece`` and the keys that they attend to."""
-        return [(owner, *seen(owner, piece, length)) for owner in range(self.chunks // 2) if owner != piece]
+    def _others(
+        self, piece: int, of_piece: Attend, kv: Sequence[Array], masks: Masks
+    ) -> Iterator[tuple[int, Attend]]:
+        """Every other piece, with the attention of ``piece`` to its keys."""
+        for owner in range(self.chunks // 2):
+            if owner != piece:
+                where = seen(owner, piece, of_piece.length)
+                yield owner, of_piece.to(kv[self._place(owner)], *where, self._mask(masks, piece, owner))
