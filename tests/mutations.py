@@ -198,8 +198,8 @@ MUTATIONS = [
              FIXED_ON_HOST + "shapes_of_one_rank"),
     Mutation(TRAIN + "ops/fixed_order.py", "sum_over_ranks(self.inner, self.arena, self.cp, out)", "pass",
              FIXED_ON_HOST + "test_deterministic[cp2-True-16]"),
-    Mutation(PARALLEL + "fixed_context.py", "XX
-             "for owner in dict.fromkeys([*self.mine, *range(self.chunks // 2)]) if owner != piece]",
+    Mutation(PARALLEL + "fixed_context.py", "for owner in range(self.chunks // 2):",
+             "for owner in dict.fromkeys([*self.mine, *range(self.chunks // 2)]):",
              FIXED_ON_HOST + "test_deterministic[cp2-True-16]"),
     Mutation(TRAIN_KERNELS + "optimizer.cu", "high = exact ? rint(square * per_unit) * unit : square", "high = square",
              KERNELS + " -k cuts"),

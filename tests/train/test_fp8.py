@@ -302,7 +302,7 @@ def test_the_operations_of_a_search_are_freed_at_once():
     """And with them their arena, before the memory of a run is allocated: not by the garbage collector."""
     in_8 = Fp8Ops(LinearOps(reference), object(), True)  # type: ignore[arg-type]
     ops = FixedOrder(in_8, in_8.arena, Split(), ALONE, ALONE, {})
-    assert ops.of_head.dialect is ops.dialect is reference
+    assert ops.of_head.innermost().inner is ops.innermost().inner is reference
     freed = weakref.ref(in_8)
     gc.disable()
     try:

@@ -162,49 +162,52 @@ class Sublayer:
 
     # --- backward ------------------------------------------------------------------------------------------
 
-    def backward(self, ctx: PassContext, saved: Saved, dx_nD: Array, d_out_ND: Array, more: bool) -> Array:
+    def backward(
+        self, ctx: PassContext, saved: Saved, dx_nD: Array, d_out_ND: Array, dx_ND: Array, more: bool
+    ) -> Array:
         """Replaces the gradient of the output in ``dx_nD`` by the gradient of the input.
 
-        ``d_out_ND`` is the gradient of the output for all ranks' rows. Returns the gradient of the input for all ranks'
-        rows if ``more`` of the backward needs it. The gradient of the second matrix can overlap the sum of the first's
-        input gradient, that of the first the gather of ``dx_nD``.
+        ``d_out_ND`` is the gradient of the output for all ranks' rows. Returns that of the input, in ``dx_ND``, if
+        ``more`` of the backward needs it. The gradient of the second matrix can overlap the sum of the first's input
+        gradient, that of the first the gather of ``dx_nD``.
         """
-        tp, arena, keep = ctx.tp, ctx.arena, ctx.keep
-        later = ctx.pending is not None and ctx.ops.reads_16(self.row.bias)
-        (x, statistics, normed, columns, inner, _, normed_8, inner_8, branch), finished = saved, list[str]()
-        tokens, dtype = len(columns), dx_nD.dtype
+        tp, arena, finished = ctx.tp, ctx.arena, list[str]()
         with arena.scope():
-            if branch is not None:
-                d_out_ND = self._branch_gradient(ctx, branch, dx_nD)
-            if normed is None and not normed_8:
-                normed = self.norm.fused(ctx, x, statistics)
-                normed = self.norm.normed(ctx, x, keep, statistics) if normed is None else normed
-            gathered = (lambda: normed_8) if normed_8 else tp.start_gather(normed, tp.empty_rows(normed, keep))
-            if inner is None and not inner_8:
-                inner = self.empty_inner(ctx, tokens, dtype, keep)
-                self.again(ctx, saved, inner)
-            d_inner = self.empty_inner(ctx, tokens, dtype, arena)
-            if later and d_out_ND is dx_nD:  # the rest of the backward adds to dx_nD
-                d_out_ND = keep.take(dx_nD.shape, dtype)
-                ctx.ops.copy(dx_nD, d_out_ND)
-            d_out = ctx.ops.gradient(d_out_ND, keep)
-            self.row.backward(ctx, d_out, d_inner)
-            d_columns = self.column_gradient(ctx, saved, inner, d_inner)
+            if saved.branch is not None:
+                d_out_ND = self._branch_gradient(ctx, saved.branch, dx_nD)
+            normed, inner = self._operands(ctx, saved)
+            d_inner_NF = self.empty_inner(ctx, len(saved.columns_NW), dx_nD.dtype, arena)
+            d_out = ctx.ops.gradient(d_out_ND, ctx.keep)
+            self.row.backward(ctx, d_out, d_inner_NF)
+            d_columns = self.column_gradient(ctx, saved, inner, d_inner_NF)
             with arena.scope():
-                d_normed_nD = arena.take(dx_nD.shape, dtype)
+                d_normed_nD = arena.take(dx_nD.shape, dx_nD.dtype)
                 with arena.scope():
                     summed = self.column.backward(ctx, d_columns, d_normed_nD)
-                    ctx.weight_gradient(self.row, d_out, inner_8 or inner)
+                    ctx.weight_gradient(self.row, d_out, saved.inner_8 or inner)
                     summed()
                 of_norm = ctx.into._replace(final=finished.append)  # final after the matrix, in their order in memory
-                self.norm.backward(ctx._replace(into=of_norm), d_normed_nD, x, statistics, dx_nD)
-            arrived = tp.start_gather(
-                dx_nD, tp.empty_rows(dx_nD, keep) if later and more else d_out_ND, None if more else []
-            )
-            ctx.weight_gradient(self.column, d_columns, gathered())
+                self.norm.backward(ctx._replace(into=of_norm), d_normed_nD, saved.x_nD, saved.statistics_n, dx_nD)
+            arrived = tp.start_gather(dx_nD, dx_ND, None if more else [])
+            ctx.weight_gradient(self.column, d_columns, normed())
             for name in finished:
                 ctx.into.final(name)
             return arrived()
+
+    def _operands(self, ctx: PassContext, saved: Saved) -> tuple[Callable[[], Any], Any]:
+        """The inputs of both products, as they were saved or computed again; the first waits for all ranks' rows."""
+        x_nD, statistics, normed, inner = saved.x_nD, saved.statistics_n, saved.normed_nD, saved.inner_NF
+        if normed is None and not saved.normed_8:
+            normed = self.norm.fused(ctx, x_nD, statistics)
+            normed = self.norm.normed(ctx, x_nD, ctx.keep, statistics) if normed is None else normed
+        if saved.normed_8:
+            gathered: Callable[[], Any] = lambda: saved.normed_8  # noqa: E731
+        else:
+            gathered = ctx.tp.start_gather(normed, ctx.tp.empty_rows(normed, ctx.keep))
+        if inner is None and not saved.inner_8:
+            inner = self.empty_inner(ctx, len(saved.columns_NW), x_nD.dtype, ctx.keep)
+            self.again(ctx, saved, inner)
+        return gathered, inner
 
     def _branch_gradient(self, ctx: PassContext, branch: Branch, dx_nD: Array) -> Array:
         """The gradient of the second product's output, where a norm follows it."""

@@ -23,6 +23,7 @@ from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.shapes import Local
 from kos.train.ops import Array
+from kos.train.ops.fp8 import Fp8Ops
 from kos.train.ops.linear import LinearOps, Wrapper
 from kos.train.parallel.context import ContextParallel, Masks
 from kos.train.parallel.tensor import Half, TensorParallel
@@ -99,20 +100,16 @@ class Model:
         self.head.rows = head_rows or self.head.rows
         self.windows = {each.window for layer in self.layers for each in layer if isinstance(each, Attention)}
         self.holds_first, self.holds_last = self.local.first, self.local.last  # or another stage of this rank is that
+        self.fp8: Fp8Ops | None = None  # the operations that compute products in 8 bits, if they are
 
     @property
     def ops(self) -> Any:
         """The operations of the dialect, which can be replaced."""
-        return self._ctx.ops.dialect
+        return self._ctx.ops.innermost().inner
 
     @ops.setter
     def ops(self, ops: Any) -> None:
-        self._ctx.ops.dialect = ops
-
-    @property
-    def fp8(self) -> Any:
-        """The operations that compute products in 8 bits, if they are."""
-        return self._ctx.ops.fp8
+        self._ctx.ops.innermost().inner = ops
 
     # --- a rank's stage of the pipeline --------------------------------------------------------------------
 
@@ -165,7 +162,8 @@ class Model:
                     saved = flight.saved.pop() if flight.saved else self._again(ctx, layer, x_nD, flight.seq_len)
                     for sublayer in reversed(layer):
                         more = self.local.first or bool(flight.inputs) or sublayer is not layer[0]
-                        d_out_ND = sublayer.backward(ctx, saved.pop(), dx_nD, d_out_ND, more)
+                        d_out_ND, dx_ND = self._kept(ctx, sublayer, dx_nD, d_out_ND, more)
+                        d_out_ND = sublayer.backward(ctx, saved.pop(), dx_nD, d_out_ND, dx_ND, more)
             if self.local.first:
                 self.embedding.backward(ctx, flight.batch.tokens, flight.seq_len, d_out_ND, self.holds_last)
 
@@ -236,6 +234,20 @@ class Model:
         saved = self._save(layer, x_nD, seq_len, ctx.keep)
         self._forward(ctx, _calls(layer, saved, None))
         return saved
+
+    def _kept(
+        self, ctx: PassContext, sublayer: Sublayer, dx_nD: Array, d_out_ND: Array, more: bool
+    ) -> tuple[Array, Array]:
+        """The gradient of a sublayer's output, and memory for that of its input, both for all ranks' rows.
+
+        A pending gradient of the second matrix still reads the first when the rest of the backward is over.
+        """
+        if ctx.pending is None or not ctx.ops.reads_16(sublayer.row.bias):
+            return d_out_ND, d_out_ND
+        if d_out_ND is dx_nD and sublayer.after is None:  # the rest of the backward adds to dx_nD
+            d_out_ND = ctx.keep.take(dx_nD.shape, dx_nD.dtype)
+            ctx.ops.copy(dx_nD, d_out_ND)
+        return d_out_ND, self.tensor.empty_rows(dx_nD, ctx.keep) if more else d_out_ND
 
     def _forward(self, ctx: PassContext, calls: Sequence[Call]) -> None:
         """The forward of these sublayers, one after another. The halves of the tokens take turns.

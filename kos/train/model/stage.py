@@ -79,7 +79,8 @@ def make_stage(
     copies, first = mesh.copies(max(1, mesh.tp.size // model.num_key_value_heads)), local.vocabulary.start
     arena, base = arena or ops.make_arena(), LinearOps(ops)
     tensor, context = TensorParallel(base, mesh.tp, first, copies), ContextParallel(base, mesh.cp)
-    wrapped: Any = Fp8Ops(base, arena, mesh.tp.size == 1) if config.dtype == "fp8" else base
+    in_8 = Fp8Ops(base, arena, mesh.tp.size == 1) if config.dtype == "fp8" else None
+    wrapped: Any = in_8 or base
     if (split := split_of(config, model, mesh)) is not None:
         matrices = {model.head: (0, [slice(0, len(local.vocabulary))])}
         for linear in linears(model.layers(local.layers)):
@@ -87,4 +88,6 @@ def make_stage(
         wrapped = FixedOrder(wrapped, arena, split, mesh.tp, mesh.cp, matrices)
         tensor = FixedTensorParallel(base, mesh.tp, first, copies, arena)
         context = FixedContext(base, mesh.cp, split)
-    return Model(model, wrapped, local=local, tensor=tensor, context=context, arena=arena, **options)
+    stage = Model(model, wrapped, local=local, tensor=tensor, context=context, arena=arena, **options)
+    stage.fp8 = in_8
+    return stage

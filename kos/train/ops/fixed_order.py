@@ -117,10 +117,6 @@ class FixedOrder(LinearOps):
         self.parts, self.pieces = split.features // tp.size, split.tokens // cp.size
 
     @property
-    def fp8(self) -> Any:
-        return self.inner.fp8
-
-    @property
     def of_head(self) -> FixedOrder:
         of_piece = self.split._replace(tokens=1)
         return FixedOrder(self.inner.of_head, self.arena, of_piece, self.tp, ALONE, self.matrices)
@@ -154,23 +150,16 @@ class FixedOrder(LinearOps):
             self._linear(x[n], weight, out[n], None if residual is None else residual[n], bias)
 
     def _linear(self, x: Array, weight: Any, out: Array, residual: Array | None, bias: Array | None) -> None:
-        ops = self.inner
+        ops, w = self.inner, _array(weight)
         if not isinstance(weight, Matrix):
-            ops.linear(x, weight, out, residual, bias)
-            return
-        (w, dim, _), slices = weight, weight.slices()
-        if dim == 0:
-            for f in slices:
+            ops.linear(x, w, out, residual, bias)
+        elif weight.dim == 0:
+            for f in weight.slices():
                 ops.linear(x, w[f], out[:, f], None, None if bias is None else bias[f])
-            return
-
-        def of_part(part: int, term: Array) -> None:
-            k = slices[part]
-            ops.linear(x[:, k], w[:, k], term, None, None if part else bias)
-
-        sum_tree(ops, self.arena, of_part, out, self.parts)
-        if residual is not None:
-            ops.add(out, residual, out)
+        else:
+            self._sum(weight, out, lambda k, term, first: ops.linear(x[:, k], w[:, k], term, None, bias if first else None))
+            if residual is not None:
+                ops.add(out, residual, out)
 
     def linear_input_gradient(self, d_out: Array, weight: Any, dx: Array) -> None:
         """``Ops.linear_input_gradient``."""
@@ -178,26 +167,28 @@ class FixedOrder(LinearOps):
             self._input_gradient(d_out[n], weight, dx[n])
 
     def _input_gradient(self, d_out: Array, weight: Any, dx: Array) -> None:
-        ops, arena = self.inner, self.arena
+        ops, w = self.inner, _array(weight)
         if not isinstance(weight, Matrix):
-            ops.linear_input_gradient(d_out, weight, dx)
-            return
-        w, dim, parts = weight
-        if dim == 1:
+            ops.linear_input_gradient(d_out, w, dx)
+        elif weight.dim == 0:
+            self._sum(weight, dx, lambda f, term, first: ops.linear_input_gradient(d_out[:, f], w[f], term))
+        else:
             for k in weight.slices():
                 ops.linear_input_gradient(d_out, w[:, k], dx[:, k])
-            return
+
+    def _sum(self, weight: Matrix, out: Array, product: Callable[[slice, Array, bool], None]) -> None:
+        """out = the sum of what ``product(slice, term, first)`` writes: a tree over parts; in a part, one by one."""
 
         def of_part(part: int, term: Array) -> None:
-            first, *others = parts[part]
-            ops.linear_input_gradient(d_out[:, first], w[first], term)
-            with arena.scope():
-                more = arena.take(term.shape, term.dtype) if others else None
-                for f in others:
-                    ops.linear_input_gradient(d_out[:, f], w[f], more)
-                    ops.add(term, more, term)
+            first, *others = weight.parts[part]
+            product(first, term, part == 0)
+            for each in others:
+                with self.arena.scope():
+                    more = self.arena.take(term.shape, term.dtype)
+                    product(each, more, False)
+                    self.inner.add(term, more, term)
 
-        sum_tree(ops, arena, of_part, dx, self.parts)
+        sum_tree(self.inner, self.arena, of_part, out, self.parts)
 
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Any, accumulate: bool, arena: Arena) -> None:
         """``Ops.linear_weight_gradient``; of all ranks of cp."""
@@ -214,19 +205,20 @@ class FixedOrder(LinearOps):
                 else:
                     ops.linear_weight_gradient(d_n, x_n[:, each], out[:, each], accumulate, arena)
 
-        self.sum_pieces(of_piece, d_weight.array if isinstance(d_weight, Matrix) else d_weight)
+        self.sum_pieces(of_piece, _array(d_weight))
 
     def sum_rows(self, x: Array, out: Any, accumulate: bool, arena: Arena) -> None:
         """``Ops.sum_rows``; of all ranks of cp."""
-        rows, whole = self.rows(len(x)), isinstance(out, Matrix)
+        rows = self.rows(len(x))
 
         def of_piece(piece: int, term: Array) -> None:
-            if not whole:
+            if not isinstance(out, Matrix):
                 self.inner.sum_rows(x[rows[piece]], term, accumulate, arena)
-            for f in out.slices() if whole else ():
+                return
+            for f in out.slices():
                 self.inner.sum_rows(x[rows[piece], f], term[f], accumulate, arena)
 
-        self.sum_pieces(of_piece, out.array if whole else out)
+        self.sum_pieces(of_piece, _array(out))
 
     # --- norms -------------------------------------------------------------------------------------------
 
@@ -285,6 +277,10 @@ class FixedOrder(LinearOps):
             return
         for part, columns in zip(out, _equal(slice(0, logits.shape[1]), self.parts), strict=True):
             self.inner.logit_statistics(logits[:, columns], targets, first + columns.start, part, arena)
+
+
+def _array(matrix: Any) -> Array:
+    return matrix.array if isinstance(matrix, Matrix) else matrix
 
 
 def _equal(whole: slice, count: int) -> list[slice]:

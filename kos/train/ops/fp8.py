@@ -155,10 +155,6 @@ class Fp8Ops(Wrapper):
         self.arena, self.alone, self.watching, self.first = arena, alone, False, ""
 
     @property
-    def fp8(self) -> Fp8Ops:
-        return self
-
-    @property
     def of_head(self) -> Any:
         return self.inner.of_head
 

@@ -22,17 +22,9 @@ class Wrapper:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    @property
-    def dialect(self) -> Any:
-        """The innermost operations, which can be replaced."""
-        return self.inner.dialect if isinstance(self.inner, Wrapper) else self.inner
-
-    @dialect.setter
-    def dialect(self, ops: Any) -> None:
-        if isinstance(self.inner, Wrapper):
-            self.inner.dialect = ops
-        else:
-            self.inner = ops
+    def innermost(self) -> Wrapper:
+        """The wrapper whose ``inner`` is a dialect."""
+        return self.inner.innermost() if isinstance(self.inner, Wrapper) else self
 
 
 class LinearOps(Wrapper):
@@ -43,9 +35,6 @@ class LinearOps(Wrapper):
 
     parts = 1
     """Into how many parts a rank's features are split."""
-
-    fp8: Any = None
-    """The operations that compute products in 8 bits, if they are."""
 
     @property
     def of_head(self) -> Any:

@@ -84,11 +84,6 @@ def add(a: Array, b: Array, out: Array) -> None:
     np.add(a, b, out=out)
 
 
-def product(a: Array, b: Array, out: Array) -> None:
-    """out = a b: matrices, or stacks of them."""
-    np.matmul(a, b, out=out)
-
-
 # --- embedding ---------------------------------------------------------------------------------------
 
 
