@@ -97,7 +97,8 @@ def test_attention_to_keys_of_another_rank(
     d_out, d_qkv, d_kv = columns(rng.normal(size=out.shape)), nan_columns(*qkv.shape), nan(*kv.shape)
     ops.attention_backward(Attend(columns(qkv), heads, kv_heads, out, lse, own), d_out, d_qkv, arena)
     kv = ops.keys_and_values(Attend(columns(others), heads, kv_heads, None, None), arena)
-    ops.attention_backward(Attend(columns(qkv), heads, kv_heads, out, lse, other, kv, queries, keys), d_out, d_qkv, arena, d_kv)
+    to_others = Attend(columns(qkv), heads, kv_heads, out, lse).to(kv, queries, keys, other)
+    ops.attention_backward(to_others, d_out, d_qkv, arena, d_kv)
     d_others = columns(np.zeros(qkv.shape))
     ops.add_keys_and_values(d_kv, d_others)
     ops.add_keys_and_values(d_kv, d_others)
@@ -237,7 +238,8 @@ def test_masks_of_zigzag_parts_compose(rng, arena, monkeypatch, ranks, window, s
     qkv, d_out = (rng.normal(size=(samples, length, m * d)) for m in (heads + 2 * kv_heads, heads))
     starts = masks.random_starts(rng, samples, length)
     places = [np.r_[r * chunk : (r + 1) * chunk, length - (r + 1) * chunk : length - r * chunk] for r in range(ranks)]
-    kvs = [ops.keys_and_values(Attend(columns(qkv[:, at].reshape(n, -1)), heads, kv_heads, None, None), arena) for at in places]
+    of_ranks = [Attend(columns(qkv[:, at].reshape(n, -1)), heads, kv_heads, None, None) for at in places]
+    kvs = [ops.keys_and_values(each, arena) for each in of_ranks]
     outs, lses, d_qkvs, d_kvs = [], [], [], [np.zeros(kv.shape) for kv in kvs]
     for rank, at in enumerate(places):
         mine, d_mine = (columns(x[:, at].reshape(n, -1)) for x in (qkv, d_out))

@@ -14,9 +14,8 @@ from kos.testing import spawn
 from kos.train.data.batch import Batch
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
-from kos.train.ops import Attend
+from kos.train.ops import Attend, numpy_attention
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops import numpy_attention
 from kos.train.ops.cuda import attention
 from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.mesh import Axis, Layout, Mesh

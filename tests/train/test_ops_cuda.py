@@ -261,7 +261,8 @@ def test_attention(ops, side, rng, arena, samples, length, heads, kv_heads, head
     side.close(out, out64, 4)
     d_qkv, d_qkv64 = side.nan(*qkv64.shape), columns(np.empty(qkv64.shape))
     ops.attention_backward(Attend(qkv, heads, kv_heads, out, lse), d_out, d_qkv, arena)
-    reference.attention_backward(Attend(columns(qkv64), heads, kv_heads, out64, lse64), columns(d_out64), d_qkv64, Arena())
+    attend64 = Attend(columns(qkv64), heads, kv_heads, out64, lse64)
+    reference.attention_backward(attend64, columns(d_out64), d_qkv64, Arena())
     side.close(d_qkv, d_qkv64, 8)
 
 

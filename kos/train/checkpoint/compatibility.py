@@ -77,8 +77,8 @@ def check_order(found: Checkpoint, config: TrainConfig) -> None:
         return
     if (order := found.config.get("order_of_sums", 1)) != ORDER:
         raise CheckpointError(
-            f"{found.path}: --deterministic: expected a run whose sums on CPUs are in the order {ORDER} of this version "
-            f"of kos, got order {order}: results would differ from those of an uninterrupted run; "
+            f"{found.path}: --deterministic: expected a run whose sums on CPUs have order {ORDER}, that of this "
+            f"version of kos, got order {order}: results would differ from those of an uninterrupted run; "
             "resume it with the version that began it, or without --deterministic"
         )
 

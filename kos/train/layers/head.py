@@ -5,6 +5,7 @@ Only some rows of logits exist at once: V columns of them are larger than all ot
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from kos.train.layers.context import LOOKUPS, PassContext
@@ -63,7 +64,7 @@ class Head:
         """The mean loss, to ``loss`` (1,), float64. ``count`` (1,) divides the sum; None: the number of targets."""
         normed_ND = self.normed(ctx, x_nD)
         losses_N, count = self._loss_arrays(ctx, targets_N, x_nD.dtype, count)
-        for rows in sum(self._chunks(ctx, len(targets_N)), []):
+        for rows in chain(*self._chunks(ctx, len(targets_N))):
             with ctx.arena.scope():
                 logits = self.logits(ctx, normed_ND[rows])
                 self._cross_entropy(ctx, logits, targets_N[rows], losses_N[rows])

@@ -130,7 +130,7 @@ class RowLinear(Linear):
     dim = 1
 
     def forward(
-        self, ctx: PassContext, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array | None, half: Half
+        self, ctx: PassContext, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half
     ) -> Callable[[], None]:
         """For ``half``: out_nD = residual_nD + this rank's rows of x weight^T, summed over the ranks' features.
 

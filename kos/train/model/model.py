@@ -68,7 +68,7 @@ class InFlight:
 
 
 class Model:
-    """The layers of ``local`` over ``ops``, a dialect or what wraps one. Holds no weights: only shapes and scratch memory.
+    """The layers of ``local`` over ``ops``, a dialect or what wraps one. Holds no weights: only shapes, and scratch.
 
     ``weights`` and ``gradients`` are mappings from names to arrays that also know the names of
     ``config.fused_groups()`` (``kos.train.model.parameters.Parameters``).  Fields of a batch

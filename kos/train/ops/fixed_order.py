@@ -157,7 +157,7 @@ class FixedOrder(LinearOps):
             for f in weight.slices():
                 ops.linear(x, w[f], out[:, f], None, None if bias is None else bias[f])
         else:
-            self._sum(weight, out, lambda k, term, first: ops.linear(x[:, k], w[:, k], term, None, bias if first else None))
+            self._sum(weight, out, lambda k, term, more: ops.linear(x[:, k], w[:, k], term, None, more), bias)
             if residual is not None:
                 ops.add(out, residual, out)
 
@@ -171,21 +171,26 @@ class FixedOrder(LinearOps):
         if not isinstance(weight, Matrix):
             ops.linear_input_gradient(d_out, w, dx)
         elif weight.dim == 0:
-            self._sum(weight, dx, lambda f, term, first: ops.linear_input_gradient(d_out[:, f], w[f], term))
+            self._sum(weight, dx, lambda f, term, _: ops.linear_input_gradient(d_out[:, f], w[f], term))
         else:
             for k in weight.slices():
                 ops.linear_input_gradient(d_out, w[:, k], dx[:, k])
 
-    def _sum(self, weight: Matrix, out: Array, product: Callable[[slice, Array, bool], None]) -> None:
-        """out = the sum of what ``product(slice, term, first)`` writes: a tree over parts; in a part, one by one."""
+    def _sum(
+        self, weight: Matrix, out: Array, product: Callable[[slice, Array, Any], None], bias: Array | None = None
+    ) -> None:
+        """out = the sum of what ``product(slice, term, bias)`` writes: a tree over parts; in a part, one by one.
+
+        The first term has the ``bias``, the others None.
+        """
 
         def of_part(part: int, term: Array) -> None:
             first, *others = weight.parts[part]
-            product(first, term, part == 0)
+            product(first, term, None if part else bias)
             for each in others:
                 with self.arena.scope():
                     more = self.arena.take(term.shape, term.dtype)
-                    product(each, more, False)
+                    product(each, more, None)
                     self.inner.add(term, more, term)
 
         sum_tree(self.inner, self.arena, of_part, out, self.parts)

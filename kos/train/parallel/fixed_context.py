@@ -42,7 +42,7 @@ class FixedContext(ContextParallel):
                 ops.attention(replace(of_piece, mask=self._mask(masks, piece, piece)), arena)
             merged = replace(attend, out=self._widen(attend.out, arena))
             for piece, of_piece in zip(self.mine, self._pieces(merged), strict=True):
-                for owner, to_others in self._others(piece, of_piece, kv, masks):
+                for _, to_others in self._others(piece, of_piece, kv, masks):
                     ops.attention(to_others, arena)
             if merged.out is not attend.out:
                 ops.copy(merged.out, attend.out)

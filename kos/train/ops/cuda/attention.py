@@ -82,6 +82,10 @@ class _Task:
     def key_count(self) -> int:
         return self.keys.stop - self.keys.start
 
+    def statistics(self, attend: Attend) -> int:
+        """The address of those of the first query."""
+        return attend.log_sum_exp.pointer + 4 * self.queries.start
+
     def tokens(self, array: Array, tokens: slice) -> Tokens:
         return Tokens(array, self.samples, self.length, tokens)
 
@@ -108,7 +112,7 @@ def attention(attend: Attend, ops: Any, family: str | None = None) -> None:
     samples, head_dim, size = task.samples, task.head_dim, task.size
     T, seen, defines = size[1], task.key_count, task.defines
     family = family or ops.family(qkv.dtype.name, head_dim)
-    q, merged, lse = _row(qkv, task.queries), _row(out, task.queries), attend.log_sum_exp.pointer + 4 * task.queries.start
+    (q, merged), lse = (_row(x, task.queries) for x in (qkv, out)), task.statistics(attend)
     if family == "simple":
         operands = (q, merged, lse, *size, *task.others, *task.mask)
         ops.launch("attention_simple.cu", "attention_forward", _rows(samples * T * heads), 256, *operands, **defines)
@@ -156,7 +160,7 @@ def attention_backward(
         assert d_kv is not None, "attention to others: the gradient of their keys and values"
         first_key, kv_width, d_keys = task.others[0], 2 * kv_heads, _row(d_kv, task.keys)
     q, dq, d, o = (_row(x, task.queries) for x in (qkv, d_qkv, d_out, attend.out))
-    lse = attend.log_sum_exp.pointer + 4 * task.queries.start
+    lse = task.statistics(attend)
     if family == "simple":
         for name, count, target in (
             ("attention_backward_q", T * heads, dq), ("attention_backward_kv", seen * kv_heads, d_keys),
