@@ -9,7 +9,6 @@ from kos.train.layers.context import PassContext
 from kos.train.layers.linear import bias_of
 from kos.train.layers.placement import Placement
 from kos.train.ops import Array
-from kos.train.ops.fp8 import Normed
 
 
 class Norm:
@@ -35,9 +34,7 @@ class Norm:
 
     def fused(self, ctx: PassContext, x_nD: Array, statistics: Array) -> Any:
         """The normed rows where a product computes them, with the ``statistics``; None: ``forward`` does."""
-        if not ctx.ops.fuses_norm:
-            return None
-        return Normed(x_nD, ctx.weights[self.name], self.eps, statistics)
+        return ctx.ops.normed(x_nD, ctx.weights[self.name], self.eps, statistics)
 
     def normed(self, ctx: PassContext, x_nD: Array, arena: Arena, statistics: Array | None = None) -> Array:
         """The normed rows of ``x_nD``, in ``arena``."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -27,7 +28,7 @@ import numpy as np
 
 from kos.errors import ConfigError
 from kos.memory.arena import Arena
-from kos.train.ops import Array, Ops, Scaled, scales_shape
+from kos.train.ops import SCALE_BLOCK, Array, Ops, Scaled, scales_shape
 from kos.train.ops.linear import Wrapper
 
 Take = Callable[[Any, Any], Any]
@@ -108,40 +109,14 @@ class Quantized:
 
 
 @dataclass(frozen=True, slots=True)
-class Gated:
-    """SwiGLU's output (N, F) of ``gate_up`` (N, 2F), computed where it is quantized.
+class Unwritten:
+    """A matrix (N, F) that is computed where it is quantized. ``of_rows`` gives the function that does it for rows."""
 
-    With ``d_out`` (N, F), the gradient of that output, it is the gradient of ``gate_up``.
-    """
+    shape: tuple[int, int]
+    of_rows: Callable[[slice], Callable[..., None]]
 
-    gate_up: Array
-    d_out: Any = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        n, f = self.gate_up.shape
-        return n, f // 2 if self.d_out is None else f
-
-    def __getitem__(self, rows: slice) -> Gated:
-        return Gated(self.gate_up[rows], self.d_out if self.d_out is None else self.d_out[rows])
-
-
-@dataclass(frozen=True, slots=True)
-class Normed:
-    """RMSNorm's output (N, D), computed where it is quantized, and its ``rstd`` (N,) with it."""
-
-    x: Array
-    weight: Array
-    eps: float
-    rstd: Array
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        n, d = self.x.shape
-        return n, d
-
-    def __getitem__(self, rows: slice) -> Normed:
-        return Normed(self.x[rows], self.weight, self.eps, self.rstd[rows])
+    def __getitem__(self, rows: slice) -> Unwritten:
+        return Unwritten((rows.stop - rows.start, self.shape[1]), lambda every: self.of_rows(rows))
 
 
 class Fp8Ops(Wrapper):
@@ -171,15 +146,24 @@ class Fp8Ops(Wrapper):
 
     # --- operands ----------------------------------------------------------------------------------------
 
-    @property
-    def fuses_norm(self) -> bool:
-        return self.alone
-
     def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> Quantized | None:
         return Quantized.empty(shape, INPUT, self.inner, None, arena.take) if self.alone else None
 
-    def gated(self, gate_up: Array) -> Gated:
-        return Gated(gate_up)
+    def normed(self, x: Array, weight: Array, eps: float, rstd: Array) -> Unwritten | None:
+        def of_rows(n: slice) -> Callable[..., None]:
+            return partial(self.inner.quantize_rms_norm, x[n], weight, eps, rstd[n])
+
+        return Unwritten(x.shape, of_rows) if self.alone else None
+
+    def gated(self, gate_up: Array) -> Unwritten | None:
+        n, f = gate_up.shape
+        return Unwritten((n, f // 2), lambda n: partial(self.inner.quantize_swiglu, gate_up[n]))
+
+    def gated_gradient(self, d_out: Array, gate_up: Array) -> Unwritten | None:
+        def of_rows(n: slice) -> Callable[..., None]:
+            return partial(self.inner.quantize_swiglu_backward, d_out[n], gate_up[n])
+
+        return None if d_out.shape[1] % SCALE_BLOCK else Unwritten(gate_up.shape, of_rows)
 
     def reads_16(self, bias: str | None) -> bool:
         return bias is not None
@@ -199,15 +183,8 @@ class Fp8Ops(Wrapper):
         return made
 
     def _quantize(self, x: Any, made: Quantized) -> None:
-        ops, copies = self.inner, (made.rows, made.columns, self.arena)
-        if isinstance(x, Normed):
-            ops.quantize_rms_norm(x.x, x.weight, x.eps, x.rstd, *copies)
-        elif not isinstance(x, Gated):
-            ops.quantize(x, *copies)
-        elif x.d_out is None:
-            ops.quantize_swiglu(x.gate_up, *copies)
-        else:
-            ops.quantize_swiglu_backward(x.d_out, x.gate_up, *copies)
+        quantize = x.of_rows(slice(0, x.shape[0])) if isinstance(x, Unwritten) else partial(self.inner.quantize, x)
+        quantize(made.rows, made.columns, self.arena)
 
     # --- operations --------------------------------------------------------------------------------------
 

@@ -59,14 +59,17 @@ class LinearOps(Wrapper):
 
     # --- operands of linear layers -----------------------------------------------------------------------
 
-    fuses_norm = False
-    """Whether ``linear`` takes RMSNorm's output without it being written (``kos.train.ops.fp8.Normed``)."""
-
     def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> Any:
         """Memory in which ``linear`` saves its input (N, F) for the weight's gradient; None: others save it."""
 
+    def normed(self, x: Array, weight: Array, eps: float, rstd: Array) -> Any:
+        """RMSNorm's output as an input of ``linear`` that is never written; None: it must be written."""
+
     def gated(self, gate_up: Array) -> Any:
-        """SwiGLU's output as an input of ``linear`` that is never written; None: it must be written."""
+        """The same of SwiGLU's output."""
+
+    def gated_gradient(self, d_out: Array, gate_up: Array) -> Any:
+        """The gradient of SwiGLU's input as an operand of ``gradient`` that is never written; None: as above."""
 
     def reads_16(self, bias: str | None) -> bool:
         """Whether a gradient of weights, or of a ``bias``, reads its output's gradient itself."""
