@@ -22,7 +22,7 @@ from kos.train.device import memory_plan
 from kos.train.device.cuda import CudaDevice
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
-from kos.train.ops import fixed_order
+from kos.train.ops import Attend, fixed_order
 from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.optim import cuda as cuda_optimizer
@@ -241,7 +241,10 @@ def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatc
 
     def note(name: str, arguments: Any) -> None:
         if name.startswith(("linear", "attention")) or name == "rms_norm_backward":
-            found.add((name, *(x.shape for x in arguments if hasattr(x, "pointer"))))
+            attend = arguments[0] if isinstance(arguments[0], Attend) else None
+            arrays = (attend.qkv, attend.out, attend.kv, *arguments[1:]) if attend else arguments
+            sliced = (attend.queries, attend.keys) if attend else ()
+            found.add((name, *map(str, sliced), *(x.shape for x in arrays if hasattr(x, "pointer"))))
         real(name, arguments)
 
     def shapes(layout: Layout) -> set[Any]:
