@@ -17,7 +17,9 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend, numpy_attention
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.cuda import attention
+from kos.train.ops.fixed_order import Split
 from kos.train.parallel.context import ContextParallel
+from kos.train.parallel.fixed_context import FixedContext
 from kos.train.parallel.mesh import Axis, Layout, Mesh
 from kos.train.parallel.tensor import TensorParallel
 from tests.host_compiler import COMPILER
@@ -88,22 +90,27 @@ class Whole:
 
 
 def attention_of_ranks(
-    size, samples=2, chunk=3, group=None, ops=numpy_ops, dtype=np.float64, rtol=1e-10, place=None, read=np.array
-):
+    size, samples=2, chunk=3, group=None, ops=numpy_ops, dtype=np.float64, rtol=1e-10, place=None, read=np.array,
+    pieces=0,
+):  # fmt: skip
     """``ContextParallel`` of ``size`` ranks against the plain attention of whole sequences; exchanges of each rank.
 
-    ``place(array, arena)`` gives an array of ``ops``, ``read`` the host's.
+    ``place(array, arena)`` gives an array of ``ops``, ``read`` the host's. With ``pieces`` of a rank: ``FixedContext``.
     """
-    whole, wide = Whole(samples, 2 * size * chunk), ops.statistics_dtype(dtype)
+    whole, wide = Whole(samples, 2 * size * chunk * max(1, pieces)), ops.statistics_dtype(dtype)
 
     def run(comm):
         comm = group(comm) if group else comm
-        context = ContextParallel(ops, Axis(comm.rank, size, comm))
+        axis = Axis(comm.rank, size, comm)
+        context = FixedContext(ops, axis, Split(1, pieces * size)) if pieces else ContextParallel(ops, axis)
         arena = Arena(0, poisoned_slab) if place is None else ops.make_arena()
-        positions = context.positions(2 * chunk)
+        positions = np.split(np.array(context.positions(2 * chunk * context.pieces)), context.pieces)
+
+        def part_of(name):
+            return np.concatenate([whole.part(name, of_piece) for of_piece in positions])
 
         def mine(name, dtype=dtype, poison=1.0):
-            part = whole.part(name, positions) * poison
+            part = part_of(name) * poison
             if place:
                 return place(part, dtype, arena)
             return (part if name == "lse" else columns(part)).astype(dtype)
@@ -114,7 +121,7 @@ def attention_of_ranks(
         context.attention(attend, arena)
         context.attention_backward(attend, d_out, d_qkv, arena)
         for name, got in (("out", out), ("lse", lse), ("d_qkv", d_qkv)):
-            np.testing.assert_allclose(read(got), whole.part(name, positions), rtol, atol=rtol, err_msg=name)
+            np.testing.assert_allclose(read(got), part_of(name), rtol, atol=rtol, err_msg=name)
         return getattr(comm, "exchanges", None)
 
     return spawn(run, size)
@@ -126,6 +133,13 @@ def test_attention(size, chunk, monkeypatch):
     monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 32)
     attention_of_ranks(size, chunk=chunk)
     attention_of_ranks(size, samples=1, chunk=chunk, group=Deferred)
+
+
+@pytest.mark.parametrize(("size", "pieces"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)])
+def test_attention_in_a_fixed_order(size, pieces):
+    """Piece by piece, each of which lies in consecutive rows."""
+    attention_of_ranks(size, pieces=pieces)
+    attention_of_ranks(size, samples=1, chunk=5, pieces=pieces, group=Deferred)
 
 
 def test_statistics_of_another_dtype():
