@@ -35,11 +35,9 @@ from kos.errors import KosError
 from kos.files import check_writable, replace_file
 from kos.memory.array import Array
 from kos.train.config.presets import PRESETS
-from kos.train.layers.fp8 import GRADIENT, INPUT, WEIGHTS, Fp8Linear, Quantized, Role
-from kos.train.layers.products import Products
 from kos.train.ops import SCALE_BLOCK as BLOCK
 from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.parallel.tensor import TensorParallel
+from kos.train.ops.fp8 import GRADIENT, INPUT, WEIGHTS, Fp8Ops, Quantized, Role
 
 KINDS = ("bf16", "tensor", "tensor fast", "rows", "1x128 128x128", "1x128 1x128")
 PRODUCTS = ("forward", "input gradient", "weight gradient")
@@ -71,9 +69,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.ops = CudaOps(0, search=True)
-        self.products = Products(self.ops, TensorParallel(self.ops), self.ops.make_arena())
-        self.fp8 = Products(self.ops, TensorParallel(self.ops), self.ops.make_arena())
-        self.fp8.fp8 = Fp8Linear(self.fp8)
+        self.arena = self.ops.make_arena()
+        self.fp8 = Fp8Ops(self.ops, self.arena, alone=True)
         self.rng, self.reasons = np.random.default_rng(0), dict[str, str]()
 
     def normal(self, *shape: int) -> Array:
@@ -91,7 +88,7 @@ class Bench:
     def quantized(self, x: Array, role: Role) -> Any:
         (rows, columns) = x.shape
         made = Quantized.empty((rows, columns), role, self.ops, self.ops.zeros, self.ops.zeros)
-        self.ops.quantize(x, made.rows, made.columns, self.fp8.arena)
+        self.ops.quantize(x, made.rows, made.columns, self.arena)
         return made
 
     def milliseconds(self, run: Callable[[], Any], at_least: float, once: float) -> float:
@@ -144,11 +141,11 @@ class Bench:
         """Of an input, and of SwiGLU in front of and behind it; in both orders: microseconds, and GB/s."""
         x, gate_up = self.normal(rows, columns), self.normal(rows, 2 * columns)
         made, of_gradient = self.quantized(x, INPUT), self.quantized(gate_up, GRADIENT)
-        copies, both = (made.rows, made.columns, self.fp8.arena), (of_gradient.rows, of_gradient.columns)
+        copies, both = (made.rows, made.columns, self.arena), (of_gradient.rows, of_gradient.columns)
         runs = {  # with the bytes of a number of x that are read, and written
             "input": (lambda: self.ops.quantize(x, *copies), 2 + 2),
             "swiglu": (lambda: self.ops.quantize_swiglu(gate_up, *copies), 4 + 2),
-            "swiglu gradient": (lambda: self.ops.quantize_swiglu_backward(x, gate_up, *both, self.fp8.arena), 6 + 4),
+            "swiglu gradient": (lambda: self.ops.quantize_swiglu_backward(x, gate_up, *both, self.arena), 6 + 4),
         }
         for name, ms in self.turns({name: run for name, (run, _) in runs.items()}).items():
             assert ms is not None
@@ -156,23 +153,24 @@ class Bench:
 
     def layer(self, out: int, columns: int) -> Figures:
         """Milliseconds of a layer's three products as training runs them, in bfloat16 and in fp8, and of its cast."""
-        tokens, ops, arena = self.options.tokens, self.ops, self.fp8.arena
+        tokens, ops, arena = self.options.tokens, self.ops, self.arena
         x, d_out, weight = self.normal(tokens, columns), self.normal(tokens, out), self.normal(out, columns)
         y, dx = ops.zeros((tokens, out), "bfloat16"), ops.zeros((tokens, columns), "bfloat16")
         d_weight, weight8 = ops.zeros((out, columns), "float32"), self.quantized(weight, WEIGHTS)
 
         def in_bf16() -> None:
-            self.products.linear(weight, x, y, None)
-            self.products.input_gradient(weight, d_out, dx, None)
-            self.products.weight_gradient(d_out, x, d_weight, False, None)
+            ops.linear(x, weight, y)
+            ops.linear_input_gradient(d_out, weight, dx)
+            ops.linear_weight_gradient(d_out, x, d_weight, False, arena)
 
         def in_fp8() -> None:
             with arena.scope():
                 saved = self.fp8.empty_transposed((tokens, columns), arena)
-                self.fp8.linear(weight8, x, y, None, transposed=saved)
+                assert saved is not None
+                self.fp8.linear(saved.of(x), weight8, y)
                 d = self.fp8.gradient(d_out, arena)
-                self.fp8.input_gradient(weight8, d, dx, None)
-                self.fp8.weight_gradient(d, saved, d_weight, False, None)
+                self.fp8.linear_input_gradient(d, weight8, dx)
+                self.fp8.linear_weight_gradient(d, saved, d_weight, False, arena)
 
         def cast() -> None:
             ops.quantize(weight, weight8.rows, weight8.columns, arena)

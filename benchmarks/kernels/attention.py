@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.zoo import Case, Zoo, as_array, backward_of, in_order, size_of, to_host
 from kos.memory.arena import Arena
-from kos.train.ops import Mask
+from kos.train.ops import Attend, Mask
 from kos.train.ops import numpy as reference
 
 
@@ -81,17 +81,19 @@ def attention(zoo: Zoo, n: int, backward: bool = False, documents: bool = False,
     part = -(-length // 8) if documents or window else length
     mask, mask64 = _masks(zoo, n // length, length, part, documents, window) if part < length else (None, None)
 
+    attend = Attend(a_qkv, heads, kv_heads, a_out, a_lse, mask)
+
     def run(backward: bool) -> None:
         if backward:
-            zoo.ops.attention_backward(a_d_out, a_qkv, a_out, a_lse, heads, kv_heads, a_d_qkv, zoo.arena, mask)
+            zoo.ops.attention_backward(attend, a_d_out, a_d_qkv, zoo.arena)
         else:
-            zoo.ops.attention(a_qkv, heads, kv_heads, a_out, a_lse, zoo.arena, mask)
+            zoo.ops.attention(attend, zoo.arena)
 
     def expected() -> list[np.ndarray]:
         x, dy = to_host(qkv, columns=True), to_host(d_out, columns=True)
         y, dx, lse64 = np.empty_like(dy), np.empty_like(x), np.empty(lse.shape)
-        reference.attention(x, heads, kv_heads, y, lse64, Arena(), mask64)
-        reference.attention_backward(dy, x, y, lse64, heads, kv_heads, dx, Arena(), mask64)
+        reference.attention(Attend(x, heads, kv_heads, y, lse64, mask64), Arena())
+        reference.attention_backward(Attend(x, heads, kv_heads, y, lse64, mask64), dy, dx, Arena())
         return [dx] if backward else [y, lse64]
 
     if backward:
@@ -207,22 +209,22 @@ def attention_to(zoo: Zoo, n: int, backward: bool = False) -> Case:
     lse = zoo.random(n // length, heads, length, dtype=wide) + 8
     d_qkv, d_kv = (zoo.random(*x.shape, dtype=wide) for x in (qkv, kv))
     a_qkv, a_kv, a_d_out, a_out, a_lse, a_d_qkv, a_d_kv = map(as_array, (qkv, kv, d_out, out, lse, d_qkv, d_kv))
-    read = (a_qkv, a_kv, a_out, a_lse, heads, kv_heads, queries, keys)
+    attend = Attend(a_qkv, heads, kv_heads, a_out, a_lse).to(a_kv, queries, keys)
 
     def run() -> None:
         if backward:
-            zoo.ops.attention_to_backward(a_d_out, *read, a_d_qkv, a_d_kv, zoo.arena)
+            zoo.ops.attention_backward(attend, a_d_out, a_d_qkv, zoo.arena, a_d_kv)
         else:
-            zoo.ops.attention_to(*read[:2], *read[4:], a_out, a_lse, zoo.arena)
+            zoo.ops.attention(attend, zoo.arena)
 
     def expected() -> list[np.ndarray]:
         x, dy, y, dx = (to_host(array, columns=True) for array in (qkv, d_out, out, d_qkv))
         others, lse64 = np.ascontiguousarray(to_host(kv).T), to_host(lse)
-        sizes, d_others = (heads, kv_heads, queries, keys), np.empty_like(others)
+        attend64, d_others = Attend(x, heads, kv_heads, y, lse64).to(others, queries, keys), np.empty_like(others)
         if backward:
-            reference.attention_to_backward(dy, x, others, y, lse64, *sizes, dx, d_others, Arena())
+            reference.attention_backward(attend64, dy, dx, Arena(), d_others)
             return [dx, d_others.T]
-        reference.attention_to(x, others, *sizes, y, lse64, Arena())
+        reference.attention(attend64, Arena())
         return [y, lse64]
 
     q = qkv.view(-1, length, heads + 2 * kv_heads, d).transpose(1, 2)[:, :heads]

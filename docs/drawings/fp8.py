@@ -8,10 +8,8 @@ import numpy as np
 
 from docs.drawings.svg import COLOURS, GREY, LIGHT, PALE, Picture
 from kos.memory.arena import Arena
-from kos.train.layers.fp8 import BACKWARD, FORWARD, WEIGHTS, Fp8Linear, Fp8Weights, Quantized
-from kos.train.layers.products import Products
 from kos.train.ops import numpy as ops
-from kos.train.parallel.tensor import TensorParallel
+from kos.train.ops.fp8 import BACKWARD, FORWARD, WEIGHTS, Fp8Ops, Fp8Weights, Quantized
 
 N, D, F = 48, 16, 32
 TENSORS = {"input": (N, D), "weights": (F, D), "output's gradient": (N, F)}
@@ -44,15 +42,15 @@ def recorded() -> Recorder:
     tensors = {name: np.zeros(shape, np.float32) for name, shape in TENSORS.items()}
     x, weight, d_out = tensors.values()
     recorder, arena = Recorder(tensors), Arena(1 << 16)
-    products = Products(recorder, TensorParallel(ops), arena)  # type: ignore[arg-type]
-    products.fp8 = Fp8Linear(products)
+    ops_8 = Fp8Ops(recorder, arena, alone=True)
     store = {"w": Quantized.empty((F, D), WEIGHTS, ops, np.zeros, np.zeros)}
     weights = Fp8Weights({"w": weight}, store, recorder, arena)  # type: ignore[arg-type]
-    saved = products.empty_transposed((N, D), arena)
-    products.linear(weights["w"], x, np.zeros((N, F)), None, transposed=saved)
-    d = products.gradient(d_out, arena)
-    products.input_gradient(weights["w"], d, np.zeros((N, D)), None)
-    products.weight_gradient(d, saved, np.zeros((F, D)), False, None)
+    saved = ops_8.empty_transposed((N, D), arena)
+    assert saved is not None
+    ops_8.linear(saved.of(x), weights["w"], np.zeros((N, F)))
+    d = ops_8.gradient(d_out, arena)
+    ops_8.linear_input_gradient(d, weights["w"], np.zeros((N, D)))
+    ops_8.linear_weight_gradient(d, saved, np.zeros((F, D)), False, arena)
     return recorder
 
 

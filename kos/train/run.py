@@ -147,6 +147,7 @@ class Trainer(RunContext):
         saved_step = step if path.parent.resolve() == self.checkpoints.resolve() else -1
         check_free(self, step, saved_step)
         compatibility.check_optimizer(self._found, config)
+        compatibility.check_order(self._found, config)
         theirs = huggingface.read_config(path)
         compatibility.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
         return str(path), step, saved_step, True

@@ -16,6 +16,7 @@ from kos.train.data.batches import Dataset
 from kos.train.device.base import Device
 from kos.train.device.machine import provenance
 from kos.train.model.llama import LlamaConfig
+from kos.train.ops.fixed_order import ORDER
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop
 from kos.train.tools.console import Console
@@ -76,6 +77,7 @@ class RunContext:
         derived = {name: value for name, value in self.config.to_json().items() if value != self.asked[name]}
         config = {**self.asked, "out": str(self.out)}
         about = {"cwd": os.getcwd(), "data_fingerprint": self.data.fingerprint, "local_replicas": self.mesh.local}
+        about |= {"order_of_sums": ORDER} if self.config.deterministic else {}
         return {"config": config, "derived": derived, **about, **provenance(self.comm)}
 
     def train(self, device: Runner) -> bool:

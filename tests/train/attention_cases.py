@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from kos.cuda.devices import device_info
 from kos.dtypes import DTYPES
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.ops import Mask
+from kos.train.ops import Attend, Mask
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import attention as ops
 from kos.train.ops.cuda.dialect import CudaOps
@@ -59,6 +59,10 @@ class Case:
     expected: dict[str, np.ndarray]
     mask: Mask | None = None
 
+    @property
+    def attend(self) -> Attend:
+        return Attend(self.qkv, self.heads, self.kv_heads, self.out, self.log_sum_exp, self.mask)
+
     def run(self, stream: Any, arena: Arena, **options: Any) -> dict[str, np.ndarray]:
         """All outputs, poisoned beforehand."""
         for array in (self.out, self.log_sum_exp, self.d_qkv):
@@ -67,13 +71,9 @@ class Case:
         return self.results(stream)
 
     def launch(self, stream: Any, arena: Arena, **options: Any) -> None:
-        operands, launch = (self.qkv, self.heads, self.kv_heads, self.out, self.log_sum_exp), launcher(stream)
-        options["mask"] = self.mask
-        ops.attention(*operands, launch, **options)
-        ops.attention_backward(
-            self.d_out, self.qkv, self.out, self.log_sum_exp, self.heads, self.kv_heads, self.d_qkv, arena, launch,
-            **options,
-        )  # fmt: skip
+        launch = launcher(stream)
+        ops.attention(self.attend, launch, **options)
+        ops.attention_backward(self.attend, self.d_out, self.d_qkv, arena, launch, **options)
 
     def results(self, stream: Any) -> dict[str, np.ndarray]:
         names = {"out": self.out, "log_sum_exp": self.log_sum_exp, "d_qkv": self.d_qkv}
@@ -114,10 +114,10 @@ def expect(
                     for n in (qkv.shape[1], d_out.shape[1], d_out.shape[1], qkv.shape[1]))  # fmt: skip
     x[...], dy[...] = qkv.astype(np.float64), d_out.astype(np.float64)
     log_sum_exp = np.empty((samples, heads, length))
-    reference.attention(x, heads, kv_heads, y, log_sum_exp, arena)
+    reference.attention(Attend(x, heads, kv_heads, y, log_sum_exp), arena)
     stored = reference.empty_columns(arena, *y.shape, np.float64)
     stored[...] = y.astype(qkv.dtype) if out is None else out
-    reference.attention_backward(dy, x, stored, log_sum_exp, heads, kv_heads, dx, arena)
+    reference.attention_backward(Attend(x, heads, kv_heads, stored, log_sum_exp), dy, dx, arena)
     return {"out": y, "log_sum_exp": log_sum_exp, "d_qkv": dx}
 
 
@@ -200,12 +200,13 @@ def check_to_others(
         mask, _ = make_mask(stream, starts, window, samples, *positions)
         mask64 = Mask(*(x.numpy(stream) for x in mask[:2]))
     out64, lse64, d_qkv64, kv64 = columns(out), lse.astype(np.float64), columns(d_qkv), columns(kv).T
+    attend64 = Attend(columns(qkv), heads, kv_heads, out64, lse64).to(kv64, queries, keys, mask64)
     with np.errstate(divide="ignore"):
-        reference.attention_to(columns(qkv), kv64, heads, kv_heads, queries, keys, out64, lse64, Arena(), mask64)
+        reference.attention(attend64, Arena())
     on_device = [upload(x, stream) for x in (qkv, kv, out, lse, d_out, d_qkv)]
     qkv_, kv_, out_, lse_, d_out_, d_qkv_ = on_device
-    to = ops.Others(kv_, queries, keys)
-    ops.attention(qkv_, heads, kv_heads, out_, lse_, launch, mask=mask, to=to, family=family)
+    attend = Attend(qkv_, heads, kv_heads, out_, lse_).to(kv_, queries, keys, mask)
+    ops.attention(attend, launch, family=family)
 
     def close(name: str, got: np.ndarray, want: np.ndarray, units: float) -> None:
         error, size = np.linalg.norm(got - want), np.linalg.norm(want)
@@ -219,15 +220,11 @@ def check_to_others(
     np.testing.assert_allclose(lse_.numpy(stream), lse64, rtol=0, atol=1e-3 if unlike else 2e-5)
     close("out", of(merged, queries), of(out64, queries), units)
     merged_kind, d_kv_ = merged.astype(kind), upload(np.zeros(kv.shape, np.float32), stream)
-    ops.attention_backward(
-        d_out_, qkv_, upload(merged_kind, stream), lse_, heads, kv_heads, d_qkv_, device_arena(stream), launch,
-        mask=mask, to=to, d_kv=d_kv_, family=family,
-    )  # fmt: skip
+    attend = replace(attend, out=upload(merged_kind, stream))
+    ops.attention_backward(attend, d_out_, d_qkv_, device_arena(stream), launch, d_kv_, family)
     d_kv64 = np.empty(kv64.shape)
-    reference.attention_to_backward(
-        columns(d_out), columns(qkv), kv64, columns(merged_kind), lse64, heads, kv_heads, queries, keys, d_qkv64,
-        d_kv64, Arena(), mask64,
-    )  # fmt: skip
+    attend64 = replace(attend64, out=columns(merged_kind))
+    reference.attention_backward(attend64, columns(d_out), d_qkv64, Arena(), d_kv64)
     added, d_kv = d_qkv_.numpy(stream), d_kv_.numpy(stream)
     units *= 8 if unlike else 1  # what all keys have in common is not in dq: slopes add up to 0, but for their rounding
     close("dq", of(added - d_qkv, queries)[..., : heads * d], of(d_qkv64 - d_qkv, queries)[..., : heads * d], units)

@@ -12,6 +12,7 @@ from kos import cuda
 from kos.dtypes import DTYPES
 from kos.memory.arena import Arena
 from kos.memory.array import Array
+from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import attention as ops
 from tests.train import attention_cases as cases
@@ -64,9 +65,8 @@ def test_blocks_that_stay(
     case = cases.make_case(rng, stream, (3, 300, 32, 4, 64), "bfloat16")
     for array in (case.out, case.log_sum_exp):
         array.fill_bytes(255, stream)
-    operands = (case.qkv, case.heads, case.kv_heads, case.out, case.log_sum_exp, cases.launcher(stream))
     monkeypatch.setitem(ops.FORWARD, "CONSUMERS", consumers)
-    ops.attention(*operands, family="hopper")
+    ops.attention(case.attend, cases.launcher(stream), family="hopper")
     cases.assert_close(case, {**case.results(stream), "d_qkv": case.expected["d_qkv"]}, "bfloat16", 64)
 
 
@@ -110,17 +110,14 @@ def test_the_largest_sums_of_others(rng: np.random.Generator, stream: Any, famil
     lse, d_qkv64, d_kv64 = np.full((1, 1, length), np.log(length)), np.zeros(qkv.shape, order="F"), np.empty(kv.T.shape)
     kind, every = DTYPES["bfloat16"].numpy, slice(0, length)
     d_out, out = (x.astype(kind) for x in (d_out, out))
-    reference.attention_to_backward(
-        *(np.asfortranarray(x.astype(np.float64)) for x in (d_out, qkv)), np.ascontiguousarray(kv.T),
-        np.asfortranarray(out.astype(np.float64)), lse, 1, 1, every, every, d_qkv64, d_kv64, Arena(),
-    )  # fmt: skip
-    of_kind = [cases.upload(x.astype(kind), stream) for x in (d_out, qkv, out, kv)]
-    wide = [cases.upload(x.astype(np.float32), stream) for x in (lse, 0 * qkv, 0 * kv)]
-    ops.attention_backward(
-        *of_kind[:3], wide[0], 1, 1, wide[1], cases.device_arena(stream), cases.launcher(stream),
-        to=ops.Others(of_kind[3], every, every), d_kv=wide[2], family=family,
-    )  # fmt: skip
-    error = np.linalg.norm(wide[1].numpy(stream) - d_qkv64) / np.linalg.norm(d_qkv64)
+    d_out64, qkv64, out64 = (np.asfortranarray(x.astype(np.float64)) for x in (d_out, qkv, out))
+    attend64 = Attend(qkv64, 1, 1, out64, lse).to(np.ascontiguousarray(kv.T), every, every)
+    reference.attention_backward(attend64, d_out64, d_qkv64, Arena(), d_kv64)
+    d_out_, qkv_, out_, kv_ = (cases.upload(x.astype(kind), stream) for x in (d_out, qkv, out, kv))
+    lse_, d_qkv, d_kv = (cases.upload(x.astype(np.float32), stream) for x in (lse, 0 * qkv, 0 * kv))
+    attend, arena = Attend(qkv_, 1, 1, out_, lse_).to(kv_, every, every), cases.device_arena(stream)
+    ops.attention_backward(attend, d_out_, d_qkv, arena, cases.launcher(stream), d_kv, family)
+    error = np.linalg.norm(d_qkv.numpy(stream) - d_qkv64) / np.linalg.norm(d_qkv64)
     assert error < 2 * cases.EPSILON["bfloat16"], f"{error / cases.EPSILON['bfloat16']:.2f} epsilon"
 
 
@@ -133,8 +130,8 @@ def test_others_that_matter_alone_or_not_at_all(rng: np.random.Generator, stream
         kv[:, :64] = size
         on_device = [cases.upload(x.astype(DTYPES["bfloat16"].numpy), stream) for x in (qkv, kv)]
         out, lse = (cases.upload(np.full(s, x, np.float32), stream) for s, x in (((64, 64), 7), ((1, 1, 64), before)))
-        to = ops.Others(on_device[1], slice(0, 64), slice(0, 64))
-        ops.attention(on_device[0], 1, 1, out, lse, cases.launcher(stream), to=to, family=family)
+        attend = Attend(on_device[0], 1, 1, out, lse).to(on_device[1], slice(0, 64), slice(0, 64))
+        ops.attention(attend, cases.launcher(stream), family=family)
         np.testing.assert_allclose(out.numpy(stream), np.full((64, 64), expected, np.float32), rtol=1e-5)
         want = max(before, 8 * size + np.log(64))
         np.testing.assert_allclose(lse.numpy(stream), np.full((1, 1, 64), want, np.float32), rtol=1e-6)
@@ -148,14 +145,12 @@ def test_equal_bits_to_others(rng: np.random.Generator, stream: Any, family: str
     counts = (heads + 2 * kv_heads, 2 * kv_heads, heads, heads)
     qkv, kv, d_out, out = (cases.upload(rng.standard_normal((tokens, n * d)).astype(kind), stream) for n in counts)
     lse = cases.upload(np.full((samples, heads, length), 8, np.float32), stream)
-    to = ops.Others(kv, slice(500, 1000), slice(0, 1000))
+    attend = Attend(qkv, heads, kv_heads, out, lse).to(kv, slice(500, 1000), slice(0, 1000))
     d_qkv, d_kv = (Array.empty(shape, "float32", 0, stream=stream) for shape in (qkv.shape, kv.shape))
     first, arena = None, cases.device_arena(stream)
     for _ in range(20):
         d_qkv.fill_bytes(0, stream), d_kv.fill_bytes(0, stream)
-        ops.attention_backward(
-            d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena, cases.launcher(stream), to=to, d_kv=d_kv, family=family
-        )
+        ops.attention_backward(attend, d_out, d_qkv, arena, cases.launcher(stream), d_kv, family)
         bits = [x.numpy(stream).view(np.uint32) for x in (d_qkv, d_kv)]
         first = first or bits
         for one, other in zip(first, bits, strict=True):
@@ -310,11 +305,9 @@ def test_what_is_not_finite_stays_so(
     target.copy_from(poisoned, stream)
     arena = cases.device_arena(stream)
     if not from_forward:
-        ops.attention(case.qkv, 2, 2, case.out, case.log_sum_exp, cases.launcher(stream), family=family)
+        ops.attention(case.attend, cases.launcher(stream), family=family)
     case.d_qkv.fill_bytes(0, stream)
-    ops.attention_backward(
-        case.d_out, case.qkv, case.out, case.log_sum_exp, 2, 2, case.d_qkv, arena, cases.launcher(stream), family=family
-    )
+    ops.attention_backward(case.attend, case.d_out, case.d_qkv, arena, cases.launcher(stream), family=family)
     finite = np.isfinite(case.d_qkv.numpy(stream).astype(np.float32))
     sees = np.arange(length) >= at if where in "kv" else np.arange(length) == at
     assert finite[:128, :d].all() and finite[:, d : 2 * d].all()  # the keys' block of 128 may share one maximum

@@ -136,28 +136,25 @@ def test_masks_of_zigzag_parts(
         case = cases.Case(heads, kv_heads, mine, d_mine, *empty, {}, of_owner[rank])
         for array in empty:
             array.fill_bytes(255, stream)
-        ops.attention(mine, heads, kv_heads, case.out, case.log_sum_exp, launch, mask=case.mask, family=family)
+        ops.attention(case.attend, launch, family=family)
         merged, others = cases.upload(case.out.numpy(stream).astype(np.float32), stream), []
         for owner, keys in enumerate(places):
             if owner != rank:
                 kv = of_rank(qkv, keys)[:, heads * d :]
-                others.append((owner, ops.Others(cases.upload(kv, stream), *context.seen(owner, rank, 2 * chunk))))
-        for owner, to in others:
-            ops.attention(
-                mine, heads, kv_heads, merged, case.log_sum_exp, launch, mask=of_owner[owner], to=to, family=family
-            )
+                seen_by = cases.upload(kv, stream), *context.seen(owner, rank, 2 * chunk)
+                others.append((owner, case.attend.to(*seen_by, of_owner[owner])))
+        for _, to_others in others:
+            ops.attention(replace(to_others, out=merged), launch, family=family)
         case.out.copy_from(merged.numpy(stream).astype(kind_of), stream)
         got, want = case.out.numpy(stream).astype(np.float64), of_rank(out64, at)
         assert np.linalg.norm(got - want) < 4 * cases.EPSILON[dtype] * np.linalg.norm(want)
         np.testing.assert_allclose(case.log_sum_exp.numpy(stream), lse64[..., at], rtol=0, atol=2e-5)
-        forward = (case.d_out, mine, case.out, case.log_sum_exp, heads, kv_heads)
-        ops.attention_backward(*forward, case.d_qkv, arena, launch, mask=case.mask, family=family)
+        ops.attention_backward(case.attend, case.d_out, case.d_qkv, arena, launch, family=family)
         total = cases.upload(case.d_qkv.numpy(stream).astype(np.float32), stream)
-        for owner, to in others:
-            d_kv = cases.upload(np.zeros(to.kv.shape, np.float32), stream)
-            ops.attention_backward(
-                *forward, total, arena, launch, mask=of_owner[owner], to=to, d_kv=d_kv, family=family
-            )
+        for owner, to_others in others:
+            assert to_others.kv is not None
+            d_kv = cases.upload(np.zeros(to_others.kv.shape, np.float32), stream)
+            ops.attention_backward(to_others, case.d_out, total, arena, launch, d_kv, family)
             gradients[owner][:, heads * d :] += d_kv.numpy(stream)
         gradients[rank] += total.numpy(stream)
     ends = (heads * d, (heads + kv_heads) * d)

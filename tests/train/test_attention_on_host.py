@@ -7,6 +7,8 @@ shows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -36,14 +38,14 @@ def host(monkeypatch):
 def test_heads_that_no_kernel_takes_are_refused(rng):
     case = cases.make_case(rng, None, (1, 8, 1, 1, 258), "bfloat16")
     with pytest.raises(InvalidArgument, match="expected heads of at most 256 elements, got 258"):
-        attention.attention(case.qkv, 1, 1, case.out, case.log_sum_exp, emulator.HostOps())
+        attention.attention(case.attend, emulator.HostOps())
 
 
 def test_masks_that_do_not_fit_are_refused(rng):
     case, ops = cases.make_case(rng, None, (2, 8, 1, 1, 64), "bfloat16"), emulator.HostOps()
     mask, _ = cases.make_mask(None, None, None, 2, np.arange(9), np.arange(9))
     with pytest.raises(InvalidArgument, match="expected a mask of 2 x 8 tokens, as qkv has, got one of 2 x 9"):
-        attention.attention(case.qkv, 1, 1, case.out, case.log_sum_exp, ops, mask=mask)
+        attention.attention(replace(case.attend, mask=mask), ops)
     with pytest.raises(InvalidArgument, match="expected a window of at least 1 token, got 0"):
         ops.attention_mask(None, 0, mask)
 

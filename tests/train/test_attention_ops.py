@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kos.errors import InvalidArgument
-from kos.train.ops import Mask, numpy_attention
+from kos.train.ops import Attend, Mask, numpy_attention
 from kos.train.ops import numpy as ops
 from kos.train.parallel import context
 from tests.train import masks
@@ -51,12 +51,12 @@ def test_attention(rng, arena, monkeypatch, heads, kv_heads, length, query_block
     samples, d = 3, 3
     qkv = rng.normal(size=(samples * length, (heads + 2 * kv_heads) * d))
     out, lse = nan_columns(len(qkv), heads * d), nan(samples, heads, length)
-    ops.attention(columns(qkv), heads, kv_heads, out, lse, arena)
+    ops.attention(Attend(columns(qkv), heads, kv_heads, out, lse), arena)
     expected, expected_lse = attention_formula(qkv, samples, heads, kv_heads)
     np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-10, atol=1e-12)
     d_out, d_qkv = rng.normal(size=out.shape), nan_columns(*qkv.shape)
-    ops.attention_backward(columns(d_out), columns(qkv), out, lse, heads, kv_heads, d_qkv, arena)
+    ops.attention_backward(Attend(columns(qkv), heads, kv_heads, out, lse), columns(d_out), d_qkv, arena)
     check_gradients(rng, lambda x: attention_formula(x, samples, heads, kv_heads)[0], (qkv,), (d_qkv,), d_out)
 
 
@@ -87,19 +87,18 @@ def test_attention_to_keys_of_another_rank(
 
     unseen = others.copy().reshape(samples, length, -1)
     unseen[:, : keys.start] = unseen[:, keys.stop :] = np.nan
-    kv = ops.keys_and_values(columns(unseen.reshape(others.shape)), heads, kv_heads, arena)
+    kv = ops.keys_and_values(Attend(columns(unseen.reshape(others.shape)), heads, kv_heads, None, None), arena)
     out, lse = nan_columns(len(qkv), heads * d), nan(samples, heads, length)
-    ops.attention(columns(qkv), heads, kv_heads, out, lse, arena, own)
+    ops.attention(Attend(columns(qkv), heads, kv_heads, out, lse, own), arena)
     with np.errstate(divide="ignore"):
-        ops.attention_to(columns(qkv), kv, heads, kv_heads, queries, keys, out, lse, arena, other)
+        ops.attention(Attend(columns(qkv), heads, kv_heads, out, lse, other, kv, queries, keys), arena)
     for got, expected in zip((out, lse), formula(qkv, others), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
     d_out, d_qkv, d_kv = columns(rng.normal(size=out.shape)), nan_columns(*qkv.shape), nan(*kv.shape)
-    ops.attention_backward(d_out, columns(qkv), out, lse, heads, kv_heads, d_qkv, arena, own)
-    kv = ops.keys_and_values(columns(others), heads, kv_heads, arena)
-    ops.attention_to_backward(
-        d_out, columns(qkv), kv, out, lse, heads, kv_heads, queries, keys, d_qkv, d_kv, arena, other
-    )
+    ops.attention_backward(Attend(columns(qkv), heads, kv_heads, out, lse, own), d_out, d_qkv, arena)
+    kv = ops.keys_and_values(Attend(columns(others), heads, kv_heads, None, None), arena)
+    to_others = Attend(columns(qkv), heads, kv_heads, out, lse).to(kv, queries, keys, other)
+    ops.attention_backward(to_others, d_out, d_qkv, arena, d_kv)
     d_others = columns(np.zeros(qkv.shape))
     ops.add_keys_and_values(d_kv, d_others)
     ops.add_keys_and_values(d_kv, d_others)
@@ -113,9 +112,9 @@ def test_attention_to_keys_stands_large_scores(rng, arena):
         qkv[:, 2:4] *= own
         others[:, 2:4] *= other
         out, lse = nan_columns(5, 2), nan(1, 1, 5)
-        ops.attention(columns(qkv), 1, 1, out, lse, arena)
-        kv = ops.keys_and_values(columns(others), 1, 1, arena)
-        ops.attention_to(columns(qkv), kv, 1, 1, slice(0, 5), slice(0, 5), out, lse, arena)
+        ops.attention(Attend(columns(qkv), 1, 1, out, lse), arena)
+        kv = ops.keys_and_values(Attend(columns(others), 1, 1, None, None), arena)
+        ops.attention(Attend(columns(qkv), 1, 1, out, lse, None, kv, slice(0, 5), slice(0, 5)), arena)
         for t in range(5):
             seen = np.concatenate([qkv[: t + 1], others])
             scores = seen[:, 2:4] @ qkv[t, :2] / math.sqrt(2)
@@ -129,9 +128,9 @@ def test_attention_stands_large_scores(rng, arena):
     qkv = rng.normal(size=(length, 3 * d)) * 100
     qkv[-1, d : 2 * d] = 1e4  # a key that only the last query may see
     out, lse = nan_columns(length, d), nan(1, 1, length)
-    ops.attention(columns(qkv), 1, 1, out, lse, arena)
+    ops.attention(Attend(columns(qkv), 1, 1, out, lse), arena)
     d_qkv = nan_columns(*qkv.shape)
-    ops.attention_backward(columns(np.ones((length, d))), columns(qkv), out, lse, 1, 1, d_qkv, arena)
+    ops.attention_backward(Attend(columns(qkv), 1, 1, out, lse), columns(np.ones((length, d))), d_qkv, arena)
     assert np.isfinite(d_qkv).all()
     for t in range(length):
         scores = qkv[: t + 1, d : 2 * d] @ qkv[t, :d] / math.sqrt(d)
@@ -180,7 +179,7 @@ def test_masks_of_other_shapes_are_refused(arena):
     with pytest.raises(InvalidArgument, match=r"key_positions of shape \(3,\), got \(2,\)"):
         ops.attention_mask(None, None, mask, None, np.arange(2))
     with pytest.raises(InvalidArgument, match=r"expected a mask of 2 x 2 tokens, as qkv has, got one of 2 x 3"):
-        ops.attention(qkv, 1, 1, out, lse, arena, mask)
+        ops.attention(Attend(qkv, 1, 1, out, lse, mask), arena)
 
 
 @pytest.mark.parametrize("scores", [1, 150, 10**6])
@@ -195,8 +194,8 @@ def test_attention_with_a_mask(rng, arena, monkeypatch, heads, kv_heads, lengths
     starts, mask = masks.starts_of(lengths, samples, length), mask_arrays(samples, length)
     ops.attention_mask(starts, window, mask)
     out, lse, d_qkv = nan_columns(*d_out.shape), nan(samples, heads, length), nan_columns(*qkv.shape)
-    ops.attention(columns(qkv), heads, kv_heads, out, lse, arena, mask)
-    ops.attention_backward(columns(d_out), columns(qkv), out, lse, heads, kv_heads, d_qkv, arena, mask)
+    ops.attention(Attend(columns(qkv), heads, kv_heads, out, lse, mask), arena)
+    ops.attention_backward(Attend(columns(qkv), heads, kv_heads, out, lse, mask), columns(d_out), d_qkv, arena)
     seen = masks.visible(starts, window, np.arange(length))
     for got, want in zip(
         (out, lse, d_qkv), masks.dense_packed(qkv, d_out, samples, heads, kv_heads, seen), strict=True
@@ -216,8 +215,8 @@ def test_documents_of_a_sample_are_as_samples_of_their_own(rng, arena, monkeypat
         mask = mask_arrays(samples, length)
         ops.attention_mask(starts, None, mask)
         out, lse, d_qkv = nan_columns(*d_out.shape), nan(samples, heads, length), nan_columns(*qkv.shape)
-        ops.attention(columns(qkv), heads, kv_heads, out, lse, arena, mask)
-        ops.attention_backward(columns(d_out), columns(qkv), out, lse, heads, kv_heads, d_qkv, arena, mask)
+        ops.attention(Attend(columns(qkv), heads, kv_heads, out, lse, mask), arena)
+        ops.attention_backward(Attend(columns(qkv), heads, kv_heads, out, lse, mask), columns(d_out), d_qkv, arena)
         return out, lse.swapaxes(1, 2).reshape(len(qkv), heads), d_qkv
 
     qkv[8:16] = np.nan
@@ -239,7 +238,8 @@ def test_masks_of_zigzag_parts_compose(rng, arena, monkeypatch, ranks, window, s
     qkv, d_out = (rng.normal(size=(samples, length, m * d)) for m in (heads + 2 * kv_heads, heads))
     starts = masks.random_starts(rng, samples, length)
     places = [np.r_[r * chunk : (r + 1) * chunk, length - (r + 1) * chunk : length - r * chunk] for r in range(ranks)]
-    kvs = [ops.keys_and_values(columns(qkv[:, at].reshape(n, -1)), heads, kv_heads, arena) for at in places]
+    of_ranks = [Attend(columns(qkv[:, at].reshape(n, -1)), heads, kv_heads, None, None) for at in places]
+    kvs = [ops.keys_and_values(each, arena) for each in of_ranks]
     outs, lses, d_qkvs, d_kvs = [], [], [], [np.zeros(kv.shape) for kv in kvs]
     for rank, at in enumerate(places):
         mine, d_mine = (columns(x[:, at].reshape(n, -1)) for x in (qkv, d_out))
@@ -247,16 +247,16 @@ def test_masks_of_zigzag_parts_compose(rng, arena, monkeypatch, ranks, window, s
         of_owner = [mask_arrays(samples, 2 * chunk) for _ in places]
         for keys, mask in zip(places, of_owner, strict=True):
             ops.attention_mask(starts[:, at], window, mask, at, keys)
-        ops.attention(mine, heads, kv_heads, out, lse, arena, of_owner[rank])
+        attend = Attend(mine, heads, kv_heads, out, lse, of_owner[rank])
+        ops.attention(attend, arena)
         others = [(owner, context.seen(owner, rank, 2 * chunk)) for owner in range(ranks) if owner != rank]
         with np.errstate(divide="ignore"):
             for owner, parts in others:
-                ops.attention_to(mine, kvs[owner], heads, kv_heads, *parts, out, lse, arena, of_owner[owner])
-        ops.attention_backward(d_mine, mine, out, lse, heads, kv_heads, d_qkv, arena, of_owner[rank])
+                ops.attention(attend.to(kvs[owner], *parts, of_owner[owner]), arena)
+        ops.attention_backward(attend, d_mine, d_qkv, arena)
         for owner, parts in others:
             d_kv = nan(*kvs[owner].shape)
-            operands = (d_mine, mine, kvs[owner], out, lse, heads, kv_heads, *parts, d_qkv, d_kv, arena)
-            ops.attention_to_backward(*operands, of_owner[owner])
+            ops.attention_backward(attend.to(kvs[owner], *parts, of_owner[owner]), d_mine, d_qkv, arena, d_kv)
             d_kvs[owner] += d_kv
         for results, result in ((outs, out), (lses, lse), (d_qkvs, d_qkv)):
             results.append(result)
@@ -268,33 +268,6 @@ def test_masks_of_zigzag_parts_compose(rng, arena, monkeypatch, ranks, window, s
             part = whole.reshape(samples, length, -1)[:, at].reshape(n, -1)
             np.testing.assert_allclose(got, part, rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(lses[rank], want[1][..., at], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("window", [None, 1, 6, 20])
-def test_attention_with_a_mask_after_keys_of_all_ranks(rng, arena, window):
-    """``attention_after``, of a chunk at a time, is attention of whole sequences."""
-    samples, chunk, heads, kv_heads, d = 2, 7, 4, 2, 3
-    length = 3 * chunk
-    qkv, d_out = (rng.normal(size=(samples * length, n * d)) for n in (heads + 2 * kv_heads, heads))
-    starts, mask = masks.random_starts(rng, samples, length), mask_arrays(samples, length)
-    ops.attention_mask(starts, window, mask)
-    kv, d_qkv = ops.keys_and_values(columns(qkv), heads, kv_heads, arena), nan_columns(*qkv.shape)
-    out, lse, d_kv = nan_columns(*d_out.shape), nan(samples, heads, length), np.zeros(kv.shape)
-    for before in range(0, length, chunk):
-        shape, part = (
-            (heads, kv_heads, slice(0, samples), slice(before, before + chunk)),
-            (before, out, lse, arena, mask),
-        )
-        ops.attention_after(columns(qkv), kv, *shape, *part)
-        operands = (columns(d_out), columns(qkv), kv, out, lse, *shape, before, d_qkv, d_kv, True, arena, mask)
-        ops.attention_after_backward(*operands)
-    d_qkv[:, -len(d_kv) :] = 0
-    ops.add_keys_and_values(d_kv, d_qkv)
-    seen = masks.visible(starts, window, np.arange(length))
-    for got, want in zip(
-        (out, lse, d_qkv), masks.dense_packed(qkv, d_out, samples, heads, kv_heads, seen), strict=True
-    ):
-        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 1, 16, 40])
@@ -318,7 +291,7 @@ def test_attention_with_a_mask_beside_torch(rng, arena, documents, window):
     mask, lse = mask_arrays(samples, length), nan(samples, heads, length)
     ops.attention_mask(starts if documents else None, window, mask)
     out, d_qkv = nan_columns(*d_out.shape), nan_columns(*qkv.shape)
-    ops.attention(columns(qkv), heads, kv_heads, out, lse, arena, mask)
-    ops.attention_backward(columns(d_out), columns(qkv), out, lse, heads, kv_heads, d_qkv, arena, mask)
+    ops.attention(Attend(columns(qkv), heads, kv_heads, out, lse, mask), arena)
+    ops.attention_backward(Attend(columns(qkv), heads, kv_heads, out, lse, mask), columns(d_out), d_qkv, arena)
     np.testing.assert_allclose(out, wanted.detach().numpy(), rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(d_qkv, leaf.grad.numpy(), rtol=1e-9, atol=1e-11)

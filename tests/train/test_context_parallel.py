@@ -14,10 +14,12 @@ from kos.testing import spawn
 from kos.train.data.batch import Batch
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
+from kos.train.ops import Attend, numpy_attention
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops import numpy_attention
 from kos.train.ops.cuda import attention
+from kos.train.ops.fixed_order import Split
 from kos.train.parallel.context import ContextParallel
+from kos.train.parallel.fixed_context import FixedContext
 from kos.train.parallel.mesh import Axis, Layout, Mesh
 from kos.train.parallel.tensor import TensorParallel
 from tests.host_compiler import COMPILER
@@ -74,9 +76,10 @@ class Whole:
             rng.normal(size=(samples * length, n * self.d)) for n in (self.heads + 2 * self.kv_heads, self.heads)
         )
         self.out, self.lse = nan_columns(*self.d_out.shape), nan(samples, self.heads, length)
-        self.d_qkv, q, shape = nan_columns(*self.qkv.shape), columns(self.qkv), (self.heads, self.kv_heads)
-        numpy_ops.attention(q, *shape, self.out, self.lse, Arena())
-        numpy_ops.attention_backward(columns(self.d_out), q, self.out, self.lse, *shape, self.d_qkv, Arena())
+        self.d_qkv = nan_columns(*self.qkv.shape)
+        attend = Attend(columns(self.qkv), self.heads, self.kv_heads, self.out, self.lse)
+        numpy_ops.attention(attend, Arena())
+        numpy_ops.attention_backward(attend, columns(self.d_out), self.d_qkv, Arena())
 
     def part(self, name, positions):
         """Rows of tokens; of ``lse`` (B, H, T)."""
@@ -87,32 +90,38 @@ class Whole:
 
 
 def attention_of_ranks(
-    size, samples=2, chunk=3, group=None, ops=numpy_ops, dtype=np.float64, rtol=1e-10, place=None, read=np.array
-):
+    size, samples=2, chunk=3, group=None, ops=numpy_ops, dtype=np.float64, rtol=1e-10, place=None, read=np.array,
+    pieces=0,
+):  # fmt: skip
     """``ContextParallel`` of ``size`` ranks against the plain attention of whole sequences; exchanges of each rank.
 
-    ``place(array, arena)`` gives an array of ``ops``, ``read`` the host's.
+    ``place(array, arena)`` gives an array of ``ops``, ``read`` the host's. With ``pieces`` of a rank: ``FixedContext``.
     """
-    whole, wide = Whole(samples, 2 * size * chunk), ops.statistics_dtype(dtype)
+    whole, wide = Whole(samples, 2 * size * chunk * max(1, pieces)), ops.statistics_dtype(dtype)
 
     def run(comm):
         comm = group(comm) if group else comm
-        context = ContextParallel(ops, Axis(comm.rank, size, comm))
+        axis = Axis(comm.rank, size, comm)
+        context = FixedContext(ops, axis, Split(1, pieces * size)) if pieces else ContextParallel(ops, axis)
         arena = Arena(0, poisoned_slab) if place is None else ops.make_arena()
-        positions = context.positions(2 * chunk)
+        positions = np.split(np.array(context.positions(2 * chunk * context.pieces)), context.pieces)
+
+        def part_of(name):
+            return np.concatenate([whole.part(name, of_piece) for of_piece in positions])
 
         def mine(name, dtype=dtype, poison=1.0):
-            part = whole.part(name, positions) * poison
+            part = part_of(name) * poison
             if place:
                 return place(part, dtype, arena)
             return (part if name == "lse" else columns(part)).astype(dtype)
 
-        shape, qkv, d_out = (whole.heads, whole.kv_heads), mine("qkv"), mine("d_out")
+        qkv, d_out = mine("qkv"), mine("d_out")
         out, lse, d_qkv = mine("out", poison=np.nan), mine("lse", wide, np.nan), mine("d_qkv", poison=np.nan)
-        context.attention(qkv, *shape, out, lse, arena)
-        context.attention_backward(d_out, qkv, out, lse, *shape, d_qkv, arena)
+        attend = Attend(qkv, whole.heads, whole.kv_heads, out, lse)
+        context.attention(attend, arena)
+        context.attention_backward(attend, d_out, d_qkv, arena)
         for name, got in (("out", out), ("lse", lse), ("d_qkv", d_qkv)):
-            np.testing.assert_allclose(read(got), whole.part(name, positions), rtol, atol=rtol, err_msg=name)
+            np.testing.assert_allclose(read(got), part_of(name), rtol, atol=rtol, err_msg=name)
         return getattr(comm, "exchanges", None)
 
     return spawn(run, size)
@@ -124,6 +133,13 @@ def test_attention(size, chunk, monkeypatch):
     monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 32)
     attention_of_ranks(size, chunk=chunk)
     attention_of_ranks(size, samples=1, chunk=chunk, group=Deferred)
+
+
+@pytest.mark.parametrize(("size", "pieces"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)])
+def test_attention_in_a_fixed_order(size, pieces):
+    """Piece by piece, each of which lies in consecutive rows."""
+    attention_of_ranks(size, pieces=pieces)
+    attention_of_ranks(size, samples=1, chunk=5, pieces=pieces, group=Deferred)
 
 
 def test_statistics_of_another_dtype():

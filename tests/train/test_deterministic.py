@@ -13,9 +13,9 @@ import pytest
 from kos.errors import ConfigError
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
-from kos.train.layers.fixed import LEAST_CHUNK, Split
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
+from kos.train.ops.fixed_order import LEAST_CHUNK, Split
 from kos.train.optim import base
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.base import Optimizer
@@ -130,6 +130,18 @@ def test_shards_cut_a_tied_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     (alone,) = train(Layout(), CpuDevice, 3, True, **RUN)
     for got in train(Layout(dp=2, pp=2), CpuDevice, 3, True, **RUN, zero=1):
         assert got["rows"].tobytes() == alone["rows"].tobytes()
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2, tp=2)], ids=named)
+def test_biases(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of matrices that ranks split by columns: the first part of a product has it."""
+    for name in ("attention_bias", "mlp_bias"):
+        monkeypatch.setitem(SHAPE, name, True)
+    serial.cache_clear()
+    try:
+        assert differs(layout, 2, False, seq_len=length(layout.cp)) == []
+    finally:
+        serial.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from kos.train.config.options import TrainConfig
 from kos.train.device import cuda as engine_module
 from kos.train.device.cpu import CpuDevice
 from kos.train.device.cuda import CudaDevice
-from kos.train.layers.fp8 import Fp8Linear, check_sizes
-from kos.train.layers.products import Products
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops import numpy as reference
-from kos.train.parallel.mesh import Layout
+from kos.train.ops.fixed_order import FixedOrder, Split
+from kos.train.ops.fp8 import Fp8Ops, check_sizes
+from kos.train.ops.linear import LinearOps
+from kos.train.parallel.mesh import ALONE, Layout
 from kos.train.train import Step
 from tests.train import test_layouts as on_cpus
 from tests.train import test_layouts_on_host as layouts
@@ -127,8 +128,8 @@ def test_norms_and_swiglu_that_are_not_written_have_the_same_bits(
     fused = train(text, tmp_path / "fused", device, **settings)
     assert len(calls) == 3
     calls.clear()
-    monkeypatch.setattr(Products, "gated", lambda self, gate_up: None)
-    monkeypatch.setattr(Products, "fuses_norm", False)
+    for name in ("normed", "gated"):
+        monkeypatch.setattr(Fp8Ops, name, lambda self, *operands: None)
     written = train(text, tmp_path / "written", device, **settings)
     assert not calls
     assert column(fused) == column(written)
@@ -297,14 +298,15 @@ def test_sizes_of_copied_kv_heads():
     check_sizes(model.layers(range(1)), 16, {})
 
 
-def test_the_products_of_a_search_are_freed_at_once():
-    """And with them its arena, before the memory of a run is allocated: not by the garbage collector."""
-    products = Products(reference, None, object())  # type: ignore[arg-type]
-    products.fp8 = Fp8Linear(products)
-    freed = weakref.ref(products)
+def test_the_operations_of_a_search_are_freed_at_once():
+    """And with them their arena, before the memory of a run is allocated: not by the garbage collector."""
+    in_8 = Fp8Ops(LinearOps(reference), object(), True)  # type: ignore[arg-type]
+    ops = FixedOrder(in_8, in_8.arena, Split(), ALONE, ALONE, {})
+    assert ops.of_head.innermost().inner is ops.innermost().inner is reference
+    freed = weakref.ref(in_8)
     gc.disable()
     try:
-        del products
+        del in_8, ops
         assert freed() is None
     finally:
         gc.enable()

@@ -9,9 +9,9 @@ import pytest
 from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
-from kos.train.layers.fp8 import WEIGHTS, Fp8Weights, Quantized, check_sizes, first_of
 from kos.train.ops import Scaled, scales_shape
 from kos.train.ops import numpy as ops
+from kos.train.ops.fp8 import WEIGHTS, Fp8Weights, Quantized, check_sizes, first_of
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix, nearest
 from tests.train.test_ops import poisoned_slab
 

@@ -20,9 +20,9 @@ from kos.train.config.options import TrainConfig, not_of
 from kos.train.device import cuda as engine_module
 from kos.train.device import memory_plan
 from kos.train.device.cuda import CudaDevice
-from kos.train.layers import fixed_rows
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
+from kos.train.ops import Attend, fixed_order
 from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.optim import cuda as cuda_optimizer
@@ -212,7 +212,7 @@ def test_deterministic(emulated, layout: Layout, changes: dict[str, Any], monkey
 
 
 def check_deterministic(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fixed_rows, "LEAST_ROWS_CHUNK", 2)
+    monkeypatch.setattr(fixed_order, "LEAST_CHUNK_ON_GPUS", 2)
     monkeypatch.setattr(cuda_optimizer, "CHUNK", 256)
     monkeypatch.setattr(memory_plan, "CHUNK", 256)
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * 1024)
@@ -236,12 +236,15 @@ def check_deterministic(layout: Layout, changes: dict[str, Any], monkeypatch: py
 
 def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatch) -> None:
     """On a GPU the bits of a product depend on its shape."""
-    monkeypatch.setattr(fixed_rows, "LEAST_ROWS_CHUNK", 2)
+    monkeypatch.setattr(fixed_order, "LEAST_CHUNK_ON_GPUS", 2)
     real, found = host_kernels._numpy, set()
 
     def note(name: str, arguments: Any) -> None:
         if name.startswith(("linear", "attention")) or name == "rms_norm_backward":
-            found.add((name, *(x.shape for x in arguments if hasattr(x, "pointer"))))
+            attend = arguments[0] if isinstance(arguments[0], Attend) else None
+            arrays = (attend.qkv, attend.out, attend.kv, *arguments[1:]) if attend else arguments
+            sliced = (attend.queries, attend.keys) if attend else ()
+            found.add((name, *map(str, sliced), *(x.shape for x in arrays if hasattr(x, "pointer"))))
         real(name, arguments)
 
     def shapes(layout: Layout) -> set[Any]:
@@ -273,7 +276,7 @@ PLANS = ["tp2", "cp2", "cp2-int8", "hosts-int8", "pp2-v", "fixed", "fixed-cp2", 
 @pytest.mark.parametrize(("layout", "changes"), PLANNED, ids=PLANS)
 def test_allocated_memory_is_within_the_plan(emulated, layout, changes, monkeypatch) -> None:
     """And not much less than it; a micro-batch in flight takes all that is planned for it, on some rank."""
-    monkeypatch.setattr(fixed_rows, "LEAST_ROWS_CHUNK", 16)
+    monkeypatch.setattr(fixed_order, "LEAST_CHUNK_ON_GPUS", 16)
     monkeypatch.setattr(memory_plan, "RESERVE", 1 << 16)
     monkeypatch.setattr(cublaslt, "WORKSPACE", 0)
     held, real, plan = threading.local(), array_module.pool_of(0).allocate, engine_module.plan_memory

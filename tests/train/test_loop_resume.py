@@ -44,6 +44,18 @@ def test_deterministic_resume_may_change_the_number_of_ranks(text: Path, tmp_pat
     assert tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "whole")
 
 
+def test_a_deterministic_run_with_another_order_of_sums_is_refused(text: Path, tmp_path: Path) -> None:
+    """One that an earlier version began, which wrote no order. Without --deterministic it goes on."""
+    _train(text, tmp_path, steps=2, deterministic=True)
+    manifest = tmp_path / "checkpoints" / "step-2" / "manifest.json"
+    written = json.loads(manifest.read_text())
+    del written["config"]["order_of_sums"]
+    manifest.write_text(json.dumps(written))
+    with pytest.raises(CheckpointError, match=r"step-2: --deterministic: expected .* order 2, .* got order 1: .*"):
+        _train(text, tmp_path, steps=3, deterministic=True, resume="auto")
+    assert [row["step"] for row in _train(text, tmp_path, steps=3, resume="auto")] == [1, 2, 3]
+
+
 def test_resume_with_more_steps_goes_on(text: Path, tmp_path: Path) -> None:
     _train(text, tmp_path, steps=3, schedule="constant")
     rows = _train(text, tmp_path, steps=6, schedule="constant", resume="auto")

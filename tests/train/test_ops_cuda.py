@@ -9,6 +9,7 @@ import pytest
 
 from kos import cuda
 from kos.memory.arena import Arena
+from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda.cublaslt import Matmul
 from tests.train import ops_cases
@@ -254,13 +255,14 @@ def test_attention(ops, side, rng, arena, samples, length, heads, kv_heads, head
     qkv, qkv64 = side.put(rng.normal(size=(n, (heads + 2 * kv_heads) * head_dim)))
     d_out, d_out64 = side.put(rng.normal(size=(n, heads * head_dim)))
     out, lse = side.nan(n, heads * head_dim), side.nan(samples, heads, length, dtype="float32")
-    ops.attention(qkv, heads, kv_heads, out, lse, arena)
+    ops.attention(Attend(qkv, heads, kv_heads, out, lse), arena)
     out64, lse64 = columns(np.empty((n, heads * head_dim))), np.empty((samples, heads, length))
-    reference.attention(columns(qkv64), heads, kv_heads, out64, lse64, Arena())
+    reference.attention(Attend(columns(qkv64), heads, kv_heads, out64, lse64), Arena())
     side.close(out, out64, 4)
     d_qkv, d_qkv64 = side.nan(*qkv64.shape), columns(np.empty(qkv64.shape))
-    ops.attention_backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena)
-    reference.attention_backward(columns(d_out64), columns(qkv64), out64, lse64, heads, kv_heads, d_qkv64, Arena())
+    ops.attention_backward(Attend(qkv, heads, kv_heads, out, lse), d_out, d_qkv, arena)
+    attend64 = Attend(columns(qkv64), heads, kv_heads, out64, lse64)
+    reference.attention_backward(attend64, columns(d_out64), d_qkv64, Arena())
     side.close(d_qkv, d_qkv64, 8)
 
 
@@ -276,7 +278,7 @@ def test_attention_of_ranks(ops, side, rng, arena, ranks, samples, chunk, heads,
     of_ranks = [[side.put(x[:, at].reshape(n, -1))[0] for at in places] for x in whole]
     outs, d_qkvs, d_kvs = [], [], [np.zeros((n, 2 * kv_heads * head_dim)) for _ in range(ranks)]
     with arena.scope():
-        kvs = [ops.keys_and_values(qkv, heads, kv_heads, arena) for qkv in of_ranks[0]]
+        kvs = [ops.keys_and_values(Attend(qkv, heads, kv_heads, None, None), arena) for qkv in of_ranks[0]]
         for rank, (qkv, d_out) in enumerate(zip(*of_ranks, strict=True)):
             out, lse = side.nan(n, heads * head_dim), side.nan(samples, heads, 2 * chunk, dtype="float32")
             seen = {
@@ -285,18 +287,17 @@ def test_attention_of_ranks(ops, side, rng, arena, ranks, samples, chunk, heads,
                 if owner != rank
             }
             wide_out, wide_d_qkv = (side.nan(n, x.shape[2], dtype="float32") for x in reversed(whole))
-            ops.attention(qkv, heads, kv_heads, out, lse, arena)
+            ops.attention(Attend(qkv, heads, kv_heads, out, lse), arena)
             ops.copy(out, wide_out)
             for owner, parts in seen.items():
-                ops.attention_to(qkv, kvs[owner], heads, kv_heads, *parts, wide_out, lse, arena)
+                ops.attention(Attend(qkv, heads, kv_heads, wide_out, lse).to(kvs[owner], *parts), arena)
             ops.copy(wide_out, out)
             d_qkv, d_kv = side.nan(*qkv.shape), side.nan(*kvs[0].shape, dtype="float32")
-            ops.attention_backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena)
+            ops.attention_backward(Attend(qkv, heads, kv_heads, out, lse), d_out, d_qkv, arena)
             ops.copy(d_qkv, wide_d_qkv)
             for owner, parts in seen.items():
-                ops.attention_to_backward(
-                    d_out, qkv, kvs[owner], out, lse, heads, kv_heads, *parts, wide_d_qkv, d_kv, arena
-                )
+                to_others = Attend(qkv, heads, kv_heads, out, lse).to(kvs[owner], *parts)
+                ops.attention_backward(to_others, d_out, wide_d_qkv, arena, d_kv)
                 d_kvs[owner] += side.get(d_kv)
             outs.append(side.get(out))
             d_qkvs.append(wide_d_qkv)
@@ -305,8 +306,8 @@ def test_attention_of_ranks(ops, side, rng, arena, ranks, samples, chunk, heads,
     qkv64, d_out64 = (columns(side.put(x)[1].reshape(samples * length, -1)) for x in whole)
     out64, lse64 = columns(np.empty(d_out64.shape)), np.empty((samples, heads, length))
     d_qkv64 = columns(np.empty(qkv64.shape))
-    reference.attention(qkv64, heads, kv_heads, out64, lse64, Arena())
-    reference.attention_backward(d_out64, qkv64, out64, lse64, heads, kv_heads, d_qkv64, Arena())
+    reference.attention(Attend(qkv64, heads, kv_heads, out64, lse64), Arena())
+    reference.attention_backward(Attend(qkv64, heads, kv_heads, out64, lse64), d_out64, d_qkv64, Arena())
     for got, expected in ((outs, out64), ([side.get(x) for x in d_qkvs], d_qkv64)):
         for values, at in zip(got, places, strict=True):
             want = expected.reshape(samples, length, -1)[:, at].reshape(n, -1)

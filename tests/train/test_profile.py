@@ -15,6 +15,7 @@ from kos.memory.array import Array
 from kos.testing import spawn
 from kos.train import run as loop
 from kos.train.config.options import TrainConfig
+from kos.train.ops import Attend
 from kos.train.ops import numpy as numpy_ops
 from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.context import ContextParallel
@@ -42,13 +43,16 @@ def test_costs_follow_from_shapes():
     qkv, out = np.zeros((14, (heads + 2 * kv) * d), f32), np.zeros((14, heads * d), f32)
     lse = np.zeros((samples, heads, length), f32)
     causal = 2 * (2 * samples * heads * length * length * d) / 2  # two products, half of each
-    assert cost("attention", (qkv, heads, kv, out, lse, None))[1] == causal
-    assert cost("attention_backward", (out, qkv, out, lse, heads, kv, qkv, None))[1] == 2.5 * causal
+    attend = Attend(qkv, heads, kv, out, lse)
+    assert cost("attention", (attend, None)) == (qkv.nbytes + out.nbytes + lse.nbytes, causal)
+    moved = 2 * qkv.nbytes + 2 * out.nbytes + lse.nbytes
+    assert cost("attention_backward", (attend, out, qkv, None)) == (moved, 2.5 * causal)
     others, parts = qkv[:, heads * d :], (slice(3, 7), slice(0, 5))
     flops = 2 * (2 * samples * heads * 4 * 5 * d)
-    assert cost("attention_to", (qkv, others, heads, kv, *parts, out, lse, None))[1] == flops
-    backward = (out, qkv, others, out, lse, heads, kv, *parts, qkv, others, None)
-    assert cost("attention_to_backward", backward)[1] == 2.5 * flops
+    to_others = attend.to(others, *parts)
+    assert cost("attention", (to_others, None)) == (qkv.nbytes + out.nbytes + lse.nbytes + others.nbytes, flops)
+    moved += 2 * others.nbytes
+    assert cost("attention_backward", (to_others, out, qkv, None, others)) == (moved, 2.5 * flops)
     assert cost("swiglu", (y, x, None)) == (4 * (30 + 24), 0)
     assert cost("swiglu_backward", (x, y, x, y, None)) == (4 * (24 + 2 * 30), 0)
     for rope in ("rope", "rope_backward"):  # the heads of q and k, two of three of width 2
@@ -87,12 +91,10 @@ def test_attention_flops_count_the_pairs_in_a_window(cp, pieces, window):
         for queries, of_piece in zip(context.mine, masks, strict=True):
             for keys, mask in enumerate(of_piece):
                 want = 4 * heads * d * sees[np.ix_(context.places(queries, length), context.places(keys, length))].sum()
-                forward, backward = (out, lse, None, mask), (out, lse, heads, heads)
-                assert cost("attention", (qkv, heads, heads, *forward))[1] == want
-                assert cost("attention_backward", (out, qkv, *backward, qkv, None, mask))[1] == 2.5 * want
-                assert cost("attention_to", (qkv, qkv, heads, heads, every, every, *forward))[1] == want
-                operands = (out, qkv, qkv, *backward, every, every, qkv, qkv, None, mask)
-                assert cost("attention_to_backward", operands)[1] == 2.5 * want
+                attend = Attend(qkv, heads, heads, out, lse, mask)
+                for each in (attend, attend.to(qkv, every, every, mask)):
+                    assert cost("attention", (each, None))[1] == want
+                    assert cost("attention_backward", (each, out, qkv, None))[1] == 2.5 * want
 
 
 def profiled(tmp_path, ranks, wrap=lambda comm: comm, **changes):

@@ -13,6 +13,7 @@ from kos.train.checkpoint.checkpoint import Checkpoint
 from kos.train.config.options import TrainConfig
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
 from kos.train.model.llama import LlamaConfig
+from kos.train.ops.fixed_order import ORDER
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,19 @@ def check_data(found: Checkpoint, config: TrainConfig, fingerprint: str) -> None
         f"others ({fingerprint[:12]}), of which {found.step} steps would count as done; "
         f"a new run with --init-from={found.path} begins them with these weights"
     )
+
+
+def check_order(found: Checkpoint, config: TrainConfig) -> None:
+    """Raise CheckpointError if a deterministic run on CPUs was begun with another order of sums."""
+    theirs = found.config.get("config", {}) | found.config.get("derived", {})
+    if not (config.deterministic and theirs.get("deterministic")) or {config.device, theirs.get("device")} != {"cpu"}:
+        return
+    if (order := found.config.get("order_of_sums", 1)) != ORDER:
+        raise CheckpointError(
+            f"{found.path}: --deterministic: expected a run whose sums on CPUs have order {ORDER}, that of this "
+            f"version of kos, got order {order}: results would differ from those of an uninterrupted run; "
+            "resume it with the version that began it, or without --deterministic"
+        )
 
 
 def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, Any]) -> None:

@@ -21,7 +21,9 @@ from kos.train.device.machine import free_memory
 from kos.train.device.memory_plan import GIB, DryRun, MemoryPlan, plan_buckets
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
+from kos.train.ops import Attend
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.numpy_attention import view_of_keys_and_values
 from kos.train.optim.base import Optimizer
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
@@ -86,7 +88,9 @@ class DryOps:
 
     step, statistics_dtype = staticmethod(numpy_ops.step), staticmethod(numpy_ops.statistics_dtype)
     indices, empty_columns = staticmethod(numpy_ops.indices), staticmethod(numpy_ops.empty_columns)
-    keys_and_values = staticmethod(numpy_ops.keys_and_values)
+
+    def keys_and_values(self, attend: Attend, arena: Arena) -> Any:
+        return view_of_keys_and_values(attend.qkv, *attend.shape)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *operands: None

@@ -14,7 +14,7 @@ from kos.train.layers.linear import ColumnLinear, RowLinear
 from kos.train.layers.norm import Norm
 from kos.train.layers.placement import Placement
 from kos.train.layers.sublayer import Saved, Sublayer
-from kos.train.ops import Array
+from kos.train.ops import Array, Attend
 from kos.train.parallel.context import Masks
 from kos.train.parallel.tensor import Half
 
@@ -89,39 +89,42 @@ class Attention(Sublayer):
         for norm, (start, stop) in zip(self.norms, ((0, q), (q, q + k)), strict=False):
             yield norm, slice(start // norm.size, stop // norm.size)
 
+    def _record(self, ctx: PassContext, saved: Saved, heads_NA: Array) -> Attend:
+        return Attend(saved.columns_NW, *self._heads(ctx), heads_NA, saved.of_core.lse_BHT)
+
     def core(self, ctx: PassContext, saved: Saved, half: Half, last: bool) -> Iterator[None]:
         """The halves attend apart. If a sample is in both, the last attends for both."""
-        rows, qkv, (lse, raw), heads = half.rows, saved.columns_NW, saved.of_core, saved.inner_NF
-        assert heads is not None
-        masks = ctx.masks.get(self.window)
-        start, stop = (row // lse.shape[-1] for row in (rows.start, rows.stop))  # samples
-        apart = (stop - start) * lse.shape[-1] == rows.stop - rows.start
+        rows, raw, masks = half.rows, saved.of_core.raw, ctx.masks.get(self.window)
+        assert saved.inner_NF is not None
+        attend = self._record(ctx, saved, saved.inner_NF)
+        samples = slice(rows.start // attend.length, rows.stop // attend.length)
+        apart = (samples.stop - samples.start) * attend.length == rows.stop - rows.start
         if not apart:
             if last:
-                self._attend(ctx, qkv, OfCore(lse, raw), heads, masks)
+                self._attend(ctx, attend, raw, masks)
             yield
         yield
         if apart:
-            of_half = masks and [[mask.of_samples(slice(start, stop)) for mask in each] for each in masks]
-            kept = OfCore(lse[start:stop], None if raw is None else raw[rows])
-            self._attend(ctx, qkv[rows], kept, heads[rows], of_half)
+            of_half = masks and [[mask.of_samples(samples) for mask in each] for each in masks]
+            self._attend(ctx, attend.of(rows, samples), None if raw is None else raw[rows], of_half)
 
-    def _attend(self, ctx: PassContext, qkv_NW: Array, kept: OfCore, heads_NA: Array, masks: Masks) -> None:
-        lse_BHT, raw = kept
+    def _attend(self, ctx: PassContext, attend: Attend, raw: Array | None, masks: Masks) -> None:
+        """qkv = rope(norm(qkv)), out = attention(qkv)."""
+        qkv_NW = attend.qkv
         for norm, heads in self._normed(ctx):
             ctx.ops.head_norm(qkv_NW, ctx.weights[norm.name], norm.eps, heads, raw)
-        self._rotate(ctx, ctx.ops.rope, qkv_NW, lse_BHT.shape[-1])
-        ctx.cp.attention(qkv_NW, *self._heads(ctx), heads_NA, lse_BHT, ctx.arena, masks)
+        self._rotate(ctx, ctx.ops.rope, qkv_NW, attend.length)
+        ctx.cp.attention(attend, ctx.arena, masks)
 
     def core_backward(self, ctx: PassContext, saved: Saved, inner: Array, d_inner: Array, d_columns: Array) -> None:
-        (lse, raw), masks = saved.of_core, ctx.masks.get(self.window)
-        operands = d_inner, saved.columns_NW, inner, lse, *self._heads(ctx), d_columns, ctx.arena
-        ctx.cp.attention_backward(*operands, masks)
-        self._rotate(ctx, ctx.ops.rope_backward, d_columns, lse.shape[-1])
+        """The same backwards: d_qkv from the gradient of out, then through rope and norms, in place."""
+        attend, raw, masks = self._record(ctx, saved, inner), saved.of_core.raw, ctx.masks.get(self.window)
+        ctx.cp.attention_backward(attend, d_inner, d_columns, ctx.arena, masks)
+        self._rotate(ctx, ctx.ops.rope_backward, d_columns, attend.length)
         of, accumulate, final = ctx.into
         for norm, heads in self._normed(ctx):
-            weight, d_weight = ctx.weights[norm.name], of[norm.name]
-            ctx.products.head_norm_backward(raw, weight, norm.eps, heads, d_columns, d_weight, accumulate)
+            norm_weight = ctx.weights[norm.name], norm.eps, heads
+            ctx.ops.head_norm_backward(raw, *norm_weight, d_columns, of[norm.name], accumulate, ctx.arena)
             final(norm.name)
 
     def _rotate(self, ctx: PassContext, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:

@@ -7,8 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kos.memory.arena import Arena
-from kos.train.layers.products import Products
-from kos.train.ops import Array, Ops
+from kos.train.ops import Array
 from kos.train.parallel.context import ContextParallel, Masks
 from kos.train.parallel.tensor import TensorParallel
 
@@ -41,13 +40,14 @@ class Pending(NamedTuple):
 
 
 class PassContext(NamedTuple):
-    """A forward or a backward of a micro-batch: operations, scratch memory, the axes, the strategy of sums, weights."""
+    """A forward or a backward of a micro-batch: operations, scratch memory, the axes, weights."""
 
-    ops: Ops
+    ops: Any
+    """``LinearOps``, or another wrapper of the operations of a dialect."""
+
     arena: Arena
     tp: TensorParallel
     cp: ContextParallel
-    products: Products
     weights: Weights = MappingProxyType({})
     into: Gradients = Gradients(MappingProxyType({}), False, lambda name: None)
     """Of a backward."""

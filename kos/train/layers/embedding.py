@@ -35,7 +35,8 @@ class Embedding:
         of, accumulate, final = ctx.into
         name = LOOKUPS if LOOKUPS in of else self.name
         adds = accumulate or (name != LOOKUPS and self.tied and with_head)
-        ctx.products.embedding_backward(dx_ND, tokens_N, of[name], adds)
+        first = None if ctx.tp.size == 1 else ctx.tp.first
+        ctx.ops.embedding_backward(dx_ND, tokens_N, of[name], adds, ctx.arena, first)
         final(name)
 
 

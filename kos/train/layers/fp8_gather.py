@@ -18,9 +18,9 @@ import numpy as np
 
 from kos.comm.reduction import ReduceOp
 from kos.memory.arena import Arena
-from kos.train.layers.fp8 import SCALE, WEIGHTS, Fp8Weights, Quantized
 from kos.train.model.parameters import Parameters, packed
 from kos.train.ops import SCALE_BLOCK, Array, Ops, Scaled, scales_shape
+from kos.train.ops.fp8 import SCALE, WEIGHTS, Fp8Weights, Quantized
 from kos.train.optim.base import elements, overlap
 from kos.train.parallel.data import DataParallel, GatheredWeights
 

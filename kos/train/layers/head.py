@@ -34,19 +34,40 @@ class Head:
 
     def logits(self, ctx: PassContext, normed: Array) -> Array:
         """This rank's part of the logits of some rows."""
-        table_vD = ctx.weights[self.name]
-        logits = ctx.arena.take((len(normed), len(table_vD)), normed.dtype)
-        ctx.products.logits(normed, table_vD, logits)
+        logits = ctx.arena.take((len(normed), len(ctx.weights[self.name])), normed.dtype)
+        ctx.ops.of_head.linear(normed, ctx.ops.matrix(ctx.weights, self.name), logits)
         return logits
+
+    def _chunks(self, ctx: PassContext, count: int) -> list[list[slice]]:
+        """Of each piece of ``count`` rows the chunks whose logits are in memory at once."""
+        of_piece = count // ctx.ops.pieces
+        most, ends = ctx.ops.head_rows(of_piece, self.rows), range(of_piece, count + 1, of_piece)
+        return [[slice(at, min(at + most, end)) for at in range(end - of_piece, end, most)] for end in ends]
+
+    def _cross_entropy(
+        self, ctx: PassContext, logits_Nv: Array, targets_N: Array, losses_N: Array, count: Array | None = None
+    ) -> None:
+        """The losses of all tokens; with ``count`` the logits become the gradient of sum(losses) / count."""
+        ops, tp, arena = ctx.ops.of_head, ctx.tp, ctx.arena
+        if tp.size * ops.parts == 1:
+            ops.cross_entropy(logits_Nv, targets_N, count, losses_N, arena)
+            return
+        with arena.scope():
+            mine = arena.take((ops.parts, 3, len(targets_N)), losses_N.dtype)
+            of_all = mine if tp.size == 1 else arena.take((tp.size * ops.parts, *mine.shape[1:]), mine.dtype)
+            ops.statistics_of_parts(logits_Nv, targets_N, tp.first, mine, arena)
+            if tp.size > 1:
+                tp.axis.comm.all_gather(mine, of_all)
+            ops.cross_entropy_of_parts(logits_Nv, targets_N, tp.first, of_all, count, losses_N, arena)
 
     def loss(self, ctx: PassContext, x_nD: Array, targets_N: Array, loss: Array, count: Array | None) -> None:
         """The mean loss, to ``loss`` (1,), float64. ``count`` (1,) divides the sum; None: the number of targets."""
         normed_ND = self.normed(ctx, x_nD)
         losses_N, count = self._loss_arrays(ctx, targets_N, x_nD.dtype, count)
-        for rows in chain(*ctx.products.chunks(len(targets_N), self.rows)):
+        for rows in chain(*self._chunks(ctx, len(targets_N))):
             with ctx.arena.scope():
                 logits = self.logits(ctx, normed_ND[rows])
-                ctx.products.cross_entropy(logits, targets_N[rows], losses_N[rows])
+                self._cross_entropy(ctx, logits, targets_N[rows], losses_N[rows])
         ctx.cp.mean_loss(losses_N, count, loss, ctx.arena)
 
     def _loss_arrays(self, ctx: PassContext, targets_N: Array, dtype: Any, count: Array | None) -> tuple[Array, Array]:
@@ -78,7 +99,7 @@ class Head:
             ctx.ops.zero(dx_nD)
             if ctx.tp.size > 1:
                 d_normed_nD = arena.take(x_nD.shape, x_nD.dtype)
-                ctx.products.start_sum(d_normed_ND, d_normed_nD, None)()
+                ctx.tp.start_sum(d_normed_ND, d_normed_nD)()
             self.norm.backward(ctx, d_normed_nD, x_nD, statistics_n, dx_nD)
             ctx.cp.mean_loss(losses_N, count, loss, arena)
 
@@ -86,8 +107,8 @@ class Head:
         self, ctx: PassContext, normed: Array, targets_N: Array, count: Array, losses_N: Array, d_normed: Array
     ) -> None:
         """The losses, and the gradients of the matrix and of its input, chunk by chunk."""
-        (of, accumulate, _), ops, products, table = ctx.into, ctx.ops, ctx.products, ctx.weights[self.name]
-        pieces, d_weight = products.chunks(len(targets_N), self.rows), of[self.name]
+        (of, accumulate, _), ops, table = ctx.into, ctx.ops.of_head, ctx.ops.matrix(ctx.weights, self.name)
+        pieces, d_weight = self._chunks(ctx, len(targets_N)), of[self.name]
         wide = ops.statistics_dtype(normed.dtype)
         in_place = sum(map(len, pieces)) == 1 or d_weight.dtype == wide
         sum_vD = d_weight if in_place else ctx.arena.take(d_weight.shape, wide)  # rounded once, not for each chunk
@@ -95,12 +116,14 @@ class Head:
             ops.copy(d_weight, sum_vD)
 
         def of_piece(piece: int, d_table: Array) -> None:
+            d_matrix = ops.matrix({self.name: d_table}, self.name)
             for number, rows in enumerate(pieces[piece]):
                 with ctx.arena.scope():
                     logits, add = self.logits(ctx, normed[rows]), accumulate or number > 0
-                    products.cross_entropy(logits, targets_N[rows], losses_N[rows], count)
-                    products.logits_backward(logits, normed[rows], table, d_normed[rows], d_table, add)
+                    self._cross_entropy(ctx, logits, targets_N[rows], losses_N[rows], count)
+                    ops.linear_input_gradient(logits, table, d_normed[rows])
+                    ops.linear_weight_gradient(logits, normed[rows], d_matrix, add, ctx.arena)
 
-        products.sum_pieces(of_piece, sum_vD)
+        ctx.ops.sum_pieces(of_piece, sum_vD)
         if not in_place:
             ops.copy(sum_vD, d_weight)

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from kos.train.layers.context import PassContext
 from kos.train.layers.placement import Placement
-from kos.train.layers.products import Stacked
 from kos.train.ops import Array
 from kos.train.parallel.tensor import Half
 
@@ -43,9 +42,9 @@ class Linear:
     def rows(self) -> int:
         return sum(self.members.values())
 
-    def stacked(self, shards: int) -> Stacked:
-        """The rows of each member, of a rank of ``shards``; None if the ranks split the columns."""
-        return None
+    def split(self, shards: int) -> list[slice]:
+        """What a rank of ``shards`` has along ``dim``: the slice of each member."""
+        return [slice(0, self.columns // shards)]
 
     def placements(self, shard: int, shards: int) -> dict[str, Placement]:
         """Of each tensor, in the order in which the backward finishes their gradients."""
@@ -63,15 +62,29 @@ class Linear:
         found = {self.name: tuple(self.members)}
         return found | ({self.bias: tuple(map(bias_of, self.members))} if self.bias else {})
 
+    def splits(self, shards: int) -> dict[str, tuple[int, list[slice]]]:
+        """By the names of the matrix and a bias that ranks split: ``dim``, ``split``."""
+        split = self.dim, self.split(shards)
+        return {self.name: split} | ({self.bias: split} if self.bias and self.dim == 0 else {})
+
     def weight_gradient(self, ctx: PassContext, d_out: Array, x: Array) -> None:
         """Compute it, and report it as final."""
-        of, accumulate, final = ctx.into
-        stacked = self.stacked(ctx.tp.size)
-        ctx.products.weight_gradient(d_out, x, of[self.name], accumulate, stacked)
+        (of, accumulate, final), ops = ctx.into, ctx.ops
+        ops.linear_weight_gradient(d_out, x, ops.matrix(of, self.name), accumulate, ctx.arena)
         final(self.name)
         if self.bias:
-            ctx.products.bias_gradient(d_out, of[self.bias], accumulate, stacked)
+            self._bias_gradient(ctx, d_out, ops.matrix(of, self.bias), accumulate)
             final(self.bias)
+
+    def _bias_gradient(self, ctx: PassContext, d_out: Array, d_bias: Array, accumulate: bool) -> None:
+        """Of a row-parallel matrix all ranks have all rows."""
+        if self.dim == 0 or ctx.tp.owns_replicated:
+            ctx.ops.sum_rows(d_out, d_bias, accumulate, ctx.arena)
+        elif not accumulate:
+            ctx.ops.zero(d_bias)
+
+    def _weight(self, ctx: PassContext) -> Any:
+        return ctx.ops.matrix(ctx.weights, self.name)
 
     def _bias(self, ctx: PassContext) -> Array | None:
         return ctx.weights[self.bias] if self.bias else None
@@ -84,30 +97,30 @@ class ColumnLinear(Linear):
 
     def features(self, shards: int) -> int:
         """Those of a rank of ``shards``."""
-        return sum(rows.stop - rows.start for rows in self.stacked(shards) or ())
+        return self.split(shards)[-1].stop
 
-    def stacked(self, shards: int) -> Stacked:
+    def split(self, shards: int) -> list[slice]:
         each = (rows // min(shards, self.most.get(name, shards)) for name, rows in self.members.items())
         ends = [0, *accumulate(each)]
         return [*map(slice, ends, ends[1:])]
 
-    def forward(self, ctx: PassContext, x_ND: Array, out_NF: Array, transposed: Any = None) -> None:
-        stacked, bias = self.stacked(ctx.tp.size), self._bias(ctx)
-        ctx.products.linear(ctx.weights[self.name], x_ND, out_NF, stacked, None, bias, transposed)
+    def forward(self, ctx: PassContext, x_ND: Array, out_NF: Array) -> None:
+        """out_NF = x_ND weight^T + bias."""
+        ctx.ops.linear(x_ND, self._weight(ctx), out_NF, None, self._bias(ctx))
 
     def backward(self, ctx: PassContext, d_out_NF: Array, dx_nD: Array) -> Callable[[], object]:
         """Begin to compute ``dx_nD``, whose sum over ranks overlaps the second half of the product.
 
         The returned function waits. Until then scratch memory is in use.
         """
-        products, weight, stacked = ctx.products, ctx.weights[self.name], self.stacked(ctx.tp.size)
+        weight = self._weight(ctx)
         if ctx.tp.size == 1:
-            products.input_gradient(weight, d_out_NF, dx_nD, stacked)
+            ctx.ops.linear_input_gradient(d_out_NF, weight, dx_nD)
             return lambda: None
         term_ND, waits = ctx.tp.empty_rows(dx_nD, ctx.arena), []
         for half in ctx.tp.halves(len(term_ND)):
-            products.input_gradient(weight, d_out_NF[half.rows], term_ND[half.rows], stacked)
-            waits.append(products.start_sum(term_ND, dx_nD, [half]))
+            ctx.ops.linear_input_gradient(d_out_NF[half.rows], weight, term_ND[half.rows])
+            waits.append(ctx.tp.start_sum(term_ND, dx_nD, [half]))
         return lambda: [wait() for wait in waits]
 
 
@@ -117,29 +130,25 @@ class RowLinear(Linear):
     dim = 1
 
     def forward(
-        self, ctx: PassContext, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half,
-        transposed: Any = None,
-    ) -> Callable[[], None]:  # fmt: skip
+        self, ctx: PassContext, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half
+    ) -> Callable[[], None]:
         """For ``half``: out_nD = residual_nD + this rank's rows of x weight^T, summed over the ranks' features.
 
         The returned function completes ``out_nD``. Until then the product is in ``term_ND``.
         """
-        (rows, own), products, weight, bias = half, ctx.products, ctx.weights[self.name], self._bias(ctx)
+        (rows, own), weight, bias = half, self._weight(ctx), self._bias(ctx)
         if ctx.tp.size == 1:
-            products.linear(weight, x_NF, out_nD, None, residual_nD, bias, transposed)
+            ctx.ops.linear(x_NF, weight, out_nD, residual_nD, bias)
             return lambda: None
-        of_term = bias if ctx.tp.axis.rank == 0 and not products.bias_after_sum else None
-        products.linear(weight, x_NF[rows], term_ND[rows], None, None, of_term)
-        wait = products.start_sum(term_ND, out_nD, [half])
+        ctx.ops.linear(x_NF[rows], weight, term_ND[rows], None, bias if ctx.tp.axis.rank == 0 else None)
+        wait = ctx.tp.start_sum(term_ND, out_nD, [half])
 
         def complete() -> None:
             wait()
             ctx.ops.add(out_nD[own], residual_nD[own], out_nD[own])
-            if bias is not None and products.bias_after_sum:
-                ctx.ops.add(out_nD[own], bias, out_nD[own])
 
         return complete
 
     def backward(self, ctx: PassContext, d_out_ND: Array, dx_NF: Array) -> None:
         """dx_NF = d_out_ND weight."""
-        ctx.products.input_gradient(ctx.weights[self.name], d_out_ND, dx_NF, None)
+        ctx.ops.linear_input_gradient(d_out_ND, self._weight(ctx), dx_NF)

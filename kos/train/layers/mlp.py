@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from kos.train.layers.context import PassContext
-from kos.train.layers.fp8 import Gated
 from kos.train.layers.sublayer import Saved, Sublayer
-from kos.train.ops import SCALE_BLOCK, Array
+from kos.train.ops import Array
 from kos.train.parallel.tensor import Half
 
 
@@ -18,10 +17,10 @@ class MLP(Sublayer):
     cheap = True
 
     def inner_of(self, ctx: PassContext, columns_NW: Array) -> Any:
-        return ctx.products.gated(columns_NW)
+        return ctx.ops.gated(columns_NW)
 
     def core(self, ctx: PassContext, saved: Saved, half: Half, last: bool) -> Iterator[None]:
-        if saved.inner_NF is not None and not isinstance(saved.inner_NF, Gated):
+        if saved.inner_NF is not None and self.inner_of(ctx, saved.columns_NW) is None:
             self.activate(ctx, saved.columns_NW[half.rows], saved.inner_NF[half.rows])
             yield
 
@@ -32,13 +31,14 @@ class MLP(Sublayer):
         ctx.ops.swiglu(columns_NW, inner_NF, ctx.arena)
 
     def core_backward(self, ctx: PassContext, saved: Saved, inner: Array, d_inner: Array, d_columns: Array) -> None:
-        out = None if ctx.products.fp8 else inner  # in fp8 it need not be there: the same bits whether it is or not
-        ctx.ops.swiglu_backward(d_inner, saved.columns_NW, out, d_columns, ctx.arena)
+        ctx.ops.swiglu_backward(d_inner, saved.columns_NW, inner, d_columns, ctx.arena)
 
     def column_gradient(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array) -> Any:
-        if isinstance(inner, Gated) and not self.column.bias and inner.shape[1] % SCALE_BLOCK == 0:
-            return ctx.products.gradient(Gated(saved.columns_NW, d_inner), ctx.keep, halves=True)
-        return super().column_gradient(ctx, saved, inner, d_inner)
+        written = self.column.bias or self.inner_of(ctx, saved.columns_NW) is None
+        d_columns = None if written else ctx.ops.gated_gradient(d_inner, saved.columns_NW)
+        if d_columns is None:
+            return super().column_gradient(ctx, saved, inner, d_inner)
+        return self.quantized_gradient(ctx, d_columns)
 
 
 class GeluMLP(MLP):

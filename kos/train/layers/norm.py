@@ -6,7 +6,6 @@ from typing import Any
 
 from kos.memory.arena import Arena
 from kos.train.layers.context import PassContext
-from kos.train.layers.fp8 import Normed
 from kos.train.layers.linear import bias_of
 from kos.train.layers.placement import Placement
 from kos.train.ops import Array
@@ -35,9 +34,7 @@ class Norm:
 
     def fused(self, ctx: PassContext, x_nD: Array, statistics: Array) -> Any:
         """The normed rows where a product computes them, with the ``statistics``; None: ``forward`` does."""
-        if not ctx.products.fuses_norm:
-            return None
-        return Normed(x_nD, ctx.weights[self.name], self.eps, statistics)
+        return ctx.ops.normed(x_nD, ctx.weights[self.name], self.eps, statistics)
 
     def normed(self, ctx: PassContext, x_nD: Array, arena: Arena, statistics: Array | None = None) -> Array:
         """The normed rows of ``x_nD``, in ``arena``."""
@@ -49,7 +46,8 @@ class Norm:
     def backward(self, ctx: PassContext, d_out: Array, x: Array, statistics: Array, dx: Array) -> None:
         """Add to ``dx``; overwrite ``d_out``."""
         of, accumulate, final = ctx.into
-        ctx.products.norm_backward(d_out, x, ctx.weights[self.name], statistics, dx, of[self.name], accumulate)
+        weight, d_weight = ctx.weights[self.name], of[self.name]
+        ctx.ops.rms_norm_backward(d_out, x, weight, statistics, dx, d_weight, accumulate, ctx.arena)
         final(self.name)
 
 

@@ -40,7 +40,7 @@ class Saved(NamedTuple):
     inner_NF: Array | None
     of_core: Any = None
     normed_8: Any = None
-    """In place of ``normed_nD``: transposed, in 8 bits (``Products.empty_transposed``)."""
+    """In place of ``normed_nD``: transposed, in 8 bits (``LinearOps.empty_transposed``)."""
 
     inner_8: Any = None
     """The same of ``inner_NF``."""
@@ -90,18 +90,22 @@ class Sublayer:
         """The core's output as the second product takes it without memory of its own; None: it needs memory."""
 
     def column_gradient(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array) -> Any:
-        """The gradient of the first product's output, as ``Products.gradient`` gives it to both of the backward."""
-        arena = ctx.keep if ctx.products.reads_16(self.column.bias) else ctx.arena
+        """The gradient of the first product's output, as ``LinearOps.gradient`` gives it to both of the backward."""
+        arena = ctx.keep if ctx.ops.reads_16(self.column.bias) else ctx.arena
         d_columns = self._empty_columns(ctx, len(saved.columns_NW), d_inner.dtype, arena)
         self.core_backward(ctx, saved, inner, d_inner, d_columns)
-        return ctx.products.gradient(d_columns, ctx.keep, halves=True)
+        return self.quantized_gradient(ctx, d_columns)
+
+    def quantized_gradient(self, ctx: PassContext, d_columns: Any) -> Any:
+        """``LinearOps.gradient`` of the first product's output, whose halves are multiplied apart."""
+        return ctx.ops.gradient(d_columns, ctx.keep, len(ctx.tp.halves(d_columns.shape[0])))
 
     # --- forward -------------------------------------------------------------------------------------------
 
     def save(self, ctx: PassContext, x_nD: Array, seq_len: int, arena: Arena, cheap: Arena | None) -> Saved:
         """Memory for what a forward writes: in ``arena``, and what is cheap to compute again in ``cheap``, if given."""
         tokens, dtype = len(x_nD) * ctx.tp.size, x_nD.dtype
-        eight = [cheap and ctx.products.empty_transposed((tokens, f), cheap)
+        eight = [cheap and ctx.ops.empty_transposed((tokens, f), cheap)
                  for f in (self.column.columns, self.row.columns // ctx.tp.size)]  # fmt: skip
         of_normed, of_inner = (None if made else cheap for made in eight)
         of_inner, columns = of_inner if self.cheap else arena, self._empty_columns(ctx, tokens, dtype, arena)
@@ -130,7 +134,8 @@ class Sublayer:
 
     def compute(self, ctx: PassContext, saved: Saved, x_ND: Array, half: Half, last: bool) -> Iterator[None]:
         """The first product and the core. Yields where a turn ends."""
-        self.column.forward(ctx, x_ND[half.rows], saved.columns_NW[half.rows], saved.normed_8)
+        x_ND = x_ND[half.rows] if saved.normed_8 is None else saved.normed_8.of(x_ND)
+        self.column.forward(ctx, x_ND, saved.columns_NW[half.rows])
         yield from self.core(ctx, saved, half, last)
 
     def leave(
@@ -140,11 +145,12 @@ class Sublayer:
 
         ``out_nD``: None if only what is saved is needed.
         """
+        inner_NF = saved.inner_NF if saved.inner_8 is None else saved.inner_8.of(saved.inner_NF)
         if saved.branch is None:
-            return self.row.forward(ctx, saved.inner_NF, exchange_ND, out_nD, saved.x_nD, half, saved.inner_8)
+            return self.row.forward(ctx, inner_NF, exchange_ND, out_nD, saved.x_nD, half)
         (branch_nD, statistics), after = saved.branch, self.after
         assert after is not None
-        self.row.forward(ctx, saved.inner_NF, exchange_ND, branch_nD, None, half, saved.inner_8)()
+        self.row.forward(ctx, inner_NF, exchange_ND, branch_nD, None, half)()
 
         def complete() -> None:
             with ctx.arena.scope():
@@ -156,49 +162,52 @@ class Sublayer:
 
     # --- backward ------------------------------------------------------------------------------------------
 
-    def backward(self, ctx: PassContext, saved: Saved, dx_nD: Array, d_out_ND: Array, more: bool) -> Array:
+    def backward(
+        self, ctx: PassContext, saved: Saved, dx_nD: Array, d_out_ND: Array, dx_ND: Array, more: bool
+    ) -> Array:
         """Replaces the gradient of the output in ``dx_nD`` by the gradient of the input.
 
-        ``d_out_ND`` is the gradient of the output for all ranks' rows. Returns the gradient of the input for all ranks'
-        rows if ``more`` of the backward needs it. The gradient of the second matrix can overlap the sum of the first's
-        input gradient, that of the first the gather of ``dx_nD``.
+        ``d_out_ND`` is the gradient of the output for all ranks' rows. Returns that of the input, in ``dx_ND``, if
+        ``more`` of the backward needs it. The gradient of the second matrix can overlap the sum of the first's input
+        gradient, that of the first the gather of ``dx_nD``.
         """
-        tp, arena, keep = ctx.tp, ctx.arena, ctx.keep
-        later = ctx.pending is not None and ctx.products.reads_16(self.row.bias)
-        (x, statistics, normed, columns, inner, _, normed_8, inner_8, branch), finished = saved, list[str]()
-        tokens, dtype = len(columns), dx_nD.dtype
+        tp, arena, finished = ctx.tp, ctx.arena, list[str]()
         with arena.scope():
-            if branch is not None:
-                d_out_ND = self._branch_gradient(ctx, branch, dx_nD)
-            if normed is None and not normed_8:
-                normed = self.norm.fused(ctx, x, statistics)
-                normed = self.norm.normed(ctx, x, keep, statistics) if normed is None else normed
-            gathered = (lambda: normed_8) if normed_8 else tp.start_gather(normed, tp.empty_rows(normed, keep))
-            if inner is None and not inner_8:
-                inner = self.empty_inner(ctx, tokens, dtype, keep)
-                self.again(ctx, saved, inner)
-            d_inner = self.empty_inner(ctx, tokens, dtype, arena)
-            if later and d_out_ND is dx_nD:  # the rest of the backward adds to dx_nD
-                d_out_ND = keep.take(dx_nD.shape, dtype)
-                ctx.ops.copy(dx_nD, d_out_ND)
-            d_out = ctx.products.gradient(d_out_ND, keep)
-            self.row.backward(ctx, d_out, d_inner)
-            d_columns = self.column_gradient(ctx, saved, inner, d_inner)
+            if saved.branch is not None:
+                d_out_ND = self._branch_gradient(ctx, saved.branch, dx_nD)
+            normed, inner = self._operands(ctx, saved)
+            d_inner_NF = self.empty_inner(ctx, len(saved.columns_NW), dx_nD.dtype, arena)
+            d_out = ctx.ops.gradient(d_out_ND, ctx.keep)
+            self.row.backward(ctx, d_out, d_inner_NF)
+            d_columns = self.column_gradient(ctx, saved, inner, d_inner_NF)
             with arena.scope():
-                d_normed_nD = arena.take(dx_nD.shape, dtype)
+                d_normed_nD = arena.take(dx_nD.shape, dx_nD.dtype)
                 with arena.scope():
                     summed = self.column.backward(ctx, d_columns, d_normed_nD)
-                    ctx.weight_gradient(self.row, d_out, inner_8 or inner)
+                    ctx.weight_gradient(self.row, d_out, saved.inner_8 or inner)
                     summed()
                 of_norm = ctx.into._replace(final=finished.append)  # final after the matrix, in their order in memory
-                self.norm.backward(ctx._replace(into=of_norm), d_normed_nD, x, statistics, dx_nD)
-            arrived = tp.start_gather(
-                dx_nD, tp.empty_rows(dx_nD, keep) if later and more else d_out_ND, None if more else []
-            )
-            ctx.weight_gradient(self.column, d_columns, gathered())
+                self.norm.backward(ctx._replace(into=of_norm), d_normed_nD, saved.x_nD, saved.statistics_n, dx_nD)
+            arrived = tp.start_gather(dx_nD, dx_ND, None if more else [])
+            ctx.weight_gradient(self.column, d_columns, normed())
             for name in finished:
                 ctx.into.final(name)
             return arrived()
+
+    def _operands(self, ctx: PassContext, saved: Saved) -> tuple[Callable[[], Any], Any]:
+        """The inputs of both products, as they were saved or computed again; the first waits for all ranks' rows."""
+        x_nD, statistics, normed, inner = saved.x_nD, saved.statistics_n, saved.normed_nD, saved.inner_NF
+        if normed is None and not saved.normed_8:
+            normed = self.norm.fused(ctx, x_nD, statistics)
+            normed = self.norm.normed(ctx, x_nD, ctx.keep, statistics) if normed is None else normed
+        if saved.normed_8:
+            gathered: Callable[[], Any] = lambda: saved.normed_8  # noqa: E731
+        else:
+            gathered = ctx.tp.start_gather(normed, ctx.tp.empty_rows(normed, ctx.keep))
+        if inner is None and not saved.inner_8:
+            inner = self.empty_inner(ctx, len(saved.columns_NW), x_nD.dtype, ctx.keep)
+            self.again(ctx, saved, inner)
+        return gathered, inner
 
     def _branch_gradient(self, ctx: PassContext, branch: Branch, dx_nD: Array) -> Array:
         """The gradient of the second product's output, where a norm follows it."""

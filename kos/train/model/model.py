@@ -19,11 +19,12 @@ from kos.memory.arena import Arena
 from kos.train.data.batch import Batch
 from kos.train.layers.attention import Attention
 from kos.train.layers.context import Gradients, PassContext, Pending, Weights
-from kos.train.layers.products import Products
 from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.shapes import Local
-from kos.train.ops import Array, Ops
+from kos.train.ops import Array
+from kos.train.ops.fp8 import Fp8Ops
+from kos.train.ops.linear import LinearOps, Wrapper
 from kos.train.parallel.context import ContextParallel, Masks
 from kos.train.parallel.tensor import Half, TensorParallel
 
@@ -67,7 +68,7 @@ class InFlight:
 
 
 class Model:
-    """The layers of ``local`` over ``ops``. Holds no weights: only their shapes, and scratch memory.
+    """The layers of ``local`` over ``ops``, a dialect or what wraps one. Holds no weights: only shapes, and scratch.
 
     ``weights`` and ``gradients`` are mappings from names to arrays that also know the names of
     ``config.fused_groups()`` (``kos.train.model.parameters.Parameters``).  Fields of a batch
@@ -86,34 +87,29 @@ class Model:
     """
 
     def __init__(
-        self, config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none",
+        self, config: LlamaConfig, ops: Any, *, head_rows: int | None = None, recompute: str = "none",
         local: Local | None = None, tensor: TensorParallel | None = None, context: ContextParallel | None = None,
-        products: Products | None = None,
+        arena: Arena | None = None,
     ) -> None:  # fmt: skip
         self.config, self.local, self.recompute = config, local or config.local(), recompute
+        ops = ops if isinstance(ops, Wrapper) else LinearOps(ops)
         self.tensor, self.context = tensor or TensorParallel(ops), context or ContextParallel(ops)
-        self.arena = products.arena if products else ops.make_arena()
-        products = products or Products(ops, self.tensor, self.arena)
-        self._ctx = PassContext(ops, self.arena, self.tensor, self.context, products)
+        self.arena = arena or ops.make_arena()
+        self._ctx = PassContext(ops, self.arena, self.tensor, self.context)
         self.embedding, self.layers, self.head = config.embed(), config.layers(self.local.layers), config.make_head()
         self.head.rows = head_rows or self.head.rows
         self.windows = {each.window for layer in self.layers for each in layer if isinstance(each, Attention)}
         self.holds_first, self.holds_last = self.local.first, self.local.last  # or another stage of this rank is that
+        self.fp8: Fp8Ops | None = None  # the operations that compute products in 8 bits, if they are
 
     @property
-    def ops(self) -> Ops:
-        return self._ctx.ops
+    def ops(self) -> Any:
+        """The operations of the dialect, which can be replaced."""
+        return self._ctx.ops.innermost().inner
 
     @ops.setter
-    def ops(self, ops: Ops) -> None:
-        self._ctx = self._ctx._replace(ops=ops)
-        for part in (self.tensor, self.context, self._ctx.products):
-            part.ops = ops
-
-    @property
-    def fp8(self) -> Any:
-        """The products of linear layers in 8 bits, if they are."""
-        return self._ctx.products.fp8
+    def ops(self, ops: Any) -> None:
+        self._ctx.ops.innermost().inner = ops
 
     # --- a rank's stage of the pipeline --------------------------------------------------------------------
 
@@ -166,7 +162,8 @@ class Model:
                     saved = flight.saved.pop() if flight.saved else self._again(ctx, layer, x_nD, flight.seq_len)
                     for sublayer in reversed(layer):
                         more = self.local.first or bool(flight.inputs) or sublayer is not layer[0]
-                        d_out_ND = sublayer.backward(ctx, saved.pop(), dx_nD, d_out_ND, more)
+                        d_out_ND, dx_ND = self._kept(ctx, sublayer, dx_nD, d_out_ND, more)
+                        d_out_ND = sublayer.backward(ctx, saved.pop(), dx_nD, d_out_ND, dx_ND, more)
             if self.local.first:
                 self.embedding.backward(ctx, flight.batch.tokens, flight.seq_len, d_out_ND, self.holds_last)
 
@@ -237,6 +234,20 @@ class Model:
         saved = self._save(layer, x_nD, seq_len, ctx.keep)
         self._forward(ctx, _calls(layer, saved, None))
         return saved
+
+    def _kept(
+        self, ctx: PassContext, sublayer: Sublayer, dx_nD: Array, d_out_ND: Array, more: bool
+    ) -> tuple[Array, Array]:
+        """The gradient of a sublayer's output, and memory for that of its input, both for all ranks' rows.
+
+        A pending gradient of the second matrix still reads the first when the rest of the backward is over.
+        """
+        if ctx.pending is None or not ctx.ops.reads_16(sublayer.row.bias):
+            return d_out_ND, d_out_ND
+        if d_out_ND is dx_nD and sublayer.after is None:  # the rest of the backward adds to dx_nD
+            d_out_ND = ctx.keep.take(dx_nD.shape, dx_nD.dtype)
+            ctx.ops.copy(dx_nD, d_out_ND)
+        return d_out_ND, self.tensor.empty_rows(dx_nD, ctx.keep) if more else d_out_ND
 
     def _forward(self, ctx: PassContext, calls: Sequence[Call]) -> None:
         """The forward of these sublayers, one after another. The halves of the tokens take turns.

@@ -10,18 +10,18 @@ from kos.comm.compression import BLOCK
 from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
-from kos.train.layers import fixed_rows
-from kos.train.layers.fixed import LEAST_CHUNK, FixedContext, FixedProducts, Split
-from kos.train.layers.fixed_rows import RowContext, RowProducts
-from kos.train.layers.fp8 import Fp8Linear, check_sizes
-from kos.train.layers.products import Products
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.model.shapes import Local
+from kos.train.ops import fixed_order
+from kos.train.ops.fixed_order import LEAST_CHUNK, FixedOrder, Split
+from kos.train.ops.fp8 import Fp8Ops, check_sizes, linears
+from kos.train.ops.linear import LinearOps
 from kos.train.parallel.context import ContextParallel
+from kos.train.parallel.fixed_context import FixedContext
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.parallel.tensor import TensorParallel
+from kos.train.parallel.tensor import FixedTensorParallel, TensorParallel
 
 
 def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | None:
@@ -36,7 +36,7 @@ def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | Non
         split = Split.of((*sizes, model.intermediate_size, model.vocab_size), config.seq_len)
         split.check(tp, cp, config.seq_len)
         return split
-    where, least = ("on GPUs", fixed_rows.LEAST_ROWS_CHUNK) if config.device != "cpu" else ("in fp8", LEAST_CHUNK)
+    where, least = ("on GPUs", fixed_order.LEAST_CHUNK_ON_GPUS) if config.device != "cpu" else ("in fp8", LEAST_CHUNK)
     if tp > 1:
         why = "where sums over features are not split"
         raise ConfigError(f"--deterministic: expected --tp 1 {where}, {why}, got {tp}")
@@ -76,15 +76,18 @@ def make_stage(
     **options: Any,
 ) -> Model:  # fmt: skip
     """The model of ``local``; ``options`` are those of ``Model``, ``arena`` its scratch memory."""
-    copies = mesh.copies(max(1, mesh.tp.size // model.num_key_value_heads))
-    tensor = TensorParallel(ops, mesh.tp, local.vocabulary.start, copies)
-    arena = arena or ops.make_arena()
-    products, context = Products(ops, tensor, arena), ContextParallel(ops, mesh.cp)
+    copies, first = mesh.copies(max(1, mesh.tp.size // model.num_key_value_heads)), local.vocabulary.start
+    arena, base = arena or ops.make_arena(), LinearOps(ops)
+    tensor, context = TensorParallel(base, mesh.tp, first, copies), ContextParallel(base, mesh.cp)
+    in_8 = Fp8Ops(base, arena, mesh.tp.size == 1) if config.dtype == "fp8" else None
+    wrapped: Any = in_8 or base
     if (split := split_of(config, model, mesh)) is not None:
-        on_cpu = config.device == "cpu"
-        of_products = FixedProducts if on_cpu and config.dtype != "fp8" else RowProducts
-        products = of_products(ops, tensor, arena, split, mesh.cp)
-        context = FixedContext(products) if on_cpu else RowContext(products)
-    if config.dtype == "fp8":
-        products.fp8 = Fp8Linear(products)
-    return Model(model, ops, local=local, tensor=tensor, context=context, products=products, **options)
+        matrices = {model.head: (0, [slice(0, len(local.vocabulary))])}
+        for linear in linears(model.layers(local.layers)):
+            matrices |= linear.splits(mesh.tp.size)
+        wrapped = FixedOrder(wrapped, arena, split, mesh.tp, mesh.cp, matrices)
+        tensor = FixedTensorParallel(base, mesh.tp, first, copies, arena)
+        context = FixedContext(base, mesh.cp, split)
+    stage = Model(model, wrapped, local=local, tensor=tensor, context=context, arena=arena, **options)
+    stage.fp8 = in_8
+    return stage

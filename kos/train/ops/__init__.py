@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -83,6 +84,53 @@ class Mask(NamedTuple):
                 raise InvalidArgument(
                     f"attention_mask: expected {name} of shape {tuple(shape)}, got {tuple(array.shape)}"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """An attention: its arrays, its heads, and which keys queries see. Query head h reads kv head h // (H / K).
+
+    By default it is causal: queries see keys of their own tokens. With ``kv`` it is attention *to others*, not causal:
+    the tokens ``queries`` of each sample see the tokens ``keys`` of another rank's, both slices with start and stop.
+    """
+
+    qkv: Array  # (N, W): the heads of q, then k, then v
+    heads: int
+    kv_heads: int
+    out: Array  # (N, H d), of ``empty_columns``
+    log_sum_exp: Array  # (B, H, T), of the scaled scores: kept for the backward
+    mask: Mask | None = None  # of all T queries and keys; of causal attention, each query must see itself
+    kv: Array | None = None  # of ``keys_and_values``: as many samples and tokens as qkv has
+    queries: slice = field(default_factory=lambda: slice(0, 0))
+    keys: slice = field(default_factory=lambda: slice(0, 0))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """H and K."""
+        return self.heads, self.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.qkv.shape[1]) // (self.heads + 2 * self.kv_heads)
+
+    @property
+    def length(self) -> int:
+        """T, the tokens of a sample."""
+        return int(self.log_sum_exp.shape[-1])
+
+    @property
+    def scale(self) -> float:
+        """What multiplies scores."""
+        return 1 / math.sqrt(self.head_dim)
+
+    def of(self, rows: slice, samples: slice, mask: Mask | None = None) -> Attend:
+        """The same of some samples, which have these ``rows``."""
+        part = {"qkv": self.qkv[rows], "out": self.out[rows], "log_sum_exp": self.log_sum_exp[samples]}
+        return replace(self, **part, mask=mask)
+
+    def to(self, kv: Array, queries: slice, keys: slice, mask: Mask | None = None) -> Attend:
+        """The same queries' attention to others."""
+        return replace(self, kv=kv, queries=queries, keys=keys, mask=mask)
 
 
 class Scaled(NamedTuple):
@@ -283,48 +331,27 @@ class Ops(Protocol):
         (``Batch.check`` does that); a query that does not see itself has no result.
         """
 
-    def attention(
-        self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena,
-        mask: Mask | None = None,
-    ) -> None:  # fmt: skip
-        """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
+    def attention(self, attend: Attend, arena: Arena) -> None:
+        """Write ``out`` and ``log_sum_exp``; to others, merge with the attention to other keys that both hold.
 
-        ``qkv`` (N, W): the heads of q, then k, then v.  ``out`` (N, H d) of ``empty_columns``.
-        ``log_sum_exp`` (B, H, T), of the scaled scores, is kept for the backward.  With ``mask``, in which every query
-        must see itself, time and work are those of the blocks that it leaves.
+        l = log(exp(l0) + exp(l1)), out = exp(l0 - l) out0 + exp(l1 - l) out1; both are of the statistics' dtype then.
+        Tokens that are no queries stay, and so do queries that see none of the keys. Time and work are those of the
+        blocks that the mask leaves.
         """
 
     def attention_backward(
-        self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
-        arena: Arena, mask: Mask | None = None,
-    ) -> None:  # fmt: skip
-        """d_qkv (N, W) from d_out (N, H d) and the forward's ``mask``; probabilities are computed again, not kept."""
+        self, attend: Attend, d_out: Array, d_qkv: Array, arena: Arena, d_kv: Array | None = None
+    ) -> None:
+        """d_qkv (N, W) from d_out (N, H d) and the forward's record; probabilities are computed again, not kept.
 
-    def keys_and_values(self, qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
-        """k and v of ``qkv`` (N, W), contiguous, N x 2 K d in the dialect's own order: what a rank sends to another.
+        To others: ADDS to the heads of q in ``d_qkv``; writes ``d_kv``, of the shape of ``kv``, 0 outside of the keys.
+        ``out`` and ``log_sum_exp`` are merged over all keys; ``d_qkv`` and ``d_kv`` are of the statistics' dtype.
+        """
+
+    def keys_and_values(self, attend: Attend, arena: Arena) -> Array:
+        """k and v of ``qkv``, contiguous, N x 2 K d in the dialect's own order: what a rank sends to another.
 
         A view of ``qkv``, or a copy in ``arena``.
-        """
-
-    def attention_to(
-        self, qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array,
-        log_sum_exp: Array, arena: Arena, mask: Mask | None = None,
-    ) -> None:  # fmt: skip
-        """Attention, not causal, of tokens ``queries`` of each sample to tokens ``keys`` of another rank's ``kv``.
-
-        Merged with the attention to other keys that ``out`` (N, H d) and ``log_sum_exp`` (B, H, T) hold, both of the
-        statistics' dtype: l = log(exp(l0) + exp(l1)), out = exp(l0 - l) out0 + exp(l1 - l) out1.  Other tokens stay.
-        ``kv`` is of ``keys_and_values`` and has B samples of T tokens as ``qkv`` has; slices have a start and a stop.
-        ``mask`` is of all T queries and keys; queries that see none of the keys keep what they have.
-        """
-
-    def attention_to_backward(
-        self, d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int,
-        queries: slice, keys: slice, d_qkv: Array, d_kv: Array, arena: Arena, mask: Mask | None = None,
-    ) -> None:  # fmt: skip
-        """ADDS to the heads of q in ``d_qkv`` (N, W); writes ``d_kv``, of the shape of ``kv``, 0 outside of ``keys``.
-
-        ``out`` and ``log_sum_exp`` are merged over all keys; ``d_qkv`` and ``d_kv`` are of the statistics' dtype.
         """
 
     def add_keys_and_values(self, d_kv: Array, d_qkv: Array) -> None:

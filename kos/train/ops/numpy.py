@@ -20,12 +20,8 @@ from kos.memory.arena import Arena
 from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Scaled
 from kos.train.ops.numpy_attention import add_keys_and_values as add_keys_and_values
 from kos.train.ops.numpy_attention import attention as attention
-from kos.train.ops.numpy_attention import attention_after as attention_after
-from kos.train.ops.numpy_attention import attention_after_backward as attention_after_backward
 from kos.train.ops.numpy_attention import attention_backward as attention_backward
 from kos.train.ops.numpy_attention import attention_mask as attention_mask
-from kos.train.ops.numpy_attention import attention_to as attention_to
-from kos.train.ops.numpy_attention import attention_to_backward as attention_to_backward
 from kos.train.ops.numpy_attention import keys_and_values as keys_and_values
 from kos.train.ops.numpy_blocks import Array, blocks, columns, multiply, take_block
 from kos.train.ops.numpy_blocks import add_tree as add_tree
@@ -86,11 +82,6 @@ def zero(out: Array) -> None:
 
 def add(a: Array, b: Array, out: Array) -> None:
     np.add(a, b, out=out)
-
-
-def product(a: Array, b: Array, out: Array) -> None:
-    """out = a b: matrices, or stacks of them."""
-    np.matmul(a, b, out=out)
 
 
 # --- embedding ---------------------------------------------------------------------------------------

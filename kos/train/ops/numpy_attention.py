@@ -12,14 +12,13 @@ the softmax's denominator is kept for the backward, as in FlashAttention-2 (Dao 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from kos.memory.arena import Arena
-from kos.train.ops import Mask
-from kos.train.ops.numpy_blocks import Array, columns, ones
+from kos.train.ops import Attend, Mask
+from kos.train.ops.numpy_blocks import Array, of_rows, ones
 
 SCORES = 262_144  # elements: scores that are in memory at once
 QUERY_BLOCK = 64  # queries whose scores are computed at once
@@ -40,121 +39,93 @@ def attention_mask(
         mask.last_query[b] = np.searchsorted(seen_from, keys, side="right") - 1
 
 
-def attention(
-    qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena, mask: Mask | None = None
-) -> None:
-    kv, every = keys_and_values(qkv, heads, kv_heads, arena), slice(0, len(log_sum_exp))
-    queries = slice(0, log_sum_exp.shape[-1])
-    attention_after(qkv, kv, heads, kv_heads, every, queries, 0, out, log_sum_exp, arena, mask)
+def attention(a: Attend, arena: Arena) -> None:
+    q, o = (_of_queries(x, a) for x in (a.qkv, a.out))
+    k, v = _of_keys(view_of_keys_and_values(a.qkv, a.heads, a.kv_heads) if a.kv is None else a.kv, a)
+    attend(q, k, v, o, _statistics(a), a.scale, a.kv is None, arena, _first_key(a))
 
 
-def attention_backward(
-    d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena,
-    mask: Mask | None = None,
-) -> None:  # fmt: skip
-    kv, d_kv = (keys_and_values(x, heads, kv_heads, arena) for x in (qkv, d_qkv))
-    every, queries = slice(0, len(log_sum_exp)), slice(0, log_sum_exp.shape[-1])
-    attention_after_backward(
-        d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, every, queries, 0, d_qkv, d_kv, False, arena, mask
-    )
+def attention_backward(a: Attend, d_out: Array, d_qkv: Array, arena: Arena, d_kv: Array | None = None) -> None:
+    q, o, do, dq = (_of_queries(x, a) for x in (a.qkv, a.out, d_out, d_qkv))
+    kv = view_of_keys_and_values(a.qkv, a.heads, a.kv_heads) if a.kv is None else a.kv
+    if d_kv is None:
+        d_kv = view_of_keys_and_values(d_qkv, a.heads, a.kv_heads)
+    else:
+        d_kv.fill(0)
+    (k, v), (dk, dv) = _of_keys(kv, a), _of_keys(d_kv, a)
+    attend_backward(q, k, v, o, do, _statistics(a), a.scale, a.kv is None, dq, dk, dv, arena, _first_key(a))
 
 
-def keys_and_values(qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
-    """A view: (2 K d, N)."""
+def keys_and_values(a: Attend, arena: Arena) -> Array:
+    """(2 K d, N): a view, or of some rows of an array a copy."""
+    kv = view_of_keys_and_values(a.qkv, a.heads, a.kv_heads)
+    if kv.flags.c_contiguous:
+        return kv
+    copy = arena.take(kv.shape, kv.dtype)
+    np.copyto(copy, kv)
+    return copy
+
+
+def view_of_keys_and_values(qkv: Array, heads: int, kv_heads: int) -> Array:
+    """(2 K d, N)."""
     by_column = qkv.T
     return by_column[len(by_column) // (heads + 2 * kv_heads) * heads :]
 
 
 def add_keys_and_values(d_kv: Array, d_qkv: Array) -> None:
-    columns(d_qkv)[-len(d_kv) :] += d_kv
+    of_rows(d_qkv)[-len(d_kv) :] += d_kv
 
 
-def attention_to(
-    qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array, log_sum_exp: Array,
-    arena: Arena, mask: Mask | None = None,
-) -> None:  # fmt: skip
-    every = slice(0, len(log_sum_exp))
-    attention_after(qkv, kv, heads, kv_heads, every, queries, None, out, log_sum_exp, arena, mask, keys)
+def _queries(a: Attend) -> slice:
+    return slice(0, a.log_sum_exp.shape[-1]) if a.kv is None else a.queries
 
 
-def attention_to_backward(
-    d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, queries: slice,
-    keys: slice, d_qkv: Array, d_kv: Array, arena: Arena, mask: Mask | None = None,
-) -> None:  # fmt: skip
-    d_kv.fill(0)
-    operands = d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, slice(0, len(log_sum_exp)), queries
-    attention_after_backward(*operands, None, d_qkv, d_kv, False, arena, mask, keys)
-
-
-def attention_after(
-    qkv: Array, kv: Array, heads: int, kv_heads: int, samples: slice, queries: slice, before: int | None, out: Array,
-    log_sum_exp: Array, arena: Arena, mask: Mask | None = None, keys: slice = slice(0, None),
-) -> None:  # fmt: skip
-    """Causal attention of tokens ``queries`` of ``samples`` of ``qkv``, which come after ``before`` keys of ``kv``.
-
-    ``kv`` (2 K d, N) has as many samples as are named, of any length; ``mask`` says which of them all queries see.
-    If ``before`` is None they see all ``keys``, as in ``attention_to``.
-    """
-    q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, samples, queries)
-    k, v = (x[..., keys] for x in _split_keys_and_values(kv, kv_heads, kv.shape[1] // len(q)))
-    attend(q, k, v, o, lse, before, arena, _first_key(mask, log_sum_exp, samples, queries, keys.start))
-
-
-def attention_after_backward(
-    d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, samples: slice,
-    queries: slice, before: int | None, d_qkv: Array, d_kv: Array, accumulate: bool, arena: Arena,
-    mask: Mask | None = None, keys: slice = slice(0, None),
-) -> None:  # fmt: skip
-    """Writes the ``queries`` of ``d_qkv``, and ``d_kv`` up to the last key that they see, or adds to it."""
-    q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, samples, queries)
-    dq, do, _ = _of_queries(d_qkv, d_out, log_sum_exp, heads, kv_heads, samples, queries)
-    length, keys = kv.shape[1] // len(q), keys if before is None else slice(0, before + q.shape[-1])
-    k, v, dk, dv = (x[..., keys] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
-    first_key = _first_key(mask, log_sum_exp, samples, queries, keys.start)
-    attend_backward(q, k, v, o, do, lse, before, dq, dk, dv, accumulate, arena, first_key)
-
-
-def _first_key(mask: Mask | None, log_sum_exp: Array, samples: slice, queries: slice, start: int = 0) -> Array | None:
-    """(B, queries): the first key of each query, counted from key ``start``."""
-    if mask is None:
+def _first_key(a: Attend) -> Array | None:
+    """(B, queries): the first key of each query, counted from the first that is seen."""
+    if a.mask is None:
         return None
-    mask.check(len(log_sum_exp), log_sum_exp.shape[-1])
-    return np.maximum(mask.first_key[samples, queries] - start, 0)
+    a.mask.check(len(a.log_sum_exp), a.log_sum_exp.shape[-1])
+    return np.maximum(a.mask.first_key[:, _queries(a)] - (0 if a.kv is None else a.keys.start), 0)
 
 
-def _of_queries(
-    qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, samples: slice, queries: slice
-) -> tuple[Array, Array, Array]:
-    """q and out as (B, K, d, G, queries), log_sum_exp as (B, K, 1, G, queries)."""
-    length, d = log_sum_exp.shape[-1], out.shape[-1] // heads
-    q, o = (_by_kv_head(x[:, : heads * d], kv_heads, d, length)[samples][..., queries] for x in (qkv, out))
-    return q, o, log_sum_exp.reshape(len(log_sum_exp), kv_heads, 1, -1, length)[samples][..., queries]
+def _of_queries(x: Array, a: Attend) -> Array:
+    """The heads of q in (N, W) or (N, H d), as (B, K, d, G, queries)."""
+    columns = x[:, : a.heads * a.head_dim]
+    return _by_kv_head(columns, a.kv_heads, a.head_dim, a.log_sum_exp.shape[-1])[..., _queries(a)]
+
+
+def _statistics(a: Attend) -> Array:
+    """``log_sum_exp`` as (B, K, 1, G, queries)."""
+    samples, _, length = a.log_sum_exp.shape
+    return a.log_sum_exp.reshape(samples, a.kv_heads, 1, -1, length)[..., _queries(a)]
+
+
+def _of_keys(kv: Array, a: Attend) -> tuple[Array, Array]:
+    """(2 K d, N) seen as k and v, each (B, K, d, keys)."""
+    samples, _, length = a.log_sum_exp.shape
+    both = kv.reshape(2, a.kv_heads, -1, samples, length).transpose(0, 3, 1, 2, 4)
+    k, v = both if a.kv is None else both[..., a.keys]
+    return k, v
 
 
 def _by_kv_head(x: Array, kv_heads: int, d: int, length: int) -> Array:
     """(N, H d) of ``empty_columns`` seen as (B, K, d, G, T)."""
-    return columns(x).reshape(kv_heads, -1, d, len(x) // length, length).transpose(3, 0, 2, 1, 4)
-
-
-def _split_keys_and_values(kv: Array, kv_heads: int, length: int) -> tuple[Array, Array]:
-    """(2 K d, N) seen as k and v, each (B, K, d, T)."""
-    both = kv.reshape(2, kv_heads, -1, kv.shape[1] // length, length).transpose(0, 3, 1, 2, 4)
-    return both[0], both[1]
+    return of_rows(x).reshape(kv_heads, -1, d, len(x) // length, length).transpose(3, 0, 2, 1, 4)
 
 
 def attend(
-    q_all: Array, k_all: Array, v_all: Array, out_all: Array, lse_all: Array, before: int | None, arena: Arena,
+    q_all: Array, k_all: Array, v_all: Array, out_all: Array, lse_all: Array, scale: float, causal: bool, arena: Arena,
     first_key: Array | None = None,
 ) -> None:  # fmt: skip
-    """Causal attention after ``before`` keys, written to ``out_all``; if None, to all keys, merged with ``out_all``."""
+    """Causal attention, written to ``out_all``; or to all keys, merged with ``out_all``."""
     samples, kv_heads, d, group, length = q_all.shape
-    scale, dtype, keys = 1 / math.sqrt(d), q_all.dtype, k_all.shape[-1]
+    dtype, keys = q_all.dtype, k_all.shape[-1]
     row = ones(keys, dtype)
     for tile in _tiles(samples, kv_heads, group, keys, first_key is not None):
         for start in range(0, length, QUERY_BLOCK):
             end = min(start + QUERY_BLOCK, length)
             here, begin = (*tile, ..., slice(start, end)), _begin(first_key, tile, start)
-            seen = slice(begin, keys if before is None else before + end)
+            seen = slice(begin, end if causal else keys)
             size = seen.stop - begin
             if size <= 0:
                 continue
@@ -168,7 +139,7 @@ def attend(
                 total = arena.take(top.shape, dtype)
                 np.multiply(q_all[here], scale, out=q)
                 np.matmul(k.swapaxes(2, 3), _flat(q), out=_flat(scores))
-                if before is not None:
+                if causal:
                     scores[:, :, start - end :] += _causal_mask(end - start, dtype)
                 if first_key is not None:
                     _hide(scores, first_key[tile[0].start, start:end] - begin)
@@ -179,7 +150,7 @@ def attend(
                 np.exp(scores, out=scores)
                 np.matmul(row[:, :size], _flat(scores), out=_flat(total))  # a sum, at BLAS's speed
                 np.matmul(v, _flat(scores), out=_flat(o))
-                if before is not None:
+                if causal:
                     np.divide(o, total, out=out_all[here])
                     np.log(total, out=total)
                     np.add(top, total, out=lse_all[here])
@@ -197,19 +168,18 @@ def attend(
 
 
 def attend_backward(
-    q_all: Array, k_all: Array, v_all: Array, out_all: Array, do_all: Array, lse_all: Array, before: int | None,
-    dq_all: Array, dk_all: Array, dv_all: Array, accumulate: bool, arena: Arena, first_key: Array | None = None,
+    q_all: Array, k_all: Array, v_all: Array, out_all: Array, do_all: Array, lse_all: Array, scale: float, causal: bool,
+    dq_all: Array, dk_all: Array, dv_all: Array, arena: Arena, first_key: Array | None = None,
 ) -> None:  # fmt: skip
     """P = exp(S - lse), dV = d_out P^T, dS = P (V^T d_out - sum(d_out out)), dQ = K dS, dK = Q dS^T.
 
     Both subtractions are part of the matrix products, as one more row: ones in K and V, and the subtrahend in Q and
-    d_out.  With all keys (``before`` is None) it adds to dQ; with ``accumulate`` it adds to dK and dV.
+    d_out.  With all keys (not ``causal``) it adds to dQ.
     """
     samples, kv_heads, d, group, length = q_all.shape
-    scale, dtype, keys = 1 / math.sqrt(d), q_all.dtype, k_all.shape[-1]
-    if first_key is not None and not accumulate:
+    dtype, keys, accumulate = q_all.dtype, k_all.shape[-1], first_key is not None
+    if accumulate:
         dk_all[...] = dv_all[...] = 0
-        accumulate = True
     for tile in _tiles(samples, kv_heads, group, keys, first_key is not None):
         B, K = k_all[tile].shape[:2]
         with arena.scope():
@@ -221,7 +191,7 @@ def attend_backward(
             for start in reversed(range(0, length, QUERY_BLOCK)):
                 end = min(start + QUERY_BLOCK, length)
                 here, begin = (*tile, ..., slice(start, end)), _begin(first_key, tile, start)
-                seen = slice(begin, keys if before is None else before + end)
+                seen = slice(begin, end if causal else keys)
                 size = seen.stop - begin
                 if size <= 0:
                     continue
@@ -239,7 +209,7 @@ def attend_backward(
                     np.sum(dq, axis=2, out=do1[:, :, d])
                     np.negative(do1[:, :, d], out=do1[:, :, d])
                     np.matmul(k1[..., seen].swapaxes(2, 3), _flat(q1), out=_flat(p))
-                    if before is not None:
+                    if causal:
                         p[:, :, start - end :] += _causal_mask(end - start, dtype)
                     if first_key is not None:
                         _hide(p, first_key[tile[0].start, start:end] - begin)
@@ -247,7 +217,7 @@ def attend_backward(
                     np.matmul(v1[..., seen].swapaxes(2, 3), _flat(do1), out=_flat(ds))
                     ds *= p
                     np.matmul(k1[:, :, :d, seen], _flat(ds), out=_flat(dq))
-                    if before is not None:
+                    if causal:
                         np.multiply(dq, scale, out=dq_all[here])
                     else:
                         dq *= scale

@@ -39,6 +39,14 @@ def columns(x: Array) -> Array:
     return memory
 
 
+def of_rows(x: Array) -> Array:
+    """An array of ``empty_columns``, or some of its rows, as it lies in memory: (columns, rows), each contiguous."""
+    memory = x.T
+    if len(x) > 1 and memory.strides[1] != x.itemsize:
+        raise InvalidArgument(f"expected rows of an array of empty_columns, got strides {x.strides} of shape {x.shape}")
+    return memory
+
+
 def multiply(a: Array, b: Array, out: Array, accumulate: bool, arena: Arena) -> None:
     """out = a b, or added to it."""
     with arena.scope():

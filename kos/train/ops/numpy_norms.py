@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kos.memory.arena import Arena
-from kos.train.ops.numpy_blocks import Array, add_tree, blocks, multiply, sum_rows
+from kos.train.ops.numpy_blocks import Array, blocks, multiply, sum_rows
 
 
 def _reciprocal_rms(x: Array, eps: float, out: Array) -> None:
@@ -24,29 +24,19 @@ def rms_norm(x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> No
 
 
 def rms_norm_backward(
-    d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena,
-    parts: int = 1,
-) -> None:  # fmt: skip
-    """With p = d_out x: d_weight = rstd^T p, and mean(d_out weight x rstd) = rstd (p weight) / D.
-
-    The rows are summed in so many equal ``parts``, of which d_weight is ``add_tree``.
-    """
+    d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
+) -> None:
+    """With p = d_out x: d_weight = rstd^T p, and mean(d_out weight x rstd) = rstd (p weight) / D."""
     rows_count, width = x.shape
     with arena.scope():
         product = arena.take(x.shape, x.dtype)
         slope = arena.take((rows_count,), x.dtype)
         np.multiply(d_out, x, out=product)
-        by_part = product.reshape(parts, -1, width)
-        np.matmul(by_part, weight, out=slope.reshape(parts, -1))
+        np.matmul(product, weight, out=slope)
         slope *= rstd
         slope *= rstd
         slope *= -1 / width
-        if parts == 1:
-            multiply(rstd, product, d_weight, accumulate, arena)
-        else:
-            sums = arena.take((parts, 1, width), x.dtype)
-            np.matmul(rstd.reshape(parts, 1, -1), by_part, out=sums)
-            add_tree(sums[:, 0], d_weight)
+        multiply(rstd, product, d_weight, accumulate, arena)
         for rows in blocks(rows_count, width):  # dx += rstd (d_out weight + slope x)
             g, t = d_out[rows], product[rows]
             g *= weight

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from kos.memory.arena import Arena
 from kos.train.data.batch import Batch
-from kos.train.ops import Array, Mask, Ops, attended_pairs
+from kos.train.ops import Array, Attend, Mask, Ops, attended_pairs
 from kos.train.parallel.mesh import ALONE, Axis
 
 Parts = Iterator[tuple[int, Array, Array | None]]
@@ -118,49 +119,40 @@ class ContextParallel:
         """out (1,), float64, = the sum of this rank's ``losses`` / ``count``."""
         self.ops.mean_loss(losses, count, out)
 
-    def attention(
-        self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena, masks: Masks = None
-    ) -> None:
+    def attention(self, attend: Attend, arena: Arena, masks: Masks = None) -> None:
         """As ``Ops.attention``, over the keys and values of all ranks."""
-        ops, merged, of_keys = self.ops, out, masks[0] if masks else [None] * self.size
+        ops, own, merged, of_keys = self.ops, self.axis.rank, attend, masks[0] if masks else [None] * self.size
         if self.size == 1:
-            ops.attention(qkv, heads, kv_heads, out, log_sum_exp, arena, of_keys[0])
+            ops.attention(replace(attend, mask=of_keys[0]), arena)
             return
         with arena.scope():
-            mine = ops.keys_and_values(qkv, heads, kv_heads, arena)
-            for owner, kv, _ in self._ring(mine, None, arena):
-                if owner == self.axis.rank:
-                    ops.attention(qkv, heads, kv_heads, out, log_sum_exp, arena, of_keys[owner])
-                    merged = self._widen(out, arena)
+            for owner, kv, _ in self._ring(ops.keys_and_values(attend, arena), None, arena):
+                if owner == own:
+                    ops.attention(replace(attend, mask=of_keys[own]), arena)
+                    merged = replace(attend, out=self._widen(attend.out, arena))
                 else:
-                    queries, keys = seen(owner, self.axis.rank, log_sum_exp.shape[-1])
-                    operands = qkv, kv, heads, kv_heads, queries, keys, merged, log_sum_exp
-                    ops.attention_to(*operands, arena, of_keys[owner])
-            if merged is not out:
-                ops.copy(merged, out)
+                    ops.attention(merged.to(kv, *seen(owner, own, attend.length), of_keys[owner]), arena)
+            if merged.out is not attend.out:
+                ops.copy(merged.out, attend.out)
 
     def attention_backward(
-        self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
-        arena: Arena, masks: Masks = None,
-    ) -> None:  # fmt: skip
+        self, attend: Attend, d_out: Array, d_qkv: Array, arena: Arena, masks: Masks = None
+    ) -> None:
         """As ``Ops.attention_backward``."""
-        ops, total, of_keys = self.ops, d_qkv, masks[0] if masks else [None] * self.size
+        ops, own, total, of_keys = self.ops, self.axis.rank, d_qkv, masks[0] if masks else [None] * self.size
         if self.size == 1:
-            ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, of_keys[0])
+            ops.attention_backward(replace(attend, mask=of_keys[0]), d_out, d_qkv, arena)
             return
         with arena.scope():
-            mine = ops.keys_and_values(qkv, heads, kv_heads, arena)
-            d_mine = arena.take(mine.shape, ops.statistics_dtype(qkv.dtype))
+            mine = ops.keys_and_values(attend, arena)
+            d_mine = arena.take(mine.shape, ops.statistics_dtype(mine.dtype))
             for owner, kv, d_kv in self._ring(mine, d_mine, arena):
-                if owner == self.axis.rank:
-                    ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, of_keys[owner])
+                if owner == own:
+                    ops.attention_backward(replace(attend, mask=of_keys[own]), d_out, d_qkv, arena)
                     total = self._widen(d_qkv, arena)
                 else:
-                    queries, keys = seen(owner, self.axis.rank, log_sum_exp.shape[-1])
-                    ops.attention_to_backward(
-                        d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, queries, keys, total, d_kv, arena,
-                        of_keys[owner],
-                    )  # fmt: skip
+                    to_others = attend.to(kv, *seen(owner, own, attend.length), of_keys[owner])
+                    ops.attention_backward(to_others, d_out, total, arena, d_kv)
             ops.add_keys_and_values(d_mine, total)
             if total is not d_qkv:
                 ops.copy(total, d_qkv)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from kos.memory.arena import Arena
 from kos.train.ops import Array, Ops
+from kos.train.ops.fixed_order import scatter_sum
 from kos.train.parallel.mesh import ALONE, Axis
 
 
@@ -41,6 +42,8 @@ class TensorParallel:
 
     def __init__(self, ops: Ops, axis: Axis = ALONE, first: int = 0, copies: Axis = ALONE) -> None:
         self.ops, self.axis, self.size, self.first, self.copies = ops, axis, axis.size, first, copies
+        self.owns_replicated = axis.rank == 0
+        """Whether this rank computes a gradient of which all ranks have all terms; one does where ranks add it up."""
 
     def rows(self, tokens: int) -> int:
         """How many of ``tokens`` rows are this rank's."""
@@ -99,3 +102,15 @@ class TensorParallel:
     def sum_copies(self, gradient: Array) -> None:
         """The gradient of a kv head, from the terms of the query heads of each rank that holds it."""
         self.copies.comm.all_reduce(gradient)
+
+
+class FixedTensorParallel(TensorParallel):
+    """``TensorParallel`` whose sums over ranks are binary trees. ``arena`` is scratch memory. Nothing overlaps."""
+
+    def __init__(self, ops: Ops, axis: Axis, first: int, copies: Axis, arena: Arena) -> None:
+        super().__init__(ops, axis, first, copies)
+        self.arena, self.owns_replicated = arena, True
+
+    def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], None]:
+        scatter_sum(self.ops, self.arena, self.axis, term_ND, out_nD)
+        return lambda: None

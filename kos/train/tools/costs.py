@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kos.train.ops import NEWTON_SCHULZ_STEPS, Mask, Ops, Scaled, attended_pairs
+from kos.train.ops import NEWTON_SCHULZ_STEPS, Attend, Ops, Scaled, attended_pairs
 
 UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
 TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch", "update"}
@@ -31,12 +31,19 @@ def update_bytes(weights: int, gradients: int, state: int, copy: int = 0) -> int
     return 2 * (weights + state) + gradients + copy
 
 
+def _arrays(argument: Any) -> tuple[Any, ...]:
+    """The arrays of a record of attention, but for the mask; or what else an argument is."""
+    if not isinstance(argument, Attend):
+        return (argument,)
+    return argument.qkv, argument.out, argument.log_sum_exp, argument.kv
+
+
 def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
     """Bytes that must move, each array once and one changed in place twice, and flops of matrix products.
 
     Of an embedding: the rows of all tokens, or the whole table if that is less.
     """
-    flat = [each for x in arguments for each in (x if isinstance(x, Scaled) else (x,))]
+    flat = [each for x in arguments for each in (x if isinstance(x, Scaled) else _arrays(x))]
     arrays = [x for x in flat if hasattr(type(x), "nbytes")]
     nbytes, flops = sum(int(x.nbytes) for x in arrays), 0.0
     if name in IN_PLACE:
@@ -58,15 +65,14 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
         flops = 2.0 * arrays[0].size * len(arrays[2])
     elif name == "quantize_rms_norm":  # rows are read twice
         nbytes += int(arrays[0].nbytes)
-    elif name.removesuffix("_backward") in ("attention", "attention_to"):  # backward: five products, not two
-        backward, others = name.endswith("backward"), name.startswith("attention_to")
-        out, log_sum_exp = arguments[(6 - 3 * backward if others else 3 - backward) :][:2]
-        pairs, tokens = arguments[-1].pairs if isinstance(arguments[-1], Mask) else None, log_sum_exp.shape[-1]
-        if pairs is None and others:  # every query to every key
-            pairs = math.prod(part.stop - part.start for part in arguments[7 if backward else 4 :][:2])
+    elif name in ("attention", "attention_backward"):  # backward: five products, not two
+        attend, backward = arguments[0], name.endswith("backward")
+        pairs = attend.mask.pairs if attend.mask else None
+        if pairs is None and attend.kv is not None:  # every query to every key
+            pairs = math.prod(part.stop - part.start for part in (attend.queries, attend.keys))
         elif pairs is None:
-            pairs = attended_pairs(tokens)
-        flops = 4.0 * out.size * pairs / tokens * (2.5 if backward else 1.0)
+            pairs = attended_pairs(attend.length)
+        flops = 4.0 * attend.out.size * pairs / attend.length * (2.5 if backward else 1.0)
     elif name in ("squares", "exact_squares", "largest"):  # this rank's share of the grid's chunks
         from kos.train.optim.cuda import CHUNK
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -202,17 +203,28 @@ class HostOps(CudaOps):
                 result += np.float32(factor) * more.numpy().astype(np.float32)
         out.copy_from(result.astype(out.dtype.numpy))
 
-    def attention(self, qkv, heads, kv_heads, out, log_sum_exp, arena, mask=None):
-        out64, lse64 = np.asfortranarray(np.empty(out.shape)), np.empty(log_sum_exp.shape)
-        reference.attention(_columns(qkv), heads, kv_heads, out64, lse64, Arena(), _on_host(mask))
-        _put(out64, out)
-        _put(lse64, log_sum_exp)
+    def attention(self, attend, arena):
+        if attend.kv is not None:
+            super().attention(attend, arena)
+            return
+        attend64 = _as_float64(attend)
+        reference.attention(attend64, Arena())
+        _put(attend64.out, attend.out)
+        _put(attend64.log_sum_exp, attend.log_sum_exp)
 
-    def attention_backward(self, d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, mask=None):
-        d64, lse64 = np.asfortranarray(np.empty(d_qkv.shape)), log_sum_exp.numpy().astype(np.float64)
-        operands = (_columns(d_out), _columns(qkv), _columns(out), lse64)
-        reference.attention_backward(*operands, heads, kv_heads, d64, Arena(), _on_host(mask))
+    def attention_backward(self, attend, d_out, d_qkv, arena, d_kv=None):
+        if attend.kv is not None:
+            super().attention_backward(attend, d_out, d_qkv, arena, d_kv)
+            return
+        d64 = _columns(d_qkv)
+        reference.attention_backward(_as_float64(attend), _columns(d_out), d64, Arena())
         _put(d64, d_qkv)
+
+
+def _as_float64(attend):
+    qkv, out = map(_columns, (attend.qkv, attend.out))
+    return replace(attend, qkv=qkv, out=out, log_sum_exp=attend.log_sum_exp.numpy().astype(np.float64),
+                   mask=_on_host(attend.mask))  # fmt: skip
 
 
 def _on_host(mask):

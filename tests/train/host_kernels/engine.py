@@ -11,6 +11,7 @@ import gc
 import threading
 import time
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +23,7 @@ from kos.memory.array import Array
 from kos.train.device import cuda as engine_module
 from kos.train.device import feed, memory_plan
 from kos.train.model.parameters import Parameters
-from kos.train.ops import Ops
+from kos.train.ops import Attend, Ops
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import attention
 from kos.train.ops.learning_rate import LearningRate
@@ -107,13 +108,12 @@ class Event:
 
 COLUMN_MAJOR = {
     f"{name}{backward}"
-    for name in ("rope", "attention", "attention_to", "swiglu", "gelu", "quantize_swiglu")
+    for name in ("rope", "attention", "swiglu", "gelu", "quantize_swiglu")
     for backward in ("", "_backward")
 }  # fmt: skip
 MEMORY_OF = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "copy", "to_host", "zero"}
 OPERATIONS = {name for name in vars(Ops) if not name.startswith("_")} - MEMORY_OF - {"rope_tables"}
 OPERATIONS -= {"keys_and_values", "add_keys_and_values"}  # the kernels': their arrays lie otherwise than numpy's
-KEYS_AND_VALUES = {"attention_to": (1,), "attention_to_backward": (2, 10)}  # which arguments those arrays are
 
 
 class QueuedOps(HostOps):
@@ -149,6 +149,9 @@ def _numpy(name, arguments):
     def there(x):
         if isinstance(x, tuple):
             return getattr(x, "_make", tuple)(map(there, x))
+        if isinstance(x, Attend):
+            arrays_of = {name: there(getattr(x, name)) for name in ("qkv", "out", "log_sum_exp", "mask")}
+            return replace(x, **arrays_of, kv=x.kv and there(x.kv).T)
         if isinstance(x, Arena):
             return Arena()
         if not isinstance(x, Array):
@@ -159,8 +162,8 @@ def _numpy(name, arguments):
         return arrays[id(x)][1]
 
     values = [there(x) for x in arguments]
-    for place in KEYS_AND_VALUES.get(name, ()):
-        values[place] = values[place].T
+    if name == "attention_backward" and len(values) == 5:  # with a gradient of keys and values
+        values[-1] = values[-1].T
     with np.errstate(all="ignore"):  # as in ``reference.step``: a trial of kernels computes on memory as it is
         getattr(reference, name)(*values)
         for array, copy in arrays.values():

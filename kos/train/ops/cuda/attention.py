@@ -27,7 +27,7 @@ from kos.cuda.kernels import Define
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.ops import Mask
+from kos.train.ops import Attend, Mask
 
 KERNELS = Path(__file__).parent / "kernels"
 FAMILIES = ("hopper", "mma", "simple")
@@ -45,14 +45,6 @@ FORWARD = {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2}
 BACKWARD = {"STAGES": 2}
 
 
-class Others(NamedTuple):
-    """Keys and values (N, 2 K d) of other tokens, B samples of T: all ``queries`` of a sample see all ``keys``."""
-
-    kv: Array
-    queries: slice
-    keys: slice
-
-
 @dataclass(frozen=True)
 class _Task:
     """What the kernels of a call have in common: sizes, and the arguments and macros that say which keys are seen."""
@@ -68,26 +60,31 @@ class _Task:
     defines: dict[str, Define]
 
     @classmethod
-    def of(
-        cls, qkv: Array, heads: int, kv_heads: int, log_sum_exp: Array, to: Others | None, mask: Mask | None
-    ) -> _Task:
-        samples, length, head_dim = sizes(qkv, heads, kv_heads, log_sum_exp)
+    def of(cls, attend: Attend) -> _Task:
+        """InvalidArgument if no kernel supports heads of this size."""
+        (samples, _, length), head_dim, mask = attend.log_sum_exp.shape, attend.head_dim, attend.mask
+        if head_dim > MOST_HEAD_DIM:
+            raise InvalidArgument(f"attention: expected heads of at most {MOST_HEAD_DIM} elements, got {head_dim}")
         others, bounds = tuple[int, ...](), tuple[int, ...]()
         queries = keys = slice(0, length)
-        if to is not None:
-            queries, keys = to.queries, to.keys
-            others = (_row(to.kv, keys), keys.stop - keys.start, length)
+        if attend.kv is not None:
+            queries, keys = attend.queries, attend.keys
+            others = (_row(attend.kv, keys), keys.stop - keys.start, length)
         if mask is not None:
             mask.check(samples, length)
             firsts, lasts = mask.first_key.pointer + 4 * queries.start, mask.last_query.pointer + 4 * keys.start
             bounds = (firsts, lasts, queries.start, keys.start)
-        size = (samples, queries.stop - queries.start, heads, kv_heads)
-        defines = macros(qkv.dtype.name, head_dim, to is None, mask is not None)
+        size = (samples, queries.stop - queries.start, attend.heads, attend.kv_heads)
+        defines = macros(attend.qkv.dtype.name, head_dim, attend.kv is None, mask is not None)
         return cls(samples, length, head_dim, queries, keys, size, others, bounds, defines)
 
     @property
     def key_count(self) -> int:
         return self.keys.stop - self.keys.start
+
+    def statistics(self, attend: Attend) -> int:
+        """The address of those of the first query."""
+        return attend.log_sum_exp.pointer + 4 * self.queries.start
 
     def tokens(self, array: Array, tokens: slice) -> Tokens:
         return Tokens(array, self.samples, self.length, tokens)
@@ -109,21 +106,13 @@ def attention_mask(
     )  # fmt: skip
 
 
-def attention(
-    qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, ops: Any, *,
-    mask: Mask | None = None, to: Others | None = None, family: str | None = None,
-) -> None:  # fmt: skip
-    """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
-
-    ``qkv`` (N, W), W = (H + 2K) d: the heads of q, then k, then v.  ``out`` (N, H d).  ``log_sum_exp`` (B, H, T),
-    fp32, of the scaled scores, is kept for the backward.  Attention ``to`` others is merged with what both hold;
-    ``out`` is fp32 then.  ``ops`` is a CudaOps; ``family`` is for measurements.
-    """
-    task = _Task.of(qkv, heads, kv_heads, log_sum_exp, to, mask)
+def attention(attend: Attend, ops: Any, family: str | None = None) -> None:
+    """``Ops.attention``. ``ops`` is a CudaOps; ``family`` is for measurements."""
+    task, qkv, out, kv, (heads, kv_heads) = _Task.of(attend), attend.qkv, attend.out, attend.kv, attend.shape
     samples, head_dim, size = task.samples, task.head_dim, task.size
     T, seen, defines = size[1], task.key_count, task.defines
     family = family or ops.family(qkv.dtype.name, head_dim)
-    q, merged, lse = _row(qkv, task.queries), _row(out, task.queries), log_sum_exp.pointer + 4 * task.queries.start
+    (q, merged), lse = (_row(x, task.queries) for x in (qkv, out)), task.statistics(attend)
     if family == "simple":
         operands = (q, merged, lse, *size, *task.others, *task.mask)
         ops.launch("attention_simple.cu", "attention_forward", _rows(samples * T * heads), 256, *operands, **defines)
@@ -138,13 +127,13 @@ def attention(
         )  # fmt: skip
         return
     shared = (2 * rows + 2 * FORWARD["STAGES"] * FORWARD["KEYS"]) * row + _ALIGNMENT + 256
-    other = task.tokens(out, task.queries) if to is None else task.tokens(to.kv, task.keys)
+    other = task.tokens(out, task.queries) if kv is None else task.tokens(kv, task.keys)
     # A block that stays for many tiles loads the next while it finishes the last. For long tiles that gains nothing,
     # and a multiprocessor that is still busy with communication would delay all of its tiles.
-    staying = min(grid, ops.multiprocessors) if to is not None or seen < _LONG else grid
-    if to is not None:  # tiles of equal work: a multiprocessor that would shorten nothing is left to communication
+    staying = min(grid, ops.multiprocessors) if kv is not None or seen < _LONG else grid
+    if kv is not None:  # tiles of equal work: a multiprocessor that would shorten nothing is left to communication
         staying = -(-grid // -(-grid // staying))
-    more = (merged, *task.others[1:]) if to else ()
+    more = (merged, *task.others[1:]) if kv is not None else ()
     ops.launch(
         "attention_forward_hopper.cu", "attention_forward", staying, 128 + 2 * rows, task.tokens(qkv, task.queries),
         other, lse, *size, section, *more, *task.mask, shared=shared, **defines, **FORWARD,
@@ -152,30 +141,26 @@ def attention(
 
 
 def attention_backward(
-    d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena,
-    ops: Any, *, mask: Mask | None = None, to: Others | None = None, d_kv: Array | None = None,
+    attend: Attend, d_out: Array, d_qkv: Array, arena: Arena, ops: Any, d_kv: Array | None = None,
     family: str | None = None,
 ) -> None:  # fmt: skip
-    """d_qkv (N, W) from d_out (N, H d) and what the forward read and wrote.
-
-    Of attention ``to`` others, with ``out`` and ``log_sum_exp`` of all keys: added to the heads of q in ``d_qkv``
-    and to ``d_kv``, which are fp32.
+    """``Ops.attention_backward``, but that the ``keys`` alone of ``d_kv`` are written.
 
     Takes ``take_scratch`` from ``arena``, whose arrays are of ``kos.memory.array``: 3 B H T floats (none in the simple
     family) and on Hopper B H T d integers, where blocks add up dQ, and B K T / 64 floats more; T rounded up to 128.
     """
-    task = _Task.of(qkv, heads, kv_heads, log_sum_exp, to, mask)
+    task, qkv, kv, (heads, kv_heads) = _Task.of(attend), attend.qkv, attend.kv, attend.shape
     samples, length, head_dim, size = task.samples, task.length, task.head_dim, task.size
     T, seen, defines = size[1], task.key_count, task.defines
     family = family or ops.family(qkv.dtype.name, head_dim)
-    if to is None:
+    if kv is None:
         first_key, kv_width = qkv.pointer + heads * head_dim * qkv.dtype.itemsize, heads + 2 * kv_heads
         d_keys = d_qkv.pointer
     else:
         assert d_kv is not None, "attention to others: the gradient of their keys and values"
         first_key, kv_width, d_keys = task.others[0], 2 * kv_heads, _row(d_kv, task.keys)
-    q, dq, d, o = (_row(x, task.queries) for x in (qkv, d_qkv, d_out, out))
-    lse = log_sum_exp.pointer + 4 * task.queries.start
+    q, dq, d, o = (_row(x, task.queries) for x in (qkv, d_qkv, d_out, attend.out))
+    lse = task.statistics(attend)
     if family == "simple":
         for name, count, target in (
             ("attention_backward_q", T * heads, dq), ("attention_backward_kv", seen * kv_heads, d_keys),
@@ -185,7 +170,7 @@ def attention_backward(
         return
     threads = samples * _padded(T) * heads * (head_dim // 8)
     with arena.scope():
-        statistics, bounds, sums = take_scratch(log_sum_exp, kv_heads, head_dim, family, arena, T, seen)
+        statistics, bounds, sums = take_scratch(attend.log_sum_exp, kv_heads, head_dim, family, arena, T, seen)
         if bounds is not None:
             ops.launch(
                 "attention_statistics.cu", "attention_bounds", bounds.size // 2, 256, first_key, bounds, seen, length,
@@ -199,9 +184,9 @@ def attention_backward(
         if sums is None:
             _backward_mma(task, (q, d), d_keys, dq, statistics, ops)
             return
-        other = task.tokens(d_qkv, task.queries) if to is None else task.tokens(to.kv, task.keys)
+        other = task.tokens(d_qkv, task.queries) if kv is None else task.tokens(kv, task.keys)
         maps = (task.tokens(qkv, task.queries), task.tokens(d_out, task.queries), other)
-        _backward_hopper(task, maps, (d_keys, *task.others[1:]) if to else (), statistics, sums, ops)
+        _backward_hopper(task, maps, (d_keys, *task.others[1:]) if kv is not None else (), statistics, sums, ops)
         ops.launch(
             "attention_backward_hopper.cu", "attention_finish", sums.size // 4096, 256, sums, statistics, dq, T, heads,
             qkv.shape[1], length, **defines, **BACKWARD,
@@ -268,15 +253,6 @@ def family_for(device: int, dtype: str, head_dim: int) -> str:
     if dtype == "float32" or head_dim not in _TENSOR_CORE_HEAD_DIMS or info.compute_capability < (8, 0):
         return "simple"
     return "hopper" if info.arch == "sm_90a" else "mma"
-
-
-def sizes(qkv: Array, heads: int, kv_heads: int, log_sum_exp: Array) -> tuple[int, int, int]:
-    """B, T and d of a call. InvalidArgument if no kernel supports heads of this size."""
-    samples, _, length = log_sum_exp.shape
-    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
-    if head_dim > MOST_HEAD_DIM:
-        raise InvalidArgument(f"attention: expected heads of at most {MOST_HEAD_DIM} elements, got {head_dim}")
-    return samples, length, head_dim
 
 
 def _rows(count: int) -> int:

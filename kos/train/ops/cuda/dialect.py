@@ -24,7 +24,7 @@ from kos.cuda.kernels import load_kernel
 from kos.dtypes import DTYPES, DType
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask, Scaled
+from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Attend, Mask, Scaled
 from kos.train.ops.cuda import attention, fp8
 from kos.train.ops.cuda.cublaslt import Matmul
 from kos.train.ops.cuda.norms import BLOCK, FLOAT32, NormOps, access_width
@@ -308,22 +308,19 @@ class CudaOps(NormOps):
     ) -> None:  # fmt: skip
         attention.attention_mask(document_starts, window, mask, positions, key_positions, self)
 
-    def attention(
-        self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena,
-        mask: Mask | None = None,
-    ) -> None:  # fmt: skip
-        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self, mask=mask)
+    def attention(self, attend: Attend, arena: Arena) -> None:
+        attention.attention(attend, self)
 
     def attention_backward(
-        self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
-        arena: Arena, mask: Mask | None = None,
-    ) -> None:  # fmt: skip
-        attention.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, self, mask=mask)
+        self, attend: Attend, d_out: Array, d_qkv: Array, arena: Arena, d_kv: Array | None = None
+    ) -> None:
+        if d_kv is not None:
+            self.zero(d_kv)
+        attention.attention_backward(attend, d_out, d_qkv, arena, self, d_kv)
 
-    def keys_and_values(self, qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
-        rows, columns = qkv.shape
-        kv = arena.take((rows, 2 * kv_heads * columns // (heads + 2 * kv_heads)), qkv.dtype)
-        self._last_columns("last_columns", qkv, kv)
+    def keys_and_values(self, attend: Attend, arena: Arena) -> Array:
+        kv = arena.take((len(attend.qkv), 2 * attend.kv_heads * attend.head_dim), attend.qkv.dtype)
+        self._last_columns("last_columns", attend.qkv, kv)
         return kv
 
     def add_keys_and_values(self, d_kv: Array, d_qkv: Array) -> None:
@@ -332,21 +329,6 @@ class CudaOps(NormOps):
     def _last_columns(self, name: str, x: Array, y: Array) -> None:
         columns = y.shape[1]
         self._elementwise(name, y, x, y, x.shape[1], row=math.gcd(columns, x.shape[1]), COLUMNS=columns)
-
-    def attention_to(
-        self, qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array,
-        log_sum_exp: Array, arena: Arena, mask: Mask | None = None,
-    ) -> None:  # fmt: skip
-        to = attention.Others(kv, queries, keys)
-        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self, mask=mask, to=to)
-
-    def attention_to_backward(
-        self, d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int,
-        queries: slice, keys: slice, d_qkv: Array, d_kv: Array, arena: Arena, mask: Mask | None = None,
-    ) -> None:  # fmt: skip
-        self.zero(d_kv)
-        operands, to = (d_out, qkv, out, log_sum_exp, heads, kv_heads), attention.Others(kv, queries, keys)
-        attention.attention_backward(*operands, d_qkv, arena, self, mask=mask, to=to, d_kv=d_kv)
 
     # --- cross_entropy -------------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ they are.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -28,9 +28,8 @@ import numpy as np
 
 from kos.errors import ConfigError
 from kos.memory.arena import Arena
-from kos.train.layers.context import Weights
-from kos.train.layers.products import Products
-from kos.train.ops import Array, Ops, Scaled, scales_shape
+from kos.train.ops import SCALE_BLOCK, Array, Ops, Scaled, scales_shape
+from kos.train.ops.linear import Wrapper
 
 Take = Callable[[Any, Any], Any]
 
@@ -91,6 +90,10 @@ class Quantized:
         (n, f) = shape
         return cls(copy(rows, (n, f), role.rows, parts), copy(columns, (f, n), role.columns, 1), raw, name)
 
+    def of(self, x: Any) -> Quantized:
+        """``x`` as an input of ``linear``, which saves its transposed copy in this memory."""
+        return replace(self, raw=x)
+
     def __getitem__(self, rows: slice) -> Quantized:
         """The part of these rows."""
         assert self.rows is not None
@@ -106,51 +109,29 @@ class Quantized:
 
 
 @dataclass(frozen=True, slots=True)
-class Gated:
-    """SwiGLU's output (N, F) of ``gate_up`` (N, 2F), computed where it is quantized.
+class Unwritten:
+    """A matrix (N, F) that is computed where it is quantized. ``of_rows`` gives the function that does it for rows."""
 
-    With ``d_out`` (N, F), the gradient of that output, it is the gradient of ``gate_up``.
+    shape: tuple[int, int]
+    of_rows: Callable[[slice], Callable[..., None]]
+
+    def __getitem__(self, rows: slice) -> Unwritten:
+        return Unwritten((rows.stop - rows.start, self.shape[1]), lambda every: self.of_rows(rows))
+
+
+class Fp8Ops(Wrapper):
+    """``inner``, with the products of linear layers in 8 bits: weights are ``Quantized``, other operands may be.
+
+    ``arena`` is scratch memory. ``alone``: one rank has all features, so that no rank needs an input in 16 bits.
     """
 
-    gate_up: Array
-    d_out: Any = None
+    def __init__(self, inner: Any, arena: Arena, alone: bool) -> None:
+        super().__init__(inner)
+        self.arena, self.alone, self.watching, self.first = arena, alone, False, ""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        n, f = self.gate_up.shape
-        return n, f // 2 if self.d_out is None else f
-
-    def __getitem__(self, rows: slice) -> Gated:
-        return Gated(self.gate_up[rows], self.d_out if self.d_out is None else self.d_out[rows])
-
-
-@dataclass(frozen=True, slots=True)
-class Normed:
-    """RMSNorm's output (N, D), computed where it is quantized, and its ``rstd`` (N,) with it."""
-
-    x: Array
-    weight: Array
-    eps: float
-    rstd: Array
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        n, d = self.x.shape
-        return n, d
-
-    def __getitem__(self, rows: slice) -> Normed:
-        return Normed(self.x[rows], self.weight, self.eps, self.rstd[rows])
-
-
-class Fp8Linear:
-    """The products of a linear layer, by the names that ``Ops`` has for those of ``products``.
-
-    Weights are ``Quantized``, other operands may be.
-    """
-
-    def __init__(self, products: Products) -> None:
-        self._products = weakref.proxy(products)  # in a cycle the arena of a search would outlive it
-        self.watching, self.first = False, ""
+    def of_head(self) -> Any:
+        return self.inner.of_head
 
     def watch(self, watching: bool) -> None:
         """While ``watching``, which waits for the device, ``first`` becomes the first operand that is not finite."""
@@ -160,8 +141,35 @@ class Fp8Linear:
     def _look(self, role: Role, weight: Quantized, operand: Quantized) -> None:
         if self.watching and not self.first:
             copy = operand.rows or operand.columns
-            if copy and not np.isfinite(self._products.ops.to_host(copy.scales)).all():
+            if copy and not np.isfinite(self.inner.to_host(copy.scales)).all():
                 self.first = f"{role.name} of {weight.name}"
+
+    # --- operands ----------------------------------------------------------------------------------------
+
+    def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> Quantized | None:
+        return Quantized.empty(shape, INPUT, self.inner, None, arena.take) if self.alone else None
+
+    def normed(self, x: Array, weight: Array, eps: float, rstd: Array) -> Unwritten | None:
+        def of_rows(n: slice) -> Callable[..., None]:
+            return partial(self.inner.quantize_rms_norm, x[n], weight, eps, rstd[n])
+
+        return Unwritten(x.shape, of_rows) if self.alone else None
+
+    def gated(self, gate_up: Array) -> Unwritten | None:
+        n, f = gate_up.shape
+        return Unwritten((n, f // 2), lambda n: partial(self.inner.quantize_swiglu, gate_up[n]))
+
+    def gated_gradient(self, d_out: Array, gate_up: Array) -> Unwritten | None:
+        def of_rows(n: slice) -> Callable[..., None]:
+            return partial(self.inner.quantize_swiglu_backward, d_out[n], gate_up[n])
+
+        return None if d_out.shape[1] % SCALE_BLOCK else Unwritten(gate_up.shape, of_rows)
+
+    def reads_16(self, bias: str | None) -> bool:
+        return bias is not None
+
+    def gradient(self, d_out: Any, keep: Arena, parts: int = 1) -> Quantized:
+        return self.quantized(d_out, GRADIENT, self.arena, keep, parts)
 
     def quantized(
         self, x: Any, role: Role, rows: Arena | None = None, columns: Arena | None = None, parts: int = 1
@@ -170,61 +178,49 @@ class Fp8Linear:
         if isinstance(x, Quantized):
             return x
         of_rows, of_columns = (arena.take if arena else None for arena in (rows, columns))
-        made = Quantized.empty(x.shape, role, self._products.ops, of_rows, of_columns, parts, x)
+        made = Quantized.empty(x.shape, role, self.inner, of_rows, of_columns, parts, x)
         self._quantize(x, made)
         return made
 
     def _quantize(self, x: Any, made: Quantized) -> None:
-        ops, copies = self._products.ops, (made.rows, made.columns, self._products.arena)
-        if isinstance(x, Normed):
-            ops.quantize_rms_norm(x.x, x.weight, x.eps, x.rstd, *copies)
-        elif not isinstance(x, Gated):
-            ops.quantize(x, *copies)
-        elif x.d_out is None:
-            ops.quantize_swiglu(x.gate_up, *copies)
-        else:
-            ops.quantize_swiglu_backward(x.d_out, x.gate_up, *copies)
+        quantize = x.of_rows(slice(0, x.shape[0])) if isinstance(x, Unwritten) else partial(self.inner.quantize, x)
+        quantize(made.rows, made.columns, self.arena)
 
-    def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> Quantized:
-        """``Products.empty_transposed``."""
-        return Quantized.empty(shape, INPUT, self._products.ops, None, arena.take)
-
-    def gated(self, gate_up: Array) -> Gated:
-        """``Products.gated``."""
-        return Gated(gate_up)
-
-    def gradient(self, d_out: Any, keep: Arena, parts: int) -> Quantized:
-        """``Products.gradient``."""
-        return self.quantized(d_out, GRADIENT, self._products.arena, keep, parts)
+    # --- operations --------------------------------------------------------------------------------------
 
     def linear(
-        self, x: Array, weight: Quantized, out: Array, residual: Array | None = None, bias: Array | None = None,
-        transposed: Quantized | None = None,
-    ) -> None:  # fmt: skip
-        """``Ops.linear``. ``transposed``: see ``Products.empty_transposed``."""
-        ops, arena = self._products.ops, self._products.arena
-        with arena.scope():
-            made = Quantized.empty(x.shape, INPUT, ops, arena.take, None)
-            made = made if transposed is None else replace(made, columns=transposed.columns)
+        self, x: Any, weight: Quantized, out: Array, residual: Array | None = None, bias: Array | None = None
+    ) -> None:
+        """``Ops.linear``. Of an ``x`` in memory of ``empty_transposed`` the transposed copy is saved there."""
+        x, columns = (x.raw, x.columns) if isinstance(x, Quantized) else (x, None)
+        with self.arena.scope():
+            made = replace(Quantized.empty(x.shape, INPUT, self.inner, self.arena.take, None), columns=columns)
             self._quantize(x, made)
             self._look(WEIGHTS, weight, weight)
             self._look(INPUT, weight, made)
-            ops.scaled_product(made.rows, weight.rows, out, residual, bias, arena)
+            self.inner.scaled_product(made.rows, weight.rows, out, residual, bias, self.arena)
 
     def linear_input_gradient(self, d_out: Any, weight: Quantized, dx: Array) -> None:
         """``Ops.linear_input_gradient``."""
-        ops, arena = self._products.ops, self._products.arena
-        with arena.scope():
-            d = self.quantized(d_out, GRADIENT, arena)
+        with self.arena.scope():
+            d = self.quantized(d_out, GRADIENT, self.arena)
             self._look(GRADIENT, weight, d)
-            ops.scaled_product(d.rows, weight.columns, dx, None, None, arena)
+            self.inner.scaled_product(d.rows, weight.columns, dx, None, None, self.arena)
 
     def linear_weight_gradient(self, d_out: Any, x: Any, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         """``Ops.linear_weight_gradient``."""
-        ops = self._products.ops
         with arena.scope():
             d, x_8 = self.quantized(d_out, GRADIENT, None, arena), self.quantized(x, INPUT, None, arena)
-            ops.scaled_product(d.columns, x_8.columns, d_weight, d_weight if accumulate else None, None, arena, False)
+            into = d_weight, d_weight if accumulate else None, None, arena, False
+            self.inner.scaled_product(d.columns, x_8.columns, *into)
+
+    def sum_rows(self, x: Any, out: Array, accumulate: bool, arena: Arena) -> None:
+        """``Ops.sum_rows``."""
+        self.inner.sum_rows(x.raw if isinstance(x, Quantized) else x, out, accumulate, arena)
+
+    def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array | None, d_gate_up: Array, arena: Arena) -> None:
+        """``Ops.swiglu_backward``, with the same bits whether ``out`` was saved or not."""
+        self.inner.swiglu_backward(d_out, gate_up, None, d_gate_up, arena)
 
 
 class Fp8Weights(Mapping[str, Array]):
@@ -233,7 +229,7 @@ class Fp8Weights(Mapping[str, Array]):
     The others are those of ``weights``.
     """
 
-    def __init__(self, weights: Weights, store: Mapping[str, Quantized], ops: Ops, arena: Arena) -> None:
+    def __init__(self, weights: Mapping[str, Array], store: Mapping[str, Quantized], ops: Ops, arena: Arena) -> None:
         self._weights, self._store, self._ops, self._arena = weights, store, ops, arena
         self._missing = set(store)
 
@@ -268,7 +264,7 @@ def linear_names(models: Iterable[Any]) -> list[str]:
     return [linear.name for model in models for linear in linears(model.layers)]
 
 
-def weight_store(names: Iterable[str], weights: Weights, ops: Ops) -> dict[str, Quantized]:
+def weight_store(names: Iterable[str], weights: Mapping[str, Array], ops: Ops) -> dict[str, Quantized]:
     """Memory for the weights of linear layers, whose shapes are those of ``weights``."""
     return {
         name: Quantized.empty(tuple(weights[name].shape), WEIGHTS, ops, ops.zeros, ops.zeros, name=name)

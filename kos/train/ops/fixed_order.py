@@ -1,0 +1,294 @@
+"""``--deterministic`` within a layer: the same bits for every number of tensor- and context-parallel ranks.
+
+A sum's bits depend on its order, and a matrix product's also on its shape. So one rank computes what many would:
+
+- *features*: heads, intermediate features and the vocabulary are split in ``Split.features`` equal parts. A product is
+  computed part by part, and a sum over features is a binary tree over the parts. (On CPUs; GPUs do not split them.)
+- *tokens*: a sequence is split in chunks, and chunks i and last - i are a piece (the zigzag of ``parallel.context``).
+  A micro-batch of N tokens is held piece by piece: (pieces, samples, 2, chunk), so that a rank's tokens are a run of
+  rows. Everything is computed piece by piece, and a sum over tokens is a tree over the pieces.
+
+A rank of tp or cp holds a power of two of the parts or pieces, one after another: a whole subtree. Ranks exchange the
+sums of their subtrees, and each adds the rest of the tree. The same shapes give the same bits: OpenBLAS's matrix
+products depend neither on alignment nor on strides, as long as there is one thread.
+Numerical reproducibility by a fixed reduction tree: Villa et al. 2009 (Cray User Group).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kos.errors import ConfigError
+from kos.memory.arena import Arena
+from kos.train.ops import Array
+from kos.train.ops.linear import LinearOps
+from kos.train.parallel.mesh import ALONE, Axis
+
+ORDER = 2
+"""The number of this order on CPUs. It is another after a change of the bits: then older runs cannot be resumed."""
+
+PARTS = 8
+LEAST_CHUNK = 64  # tokens: shorter ones make products and blocks of queries small
+LEAST_CHUNK_ON_GPUS = 4096  # tokens: shorter ones make matrix products and attention slow
+
+
+class Split(NamedTuple):
+    """The numbers of parts of features, and of pieces of a sequence: powers of two."""
+
+    features: int = 1
+    tokens: int = 1
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], seq_len: int, least: int = LEAST_CHUNK) -> Split:
+        """For a model whose ``sizes`` tensor parallelism divides; depends on no layout."""
+        pieces = (n for n in (8, 4, 2) if seq_len % (2 * n) == 0 and seq_len // (2 * n) >= least)
+        return cls(math.gcd(PARTS, *sizes), next(pieces, 1))
+
+    def check(self, tp: int, cp: int, seq_len: int, least: int = LEAST_CHUNK) -> None:
+        """ConfigError if a rank would not hold whole subtrees."""
+        if self.features % tp:
+            why = "the largest of 8, 4, 2 and 1 that divides heads, key/value heads, intermediate size and vocabulary"
+            raise ConfigError(f"--deterministic --tp {tp}: expected a divisor of {self.features}, {why}, got {tp}")
+        if self.tokens % cp:
+            length = f"--seq-len to be a multiple of {2 * cp} and at least {2 * cp * least}, got {seq_len}"
+            expected = length if cp in (2, 4, 8) else f"--cp 1, 2, 4 or 8, got {cp}"
+            raise ConfigError(f"--deterministic --cp {cp}: expected {expected}")
+
+
+Leaf = Callable[[int, Array], None]
+"""Writes the term of a number of a sum to an array."""
+
+
+def sum_tree(ops: Any, arena: Arena, leaf: Leaf, out: Array, count: int, first: int = 0) -> None:
+    """out = the sum of the ``count`` terms from ``first`` on, a power of two, as a binary tree."""
+    if count == 1:
+        leaf(first, out)
+        return
+    sum_tree(ops, arena, leaf, out, count // 2, first)
+    with arena.scope():
+        right = arena.take(out.shape, out.dtype)
+        sum_tree(ops, arena, leaf, right, count // 2, first + count // 2)
+        ops.add(out, right, out)
+
+
+def sum_over_ranks(ops: Any, arena: Arena, axis: Axis, x: Array) -> None:
+    """x = the sum over the ranks of ``axis``, as a binary tree."""
+    if axis.size > 1:
+        with arena.scope():
+            terms = arena.take((axis.size, *x.shape), x.dtype)
+            axis.comm.all_gather(x, terms)
+            ops.add_tree(terms, x)
+
+
+def scatter_sum(ops: Any, arena: Arena, axis: Axis, x: Array, out: Array) -> None:
+    """out = this rank's part (first dimension) of the sum over the ranks of ``axis``, as a binary tree."""
+    with arena.scope():
+        terms = arena.take((axis.size, *out.shape), out.dtype)
+        axis.comm.all_to_all(x, terms)
+        ops.add_tree(terms, out)
+
+
+class Matrix(NamedTuple):
+    """A matrix (out, in) whose ``parts`` are multiplied apart: slices along ``dim``, one of each stacked matrix."""
+
+    array: Array
+    dim: int
+    parts: list[list[slice]]
+
+    def slices(self) -> list[slice]:
+        return [each for part in self.parts for each in part]
+
+
+class FixedOrder(LinearOps):
+    """``inner`` in the order of ``split``, for one rank of ``tp`` and of ``cp``.
+
+    ``matrices``: by name the dimension of a matrix that ranks of tp split, and this rank's slice of each matrix that is
+    stacked in it. ``arena`` is scratch memory.
+    """
+
+    def __init__(
+        self, inner: Any, arena: Arena, split: Split, tp: Axis, cp: Axis,
+        matrices: Mapping[str, tuple[int, Sequence[slice]]],
+    ) -> None:  # fmt: skip
+        super().__init__(inner)
+        self.arena, self.split, self.tp, self.cp, self.matrices = arena, split, tp, cp, matrices
+        self.parts, self.pieces = split.features // tp.size, split.tokens // cp.size
+
+    @property
+    def of_head(self) -> FixedOrder:
+        of_piece = self.split._replace(tokens=1)
+        return FixedOrder(self.inner.of_head, self.arena, of_piece, self.tp, ALONE, self.matrices)
+
+    def matrix(self, of: Mapping[str, Array], name: str) -> Any:
+        if self.split.features == 1 or name not in self.matrices:
+            return of[name]
+        dim, members = self.matrices[name]
+        each = [_equal(member, self.parts) for member in members]
+        return Matrix(of[name], dim, [[*part] for part in zip(*each, strict=True)])
+
+    def rows(self, count: int) -> list[slice]:
+        """The rows of each piece, of ``count`` in all."""
+        return _equal(slice(0, count), self.pieces)
+
+    def head_rows(self, count: int, most: int) -> int:
+        """The most that divide ``count``."""
+        return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
+
+    def sum_pieces(self, leaf: Leaf, out: Array) -> None:
+        sum_tree(self.inner, self.arena, leaf, out, self.pieces)
+        sum_over_ranks(self.inner, self.arena, self.cp, out)
+
+    # --- linear layers -----------------------------------------------------------------------------------
+
+    def linear(
+        self, x: Array, weight: Any, out: Array, residual: Array | None = None, bias: Array | None = None
+    ) -> None:
+        """``Ops.linear``. The first part of a sum over features has the bias."""
+        for n in self.rows(len(x)):
+            self._linear(x[n], weight, out[n], None if residual is None else residual[n], bias)
+
+    def _linear(self, x: Array, weight: Any, out: Array, residual: Array | None, bias: Array | None) -> None:
+        ops, w = self.inner, _array(weight)
+        if not isinstance(weight, Matrix):
+            ops.linear(x, w, out, residual, bias)
+        elif weight.dim == 0:
+            for f in weight.slices():
+                ops.linear(x, w[f], out[:, f], None, None if bias is None else bias[f])
+        else:
+            self._sum(weight, out, lambda k, term, more: ops.linear(x[:, k], w[:, k], term, None, more), bias)
+            if residual is not None:
+                ops.add(out, residual, out)
+
+    def linear_input_gradient(self, d_out: Array, weight: Any, dx: Array) -> None:
+        """``Ops.linear_input_gradient``."""
+        for n in self.rows(len(d_out)):
+            self._input_gradient(d_out[n], weight, dx[n])
+
+    def _input_gradient(self, d_out: Array, weight: Any, dx: Array) -> None:
+        ops, w = self.inner, _array(weight)
+        if not isinstance(weight, Matrix):
+            ops.linear_input_gradient(d_out, w, dx)
+        elif weight.dim == 0:
+            self._sum(weight, dx, lambda f, term, _: ops.linear_input_gradient(d_out[:, f], w[f], term))
+        else:
+            for k in weight.slices():
+                ops.linear_input_gradient(d_out, w[:, k], dx[:, k])
+
+    def _sum(
+        self, weight: Matrix, out: Array, product: Callable[[slice, Array, Any], None], bias: Array | None = None
+    ) -> None:
+        """out = the sum of what ``product(slice, term, bias)`` writes: a tree over parts; in a part, one by one.
+
+        The first term has the ``bias``, the others None.
+        """
+
+        def of_part(part: int, term: Array) -> None:
+            first, *others = weight.parts[part]
+            product(first, term, None if part else bias)
+            for each in others:
+                with self.arena.scope():
+                    more = self.arena.take(term.shape, term.dtype)
+                    product(each, more, None)
+                    self.inner.add(term, more, term)
+
+        sum_tree(self.inner, self.arena, of_part, out, self.parts)
+
+    def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Any, accumulate: bool, arena: Arena) -> None:
+        """``Ops.linear_weight_gradient``; of all ranks of cp."""
+        ops, rows = self.inner, self.rows(len(x))
+
+        def of_piece(piece: int, out: Array) -> None:
+            d_n, x_n = d_out[rows[piece]], x[rows[piece]]
+            if not isinstance(d_weight, Matrix):
+                ops.linear_weight_gradient(d_n, x_n, out, accumulate, arena)
+                return
+            for each in d_weight.slices():
+                if d_weight.dim == 0:
+                    ops.linear_weight_gradient(d_n[:, each], x_n, out[each], accumulate, arena)
+                else:
+                    ops.linear_weight_gradient(d_n, x_n[:, each], out[:, each], accumulate, arena)
+
+        self.sum_pieces(of_piece, _array(d_weight))
+
+    def sum_rows(self, x: Array, out: Any, accumulate: bool, arena: Arena) -> None:
+        """``Ops.sum_rows``; of all ranks of cp."""
+        rows = self.rows(len(x))
+
+        def of_piece(piece: int, term: Array) -> None:
+            if not isinstance(out, Matrix):
+                self.inner.sum_rows(x[rows[piece]], term, accumulate, arena)
+                return
+            for f in out.slices():
+                self.inner.sum_rows(x[rows[piece], f], term[f], accumulate, arena)
+
+        self.sum_pieces(of_piece, _array(out))
+
+    # --- norms -------------------------------------------------------------------------------------------
+
+    def rms_norm_backward(
+        self, d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        """``Ops.rms_norm_backward``; d_weight of all ranks' rows."""
+        of_piece = len(x) * self.tp.size // self.pieces
+        rows = _equal(slice(0, len(x)), self.pieces * math.gcd(self.split.features, of_piece) // self.tp.size)
+
+        def of_rows(index: int, term: Array) -> None:
+            d_out_n, x_n, rstd_n, dx_n = (each[rows[index]] for each in (d_out, x, rstd, dx))
+            self.inner.rms_norm_backward(d_out_n, x_n, weight, rstd_n, dx_n, term, accumulate, arena)
+
+        sum_tree(self.inner, arena, of_rows, d_weight, len(rows))
+        for axis in (self.tp, self.cp):
+            sum_over_ranks(self.inner, arena, axis, d_weight)
+
+    def head_norm_backward(
+        self, raw: Array, weight: Array, eps: float, heads: slice, dx: Array, d_weight: Array, accumulate: bool,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        """``Ops.head_norm_backward``; d_weight of all ranks' heads: a tree over parts, of trees over pieces."""
+        rows = self.rows(len(raw))
+        parts = _equal(heads, math.gcd(self.parts, heads.stop - heads.start))  # one if all heads have one norm
+
+        def of_piece(piece: int, terms: Array) -> None:
+            raw_n, dx_n = raw[rows[piece]], dx[rows[piece]]
+            for part, term in zip(parts, terms, strict=True):
+                self.inner.head_norm_backward(raw_n, weight, eps, part, dx_n, term, accumulate, arena)
+
+        with arena.scope():
+            terms = arena.take((len(parts), *d_weight.shape), d_weight.dtype)
+            self.sum_pieces(of_piece, terms)
+            self.inner.add_tree(terms, d_weight)
+        sum_over_ranks(self.inner, arena, self.tp, d_weight)
+
+    # --- embedding and loss ------------------------------------------------------------------------------
+
+    def embedding_backward(
+        self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena, first: int | None = None
+    ) -> None:
+        """``Ops.embedding_backward``, of the tokens of all ranks of cp, on each that holds the rows."""
+        with arena.scope():
+            if self.cp.size > 1:
+                mine = tokens, d_out
+                tokens, d_out = (arena.take((self.cp.size * len(x), *x.shape[1:]), x.dtype) for x in mine)
+                for x, of_all in zip(mine, (tokens, d_out), strict=True):
+                    self.cp.comm.all_gather(x, of_all)
+            self.inner.embedding_backward(d_out, tokens, d_table, accumulate, arena, first)
+
+    def statistics_of_parts(self, logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:
+        if self.parts == 1:
+            super().statistics_of_parts(logits, targets, first, out, arena)
+            return
+        for part, columns in zip(out, _equal(slice(0, logits.shape[1]), self.parts), strict=True):
+            self.inner.logit_statistics(logits[:, columns], targets, first + columns.start, part, arena)
+
+
+def _array(matrix: Any) -> Array:
+    return matrix.array if isinstance(matrix, Matrix) else matrix
+
+
+def _equal(whole: slice, count: int) -> list[slice]:
+    """``count`` slices of equal size."""
+    size = (whole.stop - whole.start) // count
+    return [slice(at, at + size) for at in range(whole.start, whole.start + size * count, max(1, size))]
