@@ -28,6 +28,7 @@ typedef struct {
     unsigned long long parks;  // waits without the GIL
     // Of module_eager.c.
     PyObject **active, **first, **last;  // addresses of comm._active, failures.first and status.last
+    size_t slots;             // entries of the recorder
     char off;                 // in a batch
     unsigned generation;      // how often all calls were forgotten
     unsigned long long hits;  // calls that were started there
@@ -43,16 +44,24 @@ typedef struct {
     char reported;             // whether the program has the outcome
 } State;
 
-enum { NUMBER = 4, COMPLETED };  // of an entry of the recorder
-PyObject *nanoseconds(void);     // for it
-PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame);
+enum { CODE = 2, NUMBER = 4, COMPLETED, FAILED };  // of an entry of the recorder
+PyObject *nanoseconds(void);  // for it
+// Writes the next entry, as kos.comm.prepared.note does, but COMPLETED; returns it, borrowed.  `old` gets the two objects
+// of the entry before whose end may run Python: the caller releases them when its call is on its way.
+PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame, PyObject **old);
 
 extern PyObject *s_closed;
 // An attribute, or what a method returns, to be compared with a constant: NULL on an error.
 const PyObject *peek(PyObject *x, PyObject *name, int is_method);
 // The address of an attribute that is in the ``__slots__`` of a class of the object; NULL for other attributes.
 PyObject **slot_of(PyObject *x, const char *name);
-void put(PyObject **at, PyObject *value);  // replaces the reference in a slot or a field
+// Replaces the reference in a slot or a field; `swap` returns the old one, whose end may run Python.
+void put(PyObject **at, PyObject *value);
+static inline PyObject *swap(PyObject **at, PyObject *value) {
+    PyObject *old = *at;
+    *at = Py_XNewRef(value);
+    return old;
+}
 
 // DLPack's DLTensor.
 enum { CPU = 1, CUDA, DIMENSIONS = 4 };
@@ -94,12 +103,14 @@ PyObject *is_readable(PyObject *self, PyObject *x);
 // Of module_launch.c.
 PyObject *take_arrays(PyObject *self, PyObject *example);
 PyObject *take_windows(PyObject *self, PyObject *ranges);
+enum { ASK = 2 };
+int is_open(PyObject *x);  // whether the memory of an array is in use; may run Python
 int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
 uint64_t key_of(const char *data);  // what a call depends on of an address: as kos.memory.windows.place
 int find_slots(PyObject *how);  // fills in `how` for queue_call; 0 if queue_call cannot make its calls
 // Queues a call that is described by `how`; NULL without an exception: the method must.  `result` is its result, but
 // that of a Persistent is a Work.
-PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv);
+PyObject *queue_call(Group *g, PyObject *how, PyObject *frame, PyObject *result, char *send, char *recv);
 // A Work; `old`, a former start of the same Prepared on the same arrays, if it is complete and nobody else has it.
 State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
                  PyObject *sequence, PyObject *record);
