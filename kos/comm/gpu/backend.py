@@ -168,6 +168,8 @@ class DeviceBackend(Backend):
         eager = shared.eager
         if eager is not None and eager.asked and eager.asked == get_ident():  # the core waits for this call
             eager.asked, eager.last = 0, (eager.asked, work, work.held, work.array)
+        elif eager is not None and eager.last is not None and eager.last[0] == get_ident():
+            eager.last = None  # one is within the other, as of a finalizer: unknown which the core waits for
         try:
             if self._failure[0]:
                 self.inspect(work)
