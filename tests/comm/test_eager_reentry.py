@@ -197,6 +197,29 @@ def test_a_timeout_that_is_set_within_a_first_call_counts(pair: list[Any]) -> No
         one.all_reduce(x)
 
 
+def test_an_array_that_changes_within_a_first_call_is_not_known(pair: list[Any]) -> None:
+    """The core keeps the dtype that it then has, and not the one that it would compare."""
+    one, other = pair
+    dtype = np.dtype(np.float64, metadata={"of": "this test"})  # an object of its own
+    x, y = np.ones(3, dtype), np.ones(3, dtype)
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event == "return" and frame.f_code is Prepared.start.__code__:
+            sys.setprofile(None)
+            x.dtype = np.dtype(np.float64)
+
+    finish = begin(other, np.ones(3), np.ones(3))
+    sys.setprofile(profile)
+    try:
+        one.all_reduce(x)
+    finally:
+        sys.setprofile(None)
+    before = hits(one)
+    one.all_reduce(y)
+    finish()
+    assert hits(one) == before and x.tolist() == y.tolist() == [2.0] * 3
+
+
 def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(pair: list[Any]) -> None:
     """As of a trace function, through the method of the class, on the same array."""
     one, other = pair
