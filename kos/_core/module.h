@@ -50,7 +50,7 @@ PyObject *nanoseconds(void);  // for it
 // of the entry before whose end may run Python: the caller releases them when its call is on its way.
 PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame, PyObject **old);
 
-extern PyObject *s_closed;
+extern PyObject *s_closed, *s_requires_grad, *s_is_neg;
 // An attribute, or what a method returns, to be compared with a constant: NULL on an error.
 const PyObject *peek(PyObject *x, PyObject *name, int is_method);
 // The address of an attribute that is in the ``__slots__`` of a class of the object; NULL for other attributes.
@@ -80,7 +80,7 @@ typedef struct {
     uint64_t what, kind, stream;
 } array_words;
 
-extern PyTypeObject *work_type, *state_type, *operation_type, *array_type;
+extern PyTypeObject *work_type, *state_type, *operation_type, *array_type, *tensor_type;
 extern PyType_Spec work_spec, state_spec, operation_spec;
 
 void work_ended(kos_work *w);
@@ -98,15 +98,20 @@ int is_pending(PyObject *work);
 int spin_only(Work *work);  // whether it is complete after some microseconds; not while there are others
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
 PyObject *group_method(PyObject *g, PyObject *args);
-PyObject *take_tensors(PyObject *self, PyObject *type);
-PyObject *is_readable(PyObject *self, PyObject *x);
-// Of module_launch.c.
+// Of module_arrays.c.
 PyObject *take_arrays(PyObject *self, PyObject *example);
+PyObject *take_tensors(PyObject *self, PyObject *type);
 PyObject *take_windows(PyObject *self, PyObject *ranges);
+PyObject *is_readable(PyObject *self, PyObject *x);
+// Whether the memory of an array is in use, and Python need not look at a tensor: as they say, which may run Python.
+int is_plain(PyObject *x);
+// The words of an array or tensor for the key of a call, and its memory; `shape` is room for DIMENSIONS.  0: Python must
+// look.  ASK: is_plain must be asked.
 enum { ASK = 2 };
-int is_open(PyObject *x);  // whether the memory of an array is in use; may run Python
 int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
+int read_tensor(PyObject *x, array_words *words, tensor *t);
 uint64_t key_of(const char *data);  // what a call depends on of an address: as kos.memory.windows.place
+// Of module_launch.c.
 int find_slots(PyObject *how);  // fills in `how` for queue_call; 0 if queue_call cannot make its calls
 // Queues a call that is described by `how`; NULL without an exception: the method must.  `result` is its result, but
 // that of a Persistent is a Work.

@@ -25,15 +25,7 @@ typedef struct {
     int flags;
 } ndarray;
 
-enum { FLAGS = 0x1 | 0x100 | 0x400, COMPLEX = 5 };  // of NumPy: contiguous, aligned, writable; of DLPack
-
-// The start of DLPack's C exchange API of version 1.
-typedef struct {
-    uint32_t major, minor;
-    const void *former, *functions[3];
-    int (*read)(void *, tensor *);
-    int (*current_stream)(int32_t device, int32_t index, uint64_t *stream);
-} exchange_api;
+enum { FLAGS = 0x1 | 0x100 | 0x400 };  // of NumPy: contiguous, aligned, writable
 
 // What makes calls the same, in words: how many arguments there are; of each its keyword, if it has one, then what and
 // of which kind: the object, the value of an integer, the length of a list and its integers, or of an array the dtype,
@@ -66,11 +58,10 @@ typedef struct {
     unsigned generation;  // that of the Group for which the calls are known
 } Operation;
 
-static PyTypeObject *ndarray_type, *tensor_type;
-static const exchange_api *tensor_api;  // of that type
+static PyTypeObject *ndarray_type;
 PyTypeObject *operation_type;
-PyObject *s_closed;
-static PyObject *s_remember, *s_finish, *s_asked, *s_start, *s_requires_grad, *s_is_neg;
+PyObject *s_closed, *s_requires_grad, *s_is_neg;
+static PyObject *s_remember, *s_finish, *s_asked, *s_start;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
@@ -83,30 +74,6 @@ static void forget(Operation *o) {
         PyMem_Free(calls[i]);
     }
     PyMem_Free(calls);
-}
-
-// Whether an array says of itself that Python need not look at it.  May run Python.
-static int is_plain(PyObject *x) {
-    if (Py_TYPE(x) == tensor_type)
-        return peek(x, s_requires_grad, 0) == Py_False && peek(x, s_is_neg, 1) == Py_False;
-    return Py_TYPE(x) != array_type || is_open(x);
-}
-
-// Reads a tensor that is contiguous, and as Python takes it; returns 0 for any other.
-static int read_tensor(PyObject *x, array_words *words, tensor *t) {
-    int64_t stride = 1;
-    if (tensor_api->read(x, t) || (t->device != CPU && t->device != CUDA) || t->code == COMPLEX
-        || (t->device == CUDA && tensor_api->current_stream(CUDA, t->index, &words->stream))) {
-        PyErr_Clear();
-        return 0;
-    }
-    for (int d = t->nd - 1; d >= 0; stride *= t->shape[d--])
-        if (t->strides && t->shape[d] != 1 && t->strides[d] != stride)
-            return 0;
-    t->data += t->offset;
-    words->what = (uintptr_t)tensor_type;
-    words->kind = (uint64_t)t->code << 48 | (uint64_t)t->bits << 40 | (uint64_t)t->lanes << 24 | (uint16_t)t->index;
-    return (t->data || !stride) && (t->bits < 8 || (uintptr_t)t->data % (t->bits / 8) == 0);  // no elements: no memory
 }
 
 static int is_integer(PyObject *x, uint64_t *value) {
@@ -422,26 +389,6 @@ PyObject *group_bind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     for (int i = COMM; i < OBJECTS; i++)
         objects[i] = Py_NewRef(args[i + 1]);
     Py_RETURN_TRUE;
-}
-
-// tensors(type): arrays of that type, which has DLPack's C exchange API, may be those of calls; False if they may not.
-PyObject *take_tensors(PyObject *self, PyObject *type) {
-    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
-    const exchange_api *api = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
-    Py_XDECREF(capsule);
-    PyErr_Clear();
-    if (!tensor_type && api && api->major == 1 && api->read) {
-        tensor_api = api;
-        tensor_type = (PyTypeObject *)Py_NewRef(type);
-    }
-    return PyBool_FromLong((PyObject *)tensor_type == type);
-}
-
-// readable(x): whether calls take the tensor ``x`` without conversion.
-PyObject *is_readable(PyObject *self, PyObject *x) {
-    array_words words;
-    tensor t;
-    return PyBool_FromLong(Py_TYPE(x) == tensor_type && is_plain(x) && read_tensor(x, &words, &t));
 }
 
 // method(name, method, docstring): what stands in for that method of the communicator.

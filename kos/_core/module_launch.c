@@ -5,12 +5,6 @@
 // numbers, records, publishes and queues the call.  In every other case Python does.
 #include "module.h"
 
-// The start of kos.memory.Array, whose slots are in alphabetical order; take_arrays checks it.
-typedef struct {
-    PyObject_HEAD
-    PyObject *device, *dtype, *owner, *pointer, *readonly, *shape, *stream;
-} device_array;
-
 // State that is compared before a call: the attribute at `at`, or the result of a method if `at` is NULL.
 typedef struct { PyObject **at, *object, *name, *value; } guard;
 enum { MOST_GUARDS = 8 };
@@ -30,65 +24,6 @@ typedef struct {
 _Static_assert(offsetof(queued_call, fingerprint) == KOS_PLAN_AT, "KOS_PLAN_AT: expected the bytes of the objects");
 
 enum { PLAN, DESCRIPTION = 2, WORK, GUARDS = 8, BACKEND, SHARED };  // of what EagerCalls.remember returns
-
-PyTypeObject *array_type;
-static PyObject *windows;
-
-// --- Arrays ----------------------------------------------------------------------------------------------------------
-
-// arrays(example): arrays of that type, kos.memory.Array, may be those of calls; False if its layout is another one.
-PyObject *take_arrays(PyObject *self, PyObject *example) {
-    const char *names[] = {"device", "dtype", "owner", "pointer", "readonly", "shape", "stream"};
-    int same = 1;
-    for (int i = 0; i < 7; i++) {
-        PyObject *value = PyObject_GetAttrString(example, names[i]);
-        same = same && value == (&((device_array *)example)->device)[i];
-        Py_XDECREF(value);
-    }
-    if (same && array_type != Py_TYPE(example))
-        array_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(example));
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(same);
-}
-
-// windows(ranges): the windows of this process, as pairs of an address and a number of bytes.
-PyObject *take_windows(PyObject *self, PyObject *ranges) {
-    put(&windows, ranges);
-    Py_RETURN_NONE;
-}
-
-uint64_t key_of(const char *data) {
-    const uint64_t at = (uintptr_t)data, *pair = windows ? (const uint64_t *)PyBytes_AsString(windows) : NULL;
-    for (Py_ssize_t left = windows ? PyBytes_Size(windows) / 16 : 0; left; left--, pair += 2)
-        if (at - pair[0] < pair[1])
-            return at;
-    return at & 15;
-}
-
-int is_open(PyObject *x) {
-    PyObject *owner = Py_NewRef(((device_array *)x)->owner);
-    const int open = peek(owner, s_closed, 0) != Py_True;
-    Py_DECREF(owner);
-    return open;
-}
-
-// The words of an array for the key of a call, and its memory; `shape` is room for DIMENSIONS.  0: Python must look.
-// ASK: its owner must be asked whether it is closed.
-int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape) {
-    const device_array *array = (device_array *)x;
-    const Py_ssize_t nd = PyTuple_Size(array->shape);
-    PyObject **closed = slot_of(array->owner, "closed");
-    if (nd > DIMENSIONS || (closed && *closed == Py_True))
-        return 0;
-    for (Py_ssize_t d = 0; d < nd; d++)
-        shape[d] = PyLong_AsLongLong(PyTuple_GetItem(array->shape, d));
-    *t = (tensor){.data = PyLong_AsVoidPtr(array->pointer), .device = CUDA, .nd = (int32_t)nd, .shape = shape};
-    words->what = (uintptr_t)array->dtype;
-    words->kind = (uint64_t)PyLong_AsLong(array->device) << 1 | (PyObject_IsTrue(array->readonly) == 1);
-    words->stream = (uintptr_t)array->stream;
-    const int error = PyErr_Occurred() != NULL;
-    PyErr_Clear();
-    return error ? 0 : closed ? 1 : ASK;
-}
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 

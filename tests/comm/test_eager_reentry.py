@@ -21,6 +21,7 @@ from kos.comm.communicator import Communicator
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import SLOTS
 from kos.errors import CollectiveTimeout, InvalidArgument
+from tests.comm.gpu_eager import hits
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import both_ranks
 
@@ -33,17 +34,13 @@ def pair() -> Iterator[list[Any]]:
         yield made
 
 
-def hits(comm: Any) -> int:
-    return int(comm._eager.hits)
-
-
 def begin(other: Any, *arrays: Any, **options: Any) -> Callable[[], None]:
     """Rank 1 begins an all_reduce of each array; returns what waits for them."""
     works = [type(other).all_reduce(other, each, async_op=True, **options) for each in arrays]
 
     def finish() -> None:
-        while not all([work.done() for work in works]):
-            pass
+        while works:
+            works[:] = [work for work in works if not work.done()]
 
     return finish
 
@@ -67,7 +64,7 @@ class Cycle:
 
 
 def collect_within(call: Callable[..., Any], x: Any, at_end: Callable[[], Any]) -> None:
-    """Make a call in which garbage is collected, whose finalizer runs ``at_end``: at the next object with references."""
+    """Make a call in which garbage is collected, whose finalizer runs ``at_end``."""
     threshold = gc.get_threshold()
     gc.collect()
     gc.disable()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kos
+from kos.comm.communicator import Communicator
+from kos.comm.prepared import Prepared
 from kos.comm.recorder import SLOTS
 from tests.comm.fake_nccl import Stream
 from tests.comm.gpu_eager import Run, by, known, on_gpu
@@ -71,5 +75,29 @@ def test_a_call_within_the_record_of_another_is_the_next_one(gpu_run: Run) -> No
         assert watcher() is None and said == ["made"]
         last = [entry["collective_seq_id"] for entry in comm.recorder.entries()[-3:]]
         assert last == sorted(last) and len({*last}) == 3
+
+    gpu_run(body)
+
+
+def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(gpu_run: Run) -> None:
+    """As of a profile function, through the method of the class, on the same array."""
+
+    def body(comm: kos.Communicator) -> None:
+        x = on_gpu(np.ones(4, np.float32))
+        known(comm, on_gpu(np.ones(8, np.float32)), op=kos.ReduceOp.MAX)
+
+        def profile(frame: FrameType, event: str, argument: object) -> None:
+            if event == "call" and frame.f_code is Prepared.start.__code__:
+                sys.setprofile(None)
+                Communicator.all_reduce(comm, x, kos.ReduceOp.MAX)
+
+        sys.setprofile(profile)
+        try:
+            comm.all_reduce(x)
+        finally:
+            sys.setprofile(None)
+        for count in range(3):
+            assert x.numpy().tolist() == [2.0 * 2**count] * 4
+            comm.all_reduce(x)
 
     gpu_run(body)

@@ -14,12 +14,10 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-
-
 import numpy as np
 import pytest
-from kos import _core
 
+from kos import _core
 from tests.core.core_ranks import groups, needs_core, on_processes, on_threads, run_threads
 from tests.core.group import CoreError, CoreGroup
 
@@ -283,17 +281,23 @@ def test_a_group_that_nobody_has_is_collected_with_its_calls() -> None:
         assert memory() is None
 
 
-class Slots:
-    __slots__ = ("_active", "asked", "first", "last", "remember")
+class Owner:
+    """What a group is bound to: communicator, failures, node and status in one."""
+
+    __slots__ = ["_active", "asked", "first", "last", "remember"]
+
+    def __init__(self, remember: Any) -> None:
+        for name in self.__slots__:
+            setattr(self, name, None)
+        self.remember = remember
 
 
 def test_a_list_that_is_longer_than_the_counts_of_a_call_is_never_known() -> None:
     """It is not compared by value, and the program may change it."""
     with groups(1) as (group,):
-        owner, example, seen = Slots(), np.zeros((2, 3)), list[int]()
-        owner._active = owner.first = owner.last = None
         barrier = group.prepare("barrier").prepared
-        owner.remember = lambda *call: (barrier, None, (None,), None, -1, -1, -1, call)
+        owner = Owner(lambda *call: (barrier, None, (None,), None, -1, -1, -1, call))
+        example, seen = np.zeros((2, 3)), list[int]()
         core, numbers = group.core, itertools.count()
         slots = [[None] * 7 for _ in range(4)]
         assert core.bind(
