@@ -83,8 +83,8 @@ def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(gpu_run:
     """As of a profile function, through the method of the class, on the same array."""
 
     def body(comm: kos.Communicator) -> None:
-        x = on_gpu(np.ones(4, np.float32))
-        known(comm, on_gpu(np.ones(8, np.float32)), op=kos.ReduceOp.MAX)
+        x = on_gpu(np.ones(4, np.int32))
+        known(comm, on_gpu(np.ones(8, np.int32)), op=kos.ReduceOp.MAX)
 
         def profile(frame: FrameType, event: str, argument: object) -> None:
             if event == "call" and frame.f_code is Prepared.start.__code__:
@@ -97,7 +97,7 @@ def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(gpu_run:
         finally:
             sys.setprofile(None)
         for count in range(3):
-            assert x.numpy().tolist() == [2.0 * 2**count] * 4
+            assert x.numpy().tolist() == [2 * 2**count] * 4
             comm.all_reduce(x)
 
     gpu_run(body)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from kos import _core
+from kos.comm.communicator import Communicator
 from tests.core.core_ranks import groups, needs_core, on_processes, on_threads, run_threads
 from tests.core.group import CoreError, CoreGroup
 
@@ -284,7 +285,7 @@ def test_a_group_that_nobody_has_is_collected_with_its_calls() -> None:
 class Owner:
     """What a group is bound to: communicator, failures, node and status in one."""
 
-    __slots__ = ["_active", "asked", "first", "last", "remember"]
+    __slots__ = (*Communicator.__slots__, "asked", "first", "last", "remember")
 
     def __init__(self, remember: Any) -> None:
         for name in self.__slots__:
