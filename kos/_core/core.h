@@ -268,6 +268,7 @@ typedef struct {
     kos_queue queued, expected;  // sends without a header, receives without a message
     kos_queue streamed;         // receives in pieces
     kos_arrival *arrived, **arrived_end;
+    int64_t checked;            // when the process of that rank was last checked (direct.c)
 } kos_box;
 
 // One rank's end of a segment.  One thread at a time may call any function but kos_rest: under Python, the GIL.
@@ -426,6 +427,7 @@ int kos_step(kos_group *g, kos_work *w);  // KOS_DONE, KOS_PENDING, KOS_FAILED: 
 int kos_awaits(const kos_group *g, const kos_work *w, int rank);
 
 // direct.c
+uint64_t kos_started(int pid);  // in clock ticks since boot; 0: it has ended or is a zombie, UINT64_MAX: unknown
 int kos_read(const kos_group *g, int rank, void *to, uint64_t from, size_t bytes);  // 0, or an errno
 void kos_put_offer(kos_group *g, kos_work *w);
 int kos_take_offers(kos_group *g, kos_work *w);  // as kos_step

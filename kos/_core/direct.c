@@ -10,7 +10,47 @@
 #include "core.h"
 
 #include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <sys/uio.h>
+#include <unistd.h>
+
+// Two checks of a process.  Linux gives a number again once it has given all others, which takes much longer.
+enum { CHECK_NS = 1000000 };
+enum { STATE = 3, START = 22 };  // fields of proc(5)'s stat, after the name, which may have any bytes
+
+uint64_t kos_started(int pid) {
+    char text[1024];
+    snprintf(text, sizeof text, "/proc/%d/stat", pid);
+    const int file = open(text, O_RDONLY | O_CLOEXEC);
+    const ssize_t bytes = file < 0 ? -1 : read(file, text, sizeof text - 1);
+    const int error = errno;
+    if (file >= 0)
+        close(file);
+    if (bytes < 0)
+        return error == ENOENT || error == ESRCH ? 0 : UINT64_MAX;
+    text[bytes] = 0;
+    const char *at = strrchr(text, ')');
+    if (!at || strchr("ZX", at[2]))
+        return 0;
+    for (int field = STATE; field <= START && at; field++)
+        at = strchr(at + 1, ' ');
+    return at ? strtoull(at, NULL, 10) : UINT64_MAX;
+}
+
+// Whether a number is that of the process that joined, as calls.py checks it: another one may have it by now.
+static int is_same_process(const kos_group *g, int rank, int pid) {
+    kos_box *box = &g->boxes[rank];
+    const int64_t now = kos_clock();
+    if (rank == g->rank || (box->checked && now - box->checked < CHECK_NS))
+        return 1;
+    const uint64_t started = kos_started(pid);
+    if (started != UINT64_MAX && started != atomic_load_explicit(&kos_line_of(g, rank)->started, memory_order_relaxed))
+        return 0;
+    box->checked = now;
+    return 1;
+}
 
 // The kernel's loads come after the acquire that showed the address, and before the release that counts the data as
 // read: both are made by this thread.
@@ -18,6 +58,8 @@ int kos_read(const kos_group *g, int rank, void *to, uint64_t from, size_t bytes
     uint8_t *at = to;
     const pid_t pid = (pid_t)atomic_load_explicit(&kos_line_of(g, rank)->pid, memory_order_relaxed);
     while (bytes) {  // Linux copies at most 2 GiB at a time
+        if (!is_same_process(g, rank, pid))
+            return ESRCH;
         struct iovec local = {at, bytes}, remote = {(void *)(uintptr_t)from, bytes};
         ssize_t done = process_vm_readv(pid, &local, 1, &remote, 1, 0);
         if (done < 0)

@@ -111,7 +111,9 @@ static void group_dealloc(PyObject *self) {  // no Work is outstanding: each ref
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     PyBuffer_Release(&g->memory);
-    PyObject_Free(g->spare);
+    if (g->spare)
+        Py_DECREF((PyObject *)work_type);
+    PyObject_Free(g->spare);  // which refers to nothing but its type
     kos_free(&g->core);
     group_clear(self);
     PyObject_GC_Del(self);

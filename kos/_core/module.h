@@ -28,6 +28,7 @@ typedef struct {
     unsigned long long parks;  // waits without the GIL
     // Of module_eager.c.
     PyObject **active, **first, **last;  // addresses of comm._active, failures.first and status.last
+    size_t slots;             // entries of the recorder
     char off;                 // in a batch
     unsigned generation;      // how often all calls were forgotten
     unsigned long long hits;  // calls that were started there
@@ -43,16 +44,24 @@ typedef struct {
     char reported;             // whether the program has the outcome
 } State;
 
-enum { NUMBER = 4, COMPLETED };  // of an entry of the recorder
-PyObject *nanoseconds(void);     // for it
-PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame);
+enum { CODE = 2, NUMBER = 4, COMPLETED, FAILED };  // of an entry of the recorder
+PyObject *nanoseconds(void);  // for it
+// Writes the next entry, as kos.comm.prepared.note does, but COMPLETED; returns it, borrowed.  `old` gets the two objects
+// of the entry before whose end may run Python: the caller releases them when its call is on its way.
+PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame, PyObject **old);
 
-extern PyObject *s_closed;
+extern PyObject *s_closed, *s_requires_grad, *s_is_neg;
 // An attribute, or what a method returns, to be compared with a constant: NULL on an error.
 const PyObject *peek(PyObject *x, PyObject *name, int is_method);
 // The address of an attribute that is in the ``__slots__`` of a class of the object; NULL for other attributes.
 PyObject **slot_of(PyObject *x, const char *name);
-void put(PyObject **at, PyObject *value);  // replaces the reference in a slot or a field
+// Replaces the reference in a slot or a field; `swap` returns the old one, whose end may run Python.
+void put(PyObject **at, PyObject *value);
+static inline PyObject *swap(PyObject **at, PyObject *value) {
+    PyObject *old = *at;
+    *at = Py_XNewRef(value);
+    return old;
+}
 
 // DLPack's DLTensor.
 enum { CPU = 1, CUDA, DIMENSIONS = 4 };
@@ -71,7 +80,7 @@ typedef struct {
     uint64_t what, kind, stream;
 } array_words;
 
-extern PyTypeObject *work_type, *state_type, *operation_type, *array_type;
+extern PyTypeObject *work_type, *state_type, *operation_type, *array_type, *tensor_type;
 extern PyType_Spec work_spec, state_spec, operation_spec;
 
 void work_ended(kos_work *w);
@@ -89,17 +98,24 @@ int is_pending(PyObject *work);
 int spin_only(Work *work);  // whether it is complete after some microseconds; not while there are others
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
 PyObject *group_method(PyObject *g, PyObject *args);
-PyObject *take_tensors(PyObject *self, PyObject *type);
-PyObject *is_readable(PyObject *self, PyObject *x);
-// Of module_launch.c.
+// Of module_arrays.c.
 PyObject *take_arrays(PyObject *self, PyObject *example);
+PyObject *take_tensors(PyObject *self, PyObject *type);
 PyObject *take_windows(PyObject *self, PyObject *ranges);
+PyObject *is_readable(PyObject *self, PyObject *x);
+// Whether the memory of an array is in use, and Python need not look at a tensor: as they say, which may run Python.
+int is_plain(PyObject *x);
+// The words of an array or tensor for the key of a call, and its memory; `shape` is room for DIMENSIONS.  0: Python must
+// look.  ASK: is_plain must be asked.
+enum { ASK = 2 };
 int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
+int read_tensor(PyObject *x, array_words *words, tensor *t);
 uint64_t key_of(const char *data);  // what a call depends on of an address: as kos.memory.windows.place
+// Of module_launch.c.
 int find_slots(PyObject *how);  // fills in `how` for queue_call; 0 if queue_call cannot make its calls
 // Queues a call that is described by `how`; NULL without an exception: the method must.  `result` is its result, but
 // that of a Persistent is a Work.
-PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv);
+PyObject *queue_call(Group *g, PyObject *how, PyObject *frame, PyObject *result, char *send, char *recv);
 // A Work; `old`, a former start of the same Prepared on the same arrays, if it is complete and nobody else has it.
 State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
                  PyObject *sequence, PyObject *record);

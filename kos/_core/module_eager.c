@@ -5,6 +5,11 @@
 // is numbered, recorded and started here.  If that completes while it holds the GIL, nothing else runs; what is left
 // goes to Communicator._finish.  All other calls go to the method, and after that to Node.remember, which says how the
 // next such call runs.
+//
+// Much of Python's interface may run Python: the end of an object, an attribute, and until Python 3.11 any allocation
+// that may collect garbage.  What runs then may make the same call, set a timeout, or close the communicator, which
+// forgets the known calls.  So such steps come before the look at what is known, or once the call has begun and is
+// recorded; between them, nothing here runs Python.
 #include "module.h"
 
 enum { ARGUMENTS = 8, KNOWN = 2048, MOST_WORDS = 3 * KOS_MAX_RANKS };
@@ -20,15 +25,7 @@ typedef struct {
     int flags;
 } ndarray;
 
-enum { FLAGS = 0x1 | 0x100 | 0x400, COMPLEX = 5 };  // of NumPy: contiguous, aligned, writable; of DLPack
-
-// The start of DLPack's C exchange API of version 1.
-typedef struct {
-    uint32_t major, minor;
-    const void *former, *functions[3];
-    int (*read)(void *, tensor *);
-    int (*current_stream)(int32_t device, int32_t index, uint64_t *stream);
-} exchange_api;
+enum { FLAGS = 0x1 | 0x100 | 0x400 };  // of NumPy: contiguous, aligned, writable
 
 // What makes calls the same, in words: how many arguments there are; of each its keyword, if it has one, then what and
 // of which kind: the object, the value of an integer, the length of a list and its integers, or of an array the dtype,
@@ -61,41 +58,22 @@ typedef struct {
     unsigned generation;  // that of the Group for which the calls are known
 } Operation;
 
-static PyTypeObject *ndarray_type, *tensor_type;
-static const exchange_api *tensor_api;  // of that type
+static PyTypeObject *ndarray_type;
 PyTypeObject *operation_type;
-PyObject *s_closed;
-static PyObject *s_remember, *s_finish, *s_asked, *s_start, *s_requires_grad, *s_is_neg;
+PyObject *s_closed, *s_requires_grad, *s_is_neg;
+static PyObject *s_remember, *s_finish, *s_asked, *s_start;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
 static void forget(Operation *o) {
-    for (int i = 0; o->calls && i < PLACES(o); i++) {
-        known *k = o->calls[i];
-        o->calls[i] = NULL;
-        Py_XDECREF(k ? k->how : NULL);
-        PyMem_Free(k);
-    }
-    o->found = NULL;
+    known **calls = o->calls;
+    o->calls = o->found = NULL;  // before their ends, which may run Python, which may call this
     o->used = 0;
-}
-
-// Reads a tensor that is contiguous, and as Python takes it; returns 0 for any other.
-static int read_tensor(PyObject *x, array_words *words, tensor *t) {
-    int64_t stride = 1;
-    if (tensor_api->read(x, t) || (t->device != CPU && t->device != CUDA) || t->code == COMPLEX
-        || peek(x, s_requires_grad, 0) != Py_False || peek(x, s_is_neg, 1) != Py_False
-        || (t->device == CUDA && tensor_api->current_stream(CUDA, t->index, &words->stream))) {
-        PyErr_Clear();
-        return 0;
+    for (int i = 0; calls && i < PLACES(o); i++) {
+        Py_XDECREF(calls[i] ? calls[i]->how : NULL);
+        PyMem_Free(calls[i]);
     }
-    for (int d = t->nd - 1; d >= 0; stride *= t->shape[d--])
-        if (t->strides && t->shape[d] != 1 && t->strides[d] != stride)
-            return 0;
-    t->data += t->offset;
-    words->what = (uintptr_t)tensor_type;
-    words->kind = (uint64_t)t->code << 48 | (uint64_t)t->bits << 40 | (uint64_t)t->lanes << 24 | (uint16_t)t->index;
-    return (t->data || !stride) && (t->bits < 8 || (uintptr_t)t->data % (t->bits / 8) == 0);  // no elements: no memory
+    PyMem_Free(calls);
 }
 
 static int is_integer(PyObject *x, uint64_t *value) {
@@ -105,26 +83,30 @@ static int is_integer(PyObject *x, uint64_t *value) {
     return !overflow;
 }
 
-// The words of an argument that is no array.  Counts are compared by value: the program may change the list.
+// The words of an argument that is no array.  Counts are compared by value: the program may change the list.  NULL: of a
+// list that cannot be compared.
 static uint64_t *add_plain(uint64_t *word, PyObject *x) {
     const int is_list = Py_TYPE(x) == &PyList_Type, is_tuple = Py_TYPE(x) == &PyTuple_Type;
     const Py_ssize_t length = is_list ? PyList_Size(x) : is_tuple ? PyTuple_Size(x) : 0;
     word[0] = (uintptr_t)x;
     word[1] = is_integer(x, word) ? INTEGER : OBJECT;
-    if (!length || length > KOS_MAX_RANKS)
+    if (!is_list && !is_tuple)
         return word + 2;
+    if (length > KOS_MAX_RANKS)
+        return NULL;
     for (Py_ssize_t i = 0; i < length; i++)
         if (!is_integer(is_list ? PyList_GetItem(x, i) : PyTuple_GetItem(x, i), &word[2 + i]))
-            return word + 2;
+            return NULL;
     word[0] = (uint64_t)length;
     word[1] = COUNTS;
     return word + 2 + length;
 }
 
 // The key of a call, and where its arrays are.
-static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize_t positional, Py_ssize_t count,
-                     PyObject *names) {
+static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize_t positional, PyObject *names) {
+    const Py_ssize_t count = positional + (names ? PyTuple_Size(names) : 0);
     uint64_t *word = key->word;
+    int asked = 0;
     key->words = 0;
     if (count > ARGUMENTS)
         return;
@@ -145,11 +127,22 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
             t.shape = (const int64_t *)x->dimensions;
             array = (array_words){.what = (uintptr_t)x->descr, .kind = x->flags & FLAGS};
         } else if (Py_TYPE(args[a]) != tensor_type && Py_TYPE(args[a]) != array_type) {
-            word = add_plain(word, args[a]);
+            if (!(word = add_plain(word, args[a])))
+                return;
             continue;
-        } else if (!(Py_TYPE(args[a]) == tensor_type ? read_tensor(args[a], &array, &t)
-                                                     : read_array(args[a], &array, &t, shape))) {
-            return;
+        } else {
+            const int read = Py_TYPE(args[a]) == array_type ? read_array(args[a], &array, &t, shape)
+                : asked ? read_tensor(args[a], &array, &t) : ASK;
+            if (!read)
+                return;
+            if (read == ASK && !asked) {  // which may run Python: what was read before may be another then
+                for (asked = 1; a < count; a++)
+                    if (!is_plain(args[a]))
+                        return;
+                word = key->word + 1;
+                a = -1;
+                continue;
+            }
         }
         if (t.nd > DIMENSIONS)
             return;
@@ -166,6 +159,16 @@ static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize
         data[a] = t.data;
     }
     key->words = (size_t)(word - key->word);
+}
+
+// The objects that the key has of an array.
+static uint64_t identity_of(PyObject *x) {
+    array_words words = {0};
+    tensor t;
+    int64_t shape[DIMENSIONS];
+    if (Py_TYPE(x) == array_type)
+        read_array(x, &words, &t, shape);
+    return Py_TYPE(x) == ndarray_type ? (uintptr_t)((ndarray *)x)->descr : words.what ^ words.stream;
 }
 
 static int is_same(const known *k, const call_key *key) {
@@ -189,11 +192,12 @@ static known **find(Operation *o, const call_key *key) {
 // (native Prepared, Prepared, description, class of the Works or None, send, recv, result, objects); on a GPU
 // EagerCalls.remember, which gives False for one that the core will never make.  Those of a Persistent are its arrays,
 // on a GPU their addresses.
-static void remember(Operation *o, const call_key *key, PyObject *how) {
-    if ((!o->calls && !(o->calls = PyMem_Calloc(PLACES(o), sizeof *o->calls))) || *find(o, key))
-        return;  // no memory, or a call within this one has been kept
-    if (o->used == PLACES(o) / 2)
+static void remember(Operation *o, const call_key *key, PyObject *how, unsigned generation) {
+    while (o->used == PLACES(o) / 2 && !*find(o, key))
         forget(o);
+    if (o->generation != generation || (!o->calls && !(o->calls = PyMem_Calloc(PLACES(o), sizeof *o->calls)))
+        || *find(o, key))
+        return;  // forgotten meanwhile, no memory, or a call within this one has been kept
     PyObject *objects, *unused;
     known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k + key->words * sizeof *k->word);
     if (!k || (how != Py_False
@@ -239,57 +243,65 @@ static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObjec
 // Returns the result of a start; of a Persistent it is the last one.
 static PyObject *keep(Operation *o, PyObject *value) {
     if (!o->name && value) {
-        Py_XDECREF((PyObject *)o->last);
+        State *old = o->last;
         o->last = (State *)Py_NewRef(value);
+        Py_XDECREF((PyObject *)old);
     }
     return value;
 }
 
 // A call that is known; NULL without an exception: the method must make it.
-static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *const *data) {
-    Group *g = o->group;
+static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *args, char *const *data,
+                     PyObject *frame) {
     PyObject *const *objects = g->objects;
     if (!k->core)
         return k->how == Py_False ? NULL
-            : keep(o, queue_call(g, k->how, k->result < 0 ? Py_None : args[k->result],
+            : keep(o, queue_call(g, k->how, frame, k->result < 0 ? Py_None : args[k->result],
                                  k->send < 0 ? NULL : data[k->send], k->recv < 0 ? NULL : data[k->recv]));
     const int message = k->core->algorithm == KOS_MAIL;
-    PyObject *frame;
     if (g->off || (o->last && !o->last->reported) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
         || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, data)
         || *g->active != Py_None || *g->last != Py_None || *g->first != Py_None
-        || !(frame = (PyObject *)PyEval_GetFrame()) || !has_spare(g))
+        || !has_spare(g))
         return NULL;
     PyObject *sequence = PyIter_Next(objects[message ? MESSAGES : COLLECTIVES]);
     if (!sequence)
         return NULL;
     PyObject *send = k->send < 0 ? Py_None : args[k->send], *recv = k->recv < 0 ? Py_None : args[k->recv];
-    PyObject *result = k->result < 0 ? Py_None : args[k->result], *prepared = Py_NewRef(k->prepared), *value = NULL;
+    PyObject *result = k->result < 0 ? Py_None : args[k->result], *how = Py_NewRef(k->how), *old[2], *value = NULL;
     void *from = k->send < 0 ? NULL : data[k->send], *to = k->recv < 0 ? NULL : data[k->recv];
     g->hits++;
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
     const kos_result r = begin(g, k->core, number, from, to);
-    PyObject *slot = note(g, k->description, sequence, frame);  // while the data is on its way
+    PyObject *slot = note(g, k->description, sequence, frame, old);  // while the data is on its way
     PyObject *left = go_on(g, k->call, r, send, recv, k->work == Py_None);
-    if (left == Py_None)
-        PyList_SetItem(slot, COMPLETED, nanoseconds());
+    PyList_SetItem(slot, COMPLETED, left == Py_None ? nanoseconds() : Py_NewRef(Py_None));
     if (k->work != Py_None && (left == Py_None || is_pending(left)))
         value = in_flight(o, k, send, recv, result, sequence, slot, left);
     else if (left == Py_None)
         value = Py_NewRef(result);
     else
-        value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, prepared, send, recv, result, sequence, slot, left,
-                                           k->work == Py_None ? Py_True : Py_False, NULL);
+        value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, k->prepared, send, recv, result, sequence, slot,
+                                           left, k->work == Py_None ? Py_True : Py_False, NULL);
+    value = keep(o, value);
     Py_DECREF(left);
-    Py_DECREF(prepared);
+    Py_DECREF(old[0]);
+    Py_DECREF(old[1]);
+    Py_DECREF(how);
     Py_DECREF(sequence);
-    return keep(o, value);
+    return value;
 }
 
 // Calls the method, and remembers how it went if the call has a key.  ``asked`` is the thread that waits for this.
-static PyObject *ask(Operation *o, const call_key *key, PyObject *const *args, Py_ssize_t positional, PyObject *names) {
+static PyObject *ask(Operation *o, Group *g, const call_key *key, PyObject *const *args, Py_ssize_t positional,
+                     PyObject *names) {
+    const unsigned generation = g->generation;
+    const Py_ssize_t count = key->words ? positional + (names ? PyTuple_Size(names) : 0) : 0;
+    uint64_t identities[ARGUMENTS];
+    for (Py_ssize_t a = 0; a < count; a++)
+        identities[a] = identity_of(args[a]);
     PyObject *given, *options, *result = NULL;
-    PyObject *node = Py_NewRef(o->group->objects[NODE]);
+    PyObject *node = Py_NewRef(g->objects[NODE]);
     PyObject *asked = PyLong_FromUnsignedLong(key->words ? PyThread_get_thread_ident() : 0);
     PyObject *method = o->method ? Py_NewRef(o->method) : PyObject_GetAttr((PyObject *)o, s_start);
     if (!unpack(args, positional, names, &given, &options) && asked && method && !PyObject_SetAttr(node, s_asked, asked))
@@ -297,8 +309,11 @@ static PyObject *ask(Operation *o, const call_key *key, PyObject *const *args, P
     if (result && key->words) {
         PyObject *how = PyObject_CallMethodObjArgs(node, s_remember, o->name ? o->name : (PyObject *)o, given, options,
                                                    result, NULL);
+        for (Py_ssize_t a = 0; how && a < count; a++)
+            if (identity_of(args[a]) != identities[a])
+                Py_CLEAR(how);  // it keeps what the array now is
         if (how && how != Py_None)
-            remember(o, key, how);
+            remember(o, key, how, generation);
         if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
             PyErr_Clear();  // the call itself has succeeded
         else if (PyErr_Occurred())
@@ -315,25 +330,33 @@ static PyObject *ask(Operation *o, const call_key *key, PyObject *const *args, P
 
 static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t positional, PyObject *names) {
     Operation *o = (Operation *)self;
-    if (!o->group || !o->group->objects[COMM])
+    Group *g = o->group;
+    if (!g || !g->objects[COMM])
         return PyErr_Format(PyExc_RuntimeError, "expected a communicator in use, got one that is freed");
-    if (o->generation != o->group->generation) {
-        forget(o);
-        o->generation = o->group->generation;
-    }
+    Py_INCREF((PyObject *)g);
     call_key key;
     char *data[ARGUMENTS];
-    const int is_start = !o->name && o->used && !positional && !names;  // a Persistent has one call
-    if (!is_start)
-        make_key(&key, data, args, positional, positional + (names ? PyTuple_Size(names) : 0), names);
-    const known *k = is_start ? *o->found : key.words && o->calls ? *find(o, &key) : NULL;
+    PyObject *frame = (PyObject *)PyEval_GetFrame();
+    while (o->generation != g->generation) {
+        o->generation = g->generation;
+        forget(o);
+    }
+    // A Persistent has one call.
+    const known *k = !o->name && !positional && !names && o->found ? *o->found : NULL;
+    if (!k) {
+        make_key(&key, data, args, positional, names);
+        k = key.words && o->calls && o->generation == g->generation ? *find(o, &key) : NULL;
+    }
     for (int i = 0; k && !o->name && i < 2; i++)
         data[i] = k->fixed[i] == Py_None ? NULL
             : k->core ? ((ndarray *)k->fixed[i])->data : PyLong_AsVoidPtr(k->fixed[i]);
-    PyObject *result = k ? run(o, k, o->name ? args : k->fixed, data) : NULL;
-    if (k || o->group->off)
+    PyObject *result = k && frame ? run(o, g, k, o->name ? args : k->fixed, data, frame) : NULL;
+    if (k || g->off)
         key.words = 0;  // nothing to remember
-    return result || PyErr_Occurred() ? result : ask(o, &key, args, positional, names);
+    if (!result && !PyErr_Occurred())
+        result = ask(o, g, &key, args, positional, names);
+    Py_DECREF((PyObject *)g);
+    return result;
 }
 
 // --- The operations of a group ---------------------------------------------------------------------------------------
@@ -359,31 +382,13 @@ PyObject *group_bind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     if (PyObject_GetBuffer(args[COUNTER + 1], &counter, PyBUF_WRITABLE))
         return NULL;
     g->recorded = counter.buf;
+    g->slots = (size_t)PyList_Size(args[SLOTS + 1]);
     PyBuffer_Release(&counter);
-    ndarray_type = Py_TYPE(args[0]);
+    if (ndarray_type != Py_TYPE(args[0]))
+        ndarray_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(args[0]));
     for (int i = COMM; i < OBJECTS; i++)
         objects[i] = Py_NewRef(args[i + 1]);
     Py_RETURN_TRUE;
-}
-
-// tensors(type): arrays of that type, which has DLPack's C exchange API, may be those of calls; False if they may not.
-PyObject *take_tensors(PyObject *self, PyObject *type) {
-    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
-    const exchange_api *api = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
-    Py_XDECREF(capsule);
-    PyErr_Clear();
-    if (!tensor_type && api && api->major == 1 && api->read) {
-        tensor_api = api;
-        tensor_type = (PyTypeObject *)Py_NewRef(type);
-    }
-    return PyBool_FromLong((PyObject *)tensor_type == type);
-}
-
-// readable(x): whether calls take the tensor ``x`` without conversion.
-PyObject *is_readable(PyObject *self, PyObject *x) {
-    array_words words;
-    tensor t;
-    return PyBool_FromLong(Py_TYPE(x) == tensor_type && read_tensor(x, &words, &t));
 }
 
 // method(name, method, docstring): what stands in for that method of the communicator.
@@ -433,7 +438,6 @@ static void operation_dealloc(PyObject *self) {
     Py_XDECREF(o->name);  // not before: the function has their strings
     Py_XDECREF(o->text);
     operation_clear(self);
-    PyMem_Free(o->calls);
     PyObject_GC_Del(self);
     Py_DECREF((PyObject *)type);
 }

@@ -5,12 +5,6 @@
 // numbers, records, publishes and queues the call.  In every other case Python does.
 #include "module.h"
 
-// The start of kos.memory.Array, whose slots are in alphabetical order; take_arrays checks it.
-typedef struct {
-    PyObject_HEAD
-    PyObject *device, *dtype, *owner, *pointer, *readonly, *shape, *stream;
-} device_array;
-
 // State that is compared before a call: the attribute at `at`, or the result of a method if `at` is NULL.
 typedef struct { PyObject **at, *object, *name, *value; } guard;
 enum { MOST_GUARDS = 8 };
@@ -30,58 +24,6 @@ typedef struct {
 _Static_assert(offsetof(queued_call, fingerprint) == KOS_PLAN_AT, "KOS_PLAN_AT: expected the bytes of the objects");
 
 enum { PLAN, DESCRIPTION = 2, WORK, GUARDS = 8, BACKEND, SHARED };  // of what EagerCalls.remember returns
-
-PyTypeObject *array_type;
-static PyObject *windows;
-
-// --- Arrays ----------------------------------------------------------------------------------------------------------
-
-// arrays(example): arrays of that type, kos.memory.Array, may be those of calls; False if its layout is another one.
-PyObject *take_arrays(PyObject *self, PyObject *example) {
-    const char *names[] = {"device", "dtype", "owner", "pointer", "readonly", "shape", "stream"};
-    int same = 1;
-    for (int i = 0; i < 7; i++) {
-        PyObject *value = PyObject_GetAttrString(example, names[i]);
-        same = same && value == (&((device_array *)example)->device)[i];
-        Py_XDECREF(value);
-    }
-    if (same)
-        array_type = Py_TYPE(example);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(same);
-}
-
-// windows(ranges): the windows of this process, as pairs of an address and a number of bytes.
-PyObject *take_windows(PyObject *self, PyObject *ranges) {
-    Py_XDECREF(windows);
-    windows = Py_NewRef(ranges);
-    Py_RETURN_NONE;
-}
-
-uint64_t key_of(const char *data) {
-    const uint64_t at = (uintptr_t)data, *pair = windows ? (const uint64_t *)PyBytes_AsString(windows) : NULL;
-    for (Py_ssize_t left = windows ? PyBytes_Size(windows) / 16 : 0; left; left--, pair += 2)
-        if (at - pair[0] < pair[1])
-            return at;
-    return at & 15;
-}
-
-// The words of an array for the key of a call, and its memory; `shape` is room for DIMENSIONS.  0: Python must look.
-int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape) {
-    const device_array *array = (device_array *)x;
-    const Py_ssize_t nd = PyTuple_Size(array->shape);
-    PyObject **closed = slot_of(array->owner, "closed");
-    if (nd > DIMENSIONS || (closed ? *closed : peek(array->owner, s_closed, 0)) == Py_True)
-        return 0;
-    for (Py_ssize_t d = 0; d < nd; d++)
-        shape[d] = PyLong_AsLongLong(PyTuple_GetItem(array->shape, d));
-    *t = (tensor){.data = PyLong_AsVoidPtr(array->pointer), .device = CUDA, .nd = (int32_t)nd, .shape = shape};
-    words->what = (uintptr_t)array->dtype;
-    words->kind = (uint64_t)PyLong_AsLong(array->device) << 1 | (PyObject_IsTrue(array->readonly) == 1);
-    words->stream = (uintptr_t)array->stream;
-    const int error = PyErr_Occurred() != NULL;
-    PyErr_Clear();
-    return !error;
-}
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 
@@ -141,15 +83,19 @@ int find_slots(PyObject *how) {
     return q->last_of_backend && q->last && q->guards <= MOST_GUARDS && !PyErr_Occurred();
 }
 
-PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char *recv) {
+PyObject *queue_call(Group *g, PyObject *how, PyObject *frame, PyObject *result, char *send, char *recv) {
     const queued_call *q = (const queued_call *)PyByteArray_AsString(PyTuple_GetItem(how, PLAN));
-    PyObject *work = q->works[0], *frame, *sequence;
-    // A Persistent returns the one of its two Works that the program does not hold.
-    if (q->works[1] && Py_REFCNT(result = work = q->works[Py_REFCNT(work) > 1]) > 1)
-        return NULL;
+    PyObject *work = q->works[0], *sequence = NULL, *old[4] = {NULL};
+    const unsigned generation = g->generation;
     Py_INCREF(how);  // another thread may make this forgotten while a stream is asked, and while the GIL is released
-    if (!may_queue(g, q, send, recv) || !(frame = (PyObject *)PyEval_GetFrame())
-        || !(sequence = PyIter_Next(g->objects[q->fingerprint ? COLLECTIVES : MESSAGES]))) {
+    if (may_queue(g, q, send, recv) && g->generation == generation) {
+        // A Persistent returns the one of its two Works that the program does not hold.
+        if (q->works[1])
+            result = work = q->works[Py_REFCNT(work) > 1];
+        if (!q->works[1] || Py_REFCNT(work) == 1)
+            sequence = PyIter_Next(g->objects[q->fingerprint ? COLLECTIVES : MESSAGES]);
+    }
+    if (!sequence) {
         Py_DECREF(how);
         return NULL;
     }
@@ -157,12 +103,14 @@ PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char
     g->hits++;
     if (q->fingerprint)
         put(g->active, work);  // before anything that might let another thread run
-    put(&((State *)work)->fields[RECORD], note(g, q->description, sequence, frame));
+    PyObject *record = note(g, q->description, sequence, frame, old);
+    PyList_SetItem(record, COMPLETED, Py_NewRef(Py_None));
+    put(&((State *)work)->fields[RECORD], record);
     put(&((State *)work)->fields[SEQUENCE], sequence);
-    put(q->last_of_backend, work);
+    old[2] = swap(q->last_of_backend, work);
     if (q->fingerprint) {
         kos_publish(&g->core, PyLong_AsUnsignedLongLong(sequence), q->fingerprint);
-        put(q->last, work);
+        old[3] = swap(q->last, work);
     }
     Py_DECREF(sequence);
     const uint64_t sources[] = {(uintptr_t)send, (uintptr_t)recv, q->stream};
@@ -176,6 +124,8 @@ PyObject *queue_call(Group *g, PyObject *how, PyObject *result, char *send, char
     }
     if (q->fingerprint)
         put(g->active, Py_None);
+    for (int i = 0; i < 4; i++)  // now that the call is queued: their ends may run Python
+        Py_XDECREF(old[i]);
     Py_DECREF(how);
     return result;
 }

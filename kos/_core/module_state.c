@@ -26,21 +26,28 @@ PyObject **slot_of(PyObject *x, const char *name) {
     return NULL;
 }
 
+// What there is no memory for is None: the call has begun.
+static PyObject *or_none(PyObject *value) {
+    if (value)
+        return value;
+    PyErr_Clear();
+    return Py_NewRef(Py_None);
+}
+
 static int has(const State *s, int field) { return s->fields[field] && s->fields[field] != Py_None; }
 
-void put(PyObject **at, PyObject *value) {
-    PyObject *old = *at;
-    *at = Py_XNewRef(value);
-    Py_XDECREF(old);
-}
+void put(PyObject **at, PyObject *value) { Py_XDECREF(swap(at, value)); }
 
 State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
                  PyObject *sequence, PyObject *record) {
     State *s = (State *)Py_XNewRef((PyObject *)old);
     const int reuses = s && Py_REFCNT((PyObject *)s) == 2 && !s->fields[STEPS] && !s->fields[ERROR];
     if (!reuses) {
-        Py_XDECREF((PyObject *)s);
+        Py_XDECREF((PyObject *)s);  // not the last reference
+        const int collects = PyGC_Disable();  // a collection here, as Python 3.11 makes them, would run Python
         s = (State *)((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0);
+        if (collects)
+            PyGC_Enable();
     }
     PyObject *values[] = {prepared, send, recv, array, sequence, record};
     for (int field = reuses ? SEQUENCE : 0; s && field < LEFT; field++)
@@ -53,26 +60,23 @@ State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send,
 PyObject *nanoseconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
-    return PyLong_FromLongLong(now.tv_sec * 1000000000LL + now.tv_nsec);
+    return or_none(PyLong_FromLongLong(now.tv_sec * 1000000000LL + now.tv_nsec));
 }
 
-// Writes the next entry of the flight recorder, as kos.comm.prepared.note does; returns it, borrowed.  The call has
-// begun: what there is no memory for is None.
-PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame) {
-    PyObject *slots = g->objects[SLOTS];
-    PyObject *slot = PyList_GetItem(slots, (Py_ssize_t)(*g->recorded % (uint64_t)PyList_Size(slots)));
+PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame, PyObject **old) {
+    PyObject *slot = PyList_GetItem(g->objects[SLOTS], (Py_ssize_t)(*g->recorded % g->slots));
     PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
     static getter lasti_of;  // the getter itself: looking up f_lasti takes longer
     for (const PyGetSetDef *d = lasti_of ? NULL : PyType_GetSlot(Py_TYPE(frame), Py_tp_getset); d && d->name; d++)
         lasti_of = strcmp(d->name, "f_lasti") ? lasti_of : d->get;
-    PyObject *at = lasti_of ? lasti_of(frame, NULL) : PyObject_GetAttrString(frame, "f_lasti");
-    PyObject *entry[] = {Py_NewRef(description), nanoseconds(), code, at, Py_NewRef(sequence), Py_NewRef(Py_None),
-                         Py_NewRef(Py_None)};
-    if (!at)
-        PyErr_Clear();
+    PyObject *at = or_none(lasti_of ? lasti_of(frame, NULL) : PyObject_GetAttrString(frame, "f_lasti"));
+    PyObject *entry[] = {Py_NewRef(description), nanoseconds(), code, at, Py_NewRef(sequence)};
+    old[0] = Py_NewRef(PyList_GetItem(slot, 0));
+    old[1] = Py_NewRef(PyList_GetItem(slot, CODE));
     ++*g->recorded;
-    for (int i = 0; i < 7; i++)
-        PyList_SetItem(slot, i, entry[i] ? entry[i] : Py_NewRef(Py_None));
+    for (int i = 0; i < 5; i++)
+        PyList_SetItem(slot, i, entry[i]);
+    PyList_SetItem(slot, FAILED, Py_NewRef(Py_None));
     return slot;
 }
 
@@ -87,16 +91,21 @@ static int state_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     return read ? 0 : -1;
 }
 
-// Whether the core completes now what it has begun, which must be all that this rank has in flight.
+// Whether the core completes now what it has begun, which must be all that this rank has in flight.  When that releases
+// its arrays Python may run, which may complete or cancel this Work and begin others.
 static int completes(State *s) {
-    Work *left = (Work *)s->fields[LEFT];
+    Work *left = (Work *)Py_NewRef(s->fields[LEFT]);
     PyObject *active = ((Group *)left->group)->objects[ACTIVE];
-    if (PyList_Size(active) != 1 || PyList_GetItem(active, 0) != (PyObject *)s || !spin_only(left))
-        return 0;
-    if (PyList_GetItem(s->fields[RECORD], NUMBER) == s->fields[SEQUENCE])  // else it is that of a later call
-        PyList_SetItem(s->fields[RECORD], COMPLETED, nanoseconds());
-    put(&s->fields[LEFT], NULL);
-    return !PyList_SetSlice(active, 0, 1, NULL);
+    int complete = PyList_Size(active) == 1 && PyList_GetItem(active, 0) == (PyObject *)s && spin_only(left)
+        && s->fields[LEFT] == (PyObject *)left && PyList_Size(active) && PyList_GetItem(active, 0) == (PyObject *)s;
+    if (complete) {
+        if (PyList_GetItem(s->fields[RECORD], NUMBER) == s->fields[SEQUENCE])  // else it is that of a later call
+            PyList_SetItem(s->fields[RECORD], COMPLETED, nanoseconds());
+        put(&s->fields[LEFT], NULL);
+        complete = !PyList_SetSlice(active, 0, 1, NULL);
+    }
+    Py_DECREF((PyObject *)left);
+    return complete;
 }
 
 int unpack(PyObject *const *args, Py_ssize_t positional, PyObject *names, PyObject **given, PyObject **options) {

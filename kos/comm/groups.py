@@ -143,7 +143,8 @@ class Groups(Operations):
             purpose = ", ".join(filter(None, (purpose, f"nccl {options}")))
         self._check_open()
         self.synchronize()
-        operation = Operation(call, self.rank, replace(self._defaults, purpose=purpose))
+        timed = replace(self._defaults, purpose=purpose) if purpose else self._defaults  # new ones are a new signature
+        operation = Operation(call, self.rank, timed)
         self._agree(operation, f"{call} for {purpose}" if purpose else call)
         name = f"{self.name}.{next(self._splits)}"  # the same on all ranks
         with self._exchange(call):

@@ -10,7 +10,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,21 @@ class TCPRanks:
                 return fn(comm)
 
         return run_ranks(self.size, body)
+
+
+@contextmanager
+def both_ranks() -> Iterator[list[kos.Communicator]]:
+    """The communicators of a group of two, for one thread that makes the calls of both."""
+    port = free_port()
+
+    def make(rank: int) -> kos.Communicator:
+        return kos.init("tcp", rendezvous=env_rendezvous(TIMEOUT, environment(rank, 2, port)), timeout=TIMEOUT)
+
+    made = run_threads(*[lambda rank=rank: make(rank) for rank in range(2)])
+    try:
+        yield made
+    finally:
+        run_threads(*[each.abort for each in made])
 
 
 def start(command: list[str], rank: int, size: int, port: int, **more: str) -> subprocess.Popen[str]:

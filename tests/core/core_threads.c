@@ -227,6 +227,7 @@ static void *rank_main(void *argument) {
         exit(2);
     g->direct = direct ? seed % 2 ? 1000 : 512 << 10 : 0;
     g->marks = rank % 2;
+    atomic_store(&g->line->started, kos_started(getpid()));
     atomic_store(&g->line->pid, getpid());
     for (int i = 0; i < IN_FLIGHT; i++) {
         starts[i].prepared = malloc(kos_prepared_bytes(ranks));

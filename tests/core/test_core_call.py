@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import signal
 import sys
 import threading
 import time
 import weakref
+from array import array
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kos import _core
+from kos.comm.communicator import Communicator
 from tests.core.core_ranks import groups, needs_core, on_processes, on_threads, run_threads
 from tests.core.group import CoreError, CoreGroup
 
@@ -276,3 +280,34 @@ def test_a_group_that_nobody_has_is_collected_with_its_calls() -> None:
         made.clear()
         gc.collect()
         assert memory() is None
+
+
+class Owner:
+    """What a group is bound to: communicator, failures, node and status in one."""
+
+    __slots__ = (*Communicator.__slots__, "asked", "first", "last", "remember")
+
+    def __init__(self, remember: Any) -> None:
+        for name in self.__slots__:
+            setattr(self, name, None)
+        self.remember = remember
+
+
+def test_a_list_that_is_longer_than_the_counts_of_a_call_is_never_known() -> None:
+    """It is not compared by value, and the program may change it."""
+    with groups(1) as (group,):
+        barrier = group.prepare("barrier").prepared
+        owner = Owner(lambda *call: (barrier, None, (None,), None, -1, -1, -1, call))
+        example, seen = np.zeros((2, 3)), list[int]()
+        core, numbers = group.core, itertools.count()
+        slots = [[None] * 7 for _ in range(4)]
+        assert core.bind(
+            example, example.ctypes.data, owner, owner, owner, owner, [], array("Q", [0]), slots, numbers, numbers
+        )
+        call = core.method("call", lambda counts: seen.append(len(counts)) or 1, "")
+        for length, calls in ((_core.native.MAX_RANKS, 1), (_core.native.MAX_RANKS + 1, 3)):
+            counts = [0] * length
+            for _ in range(3):
+                call(counts)
+            assert seen == [length] * calls
+            seen.clear()

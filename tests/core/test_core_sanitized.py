@@ -1,16 +1,21 @@
-"""The C part of the core, with ranks as threads, under the sanitizers, and for aarch64 in an emulator.
+"""The core under the sanitizers: its C part with ranks as threads, and all of it; and for aarch64 in an emulator.
 
 The emulator runs on the memory of this machine, so it proves no order of loads and stores.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
+
+from tests.core.core_ranks import needs_core
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("call", "prepare", "slots", "direct", "mailbox", "reduce", "segment")
@@ -36,6 +41,31 @@ def test_random_programs_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> No
         if "unexpected memory mapping" in done.stderr:
             pytest.skip("ThreadSanitizer does not know this kernel's layout of memory")
         assert done.returncode == 0, done.stderr
+
+
+GCC, HEADERS = shutil.which("gcc"), Path(sysconfig.get_path("include"))
+
+
+@needs_core
+@pytest.mark.skipif(GCC is None or not (HEADERS / "Python.h").exists(), reason="needs gcc and Python.h")
+def test_random_programs_within_whose_calls_python_runs(tmp_path: Path) -> None:
+    """The whole extension module, under ASan and UBSan."""
+    module, include = tmp_path / "native.so", ROOT / "kos/_core"
+    options = ["-std=c11", "-O1", "-g", "-shared", "-fPIC", "-fsanitize=address,undefined"]
+    options += ["-fno-sanitize-recover=all", "-I", HEADERS, "-I", include]
+    command = [GCC, *options, *include.glob("*.c"), "-lm", "-lpthread", "-o", module]
+    built = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    if "cannot find" in built.stderr:
+        pytest.skip("needs the library of -fsanitize=address,undefined")
+    assert built.returncode == 0, built.stderr
+    find = [str(GCC), "-print-file-name=libasan.so"]
+    library = subprocess.run(find, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    seed = random.randrange(1 << 20)
+    print(f"seed {seed}")
+    env = os.environ | {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
+    command = [sys.executable, "-m", "tests.core.reentering", str(seed), "2500", str(module)]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
+    assert done.returncode == 0 and "calls of the core" in done.stdout, done.stderr
 
 
 CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")

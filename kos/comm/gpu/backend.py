@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from threading import get_ident
 from typing import Any, ClassVar, NoReturn
 
 from kos.comm import watchdog
@@ -166,8 +165,8 @@ class DeviceBackend(Backend):
         """Queue ``work`` on its stream, or beside it."""
         prepared, shared, self._last = work.prepared, self.shared, work
         eager = shared.eager
-        if eager is not None and eager.asked and eager.asked == get_ident():  # the core waits for this call
-            eager.asked, eager.last = 0, (eager.asked, work, work.held, work.array)
+        if eager is not None and (eager.asked or eager.last):
+            eager.note_last(work)
         try:
             if self._failure[0]:
                 self.inspect(work)

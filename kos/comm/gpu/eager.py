@@ -63,6 +63,13 @@ class EagerCalls:
         self._core = core if bound else None
         return self._core
 
+    def note_last(self, work: Work[Any]) -> None:
+        """``work`` is launched, which may be the call that the core waits for."""
+        if self.asked == get_ident():
+            self.asked, self.last = 0, (self.asked, work, work.held, work.array)
+        elif self.last is not None and self.last[0] == get_ident():
+            self.last = None  # one is within the other, as of a finalizer: unknown which the core waits for
+
     def remember(
         self, asked: Any, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
     ) -> tuple[Any, ...] | bool | None:

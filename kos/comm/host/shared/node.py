@@ -156,6 +156,8 @@ class Node:
                 call, puts, gets = prepared.route
                 if self.asked and self.asked == get_ident():
                     self.asked, self._last = 0, (self.asked, work)
+                elif self._last is not None and self._last[0] == get_ident():
+                    self._last = None  # one is within the other, as of a finalizer: unknown which the core waits for
                 if self._status.last is not None:
                     self._status.clear_failure()
                 waits = prepared.waits and not self.batch and not self._works
