@@ -16,6 +16,7 @@ from sys import _getframe
 from time import time_ns
 from typing import Any
 
+from kos.comm import interrupts
 from kos.comm.one_thread import check_one_thread, raise_if_two_threads
 from kos.comm.operation import ANY, POINT_TO_POINT, Operation
 from kos.comm.recorder import LAST_SLOT
@@ -91,14 +92,21 @@ class Prepared:
         Of a call that the core has begun, which is numbered and recorded, complete what is ``left``.  Returns the
         result, or the Work itself with ``async_op`` or without ``waits``.
         """
+        held = self.backend.device is None and interrupts.hold()  # the first call on a GPU may connect for long
+        try:
+            if left is None:
+                if comm._batch is not None:
+                    return comm._batch.add(work)
+                if comm._closed:
+                    comm._check_open()
+                if self.collective and comm._active is not None:
+                    check_one_thread(comm, work)
+            return self._launch(comm, work, waits, left)
+        finally:
+            interrupts.release(held)
+
+    def _launch(self, comm: Any, work: Work[Any], waits: bool, left: Any) -> Any:
         collective, backend = self.collective, self.backend
-        if left is None:
-            if comm._batch is not None:
-                return comm._batch.add(work)
-            if comm._closed:
-                comm._check_open()
-            if collective and comm._active is not None:
-                check_one_thread(comm, work)
         if collective:
             comm._active = work
         try:
@@ -207,9 +215,9 @@ def note(comm: Any, work: Work[Any]) -> None:
     prepared = work.prepared
     work.sequence = sequence = next(comm._collectives if prepared.collective else comm._messages)
     try:
-        frame = _getframe(3)  # in most calls, that of the program
+        frame = _getframe(4)  # in most calls, that of the program
     except ValueError:  # called from C
-        frame = _getframe(2)
+        frame = _getframe(3)
     while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
         frame = frame.f_back
     recorder = comm.recorder
