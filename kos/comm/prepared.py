@@ -20,6 +20,7 @@ from kos.comm import interrupts
 from kos.comm.one_thread import check_one_thread, raise_if_two_threads
 from kos.comm.operation import ANY, POINT_TO_POINT, Operation
 from kos.comm.recorder import LAST_SLOT
+from kos.comm.records import shortened
 from kos.comm.work import Steps, Work
 from kos.cuda.kernels import Address
 from kos.cuda.streams import is_captured
@@ -252,13 +253,22 @@ class Fingerprints:
                 oldest = next(iter(texts))
                 place = self._places.pop(oldest)
                 del texts[oldest]
-            brief = {name: _brief(value) for name, value in values.items()}
-            text = json.dumps([fingerprint, prepared.arguments[:200], brief]).encode()
+            text = _description(prepared, fingerprint)
+            if (memory := self._memory) is not None:  # another thread may close it, which keeps it mapped here
+                memory[TEXT_BYTES * place : TEXT_BYTES * (place + 1)] = text.ljust(TEXT_BYTES)
             texts[fingerprint], self._places[fingerprint] = text, place
-            if self._memory is not None:
-                self._memory[TEXT_BYTES * place : TEXT_BYTES * (place + 1)] = text.ljust(TEXT_BYTES)
         prepared.text = texts[fingerprint]
         return prepared
+
+
+def _description(prepared: Prepared, fingerprint: int) -> bytes:
+    """What ``described`` reads, at most ``TEXT_BYTES``."""
+    for length in (200, 100, 50):  # of each text
+        brief = {name: _brief(value, length) for name, value in prepared.values.items()}
+        text = json.dumps([fingerprint, shortened(prepared.arguments, length), brief]).encode()
+        if len(text) <= TEXT_BYTES:
+            break
+    return text
 
 
 def described(text: bytes, sequence: int, fingerprint: int | None = None) -> tuple[str, dict[str, Any]]:
@@ -272,8 +282,10 @@ def described(text: bytes, sequence: int, fingerprint: int | None = None) -> tup
     return f"{call['operation']} #{sequence}{arguments}", call
 
 
-def _brief(value: Any) -> Any:
-    """A value of a fingerprint, with long lists shortened to their head and a digest."""
+def _brief(value: Any, length: int) -> Any:
+    """A value of a fingerprint; long lists and texts are shortened to their head and a digest."""
+    if isinstance(value, str):
+        return shortened(value, length)
     if isinstance(value, list) and len(value) > 16:
         digest = blake2b(json.dumps(value).encode(), digest_size=4).hexdigest()
         return f"[{', '.join(map(str, value[:8]))}, ... {len(value)} in all, digest {digest}]"
