@@ -405,7 +405,7 @@ class Communicator(Groups):
                 raise
 
     def _fail_if_interrupted(self, error: BaseException, *works: Work[Any]) -> None:
-        """Break the communicator on all ranks if the exception of a signal's handler interrupted the launch of ``works``.
+        """Break the communicator on all ranks if an exception of a signal's handler ended the launch of ``works``.
 
         A call that has a number may not have started.  The error is that of the first call.  On GPUs nothing is done:
         the other ranks raise at their timeout.
