@@ -118,7 +118,8 @@ class Communicator(Groups):
             work.sequence, work.record = sequence, record
             return prepared.start(self, work, waits, left=left)
         finally:
-            interrupts.release(held)
+            if held:
+                interrupts.release()
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""
@@ -389,7 +390,8 @@ class Communicator(Groups):
         try:
             self._launch_all(works, overlap)
         finally:
-            interrupts.release(held)
+            if held:
+                interrupts.release()
 
     def _launch_all(self, works: list[Work[Any]], overlap: bool) -> None:
         first = next((work for work in works if work.collective), None)

@@ -28,7 +28,7 @@ def _note(_: int, frame: FrameType | None) -> None:
 
 
 def hold() -> bool:
-    """Hold Ctrl-C back; returns whether it was not held yet and can be, which ``release`` must be passed."""
+    """Hold Ctrl-C back; whether the caller must ``release`` it: it was not held yet, and can be."""
     global _handler
     if get_ident() != main_thread().ident:
         return False  # Python runs handlers on the main thread
@@ -50,17 +50,16 @@ def deliver() -> None:
     if _noted and get_ident() == main_thread().ident:
         handler = _handler
         try:
-            release(True)
+            release()
         finally:
             if getsignal(SIGINT) is handler:  # else it has installed another one
                 hold()
 
 
-def release(held: bool) -> None:
-    """End what ``hold`` has begun if it returned ``held``, and let the program's handler run as ``deliver`` does."""
-    if held:
-        handler = _handler
-        if getsignal(SIGINT) is _note:
-            signal(SIGINT, handler)
-        if _noted:
-            handler(SIGINT, _noted.pop())
+def release() -> None:
+    """End what ``hold`` has begun, and let the program's handler run as ``deliver`` does."""
+    handler = _handler
+    if getsignal(SIGINT) is _note:
+        signal(SIGINT, handler)
+    if _noted:
+        handler(SIGINT, _noted.pop())

@@ -20,7 +20,6 @@ from kos.comm import interrupts
 from kos.comm.one_thread import check_one_thread, raise_if_two_threads
 from kos.comm.operation import ANY, POINT_TO_POINT, Operation
 from kos.comm.recorder import LAST_SLOT
-from kos.comm.records import shortened
 from kos.comm.work import Steps, Work
 from kos.cuda.kernels import Address
 from kos.cuda.streams import is_captured
@@ -104,7 +103,8 @@ class Prepared:
                     check_one_thread(comm, work)
             return self._launch(comm, work, waits, left)
         finally:
-            interrupts.release(held)
+            if held:
+                interrupts.release()
 
     def _launch(self, comm: Any, work: Work[Any], waits: bool, left: Any) -> Any:
         collective, backend = self.collective, self.backend
@@ -269,6 +269,18 @@ def _description(prepared: Prepared, fingerprint: int) -> bytes:
         if len(text) <= TEXT_BYTES:
             break
     return text
+
+
+def shortened(text: str, length: int = 200) -> str:
+    """``text``; if its JSON has more than ``length`` characters, its beginning and a digest.
+
+    A call that names thousands of ranks so fits where descriptions have a fixed size.
+    """
+    escaped = json.dumps(text)
+    if len(escaped) <= length + 2:
+        return text
+    digest = blake2b(escaped.encode(), digest_size=4).hexdigest()
+    return f"{escaped[1 : length + 1]}... {len(text)} characters in all, digest {digest}"
 
 
 def described(text: bytes, sequence: int, fingerprint: int | None = None) -> tuple[str, dict[str, Any]]:

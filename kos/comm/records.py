@@ -1,28 +1,14 @@
-"""Failures and calls as ranks keep them and send them to each other."""
+"""Failures as ranks keep them and send them to each other."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from typing import Any, TypeVar
 
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost, RendezvousError
 
 Error = TypeVar("Error", bound=KosError)
 _CLASSES = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, RankLost, RendezvousError)}
-
-
-def shortened(text: str, length: int = 200) -> str:
-    """``text``; if its JSON has more than ``length`` characters, its beginning and a digest.
-
-    A call that names thousands of ranks so fits where descriptions have a fixed size.
-    """
-    escaped = json.dumps(text)
-    if len(escaped) <= length + 2:
-        return text
-    digest = blake2b(escaped.encode(), digest_size=4).hexdigest()
-    return f"{escaped[1 : length + 1]}... {len(text)} characters in all, digest {digest}"
 
 
 def again(error: Error, text: object = None) -> Error:

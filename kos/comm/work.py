@@ -338,7 +338,8 @@ class Work(_Base, Generic[T]):
                 self._raise(self._error)
             return True
         finally:
-            interrupts.release(held)
+            if held:
+                interrupts.release()
 
     def _poll(self) -> None:
         self.backend.engine.poll()
@@ -365,7 +366,8 @@ class Work(_Base, Generic[T]):
             try:
                 self._wait(self.operation.options.timeout if timeout is None else timeout)
             finally:
-                interrupts.release(held)
+                if held:
+                    interrupts.release()
         self.reported = True
         if self._error is not None:
             self._raise(self._error)

@@ -12,7 +12,7 @@ from typing import Any
 
 LIMIT = 30.0  # seconds
 STAYS = 0.02
-"""Seconds without progress after which a thread at such a line is taken to wait; if it does not, fewer orders are tried."""
+"""Seconds without progress after which a thread at such a line counts as waiting; slow ones meet in fewer orders."""
 _LOCKS = re.compile(r"with .*(lock|_sending|_receiving|_reporting|_checking)|\.acquire\(|\.(wait|join)\(")
 """Lines that may wait for the first call."""
 

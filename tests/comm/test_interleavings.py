@@ -30,6 +30,11 @@ def _failure(rank: int, text: str = "a failure that the watchdog has found") -> 
     return blaming(RankLost(text), [rank])
 
 
+def _places(port: int) -> list[Callable[[], TCPRendezvous]]:
+    """What makes the rendezvous of each of two ranks."""
+    return [lambda rank=rank: env_rendezvous(TIMEOUT, environment(rank, 2, port)) for rank in (0, 1)]
+
+
 @contextlib.contextmanager
 def _pair(timeout: float = TIMEOUT) -> Iterator[tuple[kos.Communicator, kos.Communicator]]:
     """Two ranks of tcp in this process."""
@@ -63,8 +68,7 @@ def test_a_report_of_the_watchdog_beside_a_message() -> None:
             if not left:
                 break
             with pytest.raises(RankLost, match="that the watchdog has found"):  # both messages have left
-                other.recv(np.ones(1), src=0)
-                other.recv(np.ones(1), src=0, tag=1)
+                [other.recv(np.ones(1), src=0, tag=tag) for tag in (0, 1)]
             count += 1
     assert count > 10
 
@@ -73,7 +77,7 @@ def test_the_earliest_failure_of_two_threads_counts() -> None:
     interleaving, left = Interleaving("comm/failures.py"), True
     while left:
         log = FailureLog([0, 1], 0)
-        left = interleaving(lambda: log.record(5, _failure(1)), lambda: log.record(3, _failure(0)))
+        left = interleaving(lambda log=log: log.record(5, _failure(1)), lambda log=log: log.record(3, _failure(0)))
         assert log.reported is not None and log.reported[0] == (3 if left else 5)
 
 
@@ -119,7 +123,8 @@ def test_deaths_that_arrive_while_a_call_reads_them() -> None:
         channel = place.open_channel()
         place.inbox.deaths[2] = "its process ended"
         left = interleaving(
-            lambda channel=channel: [*channel.hear()], lambda place=place: place.inbox.deaths.setdefault(3, "it ended too")
+            lambda channel=channel: [*channel.hear()],
+            lambda place=place: place.inbox.deaths.setdefault(3, "it ended too"),
         )
 
 
@@ -128,8 +133,7 @@ def test_a_group_is_closed_beside_another_thread(name: str) -> None:
     """Nobody is taken for dead, and only errors of kos are raised."""
     interleaving, left = Interleaving("control/group.py", "control/inbox.py", "control/notices.py"), True
     while left:
-        port = free_port()
-        one, two = run_threads(*[lambda r=rank: env_rendezvous(TIMEOUT, environment(r, 2, port)) for rank in range(2)])
+        one, two = run_threads(*_places(free_port()))
 
         def wait(one: TCPRendezvous = one) -> None:
             with contextlib.suppress(KosError):
@@ -176,7 +180,8 @@ def test_failures_of_two_threads_in_shared_memory() -> None:
 @pytest.mark.parametrize("name", ["recv", "all_reduce", "async"])
 def test_another_thread_aborts_a_waiting_call(name: str, memory: str) -> None:
     """At every line of the backend: the call raises an error of kos, and no other."""
-    interleaving, left, count = Interleaving("host/backend.py", "shared/node.py", "shared/calls.py", "host/tcp.py"), True, 0
+    interleaving = Interleaving("host/backend.py", "shared/node.py", "shared/calls.py", "host/tcp.py")
+    left, count = True, 0
     calls: dict[str, Callable[[kos.Communicator], Any]] = {
         "recv": lambda comm: comm.recv(np.ones(3), src=1, timeout=0.1),
         "all_reduce": lambda comm: comm.all_reduce(np.ones(3), timeout=0.1),
@@ -213,8 +218,9 @@ def test_another_thread_frees_what_a_wait_uses(name: str) -> None:
     """At every instruction of the backend."""
     interleaving, left, count = Interleaving("host/backend.py", finely=True), True, 0
     while left:
-        group, gate = ThreadGroup(2), _Gate()
-        comm, _ = run_threads(*[lambda rank=rank: shared_only(ThreadRendezvous(group, rank, TIMEOUT)) for rank in (0, 1)])
+        gate, group = _Gate(), ThreadGroup(2)
+        places = [ThreadRendezvous(group, rank, TIMEOUT) for rank in (0, 1)]
+        comm, _ = run_threads(*[lambda place=place: shared_only(place) for place in places])
         comm.backend.failures.links.append(gate)
         work = comm.all_reduce(np.ones(3), async_op=True)
         aborting = threading.Thread(target=comm.abort, daemon=True)

@@ -80,9 +80,8 @@ def _counts(frame: FrameType) -> bool:
 
     Not the first lines after the core has begun a call that it cannot complete: it forgets the call then.
     """
-    caller = frame.f_back
-    begins = "_finish" in (frame.f_code.co_name, caller and caller.f_code.co_name)
-    return _KOS in frame.f_code.co_filename and not begins
+    begun = [each for each in (frame, frame.f_back) if each and {"record", "left"} <= {*each.f_code.co_varnames}]
+    return _KOS in frame.f_code.co_filename and not begun
 
 
 def _all_reduce(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:

@@ -17,7 +17,8 @@ from kos.comm import timeouts
 from kos.comm.control.identity import release
 from kos.comm.control.notices import Channel
 from kos.comm.failures import FailureLog, Late, StoppedRanks
-from kos.comm.records import again, blaming, shortened
+from kos.comm.prepared import shortened
+from kos.comm.records import again, blaming
 from kos.cuda.devices import process_numa_node
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RendezvousError
 from kos.memory.ipc import pretended_host

@@ -430,11 +430,11 @@ class TCPRendezvous(Rendezvous):
 
     def _request(self, message: bytes) -> bytes:
         """The hub's answer to the messages of all ranks."""
-        if (connection := self._connection) is None:
+        connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
+        if connection is None:
             raise self._closed_by_another_thread()
         if self._hub is not None:
             self._hub.timeout = self.timeout  # the program may have changed it
-        deadline = time.monotonic() + self.timeout + GRACE_SECONDS
         look = self._look_for_stopped(time.monotonic() + self.timeout)
         with self.waiting(), self.inbox.lock:
             try:
@@ -451,10 +451,8 @@ class TCPRendezvous(Rendezvous):
                 silent = self.failures.on_hosts_of([0]) if is_cut_off(connection.sock) else [0]
                 raise self.absent(silent, "rendezvous", timeouts.REPLY, several=False) from error
             except (OSError, ValueError) as error:
-                if self._connection is None:
+                if self._connection is None or isinstance(error, ValueError):  # it has no descriptor any more
                     raise self._closed_by_another_thread() from error
-                if isinstance(error, ValueError):
-                    raise
                 look_beside_hub(self.failures, self.members if self._addresses else ())
                 raise self.failures.lost(0, CONNECTION_CLOSED, "rendezvous") from error
             kind, answer = answer[:1], answer[1:]
