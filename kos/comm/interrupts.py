@@ -3,7 +3,7 @@
 Python runs the handler of SIGINT between any two instructions of the main thread.  An exception there would end the
 steps of an operation half-way.  So a call that starts, waits or polls replaces the handler by one that only takes note.
 The program's own handler runs where its exception harms nothing: between two polls of a wait (``deliver``), or at the
-end of the call (``release``).  An operation that is in flight then stays so.  It costs 0.7 us a call.
+end of the call (``release``).  An operation that is in flight then stays so.  It costs 0.8 us a call.
 """
 
 from __future__ import annotations
