@@ -95,6 +95,13 @@ def _recv(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
     return x, calls[comm.rank] if comm.rank < 2 else lambda: None
 
 
+def _probe(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
+    """The message is received after the call."""
+    x = np.full(5, comm.size * min(comm.rank, 1.0))
+    calls = [lambda: comm.probe(src=1), lambda: comm.send(x, dst=0)]
+    return x, calls[comm.rank] if comm.rank < 2 else lambda: None
+
+
 def _send(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
     x = np.full(1 << 20, 0.0 if comm.rank == 1 else float(comm.size))
     calls = [lambda: comm.send(x, dst=1), lambda: comm.recv(x, src=0)]
@@ -123,7 +130,7 @@ def _persistent(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
     return x, lambda: started.start().wait()
 
 
-CALLS = {"all_reduce": _all_reduce, "recv": _recv, "send": _send, "wait": _wait, "poll": _poll,
+CALLS = {"all_reduce": _all_reduce, "recv": _recv, "probe": _probe, "send": _send, "wait": _wait, "poll": _poll,
          "persistent": _persistent}  # fmt: skip
 
 
@@ -137,6 +144,8 @@ def _interrupt_all(comm: kos.Communicator, name: str, begin: Callable[[bool], No
         assert comm.failure is None, comm.failure
         if comm.recorder.count == before:
             call()  # it was interrupted before it began
+        if name == "probe":
+            comm.recv(x, src=1)
         _check(comm, x)
         count += 1
     begin(False)

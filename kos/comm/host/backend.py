@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kos._core import native
-from kos.comm import timeouts
+from kos.comm import interrupts, timeouts
 from kos.comm.backend import UNMADE, Backend, Probe, ends_group
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
@@ -162,9 +162,14 @@ class HostBackend(Backend):
         return self.node is not None or type(self.transport).arrived is not Transport.arrived
 
     def poll_message(self, src: int, tag: int) -> Envelope | None:
-        with self.engine.lock:
-            self.engine.poll()  # receives that are posted come first
-            return self.scheduled.matching.poll(src, tag)
+        held = interrupts.hold()
+        try:
+            with self.engine.lock:
+                self.engine.poll()  # receives that are posted come first
+                return self.scheduled.matching.poll(src, tag)
+        finally:
+            if held:
+                interrupts.release()
 
     def launch(self, work: Work[Any]) -> Steps | None:
         """Begin ``work`` over the transport; returns the steps that are left."""
