@@ -44,7 +44,7 @@ class CollectiveError(KosError):
 
 
 class Interrupted(CollectiveError):
-    """Ctrl-C, or another signal's exception, interrupted an operation in the middle of a step."""
+    """The exception of a signal's handler interrupted an operation in a step.  Ctrl-C waits until the step ends."""
 
 
 class CollectiveMismatch(CollectiveError):

@@ -44,7 +44,7 @@ from kos.comm.prepared import BY_CAPTURE, MOST_STORED, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
-from kos.errors import BackendUnavailable, InvalidArgument
+from kos.errors import BackendUnavailable, CollectiveError, InvalidArgument
 from kos.memory import Array, Buffer, as_buffer, windows
 from kos.memory.buffer import handle_and_keeper
 from kos.memory.libraries import plain_array
@@ -828,7 +828,11 @@ class Operations:
         self._refuse_batch("probe")
         if check_bool("wait", wait):
             work = self._prepare(operation)
-            found: Envelope = work.prepared.start(self, work)
+            try:
+                found: Envelope = work.prepared.start(self, work)
+            except KeyboardInterrupt:  # nobody has the Work, and ``synchronize`` would wait for a message
+                work.cancel(CollectiveError(f"{work}: interrupted"))
+                raise
             return found
         self._check_open()
         self.backend.failures.refuse("probe")

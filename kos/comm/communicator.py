@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from kos.comm import watchdog
+from kos.comm import interrupts, watchdog
 from kos.comm.arguments import check_bool, check_int, check_shape, check_timeout
 from kos.comm.backend import Backend, Probe
 from kos.comm.collectives import Operations
@@ -112,9 +112,14 @@ class Communicator(Groups):
         self, prepared: Any, send: Any, recv: Any, result: Any, sequence: int, record: list[Any], left: Any, waits: bool
     ) -> Any:
         """The result of a call that the core has begun, and that is not complete yet; its Work unless it ``waits``."""
-        work = prepared.work(prepared, send, recv, result)
-        work.sequence, work.record = sequence, record
-        return prepared.start(self, work, waits, left=left)
+        held = self.device is None and interrupts.hold()
+        try:
+            work = prepared.work(prepared, send, recv, result)
+            work.sequence, work.record = sequence, record
+            return prepared.start(self, work, waits, left=left)
+        finally:
+            if held:
+                interrupts.release()
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""
@@ -381,6 +386,14 @@ class Communicator(Groups):
     def _start_all(self, works: list[Work[Any]], overlap: bool) -> None:
         """Start the checked calls of a batch together."""
         self._check_open()
+        held = self.device is None and interrupts.hold()
+        try:
+            self._launch_all(works, overlap)
+        finally:
+            if held:
+                interrupts.release()
+
+    def _launch_all(self, works: list[Work[Any]], overlap: bool) -> None:
         first = next((work for work in works if work.collective), None)
         with nullcontext() if first is None else one_thread(self, first):
             try:
@@ -394,7 +407,7 @@ class Communicator(Groups):
                 raise
 
     def _fail_if_interrupted(self, error: BaseException, *works: Work[Any]) -> None:
-        """Break the communicator on all ranks if Ctrl-C or SystemExit interrupted the launch of ``works``.
+        """Break the communicator on all ranks if an exception of a signal's handler ended the launch of ``works``.
 
         A call that has a number may not have started.  The error is that of the first call.  On GPUs nothing is done:
         the other ranks raise at their timeout.

@@ -13,6 +13,7 @@ Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ran
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -133,6 +134,7 @@ class FailureLog:
         self.links: list[Any] = []
         """What carries reports to the other ranks: each has ``report_failure``, ``report_end`` and ``find_failure``."""
         self._told: int | None = None  # the earliest collective whose failure the links have carried
+        self._lock = threading.RLock()  # the watchdog reports too; reentrant for the garbage collector
         self._alone: set[int] = set()  # lost ranks of hosts that have other ranks
 
     @property
@@ -158,8 +160,9 @@ class FailureLog:
 
     def record(self, sequence: int, error: KosError) -> None:
         """Record that a rank failed in that collective; the earliest counts."""
-        if self.reported is None or sequence < self.reported[0]:
-            self.reported = sequence, error
+        with self._lock:
+            if self.reported is None or sequence < self.reported[0]:
+                self.reported = sequence, error
 
     def record_end(self, rank: int, sequence: int, why: str, cause: KosError | None = None) -> None:
         """Record that the rank begins no collective from ``sequence`` on."""
@@ -174,15 +177,16 @@ class FailureLog:
         self.first = self.first or again(error)
         shared = self._shared(error, lost, work)
         self.record(sequence, shared)
-        if self._told is None or sequence < self._told:  # other ranks may wait in an earlier collective
-            self._told = sequence
-            for link in self.links:
+        with self._lock:
+            told, self._told = self._told, sequence if self._told is None else min(self._told, sequence)
+        if told is None or sequence < told:  # other ranks may wait in an earlier collective
+            for link in self.links.copy():
                 link.report_failure(shared, sequence)
 
     def report_end(self, reason: str, sequence: int) -> None:
         """Report to the other ranks that this one begins no collective from ``sequence`` on, and why."""
         cause = self.cause()
-        for link in self.links:
+        for link in self.links.copy():
             link.report_end(sequence, reason, cause)
 
     # Questions.
@@ -192,7 +196,7 @@ class FailureLog:
         if self.reported is not None and (sequence is None or self.reported[0] <= sequence):
             raise again(self.reported[1])
         if sequence is not None:
-            for rank, (end, why, cause) in self.ends.items():
+            for rank, (end, why, cause) in self.ends.copy().items():
                 if end <= sequence:
                     raise self.lost(rank, why, what, cause)
 
@@ -203,14 +207,14 @@ class FailureLog:
 
     def find(self) -> KosError | None:
         """The failure of this group, if it can be found without a call.  Called by the watchdog's thread."""
-        return self.first or next(filter(None, (link.find_failure() for link in self.links)), None)
+        return self.first or next(filter(None, (link.find_failure() for link in self.links.copy())), None)
 
     def cause(self) -> KosError | None:
         """The failure because of which this rank closes the group: of this group, of any group, or a killed rank."""
         for known in (self.first, self.status.last):
             if known is not None and known.ranks:
                 return known
-        killed = None if self.ring is None else self.ring.killed()
+        killed = None if (ring := self.ring) is None else ring.killed()
         return None if killed is None else self.ended(killed)
 
     def closing(self) -> KosError | None:
@@ -347,7 +351,7 @@ class FailureLog:
         """The failure that a rank of the group has reported; None if this rank knows of none."""
         if self.reported is not None:
             return self.reported[1]
-        known = None if self.ring is None else self.ring.failure()
+        known = None if (ring := self.ring) is None else ring.failure()
         return None if known is None else known[0]
 
     def end(self, reason: str, cause: KosError | None) -> KosError:

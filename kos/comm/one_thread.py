@@ -41,7 +41,7 @@ def check_one_thread(comm: Any, work: Work[Any]) -> None:
     if not comm.backend.report_two_threads(error):
         return
     backend = other.backend
-    with comm.backend.engine.lock:
+    with comm.backend.engine.lock if backend.device is None else backend.shared.lock:
         if backend.failures.first is None:
             backend.to_error(other, error)
         backend.failures.first, comm._two_threads = again(error), error

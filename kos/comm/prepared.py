@@ -16,6 +16,7 @@ from sys import _getframe
 from time import time_ns
 from typing import Any
 
+from kos.comm import interrupts
 from kos.comm.one_thread import check_one_thread, raise_if_two_threads
 from kos.comm.operation import ANY, POINT_TO_POINT, Operation
 from kos.comm.recorder import LAST_SLOT
@@ -91,14 +92,22 @@ class Prepared:
         Of a call that the core has begun, which is numbered and recorded, complete what is ``left``.  Returns the
         result, or the Work itself with ``async_op`` or without ``waits``.
         """
+        held = self.backend.device is None and interrupts.hold()  # the first call on a GPU may connect for long
+        try:
+            if left is None:
+                if comm._batch is not None:
+                    return comm._batch.add(work)
+                if comm._closed:
+                    comm._check_open()
+                if self.collective and comm._active is not None:
+                    check_one_thread(comm, work)
+            return self._launch(comm, work, waits, left)
+        finally:
+            if held:
+                interrupts.release()
+
+    def _launch(self, comm: Any, work: Work[Any], waits: bool, left: Any) -> Any:
         collective, backend = self.collective, self.backend
-        if left is None:
-            if comm._batch is not None:
-                return comm._batch.add(work)
-            if comm._closed:
-                comm._check_open()
-            if collective and comm._active is not None:
-                check_one_thread(comm, work)
         if collective:
             comm._active = work
         try:
@@ -207,9 +216,9 @@ def note(comm: Any, work: Work[Any]) -> None:
     prepared = work.prepared
     work.sequence = sequence = next(comm._collectives if prepared.collective else comm._messages)
     try:
-        frame = _getframe(3)  # in most calls, that of the program
+        frame = _getframe(4)  # in most calls, that of the program
     except ValueError:  # called from C
-        frame = _getframe(2)
+        frame = _getframe(3)
     while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
         frame = frame.f_back
     recorder = comm.recorder
@@ -244,13 +253,34 @@ class Fingerprints:
                 oldest = next(iter(texts))
                 place = self._places.pop(oldest)
                 del texts[oldest]
-            brief = {name: _brief(value) for name, value in values.items()}
-            text = json.dumps([fingerprint, prepared.arguments[:200], brief]).encode()
+            text = _description(prepared, fingerprint)
+            if (memory := self._memory) is not None:  # another thread may close it, which keeps it mapped here
+                memory[TEXT_BYTES * place : TEXT_BYTES * (place + 1)] = text.ljust(TEXT_BYTES)
             texts[fingerprint], self._places[fingerprint] = text, place
-            if self._memory is not None:
-                self._memory[TEXT_BYTES * place : TEXT_BYTES * (place + 1)] = text.ljust(TEXT_BYTES)
         prepared.text = texts[fingerprint]
         return prepared
+
+
+def _description(prepared: Prepared, fingerprint: int) -> bytes:
+    """What ``described`` reads, at most ``TEXT_BYTES``."""
+    for length in (200, 100, 50):  # of each text
+        brief = {name: _brief(value, length) for name, value in prepared.values.items()}
+        text = json.dumps([fingerprint, shortened(prepared.arguments, length), brief]).encode()
+        if len(text) <= TEXT_BYTES:
+            break
+    return text
+
+
+def shortened(text: str, length: int = 200) -> str:
+    """``text``; if its JSON has more than ``length`` characters, its beginning and a digest.
+
+    A call that names thousands of ranks so fits where descriptions have a fixed size.
+    """
+    escaped = json.dumps(text)
+    if len(escaped) <= length + 2:
+        return text
+    digest = blake2b(escaped.encode(), digest_size=4).hexdigest()
+    return f"{escaped[1 : length + 1]}... {len(text)} characters in all, digest {digest}"
 
 
 def described(text: bytes, sequence: int, fingerprint: int | None = None) -> tuple[str, dict[str, Any]]:
@@ -264,8 +294,10 @@ def described(text: bytes, sequence: int, fingerprint: int | None = None) -> tup
     return f"{call['operation']} #{sequence}{arguments}", call
 
 
-def _brief(value: Any) -> Any:
-    """A value of a fingerprint, with long lists shortened to their head and a digest."""
+def _brief(value: Any, length: int) -> Any:
+    """A value of a fingerprint; long lists and texts are shortened to their head and a digest."""
+    if isinstance(value, str):
+        return shortened(value, length)
     if isinstance(value, list) and len(value) > 16:
         digest = blake2b(json.dumps(value).encode(), digest_size=4).hexdigest()
         return f"[{', '.join(map(str, value[:8]))}, ... {len(value)} in all, digest {digest}]"

@@ -14,6 +14,7 @@ from time import time_ns
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from kos._core import native
+from kos.comm import interrupts
 from kos.comm.arguments import check_timeout
 from kos.comm.failures import StoppedRanks
 from kos.comm.operation import Operation
@@ -323,25 +324,33 @@ class Work(_Base, Generic[T]):
 
         Raises if it failed; CollectiveTimeout if its timeout has passed since the first call of ``done``.
         """
-        if self._steps is not None:
-            self.backend.engine.poll()
-            now, timeout = time.monotonic(), self.operation.options.timeout
-            self.polled_at = self.polled_at or now
-            if self._steps is not None and timeout is not None and now - self.polled_at > timeout:
-                self.expire(timeout)
-            if self._steps is not None and now > (self._report_at or self.polled_at + _REPORT_EVERY):
-                with self.backend.engine.lock:
-                    self.backend.failures.show_wait(self.backend.late(self))  # a program that polls waits
-                self._report_at = now + _REPORT_EVERY
-        if self._steps is not None:
-            return False
-        if self._report_at is not None:
-            self.backend.failures.show_wait(None)
-            self._report_at = None
-        self.reported = True
-        if self._error is not None:
-            self._raise(self._error)
-        return True
+        held = interrupts.hold()
+        try:
+            if self._steps is not None:
+                self._poll()
+            if self._steps is not None:
+                return False
+            if self._report_at is not None:
+                self.backend.failures.show_wait(None)
+                self._report_at = None
+            self.reported = True
+            if self._error is not None:
+                self._raise(self._error)
+            return True
+        finally:
+            if held:
+                interrupts.release()
+
+    def _poll(self) -> None:
+        self.backend.engine.poll()
+        now, timeout = time.monotonic(), self.operation.options.timeout
+        self.polled_at = self.polled_at or now
+        if self._steps is not None and timeout is not None and now - self.polled_at > timeout:
+            self.expire(timeout)
+        if self._steps is not None and now > (self._report_at or self.polled_at + _REPORT_EVERY):
+            with self.backend.engine.lock:
+                self.backend.failures.show_wait(self.backend.late(self))  # a program that polls waits
+            self._report_at = now + _REPORT_EVERY
 
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the operation; returns its output array (None where this rank has none).
@@ -353,7 +362,12 @@ class Work(_Base, Generic[T]):
         if timeout is not None:
             timeout = check_timeout(timeout)
         if self._steps is not None:
-            self._wait(self.operation.options.timeout if timeout is None else timeout)
+            held = interrupts.hold()
+            try:
+                self._wait(self.operation.options.timeout if timeout is None else timeout)
+            finally:
+                if held:
+                    interrupts.release()
         self.reported = True
         if self._error is not None:
             self._raise(self._error)
@@ -395,7 +409,7 @@ class Work(_Base, Generic[T]):
         idle, engine = backend.idle(), backend.engine
         usual = timeout is not None and timeout <= backend.timeout
         began, stopped = now, None if usual else StoppedRanks(backend.failures, backend.timeout)
-        sleeps = False
+        sleeps, held = False, interrupts.holds()
         engine.pause()
         try:
             while True:
@@ -423,9 +437,12 @@ class Work(_Base, Generic[T]):
                         return
                 if not reported:  # wake up to report the wait even if nothing arrives
                     remaining = min(report_at - now, math.inf if remaining is None else remaining)
+                if held:
+                    remaining = min(interrupts.DELIVER_SECONDS, math.inf if remaining is None else remaining)
                 idle.pause(mark, remaining)
                 if sleeps:
                     time.sleep(LONG_SLEEP)
+                interrupts.deliver()
         finally:
             engine.resume()
             if reported:

@@ -42,11 +42,16 @@ class SharedOnly(Transport):
         pass
 
 
+def shared_only(rendezvous: ThreadRendezvous) -> kos.Communicator:
+    """The communicator of this rank.  Collective."""
+    return Communicator(HostBackend(rendezvous, SharedOnly), rendezvous, {}, TIMEOUT)
+
+
 def run(fn: Callable[[kos.Communicator], Any], size: int, close: bool = True) -> list[Any]:
     """The result of ``fn(comm)`` on each rank."""
 
     def body(rendezvous: ThreadRendezvous) -> Any:
-        comm = Communicator(HostBackend(rendezvous, SharedOnly), rendezvous, {}, TIMEOUT)
+        comm = shared_only(rendezvous)
         result = fn(comm)
         if close:
             comm.close()

@@ -98,7 +98,7 @@ def test_dtypes_by_any_name() -> None:
 def test_without_a_gpu() -> None:
     for use in (
         lambda: Array.zeros(3, np.float32, 0), lambda: MemoryPool(0), lambda: pinned_empty(3, np.float32, 0),
-        lambda: streams.Event(0), lambda: streams.milliseconds(int, None), lambda: PooledEvent([]),
+        lambda: streams.Event(0), lambda: streams.milliseconds(int, None), lambda: PooledEvent([], 0),
         lambda: cuda.capture(5).__enter__(), lambda: ipc.DeviceMemory(1, 0), lambda: ipc.export(1, 1, 0),
     ):  # fmt: skip
         with pytest.raises(BackendUnavailable, match="CUDA: "):

@@ -17,6 +17,7 @@ from kos.comm import timeouts
 from kos.comm.control.identity import release
 from kos.comm.control.notices import Channel
 from kos.comm.failures import FailureLog, Late, StoppedRanks
+from kos.comm.prepared import shortened
 from kos.comm.records import again, blaming
 from kos.cuda.devices import process_numa_node
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RendezvousError
@@ -102,7 +103,7 @@ class Rendezvous(ABC):
         if self.failures.status.last is not None:
             self.failures.status.clear_failure()
         self._exchanges += 1
-        name = self.call.encode()
+        name = shortened(self.call).encode()  # every rank gets those of all ranks
         head = _HEAD.pack(self._exchanges, len(name)) + name
         message = head + bytes(data)
         try:

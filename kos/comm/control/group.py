@@ -106,13 +106,13 @@ class TCPRendezvous(Rendezvous):
     def post(self, message: bytes) -> None:
         """Send a message to the hub, from any thread."""
         with self._sending:
-            if self._connection is not None:
-                send(self._connection, message)
+            if (connection := self._connection) is not None:  # another thread may close the group
+                send(connection, message)
 
     def deaths(self) -> dict[int, str]:
         if (connection := self._connection) is not None:
             self.inbox.poll(connection)
-        return self.inbox.deaths
+        return self.inbox.deaths.copy()  # another thread may read from the hub
 
     def send_notice(self, kind: str, what: Any, timeout: float = 0.0) -> bool:
         wait = timeout > 0 and self._connection is not None
@@ -408,7 +408,7 @@ class TCPRendezvous(Rendezvous):
 
     def _leave(self, orderly: bool, code: int | None) -> None:
         """Close the connection to the hub, or the hub."""
-        connection, self._connection = self._connection, None
+        connection, self._connection, self.inbox.closed = self._connection, None, True
         if self._listener is not None:
             self._listener.close()
         self.joining.close()
@@ -430,10 +430,11 @@ class TCPRendezvous(Rendezvous):
 
     def _request(self, message: bytes) -> bytes:
         """The hub's answer to the messages of all ranks."""
-        assert self._connection is not None
+        connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
+        if connection is None:
+            raise self._closed_by_another_thread()
         if self._hub is not None:
             self._hub.timeout = self.timeout  # the program may have changed it
-        connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
         look = self._look_for_stopped(time.monotonic() + self.timeout)
         with self.waiting(), self.inbox.lock:
             try:
@@ -449,13 +450,18 @@ class TCPRendezvous(Rendezvous):
             except TimeoutError as error:
                 silent = self.failures.on_hosts_of([0]) if is_cut_off(connection.sock) else [0]
                 raise self.absent(silent, "rendezvous", timeouts.REPLY, several=False) from error
-            except OSError as error:
+            except (OSError, ValueError) as error:
+                if self._connection is None or isinstance(error, ValueError):  # it has no descriptor any more
+                    raise self._closed_by_another_thread() from error
                 look_beside_hub(self.failures, self.members if self._addresses else ())
                 raise self.failures.lost(0, CONNECTION_CLOSED, "rendezvous") from error
             kind, answer = answer[:1], answer[1:]
             if kind in FAILURES:
                 raise self._failure_of(kind, *json.loads(answer))
             return zlib.decompress(answer) if kind == PACKED else answer
+
+    def _closed_by_another_thread(self) -> KosError:
+        return RendezvousError(f"rendezvous: {self.call}: another thread of rank {self.rank} has closed the group")
 
     def _look_for_stopped(self, late_at: float) -> Callable[[], None]:
         """The check of a wait for the hub, which may wait for a stopped rank, or run on one."""

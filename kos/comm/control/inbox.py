@@ -22,7 +22,7 @@ class Inbox:
         self.forwarded = set[int]()  # the tokens of this rank's notices that the hub has sent to the others
         self.lock = threading.RLock()  # held while a thread reads
         self.exchanging = False  # the thread that holds ``lock`` waits for an answer, and keeps what else arrives
-        self.closed = False  # rank 0 has closed the group: the end of the connection is not its death
+        self.closed = False  # rank 0, or this one, has closed the group: the end of the connection is not its death
         self._receiving: Waiting[bytes] | None = None  # of a message that has arrived in part
 
     def answer(self, connection: Connection) -> Waiting[bytes]:

@@ -30,7 +30,7 @@ from kos.comm.gpu.memory import Piece, ScratchPool
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.routes import Route, alone
 from kos.comm.gpu.shared import CommState
-from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent, unstarted
+from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent, free_finished, unstarted
 from kos.comm.operation import NO_MESSAGE, Operation
 from kos.comm.prepared import Prepared, without_memory
 from kos.comm.records import again
@@ -39,7 +39,7 @@ from kos.comm.waits import Backoff
 from kos.comm.work import Work
 from kos.cuda import Kernel, create_stream, driver, load_kernel
 from kos.cuda.driver import call, cu, relaxed_capture
-from kos.cuda.streams import capture_of
+from kos.cuda.streams import Event, capture_of
 from kos.errors import CollectiveError, CudaError, InvalidArgument, KosError
 from kos.memory import Buffer, windows
 from kos.memory.array import Array
@@ -73,7 +73,7 @@ class DeviceBackend(Backend):
         self.shared = CommState(rendezvous, self.failures, self, host)
         self._last: Work[Any] | None = None
         self._in_flight: deque[list[Any]] = deque()  # whose arrays must live until the GPU is done with them
-        self._events: list[Any] = []  # that nobody uses
+        self._events: list[Event] = []  # that nobody uses
         self._side: Any = None
         self._marks = Marks(self.device, self.marks)
         self._scratch = ScratchPool(self.device)
@@ -232,14 +232,10 @@ class DeviceBackend(Backend):
         """Hold an array until the call has ended, if its library does not free memory in stream order."""
         if o.held is not None and type(o.held) is not Array and immutable(o.held) and not capture_of(o.stream):
             with driver.on_device(self.device):
-                held, held.event = o.again(), PooledEvent(self._events)
+                held, held.event = o.again(), PooledEvent(self._events, self.device)
                 call(cu.cuEventRecord, held.event.handle, o.stream)
             self._in_flight.append([held])  # once it is recorded: before, it is over, and other threads look
-            self._free_finished()
-
-    def _free_finished(self) -> None:
-        while self._in_flight and self._in_flight[0][-1].over():
-            self._in_flight.popleft()
+            free_finished(self._in_flight)
 
     @property
     def streams(self) -> Streams:
@@ -259,7 +255,7 @@ class DeviceBackend(Backend):
         captured = any(map(capture_of, several))
         self.streams.hold(side, self._side)
         with driver.on_device(self.device):
-            event = PooledEvent(self._events)
+            event = PooledEvent(self._events, self.device)
             for stream in several:
                 call(cu.cuEventRecord, event.handle, stream)
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
@@ -268,7 +264,7 @@ class DeviceBackend(Backend):
         for each in works:
             each.event = event
         if not captured:  # what a graph uses is kept by the graph
-            self._free_finished()
+            free_finished(self._in_flight)
             self._in_flight.append(list(works))
 
     def scratch(self, nbytes: int, stream: int) -> int:

@@ -100,9 +100,10 @@ class CommState:
 
     def confirm(self) -> None:
         """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
-        if self.calls is not None and self.last is not None:
-            self.calls.core.compare_at = self.last.sequence + _UNCONFIRMED
-            self._confirmed = self.calls.compare(self.last, self._confirmed)
+        calls, last = self.calls, self.last  # another thread may end the communicator
+        if calls is not None and last is not None:
+            calls.core.compare_at = last.sequence + _UNCONFIRMED
+            self._confirmed = calls.compare(last, self._confirmed)
 
     def _hear(self) -> None:
         """Record what other hosts report, and compare their calls with this host's if one has asked for that."""
@@ -141,7 +142,7 @@ class CommState:
 
     def missing(self, work: Work[Any]) -> list[int]:
         """The ranks of this host that have not begun ``work``."""
-        return self.calls.missing(work) if self.calls is not None and work.collective else []
+        return calls.missing(work) if (calls := self.calls) is not None and work.collective else []
 
     def late(self, work: Work[Any], words: str | None) -> Late:
         """The ranks that ``work``, or what is queued with it, waits for, as far as known."""

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kos.comm.arguments import check_timeout
@@ -74,18 +75,35 @@ def unstarted(name: str, backend: Any) -> Work[Any]:
     return DeviceWork(Prepared(Operation(name, backend.rank), backend, nothing))
 
 
+def free_finished(in_flight: deque[list[Any]]) -> None:
+    """Free the Works that have ended, the oldest first; other threads, and finalizers, may do so at the same time."""
+    with suppress(IndexError):
+        while True:
+            works, over = in_flight.popleft(), False
+            try:
+                over = works[-1].over()
+            finally:
+                if not over:
+                    in_flight.appendleft(works)
+            if not over:
+                return
+
+
 class PooledEvent:
-    """A CUDA event from the pool ``free``, which gets it back from the last work that holds it."""
+    """An event from the pool ``free``, which gets it back from the last work that holds it, and ends with the pool."""
 
-    __slots__ = ("_free", "handle")
+    __slots__ = ("_event", "_free", "handle")
 
-    def __init__(self, free: list[Any]) -> None:
-        self._free = free
-        self.handle = free.pop() if free else call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+    def __init__(self, free: list[Event], device: int) -> None:
+        try:
+            self._event = free.pop()
+        except IndexError:
+            self._event = Event(device)
+        self._free, self.handle = free, self._event._handle
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):  # one was made
-            self._free.append(self.handle)
+            self._free.append(self._event)
 
 
 class Marks:

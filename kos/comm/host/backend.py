@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kos._core import native
-from kos.comm import timeouts, watchdog
+from kos.comm import interrupts, timeouts
 from kos.comm.backend import UNMADE, Backend, Probe, ends_group
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
@@ -26,7 +26,7 @@ from kos.comm.prepared import Fingerprints, Prepared, without_memory
 from kos.comm.schedules import runnable
 from kos.comm.transport import ScheduledCalls, Transport
 from kos.comm.waits import Backoff
-from kos.comm.work import Engine, Steps, Work
+from kos.comm.work import Engine, Steps, Work, raising
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.memory import Buffer
 
@@ -96,9 +96,8 @@ class HostBackend(Backend):
 
     def eager(self, comm: Any) -> Any:
         """What makes the calls of ``comm`` in the core as far as they need no Python; None if it makes none."""
-        if self.node is None or comm._tracing is not None:
-            return None
-        return self.node.eager(comm, self)
+        node = self.node
+        return None if node is None or comm._tracing is not None else node.eager(comm, self)
 
     @property
     def shares_memory(self) -> bool:
@@ -154,8 +153,8 @@ class HostBackend(Backend):
         prepared = Prepared(without_memory(o), self, self.launch)
         if self.fingerprints is not None:
             self.fingerprints.add(prepared)
-        if self.node is not None:
-            self.node.bind(prepared)
+        if (node := self.node) is not None:
+            node.bind(prepared)
         return prepared
 
     @property
@@ -163,9 +162,14 @@ class HostBackend(Backend):
         return self.node is not None or type(self.transport).arrived is not Transport.arrived
 
     def poll_message(self, src: int, tag: int) -> Envelope | None:
-        with self.engine.lock:
-            self.engine.poll()  # receives that are posted come first
-            return self.scheduled.matching.poll(src, tag)
+        held = interrupts.hold()
+        try:
+            with self.engine.lock:
+                self.engine.poll()  # receives that are posted come first
+                return self.scheduled.matching.poll(src, tag)
+        finally:
+            if held:
+                interrupts.release()
 
     def launch(self, work: Work[Any]) -> Steps | None:
         """Begin ``work`` over the transport; returns the steps that are left."""
@@ -191,13 +195,17 @@ class HostBackend(Backend):
 
     def resume(self, work: Work[Any], left: Any) -> Steps | None:
         """The steps of ``work``, of which the core has ``left`` something; None if it is complete."""
-        assert self.node is not None
-        return self.node.start(work, left)
+        node = self.node
+        return raising(self._aborted(work)) if node is None else node.start(work, left)
 
     def steps_of(self, work: Work[Any], left: Any) -> Steps:
         """The steps of ``work``, of which the core has ``left`` something."""
-        assert self.node is not None
-        return self.node.steps(work, left)
+        node = self.node
+        return raising(self._aborted(work)) if node is None else node.steps(work, left)
+
+    def _aborted(self, work: Work[Any]) -> KosError:
+        """The error of ``work``, whose communicator another thread has aborted."""
+        return CollectiveError(f"{work}: the communicator was aborted")
 
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
         if (node := self.node) is None:
@@ -266,7 +274,7 @@ class HostBackend(Backend):
     def to_error(self, work: Work[Any], error: Exception) -> KosError:
         error = self.transport.explain(work, error)
         if self._aborting:  # another thread frees what it uses
-            return CollectiveError(f"{work}: the communicator was aborted")
+            return self._aborted(work)
         ends = ends_group(work, error)
         if ends and work.collective and self.calls is not None and isinstance(error, KosError):
             try:
@@ -283,7 +291,7 @@ class HostBackend(Backend):
     @property
     def begun(self) -> int:
         """The number of collectives begun on this rank, which is the sequence number of the next."""
-        return self._begun if self.calls is None else self.calls.begun
+        return self._begun if (calls := self.calls) is None else calls.begun
 
     def stops_at(self) -> int:
         """The first collective that this rank does not complete if it ends now."""
@@ -310,10 +318,10 @@ class HostBackend(Backend):
 
     def _free(self) -> None:
         closed(self)
-        calls, self.calls, self.node = self.calls, None, None
-        watchdog.wait_for_check()
-        if calls is not None:
-            calls.close()
+        with self.engine.lock:  # held by a thread that waits while it uses these
+            calls, self.calls, self.node = self.calls, None, None
+            if calls is not None:
+                calls.close()
 
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -331,7 +331,7 @@ class MPITransport(Transport):
         while not late:
             late = time.monotonic() > deadline
             self.receive_notices()  # a rank that shrinks is not the lost one: wait for another name
-            ends = self.failures.ends.items()
+            ends = self.failures.ends.copy().items()
             yield from ((rank, why) for rank, (_, why, _) in ends if late or why != CHANGES)
             time.sleep(0.001)
 

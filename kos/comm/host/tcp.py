@@ -183,7 +183,8 @@ class TCPTransport(Transport):
             peer.send_control(FAILED, tag, data)
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
-        self.fail(COLLECTIVE_TAGS + sequence, failure)
+        with self.engine.lock:  # the watchdog reports too
+            self.fail(COLLECTIVE_TAGS + sequence, failure)
 
     def find_failure(self) -> KosError | None:
         """The first known failure of the group, or the loss of a rank that has not closed its communicator."""

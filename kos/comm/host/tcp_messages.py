@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 EAGER_BYTES = 256 << 10  # the longest eager message: a segment of a schedule
 CREDIT_BYTES = 4 << 20  # of short messages between two ranks that are in flight or buffered
 OVERHEAD_BYTES = 256  # memory that a buffered message takes beside its own bytes
-CONTROL_BYTES = 20_000  # the longest control message
+CONTROL_BYTES = 1 << 19  # the longest control message: an error of 60,000 ranks
 REASON_LENGTH = 1000  # characters of a reason or an error
 _SLEEP_SECONDS = 0.05  # the longest poll: another thread may have consumed the awaited event
 

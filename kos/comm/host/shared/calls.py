@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from kos._core import native
+from kos.comm import watchdog
 from kos.comm.failures import RECENT_SECONDS, WHY_CLOSED, FailureLog
 from kos.comm.host.shared.segment import (
     ARRIVED,
@@ -240,18 +241,19 @@ class CallRing(Fingerprints):
         self.words[self._line + CLOSED] = how
 
     def close(self) -> None:
-        """Unmap the segment."""
+        """Unmap the segment, once the watchdog does not read from it."""
+        self.failures.ring = None
+        self.failures.links.remove(self)
+        watchdog.wait_for_check()
         if not self.words[self._line + CLOSED]:
             if (cause := self.failures.closing()) is not None:
                 self._causes().post_failure(cause)
             self.mark_closed(CLOSED_ORDERLY)
-        self.failures.ring = None
-        self.failures.links.remove(self)
         self.core.close()
         self.segment.close()
         self.failures.status.release()
         # Releases the old views, which hold the memory and its descriptor.
-        self.words = self._memory = self.segment.words
+        self.words, self._memory = self.segment.words, None
 
     def failed(self, code: int, rank: int, word: int, *counts: int) -> NoReturn:
         """Raise what the core has found: it calls this."""

@@ -131,18 +131,20 @@ def share_file(
             offer = f"/proc/{os.getpid()}/fd/{file}"
         except (OSError, AttributeError) as error:
             refusal = f"memfd_create: {error}"
-    offers = [json.loads(each) for each in rendezvous.allgather(json.dumps([offer, _namespaces()]).encode())]
-    offer = offers[ranks[0]][0]
-    if apart := _apart([offers[rank][1] for rank in ranks], ["pid"]):  # there the path may name another file
-        refusal = apart
-    elif offer:
-        try:
-            used = use(os.open(offer, os.O_RDWR | os.O_CLOEXEC))
-        except (OSError, ValueError) as error:
-            refusal = f"rank {rendezvous.rank} cannot map the memory of rank {ranks[0]}: {error}"
-    refusals = rendezvous.allgather(refusal.encode())
-    if file >= 0:
-        os.close(file)
+    try:
+        offers = [json.loads(each) for each in rendezvous.allgather(json.dumps([offer, _namespaces()]).encode())]
+        offer = offers[ranks[0]][0]
+        if apart := _apart([offers[rank][1] for rank in ranks], ["pid"]):  # there the path may name another file
+            refusal = apart
+        elif offer:
+            try:
+                used = use(os.open(offer, os.O_RDWR | os.O_CLOEXEC))
+            except (OSError, ValueError) as error:
+                refusal = f"rank {rendezvous.rank} cannot map the memory of rank {ranks[0]}: {error}"
+        refusals = rendezvous.allgather(refusal.encode())
+    finally:
+        if file >= 0:
+            os.close(file)
     refusal = next((refusals[rank].decode() for rank in ranks if refusals[rank]), "")
     return (None if refusal else used), refusal
 

@@ -62,11 +62,12 @@ class SharedStatus(PeerStatus):
         super().post_failure(error)
         words, data, mine, _ = self._memory
         if error.ranks and mine is not None:
-            words[mine + FAILED] = 0
             record = fitting(to_record(error))
-            data[self._my_text : self._my_text + len(record)] = record
-            words[mine + FAILED_AT] = int(time.monotonic() * 1e6)  # of a clock that the processes of a host share
-            words[mine + FAILED] = _summary(record)
+            with self._lock:  # the watchdog posts too
+                words[mine + FAILED] = 0
+                data[self._my_text : self._my_text + len(record)] = record
+                words[mine + FAILED_AT] = int(time.monotonic() * 1e6)  # of a clock that the processes of a host share
+                words[mine + FAILED] = _summary(record)
 
     def clear_failure(self) -> None:
         super().clear_failure()
@@ -175,12 +176,16 @@ def _state(words: memoryview[int], line: int) -> str:
 
 
 def _flag(ranks: Iterable[int]) -> int:
-    return sum((rank + 1) << _BITS * place for place, rank in enumerate(list(ranks)[:_NAMED]))
+    named = [rank for rank in ranks if rank + 1 < 1 << _BITS][:_NAMED]  # others cannot be shown
+    return sum((rank + 1) << _BITS * place for place, rank in enumerate(named))
 
 
-def fitting(record: list[object]) -> bytes:
-    """A record as bytes, at most FAILURE_BYTES; shortens its text, the second entry."""
-    kind, text, *rest = record
-    while len(data := json.dumps([kind, text, *rest]).encode()) > FAILURE_BYTES:
-        text = str(text)[: len(str(text)) * 3 // 4]  # a character may take six bytes
+def fitting(record: list[Any]) -> bytes:
+    """A record of ``to_record`` as bytes, at most FAILURE_BYTES: the beginning of its text, and its first ranks."""
+    kind, text, ranks = record
+    while len(data := json.dumps([kind, text, ranks]).encode()) > FAILURE_BYTES:
+        if len(json.dumps(text)) > len(json.dumps(ranks)):  # a character may take six bytes
+            text = text[: len(text) * 3 // 4]
+        else:
+            ranks = ranks[: len(ranks) * 3 // 4]
     return data

@@ -1,0 +1,262 @@
+"""What the watchdog, and other threads of the program, do beside a call: in every order.  See docs/architecture.md."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.control.env import env_rendezvous
+from kos.comm.control.group import TCPRendezvous
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.wire import Network
+from kos.comm.failures import FailureLog
+from kos.comm.host.shared.segment import Segment
+from kos.comm.host.shared.status import SharedStatus
+from kos.comm.records import blaming
+from kos.errors import CollectiveError, KosError, RankLost
+from tests.comm.interleavings import LIMIT, Interleaving
+from tests.comm.ranks import TIMEOUT
+from tests.comm.shared_ranks import needs_core, run, shared_only
+from tests.comm.tcp_ranks import environment, free_port, run_threads
+
+
+def _failure(rank: int, text: str = "a failure that the watchdog has found") -> KosError:
+    return blaming(RankLost(text), [rank])
+
+
+def _places(port: int) -> list[Callable[[], TCPRendezvous]]:
+    """What makes the rendezvous of each of two ranks."""
+    return [lambda rank=rank: env_rendezvous(TIMEOUT, environment(rank, 2, port)) for rank in (0, 1)]
+
+
+@contextlib.contextmanager
+def _pair(timeout: float = TIMEOUT) -> Iterator[tuple[kos.Communicator, kos.Communicator]]:
+    """Two ranks of tcp in this process."""
+    port = free_port()
+
+    def make(rank: int) -> kos.Communicator:
+        return kos.init("tcp", rendezvous=env_rendezvous(timeout, environment(rank, 2, port)), timeout=timeout)
+
+    comms = run_threads(lambda: make(0), lambda: make(1))
+    for comm in comms:
+        if isinstance(comm, BaseException):
+            raise comm
+    try:
+        yield comms[0], comms[1]
+    finally:
+        for comm in comms:
+            comm.abort()
+
+
+@pytest.mark.usefixtures("apart")
+def test_a_report_of_the_watchdog_beside_a_message() -> None:
+    interleaving, count, left = Interleaving("host/tcp_messages.py", "host/tcp.py"), 0, True
+    while left:
+        with _pair() as (comm, other):
+            with contextlib.suppress(RankLost):  # it may know of the failure first
+                transport: Any = comm.backend.transport  # type: ignore[attr-defined]
+                left = interleaving(
+                    lambda comm=comm: comm.send(np.ones(1), dst=1),
+                    lambda transport=transport: transport.report_failure(_failure(0), 0),
+                )
+            if not left:
+                break
+            with pytest.raises(RankLost, match="that the watchdog has found"):  # both messages have left
+                [other.recv(np.ones(1), src=0, tag=tag) for tag in (0, 1)]
+            count += 1
+    assert count > 10
+
+
+def test_the_earliest_failure_of_two_threads_counts() -> None:
+    interleaving, left = Interleaving("comm/failures.py"), True
+    while left:
+        log = FailureLog([0, 1], 0)
+        left = interleaving(lambda log=log: log.record(5, _failure(1)), lambda log=log: log.record(3, _failure(0)))
+        assert log.reported is not None and log.reported[0] == (3 if left else 5)
+
+
+class _Link:
+    def __init__(self, log: FailureLog) -> None:
+        self.log = log
+
+    def close(self) -> None:
+        self.log.links.remove(self)
+
+    def find_failure(self) -> KosError | None:
+        return None
+
+
+class _Failed(_Link):
+    def find_failure(self) -> KosError | None:
+        return _failure(0)
+
+
+def test_a_link_is_closed_while_the_watchdog_asks_all() -> None:
+    interleaving, left = Interleaving("comm/failures.py", "test_interleavings.py"), True
+    while left:
+        log = FailureLog([0, 1], 0)
+        first = _Link(log)
+        log.links += [first, _Failed(log)]
+        found: list[Any] = []
+        left = interleaving(lambda found=found, log=log: found.append(log.find()), first.close)
+        assert found[0] is not None
+
+
+def test_ends_that_arrive_while_a_call_asks() -> None:
+    interleaving, left = Interleaving("comm/failures.py"), True
+    while left:
+        log = FailureLog(range(4), 0)
+        log.record_end(1, 7, "it closed")
+        left = interleaving(lambda log=log: log.ask(3), lambda log=log: log.record_end(2, 9, "it closed"))
+
+
+def test_deaths_that_arrive_while_a_call_reads_them() -> None:
+    interleaving, left = Interleaving("control/notices.py", "control/group.py"), True
+    while left:
+        place = TCPRendezvous(1, 4, TIMEOUT, Network(b"", "127.0.0.1", "127.0.0.1", True), None)
+        channel = place.open_channel()
+        place.inbox.deaths[2] = "its process ended"
+        left = interleaving(
+            lambda channel=channel: [*channel.hear()],
+            lambda place=place: place.inbox.deaths.setdefault(3, "it ended too"),
+        )
+
+
+@pytest.mark.parametrize("name", ["deaths", "notice", "exchange"])
+def test_a_group_is_closed_beside_another_thread(name: str) -> None:
+    """Nobody is taken for dead, and only errors of kos are raised."""
+    interleaving, left = Interleaving("control/group.py", "control/inbox.py", "control/notices.py"), True
+    while left:
+        one, two = run_threads(*_places(free_port()))
+
+        def wait(one: TCPRendezvous = one) -> None:
+            with contextlib.suppress(KosError):
+                one.barrier()
+
+        other = threading.Thread(target=wait, daemon=True)
+        if name == "exchange":
+            other.start()
+
+        def call(two: TCPRendezvous = two) -> None:
+            if name == "exchange":
+                with contextlib.suppress(KosError):
+                    two.barrier()
+            elif name == "notice":
+                two.send_notice("failed", ["RankLost", "lost", [0]])
+            else:
+                two.deaths()
+
+        def close(two: TCPRendezvous = two) -> None:
+            two.abort(None)
+
+        left = interleaving(call, close)
+        assert name == "exchange" or not two.deaths()
+        if name == "exchange":
+            other.join(LIMIT)
+        one.abort(None)
+
+
+@needs_core
+def test_failures_of_two_threads_in_shared_memory() -> None:
+    """The record of one of them is whole."""
+    interleaving, left = Interleaving("shared/status.py"), True
+    while left:
+        status = SharedStatus(Segment(-1, [0], 0), [0])
+        texts = [f"{each} " * 50 for each in ("program", "watchdog")]
+        left = interleaving(
+            lambda s=status, t=texts[0]: s.post_failure(_failure(0, t)),
+            lambda s=status, t=texts[1]: s.post_failure(_failure(0, t)),
+        )
+        known = status.failure(0)
+        assert known is not None and str(known[0]) in texts
+
+
+@pytest.mark.parametrize("name", ["recv", "all_reduce", "async"])
+def test_another_thread_aborts_a_waiting_call(name: str, memory: str) -> None:
+    """At every line of the backend: the call raises an error of kos, and no other."""
+    interleaving = Interleaving("host/backend.py", "shared/node.py", "shared/calls.py", "host/tcp.py")
+    left, count = True, 0
+    calls: dict[str, Callable[[kos.Communicator], Any]] = {
+        "recv": lambda comm: comm.recv(np.ones(3), src=1, timeout=0.1),
+        "all_reduce": lambda comm: comm.all_reduce(np.ones(3), timeout=0.1),
+        "async": lambda comm: comm.all_reduce(np.ones(3), async_op=True, timeout=0.1).wait(),
+    }
+    while left:
+        with _pair() as (comm, _):
+            def call(comm: kos.Communicator = comm) -> None:
+                with contextlib.suppress(KosError):
+                    calls[name](comm)
+
+            left = interleaving(call, comm.abort)
+            count += 1
+    assert count > 10
+
+
+class _Gate:
+    """A link at which an abort waits, after it has looked for operations in flight and before it frees anything."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def report_end(self, *_: Any) -> None:
+        self.reached.set()
+        self.open.wait(LIMIT)
+
+    def find_failure(self) -> None:
+        return None
+
+
+@needs_core
+@pytest.mark.parametrize("name", ["late", "wait"])
+def test_another_thread_frees_what_a_wait_uses(name: str) -> None:
+    """At every instruction of the backend."""
+    interleaving, left, count = Interleaving("host/backend.py", finely=True), True, 0
+    while left:
+        gate, group = _Gate(), ThreadGroup(2)
+        places = [ThreadRendezvous(group, rank, TIMEOUT) for rank in (0, 1)]
+        comm, _ = run_threads(*[lambda place=place: shared_only(place) for place in places])
+        comm.backend.failures.links.append(gate)
+        work = comm.all_reduce(np.ones(3), async_op=True)
+        aborting = threading.Thread(target=comm.abort, daemon=True)
+        aborting.start()
+        assert gate.reached.wait(LIMIT)
+
+        def call(comm: kos.Communicator = comm, work: Any = work) -> None:
+            if name == "late":  # as a wait does
+                with comm.backend.engine.lock:
+                    comm.backend.late(work)
+                    comm.backend.may_sleep(work)
+            else:
+                with contextlib.suppress(KosError):
+                    work.wait(0.05)
+
+        def free(gate: _Gate = gate, aborting: threading.Thread = aborting) -> None:
+            gate.open.set()
+            aborting.join(LIMIT)
+
+        left = interleaving(call, free)
+        gate.open.set()
+        aborting.join(LIMIT)
+        count += 1
+    assert count > 5
+
+
+@needs_core
+def test_a_work_that_the_core_has_begun_is_aborted() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.ones(3)
+        for _ in range(3):
+            comm.all_reduce(x, async_op=True).wait()
+        if comm.rank == 0:
+            work = comm.all_reduce(x, async_op=True)
+            comm.abort()
+            with pytest.raises(CollectiveError):
+                work.wait()
+
+    run(body, 2, close=False)

@@ -1,0 +1,214 @@
+"""Ctrl-C at every point of a call that starts or waits: the communicator stays usable, and the call in flight."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.control.env import env_rendezvous
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from tests.comm.ranks import TIMEOUT, MPIRanks
+from tests.comm.tcp_ranks import environment, free_port
+
+_KOS = f"{os.sep}kos{os.sep}comm{os.sep}"
+WAITS = 4  # how often a line has run when the other rank begins: the call waits then
+
+
+@pytest.fixture(autouse=True)
+def _interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where this process has inherited that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Interrupt:
+    """Sends SIGINT once in each call, at the first line of it that no earlier call has reached.
+
+    ``begin`` lets the other rank begin the operation: at the interrupt, or when this rank has waited for a while.
+    """
+
+    def __init__(self) -> None:
+        self._reached = set[tuple[CodeType, int]]()
+
+    def __call__(self, call: Callable[[], Any], begin: Callable[[], None]) -> bool:
+        """Make the call; returns whether it was interrupted."""
+        lines, begun, sent = Counter[tuple[CodeType, int]](), False, False
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal begun, sent
+            if event == "line" and _counts(frame):
+                line = frame.f_code, frame.f_lineno
+                lines[line] += 1
+                new = not sent and line not in self._reached
+                if not begun and (new or lines[line] == WAITS):
+                    begun = True
+                    begin()
+                if new:
+                    sent = True
+                    self._reached.add(line)
+                    signal.raise_signal(signal.SIGINT)
+            return trace
+
+        interrupted = False
+        sys.settrace(trace)
+        try:
+            call()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(None)
+        assert interrupted == sent, "an interrupt was lost"
+        if not begun:
+            begin()
+        return interrupted
+
+
+def _counts(frame: FrameType) -> bool:
+    """Whether a line of ``frame`` may be interrupted.
+
+    Not the first lines after the core has begun a call that it cannot complete: it forgets the call then.
+    """
+    begun = [each for each in (frame, frame.f_back) if each and {"record", "left"} <= {*each.f_code.co_varnames}]
+    return _KOS in frame.f_code.co_filename and not begun
+
+
+def _all_reduce(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
+    x = np.ones(5)
+    return x, lambda: comm.all_reduce(x)
+
+
+def _recv(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
+    x = np.full(5, comm.size * min(comm.rank, 1.0))
+    calls = [lambda: comm.recv(x, src=1), lambda: comm.send(x, dst=0)]
+    return x, calls[comm.rank] if comm.rank < 2 else lambda: None
+
+
+def _probe(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
+    """The message is received after the call."""
+    x = np.full(5, comm.size * min(comm.rank, 1.0))
+    calls = [lambda: comm.probe(src=1), lambda: comm.send(x, dst=0)]
+    return x, calls[comm.rank] if comm.rank < 2 else lambda: None
+
+
+def _send(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
+    x = np.full(1 << 20, 0.0 if comm.rank == 1 else float(comm.size))
+    calls = [lambda: comm.send(x, dst=1), lambda: comm.recv(x, src=0)]
+    return x, calls[comm.rank] if comm.rank < 2 else lambda: None
+
+
+def _wait(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
+    x = np.ones(5)
+    return x, lambda: comm.all_reduce(x, async_op=True).wait()
+
+
+def _poll(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
+    x = np.ones(5)
+
+    def call() -> None:
+        work = comm.all_reduce(x, async_op=True)
+        while not work.done():
+            pass
+
+    return x, call
+
+
+def _persistent(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
+    x = np.ones(5)
+    started = comm.all_reduce_init(x)
+    return x, lambda: started.start().wait()
+
+
+CALLS = {"all_reduce": _all_reduce, "recv": _recv, "probe": _probe, "send": _send, "wait": _wait, "poll": _poll,
+         "persistent": _persistent}  # fmt: skip
+
+
+def _interrupt_all(comm: kos.Communicator, name: str, begin: Callable[[bool], None]) -> int:
+    """Rank 0: interrupts calls until no line is left; returns how many.  ``begin(False)``: there is no call left."""
+    interrupt, count, interrupted = Interrupt(), 0, True
+    while interrupted:
+        x, call = CALLS[name](comm)
+        before = comm.recorder.count
+        interrupted = interrupt(call, lambda: begin(True))
+        assert comm.failure is None, comm.failure
+        if comm.recorder.count == before:
+            call()  # it was interrupted before it began
+        if name == "probe":
+            comm.recv(x, src=1)
+        _check(comm, x)
+        count += 1
+    begin(False)
+    return count
+
+
+def _take_part(comm: kos.Communicator, name: str, order: Callable[[], bool]) -> None:
+    """The other ranks: a call for each of rank 0, which ``order`` awaits."""
+    while order():
+        x, call = CALLS[name](comm)
+        call()
+        _check(comm, x)
+
+
+def _check(comm: kos.Communicator, x: Any) -> None:
+    comm.synchronize()
+    np.testing.assert_array_equal(x, comm.size)
+    comm.barrier()
+
+
+def _places(backend: str) -> list[Callable[[], Any]]:
+    if backend == "mock":
+        group = ThreadGroup(2)
+        return [lambda rank=rank: ThreadRendezvous(group, rank, TIMEOUT) for rank in range(2)]
+    port = free_port()
+    return [lambda rank=rank: env_rendezvous(TIMEOUT, environment(rank, 2, port)) for rank in range(2)]
+
+
+@pytest.mark.parametrize("backend", ["mock", "tcp", "tcp apart"])
+@pytest.mark.parametrize("name", CALLS)
+def test_ctrl_c_at_any_line_of_a_call(backend: str, name: str, request: pytest.FixtureRequest) -> None:
+    backend, _, apart = backend.partition(" ")
+    if apart:
+        request.getfixturevalue("apart")
+    places, orders, errors = _places(backend), queue.SimpleQueue[bool](), list[BaseException]()
+
+    def second() -> None:
+        try:
+            with kos.init(backend, rendezvous=places[1](), timeout=TIMEOUT) as comm:
+                _take_part(comm, name, lambda: orders.get(timeout=TIMEOUT))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=second, daemon=True)
+    thread.start()
+    with kos.init(backend, rendezvous=places[0](), timeout=TIMEOUT) as comm:
+        count = _interrupt_all(comm, name, orders.put)
+    thread.join(TIMEOUT)
+    assert not thread.is_alive() and not errors, errors
+    assert count > 20
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", CALLS)
+def test_ctrl_c_on_mpi(memory: str, ranks_of_mpi: MPIRanks, name: str) -> None:
+    from mpi4py import MPI
+
+    def body(comm: kos.Communicator) -> None:
+        orders = MPI.COMM_WORLD.Dup()  # which kos does not use
+        if comm.rank > 0:
+            _take_part(comm, name, lambda: orders.recv(source=0))
+        else:
+            assert _interrupt_all(comm, name, lambda more: [orders.send(more, r) for r in range(1, comm.size)]) > 20
+        orders.Free()
+
+    ranks_of_mpi.run(body)

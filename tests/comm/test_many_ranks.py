@@ -1,0 +1,183 @@
+"""What has a fixed size and holds ranks, names or counts: 64 ranks, and what thousands of ranks would send."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.backend import Backend, Probe
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.wire import MAX_MESSAGE
+from kos.comm.host.shared.segment import FAILURE_BYTES, PID, STARTED, Segment, started
+from kos.comm.host.shared.status import SharedStatus, fitting
+from kos.comm.operation import Operation, Options
+from kos.comm.prepared import TEXT_BYTES, Fingerprints, Prepared, described
+from kos.comm.records import blaming, from_record, to_record
+from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost, RendezvousError
+from kos.memory import as_buffer
+from kos.testing import spawn
+from tests.comm.ranks import on_threads
+from tests.comm.shared_ranks import needs_core, run
+from tests.comm.tcp_ranks import TCPRanks
+
+MANY = 4096
+GROUP = f"group {list(range(MANY))}"
+CALLS = [GROUP, "allocate of " + "x" * 5000, "é" * 5000, "\U0001f600" * 5000, '"\\' * 5000, "x" * 200, ""]
+
+
+class _Many(Rendezvous):
+    """Rank 0 of ``MANY``, whose other ranks send what it sends."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.timeout = 0, MANY, 1.0
+        self.sent = b""
+
+    def _exchange(self, message: bytes) -> list[bytes]:
+        self.sent = message
+        return [message] * self.size
+
+    def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
+        return None
+
+
+class _Named(Backend):
+    name = "a backend with a long name" * 3
+
+    @classmethod
+    def probe(cls, rendezvous: Rendezvous) -> Probe:
+        return Probe(True, "")
+
+    def idle(self) -> Any:
+        raise NotImplementedError
+
+    def prepare(self, o: Operation) -> Prepared:
+        raise NotImplementedError
+
+
+def _prepared(o: Operation, kernel: str | None = None) -> Prepared:
+    return Prepared(o, _Named(_Many()), lambda work: None, kernel=kernel)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call[:10])
+def test_an_exchange_of_thousands_of_ranks_fits_a_message(call: str) -> None:
+    place = _Many()
+    place.call = call
+    assert place.allgather(b"x" * 1000) == [b"x" * 1000] * MANY
+    assert MANY * (len(place.sent) + 4) < MAX_MESSAGE
+
+
+def test_long_calls_that_differ_at_their_end_are_told_apart() -> None:
+    def body(rendezvous: Any) -> str:
+        rendezvous.call = f"group {[*range(20_000), rendezvous.rank]}"
+        with pytest.raises(CollectiveMismatch) as caught:
+            rendezvous.allgather(b"")
+        return str(caught.value)
+
+    for text in on_threads(2, body):
+        assert text.startswith("rank 0 called group [0, 1, 2, ") and "rank 1 called group [0, 1, 2, " in text
+        assert len(text) < 1000
+
+
+@pytest.mark.parametrize("kernel", [None, "k" * 3000])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call[:10])
+def test_the_description_of_a_call_fits_its_place(call: str, kernel: str | None) -> None:
+    memory = memoryview(bytearray(4 * TEXT_BYTES))
+    fingerprints, texts = Fingerprints(memory), []
+    for end in "ab":
+        o = Operation("split", 0, Options(1.0, purpose=call + end, algorithm="auto" + call))
+        texts.append(fingerprints.add(_prepared(o, kernel)).text)
+    assert texts[0] != texts[1]
+    for place, text in enumerate(texts):
+        assert bytes(memory[TEXT_BYTES * place : TEXT_BYTES * (place + 1)]).rstrip(b" ") == text
+    (name, first), (_, second) = (described(text, 3) for text in texts)
+    assert name.startswith("split #3")
+    assert [key for key in first if first[key] != second[key]] == ["purpose"]
+
+
+@pytest.mark.parametrize("size", [2, 16, 17, MANY])
+def test_the_description_of_long_counts_fits_its_place(size: int) -> None:
+    x, texts = as_buffer(np.zeros(1), "x", False), []
+    for last in (1, 2):
+        counts = [2**57 - 1] * (size - 1) + [last]
+        o = Operation("all_gather_v", 0, Options(1.0), send=x, recv=x, recv_counts=tuple(counts))
+        texts.append(Fingerprints(memoryview(bytearray(TEXT_BYTES))).add(_prepared(o)).text)
+        assert len(texts[-1]) <= TEXT_BYTES
+    first, second = (described(text, 0)[1] for text in texts)
+    assert [key for key in first if first[key] != second[key]] == ["counts"]
+
+
+@pytest.mark.parametrize("text", ["late", "é" * 5000, "\U0001f600" * 5000])
+@pytest.mark.parametrize("count", [0, 1, 64, 700, MANY])
+def test_a_failure_of_thousands_of_ranks_fits_shared_memory(count: int, text: str) -> None:
+    failure = blaming(CollectiveTimeout(text), range(100_000, 100_000 + count))
+    data = fitting(to_record(failure))
+    assert len(data) <= FAILURE_BYTES
+    known = from_record(json.loads(data))
+    assert type(known) is CollectiveTimeout and known.ranks == failure.ranks[: len(known.ranks)]
+    assert str(failure).startswith(str(known)) and len(str(known)) >= min(len(text), 100)
+    assert len(known.ranks) >= min(count, 100)
+
+
+@needs_core
+def test_waits_for_ranks_of_any_number() -> None:
+    segment = Segment(-1, [0], 0)
+    segment.words[segment.line(0) + PID] = os.getpid()
+    segment.words[segment.line(0) + STARTED] = started(os.getpid())
+    status = SharedStatus(segment, [0])
+    for ranks, shown in (
+        ((0, 4095), (0, 4095)), ((65_534,), (65_534,)), ((65_535,), ()), ((4095, 1 << 20, 7), (4095, 7)),
+        ((1 << 31,), ()), (range(MANY), (0, 1, 2, 3)), ((), ()),
+    ):  # fmt: skip
+        status.post_wait(ranks)
+        assert status.awaited(0) == shown
+
+
+@pytest.mark.parametrize("kind", [RankLost, CollectiveTimeout, RendezvousError])
+@pytest.mark.usefixtures("apart")
+def test_a_failure_of_thousands_of_ranks_reaches_other_hosts(kind: type[KosError]) -> None:
+    failure = blaming(kind("é" * 5000), range(MANY))
+
+    def body(comm: kos.Communicator) -> None:
+        transport: Any = comm.backend.transport  # type: ignore[attr-defined]
+        if comm.rank == 0:
+            transport.report_failure(failure, 0)
+            return
+        with pytest.raises(kind) as caught:
+            comm.all_reduce(np.ones(1))
+        assert caught.value.ranks == tuple(range(MANY))
+
+    TCPRanks(2).run(body)
+
+
+def _in_a_group_of_all(comm: kos.Communicator) -> Any:
+    group = comm.group(range(comm.size))
+    assert group is not None
+    counts = [10**6 if rank == 5 else 0 for rank in range(comm.size)]
+    mine = np.full(counts[comm.rank], 1, np.uint8)
+    total = int(group.all_gather_v(mine, counts=counts).sum())
+    group.close()
+    return total, float(comm.all_reduce(np.ones(1))[0])
+
+
+@pytest.mark.parametrize("start", [
+    lambda body: spawn(body, 64, timeout=60), pytest.param(lambda body: run(body, 64), marks=needs_core),
+], ids=["mock", "shared"])  # fmt: skip
+def test_64_ranks(start: Callable[[Any], Any]) -> None:
+    assert start(_in_a_group_of_all) == [(10**6, 64.0)] * 64
+
+
+@needs_core
+def test_a_group_of_150_ranks() -> None:
+    def body(comm: kos.Communicator) -> int:
+        group = comm.group(range(150))
+        assert group is not None
+        group.close()
+        return group.size
+
+    assert run(body, 150) == [150] * 150
