@@ -20,6 +20,7 @@ from kos.errors import ConfigError
 from kos.train.config.model_section import ModelSection, one_line, option
 from kos.train.config.presets import PRESETS
 from kos.train.data.token_files import KINDS
+from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.section import Section, SettingError
 from kos.train.model.shapes import Local
@@ -40,10 +41,6 @@ CUDA_MICRO_BATCH_TOKENS = 32_768
 
 FINE_TUNING_WARMUP = 0.03
 """The warm-up as a fraction of the steps with ``--init-from``.  Source: Stanford Alpaca (tatsu-lab/stanford_alpaca)."""
-
-LLAMAS = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rope_scaling")
-"""Keys that a preset gives to a LLaMA; ``--model-type gpt2`` leaves them to GPT-2."""
-
 
 REMOVED_SCHEDULES = ("gpipe", "zero-bubble")
 """Values of ``pp_schedule`` that are read as ``1f1b``, which has the same stages and adds in the same order."""
@@ -435,9 +432,9 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
         if sources.get("optimizer") != "flags" or sources[key] == "flags":
             raise ConfigError(f"{labels[key]}: expected none with --optimizer {optimizer}, got {merged[key]}")
         _log.warning("%s: %s is left out, --optimizer %s does not take it", labels[key], merged.pop(key), optimizer)
-    if merged.get("model.model_type") == "gpt2":
-        of_preset = [key for key in merged if sources[key].startswith("preset")]
-        merged = {key: merged[key] for key in merged if key not in of_preset or key.rpartition(".")[2] not in LLAMAS}
+    for name in getattr(FAMILIES.get(str(merged.get("model.model_type"))), "fixed", ()):
+        if sources.get(key := f"model.{name}", "").startswith("preset"):
+            del merged[key]
     if (old := merged.get("pp_schedule")) in REMOVED_SCHEDULES:
         merged["pp_schedule"] = "1f1b"
         _log.warning("%s: %s is no longer available, 1f1b is used instead: same results", labels["pp_schedule"], old)

@@ -16,8 +16,9 @@ from kos.train.data.batches import Dataset
 from kos.train.data.corpus import Show
 from kos.train.device.base import Device
 from kos.train.device.machine import DRIVER
+from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
-from kos.train.parallel.mesh import Layout, Mesh, ranks_of_a_host
+from kos.train.parallel.mesh import AXES, Layout, Mesh, ranks_of_a_host
 
 LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
 
@@ -39,11 +40,12 @@ def make_device(
 
 
 def layout_of(config: TrainConfig, ranks: int) -> Layout:
-    """The requested layout.  ConfigError if it does not fit the ranks or the length of sequences."""
-    layout = Layout.of(ranks, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp)
-    for axis in ("tp", "pp", "cp"):
-        if (size := getattr(layout, axis)) > 1 and config.model.model_type == "gpt2":
-            raise ConfigError(f"--{axis} {size}: expected 1 with a GPT-2, which is data parallel only, got {size}")
+    """The requested layout.  ConfigError if it does not fit the ranks, the model's family or the length of sequences."""
+    layout, family = Layout.of(ranks, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp), config.model.model_type
+    for axis in AXES:
+        if (size := getattr(layout, axis)) > 1 and axis not in (known := FAMILIES[family].axes):
+            expected = f"1 in a model of type {family}, which supports {', '.join(known)} only"
+            raise ConfigError(f"--{axis} {size}: expected {expected}, got {size}")
     parts = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
     if config.seq_len % parts:
         of = " × ".join(["--tp"] * (layout.tp > 1) + ["2", "--cp"] * (layout.cp > 1))

@@ -66,6 +66,10 @@ class LlamaConfig:
     stacked: ClassVar[tuple[str, ...]] = ()  # ends of tensors that are q, k and v one below another
     may_differ: ClassVar[frozenset[str]] = frozenset({"max_position_embeddings", "initializer_range"})
     """Fields in which a run may differ from the model whose weights it starts from."""
+    axes: ClassVar[tuple[str, ...]] = ("dp", "tp", "pp", "cp")
+    """The axes of a layout on which this family can have several ranks; ``layout_of`` refuses the others."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Settings that have one value in this family, whatever the preset gives to a LLaMA."""
 
     vocab_size: int
     hidden_size: int

@@ -10,7 +10,6 @@ from kos.comm.compression import BLOCK
 from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
-from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.model.shapes import Local
@@ -25,11 +24,11 @@ from kos.train.parallel.tensor import FixedTensorParallel, TensorParallel
 
 
 def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | None:
-    """How the sums within a layer are split, in every layout.  None: not split, as in a GPT-2, where only dp has ranks.
+    """How the sums within a layer are split, in every layout.  None: not split, as in a family of which only dp has ranks.
 
     On GPUs only long sequences are split, and features are not.  ConfigError if a rank would not hold whole subtrees.
     """
-    if not config.deterministic or isinstance(model, GPT2Config):
+    if not config.deterministic or model.axes == ("dp",):
         return None
     tp, cp, sizes = mesh.tp.size, mesh.cp.size, (model.num_attention_heads, model.num_key_value_heads)
     if config.device == "cpu" and config.dtype != "fp8":
