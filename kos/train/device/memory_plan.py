@@ -12,7 +12,7 @@ import numpy as np
 from kos.comm import compression
 from kos.cuda.driver import call, cu
 from kos.dtypes import DTYPES, DType
-from kos.errors import ConfigError
+from kos.errors import ConfigError, SettingError
 from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
 from kos.train.config.options import TrainConfig
@@ -179,7 +179,7 @@ def plan_memory(
     ``reaches`` as in ``plan_buckets``.  ``sharing``: ranks on this GPU.  ``free``: bytes of an absent GPU.
     ConfigError: the kernels of attention do not take heads of this size."""
     if model.head_dim > MOST_HEAD_DIM:
-        raise ConfigError(f"--head-dim: expected at most {MOST_HEAD_DIM} on GPUs, got {model.head_dim}")
+        raise SettingError("--head-dim", f"at most {MOST_HEAD_DIM} on GPUs", model.head_dim)
     run = DryRun(config, model, mesh, schedule, ops if isinstance(ops, DryCudaOps) else DryCudaOps(ops))
     scratch, slot = run.peaks()
     buckets = plan_buckets(config, model, run.parts, mesh.dense, reaches)

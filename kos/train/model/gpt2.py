@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from kos.errors import SettingError
 from kos.train.layers.attention import Attention, Rope
 from kos.train.layers.embedding import PositionEmbedding
 from kos.train.layers.head import Head
@@ -18,7 +19,6 @@ from kos.train.layers.mlp import GeluMLP
 from kos.train.layers.norm import LayerNorm
 from kos.train.layers.sublayer import Sublayer
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.section import SettingError
 
 POSITIONS = "transformer.wpe.weight"
 TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # ends of the names of Conv1D's matrices
