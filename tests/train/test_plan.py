@@ -183,6 +183,24 @@ def test_predicted_times_are_near_those_measured(gpu, row):
     assert memory.total == pytest.approx(row["peak_memory_bytes"], abs=1.5 * 2**30)
 
 
+@pytest.mark.parametrize(
+    ("flags", "measured"),
+    [
+        ("--preset 8b --num-hidden-layers 8 --batch-size 4 --tp 2 --micro-batch-size 1", 31_060_723_504),
+        ("--preset 8b --batch-size 8 --tp 4 --micro-batch-size 2", 55_356_603_008),
+        ("--preset 1b --batch-size 16 --pp 2 --pp-schedule zero-bubble-v --micro-batch-size 1", 22_667_737_024),
+        ("--preset 1b --batch-size 1 --seq-len 65536 --cp 2 --micro-batch-size 1", 65_255_406_872),
+    ],
+)
+def test_the_memory_of_layouts_is_what_they_took(flags, measured):
+    """On H100 and H200, by ``benchmarks.train``; the plan also has a reserve."""
+    config = parse(flags.split()).model_copy(update={"device": "cuda"})
+    model = config.model_config_for(256)
+    layout = choose.layout_of(config, config.tp * config.pp * config.cp)
+    plan = make_job(config, model, layout, gpu_rates("H200", model.head_dim)).memory(0)
+    assert plan.total - plan.uses["kernels, graph, communication"] == pytest.approx(measured, rel=0.005)
+
+
 @pytest.mark.parametrize(("options", "gib", "rate"), re.findall(
     r"^\| (none|`--[^|]*`) \| ([\d.]+) \| ([\d,]+|does not fit) \|$", MEMORY_PAGE, re.M))
 def test_the_table_of_the_memory_page(options, gib, rate, capsys):
