@@ -246,12 +246,13 @@ def test_the_command_starts_neither_mpi_nor_cuda():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--ranks 4 --gpu H200 --dp 4", []),
-        ("--ranks 2 --gpu H200 --cp 2", []),
-        ("--ranks 4 --gpu H200 --cp 4", []),
-        ("--ranks 4 --gpu H200 --dp 2 --cp 2", ["no two axes have been run together"]),
-        ("--ranks 8 --gpu H200 --pp 2", ["only dp has been run"]),
-        ("--ranks 16 --gpu H100 --dp 16", ["on one machine", "scaled from those measured on H200"]),
+        ("--ranks 4 --head-dim 64 --gpu H200 --dp 4", []),
+        ("--ranks 2 --head-dim 64 --gpu H200 --cp 2", []),
+        ("--ranks 4 --head-dim 64 --gpu H200 --cp 4", []),
+        ("--ranks 4 --head-dim 64 --gpu H200 --dp 2 --cp 2", ["no two axes have been run together"]),
+        ("--ranks 8 --head-dim 64 --gpu H200 --pp 2", ["only dp has been run"]),
+        ("--ranks 16 --head-dim 64 --gpu H100 --dp 16", ["on one machine", "scaled from those measured on H200"]),
+        ("--ranks 2 --gpu H200 --dp 2 --head-dim 96", ["the fast kernels do not take heads of 96"]),
         ("--ranks 2 --device cpu", []),
     ],
 )

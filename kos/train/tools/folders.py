@@ -89,7 +89,8 @@ def _take(lock: TextIO, out: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise SettingError(f"--out {out}", "a free folder", "one that a run is writing to") from error
+        busy = f"--out {out}: expected a free folder, got one that a run is writing to"
+        raise ConfigError(busy).about("out") from error
 
 
 def check_shared(out: Path, comm: Communicator) -> str:
