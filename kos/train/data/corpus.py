@@ -141,7 +141,8 @@ def _errors_with(flag: str, data: str) -> Iterator[None]:
         got = f"{error.filename or data}: {error.strerror}"
         raise DataError(f"{flag} {data}: expected readable files, got {got}").about(key) from None
     except (ConfigError, DataError) as error:
-        raise type(error)(re.sub(r"^--data\b", flag, str(error))).about(key) from None
+        kind = DataError if isinstance(error, DataError) else ConfigError
+        raise kind(re.sub(r"^--data\b", flag, str(error))).about(*error.settings or [key]) from None
 
 
 def _find(data: str, show: Show, lines: Lines) -> _Source:
