@@ -67,8 +67,8 @@ def check_data(found: Checkpoint, config: TrainConfig, fingerprint: str) -> None
     raise CheckpointError(
         f"--data {config.data}: expected the data of the run whose --epochs are resumed, {named} ({theirs[:12]}), got "
         f"others ({fingerprint[:12]}), of which {found.step} steps would count as done; "
-        f"a new run with --init-from={found.path} begins them with these weights"
-    )
+        f"a new run with --init-from {found.path} begins them with these weights"
+    ).about("data", "epochs")
 
 
 def check_order(found: Checkpoint, config: TrainConfig) -> None:
@@ -81,7 +81,7 @@ def check_order(found: Checkpoint, config: TrainConfig) -> None:
             f"{found.path}: --deterministic: expected a run whose sums on CPUs have order {ORDER}, that of this "
             f"version of kos, got order {order}: results would differ from those of an uninterrupted run; "
             "resume it with the version that began it, or without --deterministic"
-        )
+        ).about("deterministic")
 
 
 def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, Any]) -> None:
