@@ -101,6 +101,7 @@ class KosTraining:
         limit_threads(comm, threads)
         layout = layout_of(config, comm.size)
         self.device = make_device(config, model, data, Mesh(comm, layout))
+        self.peak_before = self._pool.reset_peak() if self._pool else 0
         self.device.draw_weights()
         axes = [f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "pp", "cp") if getattr(layout, axis) > 1]
         schedule = [config.pp_schedule] * (layout.pp > 1)
@@ -118,13 +119,19 @@ class KosTraining:
         return [result.seconds for result in results], [result.loss for result in results]
 
     def peak_memory(self) -> int | None:
-        """Most bytes of device memory in use at once, with memory that other ranks can access; None on CPUs."""
+        """Most bytes of device memory in use at once, with memory that other ranks can access; None on CPUs.
+
+        The search for matrix products comes before that memory is allocated, and takes as much for activations.
+        """
+        device: Any = self.device
+        return max(self.peak_before, self._pool.statistics().peak + device.reachable_bytes) if self._pool else None
+
+    @property
+    def _pool(self) -> Any:
         from kos.memory.pool import pool_of
 
-        device: Any = self.device
-        if not hasattr(device, "ops"):
-            return None
-        return pool_of(device.ops.device).statistics().peak + device.reachable_bytes
+        ops = getattr(self.device, "ops", None)
+        return None if ops is None else pool_of(ops.device)
 
 
 def work(options: argparse.Namespace, config: TrainConfig) -> None:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Self
 
 from kos.commands import near, pip_install
 
@@ -25,6 +26,13 @@ class KosError(RuntimeError):
     """Whether every rank of the job is known to raise this same error, so that one of them may speak for all."""
     ranks: tuple[int, ...] = ()
     """The ranks that failed first, as ranks of the world, where the error is about other ranks and they are known."""
+    settings: tuple[str, ...] = ()
+    """The keys of a command's settings, of which other values can prevent the error."""
+
+    def about(self, *settings: str) -> Self:
+        """This error, with the keys of its settings."""
+        self.settings = tuple(dict.fromkeys(settings))
+        return self
 
 
 class InvalidArgument(KosError, ValueError):
@@ -61,6 +69,23 @@ class RankLost(CollectiveError):
 
 class ConfigError(KosError, ValueError):
     """A configuration value, file or flag was refused."""
+
+
+class SettingError(ConfigError):
+    """A setting has a value that it cannot have.
+
+    ``key`` is the setting as the text names it: ``hidden_size``, ``--seq-len`` or ``--tp 2``. ``because_of`` is the
+    setting that demands another value, and ``also`` are others that can be changed instead. ``hint`` says what would
+    do.
+    """
+
+    def __init__(
+        self, key: str, expected: str, got: object, because_of: str = "", hint: str = "", also: Sequence[str] = ()
+    ) -> None:
+        reason, ending = because_of and f" ({because_of})", hint and f"; {hint}"
+        super().__init__(f"{key}: expected {expected}{reason}, got {got}{ending}")
+        self.key, self.expected, self.got, self.because_of, self.hint = key, expected, got, because_of, hint
+        self.about(*(each.partition(" ")[0].lstrip("-").replace("-", "_") for each in (key, *also)))
 
 
 class DataError(KosError, ValueError):

@@ -29,7 +29,7 @@ class PoolStatistics:
     """In bytes, except ``live``."""
 
     current: int  # allocated and not freed
-    peak: int  # the largest ``current`` so far
+    peak: int  # the largest ``current`` so far, or since ``reset_peak``
     reserved: int  # taken from the device, including what is free in the pool
     live: int  # allocations not freed
 
@@ -133,6 +133,12 @@ class MemoryPool:
         reserved = int(call(cu.cuMemPoolGetAttribute, self._pool, kind))
         with self._lock:
             return PoolStatistics(self._current, self._peak, reserved, len(self._live))
+
+    def reset_peak(self) -> int:
+        """Begin another peak, with what is in use; returns the bytes of the last."""
+        with self._lock:
+            before, self._peak = self._peak, self._current
+        return before
 
     def trim(self) -> None:
         """Return the free memory of the pool to the device."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import kos
-from kos.errors import CheckpointError, ConfigError, DataError, KosError, debugging
+from kos.errors import ConfigError, KosError, debugging
 from kos.files import printing
 from kos.reporting import report
 from kos.train import missing
@@ -77,10 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KosError, OSError, MemoryError) as error:
         note = ""
         with contextlib.suppress(ImportError, KosError):
-            from kos.train.config.flags import set_by_file
+            from kos.train.config.flags import overrides
 
-            refused = isinstance(error, ConfigError | CheckpointError | DataError)
-            note = set_by_file(arguments, str(error)) if refused else ""
+            note = overrides(arguments, getattr(error, "settings", ()))
         rank = rank if trainer is None else trainer.comm.rank  # others may have been lost
         if stop.listens:
             Stop.ignore()

@@ -7,7 +7,7 @@ import math
 import shutil
 from pathlib import Path
 
-from kos.errors import ConfigError
+from kos.errors import ConfigError, SettingError
 from kos.files import replace_file
 from kos.train.checkpoint import checkpoint
 from kos.train.checkpoint.extra_files import read_extra, read_tokenizer_settings
@@ -29,8 +29,8 @@ def check_free(run: RunContext, start: int, saved_step: int) -> None:
     left = ["checkpoints"] * bool(checkpoint.steps_in(run.checkpoints))
     left += ["metrics"] * bool(start and read_metrics(run.out / METRICS))
     if left and saved_step < 0:
-        expected = "expected an empty folder, or --resume auto to continue from the checkpoints in it"
-        raise ConfigError(f"--out {run.out}: {expected}, got the {left[0]} of another run")
+        expected = "an empty folder, or --resume auto to continue from the checkpoints in it"
+        raise SettingError(f"--out {run.out}", expected, f"the {left[0]} of another run", also=["resume"])
 
 
 def open_output(run: RunContext) -> None:

@@ -137,7 +137,7 @@ class Trainer(RunContext):
                 self._found = checkpoint.find(Path(config.resume), show=self.console.progress)
             except CheckpointError as error:
                 kind = CheckpointError if os.path.exists(config.resume) else ConfigError
-                raise kind(f"--resume: {error}") from error
+                raise kind(f"--resume: {error}").about("resume") from error
         if self._found is None:
             check_free(self, 0, -1)
             if config.init_from is not None:

@@ -122,3 +122,15 @@ def test_what_a_capture_allocates_is_freed_in_it(fake: Driver) -> None:
     fake.capturing.clear()
     later.close()
     assert not fake.held
+
+
+def test_a_peak_can_begin_anew(fake: Driver) -> None:
+    """With what is in use, so that the peaks of two times are not added up."""
+    pool = MemoryPool(0)
+    first, kept = pool.allocate(1000), pool.allocate(10)
+    first.close()
+    assert pool.reset_peak() == 1010
+    assert pool.statistics().peak == pool.statistics().current == 10
+    kept.close()
+    pool.allocate(20).close()
+    assert pool.statistics().peak == 20 and pool.reset_peak() == 20 and pool.statistics().peak == 0

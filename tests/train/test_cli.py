@@ -12,13 +12,17 @@ import sys
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kos.errors import install
+from kos.comm.communicator import Communicator
+from kos.errors import ConfigError, SettingError, install
+from kos.testing import spawn
 from kos.train.checkpoint import checkpoint
-from kos.train.config.flags import set_by_file
+from kos.train.config.flags import overrides, parse
+from kos.train.parallel.failures import together
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, run_program, running_program
@@ -91,10 +95,46 @@ def test_a_refused_flag_that_nobody_typed_is_of_the_file(tmp_path: Path, flags: 
     done = _run("--config", file, *flags, ranks=1)
     said = said.format(more=f"; {file} sets --tp: type")
     assert done.returncode == 2 and done.stderr.startswith(f"kos: error: {said}"), done.stderr
-    batch = "--batch-size: expected a multiple of 15 (--micro-batch-size 5 × 3 ranks), got 10"
-    both = f"; {file} sets --batch-size and --micro-batch-size: type --batch-size … --micro-batch-size … to override it"
-    assert set_by_file(["--config", str(file)], batch) == both
-    assert set_by_file(["--batch-size", "10", "--micro-batch-size", "5"], batch) == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "typed", "said"),
+    [
+        ({"batch_size": 9, "micro_batch_size": 4}, [],
+         "sets --batch-size and --micro-batch-size: type --batch-size … --micro-batch-size …"),
+        ({"micro_batch_size": 4}, ["--batch-size", "9"], "sets --micro-batch-size: type --micro-batch-size …"),
+        ({"deterministic": True}, ["--compress", "int8"], "sets --deterministic: type --no-deterministic"),
+        ({"deterministic": True, "compress": "int8"}, [],
+         "sets --compress and --deterministic: type --compress none --no-deterministic"),
+        ({"graph": False}, [], "sets --graph: type --graph"),
+        ({"model": {"vocab_size": 64}}, [], "sets --vocab-size: type --vocab-size …"),
+        ({"data": "stdlib"}, ["--batch-size", "9", "--micro-batch-size", "4"], ""),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_settings_of_the_file(
+    tmp_path: Path, values: dict[str, Any], typed: list[str], said: str
+) -> None:
+    """By their keys, whatever words the text has."""
+    (file := tmp_path / "mine.json").write_text(json.dumps(values))
+    flags = ["--config", str(file), *typed]
+    with pytest.raises(ConfigError) as caught:
+        parse(flags).for_world(1).model_config_for(256)
+    assert overrides(flags, caught.value.settings) == (said and f"; {file} {said} to override it")
+    assert overrides(flags, ConfigError(f"--data, --batch-size, --compress: expected {caught.value}").settings) == ""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_settings_of_an_error_reach_every_rank(failing: int) -> None:
+    def run(comm: Communicator) -> tuple[str, ...]:
+        def fail() -> None:
+            if comm.rank == failing:
+                raise SettingError("--batch-size", "1", 2, also=["micro_batch_size"])
+
+        with pytest.raises(ConfigError, match="^--batch-size: expected 1, got 2$") as caught:
+            together(comm, fail)
+        return caught.value.settings
+
+    assert spawn(run, 2, timeout=60) == [("batch_size", "micro_batch_size")] * 2
 
 
 @pytest.mark.parametrize("key", ["data", "resume"])

@@ -35,7 +35,7 @@ from kos.train.model.qwen import Qwen2Config, Qwen3Config
 from kos.train.model.rope import RopeScaling
 from kos.train.model.smollm3 import SmolLM3Config
 from kos.train.ops import numpy as numpy_ops
-from kos.train.parallel.mesh import Layout, Mesh
+from kos.train.parallel.mesh import AXES, Layout, Mesh
 from tests.train.masks import visible
 from tests.train.models import loss_and_gradients, tensors_of
 from tests.train.refusal import refused
@@ -236,8 +236,7 @@ RUN: dict[str, Any] = {
 
 
 def possible(config: LlamaConfig, *layouts: Layout) -> list[Layout]:
-    """OLMo 2 has no tp."""
-    return [layout for layout in layouts if layout.tp == 1 or not isinstance(config, Olmo2Config)]
+    return [layout for layout in layouts if all(getattr(layout, axis) == 1 or axis in config.axes for axis in AXES)]
 
 
 def trained(config: LlamaConfig, layout: Layout, start: Parameters, kind: Any = Precise, **changes: Any) -> list[Any]:
@@ -420,8 +419,6 @@ def test_settings_of_another_family_are_refused() -> None:
         of(LlamaConfig, sliding_window=8)
     with refused(ConfigError, "--tp 4: expected num_key_value_heads to be a multiple or a divisor of 4, got 6"):
         of(Qwen3Config, num_attention_heads=12, num_key_value_heads=6).local(0, 4)
-    with refused(ConfigError, "--tp 2: expected 1 with an OLMo 2, whose norms of q and k have all heads, got 2"):
-        of(Olmo2Config).local(0, 2)
 
 
 def test_the_guide_shows_the_code_of_a_family() -> None:

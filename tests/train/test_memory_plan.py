@@ -73,7 +73,7 @@ def test_scales_in_8_bits_are_counted(monkeypatch):
     of_blocks = sum(padded(*shape) + padded(*shape[::-1]) for shape in shapes)
     assert plan(*flags).uses[use] == 2 * numbers + 4 * of_blocks
     assert plan(*flags, one_scale=True).uses[use] == 2 * numbers + 8 * len(shapes)
-    on_cpu = cpu.plan_memory(config, model, Mesh.dry(Layout()), build("1f1b", 1, 1), 1)
+    on_cpu = plan_memory(config, model, cpu.DryOps(), Mesh.dry(Layout()), build("1f1b", 1, 1))
     assert on_cpu.uses[use] == 2 * numbers + 4 * of_blocks
 
 
@@ -114,7 +114,7 @@ def test_the_plan_of_a_cpu_has_the_residual():
     def uses(*flags, ranks=2):
         config = parse(["--device", "cpu", *flags]).for_world(ranks)
         mesh, schedule = Mesh.dry(Layout(dp=ranks)), build("1f1b", 1, 1)
-        return cpu.plan_memory(config, config.model_config_for(256), mesh, schedule, ranks).uses
+        return plan_memory(config, config.model_config_for(256), cpu.DryOps(), mesh, schedule, sharing=ranks).uses
 
     exact, both = uses(), uses("--compress", "fp8")
     assert both.pop("residual of gradients sent as fp8") == 4 * parse([]).model_config_for(256).num_parameters()
@@ -144,4 +144,26 @@ def test_a_model_that_fits_nowhere_is_refused_at_once():
     config = parse(["--hidden-size", "4000000"]).for_world(2)
     model, schedule = config.model_config_for(256), build("1f1b", 1, 1)
     with pytest.raises(ConfigError, match="memory: expected at most"):
-        cpu.plan_memory(config, model, Mesh.dry(Layout(dp=2)), schedule, 2).check()
+        plan_memory(config, model, cpu.DryOps(), Mesh.dry(Layout(dp=2)), schedule, sharing=2).check()
+
+
+def test_a_cpu_and_a_gpu_are_planned_by_one_rule(monkeypatch):
+    """Weights, gradients and state are listed apart, and the same options are named."""
+    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
+    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
+
+    def on_cpu(*flags, ranks=2):
+        config = parse(["--device", "cpu", *flags]).for_world(ranks)
+        schedule = build("1f1b", 1, config.batch_size // config.micro_batch_size // ranks)
+        model, mesh = config.model_config_for(256), Mesh.dry(Layout(dp=ranks))
+        return plan_memory(config, model, cpu.DryOps(), mesh, schedule, sharing=ranks)
+
+    whole, sharded = on_cpu(), on_cpu("--zero", "1")
+    assert "--zero 1" in whole.savings and "--zero 1" not in sharded.savings and "fewer ranks" in whole.savings[0]
+    assert sharded.uses["both Adam moments, float32, 1/2 (ZeRO-1)"] < whole.uses["both Adam moments, float32"]
+    gpu = plan("--dtype", "float32", "--batch-size", "8", "--seq-len", "64", ranks=2)
+    of_parameters = ("weights, float32", "both Adam moments, float32", "gradients, float32")
+    sizes = [whole.uses[use] for use in of_parameters]  # ranks reach into those of a GPU vector by vector
+    assert [gpu.uses[use] for use in of_parameters] == pytest.approx(sizes, rel=1e-3)
+    tied = on_cpu("--deterministic", "--batch-size", "16", ranks=1)
+    assert tied.uses["gradients, float32"] % tied.uses["weights, float32"], "a tied embedding has two gradients then"

@@ -13,6 +13,10 @@ from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, InvalidArgument
 from kos.testing import spawn
 from kos.train.config.flags import parse
+from kos.train.config.options import TrainConfig
+from kos.train.device.choose import layout_of
+from kos.train.model.families import FAMILIES
+from kos.train.model.llama import LlamaConfig
 from kos.train.model.shapes import Stages, split_layers
 from kos.train.parallel.mesh import AXES, Layout, Mesh
 from kos.train.parallel.schedules import Schedule
@@ -161,6 +165,18 @@ def test_what_does_not_divide_is_refused(parts: dict[str, int], message: str) ->
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
+def test_a_family_supports_the_axes_that_it_states(family: type[LlamaConfig], axis: str) -> None:
+    """What refuses a layout knows no family by name."""
+    config = TrainConfig.from_preset("tiny", model={"model_type": family.model_type}, **{axis: 2})
+    if axis in family.axes:
+        assert getattr(layout_of(config, 2), axis) == 2
+        return
+    with pytest.raises(ConfigError, match=f"--{axis} 2: expected 1 in a model of type {family.model_type}, which supp"):
+        layout_of(config, 2)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -172,10 +188,16 @@ def test_what_does_not_divide_is_refused(parts: dict[str, int], message: str) ->
         (["--tp", "2", "--intermediate-size", "31"],
          "--tp 2: expected intermediate_size to be a multiple of 2, got 31"),
         (["--tp", "2", "--vocab-size", "257"], "--tp 2: expected vocab_size to be a multiple of 2, got 257"),
-        (["--tp", "2", "--model-type", "gpt2"], "--tp 2: expected 1 with a GPT-2, which is data parallel only, got 2"),
+        (["--tp", "2", "--model-type", "gpt2"],
+         "--tp 2: expected 1 in a model of type gpt2, which supports dp only, got 2"),
         (["--tp", "2", "--seq-len", "31"], "--seq-len: expected a multiple of 2 (--tp), got 31"),
         (["--cp", "2", "--seq-len", "30"], "--seq-len: expected a multiple of 4 (2 × --cp), got 30"),
-        (["--cp", "2", "--model-type", "gpt2"], "--cp 2: expected 1 with a GPT-2, which is data parallel only, got 2"),
+        (["--cp", "2", "--model-type", "gpt2"],
+         "--cp 2: expected 1 in a model of type gpt2, which supports dp only, got 2"),
+        (["--pp", "2", "--model-type", "gpt2"],
+         "--pp 2: expected 1 in a model of type gpt2, which supports dp only, got 2"),
+        (["--tp", "2", "--model-type", "olmo2"],
+         "--tp 2: expected 1 in a model of type olmo2, which supports dp, pp, cp only, got 2"),
         (["--pp", "2", "--pp-schedule", "interleaved", "--pp-chunks", "3", "--num-hidden-layers", "4"],
          "--pp 2 x 3 stages a rank (--pp-schedule, --pp-chunks): expected at most 5 stages (layers + 1), got 6"),
         (["--pp", "2", "--pp-schedule", "zero-bubble-v", "--num-hidden-layers", "2"],

@@ -23,8 +23,8 @@ from kos.train import run as loop
 from kos.train.checkpoint import checkpoint
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.device import cpu
-from kos.train.device.memory_plan import MemoryPlan
+from kos.train.device import cpu, memory_plan
+from kos.train.device.memory_plan import MemoryPlan, plan_memory
 from kos.train.layers.context import Gradients
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Model
@@ -353,7 +353,7 @@ def test_a_second_signal_ends_at_once(text: Path, tmp_path: Path) -> None:
 
 def _plan(config: TrainConfig, model: LlamaConfig, ranks: int) -> MemoryPlan:
     schedule = schedules.build("1f1b", 1, 1)
-    return cpu.plan_memory(config, model, Mesh.dry(Layout()), schedule, ranks)
+    return plan_memory(config, model, cpu.DryOps(), Mesh.dry(Layout()), schedule, sharing=ranks)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -385,26 +385,29 @@ def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeyp
         llama.backward(weights, slot, into, dx, loss=loss)
     llama.loss(weights, Batch(tokens, tokens))
     taken = llama.arena.peak + slot.arena.peak
-    assert plan.uses["activations"] == pytest.approx(taken, rel=0.06, abs=3 << 20)
-    assert plan.uses["weights, gradients, both Adam moments"] == 16 * weights.flat.size
+    assert plan.arena == pytest.approx(taken, rel=0.06, abs=3 << 20)
+    of_parameters = {use: size for use, size in plan.uses.items() if not use.startswith(("activations", "tensors"))}
+    assert of_parameters.pop("both Adam moments, float32") == 8 * weights.flat.size
+    assert of_parameters == dict.fromkeys(("weights, float32", "gradients, float32"), 4 * weights.flat.size)
 
 
 def test_too_little_memory_is_an_error_before_any_is_taken(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     free = iter([1 << 40, 1 << 20])
-    monkeypatch.setattr(cpu, "free_memory", lambda: next(free))
+    monkeypatch.setattr(memory_plan, "free_memory", lambda: next(free))
     monkeypatch.setattr(cpu, "Parameters", None)
     expected = "expected at most 0.00 GiB, the memory free on this machine for each of 2 ranks, got .* use fewer ranks"
     with pytest.raises(ConfigError, match=expected):
         _train(text, tmp_path, 2)
     large = TrainConfig.from_preset("8b", seq_len=64).for_world(1)
-    monkeypatch.setattr(cpu, "free_memory", lambda: 100 << 30)
+    monkeypatch.setattr(memory_plan, "free_memory", lambda: 100 << 30)
     for ranks, changes, said in (
-        (2, {}, "fewer ranks on this machine or a --micro-batch-size below 16 or --recompute block or a smaller model"),
-        (1, {"micro_batch_size": 1}, "a --seq-len below 64 or --recompute block or a smaller model"),
+        (2, {}, "fewer ranks on this machine or a --micro-batch-size below 16 or --recompute norms or block or a "
+         "smaller model"),
+        (1, {"micro_batch_size": 1}, "a --seq-len below 64 or --recompute norms or block or a smaller model"),
         (1, {"micro_batch_size": 1, "recompute": "block"}, "a --seq-len below 64 or a smaller model"),
     ):
         config = large.model_copy(update=changes)
-        with pytest.raises(ConfigError, match=rf"activations .*\); to reduce it, use {said}$"):
+        with pytest.raises(ConfigError, match=rf"activations, .*\); to reduce it, use {said}$"):
             _plan(config, config.model_config_for(256), ranks).check()
 
 

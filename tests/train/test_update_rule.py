@@ -92,7 +92,8 @@ def test_the_memory_plan_counts_it(text: Path, tmp_path: Path, monkeypatch: pyte
             uses.append(Trainer(_config(text, tmp_path / str(len(uses)), **HOW), comm).device.plan.uses)
 
         spawn(look, 1)
-    assert uses[0]["weights, gradients, both Adam moments"] * 3 == uses[1]["weights, gradients, the momentum"] * 4
+    weights = uses[1]["weights, float32"]
+    assert (uses[0]["both Adam moments, float32"], uses[1]["the momentum, float32"]) == (2 * weights, weights)
     assert Momentum().state_bytes() == 4
 
 

@@ -45,7 +45,8 @@ def check_tokenizer(source: Path, ours: Tokenizer) -> None:
     if not ours.is_like(theirs):
         other = f"{theirs.name} (see --tokenizer)"
         got = other if theirs.name != ours.name else "another of that name (--tokenizer, --data)"
-        raise CheckpointError(f"{source}: expected the tokenizer of this run, {ours.name}, got {got}")
+        expected = f"expected the tokenizer of this run, {ours.name}"
+        raise CheckpointError(f"{source}: {expected}, got {got}").about("tokenizer", "data")
 
 
 def check_optimizer(found: Checkpoint, config: TrainConfig) -> None:
@@ -53,8 +54,8 @@ def check_optimizer(found: Checkpoint, config: TrainConfig) -> None:
     if (theirs := found.config.get("config", {}).get("optimizer", "adamw")) != config.optimizer:
         raise CheckpointError(
             f"{found.path}: expected the state of --optimizer {config.optimizer}, got that of {theirs}; "
-            f"a new run with --init-from={found.path} takes its weights alone"  # "=": no setting for set_by_file
-        )
+            f"a new run with --init-from {found.path} takes its weights alone"
+        ).about("optimizer")
 
 
 def check_data(found: Checkpoint, config: TrainConfig, fingerprint: str) -> None:
@@ -66,8 +67,8 @@ def check_data(found: Checkpoint, config: TrainConfig, fingerprint: str) -> None
     raise CheckpointError(
         f"--data {config.data}: expected the data of the run whose --epochs are resumed, {named} ({theirs[:12]}), got "
         f"others ({fingerprint[:12]}), of which {found.step} steps would count as done; "
-        f"a new run with --init-from={found.path} begins them with these weights"
-    )
+        f"a new run with --init-from {found.path} begins them with these weights"
+    ).about("data", "epochs")
 
 
 def check_order(found: Checkpoint, config: TrainConfig) -> None:
@@ -80,7 +81,7 @@ def check_order(found: Checkpoint, config: TrainConfig) -> None:
             f"{found.path}: --deterministic: expected a run whose sums on CPUs have order {ORDER}, that of this "
             f"version of kos, got order {order}: results would differ from those of an uninterrupted run; "
             "resume it with the version that began it, or without --deterministic"
-        )
+        ).about("deterministic")
 
 
 def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, Any]) -> None:

@@ -50,8 +50,8 @@ FINE_TUNING_SEQ_LEN = 1024
 machines have the memory. The default does not depend on the machine, so that results do not either."""
 
 PATHS = ("data", "val_data", "tokenizer", "init_from")
-NAMES = ("stdlib", "tinyshakespeare", "auto", "bytes", "chars")
-"""Values of ``PATHS`` that are names, not paths."""
+NAMES = (None, "stdlib", "tinyshakespeare", "auto", "bytes", "chars")
+"""Values of ``PATHS`` that are no paths."""
 
 GROUPS = {
     "preset": "Model", "data": "Data", "device": "Ranks and layout", "steps": "Length and output",
@@ -186,19 +186,25 @@ def read_command_line(argv: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]
     return [*layers, model_of(Path(folder), layers)]
 
 
-def set_by_file(argv: Sequence[str], message: str) -> str:
-    """A note for an error in settings of the ``--config`` file: which flags it sets, and how to override them.
+def overrides(argv: Sequence[str], settings: Sequence[str]) -> str:
+    """The end of an error's line: which of its ``settings`` the ``--config`` file sets, and the flags that override it.
 
-    The flags are those that ``message`` names.
+    Empty if each of them was typed or has its default.
     """
     layers = read_command_line(argv)
-    (source, values), typed = layers[0], {key for label, given in layers if label == "flags" for key in given}
-    if source == "flags" or source in message:
-        return ""
-    set_there = [key for key, value in flatten(source, values).items() if value is not None and key not in typed]
-    flags = [flag for flag in map(flag_of, set_there) if flag in {word.strip("(),:;") for word in message.split()}]
-    wanted = " ".join(f"{flag} {1 if flag in ('--tp', '--pp', '--cp') else '…'}" for flag in flags)
-    return f"; {source} sets {' and '.join(flags)}: type {wanted} to override it" if flags else ""
+    (source, values), typed = layers[0], dict(layers)["flags"]
+    of_file = [key for key, value in flatten(source, values).items() if value is not None and key not in typed]
+    keys = [key for name in settings for key in of_file if key.rpartition(".")[2] == name]
+    wanted = " ".join(map(_typed, keys))
+    return f"; {source} sets {' and '.join(map(flag_of, keys))}: type {wanted} to override it" if keys else ""
+
+
+def _typed(key: str) -> str:
+    """The flag of a setting with its default, or with … for a value that only the user knows."""
+    field, flag = KEYS[key], flag_of(key)
+    if isinstance(default := field.default, bool):
+        return flag if default else flag.replace("--", "--no-", 1)
+    return f"{flag} {'…' if field.is_required() or default in (None, ()) or field.annotation is str else default}"
 
 
 def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, Mapping[str, Any]]:
@@ -238,24 +244,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _resolve_paths(folder: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with absolute paths for files in ``folder``; others may have been moved to the current folder."""
-    values = dict(values)
-    if isinstance(folder, str) and not (os.path.isdir(folder) and os.path.samefile(folder, ".")):
-        for key in PATHS:
-            path = values.get(key)
-            if isinstance(path, str) and path not in NAMES:
-                absolute = os.path.join(folder, path)
-                values[key] = absolute if os.path.exists(absolute) or glob.glob(absolute) else path
-    return values
-
-
 def read_config_file(path: Path) -> Mapping[str, Any]:
-    """A TOML or JSON file of configuration keys; also a run's own config.json (its ``config`` part).
-
-    If the folder ``checkpoints`` is beside that config.json, ``out`` is the folder of the file: it may have been moved.
-    Its relative paths are resolved in the folder in which that run was started.
-    """
+    """A TOML or JSON file of configuration keys; also a run's own config.json (its ``config`` part)."""
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"--config: expected a .toml or .json file, got {str(path)!r}")
     try:
@@ -265,16 +255,29 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"--config: expected a readable file, got {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of TOML, JSON and UTF-8
         raise ConfigError(f"--config: expected {path.suffix[1:].upper()}, got {path}: {error}") from None
-    if isinstance(values, dict) and isinstance(values.get("config"), dict):
-        values = _resolve_paths(values.get("cwd"), values["config"])
-        if values.get("resume") != "auto":
-            values.pop("resume", None)  # the checkpoint from which that run resumed
-        if values.get("epochs") is not None:
-            values.pop("steps", None)  # those of its epochs
-        for key in not_of(values.get("optimizer", KEYS["optimizer"].default)):
-            values.pop(key, None)  # without effect in that run
-        if os.path.isdir(path.parent / "checkpoints"):
-            values["out"] = str(path.parent)
     if not isinstance(values, dict):
         raise ConfigError(f"--config: expected a table of keys, got {path}: {type(values).__name__}")
+    return _of_run(path, values) if isinstance(values.get("config"), dict) else values
+
+
+def _of_run(path: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings in a run's config.json that a run from it has.
+
+    If the folder ``checkpoints`` is beside the file, ``out`` is the folder of the file: it may have been moved.  Files
+    that are in the folder in which the run was started are found from any other; the rest may have been moved too.
+    """
+    values, folder = dict(run["config"]), str(run.get("cwd", "."))
+    elsewhere = not (os.path.isdir(folder) and os.path.samefile(folder, "."))
+    for key in PATHS if elsewhere else ():
+        there = os.path.join(folder, str(values.get(key)))
+        if values.get(key) not in NAMES and (os.path.exists(there) or glob.glob(there)):
+            values[key] = there
+    if values.get("resume") != "auto":
+        values.pop("resume", None)  # the checkpoint from which that run resumed
+    if values.get("epochs") is not None:
+        values.pop("steps", None)  # those of its epochs
+    for key in not_of(values.get("optimizer", KEYS["optimizer"].default)):
+        values.pop(key, None)  # without effect in that run
+    if os.path.isdir(path.parent / "checkpoints"):
+        values["out"] = str(path.parent)
     return values

@@ -13,10 +13,11 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from kos.errors import SettingError
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.rope import RopeScaling
-from kos.train.model.section import Section, SettingError
+from kos.train.model.section import Section
 from kos.train.model.smollm3 import rotated_layers
 
 EXPECTED = {"path_type": "a path", "model_type": "a table of keys"}

@@ -16,12 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError, field_validator, model_validator
 
-from kos.errors import ConfigError
+from kos.errors import ConfigError, SettingError
 from kos.train.config.model_section import ModelSection, one_line, option
 from kos.train.config.presets import PRESETS
 from kos.train.data.token_files import KINDS
+from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.section import Section, SettingError
+from kos.train.model.section import Section
 from kos.train.model.shapes import Local
 from kos.train.ops.learning_rate import LearningRate
 from kos.train.optim.adamw import AdamW
@@ -40,10 +41,6 @@ CUDA_MICRO_BATCH_TOKENS = 32_768
 
 FINE_TUNING_WARMUP = 0.03
 """The warm-up as a fraction of the steps with ``--init-from``.  Source: Stanford Alpaca (tatsu-lab/stanford_alpaca)."""
-
-LLAMAS = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rope_scaling")
-"""Keys that a preset gives to a LLaMA; ``--model-type gpt2`` leaves them to GPT-2."""
-
 
 REMOVED_SCHEDULES = ("gpipe", "zero-bubble")
 """Values of ``pp_schedule`` that are read as ``1f1b``, which has the same stages and adds in the same order."""
@@ -250,7 +247,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         """ConfigError unless an elastic run may begin with so many ranks."""
         least, most = self.least_ranks, self.most_ranks(max(size, self.least_ranks))
         if self.elastic is not None and not least <= size <= most:
-            raise ConfigError(f"--elastic: expected {least} to {most} ranks, got {size}")
+            raise SettingError("--elastic", f"{least} to {most} ranks", size)
 
     def for_world(self, size: int, device: str = "cpu") -> TrainConfig:
         """This configuration as ``size`` data-parallel ranks run it on ``device``: its dtypes and micro-batch size.
@@ -267,18 +264,19 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         on_cpu = device == "cpu"
         dtype = self.dtype if self.dtype != "auto" else "float32" if on_cpu else "bfloat16"
         if on_cpu and not self.graph:
-            raise ConfigError("--no-graph: expected a GPU, got the CPU")
+            raise SettingError("--no-graph", "a GPU", "the CPU").about("graph")
         if on_cpu and dtype == "bfloat16":
-            raise ConfigError(f"--dtype: expected float32 or fp8 on the CPU, got {dtype}")
+            raise SettingError("--dtype", "float32 or fp8 on the CPU", dtype)
         for name in ("master_weights", "grad_dtype"):
             if (got := getattr(self, name)) != "float32" and (on_cpu or dtype == "float32"):
                 where = " on the CPU" * (dtype == "fp8")
-                raise ConfigError(f"{flag_of(name)}: expected float32 with --dtype {dtype}{where}, got {got}")
+                raise SettingError(flag_of(name), f"float32 with --dtype {dtype}{where}", got, also=["dtype"])
         if self.grad_dtype != "float32" and self.deterministic:
-            raise ConfigError(f"--grad-dtype: expected float32 with --deterministic, got {self.grad_dtype}")
+            expected = "float32 with --deterministic"
+            raise SettingError("--grad-dtype", expected, self.grad_dtype, also=["deterministic"])
         if self.compress != "none" and (self.deterministic or (self.optimizer == "muon" and self.zero)):
-            other = "--deterministic" if self.deterministic else "--optimizer muon and --zero 1"
-            raise ConfigError(f"--compress: expected none with {other}, got {self.compress}")
+            others = ["--deterministic"] if self.deterministic else ["--optimizer muon", "--zero 1"]
+            raise SettingError("--compress", f"none with {' and '.join(others)}", self.compress, also=others)
         batch, micro = self.batch_size, self.micro_batch_size
         ranks = "ranks" if self.tp * self.pp * self.cp == 1 else "data-parallel ranks"
         most, even = self.most_ranks(size), self.elastic is None or ranks != "ranks"
@@ -292,14 +290,15 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             micro = next((n for n in range(limit, 1, -1) if whole % n == 0), 1)
         if not even and (batch % micro or batch // micro < most):
             expected = f"a multiple of --micro-batch-size {micro} with at least {most} micro-batches (--elastic)"
-            raise ConfigError(f"--batch-size: expected {expected}, got {batch}")
+            raise SettingError("--batch-size", expected, batch, also=["micro_batch_size", "elastic"])
         if even and batch % (micro * size):
             why = f"--micro-batch-size {micro} × {size} {ranks}" if micro > 1 else ranks
-            raise ConfigError(f"--batch-size: expected a multiple of {micro * size} ({why}), got {batch}")
+            raise SettingError("--batch-size", f"a multiple of {micro * size}", batch, why, also=["micro_batch_size"])
         if self.pp_schedule == "interleaved" and (steps := batch // (micro * size)) % self.pp:
             expected = f"a multiple of {self.pp} (--pp) micro-batches of each data-parallel rank"
             got = f"{steps} (--batch-size {batch}, --micro-batch-size {micro})"
-            raise ConfigError(f"--pp-schedule interleaved: expected {expected}, got {got}")
+            also = ["pp", "batch_size", "micro_batch_size"]
+            raise SettingError("--pp-schedule interleaved", expected, got, also=also)
         grad_dtype = self.grad_dtype if batch == micro * size else "float32"
         chosen = {"micro_batch_size": micro, "device": device, "dtype": dtype, "grad_dtype": grad_dtype}
         chosen |= {"elastic": None if even else f"{self.least_ranks}:{most}"}
@@ -342,7 +341,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""
         if self.model.vocab_size is not None and self.model.vocab_size < vocab_size:
             where = "--vocab-size" if self.init_from is None else f"{Path(self.init_from, 'config.json')}: vocab_size"
-            raise ConfigError(f"{where}: expected at least the tokenizer's {vocab_size}, got {self.model.vocab_size}")
+            expected = f"at least the tokenizer's {vocab_size}"
+            raise SettingError(where, expected, self.model.vocab_size).about("vocab_size", "tokenizer")
         return self.model.resolve(vocab_size, self.seq_len)
 
 
@@ -435,9 +435,9 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
         if sources.get("optimizer") != "flags" or sources[key] == "flags":
             raise ConfigError(f"{labels[key]}: expected none with --optimizer {optimizer}, got {merged[key]}")
         _log.warning("%s: %s is left out, --optimizer %s does not take it", labels[key], merged.pop(key), optimizer)
-    if merged.get("model.model_type") == "gpt2":
-        of_preset = [key for key in merged if sources[key].startswith("preset")]
-        merged = {key: merged[key] for key in merged if key not in of_preset or key.rpartition(".")[2] not in LLAMAS}
+    for name in getattr(FAMILIES.get(str(merged.get("model.model_type"))), "fixed", ()):
+        if sources.get(key := f"model.{name}", "").startswith("preset"):
+            del merged[key]
     if (old := merged.get("pp_schedule")) in REMOVED_SCHEDULES:
         merged["pp_schedule"] = "1f1b"
         _log.warning("%s: %s is no longer available, 1f1b is used instead: same results", labels["pp_schedule"], old)

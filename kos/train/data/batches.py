@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kos.errors import ConfigError, DataError, plural
+from kos.errors import DataError, SettingError, plural
 from kos.files import OpenFile
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
@@ -250,7 +250,8 @@ class Dataset:
 
     def _error(self, tokens: Tokens, expected: str, got: object) -> DataError:
         held_out = f" ({self.held_out.partition(';')[0]}); --eval-batches 0 turns validation off" * (tokens is self.val)
-        return DataError(f"{self.sources[tokens is self.val]}: expected {expected}, got {got}{held_out}")
+        error = DataError(f"{self.sources[tokens is self.val]}: expected {expected}, got {got}{held_out}")
+        return error.about(*["val_data"] * (tokens is self.val), "data")
 
     def windows(self, tokens: Tokens, starts: Iterable[int]) -> Batch:
         """The sequences that start at ``starts``."""
@@ -304,7 +305,8 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
         between += f"; attention {'stays within a document' if stays else 'crosses documents'} (--documents)"
     if about["masked"]:
         if not about["counted"]:
-            raise DataError(f"--data {config.data}: expected completions or answers to train on, got none")
+            expected = "expected completions or answers to train on"
+            raise DataError(f"--data {config.data}: {expected}, got none").about("data")
         between += f"; the loss counts {about['counted']:,} of {len(train):,} tokens (--loss-on {config.loss_on})"
     tokenizer.encode(config.prompt)
     source = f"--data {config.data}"
@@ -356,7 +358,7 @@ def _tokenizer_of_tokens(config: TrainConfig, corpus: Corpus) -> Tokenizer:
         return NumberTokenizer(config.model.vocab_size or corpus.vocab_size or 0)
     if config.tokenizer == "chars":
         expected = f"auto, bytes or a tokenizer.json for the token files {corpus.name}"
-        raise ConfigError(f"--tokenizer: expected {expected}, got 'chars'")
+        raise SettingError("--tokenizer", expected, "'chars'")
     return make_tokenizer(config.tokenizer)
 
 
@@ -383,7 +385,7 @@ def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
         return config.tokenizer
     if folder is not None and not has_tokenizer(Path(folder)):
         expected = f"bytes, chars or the PATH of a tokenizer.json, as {folder} has none"
-        raise ConfigError(f"--tokenizer: expected {expected}, got auto{how_to_make(Path(folder))}")
+        raise SettingError("--tokenizer", expected, f"auto{how_to_make(Path(folder))}")
     return folder or "bytes"
 
 

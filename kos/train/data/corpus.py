@@ -116,13 +116,14 @@ def read_corpus(
             kinds = [
                 "text" if each.vocab_size is None else f"tokens below {each.vocab_size}" for each in (source, other)
             ]
-            raise DataError(f"--val-data {val_data}: expected {kinds[0]} as --data {data}, got {kinds[1]}")
+            wrong = f"expected {kinds[0]} as --data {data}, got {kinds[1]}"
+            raise DataError(f"--val-data {val_data}: {wrong}").about("val_data", "data")
 
     def read() -> Splits:
         with _errors_with("--data", data):
             files = source.read()
-        if other is None:
-            return split(data, files)
+            if other is None:
+                return split(data, files)
         with _errors_with("--val-data", str(val_data)):
             val_files = other.read()
         return split(data, files, val_files, f"{val_data} (--val-data)")
@@ -133,13 +134,15 @@ def read_corpus(
 @contextmanager
 def _errors_with(flag: str, data: str) -> Iterator[None]:
     """A context whose errors are ConfigErrors and DataErrors that begin with the flag."""
+    key = flag.removeprefix("--").replace("-", "_")
     try:
         yield
     except OSError as error:
         got = f"{error.filename or data}: {error.strerror}"
-        raise DataError(f"{flag} {data}: expected readable files, got {got}") from None
+        raise DataError(f"{flag} {data}: expected readable files, got {got}").about(key) from None
     except (ConfigError, DataError) as error:
-        raise type(error)(re.sub(r"^--data\b", flag, str(error))) from None
+        kind = DataError if isinstance(error, DataError) else ConfigError
+        raise kind(re.sub(r"^--data\b", flag, str(error))).about(*error.settings or [key]) from None
 
 
 def _find(data: str, show: Show, lines: Lines) -> _Source:

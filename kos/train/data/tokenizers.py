@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kos.errors import CheckpointError, ConfigError, DataError, install
+from kos.errors import CheckpointError, ConfigError, DataError, SettingError, install
 from kos.train.data.documents import Document
 
 SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint
@@ -246,7 +246,7 @@ class HuggingFaceTokenizer(Tokenizer):
             import tokenizers as library
         except ImportError:
             how = install("tokenizers")
-            raise ConfigError(f"--tokenizer: expected the package tokenizers for {name}, got none ({how})") from None
+            raise SettingError("--tokenizer", f"the package tokenizers for {name}", f"none ({how})") from None
         try:
             self._tokenizer = library.Tokenizer.from_str(json.dumps(tokenizer))
         except Exception as error:  # the library raises plain Exception
@@ -436,6 +436,6 @@ def _read_json(path: Path) -> Any:
         got = f"{str(path)!r}: {error.strerror}{how_to_make(path.parent)}"
         expected = "bytes, chars or the PATH of a tokenizer.json"
         kind = ConfigError if isinstance(error, FileNotFoundError) else DataError
-        raise kind(f"--tokenizer: expected {expected}, got {got}") from None
+        raise kind(f"--tokenizer: expected {expected}, got {got}").about("tokenizer") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"--tokenizer {path}: expected JSON, got {error}") from None
+        raise DataError(f"--tokenizer {path}: expected JSON, got {error}").about("tokenizer") from None

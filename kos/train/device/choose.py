@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from kos.comm.communicator import Communicator
 from kos.cuda import device_info, require, unavailable
 from kos.cuda.kernels import nvrtc_version
-from kos.errors import ConfigError, KosError, install
+from kos.errors import ConfigError, KosError, SettingError, install
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
 from kos.train.data.corpus import Show
 from kos.train.device.base import Device
 from kos.train.device.machine import DRIVER
+from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
-from kos.train.parallel.mesh import Layout, Mesh, ranks_of_a_host
+from kos.train.parallel.mesh import AXES, Layout, Mesh, ranks_of_a_host
 
 LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
 
@@ -39,15 +40,16 @@ def make_device(
 
 
 def layout_of(config: TrainConfig, ranks: int) -> Layout:
-    """The requested layout.  ConfigError if it does not fit the ranks or the length of sequences."""
-    layout = Layout.of(ranks, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp)
-    for axis in ("tp", "pp", "cp"):
-        if (size := getattr(layout, axis)) > 1 and config.model.model_type == "gpt2":
-            raise ConfigError(f"--{axis} {size}: expected 1 with a GPT-2, which is data parallel only, got {size}")
+    """The requested layout.  ConfigError if it does not fit the ranks, the family of the model or the sequences."""
+    layout, family = Layout.of(ranks, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp), config.model.model_type
+    for axis in AXES:
+        if (size := getattr(layout, axis)) > 1 and axis not in (known := FAMILIES[family].axes):
+            expected = f"1 in a model of type {family}, which supports {', '.join(known)} only"
+            raise SettingError(f"--{axis} {size}", expected, size, also=["model_type"])
     parts = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
     if config.seq_len % parts:
         of = " × ".join(["--tp"] * (layout.tp > 1) + ["2", "--cp"] * (layout.cp > 1))
-        raise ConfigError(f"--seq-len: expected a multiple of {parts} ({of}), got {config.seq_len}")
+        raise SettingError("--seq-len", f"a multiple of {parts}", config.seq_len, of, also=["tp", "cp"])
     return layout
 
 
@@ -62,7 +64,7 @@ def scope_of(config: TrainConfig, layout: Layout, hosts: Sequence[object]) -> tu
     try:
         local = ranks_of_a_host(layout, ("dp", "cp"), hosts)
     except ConfigError as error:
-        raise ConfigError(f"--compress-scope hosts: {error}") from None
+        raise ConfigError(f"--compress-scope hosts: {error}").about("compress_scope") from None
     if local == layout.dp * layout.cp:
         return config.model_copy(update={"compress": "none", "compress_scope": "all"}), 1
     return config, local
@@ -78,7 +80,7 @@ def choose_device(asked: str, comm: Communicator) -> str:
         return "cuda"
     rank, reason = reasons[0] if reasons else (0, "ranks share a GPU")
     if asked == "cuda":
-        raise ConfigError(f"--device cuda: expected a GPU for every rank, got none for rank {rank}: {reason}")
+        raise SettingError("--device cuda", "a GPU for every rank", f"none for rank {rank}: {reason}")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # on purpose
     if comm.rank == 0 and (unavailable() is None or (DRIVER.exists() and not hidden)):
         _log.warning("training on the CPU, not on this machine's GPUs: %s", reason)

@@ -11,14 +11,12 @@ import numpy as np
 
 from kos.comm.reduction import ReduceOp
 from kos.memory.arena import Arena
-from kos.train.checkpoint.write_plan import WritePlan
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, eval_shape
 from kos.train.data.corpus import Show
 from kos.train.device.base import Device
-from kos.train.device.machine import free_memory
-from kos.train.device.memory_plan import GIB, DryRun, MemoryPlan, plan_buckets
+from kos.train.device.memory_plan import GIB, plan_buckets, plan_memory
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend
@@ -27,47 +25,9 @@ from kos.train.ops.numpy_attention import view_of_keys_and_values
 from kos.train.optim.base import Optimizer
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.schedules import Schedule
-from kos.train.parallel.tree_sum import run_of, waiting_subtrees
 from kos.train.train import REPORT, Step, StepResult
 
 _WARM_SECONDS = 1.0  # of work, after which a step takes as long as later ones
-
-
-def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: Schedule, ranks: int) -> MemoryPlan:
-    """What a rank of ``mesh``, a dry one, will need of its memory, one of ``ranks`` on this host.
-
-    What is small is left out.
-    """
-    run = DryRun(config, model, mesh, schedule, DryOps())
-    scratch, slot = run.peaks()
-    activations = scratch + slot * len(run.free)
-    count, residual = model.num_parameters(*run.parts), run.parallel.residual is not None
-    waiting = waiting_subtrees(run_of(run.micro_batches, mesh.dp.rank, mesh.dp.size)) if config.deterministic else 0
-    about, state = run.state_bytes()
-    about += ", held twice" * run.parallel.twice
-    files = WritePlan(model, mesh.layout, schedule.stages_of_ranks, config.state_of(model), config.compress)
-    saved = files.host_bytes(mesh.world.rank, config.save_async)
-    uses = {
-        f"weights, gradients, {about}": 8 * count + state,
-        "weights of layers, fp8, and transposed": run.fp8_bytes,
-        f"residual of gradients sent as {config.compress}": 4 * count // mesh.local * residual,
-        "gradients summed in order": 4 * count * waiting,
-        "activations": activations,
-        "tensors to be saved": saved,
-    }
-    free = free_memory() // ranks
-    assert config.micro_batch_size is not None
-    savings = {
-        "fewer ranks on this machine": ranks > 1,
-        f"a --micro-batch-size below {config.micro_batch_size}": config.micro_batch_size > 1,
-        f"a --seq-len below {config.seq_len}": config.micro_batch_size == 1,
-        "--recompute block": config.recompute != "block",
-        "--compress none": residual,
-    }
-    where = "this machine" + f" for each of {ranks} ranks" * (ranks > 1)
-    uses = {use: size for use, size in uses.items() if size}
-    return MemoryPlan(uses, uses["activations"], free, where, [*filter(savings.get, savings)])
 
 
 class DryOps:
@@ -106,7 +66,8 @@ class CpuDevice(Device):
         super().__init__(config, model, data, mesh, show)
         parts, schedule = self.parts, self.pipeline.schedule
         dry = Mesh.dry(mesh.layout, mesh.world.rank, mesh.local)
-        self.plan = together(self.comm, plan_memory(config, model, dry, schedule, self.comm.local_size).check)
+        plan = plan_memory(config, model, DryOps(), dry, schedule, sharing=self.comm.local_size)
+        self.plan = together(self.comm, plan.check)
         buckets = plan_buckets(config, model, parts, mesh.dense, reaches=False)
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         weights = Parameters(shapes, self.dtype, groups, multiple=buckets.multiple)

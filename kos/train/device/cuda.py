@@ -29,7 +29,7 @@ from kos.cuda.driver import call, cu
 from kos.cuda.graphs import Graph, capture
 from kos.cuda.streams import Event
 from kos.dtypes import DTYPES
-from kos.errors import CollectiveError, ConfigError
+from kos.errors import CollectiveError, SettingError
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
 from kos.train.checkpoint.write_plan import WritePlan
@@ -85,7 +85,7 @@ class CudaDevice(Device):
         def plan() -> MemoryPlan:
             about = device_info(device)
             if config.compress == "fp8" and replicas.size > 1 and about.compute_capability < FLOAT8:
-                raise ConfigError(f"--compress: expected int8 or int4 on {about.name}, which has no fp8, got fp8")
+                raise SettingError("--compress", f"int8 or int4 on {about.name}, which has no fp8", "fp8")
             saved = {"tensors to be saved": shards.host_bytes(comm.rank, config.save_async)}
             MemoryPlan(saved, 0, free_memory() // comm.local_size, f"the host of rank {comm.rank}").check()
             sharing = uuids.count(uuids[comm.rank])

@@ -12,11 +12,13 @@ import numpy as np
 from kos.comm import compression
 from kos.cuda.driver import call, cu
 from kos.dtypes import DTYPES, DType
-from kos.errors import ConfigError
+from kos.errors import ConfigError, SettingError
 from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
+from kos.train.checkpoint.write_plan import WritePlan
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
+from kos.train.device.machine import free_memory
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.model.shapes import Local
@@ -131,8 +133,9 @@ class DryRun(Step):
         super().__init__(config, model, parts, mesh, pipeline, ops or dry, gradients, dtype, buckets, head_rows)
         pieces = self.models[0].context.pieces
         shape = (config.micro_batch_size or 1) * pieces, config.seq_len // (mesh.cp.size * pieces)
-        tokens, self.count = dry.zeros(shape, np.int32), dry.zeros((1,), np.float32)
-        self._batch = Batch(tokens, tokens, document_starts=tokens if config.documents == "pack" else None)
+        self.tokens, self.count = dry.zeros(shape, np.int32), dry.zeros((1,), np.float32)
+        starts = self.tokens if config.documents == "pack" else None
+        self._batch = Batch(self.tokens, self.tokens, document_starts=starts)
         self.micro_batch = lambda index: self._batch
         self.report = self.reports = dry.zeros((REPORT + schedule.micro_batches,), np.float64)
         self.held = self.parallel.parts() if self.parallel.sharded else [slice(0, gradients.flat.size)]
@@ -164,80 +167,100 @@ class DryRun(Step):
                 x = model.evaluate_stage(weights, self._batch, x)
                 if model.local.last:
                     model.evaluate_loss(weights, self._batch, x, self.report[:1])
-        from_host = 6 * self._batch.tokens.nbytes + ALIGNMENT * 6  # fields of validation, copied from the host
+        from_host = 6 * self.tokens.nbytes + ALIGNMENT * 6  # fields of validation, copied from the host
         itemsize = DTYPES[self.config.compute_dtype].itemsize
         of_matrices = (rule.scratch_bytes(held, itemsize, most) for rule, held, most in self.matrices())
         return max(arena.peak + from_host, *of_matrices, 0), max(flight.arena.peak for flight in self.free)
 
 
 def plan_memory(
-    config: TrainConfig, model: LlamaConfig, ops: CudaOps, mesh: Mesh, schedule: Schedule, reaches: bool = True,
+    config: TrainConfig, model: LlamaConfig, ops: Any, mesh: Mesh, schedule: Schedule, reaches: bool = True,
     sharing: int = 1, free: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """The plan of one rank of ``mesh``, which sends nothing.
+    """The plan of one rank of ``mesh``, which sends nothing. On CPUs, what is small is left out.
 
-    ``reaches`` as in ``plan_buckets``.  ``sharing``: ranks on this GPU.  ``free``: bytes of an absent GPU.
-    ConfigError: the kernels of attention do not take heads of this size."""
-    if model.head_dim > MOST_HEAD_DIM:
-        raise ConfigError(f"--head-dim: expected at most {MOST_HEAD_DIM} on GPUs, got {model.head_dim}")
-    run = DryRun(config, model, mesh, schedule, ops if isinstance(ops, DryCudaOps) else DryCudaOps(ops))
-    scratch, slot = run.peaks()
-    buckets = plan_buckets(config, model, run.parts, mesh.dense, reaches)
-    assert config.micro_batch_size is not None
-    ranks, accumulation_steps = mesh.dense.replicas.size, schedule.micro_batches
+    ``ops`` are those of a GPU or its ``Gpu``, or those of a CPU that do nothing.  ``reaches`` as in ``plan_buckets``.
+    ``free``: bytes that so many ranks are ``sharing``, by default those that are free now.  ConfigError: the kernels of
+    attention do not take heads of this size.
+    """
+    on_cpu = config.device == "cpu"
+    if model.head_dim > MOST_HEAD_DIM and not on_cpu:
+        raise SettingError("--head-dim", f"at most {MOST_HEAD_DIM} on GPUs", model.head_dim)
+    run = DryRun(config, model, mesh, schedule, ops if on_cpu else DryCudaOps(ops))
+    buckets, residual = plan_buckets(config, model, run.parts, mesh.dense, reaches), run.parallel.residual
+    ranks, count, slots = mesh.dense.replicas.size, run.gradients.flat.size, len(run.free)
     waiting = waiting_subtrees(run_of(run.micro_batches, mesh.dp.rank, mesh.dp.size)) if config.deterministic else 0
-    count, itemsize = run.gradients.flat.size, DTYPES[config.compute_dtype].itemsize
     lookups = 0 if run.sums.lookups is None else run.sums.lookups.gradients.flat.size
     share = f", {1 + buckets.twice}/{ranks} (ZeRO-1{', held twice' * buckets.twice})" * buckets.sharded
-    held = elements(run.held)
-    master, (about, state) = config.master_dtype, run.state_bytes()
-    has_copy = buckets.sharded or config.compute_dtype != master
-    tokens = config.micro_batch_size * config.seq_len // mesh.cp.size
-    rows = min(HEAD_ROWS, tokens)
-    logits = rows * len(run.parts[0].vocabulary) * itemsize * any(part.last for part in run.parts)
-    fields = 2 + (config.documents == "pack")  # of a batch, on the host and twice here
-    bucket = max(buckets.nbytes // DTYPES[config.grad_dtype].itemsize, buckets.multiple)  # of the state, to be saved
-    if buckets.uncut:
-        bucket = max(bucket, *(each.stop - each.start for each in run.parallel.buckets))
-    scratch = max(scratch, (4 * min(bucket, count) + ALIGNMENT) * (2 if mesh.tp.size > 1 else 1))
-    residual = run.parallel.residual
-    slots, between = len(run.free), tokens // mesh.tp.size * model.hidden_size * itemsize
-    in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
-    arena = scratch + slots * slot + between * (1 if mesh.pp.size == 1 else 6)
+    dtype, master, (about, state) = config.compute_dtype, config.master_dtype, run.state_bytes()
+    has_copy = not on_cpu and (buckets.sharded or dtype != master)
+    weights, held = f"{'master ' * has_copy}weights, {master}", count if on_cpu else elements(run.held)
+    scratch, slot = run.peaks()
+    arena, logits = scratch + slots * slot, 0
+    if on_cpu:
+        files = WritePlan(model, mesh.layout, schedule.stages_of_ranks, config.state_of(model), config.compress)
+        others = {"tensors to be saved": files.host_bytes(mesh.world.rank, config.save_async)}
+    else:
+        scratch, arena, logits, others = _of_gpu(run, mesh, buckets, scratch, slot)
+    in_flight = f", {slots} micro-batches in flight" * (slots > 1)
     uses = {
-        **({f"weights, {config.compute_dtype}": count * itemsize} if has_copy else {}),
-        f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
+        f"weights, {dtype}": count * DTYPES[dtype].itemsize * has_copy,
+        f"{weights}{'' if on_cpu else share}": DTYPES[master].itemsize * held,
         "weights of layers, fp8, and transposed": run.fp8_bytes,
         f"{about}, {', '.join(dict.fromkeys(kept.dtype for kept in run.state.values()))}{share}": state,
         f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * (count + lookups) * (1 + waiting),
         f"residual of gradients sent as {config.compress}": 0 if residual is None else residual.flat.nbytes,
         f"activations, recompute {config.recompute}{in_flight}": arena - logits,
-        f"logits of {rows} tokens": logits,
-        "tokens, cuBLASLt's workspace": 3 * 4 * fields * accumulation_steps * tokens + cublaslt.WORKSPACE,
-        "kernels, graph, communication": RESERVE + buckets.staging,
+        **others,
     }
+    micro, place = config.micro_batch_size or 1, "this machine" if on_cpu else f"cuda:{ops.device}"
     savings = {
-        f"a --micro-batch-size below {config.micro_batch_size}": config.micro_batch_size > 1,
-        f"a --seq-len below {config.seq_len}": config.micro_batch_size == 1,
+        f"fewer ranks on {place}": sharing > 1,
+        f"a --micro-batch-size below {micro}": micro > 1,
+        f"a --seq-len below {config.seq_len}": micro == 1,
         "--recompute norms or block": config.recompute == "none",
         "--recompute block": config.recompute == "norms",
         "--zero 1": not config.zero and ranks > 1,
-        "--grad-dtype bfloat16": config.compute_dtype != config.grad_dtype and accumulation_steps == 1
+        "--grad-dtype bfloat16": dtype != config.grad_dtype and schedule.micro_batches == 1
         and not config.deterministic,
-        "--master-weights none": config.compute_dtype != master,
+        "--master-weights none": dtype != master,
         "--compress none": residual is not None,
     }  # fmt: skip
     if free is None:
-        free, _ = call(cu.cuMemGetInfo)
-    name, uses = f"cuda:{ops.device}", {use: size for use, size in uses.items() if size}
-    return MemoryPlan(uses, arena, free // sharing, name, [*filter(savings.get, savings)], scratch, slot)
+        free = free_memory() if on_cpu else call(cu.cuMemGetInfo)[0]
+    where, uses = place + f" for each of {sharing} ranks" * (sharing > 1), {use: n for use, n in uses.items() if n}
+    return MemoryPlan(uses, arena, free // sharing, where, [*filter(savings.get, savings)], scratch, slot)
+
+
+def _of_gpu(
+    run: DryRun, mesh: Mesh, buckets: Buckets, scratch: int, slot: int
+) -> tuple[int, int, int, dict[str, int]]:
+    """Of a GPU: the bytes of the scratch arena, of all arenas, of the logits in them, and of what is in none."""
+    config, model, tokens = run.config, run.models[0].config, run.tokens.size
+    itemsize, rows = DTYPES[config.compute_dtype].itemsize, min(HEAD_ROWS, tokens)
+    bucket = max(buckets.nbytes // DTYPES[config.grad_dtype].itemsize, buckets.multiple)  # of the state, to be saved
+    if buckets.uncut:
+        bucket = max(bucket, *(each.stop - each.start for each in run.parallel.buckets))
+    saving = (4 * min(bucket, run.gradients.flat.size) + ALIGNMENT) * (2 if mesh.tp.size > 1 else 1)
+    scratch, between = max(scratch, saving), tokens // mesh.tp.size * model.hidden_size * itemsize
+    logits = rows * len(run.parts[0].vocabulary) * itemsize * any(part.last for part in run.parts)
+    fields = 2 + (config.documents == "pack")  # of a batch, on the host and twice here
+    batch, micro_batches = 3 * 4 * fields * tokens, run.pipeline.schedule.micro_batches
+    return scratch, scratch + len(run.free) * slot + between * (1 if mesh.pp.size == 1 else 6), logits, {
+        f"logits of {rows} tokens": logits,
+        "tokens, cuBLASLt's workspace": batch * micro_batches + cublaslt.WORKSPACE,
+        "kernels, graph, communication": RESERVE + buckets.staging,
+    }  # fmt: skip
 
 
 class DryCudaOps(CudaOps):
-    """Operations that do nothing, on arrays without memory: what they take from the arena is counted."""
+    """Operations that do nothing, on arrays without memory: what they take from the arena is counted.
 
-    def __init__(self, ops: CudaOps) -> None:
-        self.device, self.stream = ops.device, ops.stream
+    ``ops`` are those of a GPU, or the ``Gpu`` of one that this machine need not have.
+    """
+
+    def __init__(self, ops: Any) -> None:
+        self.device, self.stream, self.family = ops.device, ops.stream, ops.family  # type: ignore[method-assign]
         self.multiprocessors, self.shared_memory = ops.multiprocessors, ops.shared_memory
         self.one_scale = ops.one_scale
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from kos.errors import SettingError
 from kos.train.layers.attention import Attention, Rope
 from kos.train.layers.embedding import PositionEmbedding
 from kos.train.layers.head import Head
@@ -18,7 +19,6 @@ from kos.train.layers.mlp import GeluMLP
 from kos.train.layers.norm import LayerNorm
 from kos.train.layers.sublayer import Sublayer
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.section import SettingError
 
 POSITIONS = "transformer.wpe.weight"
 TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # ends of the names of Conv1D's matrices
@@ -37,15 +37,16 @@ class GPT2Config(LlamaConfig):
     residual: ClassVar[tuple[str, ...]] = (".c_proj.weight",)
     stacked: ClassVar[tuple[str, ...]] = (".c_attn.weight",)
     may_differ: ClassVar[frozenset[str]] = frozenset({"initializer_range"})
+    axes: ClassVar[tuple[str, ...]] = ("dp",)
+    fixed: ClassVar[tuple[str, ...]] = (
+        "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rope_scaling"
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, expected in (
-            ("num_key_value_heads", self.num_attention_heads),
-            ("head_dim", self.hidden_size / self.num_attention_heads),
-            ("tie_word_embeddings", True),
-            ("rope_theta", LlamaConfig.rope_theta),
-            ("rope_scaling", None),
+        heads = self.num_attention_heads
+        for name, expected in zip(
+            self.fixed, (heads, self.hidden_size / heads, True, LlamaConfig.rope_theta, None), strict=True
         ):
             if (got := getattr(self, name)) != expected:
                 wanted = "none" if expected is None else expected if isinstance(expected, bool) else f"{expected:g}"

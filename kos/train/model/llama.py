@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Self
 
-from kos.errors import ConfigError
+from kos.errors import SettingError
 from kos.train.layers.attention import Attention, Rope
 from kos.train.layers.embedding import Embedding
 from kos.train.layers.head import Head
@@ -21,7 +21,6 @@ from kos.train.layers.norm import Norm
 from kos.train.layers.placement import Placement
 from kos.train.layers.sublayer import Sublayer
 from kos.train.model.rope import RopeScaling
-from kos.train.model.section import SettingError
 from kos.train.model.shapes import Local, Stages, split_layers
 from kos.train.ops import attended_pairs
 
@@ -66,6 +65,10 @@ class LlamaConfig:
     stacked: ClassVar[tuple[str, ...]] = ()  # ends of tensors that are q, k and v one below another
     may_differ: ClassVar[frozenset[str]] = frozenset({"max_position_embeddings", "initializer_range"})
     """Fields in which a run may differ from the model whose weights it starts from."""
+    axes: ClassVar[tuple[str, ...]] = ("dp", "tp", "pp", "cp")
+    """The axes of a layout on which this family can have several ranks; ``layout_of`` refuses the others."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Settings that have one value in this family, whatever the preset gives to a LLaMA."""
 
     vocab_size: int
     hidden_size: int
@@ -173,7 +176,7 @@ class LlamaConfig:
             got, copied = getattr(self, name), name == "num_key_value_heads"
             if got % tp and not (copied and tp % got == 0):
                 expected = f"a multiple {'or a divisor ' * copied}of {tp}"
-                raise ConfigError(f"--tp {tp}: expected {name} to be {expected}, got {got}")
+                raise SettingError(f"--tp {tp}", f"{name} to be {expected}", got, also=[name])
         rows = self.vocab_size // tp
         return Local(
             split_layers(self.num_hidden_layers, stages, self._head_cost())[stage],
@@ -190,7 +193,8 @@ class LlamaConfig:
         count, pp, most = sum(map(len, stages)), len(stages), self.num_hidden_layers + 1
         if count > most:
             chunks = f" x {count // pp} stages a rank (--pp-schedule, --pp-chunks)" * (count > pp)
-            raise ConfigError(f"--pp {pp}{chunks}: expected at most {most} stages (layers + 1), got {count}")
+            also = ["pp_schedule", "pp_chunks"] if chunks else []
+            raise SettingError(f"--pp {pp}{chunks}", f"at most {most} stages (layers + 1)", count, also=also)
         return tuple(self.local(tp_rank, tp, stage, stages) for stage in stages[pp_rank])
 
     def placements(self, *parts: Local) -> dict[str, Placement]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kos.errors import ConfigError
 from kos.train.layers.attention import Attention, Rope
 from kos.train.layers.mlp import MLP
 from kos.train.layers.norm import NoNorm
 from kos.train.layers.sublayer import Sublayer
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.shapes import Local, Stages
 
 
 @dataclass(frozen=True)
@@ -22,11 +20,7 @@ class Olmo2Config(LlamaConfig):
     architecture: ClassVar[str] = "Olmo2ForCausalLM"
     takes: ClassVar[frozenset[str]] = frozenset({"attention_bias"})
     defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5}
-
-    def local(self, tp_rank: int = 0, tp: int = 1, stage: int = 0, stages: Stages = ((0,),)) -> Local:
-        if tp > 1:
-            raise ConfigError(f"--tp {tp}: expected 1 with an OLMo 2, whose norms of q and k have all heads, got {tp}")
-        return super().local(tp_rank, tp, stage, stages)
+    axes: ClassVar[tuple[str, ...]] = ("dp", "pp", "cp")
 
     def layer(self, number: int, rope: Rope) -> list[Sublayer]:
         H, K, d, at = self.num_attention_heads, self.num_key_value_heads, self.head_dim, f"model.layers.{number}."

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kos.comm.compression import BLOCK
-from kos.errors import ConfigError
+from kos.errors import SettingError
 from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
-from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.model.shapes import Local
@@ -25,11 +24,11 @@ from kos.train.parallel.tensor import FixedTensorParallel, TensorParallel
 
 
 def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | None:
-    """How the sums within a layer are split, in every layout.  None: not split, as in a GPT-2, where only dp has ranks.
+    """How the sums within a layer are split, in every layout.  None: not split, as in a family with dp alone.
 
     On GPUs only long sequences are split, and features are not.  ConfigError if a rank would not hold whole subtrees.
     """
-    if not config.deterministic or isinstance(model, GPT2Config):
+    if not config.deterministic or model.axes == ("dp",):
         return None
     tp, cp, sizes = mesh.tp.size, mesh.cp.size, (model.num_attention_heads, model.num_key_value_heads)
     if config.device == "cpu" and config.dtype != "fp8":
@@ -39,7 +38,7 @@ def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | Non
     where, least = ("on GPUs", fixed_order.LEAST_CHUNK_ON_GPUS) if config.device != "cpu" else ("in fp8", LEAST_CHUNK)
     if tp > 1:
         why = "where sums over features are not split"
-        raise ConfigError(f"--deterministic: expected --tp 1 {where}, {why}, got {tp}")
+        raise SettingError("--deterministic", f"--tp 1 {where}, {why}", tp, also=["tp"])
     split = Split.of((1,), config.seq_len, least)
     split.check(1, cp, config.seq_len, least)
     return split if split.tokens > 1 else None
@@ -56,9 +55,9 @@ def check_blocks(config: TrainConfig, model: LlamaConfig, layout: Layout) -> Non
         return
     for name, shape in model.parameter_shapes(model.local(0, layout.tp)).items():
         if (size := math.prod(shape)) % BLOCK:
-            where = "--tp" if layout.tp > 1 else "--pp and a tied embedding"
+            axis, where = ("tp", "--tp") if layout.tp > 1 else ("pp", "--pp and a tied embedding")
             expected = f"tensors of a multiple of {BLOCK} elements with {where}"
-            raise ConfigError(f"--compress: expected {expected}, got {name} of {size}")
+            raise SettingError("--compress", expected, f"{name} of {size}", also=[axis])
 
 
 def check_fp8(config: TrainConfig, model: LlamaConfig, mesh: Mesh, parts: Sequence[Local]) -> None:

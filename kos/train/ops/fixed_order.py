@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kos.errors import ConfigError
+from kos.errors import SettingError
 from kos.memory.arena import Arena
 from kos.train.ops import Array
 from kos.train.ops.linear import LinearOps
@@ -50,11 +50,12 @@ class Split(NamedTuple):
         """ConfigError if a rank would not hold whole subtrees."""
         if self.features % tp:
             why = "the largest of 8, 4, 2 and 1 that divides heads, key/value heads, intermediate size and vocabulary"
-            raise ConfigError(f"--deterministic --tp {tp}: expected a divisor of {self.features}, {why}, got {tp}")
+            expected = f"a divisor of {self.features}, {why}"
+            raise SettingError(f"--deterministic --tp {tp}", expected, tp, also=["tp"])
         if self.tokens % cp:
-            length = f"--seq-len to be a multiple of {2 * cp} and at least {2 * cp * least}, got {seq_len}"
-            expected = length if cp in (2, 4, 8) else f"--cp 1, 2, 4 or 8, got {cp}"
-            raise ConfigError(f"--deterministic --cp {cp}: expected {expected}")
+            length = f"--seq-len to be a multiple of {2 * cp} and at least {2 * cp * least}"
+            expected, got = (length, seq_len) if cp in (2, 4, 8) else ("--cp 1, 2, 4 or 8", cp)
+            raise SettingError(f"--deterministic --cp {cp}", expected, got, also=["cp", "seq_len"])
 
 
 Leaf = Callable[[int, Array], None]

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from kos.errors import ConfigError
+from kos.errors import SettingError
 from kos.memory.arena import Arena
 from kos.train.ops import SCALE_BLOCK, Array, Ops, Scaled, scales_shape
 from kos.train.ops.linear import Wrapper
@@ -301,4 +301,4 @@ def check_sizes(layers: Iterable[Iterable[Any]], tp: int, tokens: Mapping[str, i
             sizes[f"the {of} of {linear.name}" + f" on a rank of --tp {tp}" * (own != size)] = own
     for what, size in sizes.items():
         if size % MULTIPLE:
-            raise ConfigError(f"--dtype fp8: expected {what} to be a multiple of {MULTIPLE}, got {size}")
+            raise SettingError("--dtype fp8", f"{what} to be a multiple of {MULTIPLE}", size)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import kos.errors
 from kos.comm.communicator import Communicator
-from kos.errors import ConfigError, KosError, in_words
+from kos.errors import ConfigError, KosError, SettingError, in_words
 from kos.train.parallel.stopping import STOP, Stop, Stopped
 
 PATIENCE = 3600.0
@@ -58,7 +58,8 @@ def _run_and_compare(
         failure = KosError(in_words(error))
         failure.__cause__ = error
     if failure is not None:
-        answer = f"{type(failure).__name__}\n{failure}"
+        kind = ConfigError if isinstance(failure, SettingError) else type(failure)
+        answer = f"{kind.__name__} {' '.join(failure.settings)}\n{failure}"
     patience = max(patience, comm.timeout)
     late = "waiting for another rank for %g s: it is stopped, or at work (timeout: %g s)"
     watch = threading.Timer(comm.timeout, _log.warning, (late, comm.timeout, patience))
@@ -74,8 +75,9 @@ def _run_and_compare(
     if first is None:
         return result, [answer[1:] for answer in answers]
     if first != comm.rank or failure is None:
-        name, _, message = answers[first].partition("\n")
-        failure = {"Stopped": Stopped}.get(name, getattr(kos.errors, name, KosError))(message)
+        about, _, message = answers[first].partition("\n")
+        name, *settings = about.split()
+        failure = {"Stopped": Stopped}.get(name, getattr(kos.errors, name, KosError))(message).about(*settings)
     raise on_every_rank(failure)
 
 

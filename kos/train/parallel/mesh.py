@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from kos.comm.communicator import Communicator
-from kos.errors import ConfigError, InvalidArgument, plural
+from kos.errors import ConfigError, InvalidArgument, SettingError, plural
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -41,7 +41,7 @@ class Layout:
             product = rest * (dp or 1)
             got = " × ".join(map(str, sizes.values())) + f" = {product}" * (len(sizes) > 1)
             expected = f"a divisor of {ranks} (ranks)" if dp is None else f"{plural(ranks, 'rank')} in all"
-            raise ConfigError(f"{asked}: expected {expected}, got {got}; {plural(product, 'rank')} would do")
+            raise SettingError(asked, expected, got, hint=f"{plural(product, 'rank')} would do", also=[*sizes])
         return cls(pp, ranks // rest, cp, tp)
 
     @property

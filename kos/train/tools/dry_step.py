@@ -34,7 +34,7 @@ from kos.train.parallel.mesh import Axis, Layout, Mesh, ranks_of_a_host
 from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule
 from kos.train.tools.costs import TimedOps, cost, update_bytes
-from kos.train.tools.rates import GPU, GPUS, Rates
+from kos.train.tools.rates import GPUS, Rates
 
 AXES = {"gradients": "replicas", "tp": "tp", "pp": "pp", "cp": "cp"}
 """What a rank sends, and the axis of ``Mesh`` over which it sends it."""
@@ -87,9 +87,10 @@ class Job(NamedTuple):
         """The device's plan for a rank of the pipeline."""
         mesh = Mesh.dry(self.layout, self.layout.rank({"pp": stage_rank}), self.local)
         if self.config.device == "cpu":
-            return cpu.plan_memory(self.config, self.model, mesh, self.schedule, self.layout.ranks)
-        ops, free = _AbsentGpu(self.rates.name), GPUS[self.rates.name].free
-        return plan_memory(self.config, self.model, ops, mesh, self.schedule, free=free)
+            ranks = self.layout.ranks
+            return plan_memory(self.config, self.model, cpu.DryOps(), mesh, self.schedule, sharing=ranks)
+        gpu = GPUS[self.rates.name]
+        return plan_memory(self.config, self.model, gpu, mesh, self.schedule, free=gpu.free)
 
 
 class Clock:
@@ -222,17 +223,6 @@ def _sent(x: Array, compress: str | None) -> int:
     return FORMATS[compress].nbytes(x.size) if compress else x.nbytes
 
 
-class _AbsentGpu(DryCudaOps):
-    """As ``DryCudaOps``, for a GPU that this machine need not have."""
-
-    def __init__(self, name: str) -> None:
-        self.device, self.stream, self._family = 0, None, GPUS[name].attention
-        self.multiprocessors, self.shared_memory = 132, 227 << 10  # of a Hopper
-
-    def family(self, dtype: str, head_dim: int) -> str:
-        return self._family if str(head_dim) in GPU["attention"] else "simple"
-
-
 class TimedMesh(Mesh):
     """The mesh of a rank whose axes are links."""
 
@@ -264,7 +254,7 @@ class TimedDryRun(DryRun):
         cp_rank = job.layout.cp - 1 if has_windows else 0  # in a window, no rank attends to more pairs than the last
         rank = job.layout.rank({"pp": stage_rank, "cp": cp_rank})
         mesh = TimedMesh(self.clock, job, rank)
-        dry = cpu.DryOps() if job.config.device == "cpu" else _AbsentGpu(job.rates.name)
+        dry = cpu.DryOps() if job.config.device == "cpu" else DryCudaOps(GPUS[job.rates.name])
         ops = TimedOps(dry, self.clock.timed)
         super().__init__(job.config, job.model, mesh, job.schedule, dry, ops, bucketed=True)
         self.optimizer = self  # of which ``run`` asks for the update

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kos.comm.communicator import Communicator
-from kos.errors import ConfigError
+from kos.errors import ConfigError, SettingError
 from kos.train.config.options import TrainConfig
 from kos.train.parallel.failures import alone, together
 
@@ -46,7 +46,7 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def unwritable(out: Path, got: object) -> ConfigError:
-    return ConfigError(f"--out {out}: expected a folder that can be written, got {got}")
+    return SettingError(f"--out {out}", "a folder that can be written", got)
 
 
 def check_folder(out: Path, rank: int) -> None:
@@ -89,7 +89,8 @@ def _take(lock: TextIO, out: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ConfigError(f"--out {out}: expected a free folder, got one that a run is writing to") from error
+        busy = f"--out {out}: expected a free folder, got one that a run is writing to"
+        raise ConfigError(busy).about("out") from error
 
 
 def check_shared(out: Path, comm: Communicator) -> str:
@@ -106,7 +107,7 @@ def check_shared(out: Path, comm: Communicator) -> str:
             time.sleep(0.01)
             if got != name and time.monotonic() > limit:
                 expected = "expected a folder that all ranks share: each writes its part of a checkpoint"
-                raise ConfigError(f"--out {out}: {expected}; on rank {comm.rank} got {got or 'another'}")
+                raise ConfigError(f"--out {out}: {expected}; on rank {comm.rank} got {got or 'another'}").about("out")
 
     together(comm, check)
     return name

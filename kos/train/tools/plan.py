@@ -32,7 +32,7 @@ from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES, build
 from kos.train.parallel.schedules.timeline import simulate
 from kos.train.tools.dry_step import AXES, ONE_HOST, Job, Network, TimedDryRun
-from kos.train.tools.rates import Rates, cpu_rates, gpu_here, gpu_rates
+from kos.train.tools.rates import GPUS, Rates, cpu_rates, gpu_here, gpu_rates
 
 
 class Prediction(NamedTuple):
@@ -286,6 +286,8 @@ def notes(job: Job) -> list[str]:
         found.append("no run on several machines has confirmed its prediction")
     if job.config.device == "cpu":
         return found
+    if GPUS[job.rates.name].family("bfloat16", size := job.model.head_dim) == "simple":
+        found.append(f"attention is slower than predicted: the fast kernels do not take heads of {size}")
     if layout.ranks > 4 and layout.dp < layout.ranks:
         found.append("on more than 4 GPUs only dp has been run, see docs/guides/layouts.md")
     elif layout.ranks > 2 and layout.ranks not in (layout.dp, layout.tp, layout.pp, layout.cp):

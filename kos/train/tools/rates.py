@@ -8,7 +8,7 @@ import timeit
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,15 @@ class Gpu(NamedTuple):
     link: float
     free: int
     attention: str  # the family of its kernels
+
+    multiprocessors: int = 132  # these of a Hopper, for ``DryCudaOps``
+    shared_memory: int = 227 << 10
+    one_scale: bool = False
+    device: int = 0
+    stream: Any = None
+
+    def family(self, dtype: str, head_dim: int) -> str:
+        return self.attention if str(head_dim) in GPU["attention"] else "simple"
 
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kos.errors import ConfigError, install
+from kos.errors import SettingError, install
 from kos.files import replace_file
 from kos.train.tools.metrics import METRICS
 
@@ -74,7 +74,7 @@ def check(names: Sequence[str]) -> None:
     for name in names:
         found = importlib.util.find_spec(PACKAGES[name])
         if found is None or found.origin is None:  # as of a folder of that name, which wandb makes for its files
-            raise ConfigError(f"--tracker {name}: expected the package {PACKAGES[name]} ({install(name)}), got none")
+            raise SettingError(f"--tracker {name}", f"the package {PACKAGES[name]} ({install(name)})", "none")
 
 
 def start(names: Sequence[str], out: Path, start: int, description: Mapping[str, Any]) -> list[Tracker]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kos.cuda.devices import DeviceInfo
 from kos.dtypes import DTYPES
-from kos.errors import ConfigError, InvalidArgument
+from kos.errors import InvalidArgument, SettingError
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import SCALE_BLOCK, Scaled, scales_shape
@@ -33,7 +33,7 @@ def check_gpu(about: DeviceInfo) -> None:
     got, least = (".".join(map(str, each)) for each in (about.compute_capability, LEAST_CAPABILITY))
     if about.compute_capability < LEAST_CAPABILITY:
         expected = f"a GPU of compute capability {least} or more"
-        raise ConfigError(f"--dtype fp8: expected {expected}, got {got} ({about.name})")
+        raise SettingError("--dtype fp8", expected, f"{got} ({about.name})")
     if about.compute_capability not in TRIED:
         log.warning("--dtype fp8 has not been tried on GPUs of compute capability %s (%s)", got, about.name)
 

@@ -30,7 +30,7 @@ from functools import cached_property
 from itertools import accumulate, count, islice, pairwise
 from typing import NamedTuple
 
-from kos.errors import ConfigError, InvalidArgument, plural
+from kos.errors import ConfigError, InvalidArgument, SettingError, plural
 
 
 class Action(NamedTuple):
@@ -224,7 +224,8 @@ def build(name: str, stages: int, micro_batches: int, chunks: int | None = None)
     if chunks is None:
         return SCHEDULES[name](stages, micro_batches)
     if name != "interleaved":
-        raise ConfigError(f"{name}: expected no --pp-chunks, an option of interleaved alone, got {chunks}")
+        expected = "no --pp-chunks, an option of interleaved alone"
+        raise SettingError(name, expected, chunks).about("pp_chunks", "pp_schedule")
     return interleaved(stages, micro_batches, chunks)
 
 
