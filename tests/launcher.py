@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kos import cuda
+from kos.bench.report import NOTED
 from kos.comm.gpu.nccl_binding import ranks_may_share_a_gpu
 from tests.forked import remove_session
 from tests.run import NEVER_STARTED
@@ -26,7 +27,9 @@ _FOUND = shutil.which(
 )
 MPIRUN = os.path.abspath(_FOUND) if _FOUND else ""
 needs_mpirun = pytest.mark.skipif(not MPIRUN, reason="mpirun was not found beside Python or in PATH")
-OUTSIDE = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PMI_", "OMPI_COMM_"))}
+_INSIDE = ("PMIX_", "PMI_", "OMPI_COMM_", "PYTEST_XDIST_", *NOTED)
+OUTSIDE = {k: v for k, v in os.environ.items() if not k.startswith(_INSIDE)} | {"LC_ALL": "C.UTF-8"}
+"""The environment of a program of its own: neither a rank nor a worker of pytest-xdist, whose language is English."""
 SECONDS = 200  # of any program here: much more than it needs, less than what pytest gives a test
 
 

@@ -434,8 +434,8 @@ class Operations:
         """
         options, work = self._options("broadcast", async_op, timeout, algorithm), None
         if type(root) is int:
-            only_out = x is None and self.rank != root
-            work = self._find("broadcast", *((out, None) if only_out else (x, out)), stream, options, None, root)
+            given, result = (out, None) if x is None and self.rank != root else (x, out)
+            work = self._find("broadcast", given, result, stream, options, None, root)
         if work is None:
             root = check_rank("root", root, self.size)
             if out is None and self.rank == root:

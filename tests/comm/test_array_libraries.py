@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.gpu.works import free_finished
 from kos.cuda import driver, streams
 from kos.memory import as_buffer
 from kos.memory.array import Array
@@ -218,7 +219,7 @@ def test_a_jax_array_is_held_whatever_another_thread_sends(monkeypatch: pytest.M
 
     def record(event: Any, stream: int) -> tuple[int]:
         recorded.clear()
-        comm.backend._free_finished()
+        free_finished(comm.backend._in_flight)
         recorded.append(stream)
         return (0,)
 

@@ -131,9 +131,10 @@ def test_on_threads(crashes: bool) -> None:
 
 def test_a_process_forked_while_the_watchdog_holds_its_lock_ends() -> None:
     code = """
-import os, signal, sys
+import os, signal, sys, warnings
 import kos
 from kos.comm import watchdog
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer warn of a fork beside threads
 comm = kos.init("tcp", timeout=60)
 comm.on_failure(print)
 watchdog._stop._cond.acquire()

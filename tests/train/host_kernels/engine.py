@@ -445,6 +445,8 @@ def on_host(array):
 def host_engine(monkeypatch) -> None:
     """Let ``kos.train.device.cuda`` run on host memory."""
     emulator.host_memory(monkeypatch)
+    peak = SimpleNamespace(statistics=lambda: SimpleNamespace(peak=0), reset_peak=lambda: 0)
+    monkeypatch.setattr("kos.memory.pool.pool_of", lambda device: peak)
     make, allocated = array_module.pool_of(0).allocate, weakref.WeakValueDictionary()
 
     def allocate(nbytes, stream=None, *, label=None):
