@@ -43,7 +43,6 @@ class Interleaving:
                 thread = self._start(second, errors)
             return trace
 
-        sys._getframe().f_trace_opcodes = self._finely  # Python 3.12 looks at it when it begins to trace
         sys.settrace(trace)
         try:
             first()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -213,6 +214,7 @@ class _Gate:
 
 
 @needs_core
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 does not trace each instruction; 3.12.1 crashes")
 @pytest.mark.parametrize("name", ["late", "wait"])
 def test_another_thread_frees_what_a_wait_uses(name: str) -> None:
     """At every instruction of the backend."""
