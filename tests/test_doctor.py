@@ -163,6 +163,7 @@ def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
 
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_version", lambda name: None if name in ("rich", "nccl4py") else "1.0")
+    monkeypatch.setattr(checks, "_kernel_driver", lambda: None)
     found = {check.name: check for check in checks.packages()}
     assert found["packages (core)"].verdict == OK
     assert found["packages (train)"] == Check("packages (train)", NO, "not installed: rich", install("train"))

@@ -82,6 +82,8 @@ def call(function: Any, *arguments: Any) -> Any:
         require()
         raise
     if result[0]:
+        if result[0] == cu.CUresult.CUDA_ERROR_NOT_INITIALIZED:
+            require()
         raise error_of(function.__name__, result[0])
     return result[1] if len(result) == 2 else result[1:] or None
 

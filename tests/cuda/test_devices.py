@@ -139,7 +139,8 @@ def test_a_driver_that_cannot_be_used(tmp_path: Path) -> None:
     assert _say("", LD_LIBRARY_PATH=path).count(f"the CUDA driver does not load: {library}: file too short") == 2
     library.write_bytes(_some_library())
     said = _say("", LD_LIBRARY_PATH=path)
-    assert said.count("the CUDA driver (libcuda.so.1) does not work: Failed to get cuGetProcAddress") == 2
+    missed = r'Failed to get cuGetProcAddress|Function "cuInit" not found'  # by version of the bindings
+    assert len(re.findall(rf"the CUDA driver \(libcuda\.so\.1\) does not work: (?:{missed})", said)) == 2
 
 
 @pytest.mark.gpu

@@ -27,7 +27,8 @@ def cache(tmp_path_factory):
 )
 def test_compiled_programs_give_what_gloo_gives(part, compiler, cache):
     found = compare([part], compiler, "cpu", cache)
-    assert found and not {case: results for case, results in found.items() if results != "equal"}
+    differ = {case: results for case, results in found.items() if results != "equal"}
+    assert found and not {case: x for case, x in differ.items() if "gloo does not support" not in str(x)}
 
 
 @pytest.mark.gpu
