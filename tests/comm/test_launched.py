@@ -263,6 +263,36 @@ with kos.init(timeout=60) as comm:
 
 
 @needs_mpirun
+def test_a_rank_that_has_started_is_not_ended_at_its_turn(tmp_path: Path) -> None:
+    """The timeout has passed when MPI_Init returns, and the turn of the last rank comes 4 s later."""
+    text = """
+import threading
+import mpi4py
+from kos.comm.control import mpi_start
+os.environ |= {"OMPI_COMM_WORLD_RANK": "8", "OMPI_COMM_WORLD_SIZE": "9"}
+mpi_start.start(mpi4py.rc, 0.001)
+for thread in threading.enumerate():
+    if thread is not threading.main_thread():
+        thread.join(60)
+print("runs", flush=True)
+from mpi4py import MPI
+MPI.Finalize()
+"""
+    assert output(tmp_path, text, fresh=True) == "runs\n"
+
+
+@needs_mpirun
+def test_a_program_may_have_called_mpi_init(tmp_path: Path) -> None:
+    text = """
+import ctypes, importlib.util
+ctypes.CDLL(importlib.util.find_spec("mpi4py.MPI").origin).MPI_Init(None, None)  # as a library of the program does
+with kos.init(timeout=60) as comm:
+    print(comm.all_reduce(np.ones(1)), flush=True)
+"""
+    assert output(tmp_path, text, 2, fresh=True) == "[2.]\n" * 2
+
+
+@needs_mpirun
 @pytest.mark.parametrize(
     ("option", "level"), [("rc.thread_level = 'serialized'", "SERIALIZED"), ("rc.threads = False", "SINGLE")]
 )
