@@ -836,7 +836,7 @@ class Operations:
             return found
         self._check_open()
         self.backend.failures.refuse("probe")
-        arrived: Envelope | None = self.backend.poll_message(operation.message.src, tag)
+        arrived: Envelope | None = self.backend.poll_message(operation.message.src, operation.message.recv_tag)
         return arrived
 
     def _awaited(self, name: str, options: Options, src: Any, tag: Any) -> Operation:
