@@ -7,11 +7,12 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kos
-from kos.comm.control.identity import MARK, process
+from kos.comm.control.identity import MARK, claimed, process
 from kos.comm.control.mpi_start import EXIT_CODE
 from tests.comm.tcp_ranks import free_port, run_processes
 from tests.comm.test_jobs import environment, mpirun, output, program
@@ -203,6 +204,22 @@ def test_a_mark_of_another_process(no_launcher: pytest.MonkeyPatch, launcher: st
     with pytest.raises(kos.errors.RendezvousError, match=expected if case == "runs" else r"ranks \[1\] of 2 did not"):
         kos.init(timeout=0.1)
     assert (MARK in os.environ) == (case == "runs")
+
+
+def test_processes_of_other_users_may_be_hidden(no_launcher: pytest.MonkeyPatch) -> None:
+    """As by the option hidepid=1 of /proc: those that have started the launcher, and one with a former rank's number."""
+    read, mine = Path.read_text, Path(f"/proc/{os.getpid()}/stat")
+
+    def read_own(path: Path, *args: Any, **options: Any) -> str:
+        if path != mine and path.name == "stat":
+            raise PermissionError(1, "Operation not permitted", str(path))
+        return read(path, *args, **options)
+
+    no_launcher.setenv("OMPI_COMM_WORLD_RANK", "0")
+    no_launcher.setenv(MARK, f"{os.getppid()} 12 - mpi OMPI_COMM_WORLD_RANK=0")
+    no_launcher.setattr(Path, "read_text", read_own)
+    with claimed(True):
+        assert os.environ[MARK].startswith(f"{os.getpid()} ")
 
 
 # MPI_Init.
