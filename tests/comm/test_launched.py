@@ -207,7 +207,7 @@ def test_a_mark_of_another_process(no_launcher: pytest.MonkeyPatch, launcher: st
 
 
 def test_processes_of_other_users_may_be_hidden(no_launcher: pytest.MonkeyPatch) -> None:
-    """As by the option hidepid=1 of /proc: those that have started the launcher, and one with a former rank's number."""
+    """As by hidepid=1 of /proc: those that have started the launcher, and one with the number of a former rank."""
     read, mine = Path.read_text, Path(f"/proc/{os.getpid()}/stat")
 
     def read_own(path: Path, *args: Any, **options: Any) -> str:
