@@ -498,6 +498,7 @@ def test_a_message_whose_sender_has_cancelled_it_is_passed() -> None:
         if comm.rank == 1:
             work = comm.send_bytes(b"x" * LONG, 0, async_op=True)
             comm.rendezvous.barrier()
+            comm.rendezvous.barrier()
             work.cancel(CollectiveMismatch("cancelled, as after the loss of another rank"))
             comm.rendezvous.barrier()
             comm.rendezvous.barrier()
@@ -505,6 +506,7 @@ def test_a_message_whose_sender_has_cancelled_it_is_passed() -> None:
         else:
             comm.rendezvous.barrier()
             assert comm.probe() == (1, np.uint8, LONG)
+            comm.rendezvous.barrier()
             comm.rendezvous.barrier()
             assert comm.probe(wait=False) is None
             waiting = comm.recv_bytes(async_op=True)
