@@ -810,8 +810,7 @@ class Operations:
         """
         options = self._options("recv_bytes", async_op, timeout)
         self._refuse_batch("recv_bytes")
-        work = self._prepare(self._awaited("recv_bytes", options, src, tag))
-        return work.prepared.start(self, work)
+        return self._start_awaited(self._awaited("recv_bytes", options, src, tag))
 
     def probe(self, src: int | None = None, tag: int = 0, *, wait: bool = True,
               timeout: float | None = None) -> Envelope | None:
@@ -827,16 +826,11 @@ class Operations:
         operation = self._awaited("probe", self._options("probe", False, timeout), src, tag)
         self._refuse_batch("probe")
         if check_bool("wait", wait):
-            work = self._prepare(operation)
-            try:
-                found: Envelope = work.prepared.start(self, work)
-            except KeyboardInterrupt:  # nobody has the Work, and ``synchronize`` would wait for a message
-                work.cancel(CollectiveError(f"{work}: interrupted"))
-                raise
+            found: Envelope = self._start_awaited(operation)
             return found
         self._check_open()
         self.backend.failures.refuse("probe")
-        arrived: Envelope | None = self.backend.poll_message(operation.message.src, tag)
+        arrived: Envelope | None = self.backend.poll_message(operation.message.src, operation.message.recv_tag)
         return arrived
 
     def _awaited(self, name: str, options: Options, src: Any, tag: Any) -> Operation:
@@ -844,6 +838,15 @@ class Operations:
         self._check_envelopes(name)
         message = Message(src=self._source(name, src), recv_tag=check_tag(tag))
         return Operation(name, self.rank, options, message=message)
+
+    def _start_awaited(self, operation: Operation) -> Any:
+        """Start a call whose result only its caller gets."""
+        work = self._prepare(operation)
+        try:
+            return work.prepared.start(self, work)
+        except KeyboardInterrupt:  # nobody has the Work, which would take the next message
+            work.cancel(CollectiveError(f"{work}: interrupted"))
+            raise
 
     def _source(self, name: str, src: Any) -> int:
         """The source of a message: another rank, or ANY."""

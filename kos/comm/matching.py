@@ -83,6 +83,8 @@ class Matching:
         """Give arrived messages to the receives that wait; returns the ranks whose next message is for one of them."""
         taken: set[int] = set()
         for receive in list(self.waiting.get(tag, ())):
+            if len(taken) == len(self._others):
+                break
             ranks = [rank for rank in self.sources(receive.src) if rank not in taken]
             if ranks and receive.begin(ranks):
                 self._remove(receive)

@@ -293,6 +293,26 @@ def test_a_timeout_names_those_that_sent_nothing(
     comm.barrier()
 
 
+@pytest.mark.parametrize("memory", ["shared", "none"], indirect=True)
+@pytest.mark.parametrize("source", [None, 1])
+def test_a_wait_reports_late_ranks_while_another_thread_aborts(memory: str, source: int | None) -> None:
+    """Between the release of shared memory and the end of the operations, which the abort cancels then."""
+
+    def body(comm: kos.Communicator) -> None:
+        part = comm.duplicate()
+        if comm.rank == 0:
+            waiting = part.recv(np.zeros(1), source, async_op=True)
+            part.backend.abort("as by another thread")
+            assert not part.backend.late(waiting).ranks
+        comm.rendezvous.barrier()
+        part.abort()
+        if comm.rank == 0:
+            with pytest.raises(CollectiveError, match="the communicator was aborted"):
+                waiting.wait()
+
+    TCPRanks(2).run(body)
+
+
 @pytest.mark.parametrize("source", [None, 1])
 @pytest.mark.parametrize("name", [*WAITS, "polled"])
 @on_each_rank("run")
@@ -478,6 +498,7 @@ def test_a_message_whose_sender_has_cancelled_it_is_passed() -> None:
         if comm.rank == 1:
             work = comm.send_bytes(b"x" * LONG, 0, async_op=True)
             comm.rendezvous.barrier()
+            comm.rendezvous.barrier()
             work.cancel(CollectiveMismatch("cancelled, as after the loss of another rank"))
             comm.rendezvous.barrier()
             comm.rendezvous.barrier()
@@ -485,6 +506,7 @@ def test_a_message_whose_sender_has_cancelled_it_is_passed() -> None:
         else:
             comm.rendezvous.barrier()
             assert comm.probe() == (1, np.uint8, LONG)
+            comm.rendezvous.barrier()
             comm.rendezvous.barrier()
             assert comm.probe(wait=False) is None
             waiting = comm.recv_bytes(async_op=True)

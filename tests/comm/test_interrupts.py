@@ -212,3 +212,34 @@ def test_ctrl_c_on_mpi(memory: str, ranks_of_mpi: MPIRanks, name: str) -> None:
         orders.Free()
 
     ranks_of_mpi.run(body)
+
+
+@pytest.mark.parametrize("source", [None, 1])
+def test_a_receive_of_bytes_that_ctrl_c_ends_takes_no_message(source: int | None) -> None:
+    places, interrupted, lines = _places("mock"), threading.Event(), 0
+
+    def second() -> None:
+        with kos.init("mock", rendezvous=places[1](), timeout=TIMEOUT) as comm:
+            assert interrupted.wait(TIMEOUT)
+            comm.send_bytes(b"later", 0)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename.endswith(f"{_KOS}work.py"):
+            lines += 1
+            if lines == 300:  # it waits
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    thread = threading.Thread(target=second, daemon=True)
+    thread.start()
+    with kos.init("mock", rendezvous=places[0](), timeout=TIMEOUT) as comm:
+        sys.settrace(trace)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                comm.recv_bytes(source)
+        finally:
+            sys.settrace(None)
+        interrupted.set()
+        assert comm.recv_bytes(timeout=5) == (b"later", 1)
+    thread.join(TIMEOUT)

@@ -7,11 +7,12 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kos
-from kos.comm.control.identity import MARK, process
+from kos.comm.control.identity import MARK, claimed, process
 from kos.comm.control.mpi_start import EXIT_CODE
 from tests.comm.tcp_ranks import free_port, run_processes
 from tests.comm.test_jobs import environment, mpirun, output, program
@@ -205,6 +206,22 @@ def test_a_mark_of_another_process(no_launcher: pytest.MonkeyPatch, launcher: st
     assert (MARK in os.environ) == (case == "runs")
 
 
+def test_processes_of_other_users_may_be_hidden(no_launcher: pytest.MonkeyPatch) -> None:
+    """As by hidepid=1 of /proc: those that have started the launcher, and one with the number of a former rank."""
+    read, mine = Path.read_text, Path(f"/proc/{os.getpid()}/stat")
+
+    def read_own(path: Path, *args: Any, **options: Any) -> str:
+        if path != mine and path.name == "stat":
+            raise PermissionError(1, "Operation not permitted", str(path))
+        return read(path, *args, **options)
+
+    no_launcher.setenv("OMPI_COMM_WORLD_RANK", "0")
+    no_launcher.setenv(MARK, f"{os.getppid()} 12 - mpi OMPI_COMM_WORLD_RANK=0")
+    no_launcher.setattr(Path, "read_text", read_own)
+    with claimed(True):
+        assert os.environ[MARK].startswith(f"{os.getpid()} ")
+
+
 # MPI_Init.
 
 MISSING = r"rank 1: RendezvousError: rendezvous: start: rank 0 did not arrive within 0\.5 s, as MPI_Init needs all r"
@@ -260,6 +277,36 @@ with kos.init(timeout=60) as comm:
     print(comm.all_reduce(np.ones(1)), flush=True)
 """
     assert output(tmp_path, text, 2) == "[2.]\n" * 2
+
+
+@needs_mpirun
+def test_a_rank_that_has_started_is_not_ended_at_its_turn(tmp_path: Path) -> None:
+    """The timeout has passed when MPI_Init returns, and the turn of the last rank comes 4 s later."""
+    text = """
+import threading
+import mpi4py
+from kos.comm.control import mpi_start
+os.environ |= {"OMPI_COMM_WORLD_RANK": "8", "OMPI_COMM_WORLD_SIZE": "9"}
+mpi_start.start(mpi4py.rc, 0.001)
+for thread in threading.enumerate():
+    if thread is not threading.main_thread():
+        thread.join(60)
+print("runs", flush=True)
+from mpi4py import MPI
+MPI.Finalize()
+"""
+    assert output(tmp_path, text, fresh=True) == "runs\n"
+
+
+@needs_mpirun
+def test_a_program_may_have_called_mpi_init(tmp_path: Path) -> None:
+    text = """
+import ctypes, importlib.util
+ctypes.CDLL(importlib.util.find_spec("mpi4py.MPI").origin).MPI_Init(None, None)  # as a library of the program does
+with kos.init(timeout=60) as comm:
+    print(comm.all_reduce(np.ones(1)), flush=True)
+"""
+    assert output(tmp_path, text, 2, fresh=True) == "[2.]\n" * 2
 
 
 @needs_mpirun

@@ -18,7 +18,7 @@ from kos.comm.host.shared.segment import PID
 from kos.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import end_process, needs_core, run
-from tests.comm.tcp_ranks import TCPRanks
+from tests.comm.tcp_ranks import TCPRanks, run_processes
 
 pytestmark = needs_core
 
@@ -186,6 +186,23 @@ def test_an_unknown_vendor_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("KOS_CPU_VENDOR", "amd")
     with pytest.raises(AssertionError, match="KOS_CPU_VENDOR of rank 0: expected intel or other, got 'amd'"):
         run(lambda comm: comm.size, 2)
+
+
+@pytest.mark.parametrize(("vendors", "expected"), [
+    (["intel", "other", "other", "other"], "rank 1: expected intel, got 'other'"),
+    (["other", "amd", "other", "other"], "rank 1: expected other, got 'amd'"),
+    (["other", "other", "amd", "other"], "rank 2: expected intel or other, got 'amd'"),
+])  # fmt: skip
+def test_vendors_that_differ_on_one_host_are_refused_on_all_hosts(vendors: list[str], expected: str) -> None:
+    text = f"""import os, kos
+rank = int(os.environ["RANK"])
+os.environ |= {{"KOS_HOST": str(rank // 2), "KOS_CPU_VENDOR": {vendors}[rank]}}
+try:
+    kos.init("tcp", timeout=60)
+except kos.errors.InvalidArgument as error:
+    print(error)
+"""
+    assert run_processes(text, 4) == [(0, f"KOS_CPU_VENDOR of {expected}\n")] * 4
 
 
 @pytest.mark.parametrize("how", ["message", "collective"])

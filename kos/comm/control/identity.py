@@ -94,10 +94,11 @@ def _stat(pid: int | str) -> tuple[str, list[str]]:
 def _launcher() -> str:
     """The process of MPICH's launcher on this host, by its id; "" under another launcher."""
     name, pid = "", os.getpid()
-    while name != _HYDRA and pid > 1:
-        child = pid
-        name, fields = _stat(pid)
-        pid = int(fields[1])
+    with suppress(PermissionError):  # where /proc hides processes of other users, the launcher's are not hidden
+        while name != _HYDRA and pid > 1:
+            child = pid
+            name, fields = _stat(pid)
+            pid = int(fields[1])
     return str(child) if name == _HYDRA else ""
 
 
@@ -110,7 +111,7 @@ def claimed(by_mpi: bool) -> Iterator[None]:
     names = OF_MPI if by_mpi else (*_OF_OTHERS, VARIABLES[2:])
     given = (f"{name}={os.environ[name]}" for name in sum(names, (*_JOB, _RUN)) if name in os.environ)
     identity, me, launcher = " ".join(["mpi" if by_mpi else "tcp", *given]), os.getpid(), _launcher() if by_mpi else ""
-    with suppress(ValueError):  # no mark
+    with suppress(ValueError, PermissionError):  # no mark, or of a process that another user's has replaced
         pid, began, its_launcher, its_identity = os.environ.get(MARK, "").split(" ", 3)
         same = its_identity == identity and launcher in ("", its_launcher)
         if same and int(pid) != me and process(pid)[1] == int(began):

@@ -14,7 +14,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
@@ -35,7 +34,7 @@ def start(rc: Any, timeout: float | None) -> None:
     """Call MPI_Init with the thread level of ``rc``, mpi4py's settings, before mpi4py would.
 
     ``timeout`` in seconds; None waits forever.  Does nothing where mpi4py is missing, or its MPI is another than Open
-    MPI or MPICH.  Raises OSError if the MPI library cannot be loaded.
+    MPI or MPICH, or where the program has called MPI_Init.  Raises OSError if the MPI library cannot be loaded.
     """
     spec = importlib.util.find_spec("mpi4py.MPI")
     if spec is None or spec.origin is None or "mpiabi" in spec.origin:  # the MPI ABI numbers thread levels otherwise
@@ -44,27 +43,40 @@ def start(rc: Any, timeout: float | None) -> None:
         os.environ.get(f"MPI4PY_RC_{key.upper()}", getattr(rc, key, "")) for key in ("threads", "thread_level")
     )
     level = 0 if str(threads).lower() in ("0", "no", "false") else _LEVELS.get(name, 3)
-    init = ctypes.CDLL(spec.origin).MPI_Init_thread
+    library, begun = ctypes.CDLL(spec.origin), ctypes.c_int()
+    library.MPI_Initialized(ctypes.byref(begun))
+    if begun.value:
+        return
     rank, size = launched_place()
+    returned, deciding = threading.Event(), threading.Lock()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as here:
         if sys.platform == "linux":
             with suppress(OSError):
                 here.bind(_name(rank))
-        watch = threading.Timer(timeout or 0.0, _end, (timeout, rank, size, sys._getframe()))
-        watch.daemon = True
         if timeout is not None:
-            watch.start()
-        init(None, None, 3 if rc.initialize is False else level, ctypes.byref(ctypes.c_int()))
-        watch.cancel()
+            given = returned, deciding, timeout, rank, size, sys._getframe()
+            threading.Thread(target=_watch, args=given, name="kos-mpi-start", daemon=True).start()
+        library.MPI_Init_thread(None, None, 3 if rc.initialize is False else level, ctypes.byref(ctypes.c_int()))
+        with deciding:  # else that thread ends the process
+            returned.set()
 
 
 def _name(rank: int) -> str:
     return f"\0kos-mpi-{hashlib.sha256(job().encode()).hexdigest()[:32]}-{rank}"
 
 
+def _watch(
+    returned: threading.Event, deciding: threading.Lock, timeout: float, rank: int, size: int, frame: FrameType
+) -> None:
+    """End this process, unless MPI_Init has ``returned`` by the timeout and this rank's turn."""
+    if not returned.wait(timeout + min(rank, 8) * TURN_SECONDS):
+        with deciding:
+            if not returned.is_set():
+                _end(timeout, rank, size, frame)
+
+
 def _end(timeout: float, rank: int, size: int, frame: FrameType | None) -> None:
     """Report the missing ranks, and end this process."""
-    time.sleep(min(rank, 8) * TURN_SECONDS)
     text, trace = timeouts.unstarted(timeout, _missing(rank, size)), None
     error = RendezvousError(f"rendezvous: start: {text}")
     while frame is not None:

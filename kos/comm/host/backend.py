@@ -234,6 +234,8 @@ class HostBackend(Backend):
         return work.collective and self.calls is not None and bool(self.calls.missing(work))
 
     def late(self, work: Work[Any]) -> Late:
+        if self._aborting:  # another thread frees what is read here
+            return Late(words=timeouts.UNKNOWN)
         names, left = self.failures.names, work.left  # of a collective in shared memory
         if not work.collective:
             return self._late_in_message(work)

@@ -95,7 +95,7 @@ class Node:
     def _read_each_other(self, rendezvous: Rendezvous) -> bool:
         """In another PID namespace a number may be another process's: read a token.  Collective.
 
-        Raises InvalidArgument if the ranks of this host have several vendors.
+        Raises InvalidArgument on all ranks if those of a host have several vendors.
         """
         token = np.frombuffer(os.urandom(16), np.uint8)
         at, vendor = token.__array_interface__["data"][0], cpu_vendor()
@@ -107,12 +107,14 @@ class Node:
             read_memory(words[segment.line(r) + PID], int.from_bytes(each[:8], "little"), 16) == each[8:24]
             for r, each in enumerate(everyone[rank] for rank in self.ranks)
         )
-        all_read = rendezvous.allgather(b"1" if all(reads) else b"")
-        for rank in self.ranks:
-            if (got := everyone[rank][24:].decode()) != vendor or vendor not in DIRECT_BYTES:
-                expected = vendor if vendor in DIRECT_BYTES else " or ".join(DIRECT_BYTES)
-                raise InvalidArgument(f"KOS_CPU_VENDOR of rank {rank}: expected {expected}, got {got!r}")
-        return all(all_read[rank] for rank in self.ranks)
+        vendors = {rank: everyone[rank][24:].decode() for rank in self.ranks}
+        expected = [first] if (first := vendors[self.ranks[0]]) in DIRECT_BYTES else [*DIRECT_BYTES]
+        wrong = (f"KOS_CPU_VENDOR of rank {rank}: expected {' or '.join(expected)}, got {vendor!r}"
+                 for rank, vendor in vendors.items() if vendor not in expected)  # fmt: skip
+        answers = rendezvous.allgather(next(wrong, "1" if all(reads) else "").encode())
+        if len(refusal := max(answers, key=len)) > 1:
+            raise InvalidArgument(refusal.decode())
+        return all(answers[rank] for rank in self.ranks)
 
     def bind(self, prepared: Prepared) -> None:
         """Have the core run such calls, unless it cannot: by a schedule, compressed, or of arrays of two dtypes."""
