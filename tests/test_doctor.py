@@ -163,14 +163,12 @@ def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
 
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_version", lambda name: None if name in ("rich", "nccl4py") else "1.0")
-    monkeypatch.setattr(checks, "_kernel_driver", lambda: None)
-    found = {check.name: check for check in checks.packages()}
-    assert found["packages (core)"].verdict == OK
-    assert found["packages (train)"] == Check("packages (train)", NO, "not installed: rich", install("train"))
-    assert found["packages (cuda)"] == Check("packages (cuda)", NO, "not installed: nccl4py")  # and no GPU to want it
-    monkeypatch.setattr(checks, "_kernel_driver", lambda: "NVRM version: 580")
-    found = {check.name: check for check in checks.packages()}
-    assert found["packages (cuda)"].remedy == install("cuda")
+    for kernel_driver, remedy in ((None, ""), ("NVRM version: 580", install("cuda"))):  # without a GPU none wants it
+        monkeypatch.setattr(checks, "_kernel_driver", lambda kernel_driver=kernel_driver: kernel_driver)
+        found = {check.name: check for check in checks.packages()}
+        assert found["packages (core)"].verdict == OK
+        assert found["packages (train)"] == Check("packages (train)", NO, "not installed: rich", install("train"))
+        assert found["packages (cuda)"] == Check("packages (cuda)", NO, "not installed: nccl4py", remedy)
 
 
 @pytest.mark.parametrize(
