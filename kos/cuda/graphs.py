@@ -67,10 +67,11 @@ def capture(stream: Any, *, keep: Iterable[Any] = ()) -> Iterator[Graph]:
     handle = streams.handle(stream)
     if handle == streams.LEGACY:
         raise InvalidArgument("capture: expected a stream of its own, got the legacy default stream")
+    device = int(call(cu.cuCtxGetDevice))  # before the capture: raises where CUDA cannot be used
     with _no_collection():
         call(cu.cuStreamBeginCapture, handle, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         try:
-            graph = Graph(int(call(cu.cuCtxGetDevice)))
+            graph = Graph(device)
             graph.keep(stream, *keep)
             yield graph
         except BaseException:
