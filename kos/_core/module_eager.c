@@ -6,10 +6,10 @@
 // goes to Communicator._finish.  All other calls go to the method, and after that to Node.remember, which says how the
 // next such call runs.
 //
-// Much of Python's interface may run Python: the end of an object, an attribute, and until Python 3.11 any allocation
-// that may collect garbage.  What runs then may make the same call, set a timeout, or close the communicator, which
-// forgets the known calls.  So such steps come before the look at what is known, or once the call has begun and is
-// recorded; between them, nothing here runs Python.
+// Many functions of Python's C API can run Python code: releasing an object, reading an attribute, and, up to Python
+// 3.11, any allocation that collects garbage.  That code may make the same call, set a timeout, or close the
+// communicator, all of which can free cached calls.  Such steps therefore come before the cache lookup, or after the
+// call has begun and is recorded.  Between these two points nothing here runs Python code.
 #include "module.h"
 
 enum { ARGUMENTS = 8, KNOWN = 2048, MOST_WORDS = 3 * KOS_MAX_RANKS };

@@ -26,7 +26,7 @@ PyObject **slot_of(PyObject *x, const char *name) {
     return NULL;
 }
 
-// What there is no memory for is None: the call has begun.
+// Return None where memory for the value ran out. This must not raise, because the call has already begun.
 static PyObject *or_none(PyObject *value) {
     if (value)
         return value;
@@ -91,8 +91,8 @@ static int state_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     return read ? 0 : -1;
 }
 
-// Whether the core completes now what it has begun, which must be all that this rank has in flight.  When that releases
-// its arrays Python may run, which may complete or cancel this Work and begin others.
+// Try to finish this Work in C. Valid only if it is the only one in flight. Releasing its arrays may run Python code,
+// which may complete or cancel this Work and begin others.
 static int completes(State *s) {
     Work *left = (Work *)Py_NewRef(s->fields[LEFT]);
     PyObject *active = ((Group *)left->group)->objects[ACTIVE];
