@@ -39,9 +39,9 @@ enum { OBJECT, INTEGER, COUNTS };  // kinds but those of arrays, which have 1 + 
 typedef struct {
     PyObject *how;  // what Node.remember has said of it, which keeps all objects of this call and of its key
     PyObject *call, *prepared, *description;  // of group_prepare, of kos.comm.prepared, of the recorder
-    PyObject *work, *fixed[3];                // the class of its Works, None if it waits; arguments of a Persistent
+    PyObject *work, *fixed[3];                // the class of its Works; arguments of a Persistent
     const kos_prepared *core;                 // that of `call`; NULL of a call on a GPU
-    int send, recv, result;                   // arguments, or -1
+    int waits, send, recv, result;            // whether it returns no Work; arguments, or -1
     size_t words;                             // of its key
     uint64_t word[];
 } known;
@@ -189,7 +189,7 @@ static known **find(Operation *o, const call_key *key) {
 }
 
 // Keeps a call as Node.remember describes it:
-// (native Prepared, Prepared, description, class of the Works or None, send, recv, result, objects); on a GPU
+// (native Prepared, Prepared, description, class of the Works, waits, send, recv, result, objects); on a GPU
 // EagerCalls.remember, which gives False for one that the core will never make.  Those of a Persistent are its arrays,
 // on a GPU their addresses.
 static void remember(Operation *o, const call_key *key, PyObject *how, unsigned generation) {
@@ -201,8 +201,8 @@ static void remember(Operation *o, const call_key *key, PyObject *how, unsigned 
     PyObject *objects, *unused;
     known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k + key->words * sizeof *k->word);
     if (!k || (how != Py_False
-               && !PyArg_ParseTuple(how, "OOOOiiiO|OOO", &k->call, &k->prepared, &k->description, &k->work, &k->send,
-                                    &k->recv, &k->result, &objects, &unused, &unused, &unused))) {
+               && !PyArg_ParseTuple(how, "OOOOpiiiO|OOO", &k->call, &k->prepared, &k->description, &k->work, &k->waits,
+                                    &k->send, &k->recv, &k->result, &objects, &unused, &unused, &unused))) {
         PyMem_Free(k);
         return;
     }
@@ -227,7 +227,8 @@ static int apart(const known *k, char *const *data) {
     return send + k->core->send_bytes <= recv || recv + k->core->recv_bytes <= send;
 }
 
-// The Work of a call that does not wait.  The engine advances it if it is not complete.
+// The Work of a call.  If it is not complete, it joins those that the engine advances before any Python code runs, which
+// may be a signal's handler that raises.
 static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObject *recv, PyObject *result,
                            PyObject *sequence, PyObject *slot, PyObject *left) {
     State *s = new_state(o->last, k->work, k->prepared, send, recv, result, sequence, slot);
@@ -268,22 +269,22 @@ static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *ar
     if (!sequence)
         return NULL;
     PyObject *send = k->send < 0 ? Py_None : args[k->send], *recv = k->recv < 0 ? Py_None : args[k->recv];
-    PyObject *result = k->result < 0 ? Py_None : args[k->result], *how = Py_NewRef(k->how), *old[2], *value = NULL;
+    PyObject *result = k->result < 0 ? Py_None : args[k->result], *how = Py_NewRef(k->how), *old[2];
     void *from = k->send < 0 ? NULL : data[k->send], *to = k->recv < 0 ? NULL : data[k->recv];
     g->hits++;
+    const int waits = k->waits;  // Python code may free k
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
     const kos_result r = begin(g, k->core, number, from, to);
     PyObject *slot = note(g, k->description, sequence, frame, old);  // while the data is on its way
-    PyObject *left = go_on(g, k->call, r, send, recv, k->work == Py_None);
+    PyObject *left = go_on(g, k->call, r, send, recv, waits);
     PyList_SetItem(slot, COMPLETED, left == Py_None ? nanoseconds() : Py_NewRef(Py_None));
-    if (k->work != Py_None && (left == Py_None || is_pending(left)))
-        value = in_flight(o, k, send, recv, result, sequence, slot, left);
-    else if (left == Py_None)
-        value = Py_NewRef(result);
-    else
-        value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, k->prepared, send, recv, result, sequence, slot,
-                                           left, k->work == Py_None ? Py_True : Py_False, NULL);
-    value = keep(o, value);
+    PyObject *value = left == Py_None && waits ? Py_NewRef(result)
+        : keep(o, in_flight(o, k, send, recv, result, sequence, slot, left));
+    if (value && left != Py_None && (waits || !is_pending(left))) {
+        PyObject *work = value;
+        value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, work, waits ? Py_True : Py_False, NULL);
+        Py_DECREF(work);
+    }
     Py_DECREF(left);
     Py_DECREF(old[0]);
     Py_DECREF(old[1]);

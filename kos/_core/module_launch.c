@@ -23,7 +23,7 @@ typedef struct {
 } queued_call;
 _Static_assert(offsetof(queued_call, fingerprint) == KOS_PLAN_AT, "KOS_PLAN_AT: expected the bytes of the objects");
 
-enum { PLAN, DESCRIPTION = 2, WORK, GUARDS = 8, BACKEND, SHARED };  // of what EagerCalls.remember returns
+enum { PLAN, DESCRIPTION = 2, WORK, GUARDS = 9, BACKEND, SHARED };  // of what EagerCalls.remember returns
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 

@@ -108,15 +108,14 @@ class Communicator(Groups):
         if self._eager is not None:
             self._eager.off = batch is not None
 
-    def _finish(
-        self, prepared: Any, send: Any, recv: Any, result: Any, sequence: int, record: list[Any], left: Any, waits: bool
-    ) -> Any:
-        """The result of a call that the core has begun, and that is not complete yet; its Work unless it ``waits``."""
+    def _finish(self, work: Work[Any], waits: bool) -> Any:
+        """The result of a call that the core has begun, and that was not complete then; the Work unless it ``waits``.
+
+        The engine has the Work already: if Ctrl-C comes before it is held back, the Work stays in flight.
+        """
         held = self.device is None and interrupts.hold()
         try:
-            work = prepared.work(prepared, send, recv, result)
-            work.sequence, work.record = sequence, record
-            return prepared.start(self, work, waits, left=left)
+            return work.prepared.start(self, work, waits, begun=True)
         finally:
             if held:
                 interrupts.release()

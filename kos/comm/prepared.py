@@ -86,34 +86,34 @@ class Prepared:
         self.description: tuple[Any, ...] = (None,)
         """What the flight recorder has of each start, once the communicator has it: its group, and the operation."""
 
-    def start(self, comm: Any, work: Work[Any], waits: bool = True, left: Any = None) -> Any:
+    def start(self, comm: Any, work: Work[Any], waits: bool = True, begun: bool = False) -> Any:
         """Number ``work``, record its call site, and launch it.
 
-        Of a call that the core has begun, which is numbered and recorded, complete what is ``left``.  Returns the
+        A call that the core has ``begun`` has its number and record already: what is left of it is done.  Returns the
         result, or the Work itself with ``async_op`` or without ``waits``.
         """
         held = self.backend.device is None and interrupts.hold()  # the first call on a GPU may connect for long
         try:
-            if left is None:
+            if not begun:
                 if comm._batch is not None:
                     return comm._batch.add(work)
                 if comm._closed:
                     comm._check_open()
                 if self.collective and comm._active is not None:
                     check_one_thread(comm, work)
-            return self._launch(comm, work, waits, left)
+            return self._launch(comm, work, waits, begun)
         finally:
             if held:
                 interrupts.release()
 
-    def _launch(self, comm: Any, work: Work[Any], waits: bool, left: Any) -> Any:
+    def _launch(self, comm: Any, work: Work[Any], waits: bool, begun: bool) -> Any:
         collective, backend = self.collective, self.backend
         if collective:
             comm._active = work
         try:
             try:
-                if left is not None:
-                    steps = backend.resume(work, left)
+                if begun:
+                    steps = backend.resume(work)
                 else:
                     note(comm, work)
                     if backend.failures.first is not None:

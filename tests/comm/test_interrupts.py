@@ -48,7 +48,7 @@ class Interrupt:
 
         def trace(frame: FrameType, event: str, _: object) -> Any:
             nonlocal begun, sent
-            if event == "line" and _counts(frame):
+            if event == "line" and _KOS in frame.f_code.co_filename:
                 line = frame.f_code, frame.f_lineno
                 lines[line] += 1
                 new = not sent and line not in self._reached
@@ -73,15 +73,6 @@ class Interrupt:
         if not begun:
             begin()
         return interrupted
-
-
-def _counts(frame: FrameType) -> bool:
-    """Whether a line of ``frame`` may be interrupted.
-
-    Not the first lines after the core has begun a call that it cannot complete: it forgets the call then.
-    """
-    begun = [each for each in (frame, frame.f_back) if each and {"record", "left"} <= {*each.f_code.co_varnames}]
-    return _KOS in frame.f_code.co_filename and not begun
 
 
 def _all_reduce(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:

@@ -297,7 +297,7 @@ def test_a_list_that_is_longer_than_the_counts_of_a_call_is_never_known() -> Non
     """It is not compared by value, and the program may change it."""
     with groups(1) as (group,):
         barrier = group.prepare("barrier").prepared
-        owner = Owner(lambda *call: (barrier, None, (None,), None, -1, -1, -1, call))
+        owner = Owner(lambda *call: (barrier, None, (None,), None, True, -1, -1, -1, call))
         example, seen = np.zeros((2, 3)), list[int]()
         core, numbers = group.core, itertools.count()
         slots = [[None] * 7 for _ in range(4)]

@@ -79,10 +79,11 @@ class EagerCalls:
 
         None if this call says nothing of others.
 
-        What it queues, the Prepared, what the recorder has of the call, the Work that stands for all of them, and which
-        arguments are input, output and result, -1 for none.  Then the objects by whose identity calls are compared,
-        which must live on, and the guards.  Last two objects that keep the last Work: the backend and what is shared.
-        For a Persistent, the result has the Works that its starts return in turn, and addresses instead of objects.
+        What it queues, the Prepared, what the recorder has of the call, the Work that stands for all of them, whether
+        it returns no Work, and which arguments are input, output and result, -1 for none.  Then the objects by whose
+        identity calls are compared, which must live on, and the guards.  Last two objects that keep the last Work: the
+        backend and what is shared.  For a Persistent, the result has the Works that its starts return in turn, and
+        addresses instead of objects.
         """
         thread, self.asked, last, self.last = self.asked, 0, self.last, None
         if thread or last is None or last[0] != get_ident():
@@ -116,7 +117,8 @@ class EagerCalls:
         if persistent:
             objects, works, used = (work.send, work.recv, None), (work.again(), work.again()), [0, 1, -1]
         guards, backend = self._guards(lasting), prepared.backend
-        return plan, prepared, prepared.description, works, *used, objects, guards, backend, self._shared
+        known = plan, prepared, prepared.description, works, not persistent
+        return *known, *used, objects, guards, backend, self._shared
 
     def _limit_streams(self, owners: list[Any]) -> None:
         """Clear the cache before its calls hold too many streams: a program may create one per call."""

@@ -193,9 +193,13 @@ class HostBackend(Backend):
         if not self.one_host:
             self.transport.complete(work)
 
-    def resume(self, work: Work[Any], left: Any) -> Steps | None:
-        """The steps of ``work``, of which the core has ``left`` something; None if it is complete."""
-        node = self.node
+    def resume(self, work: Work[Any]) -> Steps | None:
+        """The steps of ``work``, which the core has begun and the engine has; None if it is complete."""
+        with self.engine.lock:
+            self.engine.remove(work)  # the core waits for it alone
+            node, left, steps = self.node, work.left, work.steps
+        if steps is not None or left is None:  # another thread has advanced it meanwhile
+            return steps
         return raising(self._aborted(work)) if node is None else node.start(work, left)
 
     def steps_of(self, work: Work[Any], left: Any) -> Steps:

@@ -200,9 +200,9 @@ class Node:
         ``asked`` is the name of the operation, which got these arguments, or the Persistent that was started.  The core
         cannot run a call that has not come to ``start``: it is in a batch, or runs by a schedule.
 
-        The Prepared of the core and that of kos, what the recorder has of the call, the class of its Works if it does
-        not wait, and which arguments are its input, output and result, -1 for none.  Then the objects by whose identity
-        the core compares calls, which must live on; of a Persistent its input, output and result.
+        The Prepared of the core and that of kos, what the recorder has of the call, the class of its Works, whether it
+        returns no Work, and which arguments are its input, output and result, -1 for none.  Then the objects by whose
+        identity the core compares calls, which must live on; of a Persistent its input, output and result.
         """
         thread, self.asked, last, self._last = self.asked, 0, self._last, None
         if thread or last is None or last[0] != get_ident():
@@ -216,14 +216,15 @@ class Node:
             return None
         if returns and (self._engine.thread is not None or work.convert is not None):
             return None
-        kind, result = (prepared.work, work.array) if returns else (None, result)
         call, puts, gets = prepared.route
+        known = call, prepared, prepared.description, prepared.work, not returns
+        result = work.array if returns else result
         args: tuple[Any, ...] = (work.send, work.recv) if persistent else (*positional, *keywords.values())
         addresses = [_address(x) for x in args]
         used = [work.send.ctypes.data if puts else -1, work.recv.ctypes.data if gets else -1]
         places = [at if at == -1 else addresses.index(at) if at in addresses else None for at in used]
         if persistent:
-            return call, prepared, prepared.description, kind, *places, 2, (*args, result)
+            return *known, *places, 2, (*args, result)
         arrays = {id(x): at for x, at in zip(args, addresses, strict=True) if at is not None}
         if any(not _is_fixed(x) for x in args) or len({*arrays.values()}) != len(arrays):
             return None
@@ -233,7 +234,7 @@ class Node:
         if prepared.name.endswith("_v") and not {*used, None}.issuperset(addresses):  # counts in an array
             return None
         objects = *map(_identity, args), *keywords
-        return call, prepared, prepared.description, kind, *places, returned[0], objects
+        return *known, *places, returned[0], objects
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
         """``start`` of a sum of inputs that are multiplied first."""
