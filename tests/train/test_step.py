@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,14 @@ def test_the_gradient_is_the_mean_and_clipped(
     )
 
 
-def test_steps_are_those_of_torch() -> None:
-    ours, theirs = losses_beside_torch("cpu", "float32", 6)
+@pytest.mark.parametrize("documents", ["long", "short"])
+def test_steps_are_those_of_torch(documents: str, tmp_path: Path) -> None:
+    """Few sequences have the end of a long document, each has those of short ones."""
+    flags, lines = [], Path(__file__).read_text().splitlines()
+    if documents == "short":
+        (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines if line))
+        flags = ["--data", str(tmp_path / "data.jsonl"), "--batch-size", "4", "--num-hidden-layers", "1"]
+    ours, theirs = losses_beside_torch("cpu", "float32", 6, *flags)
     np.testing.assert_allclose(ours, theirs, rtol=2e-6)
     assert theirs[-1] < 0.9 * theirs[0]
 
