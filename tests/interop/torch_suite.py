@@ -103,6 +103,8 @@ def run_part(backend: str, ranks: int, pattern: str, part: int, parts: int) -> d
             "BACKEND": backend.removeprefix("kos as "), "WORLD_SIZE": str(ranks), "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONHASHSEED": "0",  # reasons have sets of names: a repeated run writes the same file
+            "PYTHONFAULTHANDLER": "1",  # a rank that crashes prints where
+            "TMPDIR": "/tmp",  # of sockets of multiprocessing, whose paths have at most 107 characters
         }  # fmt: skip
         if backend.startswith("kos as "):
             env["TORCH_SUITE_ON_KOS"] = "1"
