@@ -11,7 +11,8 @@ A *view* is what a rank knows of the membership: its epoch, and the address at w
    a rank is lost: all continue with the same members.
 
 If the leader dies its connections end, and the next live rank leads.  A rank that is stopped is left out after the
-timeout, one that the failure names after half of it.  When it wakes up, the others have a newer view, or do not answer, so it never continues alone.
+timeout, one that the failure names after half of it.  When it wakes up, the others have a newer view, or do not answer,
+so it never continues alone.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Change:
         self.came: dict[Address, Connection] = {}  # of the members that have called this leader
         self._refused_before = len(group.joining.refused)
         self._probes: dict[Address, socket.socket] = {}
+        self._hub: socket.socket | None = None  # the listener of the new group's hub, on its rank 0
         failures = group.failures.first, group.failures.status.last
         blamed = {rank for failure in failures if failure is not None for rank in failure.ranks}
         self.blamed = group.silent | self._addresses(blamed)
@@ -104,7 +106,7 @@ class Change:
                 self._forget_probes()
             self.epoch, self.members = group.newer = plan["epoch"], _addresses(plan["members"])
             try:
-                return group.successor(plan, rank, connections)
+                return group.successor(plan, rank, connections, self._hub)
             except (CollectiveError, RendezvousError) as error:
                 if group.lose_newcomers(error.ranks):
                     self.left_out |= group.gone_newcomers
@@ -158,7 +160,7 @@ class Change:
             raise ConnectionError from error
         except TimeoutError as error:
             sock.close()
-            if blamed or not self.whole and self._stopped(leader):
+            if blamed or (not self.whole and self._stopped(leader)):
                 self.left_out.add(leader)
                 group.silent.add(leader)
                 raise ConnectionError from error
@@ -187,6 +189,7 @@ class Change:
                     self._leave_out(missing)
                 else:
                     raise self._too_few()
+            self._hub = group.listen()[0] if self.came or self._wanted() else None  # an error is for all members
             return self._send_plan(group.joining.take(self._wanted()))
         except ConnectionError:
             self._close_all()

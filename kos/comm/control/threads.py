@@ -274,9 +274,9 @@ class ThreadRendezvous(Rendezvous):
                         raise again(group.world.failure)
                     (half, _, blamed), missing = limits[min(calls)], self._missing(calls)
                     now, deadline = time.monotonic(), min(each[1] for each in limits.values())
-                    known = bool(missing) and not whole and blamed.issuperset(self.failures.in_world(missing))
-                    ends = min(half, deadline) if known else deadline
-                    leaves, late = known and now >= ends, now >= deadline
+                    blamed_only = bool(missing) and not whole and blamed.issuperset(self.failures.in_world(missing))
+                    ends = min(half, deadline) if blamed_only else deadline
+                    leaves, late = blamed_only and now >= ends, now >= deadline
                     awaited = [] if leaves else missing
                     if (made := self._outcome(calls, call, newcomers, whole, terms, late, awaited)) is None:
                         group.wait(self.rank, deadline if leaves else ends, call, missing)
