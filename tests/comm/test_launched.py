@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.control.identity import MARK, claimed, process
+from kos.comm.control.identity import MARK, claimed, hold, process
 from kos.comm.control.mpi_start import EXIT_CODE
 from tests.comm.tcp_ranks import free_port, run_processes
 from tests.comm.test_jobs import environment, mpirun, output, program
@@ -180,6 +181,42 @@ grown.abort()
 assert MARK not in os.environ
 """
     assert run_processes("import pytest\n" + text, 2) == [(0, "")] * 2
+
+
+def test_the_mark_goes_with_a_communicator_that_the_program_drops() -> None:
+    text = f"""import gc, os, sys, numpy as np, kos
+{CHILD}
+comm = kos.init(timeout=60)
+part = comm.split(0)
+assert part.all_reduce(np.ones(1)) == 2
+del part
+gc.collect()
+refused(child())  # ``comm`` is open
+comm.barrier()
+rank = comm.rank
+del comm
+gc.collect()
+assert MARK not in os.environ
+assert child() == f"child: rank {{rank}} of 2 on tcp"
+"""
+    assert run_processes(text, 2) == [(0, "")] * 2
+
+
+def test_a_group_that_is_freed_while_another_is_made_leaves_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        pass
+
+    monkeypatch.delenv(MARK, raising=False)
+    old = hold(Group())
+    with claimed(False):
+        del old
+        gc.collect()
+        assert os.environ[MARK].startswith(f"{os.getpid()} ")
+        new = hold(Group())
+    assert os.environ[MARK].startswith(f"{os.getpid()} ")
+    del new
+    gc.collect()
+    assert MARK not in os.environ
 
 
 LAUNCHERS = {
