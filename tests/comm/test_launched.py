@@ -27,8 +27,10 @@ def child(command=(sys.executable, "-c", INIT), **options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, **options)
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 def refused(said):
-    expected = f"expected process {os.getpid()}, which is rank {comm.rank} of {comm.size}, got process "
-    assert "kos.errors.RendezvousError: init: " + expected in said and "start it without the variables " in said, said
+    expected = f"expected the process that is rank {comm.rank} of {comm.size}, got a process that this rank has started"
+    expected += "; to make it a group of one, start it without the variables "
+    assert "kos.errors.RendezvousError: init: " + expected in said, said
+    assert f"start it with a launcher of that job (the rank is process {os.getpid()}, this one is " in said, said
     return said
 """
 
@@ -53,7 +55,7 @@ def run():
     try:
         kos.init(timeout=60)
     except kos.errors.RendezvousError as error:
-        sys.exit(7 if "which is rank" in str(error) else str(error))
+        sys.exit(7 if "that is rank" in str(error) else str(error))
 process = multiprocessing.get_context("fork").Process(target=run)
 process.start()
 process.join(100)
@@ -237,7 +239,7 @@ def test_a_mark_of_another_process(no_launcher: pytest.MonkeyPatch, launcher: st
         no_launcher.setenv(name, value)
     pid = 2**22 + 1 if case == "has ended" else os.getppid()
     no_launcher.setenv(MARK, f"{pid} {process(pid)[1] or 12} - {identity}")
-    expected = f"got process {os.getpid()}, started by it: .* without the variables .*MASTER_PORT"
+    expected = rf"got a process .* without the variables .*MASTER_PORT.*; .*, this one is {os.getpid()}\)"
     with pytest.raises(kos.errors.RendezvousError, match=expected if case == "runs" else r"ranks \[1\] of 2 did not"):
         kos.init(timeout=0.1)
     assert (MARK in os.environ) == (case == "runs")

@@ -131,9 +131,10 @@ def _taken(pid: str, by_mpi: bool) -> str:
         names = [f"{each}*" for each in _PREFIXES if any(name.startswith(each) for name in os.environ)]
     else:
         names = [name for name in (*VARIABLES, "SLURM_STEP_NUM_TASKS") if name in os.environ]
-    expected = f"expected process {pid}, which is rank {rank} of {size}, got process {os.getpid()}, started by it"
-    remedy = f"for a group of its own, start it without the variables {', '.join(names)}"
-    return f"init: {expected}: {remedy}; for another job, start it by a launcher of its own"
+    expected = f"expected the process that is rank {rank} of {size}, got a process that this rank has started"
+    alone = f"to make it a group of one, start it without the variables {', '.join(names)}"
+    job = "to make it a rank of another job, start it with a launcher of that job"
+    return f"init: {expected}; {alone}; {job} (the rank is process {pid}, this one is {os.getpid()})"
 
 
 def hold(group: Any, parent: Any = None) -> Any:
