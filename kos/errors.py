@@ -26,6 +26,8 @@ class KosError(RuntimeError):
     """Whether every rank of the job is known to raise this same error, so that one of them may speak for all."""
     ranks: tuple[int, ...] = ()
     """The ranks that failed first, as ranks of the world, where the error is about other ranks and they are known."""
+    orderly = False
+    """Whether the error is that a rank has closed its communicator, and not that it failed."""
     settings: tuple[str, ...] = ()
     """The keys of a command's settings, of which other values can prevent the error."""
 

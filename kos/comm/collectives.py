@@ -759,7 +759,10 @@ class Operations:
         if work is None:
             message = Message(src=self._source("recv", src), recv_tag=check_tag(tag))
             recv = as_buffer(x, "x", writable=True, stream=stream)
-            work = self._prepare(Operation("recv", self.rank, options, recv=recv, message=message))
+            operation = Operation("recv", self.rank, options, recv=recv, message=message)
+            if src is None:
+                return self._start_awaited(operation)
+            work = self._prepare(operation)
         return work.prepared.start(self, work)
 
     def send_recv(self, x: Any, out: Any, dst: int, src: int, tag: int = 0, *, stream: Any = None,
@@ -844,7 +847,7 @@ class Operations:
         work = self._prepare(operation)
         try:
             return work.prepared.start(self, work)
-        except KeyboardInterrupt:  # nobody has the Work, which would take the next message
+        except BaseException:  # such as Ctrl-C: nobody has the Work, which would take the next message
             work.cancel(CollectiveError(f"{work}: interrupted"))
             raise
 

@@ -259,7 +259,9 @@ class FailureLog:
         if cause is not None:
             return again(cause, _prefixed(what, f"{cause}; {self._names([world])} aborted because of it"))
         ranks = self.ended_with(rank) if why in DEATHS else [world]
-        return blaming(RankLost(_prefixed(what, f"{self._names(ranks)} is gone: {why}{self._where(ranks)}")), ranks)
+        lost = RankLost(_prefixed(what, f"{self._names(ranks)} is gone: {why}{self._where(ranks)}"))
+        lost.orderly = why == WHY_CLOSED
+        return blaming(lost, ranks)
 
     def ended_with(self, rank: int, progress: Callable[[], None] = lambda: None) -> Sequence[int]:
         """The ranks of the world that were lost with that rank: all of another host if they ended, else it alone.

@@ -19,7 +19,7 @@ from kos.comm.arguments import check_int, check_rank, check_ranks, check_shape, 
 from kos.comm.backend import CHANGES, UNMADE, Probe
 from kos.comm.collectives import Operations
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.grow import attempt_seconds
+from kos.comm.control.grow import CONFIRM_SECONDS, attempt_seconds
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
 from kos.comm.making import communicator
 from kos.comm.operation import Operation
@@ -177,9 +177,9 @@ class Groups(Operations):
 
         This communicator and the groups split from it are aborted.  Ranks that still wait in one of their operations
         raise RankLost.  Split the result to have the groups again.  The launcher must let survivors live (mpirun:
-        ``--with-ft ulfm``); ranks of MPI continue over tcp.  A rank that is stopped, or that the failure names, is left
-        out too if it does not call within the timeout.  When it wakes up, its next call raises.  ``timeout`` in seconds
-        replaces the communicator's own for this call.
+        ``--with-ft ulfm``); ranks of MPI continue over tcp.  A rank that is stopped is left out too if it does not call
+        within the timeout, one that the failure names within half of it.  When it wakes up, its next call raises.
+        ``timeout`` in seconds, counted from the first survivor's call, replaces the communicator's own for this call.
 
         Raises BackendUnavailable under mpirun on hosts that do not reach each other by TCP, RendezvousError if another
         survivor does not call it within the timeout: the program may then call it again.  RankLost on a rank that the
@@ -258,24 +258,24 @@ class Groups(Operations):
         self.rendezvous.check_change(call)
         grows, reason = call.startswith("grow"), str(self.rendezvous.failures.first or CHANGES)
         limit = self.rendezvous.timeout if timeout is None else check_timeout(timeout)
-        begins, again_since = time.monotonic(), None
+        begins, repeats = time.monotonic(), False
         if not grows:
             self._change_ends(reason)
         with self._exchange(call, limit):
             while True:
-                rendezvous = self.rendezvous.change(call, newcomers, grows, self._terms(), again_since)
+                rendezvous = self.rendezvous.change(call, newcomers, grows, self._terms(), begins if repeats else None)
                 left = begins + limit - time.monotonic()
                 rendezvous.nccl = self.rendezvous.nccl
-                rendezvous.timeout = limit if newcomers == 0 else attempt_seconds(left)
+                rendezvous.timeout = max(left, min(limit, CONFIRM_SECONDS)) if newcomers == 0 else attempt_seconds(left)
                 try:
                     group = self._successor(call, rendezvous)
                     break
                 except KosError as error:  # again, with the surviving ranks
-                    only_newcomers = self.rendezvous.lose_newcomers(error.ranks)
+                    repeats = self.rendezvous.lose_newcomers(error.ranks) or (
+                        isinstance(error, RankLost) and time.monotonic() <= begins + limit
+                    )
                     error.ranks = error.ranks if call == "shrink" else ()  # ranks of a group that was not made
-                    if only_newcomers:
-                        again_since = begins
-                    elif not isinstance(error, RankLost) or time.monotonic() > begins + limit:
+                    if not repeats:
                         raise
         if grows:
             self._change_ends(reason)

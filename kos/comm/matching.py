@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.failures import WHY_CLOSED, FailureLog
+from kos.comm.failures import FailureLog
 from kos.comm.operation import ANY
 from kos.comm.records import again, blaming
 from kos.dtypes import dtype_of_code
@@ -53,7 +53,7 @@ class Matching:
         self.messages, self.failures = messages, failures
         self._others = [(rank + step) % size for step in range(1, size)]
         self.waiting: dict[int, list[Receive]] = {}
-        self._polled: dict[tuple[int, int], Expected] = {}
+        self._polled: dict[int, Expected] = {}  # by source, until a message or an end is found
 
     def receive(self, array: Array | None, src: int, tag: int) -> Any:
         """The request of a receive from rank ``src`` or ANY; without an ``array``, of bytes of any length."""
@@ -66,14 +66,15 @@ class Matching:
 
     def poll(self, src: int, tag: int) -> Envelope | None:
         """The envelope of the next message, None if none has arrived.  Raises if none can come."""
-        expected = self._polled.setdefault((src, tag), Expected(self, src, tag))
+        expected = self._polled.setdefault(src, Expected(self, src, tag))
+        expected.tag = tag  # the polls after which the last messages have arrived count for all tags
         try:
             if not expected.done():
                 return None
         except KosError:
-            del self._polled[src, tag]
+            del self._polled[src]
             raise
-        return self._polled.pop((src, tag)).envelope
+        return self._polled.pop(src).envelope
 
     def sources(self, src: int) -> Sequence[int]:
         """The ranks that may send a message from ``src``; first the one after the last that was matched."""
@@ -149,7 +150,7 @@ class Expected:
         if (now := time.monotonic()) < self._check_at:
             return None
         ends = {rank: end for rank in sources if (end := messages.end_of(rank)) is not None}
-        failed = [end for end in ends.values() if WHY_CLOSED not in str(end)]
+        failed = [end for end in ends.values() if not end.orderly]
         if not failed and len(ends) < len(sources):  # others may send after a rank has closed the communicator
             self._check_at = now + messages.check_seconds
             return None

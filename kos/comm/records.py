@@ -14,7 +14,7 @@ _CLASSES = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeo
 def again(error: Error, text: object = None) -> Error:
     """A copy of the error without its traceback, whose frames hold arrays."""
     new = type(error)(str(error) if text is None else str(text))
-    new.ranks = error.ranks
+    new.ranks, new.orderly = error.ranks, error.orderly
     return new
 
 

@@ -105,7 +105,7 @@ class Transport(ABC):
         raise NotImplementedError
 
     def end_of(self, rank: int) -> KosError | None:
-        """Why that rank sends no more messages: a failure, or its end (WHY_CLOSED if that was orderly)."""
+        """Why that rank sends no more messages: a failure, or its end, with ``orderly``."""
         return None
 
     # Optional: how it runs.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,9 @@ import pytest
 
 import kos
 from kos import _core
+from kos.comm.host.mpi import MPITransport
 from kos.comm.host.threads import ThreadTransport
+from kos.comm.matching import Expected
 from kos.comm.transport import Transport
 from kos.errors import (
     BackendUnavailable,
@@ -24,7 +29,7 @@ from kos.errors import (
 )
 from kos.testing import Fault, spawn
 from tests.comm.conftest import UNDER_MPIRUN
-from tests.comm.ranks import MPIRanks, on_each_rank
+from tests.comm.ranks import MockRanks, MPIRanks, on_each_rank
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_ranks
 
 SIZE, LONG = 3, 5 << 20
@@ -515,6 +520,54 @@ def test_a_message_whose_sender_has_cancelled_it_is_passed() -> None:
         comm.barrier()
 
     TCPRanks(2).run(body)
+
+
+def test_mpi_shows_no_more_messages_than_are_taken() -> None:
+    """Messages that no receive takes yet stay in MPI."""
+    shown = list[int]()
+
+    def probe(source: int) -> Any:
+        shown.append(source)
+        rank, tag = (2, 3) if len(shown) == 2 else (1, 3 if len(shown) > 2 else 4)
+        return None if len(shown) > 100 else ((rank, tag), (object(), 8, tag))
+
+    mpi = SimpleNamespace(next_check=inf, _arrived={}, _posted={}, _probe=probe, _MPI=SimpleNamespace(ANY_SOURCE=-1))
+    for _ in range(2):  # the second time it is known
+        assert MPITransport.arrived(mpi, [1, 2], 3)[:1] == (2,)  # type: ignore[arg-type, index]
+        assert shown == [-1, -1]
+
+
+@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
+def test_polls_of_many_tags_leave_nothing_behind(on: Any) -> None:
+    def body(comm: kos.Communicator) -> int:
+        comm.barrier()
+        if comm.rank == 0:
+            for tag in range(500):
+                assert comm.probe(tag=tag, wait=False) is None
+        left = sum(isinstance(each, Expected) for each in gc.get_objects())
+        comm.barrier()
+        return left
+
+    assert max(on(2).run(body)) < 10
+
+
+@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
+def test_a_failure_with_the_text_of_an_orderly_end(on: Any) -> None:
+    """It ends a receive from any rank, though another rank could still send."""
+    raised = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 1:
+            comm.abort(reason="ValueError: it closed its communicator")
+        elif comm.rank == 2:
+            assert raised.wait(TIMEOUT)
+        else:
+            with pytest.raises(RankLost, match="rank 1 is gone: .*ValueError: it closed its communicator"):
+                comm.recv(np.zeros(1), timeout=10)
+            raised.set()
+
+    on(3).run(body)
 
 
 def test_a_progress_thread_receives_from_any_rank() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -232,6 +234,50 @@ def test_a_jax_array_is_held_whatever_another_thread_sends(monkeypatch: pytest.M
     assert left() is not None
     recorded.clear()
     comm.close()
+
+
+def test_two_threads_that_free_at_once_keep_the_order() -> None:
+    """The second one looks at the next call, or at the same, while the first one does."""
+    looked, returned = threading.Event(), threading.Event()
+
+    class Call:
+        def __init__(self, number: int) -> None:
+            self.number, self.over_now = number, False
+
+        def over(self) -> bool:
+            if threading.current_thread() is not second:
+                second.start()
+                assert looked.wait(20)
+            else:
+                looked.set()
+                assert self.number == 0 or returned.wait(20)
+            return self.over_now
+
+    calls = [Call(number) for number in range(3)]
+    in_flight = deque([each] for each in calls)
+    second = threading.Thread(target=free_finished, args=(in_flight,))
+    free_finished(in_flight)
+    returned.set()
+    second.join(20)
+    assert [each.number for (each,) in in_flight] == [0, 1, 2]
+
+
+def test_threads_free_no_call_that_is_not_over() -> None:
+    """Another thread frees the first call while this one looks at it."""
+
+    class Call:
+        def __init__(self, number: int) -> None:
+            self.number, self.looks = number, 0
+
+        def over(self) -> bool:
+            self.looks += 1
+            if self.number == 0 and self.looks == 1:
+                free_finished(in_flight)
+            return self.number == 0
+
+    in_flight = deque([Call(number)] for number in range(3))
+    free_finished(in_flight)
+    assert [each.number for (each,) in in_flight] == [1, 2]
 
 
 def test_results_for_a_host_tensor_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

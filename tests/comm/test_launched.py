@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.control.identity import MARK, claimed, process
+from kos.comm.control.identity import MARK, claimed, hold, process
 from kos.comm.control.mpi_start import EXIT_CODE
 from tests.comm.tcp_ranks import free_port, run_processes
 from tests.comm.test_jobs import environment, mpirun, output, program
@@ -26,8 +27,10 @@ def child(command=(sys.executable, "-c", INIT), **options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, **options)
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 def refused(said):
-    expected = f"expected process {os.getpid()}, which is rank {comm.rank} of {comm.size}, got process "
-    assert "kos.errors.RendezvousError: init: " + expected in said and "start it without the variables " in said, said
+    expected = f"expected the process that is rank {comm.rank} of {comm.size}, got a process that this rank has started"
+    expected += "; to make it a group of one, start it without the variables "
+    assert "kos.errors.RendezvousError: init: " + expected in said, said
+    assert f"start it with a launcher of that job (the rank is process {os.getpid()}, this one is " in said, said
     return said
 """
 
@@ -52,7 +55,7 @@ def run():
     try:
         kos.init(timeout=60)
     except kos.errors.RendezvousError as error:
-        sys.exit(7 if "which is rank" in str(error) else str(error))
+        sys.exit(7 if "that is rank" in str(error) else str(error))
 process = multiprocessing.get_context("fork").Process(target=run)
 process.start()
 process.join(100)
@@ -182,6 +185,42 @@ assert MARK not in os.environ
     assert run_processes("import pytest\n" + text, 2) == [(0, "")] * 2
 
 
+def test_the_mark_goes_with_a_communicator_that_the_program_drops() -> None:
+    text = f"""import gc, os, sys, numpy as np, kos
+{CHILD}
+comm = kos.init(timeout=60)
+part = comm.split(0)
+assert part.all_reduce(np.ones(1)) == 2
+del part
+gc.collect()
+refused(child())  # ``comm`` is open
+comm.barrier()
+rank = comm.rank
+del comm
+gc.collect()
+assert MARK not in os.environ
+assert child() == f"child: rank {{rank}} of 2 on tcp"
+"""
+    assert run_processes(text, 2) == [(0, "")] * 2
+
+
+def test_a_group_that_is_freed_while_another_is_made_leaves_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        pass
+
+    monkeypatch.delenv(MARK, raising=False)
+    old = hold(Group())
+    with claimed(False):
+        del old
+        gc.collect()
+        assert os.environ[MARK].startswith(f"{os.getpid()} ")
+        new = hold(Group())
+    assert os.environ[MARK].startswith(f"{os.getpid()} ")
+    del new
+    gc.collect()
+    assert MARK not in os.environ
+
+
 LAUNCHERS = {
     "shell": {"RANK": "0", "WORLD_SIZE": "2"},
     "torchrun": {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"},
@@ -200,7 +239,7 @@ def test_a_mark_of_another_process(no_launcher: pytest.MonkeyPatch, launcher: st
         no_launcher.setenv(name, value)
     pid = 2**22 + 1 if case == "has ended" else os.getppid()
     no_launcher.setenv(MARK, f"{pid} {process(pid)[1] or 12} - {identity}")
-    expected = f"got process {os.getpid()}, started by it: .* without the variables .*MASTER_PORT"
+    expected = rf"got a process .* without the variables .*MASTER_PORT.*; .*, this one is {os.getpid()}\)"
     with pytest.raises(kos.errors.RendezvousError, match=expected if case == "runs" else r"ranks \[1\] of 2 did not"):
         kos.init(timeout=0.1)
     assert (MARK in os.environ) == (case == "runs")

@@ -158,6 +158,32 @@ except kos.errors.KosError as error:
     assert run_processes(text, 2) == [(0, f"{told}\n"), (0, f"{expected}\n")]
 
 
+@pytest.mark.parametrize("call", ["split(0)", "shrink()", "grow(1)"])
+def test_a_range_without_a_free_port_for_a_new_group(taken_port: int, call: str) -> None:
+    """All ranks raise the cause, and at once."""
+    text = f"""
+import os, threading, kos
+def newcomer(address):
+    try:
+        kos.join(address, timeout=60)
+    except kos.errors.RendezvousError:
+        pass
+comm = kos.init("tcp", timeout=60)
+comm.barrier()
+if comm.rank == 0:
+    os.environ["KOS_PORTS"], os.environ["KOS_BIND"] = "{taken_port}-{taken_port}", "127.0.0.1"
+elif comm.rank == 1 and "{call}" == "grow(1)":
+    threading.Thread(target=newcomer, args=(comm.address,), daemon=True).start()
+try:
+    comm.{call}
+except kos.errors.KosError as error:
+    print(error)
+"""
+    expected = f"world: rendezvous: rank 0 cannot open its connections: {none_free(taken_port)}"
+    for code, output in run_processes(text, 3):
+        assert code == 0 and output.strip().removesuffix("; rank 0 aborted because of it") == expected, output
+
+
 @needs_mpirun
 def test_a_range_without_a_free_port_under_mpirun(tmp_path: Path, taken_port: int) -> None:
     text = """

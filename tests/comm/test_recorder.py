@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,26 @@ def test_a_signal_writes_a_dump_and_calls_the_previous_handler(
         dump = json.loads((tmp_path / "rank_0.json").read_text())
         assert (dump["reason"], len(dump["entries"]), heard) == ("signal SIGUSR2", 1, [signal.SIGUSR2])
     assert signal.getsignal(signal.SIGUSR1) is usr1
+
+
+def test_a_signal_that_another_thread_asks_for(
+    of_signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the main thread can install handlers: ``kos.init`` warns, until that thread has installed this one."""
+    monkeypatch.setenv("KOS_RECORDER_SIGNAL", "USR2")
+    with ThreadPoolExecutor(1, "worker") as pool:
+        with pytest.raises(InvalidArgument, match="expected a call of the main thread, got one of worker_0"):
+            pool.submit(dump_on_signal, signal.SIGUSR2).result(20)
+        comm = pool.submit(kos.init, "mock").result(20)
+        assert "KOS_RECORDER_SIGNAL=USR2: the signal writes no dump until the program calls" in caplog.text
+        assert f"dump_on_signal({signal.SIGUSR2:d}) in the main thread" in caplog.text
+        dump_on_signal(signal.SIGUSR2)
+        caplog.clear()
+        pool.submit(kos.init, "mock").result(20).close()
+        assert not caplog.text
+        signal.raise_signal(signal.SIGUSR2)
+        assert (tmp_path / "rank_0.json").exists()
+        comm.close()
 
 
 def test_a_signal_during_a_dump(of_signals: None, tmp_path: Path) -> None:

@@ -156,14 +156,58 @@ def test_shrink_has_a_timeout_of_its_own(on: Any) -> None:
 
 
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
-def test_shrink_waits_until_the_deadline_of_the_lowest_rank(on: Any) -> None:
-    def body(comm: kos.Communicator) -> int:
-        comm.rendezvous.timeout = 1.2
-        time.sleep([0.8, 1.5, 0.0][comm.rank])
-        with comm.shrink() as part:
-            return part.size
+@pytest.mark.parametrize("call", ["shrink", "grow", "replace"])
+@pytest.mark.parametrize("lowest_is_late", [False, True])
+def test_a_change_of_the_membership_ends_at_the_first_deadline_of_all_ranks(
+    on: Any, call: str, lowest_is_late: bool
+) -> None:
+    """Rank 2 does not call; a rank that calls later does not make the others wait any longer."""
+    called, done = threading.Event(), threading.Barrier(3, timeout=40)
+    early, newcomers = int(lowest_is_late), () if call == "shrink" else (1,)
 
-    assert on(3).run(body) == [3] * 3
+    def body(comm: kos.Communicator) -> float:
+        comm.barrier()
+        began = time.monotonic()
+        if comm.rank != 2:
+            if comm.rank == early:
+                called.set()
+            else:
+                assert called.wait(20)
+            with pytest.raises(RendezvousError, match="did not arrive within"):
+                getattr(comm, call)(*newcomers, timeout=1.0 if comm.rank == early else 15)
+        seconds = time.monotonic() - began
+        done.wait()
+        return seconds
+
+    assert max(on(3).run(body)) < 10
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_change_has_one_deadline_though_rank_0_does_not_answer(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """The wait for it has no extra time; if the failure names it, half of the time is left for what follows."""
+    monkeypatch.setattr("kos.comm.control.grow.GRACE_SECONDS", 30.0)
+    done, failed = threading.Barrier(3, timeout=40), threading.Barrier(2, timeout=20)
+
+    def body(comm: kos.Communicator) -> tuple[float, str]:
+        comm.barrier()
+        began, result = 0.0, ""
+        if comm.rank:
+            if lost:
+                with pytest.raises(CollectiveTimeout, match=r"ranks? \[?0"):
+                    comm.recv(np.empty(1), 0, timeout=0.1)
+                failed.wait()
+            began = time.monotonic()
+            try:
+                result = f"size {comm.shrink(timeout=4).size}"
+            except RendezvousError as error:
+                result = str(error)
+            began = time.monotonic() - began
+        done.wait()
+        return began, result
+
+    _, *others = TCPRanks(3).run(body)
+    assert {text for _, text in others} == {"size 2" if lost else "world: shrink: ranks [0] did not arrive within 4 s"}
+    assert max(seconds for seconds, _ in others) < 4 + 10
 
 
 def test_shrink_leaves_out_a_missing_rank_that_the_failure_names() -> None:

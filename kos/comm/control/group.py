@@ -21,7 +21,6 @@ from kos.comm import timeouts
 from kos.comm.control.base import Rendezvous, _Place
 from kos.comm.control.grow import CALL_SECONDS, GRACE_SECONDS, Change, publish, to_text
 from kos.comm.control.hub import (
-    ABORT,
     CLOSE,
     CLOSE_SECONDS,
     CONNECTION_CLOSED,
@@ -31,6 +30,7 @@ from kos.comm.control.hub import (
     LOST,
     PACKED,
     Hub,
+    abort_message,
     is_cut_off,
     look_beside_hub,
     pair,
@@ -59,7 +59,7 @@ from kos.comm.control.wire import (
 )
 from kos.comm.failures import Late
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import blaming, from_record, to_record
+from kos.comm.records import blaming, from_record
 from kos.errors import BackendUnavailable, KosError, RendezvousError
 
 
@@ -101,7 +101,7 @@ class TCPRendezvous(Rendezvous):
         return parts
 
     def _report(self, failure: KosError) -> None:
-        self.post(_abort("its exchange was interrupted", failure))
+        self.post(abort_message("its exchange was interrupted", failure))
 
     def post(self, message: bytes) -> None:
         """Send a message to the hub, from any thread."""
@@ -135,7 +135,8 @@ class TCPRendezvous(Rendezvous):
     def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
         ranks = self._alike(color, key)
         leads = len(ranks) > 1 and ranks[0] == self.rank
-        listener, hub_address = self._listen() if leads else (None, "")
+        with self.reporting():
+            listener, hub_address = self.listen() if leads else (None, "")
         try:
             hubs = self.allgather(hub_address.encode())
         except BaseException:
@@ -244,8 +245,10 @@ class TCPRendezvous(Rendezvous):
             self.joining.door = Acceptor(copied(self._listener), keys[0], self.epoch, keys[1])
         return self.joining.callers(seconds)
 
-    def successor(self, plan: Mapping[str, Any], rank: int, connections: Mapping[int, Connection]) -> TCPRendezvous:
-        """The group of the members of ``plan``."""
+    def successor(
+        self, plan: Mapping[str, Any], rank: int, connections: Mapping[int, Connection], hub: socket.socket | None
+    ) -> TCPRendezvous:
+        """The group of the members of ``plan``; on its rank 0, ``hub`` is the listener of its hub."""
         members, mine = plan["members"], self.members
         network = replace(self.network, epoch=plan["epoch"], host=mine[self.rank][0])
         child = TCPRendezvous(rank, len(members), self.timeout, network, self._given_local_rank)
@@ -253,10 +256,13 @@ class TCPRendezvous(Rendezvous):
         if plan["call"] == "shrink" and all(tuple(each) in mine for each in members):
             child._failures = self.failures.of([mine.index(tuple(each)) for each in members], rank)
         assert self._listener is not None
-        child.enter(plan, self._listener, connections)
+        child.enter(plan, self._listener, connections, hub)
         return hold(child, self)
 
-    def enter(self, plan: Mapping[str, Any], listener: socket.socket, connections: Mapping[int, Connection]) -> None:
+    def enter(
+        self, plan: Mapping[str, Any], listener: socket.socket, connections: Mapping[int, Connection],
+        hub: socket.socket | None = None,
+    ) -> None:  # fmt: skip
         """Begin the group of ``plan``; rank 0 has ``connections`` to the others, these have one to it."""
         self.call, self._listener = plan["call"], copied(listener)
         self._addresses = [(host, port) for host, port in plan["members"]]
@@ -266,12 +272,13 @@ class TCPRendezvous(Rendezvous):
         try:
             if self.rank > 0:
                 self._connection = connections[0]
-            elif self.size > 1:
-                self._serve(self.network.listen(), b"", "", True, connections)
-            self._known_places = self._places
-            self.timeout = usual
+            elif hub is not None:
+                self._serve(hub, b"", "", True, connections)
+            self._known_places, self.timeout = self._places, usual
         except BaseException as error:
             self.abort(None)
+            if hub is not None and self._hub is None:
+                hub.close()
             for connection in connections.values() if self._hub is None else ():
                 connection.close()
             if lacks_files(error):
@@ -281,14 +288,13 @@ class TCPRendezvous(Rendezvous):
         if self.rank == 0:
             publish(self)
 
-    def _listen(self) -> tuple[socket.socket, str]:
+    def listen(self) -> tuple[socket.socket, str]:
         """A listener for the hub of another group, and its address as JSON."""
         try:
             listener = self.network.listen()
-        except OSError as error:
-            raise RendezvousError(f"rendezvous: rank {self.rank} cannot listen: {error}") from error
-        hub_address = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
-        return listener, json.dumps(hub_address)
+        except (OSError, RendezvousError) as error:
+            raise self._unable(error) from error
+        return listener, json.dumps([self.network.host, listener.getsockname()[1], os.urandom(16).hex()])
 
     def _unjoined(self, ranks: list[int]) -> TCPRendezvous:
         """The group of these ranks, which this rank has not joined yet."""
@@ -298,10 +304,9 @@ class TCPRendezvous(Rendezvous):
         return child
 
     def _join_at(self, hub_address: str, listener: socket.socket | None) -> None:
-        if self.size == 1:
-            return
-        host, port, purpose = json.loads(hub_address)
-        self._join(host, [port], purpose.encode(), listener)
+        if self.size > 1:
+            host, port, purpose = json.loads(hub_address)
+            self._join(host, [port], purpose.encode(), listener)
 
     def _unable(self, error: BaseException) -> KosError:
         me = self.failures.world[self.rank]
@@ -417,7 +422,7 @@ class TCPRendezvous(Rendezvous):
         last = None if orderly else self.failures.status.last
         why = "it closed the group" if code is None else "it aborted the group"
         with self._sending:
-            send(connection, CLOSE if code is None and last is None else _abort(why, last))
+            send(connection, CLOSE if code is None and last is None else abort_message(why, last))
         connection.close()
         if self._hub is None:
             return
@@ -493,8 +498,3 @@ class TCPRendezvous(Rendezvous):
     @property
     def place_on_machine(self) -> int:
         return super().place_on_machine if self._given_local_rank is None else self._given_local_rank
-
-
-def _abort(why: str, cause: KosError | None) -> bytes:
-    """The message to the hub of a rank that leaves the group before the others."""
-    return ABORT + json.dumps([why, None if cause is None else to_record(cause)]).encode()

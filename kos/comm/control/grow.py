@@ -11,7 +11,8 @@ A *view* is what a rank knows of the membership: its epoch, and the address at w
    a rank is lost: all continue with the same members.
 
 If the leader dies its connections end, and the next live rank leads.  A rank that is stopped is left out after the
-timeout.  When it wakes up, the others have a newer view, or do not answer, so it never continues alone.
+timeout, one that the failure names after half of it.  When it wakes up, the others have a newer view, or do not answer,
+so it never continues alone.
 """
 
 from __future__ import annotations
@@ -56,8 +57,11 @@ class Change:
     """One change of the membership of ``group``, on one of its ranks.
 
     ``call`` is the program's call, the same on all members.  ``newcomers`` are how many join; None: as many as were
-    lost.  ``whole``: no member may be lost.  ``terms`` is what newcomers are told.  ``began`` is the time at which the
-    first attempt began, if that has lost newcomers.
+    lost.  ``whole``: no member may be lost.  ``terms`` is what newcomers are told.  ``began`` is the time at which an
+    earlier attempt of the same call began, if there was one.
+
+    A call has one deadline, the timeout after its rank has called; that of the leader is the first one of all members
+    that have called.  Members that are to blame are awaited for half of the time: the other half is for what follows.
     """
 
     def __init__(
@@ -71,14 +75,14 @@ class Change:
         self.came: dict[Address, Connection] = {}  # of the members that have called this leader
         self._refused_before = len(group.joining.refused)
         self._probes: dict[Address, socket.socket] = {}
+        self._hub: socket.socket | None = None  # the listener of the new group's hub, on its rank 0
         failures = group.failures.first, group.failures.status.last
         blamed = {rank for failure in failures if failure is not None for rank in failure.ranks}
         self.blamed = group.silent | self._addresses(blamed)
         stopped = {each for each in self.blamed if self._stopped(each)}
         self.left_out = stopped | group.gone_newcomers
         self.began = time.monotonic() if began is None else began
-        # Others may first wait for those that this rank has waited for before.
-        self.deadline = self.until = self.began + group.timeout * (1 + len(stopped | group.silent))
+        self.deadline = self.until = self.began + group.timeout
         self.over = False  # whether newcomers, which had time ``until`` then, have no more
         if began is not None:
             self._extend()
@@ -102,7 +106,7 @@ class Change:
                 self._forget_probes()
             self.epoch, self.members = group.newer = plan["epoch"], _addresses(plan["members"])
             try:
-                return group.successor(plan, rank, connections)
+                return group.successor(plan, rank, connections, self._hub)
             except (CollectiveError, RendezvousError) as error:
                 if group.lose_newcomers(error.ranks):
                     self.left_out |= group.gone_newcomers
@@ -134,15 +138,17 @@ class Change:
             "family": group.family, "call": self.call, "view": [self.epoch, self.members], "me": self.me,
             "left out": sorted(self.left_out),
         }  # fmt: skip
-        until = self.deadline + (1 + len(self.left_out)) * GRACE_SECONDS
+        blamed = not self.whole and (leader in self.blamed or self._stopped(leader))
+        until = (time.monotonic() + self.deadline) / 2 if blamed else self.deadline
         try:
             greeting = drive(receive_greeting(sock), sock, until)
             key = group.network.key(b"change")
             connection = drive(authenticate(sock, greeting, key, group.rank, group.size, None), sock, until)
-            connection.post(json.dumps(hello).encode())
+            connection.post(json.dumps({**hello, "seconds": self.deadline - time.monotonic()}).encode())
             drive(connection.flush(), sock, until)
             while "plan" not in answer:
-                answer = json.loads(drive(connection.receive(), sock, time.monotonic() + group.timeout + GRACE_SECONDS))
+                until = max(self.deadline, time.monotonic()) + GRACE_SECONDS  # for its report
+                answer = json.loads(drive(connection.receive(), sock, until))
                 if "out" in answer:
                     raise self._out(answer["out"])
                 if "error" in answer:
@@ -154,10 +160,9 @@ class Change:
             raise ConnectionError from error
         except TimeoutError as error:
             sock.close()
-            if leader in self.blamed or self._stopped(leader):
+            if blamed or (not self.whole and self._stopped(leader)):
                 self.left_out.add(leader)
                 group.silent.add(leader)
-                self.deadline = self.until = time.monotonic() + group.timeout
                 raise ConnectionError from error
             raise self._late([leader]) from None
         except BaseException:
@@ -177,13 +182,14 @@ class Change:
                 if now > beat:  # the others wait as long as this rank leads
                     self._post({})
                     beat = now + _BEAT_SECONDS
-                known = missing and self.blamed.issuperset(missing)
-                if now <= (self.began + group.timeout if known else self.deadline):
+                known = missing and not self.whole and self.blamed.issuperset(missing)
+                if now <= (min(self.began + group.timeout / 2, self.deadline) if known else self.deadline):
                     self._admit()
                 elif missing:
                     self._leave_out(missing)
                 else:
                     raise self._too_few()
+            self._hub = group.listen()[0] if self.came or self._wanted() else None  # an error is for all members
             return self._send_plan(group.joining.take(self._wanted()))
         except ConnectionError:
             self._close_all()
@@ -263,7 +269,7 @@ class Change:
     def _complete(self) -> bool:
         """Whether as many newcomers as join are here, and ready; refuses those that do not fit."""
         joining = self.group.joining
-        if self.over:
+        if self.over and self._wanted():
             raise self._too_few()
         for newcomer in joining:
             if problem := misfit(newcomer.hello, self.terms):
@@ -286,6 +292,8 @@ class Change:
             send_message(connection, {"error": to_record(error)})
             raise error
         self.came[address] = connection
+        self.deadline = min(self.deadline, time.monotonic() + hello["seconds"])
+        self.until = min(self.until, self.deadline)
         self.left_out.discard(address)
         self.left_out |= {each for each in _addresses(hello["left out"]) if each not in (self.me, *self.came)}
 
@@ -294,7 +302,6 @@ class Change:
         if self.whole or (others := [each for each in missing if each not in self.blamed and not self._stopped(each)]):
             raise self._late(missing if self.whole else others)
         self.left_out.update(missing)
-        self.deadline = self.until = time.monotonic() + self.group.timeout
 
     def _send_plan(self, joining: Sequence[Newcomer]) -> tuple[int, Any, Any]:
         """Send the new view to all ranks: they take no other from this leader."""

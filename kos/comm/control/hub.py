@@ -28,7 +28,7 @@ from kos.comm import timeouts
 from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, connect, digest_of, drive
 from kos.comm.failures import HOST_SECONDS, FailureLog
 from kos.comm.records import blaming, to_record
-from kos.errors import RendezvousError
+from kos.errors import KosError, RendezvousError
 
 log = logging.getLogger(__name__)
 
@@ -429,3 +429,8 @@ def stop(connection: Connection, hub: Hub, process: int) -> None:
         connection.close()
     if hub is not threading.current_thread():  # the garbage collector may free the group on the hub's thread
         hub.released.wait(CLOSE_SECONDS)
+
+
+def abort_message(why: str, cause: KosError | None) -> bytes:
+    """The message to the hub of a rank that leaves the group before the others."""
+    return ABORT + json.dumps([why, None if cause is None else to_record(cause)]).encode()

@@ -116,12 +116,12 @@ def claimed(by_mpi: bool) -> Iterator[None]:
         same = its_identity == identity and launcher in ("", its_launcher)
         if same and int(pid) != me and process(pid)[1] == int(began):
             raise RendezvousError(_taken(pid, by_mpi))
+    claim = hold(lambda: None)  # another group may be closed meanwhile
     os.environ[MARK] = f"{me} {process(me)[1]} {launcher or '-'} {identity}"
     try:
         yield
-    except BaseException:
-        _remove_mark()
-        raise
+    finally:
+        release(claim)
 
 
 def _taken(pid: str, by_mpi: bool) -> str:
@@ -131,15 +131,17 @@ def _taken(pid: str, by_mpi: bool) -> str:
         names = [f"{each}*" for each in _PREFIXES if any(name.startswith(each) for name in os.environ)]
     else:
         names = [name for name in (*VARIABLES, "SLURM_STEP_NUM_TASKS") if name in os.environ]
-    expected = f"expected process {pid}, which is rank {rank} of {size}, got process {os.getpid()}, started by it"
-    remedy = f"for a group of its own, start it without the variables {', '.join(names)}"
-    return f"init: {expected}: {remedy}; for another job, start it by a launcher of its own"
+    expected = f"expected the process that is rank {rank} of {size}, got a process that this rank has started"
+    alone = f"to make it a group of one, start it without the variables {', '.join(names)}"
+    job = "to make it a rank of another job, start it with a launcher of that job"
+    return f"init: {expected}; {alone}; {job} (the rank is process {pid}, this one is {os.getpid()})"
 
 
 def hold(group: Any, parent: Any = None) -> Any:
-    """Keep the mark until ``group`` is closed; with ``parent``, only if that keeps it.  Returns the group."""
+    """Keep the mark until ``group`` is closed or freed; with ``parent``, only if that keeps it.  Returns the group."""
     if parent is None or parent in _holders:
         _holders.add(group)
+        weakref.finalize(group, _remove_mark).atexit = False  # if the program never closes it
     return group
 
 
@@ -152,6 +154,6 @@ def release(group: Any) -> None:
 def _remove_mark() -> None:
     MPI = sys.modules.get("mpi4py.MPI")
     mark = os.environ.get(MARK, "").split(" ")
-    if _holders or mark[0] != str(os.getpid()) or (mark[3] == "mpi" and MPI is not None and MPI.Is_initialized()):
+    if [*_holders] or mark[0] != str(os.getpid()) or (mark[3] == "mpi" and MPI is not None and MPI.Is_initialized()):
         return
     del os.environ[MARK]

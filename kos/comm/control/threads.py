@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from kos.comm import timeouts
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.grow import misfit
+from kos.comm.control.grow import GRACE_SECONDS, misfit
 from kos.comm.failures import WHY_CLOSED, FailureLog
 from kos.comm.peer_status import PeerStatus
 from kos.comm.records import again, blaming
@@ -250,31 +250,36 @@ class ThreadRendezvous(Rendezvous):
     ) -> Rendezvous:  # fmt: skip
         """The first rank that finds all others here, and the newcomers, determines the outcome for all.
 
-        As on other backends, the deadline is that of the lowest rank here.  If failures name all ranks that are missing
-        then, these are left out, except with ``whole``.
+        As on other backends, the deadline is the first one of all ranks here.  If the failures that the lowest one
+        knows name all ranks that are missing after half of its time, these are left out, except with ``whole``.
         """
         group, known = self.threads, (self.failures.first, self.failures.status.last)
+        now = time.monotonic()
+        until = self.timeout + (now if began is None else began)
+        half, deadline = until - self.timeout / 2, until if began is None else max(until, now + GRACE_SECONDS)
         blamed = {rank for failure in known if failure is not None for rank in failure.ranks}
         with self.waiting(), group.world.lock:
             if self.rank in group.left_out:
                 text = timeouts.left_out(call, self.failures.names([self.rank], False))
                 raise blaming(RankLost(text), self.failures.in_world([self.rank]))
-            attempt: tuple[dict[int, str], dict[int, tuple[float, set[int]]], list[Any]] = group.shared(
+            attempt: tuple[dict[int, str], dict[int, tuple[float, float, set[int]]], list[Any]] = group.shared(
                 "change", lambda: ({}, {}, [])
             )
             calls, limits, outcome = attempt
-            calls[self.rank], limits[self.rank] = call, (time.monotonic() + self.timeout, blamed)
+            calls[self.rank], limits[self.rank] = call, (half, deadline, blamed)
             group.notify_all()
             while not outcome:
                 try:
                     if group.world.failure is not None:
                         raise again(group.world.failure)
-                    (deadline, blamed), missing = limits[min(calls)], self._missing(calls)
-                    late = time.monotonic() >= deadline
-                    leaves = late and not whole and blamed.issuperset(self.failures.in_world(missing))
+                    (half, _, blamed), missing = limits[min(calls)], self._missing(calls)
+                    now, deadline = time.monotonic(), min(each[1] for each in limits.values())
+                    blamed_only = bool(missing) and not whole and blamed.issuperset(self.failures.in_world(missing))
+                    ends = min(half, deadline) if blamed_only else deadline
+                    leaves, late = blamed_only and now >= ends, now >= deadline
                     awaited = [] if leaves else missing
                     if (made := self._outcome(calls, call, newcomers, whole, terms, late, awaited)) is None:
-                        group.wait(self.rank, deadline, call, missing)
+                        group.wait(self.rank, deadline if leaves else ends, call, missing)
                     else:
                         group.left_out.update(missing)  # none, or those that the others leave
                         outcome.append(made)

@@ -78,15 +78,9 @@ def unstarted(name: str, backend: Any) -> Work[Any]:
 def free_finished(in_flight: deque[list[Any]]) -> None:
     """Free the Works that have ended, the oldest first; other threads, and finalizers, may do so at the same time."""
     with suppress(IndexError):
-        while True:
-            works, over = in_flight.popleft(), False
-            try:
-                over = works[-1].over()
-            finally:
-                if not over:
-                    in_flight.appendleft(works)
-            if not over:
-                return
+        while (works := in_flight[0])[-1].over():
+            with suppress(ValueError):  # others have removed it meanwhile
+                in_flight.remove(works)
 
 
 class PooledEvent:

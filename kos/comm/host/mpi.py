@@ -167,13 +167,16 @@ class MPITransport(Transport):
     def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
         if time.monotonic() >= self.next_check:
             self.receive_notices()
-        while (probed := self._probe(ranks[0] if len(ranks) == 1 else self._MPI.ANY_SOURCE)) is not None:
+        keys = [(rank, tag) for rank in ranks if (rank, tag) not in self._posted]
+        first = next((key for key in keys if key in self._arrived), None)
+        while first is None:  # no further: what MPI has not shown may be much, and takes no memory of kos
+            probed = self._probe(ranks[0] if len(ranks) == 1 else self._MPI.ANY_SOURCE)
+            if probed is None:
+                return None
             self._arrived.setdefault(probed[0], deque()).append(probed[1])
-        for key in ((rank, tag) for rank in ranks):
-            if key in self._arrived and key not in self._posted:
-                _, nbytes, wire_tag = self._arrived[key][0]
-                return envelope(key[0], nbytes, wire_tag >> DTYPE_SHIFT)
-        return None
+            first = probed[0] if probed[0] in keys else None
+        _, nbytes, wire_tag = self._arrived[first][0]
+        return envelope(first[0], nbytes, wire_tag >> DTYPE_SHIFT)
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
         active = any((m.peer, m.tag, m.receives) == (rank, tag, receives) for m in self.active)

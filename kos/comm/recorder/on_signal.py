@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 from kos.comm.recorder import recorders
 from kos.errors import InvalidArgument
 
+log = logging.getLogger(__name__)
 _previous: dict[int, Any] = {}
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -20,13 +22,17 @@ def dump_on_signal(number: int) -> None:
 
     Without a previous handler, SIGTERM, SIGHUP and SIGQUIT then end the process.
 
-    Call it from the main thread.  ``kos.init`` calls it for the signal of KOS_RECORDER_SIGNAL (``USR2`` or ``12``).
-    Python runs handlers between its own instructions: a rank that is stuck inside a C function writes no dump.
+    Raises InvalidArgument outside of the main thread, the only one that installs handlers.  ``kos.init`` calls it for
+    the signal of KOS_RECORDER_SIGNAL (``USR2`` or ``12``).  Python runs handlers between its own instructions: a rank
+    that is stuck inside a C function writes no dump.
     """
-    previous = signal.getsignal(number)
-    if previous is not _on_signal:
-        _previous[number] = previous
-        signal.signal(number, _on_signal)
+    previous, thread = signal.getsignal(number), threading.current_thread()
+    if previous is _on_signal:
+        return
+    if thread is not threading.main_thread():
+        raise InvalidArgument(f"dump_on_signal: expected a call of the main thread, got one of {thread.name}")
+    _previous[number] = previous
+    signal.signal(number, _on_signal)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
@@ -40,7 +46,10 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def dump_on_env_signal() -> None:
-    """``dump_on_signal`` for KOS_RECORDER_SIGNAL.  Raises InvalidArgument for an invalid signal."""
+    """``dump_on_signal`` for KOS_RECORDER_SIGNAL; outside of the main thread, a warning if that has not called it.
+
+    Raises InvalidArgument for an invalid signal.
+    """
     wanted = os.environ.get("KOS_RECORDER_SIGNAL")
     if not wanted:
         return
@@ -51,3 +60,6 @@ def dump_on_env_signal() -> None:
         raise InvalidArgument(f"KOS_RECORDER_SIGNAL: expected {expected}, got {wanted!r}")
     if threading.current_thread() is threading.main_thread():
         dump_on_signal(number)
+    elif signal.getsignal(number) is not _on_signal:
+        what = f"kos.comm.recorder.on_signal.dump_on_signal({number:d}) in the main thread"
+        log.warning("KOS_RECORDER_SIGNAL=%s: the signal writes no dump until the program calls %s", wanted, what)
