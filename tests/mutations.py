@@ -172,7 +172,7 @@ MUTATIONS = [
              "tests/train/test_checkpoint_layouts.py -k copies"),
     Mutation(TRAIN + "data/tokenizers.py", 'side="right")\n            found', 'side="left")\n            found',
              "tests/train/test_loss_masks.py"),
-    Mutation(TRAIN + "optim/base.py", "sums = others.comm.all_gather(np.array(math.fsum(sums)))", "pass",
+    Mutation(TRAIN + "optim/__init__.py", "sums = others.comm.all_gather(np.array(math.fsum(sums)))", "pass",
              LAYOUTS + "test_layout[pp2]"),
     Mutation(TRAIN + "checkpoint/state.py", "tp.comm.all_gather(piece, buffer[: tp.size * size])", "pass",
              "tests/train/test_checkpoint_layouts.py"),

@@ -18,8 +18,8 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.model.shapes import Stages
 from kos.train.ops import numpy as numpy_ops
+from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import Optimizer
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
 

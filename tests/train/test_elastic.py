@@ -33,8 +33,8 @@ from kos.train.device.memory_plan import plan_memory
 from kos.train.joining import Newcomer
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
+from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import Optimizer
 from kos.train.output import ADDRESS
 from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh

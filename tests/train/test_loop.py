@@ -23,7 +23,7 @@ from kos.train.checkpoint import checkpoint, huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
 from kos.train.device.cpu import CpuDevice
-from kos.train.optim.base import BLOCK
+from kos.train.optim import BLOCK
 from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer
 from kos.train.tools import folders

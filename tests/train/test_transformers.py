@@ -56,7 +56,7 @@ def dialect(request):
         return numpy_ops, "float64", np.zeros
     if cuda.unavailable() is not None:
         pytest.skip(f"needs a GPU: {cuda.unavailable()}")
-    from kos.train.ops.cuda.dialect import CudaOps
+    from kos.train.ops.cuda import CudaOps
 
     ops = CudaOps(0)
     return ops, "float32", ops.zeros

@@ -24,9 +24,8 @@ from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.section import Section
 from kos.train.model.shapes import Local
-from kos.train.ops.learning_rate import LearningRate
+from kos.train.optim import Group, LearningRate, UpdateRule, decay_matrices, state_of
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import Group, UpdateRule, decay_matrices, state_of
 from kos.train.optim.muon import Muon
 
 DETERMINISTIC_MICRO_BATCHES = 8

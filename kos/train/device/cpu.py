@@ -22,7 +22,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.numpy_attention import view_of_keys_and_values
-from kos.train.optim.base import Optimizer
+from kos.train.optim import Optimizer
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.train import REPORT, Step, StepResult

@@ -46,8 +46,7 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.model.stage import check_fp8, make_stage
-from kos.train.ops.cuda import cublaslt, fp8
-from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.cuda import CudaOps, cublaslt, fp8
 from kos.train.ops.fp8 import Fp8Weights, linear_names, weight_store
 from kos.train.optim.cuda import SCALARS, CudaOptimizer
 from kos.train.parallel.failures import gather_json, together

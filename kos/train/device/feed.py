@@ -12,7 +12,7 @@ from kos.memory.array import Array
 from kos.memory.pool import pinned_empty
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset
-from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.cuda import CudaOps
 from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.mesh import Axis
 

@@ -22,10 +22,9 @@ from kos.train.device.machine import free_memory
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.model.shapes import Local
-from kos.train.ops.cuda import cublaslt
+from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.ops.cuda.attention import MOST_HEAD_DIM
-from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.optim.base import BLOCK, MatrixRule, elements, state_of
+from kos.train.optim import BLOCK, MatrixRule, elements, state_of
 from kos.train.optim.cuda import CHUNK
 from kos.train.optim.muon import BATCH
 from kos.train.parallel.data import Buckets

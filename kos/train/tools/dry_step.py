@@ -29,7 +29,7 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops import Array
-from kos.train.optim.base import MatrixRule, UpdateRule, elements
+from kos.train.optim import MatrixRule, UpdateRule, elements
 from kos.train.parallel.mesh import Axis, Layout, Mesh, ranks_of_a_host
 from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule

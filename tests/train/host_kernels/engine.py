@@ -26,9 +26,8 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend, Ops
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import attention
-from kos.train.ops.learning_rate import LearningRate
+from kos.train.optim import CHUNKS, LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import CHUNKS, Optimizer, clip_coefficient
 from kos.train.optim.cuda import SCALARS, SHAPES
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
