@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kos.comm.communicator import Communicator
-from kos.train.config.options import flag_of, flatten
+from kos.train.config.model_section import flatten
+from kos.train.config.options import flag_of
 from kos.train.device.choose import make_device
 from kos.train.device.machine import limit_threads
 from kos.train.output import publish_address, take_output

@@ -19,8 +19,8 @@ from kos.train.checkpoint.residuals import Residuals
 from kos.train.config.options import TrainConfig
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
+from kos.train.model.model import check_blocks
 from kos.train.model.parameters import Parameters
-from kos.train.model.stage import check_blocks
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.run import Trainer

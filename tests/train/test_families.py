@@ -25,15 +25,11 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.cpu import CpuDevice
-from kos.train.model.families import FAMILIES
+from kos.train.model.families import FAMILIES, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
-from kos.train.model.mistral import MistralConfig
 from kos.train.model.model import Model
-from kos.train.model.olmo2 import Olmo2Config
 from kos.train.model.parameters import Parameters
-from kos.train.model.qwen import Qwen2Config, Qwen3Config
 from kos.train.model.rope import RopeScaling
-from kos.train.model.smollm3 import SmolLM3Config
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import AXES, Layout, Mesh
 from tests.train.masks import visible

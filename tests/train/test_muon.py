@@ -17,7 +17,7 @@ from kos.train import optim
 from kos.train.checkpoint import checkpoint, huggingface
 from kos.train.config.flags import parse
 from kos.train.device import memory_plan
-from kos.train.layers.placement import Placement
+from kos.train.layers import Placement
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import OwnedSlices, Parameters

@@ -12,7 +12,7 @@ import pytest
 from kos.memory.arena import Arena
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
-from kos.train.layers.placement import Placement
+from kos.train.layers import Placement
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.optim import Group, LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW

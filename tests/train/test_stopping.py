@@ -25,7 +25,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.device import cpu, memory_plan
 from kos.train.device.memory_plan import MemoryPlan, plan_memory
-from kos.train.layers.context import Gradients
+from kos.train.layers import Gradients
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters

@@ -21,12 +21,11 @@ from pydantic import ValidationError
 from kos.errors import CheckpointError
 from kos.train.checkpoint.stored_tensors import DTYPES, StoredTensor, stored_tensors
 from kos.train.config.model_section import ModelSection, closest, one_line
-from kos.train.model.families import FAMILIES
+from kos.train.model.families import FAMILIES, rotated_layers
 from kos.train.model.gpt2 import TRANSPOSED, GPT2Config
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
 from kos.train.model.parameters import Parameters, Shape
 from kos.train.model.rope import KEYS
-from kos.train.model.smollm3 import rotated_layers
 
 INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"

@@ -15,10 +15,9 @@ import numpy as np
 from kos.memory.arena import Arena
 from kos.memory.array import as_dtype
 from kos.train.checkpoint.write_plan import WritePlan
-from kos.train.layers.placement import Placement
-from kos.train.model.llama import LlamaConfig
+from kos.train.layers import Placement
+from kos.train.model.llama import LlamaConfig, Stages
 from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.model.shapes import Stages
 from kos.train.ops import Array
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Mesh

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping
 
-from kos.train.model.llama import LlamaConfig
+from kos.train.model.llama import LlamaConfig, Stages
 from kos.train.model.parameters import Shape
-from kos.train.model.shapes import Stages
 from kos.train.parallel.mesh import Layout
 
 State = Mapping[str, Container[str]]

@@ -1,4 +1,4 @@
-"""The ``model`` section of a configuration: the shape of the model, with Hugging Face's key names.
+"""The ``model`` section of a configuration: the shape of the model, with Hugging Face's key names; and the presets.
 
 Both sections of a configuration use ``option``, a field that is also a flag, and ``one_line``, the text of an error.
 """
@@ -6,19 +6,19 @@ Both sections of a configuration use ``option``, a field that is also a flag, an
 from __future__ import annotations
 
 import reprlib
+import tomllib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from kos.errors import SettingError
-from kos.train.model.families import FAMILIES
+from kos.errors import ConfigError, SettingError
+from kos.train.model.families import FAMILIES, rotated_layers
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.rope import RopeScaling
-from kos.train.model.section import Section
-from kos.train.model.smollm3 import rotated_layers
+from kos.train.model.rope import RopeScaling, Section
 
 EXPECTED = {"path_type": "a path", "model_type": "a table of keys"}
 """Of the types of pydantic's errors that have no such word in their text."""
@@ -129,3 +129,31 @@ def one_line(error: ValidationError, labels: Mapping[str, str] = MappingProxyTyp
         return f"{where}: expected a known key{closest(key, [x for x in labels if x != key])}, got {path[-1]!r}"
     expected = EXPECTED.get(kind) or first["msg"].partition(" should ")[2].removeprefix("be ").removeprefix("have ")
     return f"{where}: expected {'a number ' * kind.startswith(('greater', 'less'))}{expected}, got {reprlib.repr(got)}"
+
+
+class Preset(NamedTuple):
+    """One line for ``--help``, and the configuration keys with their values."""
+
+    about: str
+    values: dict[str, Any]
+
+
+_TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text("utf-8"))
+PRESETS = {name: Preset(table.pop("about"), table) for name, table in _TABLES.items()}
+"""Named starting points of a run: the tables of ``presets.toml``, by the names that ``--preset`` takes."""
+
+
+def preset_values(preset: Any) -> dict[str, Any]:
+    """The values of a preset.  Raises ConfigError with the list of presets if no preset has that name."""
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise ConfigError(f"--preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
+    return PRESETS[preset].values
+
+
+def flatten(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with the keys of the nested section as ``model.hidden_size``."""
+    section = values.get("model", {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{source}: model: expected a table of keys, got {section!r}")
+    flat = {key: value for key, value in values.items() if key != "model"}
+    return flat | {f"model.{name}": value for name, value in section.items()}

@@ -15,11 +15,10 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, counted, sum_over
 from kos.train.data.corpus import Show
-from kos.train.layers.context import Weights
+from kos.train.layers import Weights
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.model import InFlight, Model
-from kos.train.model.stage import check_blocks, split_of
+from kos.train.model.model import InFlight, Model, check_blocks, split_of
 from kos.train.ops import Ops
 from kos.train.ops.fp8 import first_of
 from kos.train.parallel import schedules

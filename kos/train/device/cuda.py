@@ -41,11 +41,10 @@ from kos.train.device.base import Device
 from kos.train.device.feed import Feed
 from kos.train.device.machine import free_memory, peak_flops
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
-from kos.train.layers.context import Gradients
+from kos.train.layers import Gradients
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.model import InFlight
+from kos.train.model.model import InFlight, check_fp8, make_stage
 from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.model.stage import check_fp8, make_stage
 from kos.train.ops.cuda import CudaOps, cublaslt, fp8
 from kos.train.ops.fp8 import Fp8Weights, linear_names, weight_store
 from kos.train.optim.cuda import SCALARS, CudaOptimizer

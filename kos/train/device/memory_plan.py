@@ -19,9 +19,8 @@ from kos.train.checkpoint.write_plan import WritePlan
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.device.machine import free_memory
-from kos.train.model.llama import LlamaConfig
+from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.model.shapes import Local
 from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.ops.cuda.attention import MOST_HEAD_DIM
 from kos.train.optim import BLOCK, MatrixRule, elements, state_of

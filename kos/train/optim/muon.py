@@ -22,7 +22,7 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import ALIGNMENT
-from kos.train.layers.placement import Placement
+from kos.train.layers import Placement
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.optim import MatrixRule, Optimizer

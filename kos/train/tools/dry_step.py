@@ -24,10 +24,9 @@ from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
 from kos.train.device.memory_plan import DryCudaOps, DryRun, MemoryPlan, plan_memory
-from kos.train.layers.context import Weights
-from kos.train.model.llama import LlamaConfig
+from kos.train.layers import Weights
+from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.parameters import Parameters
-from kos.train.model.shapes import Local
 from kos.train.ops import Array
 from kos.train.optim import MatrixRule, UpdateRule, elements
 from kos.train.parallel.mesh import Axis, Layout, Mesh, ranks_of_a_host

@@ -27,7 +27,7 @@ from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.choose import layout_of, scope_of
 from kos.train.device.memory_plan import GIB, MemoryPlan
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.stage import check_blocks, check_fp8
+from kos.train.model.model import check_blocks, check_fp8
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES, build
 from kos.train.parallel.schedules.timeline import simulate
