@@ -9,10 +9,10 @@ from pathlib import Path
 
 from kos.errors import ConfigError, SettingError
 from kos.files import replace_file
-from kos.train.checkpoint import checkpoint
-from kos.train.checkpoint.extra_files import read_extra, read_tokenizer_settings
+from kos.train import checkpoint
+from kos.train.checkpoint import read_extra, read_tokenizer_settings
 from kos.train.checkpoint.saving import write_json
-from kos.train.checkpoint.write_plan import state_shapes
+from kos.train.checkpoint.state import state_shapes
 from kos.train.data.tokenizers import HuggingFaceTokenizer
 from kos.train.run_context import RunContext
 from kos.train.tools import trackers

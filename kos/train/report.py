@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kos.errors import plural
-from kos.train.checkpoint.extra_files import dropout, extra_names
+from kos.train.checkpoint import dropout, extra_names
 from kos.train.config.options import TrainConfig, flag_of
 from kos.train.output import ADDRESS
 from kos.train.run_context import RunContext

@@ -26,8 +26,9 @@ from kos.errors import (
     RendezvousError,
     TrainingError,
 )
-from kos.train.checkpoint import checkpoint, compatibility, huggingface
-from kos.train.checkpoint.residuals import Residuals, saved_residuals, warn_of_residuals
+from kos.train import checkpoint
+from kos.train.checkpoint import huggingface, resume
+from kos.train.checkpoint.resume import Residuals, saved_residuals, warn_of_residuals
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
 from kos.train.device.choose import choose_device, layout_of, make_device, scope_of
@@ -146,10 +147,10 @@ class Trainer(RunContext):
         path, step, _ = self._found
         saved_step = step if path.parent.resolve() == self.checkpoints.resolve() else -1
         check_free(self, step, saved_step)
-        compatibility.check_optimizer(self._found, config)
-        compatibility.check_order(self._found, config)
+        resume.check_optimizer(self._found, config)
+        resume.check_order(self._found, config)
         theirs = huggingface.read_config(path)
-        compatibility.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
+        resume.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
         return str(path), step, saved_step, True
 
     def _load(self) -> None:
@@ -182,11 +183,11 @@ class Trainer(RunContext):
         if self.source is None:
             return
         source = Path(self.source)
-        compatibility.check_tokenizer(source, self.data.tokenizer)
+        resume.check_tokenizer(source, self.data.tokenizer)
         if self._found is not None:
-            compatibility.check_data(self._found, self.config, self.data.fingerprint)
-            compatibility.warn_of_changes(self._found, self.config, self.description)
-        compatibility.check_model(source, huggingface.read_config(source), self.model_config)
+            resume.check_data(self._found, self.config, self.data.fingerprint)
+            resume.warn_of_changes(self._found, self.config, self.description)
+        resume.check_model(source, huggingface.read_config(source), self.model_config)
         if self._found is not None:
             warn_of_residuals(source, self._residuals(source), self.config, self.mesh.replicas.size)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kos.comm.communicator import Communicator
-from kos.train.checkpoint.extra_files import Extra
+from kos.train.checkpoint import Extra
 from kos.train.checkpoint.saving import Saving
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset

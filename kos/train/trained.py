@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kos.errors import InvalidArgument
-from kos.train.checkpoint import checkpoint, huggingface
-from kos.train.checkpoint.extra_files import MANIFEST
+from kos.train import checkpoint
+from kos.train.checkpoint import MANIFEST, huggingface
 from kos.train.data.batch import Batch
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
 from kos.train.model.generate import sample_text

@@ -11,7 +11,8 @@ from safetensors.numpy import load_file
 from kos.comm.communicator import Communicator
 from kos.memory.arena import Arena
 from kos.testing import spawn
-from kos.train.checkpoint import checkpoint, huggingface
+from kos.train import checkpoint
+from kos.train.checkpoint import huggingface
 from kos.train.checkpoint.state import ShardedState
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.model.llama import LlamaConfig, Stages

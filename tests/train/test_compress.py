@@ -15,7 +15,7 @@ from kos.comm.communicator import Communicator
 from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train.checkpoint.huggingface import TensorFiles, weight_files
-from kos.train.checkpoint.residuals import Residuals
+from kos.train.checkpoint.resume import Residuals
 from kos.train.config.options import TrainConfig
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice

@@ -25,8 +25,7 @@ from kos.errors import (
     RendezvousError,
 )
 from kos.testing import Fault, spawn
-from kos.train import membership
-from kos.train.checkpoint import checkpoint
+from kos.train import checkpoint, membership
 from kos.train.device.base import Device
 from kos.train.device.cpu import DryOps
 from kos.train.device.memory_plan import plan_memory

@@ -24,8 +24,8 @@ from kos.errors import (
     TrainingError,
 )
 from kos.testing import Fault
-from kos.train import elastic
-from kos.train.checkpoint import checkpoint, saving
+from kos.train import checkpoint, elastic
+from kos.train.checkpoint import saving
 from kos.train.joining import Newcomer
 from kos.train.output import ADDRESS
 from kos.train.parallel.stopping import LEAVE

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kos.errors import CudaError, KosError, RankLost, TrainingError
+from kos.train import checkpoint
 from kos.train import run as loop
-from kos.train.checkpoint import checkpoint
 from kos.train.device import memory_plan
 from kos.train.device.cuda import CudaDevice
 from kos.train.device.feed import Feed

@@ -18,8 +18,9 @@ from safetensors.numpy import load_file, save_file
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigError, KosError, RankLost, TrainingError
 from kos.testing import Fault, spawn
+from kos.train import checkpoint
 from kos.train import run as loop
-from kos.train.checkpoint import checkpoint, huggingface
+from kos.train.checkpoint import huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
 from kos.train.device.cpu import CpuDevice

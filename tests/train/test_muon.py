@@ -13,8 +13,8 @@ import pytest
 from kos.errors import CheckpointError, ConfigError, InvalidArgument
 from kos.memory.arena import Arena
 from kos.testing import spawn
-from kos.train import optim
-from kos.train.checkpoint import checkpoint, huggingface
+from kos.train import checkpoint, optim
+from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.device import memory_plan
 from kos.train.layers import Placement

@@ -18,7 +18,7 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, ConfigError
 from kos.testing import spawn
-from kos.train.checkpoint import checkpoint
+from kos.train import checkpoint
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.device.cpu import CpuDevice

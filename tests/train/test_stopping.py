@@ -19,8 +19,8 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.errors import CollectiveTimeout, ConfigError, KosError, in_words
 from kos.testing import spawn
+from kos.train import checkpoint
 from kos.train import run as loop
-from kos.train.checkpoint import checkpoint
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.device import cpu, memory_plan

@@ -17,7 +17,8 @@ import pytest
 import kos.train
 from kos import cuda
 from kos.testing import spawn
-from kos.train.checkpoint import checkpoint, huggingface
+from kos.train import checkpoint
+from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig

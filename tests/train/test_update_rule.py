@@ -14,7 +14,8 @@ import pytest
 
 from kos.errors import CheckpointError, ConfigError
 from kos.testing import spawn
-from kos.train.checkpoint import checkpoint, huggingface
+from kos.train import checkpoint
+from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.config.options import OPTIMIZERS, TrainConfig, flag_of, not_of
 from kos.train.model.parameters import Parameters

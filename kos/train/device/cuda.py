@@ -32,7 +32,7 @@ from kos.dtypes import DTYPES
 from kos.errors import CollectiveError, SettingError
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
-from kos.train.checkpoint.write_plan import WritePlan
+from kos.train.checkpoint.state import WritePlan
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset

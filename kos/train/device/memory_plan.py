@@ -15,7 +15,7 @@ from kos.dtypes import DTYPES, DType
 from kos.errors import ConfigError, SettingError
 from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
-from kos.train.checkpoint.write_plan import WritePlan
+from kos.train.checkpoint.state import WritePlan
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.device.machine import free_memory
