@@ -17,7 +17,7 @@ from kos.bench import report
 from kos.commands import program
 from kos.files import check_writable
 from kos.train.config.model_section import PRESETS, ModelSection
-from kos.train.device.machine import peak_flops
+from kos.train.machine import peak_flops
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ STUCK = """if True:
     import sys, time
     from kos.errors import CollectiveTimeout
     from kos.train import __main__ as program, run
-    from kos.train.device.base import Device
+    from kos.train.device import Device
 
     def late(*_):
         raise CollectiveTimeout("rank 1 did not arrive")

@@ -15,7 +15,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, eval_shape
 from kos.train.data.corpus import Show
-from kos.train.device.base import Device
+from kos.train.device import Device
 from kos.train.device.memory_plan import GIB, plan_buckets, plan_memory
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters

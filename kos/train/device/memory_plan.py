@@ -18,7 +18,7 @@ from kos.memory.array import Array
 from kos.train.checkpoint.state import WritePlan
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.device.machine import free_memory
+from kos.train.machine import free_memory
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops.cuda import CudaOps, cublaslt

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kos.errors import ConfigError
-from kos.train.device.machine import DRIVER, PEAK_FLOPS
+from kos.train.machine import DRIVER, PEAK_FLOPS
 from kos.train.ops import numpy as numpy_ops
 
 COPIED = 128 << 20  # bytes, more than a cache holds

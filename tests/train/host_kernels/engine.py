@@ -21,7 +21,7 @@ from kos.memory import array as array_module
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.device import cuda as engine_module
-from kos.train.device import feed, memory_plan
+from kos.train.device import memory_plan
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend, Ops
 from kos.train.ops import numpy as reference
@@ -491,9 +491,9 @@ def host_engine(monkeypatch) -> None:
         (attention, "family_for"): lambda device, dtype, head_dim: "hopper",
         (engine_module, "cu"): driver,
         (engine_module, "capture"): Capture,
-        (feed, "create_stream"): lambda device: None,
-        **{(module, "Event"): Event for module in (engine_module, feed)},
-        **{(module, "pinned_empty"): pinned_empty for module in (engine_module, feed)},
+        (engine_module, "create_stream"): lambda device: None,
+        (engine_module, "Event"): Event,
+        (engine_module, "pinned_empty"): pinned_empty,
     }
     for (module, name), fake in fakes.items():
         monkeypatch.setattr(module, name, fake)
