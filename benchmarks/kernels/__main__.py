@@ -16,7 +16,7 @@ from kos import cuda
 from kos.bench import report
 from kos.commands import program
 from kos.files import check_writable
-from kos.train.config.model_section import PRESETS, ModelSection
+from kos.train.config import PRESETS, ModelSection
 from kos.train.machine import peak_flops
 
 

@@ -17,7 +17,7 @@ from kos.errors import ConfigError, KosError, debugging
 from kos.files import printing
 from kos.reporting import report
 from kos.train import missing
-from kos.train.parallel.stopping import Left, Stop, Stopped
+from kos.train.parallel.failures import Left, Stop, Stopped
 
 if TYPE_CHECKING:
     from kos.train.config.options import TrainConfig

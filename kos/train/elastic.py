@@ -41,15 +41,14 @@ from kos.errors import (
 )
 from kos.memory.array import as_dtype
 from kos.train.checkpoint.state import FLOAT32, ShardedState
-from kos.train.config.model_section import flatten
+from kos.train.config import flatten
 from kos.train.config.options import flag_of
 from kos.train.device import Device
 from kos.train.device.choose import make_device
 from kos.train.machine import limit_threads
 from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.parallel.failures import gather_json, on_every_rank
+from kos.train.parallel.failures import Left, gather_json, on_every_rank
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.stopping import Left
 from kos.train.run_context import RunContext, publish_address, take_output
 from kos.train.tools.console import Console
 from kos.train.tools.metrics import METRICS, read_metrics

@@ -38,6 +38,9 @@ from kos.train.elastic import PATHS, Elastic, logged_epoch
 from kos.train.machine import limit_threads
 from kos.train.parallel.failures import (
     PATIENCE,
+    Left,
+    Stop,
+    Stopped,
     alone,
     on_every_rank,
     raised_on_every_rank,
@@ -46,7 +49,6 @@ from kos.train.parallel.failures import (
     together,
 )
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.stopping import Left, Stop, Stopped
 from kos.train.report import announce, conclude
 from kos.train.run_context import (
     ADDRESS,

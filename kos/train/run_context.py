@@ -33,9 +33,8 @@ from kos.train.device import Device
 from kos.train.machine import provenance
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops.fixed_order import ORDER
-from kos.train.parallel.failures import alone, together
+from kos.train.parallel.failures import Stop, alone, together
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.stopping import Stop
 from kos.train.tools import trackers
 from kos.train.tools.console import Console
 from kos.train.tools.metrics import METRICS, MetricsLog, read_metrics

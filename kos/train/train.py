@@ -27,13 +27,12 @@ from kos.train.model.model import InFlight, make_stage
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array, Ops
 from kos.train.ops.fp8 import Fp8Weights, linear_names, store_bytes, weight_store
-from kos.train.parallel.data import Buckets, DataParallel, make_buckets
+from kos.train.parallel.data import Buckets, DataParallel, TreeSum, make_buckets
+from kos.train.parallel.failures import Stop
 from kos.train.parallel.gradients import GradientSums
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action
-from kos.train.parallel.stopping import Stop
-from kos.train.parallel.tree_sum import TreeSum
 
 
 class StepResult(NamedTuple):

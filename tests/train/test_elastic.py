@@ -34,8 +34,8 @@ from kos.train.model.parameters import Parameters
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
 from kos.train.parallel import schedules
+from kos.train.parallel.failures import Left, Stop
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.parallel.stopping import Left, Stop
 from kos.train.run import Newcomer, Trainer
 from kos.train.run_context import ADDRESS
 from kos.train.tools.metrics import read_metrics

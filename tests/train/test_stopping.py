@@ -31,9 +31,8 @@ from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel import failures, schedules
-from kos.train.parallel.failures import alone, together
+from kos.train.parallel.failures import KILLED, Stop, Stopped, alone, together
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.parallel.stopping import KILLED, Stop, Stopped
 from kos.train.run import Trainer
 from kos.train.tools import console, trackers
 from kos.train.tools.metrics import read_metrics
@@ -303,7 +302,7 @@ def test_ctrl_c_says_within_the_step_what_it_does(
 def test_what_comes_after_the_signal_depends_on_the_launcher(number: str, launcher: str, then: str) -> None:
     code = f"""
 import os, signal, time
-from kos.train.parallel.stopping import Stop
+from kos.train.parallel.failures import Stop
 os.environ |= {{name: "2" for name in [{launcher!r}] if name}}
 stop = Stop()
 stop.listen()

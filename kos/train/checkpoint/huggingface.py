@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from kos.errors import CheckpointError
 from kos.files import OpenFile
-from kos.train.config.model_section import ModelSection, closest, one_line
+from kos.train.config import ModelSection, closest, one_line
 from kos.train.model.families import FAMILIES, rotated_layers
 from kos.train.model.gpt2 import TRANSPOSED, GPT2Config
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig

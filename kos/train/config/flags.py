@@ -22,7 +22,7 @@ from kos.commands import program
 from kos.errors import CheckpointError, ConfigError
 from kos.reporting import Parser
 from kos.train.checkpoint.huggingface import read_config
-from kos.train.config.model_section import PRESETS, closest, flatten, preset_values
+from kos.train.config import PRESETS, closest, flatten, preset_values
 from kos.train.config.options import (
     FINE_TUNING_WARMUP,
     KEYS,

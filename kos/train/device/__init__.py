@@ -23,11 +23,10 @@ from kos.train.ops import Ops
 from kos.train.ops.fp8 import first_of
 from kos.train.parallel import schedules
 from kos.train.parallel.data import shard_batch
-from kos.train.parallel.failures import raised_on_every_rank
+from kos.train.parallel.failures import LEAVE, STOP, raised_on_every_rank
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action, forward_only
-from kos.train.parallel.stopping import LEAVE, STOP
 from kos.train.parallel.tensor import TensorParallel
 from kos.train.train import REPORT, WRITING, Runner, Step, StepResult
 

@@ -26,11 +26,10 @@ from kos.train.ops.cuda.attention import MOST_HEAD_DIM
 from kos.train.optim import BLOCK, MatrixRule, elements, state_of
 from kos.train.optim.cuda import CHUNK
 from kos.train.optim.muon import BATCH
-from kos.train.parallel.data import Buckets
+from kos.train.parallel.data import Buckets, run_of, waiting_subtrees
 from kos.train.parallel.mesh import Mesh, Reduction
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Schedule
-from kos.train.parallel.tree_sum import run_of, waiting_subtrees
 from kos.train.train import REPORT, Step
 
 BUCKET_BYTES = 64 << 20  # at least

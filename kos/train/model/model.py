@@ -30,8 +30,7 @@ from kos.train.ops import Array, fixed_order
 from kos.train.ops.fixed_order import LEAST_CHUNK, FixedOrder, Split
 from kos.train.ops.fp8 import Fp8Ops, check_sizes, linears
 from kos.train.ops.linear import LinearOps, Wrapper
-from kos.train.parallel.context import ContextParallel, Masks
-from kos.train.parallel.fixed_context import FixedContext
+from kos.train.parallel.context import ContextParallel, FixedContext, Masks
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.tensor import FixedTensorParallel, Half, TensorParallel
 

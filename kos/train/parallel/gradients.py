@@ -13,9 +13,8 @@ from typing import Any
 
 from kos.train.layers import LOOKUPS, Gradients, Weights
 from kos.train.model.model import Model
-from kos.train.parallel.data import DataParallel
+from kos.train.parallel.data import DataParallel, TreeSum
 from kos.train.parallel.pipeline import Pipeline
-from kos.train.parallel.tree_sum import TreeSum
 
 
 class GradientSums:

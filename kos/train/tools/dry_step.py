@@ -7,7 +7,7 @@ The step (``kos.train.train``) runs with operations and communicators that only 
 - A collective takes a latency and the time of the bytes that a ring sends: 2 (n - 1) / n of an all-reduce, half of that
   of an all-gather or a reduce-scatter. Asynchronous collectives overlap with the operations on a GPU, not on a CPU.
   Between hosts (``Network``) it takes the time of the bytes that leave a host (``Link``).
-- Messages between stages take no time here: ``timeline.simulate`` has it, and the waiting for other ranks.
+- Messages between stages take no time here: ``schedules.simulate`` has it, and the waiting for other ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from kos.train.optim import MatrixRule, UpdateRule, elements
 from kos.train.parallel.mesh import Axis, Layout, Mesh, ranks_of_a_host
 from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule
-from kos.train.tools.costs import TimedOps, cost, update_bytes
-from kos.train.tools.rates import GPUS, Rates
+from kos.train.tools.costs import GPUS, Rates, TimedOps, cost, update_bytes
 
 AXES = {"gradients": "replicas", "tp": "tp", "pp": "pp", "cp": "cp"}
 """What a rank sends, and the axis of ``Mesh`` over which it sends it."""
