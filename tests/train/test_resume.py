@@ -154,7 +154,7 @@ def test_a_command_that_would_fail_is_not_printed(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_resume_does_not_print_mpirun_for_several_programs(hosts: int) -> None:
     """Each pretended host has its own environment, which the command of one program would lose."""
-    code = "from pathlib import Path; from kos.train.tools import commands; print(commands.resume(Path('run'), 2))"
+    code = "from pathlib import Path; from kos.train import report; print(report.resume(Path('run'), 2))"
     programs = [["-x", f"KOS_HOST={host}", "-n", str(2 // hosts), sys.executable, "-c", code] for host in range(hosts)]
     words = [word for program in programs for word in (":", *program)][1:]
     done = run_program(MPIRUN, *words, env={**OUTSIDE, "PYTHONPATH": os.getcwd()})

@@ -210,7 +210,7 @@ MOMENTS = {
     "W._draw = lambda *a: (go(), last(*a))[1]\n",
     "validation": "from kos.train.device import cpu\nlast = cpu.CpuDevice.evaluate\n"
     "cpu.CpuDevice.evaluate = lambda self: (go(), last(self))[1]\n",
-    "checkpoint": "from kos.train.checkpoint import checkpoint\nsave = checkpoint.save\n"
+    "checkpoint": "from kos.train import checkpoint\nsave = checkpoint.save\n"
     "checkpoint.save = lambda *a, **k: (go(), save(*a, **k))[1]\n",
     "last step": "from kos.train.device import cpu\nlast = cpu.CpuDevice.start_step\n"
     "cpu.CpuDevice.start_step = lambda self, step, stop: (step == 5 and go(), last(self, step, step == 5))[1]\n",
@@ -343,7 +343,7 @@ def test_what_ctrl_c_does_depends_on_the_moment(text: Path, tmp_path: Path, monk
 
 def test_a_second_signal_ends_at_once(text: Path, tmp_path: Path) -> None:
     code = "import os, signal, sys\nfrom kos.train import __main__ as main\n"
-    code += "from kos.train.checkpoint import checkpoint\n"
+    code += "from kos.train import checkpoint\n"
     code += "checkpoint.save = lambda *a, **k: [os.kill(os.getpid(), s) for s in (signal.SIGUSR1, signal.SIGTERM)]\n"
     command = [*python(), "-c", code + "sys.exit(main.main())", *SHAPE, "--data", str(text), "--steps=2"]
     command += ["--out", str(tmp_path)]
