@@ -34,9 +34,9 @@ from kos.cuda import streams
 from kos.errors import KosError
 from kos.files import check_writable, replace_file
 from kos.memory.array import Array
-from kos.train.config.presets import PRESETS
+from kos.train.config import PRESETS
 from kos.train.ops import SCALE_BLOCK as BLOCK
-from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.cuda import CudaOps
 from kos.train.ops.fp8 import GRADIENT, INPUT, WEIGHTS, Fp8Ops, Quantized, Role
 
 KINDS = ("bf16", "tensor", "tensor fast", "rows", "1x128 128x128", "1x128 1x128")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.train.parallel.schedules.timeline import simulate
+from kos.train.parallel.schedules import simulate
 from kos.train.tools.profile import Marks
 
 

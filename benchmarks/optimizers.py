@@ -25,7 +25,7 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
 from kos.train.device.choose import choose_device, layout_of, make_device
-from kos.train.device.machine import limit_threads, thread_pools
+from kos.train.machine import limit_threads, thread_pools
 from kos.train.parallel.mesh import Mesh
 
 OPTIMIZERS = ("adamw", "muon")

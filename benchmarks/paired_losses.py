@@ -26,12 +26,11 @@ from kos.errors import ConfigError
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
-from kos.train.device.base import Device
+from kos.train.device import Device
 from kos.train.device.choose import layout_of, make_device
-from kos.train.device.machine import limit_threads, thread_pools
-from kos.train.parallel.failures import together
+from kos.train.machine import limit_threads, thread_pools
+from kos.train.parallel.failures import Stop, together
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.stopping import Stop
 from kos.train.train import StepResult, train
 
 WARM_UP = 0.05  # fraction of the steps of a run

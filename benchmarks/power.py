@@ -32,7 +32,7 @@ from kos.dtypes import DTYPES
 from kos.errors import KosError
 from kos.files import check_writable, replace_file
 from kos.memory.array import Array
-from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.cuda import CudaOps
 
 QUERY = ("clocks.sm", "power.draw.instant", "power.limit", "clocks_event_reasons.sw_power_cap")
 SMI = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits", "-lms", "100"]

@@ -32,8 +32,8 @@ import kos.interop.torch
 from benchmarks.torch_llama import TorchLlama
 from kos.bench.report import provenance, to_json
 from kos.commands import program
+from kos.train.config import PRESETS
 from kos.train.config.options import TrainConfig
-from kos.train.config.presets import PRESETS
 
 FEW = (8 << 10, 128 << 10, 1 << 20, 16 << 20)  # bytes
 SIZES = {

@@ -20,9 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
 from kos.train.model.initial import InitialWeights, init_weights
-from kos.train.model.llama import LlamaConfig
+from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.parameters import Parameters
-from kos.train.model.shapes import Local
 from kos.train.parallel.data import shard_batch
 
 RECIPES = {"tensorwise", "rowwise"}  # of torchao.float8

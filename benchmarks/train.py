@@ -94,7 +94,7 @@ class KosTraining:
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, threads: int) -> None:
         import kos
         from kos.train.device.choose import make_device
-        from kos.train.device.machine import limit_threads
+        from kos.train.machine import limit_threads
         from kos.train.parallel.mesh import Mesh
 
         self.comm = comm = kos.init(config.backend, timeout=config.timeout)
@@ -317,7 +317,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
     peak = None
     if options.device == "cuda" and config.dtype == "bfloat16":
         from kos.cuda import device_info
-        from kos.train.device.machine import peak_flops
+        from kos.train.machine import peak_flops
 
         peak = peak_flops(device_info(0).name)
     flops, rows = model.flops_per_token(config.seq_len), []

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -185,6 +186,7 @@ def run_command(*command: str) -> None:
         run_program(arguments[0], arguments=arguments[1:])
     elif what == "-m":
         sys.argv = arguments
+        warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # the server has imported it
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
         run_program(Path(what).read_text(), what, arguments)

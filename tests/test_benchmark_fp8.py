@@ -13,7 +13,7 @@ import pytest
 from benchmarks import fp8, fp8_losses
 from kos.bench import report
 from kos.errors import BackendUnavailable, ConfigError
-from kos.train.config.presets import PRESETS
+from kos.train.config import PRESETS
 from kos.train.ops.cuda.cublaslt import scale_mode
 from tests.host_compiler import COMPILER
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program

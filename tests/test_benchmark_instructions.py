@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import instructions
 from benchmarks.plots.results import load
-from kos.train.device.machine import versions_of
+from kos.train.machine import versions_of
 from tests.core.core_ranks import needs_core
 
 MOST = 1.05

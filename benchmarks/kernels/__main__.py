@@ -16,9 +16,8 @@ from kos import cuda
 from kos.bench import report
 from kos.commands import program
 from kos.files import check_writable
-from kos.train.config.model_section import ModelSection
-from kos.train.config.presets import PRESETS
-from kos.train.device.machine import peak_flops
+from kos.train.config import PRESETS, ModelSection
+from kos.train.machine import peak_flops
 
 
 def main() -> None:

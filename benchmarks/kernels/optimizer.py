@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.kernels.zoo import Case, Zoo, as_array, to_host
 from kos.train.model.parameters import Parameters
-from kos.train.ops.learning_rate import LearningRate
+from kos.train.optim import LearningRate
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.cuda import SCALARS, CudaOptimizer
 

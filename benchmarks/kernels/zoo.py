@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from kos.cuda.kernels import load_kernel
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.config.model_section import ModelSection
+from kos.train.config import ModelSection
 from kos.train.ops import numpy as reference
-from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.cuda import CudaOps
 from kos.train.tools.costs import cost
 
 DEVICE = "cuda"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from docs.drawings.svg import COLOURS, GREY, LIGHT, Box, timeline
 from kos.train.device.choose import layout_of
 from kos.train.parallel import schedules
-from kos.train.parallel.schedules.timeline import simulate
+from kos.train.parallel.schedules import simulate
+from kos.train.tools.costs import gpu_rates
 from kos.train.tools.dry_step import TimedDryRun
 from kos.train.tools.plan import make_job, parse_plan
-from kos.train.tools.rates import gpu_rates
 
 PASSES = dict(zip("FIWB", (*COLOURS[:3], COLOURS[1]), strict=True))
 SECOND = dict(zip("FIWB", (*LIGHT, LIGHT[1]), strict=True))

@@ -18,7 +18,7 @@ from kos.bench.implementations import Implementation
 from kos.bench.measure import Samples
 from kos.comm.gpu import nccl_binding
 from kos.errors import ConfigError
-from kos.train.device.machine import git_commit, versions_of
+from kos.train.machine import git_commit, versions_of
 
 Row = dict[str, Any]
 

@@ -17,7 +17,7 @@ from kos.errors import ConfigError, KosError, debugging
 from kos.files import printing
 from kos.reporting import report
 from kos.train import missing
-from kos.train.parallel.stopping import Left, Stop, Stopped
+from kos.train.parallel.failures import Left, Stop, Stopped
 
 if TYPE_CHECKING:
     from kos.train.config.options import TrainConfig
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             from kos.train.config.flags import parse
-            from kos.train.device.machine import thread_pools
+            from kos.train.machine import thread_pools
             from kos.train.run import Trainer
 
             thread_pools()
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _join(config: TrainConfig, stop: Stop, arguments: Sequence[str]) -> int:
     """Join a run."""
-    from kos.train.joining import Newcomer
+    from kos.train.run import Newcomer
 
     Newcomer(config, stop).run(lambda error: _fail_later(error, 0, arguments))
     return 0

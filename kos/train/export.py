@@ -26,7 +26,7 @@ def export(source: Path, out: Path, dtype: str) -> int:
     ``out`` appears whole or not at all. A weight is rounded to the nearest number of ``dtype``, to even ones if two are
     as near, as torch does. Takes the memory of one tensor.
     """
-    from kos.train.checkpoint import checkpoint
+    from kos.train import checkpoint
 
     found, out = checkpoint.find(source, weights_only=True).path, out.resolve()
     temporary = out.with_name(f"{checkpoint.TEMPORARY}{out.name}")
@@ -50,8 +50,7 @@ def export(source: Path, out: Path, dtype: str) -> int:
 
 def _write(found: Path, folder: Path, dtype: str) -> int:
     """Write the weights of the checkpoint ``found`` to the same names, and all other files but the optimizer's."""
-    from kos.train.checkpoint import huggingface, saving
-    from kos.train.checkpoint.extra_files import CONFIG, MANIFEST
+    from kos.train.checkpoint import CONFIG, MANIFEST, huggingface, saving
 
     settings = json.loads((found / CONFIG).read_text(encoding="utf-8"))
     saving.write_json(folder / CONFIG, settings | dict.fromkeys(("dtype", "torch_dtype"), dtype))

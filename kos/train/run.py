@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kos
 from kos.comm.communicator import Communicator
 from kos.errors import (
     CheckpointError,
@@ -26,26 +28,45 @@ from kos.errors import (
     RendezvousError,
     TrainingError,
 )
-from kos.train.checkpoint import checkpoint, compatibility, huggingface
-from kos.train.checkpoint.residuals import Residuals, saved_residuals, warn_of_residuals
+from kos.train import checkpoint, report
+from kos.train.checkpoint import huggingface, resume
+from kos.train.checkpoint.resume import Residuals, saved_residuals, warn_of_residuals
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
 from kos.train.device.choose import choose_device, layout_of, make_device, scope_of
-from kos.train.device.machine import limit_threads
-from kos.train.elastic import Elastic
-from kos.train.membership import PATHS, logged_epoch
-from kos.train.model.generate import sample_text
-from kos.train.output import ADDRESS, check_free, open_output, read_kept_files, remove_address
-from kos.train.parallel.failures import alone, on_every_rank, raised_on_every_rank, same_on_all, stop_together, together
+from kos.train.elastic import PATHS, Elastic, logged_epoch
+from kos.train.machine import limit_threads
+from kos.train.parallel.failures import (
+    PATIENCE,
+    Left,
+    Stop,
+    Stopped,
+    alone,
+    on_every_rank,
+    raised_on_every_rank,
+    same_on_all,
+    stop_together,
+    together,
+)
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.stopping import Stop, Stopped
 from kos.train.report import announce, conclude
-from kos.train.run_context import RunContext
-from kos.train.tools import commands, trackers
+from kos.train.run_context import (
+    ADDRESS,
+    RunContext,
+    check_folder,
+    check_free,
+    check_shared,
+    check_unlocked,
+    open_output,
+    read_kept_files,
+    remove_address,
+    run_folder,
+)
+from kos.train.tools import trackers
 from kos.train.tools.console import Console
-from kos.train.tools.folders import check_folder, check_shared, check_unlocked, run_folder
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import Runner, StepResult, train
+from kos.train.trained import sample_text
 
 LEAVES = "this rank leaves after"
 
@@ -146,10 +167,10 @@ class Trainer(RunContext):
         path, step, _ = self._found
         saved_step = step if path.parent.resolve() == self.checkpoints.resolve() else -1
         check_free(self, step, saved_step)
-        compatibility.check_optimizer(self._found, config)
-        compatibility.check_order(self._found, config)
+        resume.check_optimizer(self._found, config)
+        resume.check_order(self._found, config)
         theirs = huggingface.read_config(path)
-        compatibility.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
+        resume.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
         return str(path), step, saved_step, True
 
     def _load(self) -> None:
@@ -182,11 +203,11 @@ class Trainer(RunContext):
         if self.source is None:
             return
         source = Path(self.source)
-        compatibility.check_tokenizer(source, self.data.tokenizer)
+        resume.check_tokenizer(source, self.data.tokenizer)
         if self._found is not None:
-            compatibility.check_data(self._found, self.config, self.data.fingerprint)
-            compatibility.warn_of_changes(self._found, self.config, self.description)
-        compatibility.check_model(source, huggingface.read_config(source), self.model_config)
+            resume.check_data(self._found, self.config, self.data.fingerprint)
+            resume.warn_of_changes(self._found, self.config, self.description)
+        resume.check_model(source, huggingface.read_config(source), self.model_config)
         if self._found is not None:
             warn_of_residuals(source, self._residuals(source), self.config, self.mesh.replicas.size)
 
@@ -242,7 +263,7 @@ class Trainer(RunContext):
         if self.stop.leaves:
             self.stop.plan = f"{LEAVES} this step; if the run stops, it saves to {self.checkpoints}"
         if self.comm.rank == 0:
-            self.stop.advice = f"; resume with: {commands.resume(self.out, self.comm.size)}"
+            self.stop.advice = f"; resume with: {report.resume(self.out, self.comm.size)}"
         self.console.close()
         stopped = train(device, self.config, self)
         self.finish_save()
@@ -327,7 +348,7 @@ class Trainer(RunContext):
             ranks = self.comm.world_ranks  # of those that survive another one, the lowest gives the advice
             lowest = not error.ranks or ranks[self.comm.rank] == min(set(ranks) - set(error.ranks), default=-1)
             if lowest and not self.stop.advised:
-                left += f"; resume with: {commands.resume(self.out, self.comm.size)}"
+                left += f"; resume with: {report.resume(self.out, self.comm.size)}"
         elif self.start > 0:
             left = f"there is no checkpoint yet except the one from which the run started, {self.source}"
         left = "" if left in str(error) else f"; {left}"  # the error of another rank may end with it
@@ -357,3 +378,60 @@ class Trainer(RunContext):
             config.sample_tokens, seed=config.seed, temperature=config.temperature, top_k=config.top_k,
             stopped=stopped_by_any,
         )  # fmt: skip
+
+
+LOOK_EVERY = 0.05  # seconds between two looks for the file of a run that has not begun
+
+
+class Newcomer(Trainer):
+    """``kos train --join``: the run of ``config`` that this process joins, at ``config.join``.
+
+    Weights and state come from the run's ranks.
+
+    It reads the settings and the data as the run did, before it calls: the ranks wait for what is left alone. At the
+    boundary of a step they admit it, and tell it of the run (``kos.train.elastic``).
+    ConfigError if its settings or data are others than those of the run; RendezvousError if the run does not admit it;
+    Left if it was asked to stop before.
+    """
+
+    def __init__(self, config: TrainConfig, stop: Stop | None = None) -> None:
+        RunContext.__init__(self, config, stop)
+        self.console, self.epoch, self.step, self.trains = Console(0, config.steps), -1, 0, True
+        self.stop.announce(lambda text: self.console.warn(text))
+        self.start = 0
+        try:
+            with self.stop.at_once():
+                self.data = load_data(config, self.console.progress)
+            self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
+            self.console.close()
+            self.comm = self._join()
+        except Stopped as stopped:
+            raise Left("left before it joined the run, as asked") from stopped
+        self.stop.leaves = True
+        self.held.push(self._close_groups)
+        self.held.callback(lambda: self.console.close())
+
+    def _interrupted(self, error: KosError) -> KosError:
+        if self.epoch >= 0:
+            return super()._interrupted(error)
+        failure = type(error)(f"while joining the run at {self.config.join}: {error}")  # of which nothing is known yet
+        failure.on_every_rank = error.on_every_rank
+        return failure
+
+    def _join(self) -> Communicator:
+        """Wait until the run admits this rank, or is over: a run writes the address file, and removes it at its end."""
+        where, timeout, limit = str(self.config.join), self.config.timeout, time.monotonic() + PATIENCE
+        if os.sep in where and not os.path.isfile(where):
+            self.console.say(f"waiting for {where}, which a run with --elastic writes")
+            with self.stop.at_once():
+                while not os.path.isfile(where) and time.monotonic() < limit:
+                    time.sleep(LOOK_EVERY)
+        while True:
+            began = time.monotonic()
+            try:
+                with self.stop.at_once():
+                    return kos.join(where, timeout=timeout)
+            except RendezvousError:
+                refused = time.monotonic() - began < timeout  # else nobody has answered
+                if refused or not os.path.isfile(where) or time.monotonic() > limit:
+                    raise

@@ -1,27 +1,52 @@
-"""A run as its parts know it: settings, ranks, data, device, folder, and how far it is."""
+"""A run as its parts know it: settings, ranks, data, device, how far it is; its folder, and what rank 0 writes there.
+
+The folder is ``--out``, or one under ``runs/`` that no other run uses, and is locked during the run. Besides
+checkpoints it has settings, metrics, what trackers write, and the address to join.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import itertools
+import math
 import os
+import secrets
+import shutil
+import tempfile
+import time
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kos.comm.communicator import Communicator
-from kos.train.checkpoint.extra_files import Extra
-from kos.train.checkpoint.saving import Saving
+from kos.errors import ConfigError, SettingError
+from kos.files import replace_file
+from kos.train import checkpoint
+from kos.train.checkpoint import Extra, read_extra, read_tokenizer_settings
+from kos.train.checkpoint.saving import Saving, write_json
+from kos.train.checkpoint.state import state_shapes
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
-from kos.train.device.base import Device
-from kos.train.device.machine import provenance
+from kos.train.data.tokenizers import HuggingFaceTokenizer
+from kos.train.device import Device
+from kos.train.machine import provenance
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops.fixed_order import ORDER
+from kos.train.parallel.failures import Stop, alone, together
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.stopping import Stop
+from kos.train.tools import trackers
 from kos.train.tools.console import Console
-from kos.train.tools.metrics import MetricsLog
+from kos.train.tools.metrics import METRICS, MetricsLog, read_metrics
 from kos.train.train import Runner
+
+ADDRESS = "address"
+"""The file in the folder of an elastic run with the address for ``--join``."""
+
+RUNS = Path("runs")
+LOCK = ".lock"
+SEEN_SECONDS = 5.0
+"""How long a rank waits for a file that rank 0 has written: a network file system may show it late."""
 
 
 class RunContext:
@@ -108,3 +133,178 @@ class RunContext:
         if self.saving is not None:
             self.saving.cancel()
         self.saving = None
+
+
+# --- the folder ---------------------------------------------------------------------------------------
+
+
+def check_free(run: RunContext, start: int, saved_step: int) -> None:
+    """ConfigError if the folder holds another run than the one that continues from ``start``."""
+    left = ["checkpoints"] * bool(checkpoint.steps_in(run.checkpoints))
+    left += ["metrics"] * bool(start and read_metrics(run.out / METRICS))
+    if left and saved_step < 0:
+        expected = "an empty folder, or --resume auto to continue from the checkpoints in it"
+        raise SettingError(f"--out {run.out}", expected, f"the {left[0]} of another run", also=["resume"])
+
+
+def open_output(run: RunContext) -> None:
+    """Take the folder for a run that begins. On rank 0."""
+    config, out = run.config, run.out
+    try:
+        check_free(run, run.start, run.saved_step)  # a run may have ended here since the first check
+        out.mkdir(parents=True, exist_ok=True)
+        lock_folder(out, run.held)
+        checkpoint.remove_unfinished(run.checkpoints)
+        shapes = run.model_config.parameter_shapes()
+        files = [*shapes.values(), *state_shapes(config.state_of(run.model_config), shapes).values()]
+        if run.device.step.parallel.residual is not None:
+            files += [*shapes.values()] * run.mesh.replicas.size
+        needed = sum(4 * math.prod(shape) for shape in files)
+        if run.trains and (free := shutil.disk_usage(out).free) < needed:
+            run.console.say(f"the first checkpoint does not fit: {out} has {free:,} bytes free of {needed:,}")
+        if run.trains or not (out / "config.json").exists():
+            write_json(out / "config.json", run.description)
+        if config.profile:
+            return
+        if config.elastic is not None:
+            publish_address(run)
+        _open_metrics(run, run.start)
+    except OSError as error:
+        raise unwritable(out, error) from error
+
+
+def take_output(run: RunContext) -> None:
+    """Write metrics and checkpoints instead of the rank that was the first; its last row may be missing."""
+    run.console = Console(0, run.config.steps)
+    with contextlib.suppress(ConfigError):  # it may be stopped, and hold the lock
+        lock_folder(run.out, run.held, run.name)
+    row, run.row = run.row, None
+    _open_metrics(run, run.start if row is None else row["step"] - 1)
+    read_kept_files(run)
+    if row is not None:
+        run.log(row, last=True)
+
+
+def _open_metrics(run: RunContext, after: int) -> None:
+    """Write rows, after those up to step ``after``."""
+    run.metrics = MetricsLog(run.out / METRICS, after)
+    run.held.callback(run.metrics.close)
+    started = trackers.start(run.config.tracker, run.out, after, run.description)
+
+    def close(failed: type[BaseException] | None, *_: object) -> None:
+        """A run that failed waits for no tracker: its error comes first."""
+        run.stop.plan = "waiting for the trackers, all steps are saved"
+        trackers.close(started, wait=failed is None)
+
+    run.held.push(close)
+
+
+def read_kept_files(run: RunContext) -> None:
+    """Read the files that checkpoints keep of the source and of the tokenizer."""
+    if run.data.tokenizer.kind == HuggingFaceTokenizer.kind and run.config.tokenizer != "auto":
+        run.extra = read_tokenizer_settings(run.config.tokenizer)
+    if run.source is not None:
+        run.extra = {**run.extra, **read_extra(Path(run.source))}
+
+
+def publish_address(run: RunContext) -> None:
+    """Write where others can join this run to the file ``ADDRESS``, which is there as long as the run."""
+    if run.comm.address:
+        replace_file(run.out / ADDRESS, run.comm.address.encode())
+
+
+def remove_address(run: RunContext) -> None:
+    """Remove what ``publish_address`` has written, unless others have written theirs."""
+    with contextlib.suppress(OSError):
+        if (run.out / ADDRESS).read_bytes() == run.comm.address.encode():
+            (run.out / ADDRESS).unlink()
+
+
+def run_folder(config: TrainConfig) -> Path:
+    """``config.out``, or the first free of ``runs/PRESET``, ``runs/PRESET-2``, …, which is then made.
+
+    With ``--resume auto`` it is the last one that has checkpoints. Call it on one rank.
+    """
+    if config.out is not None:
+        return config.out
+    first = RUNS / config.preset
+    folders = itertools.chain([first], (RUNS / f"{config.preset}-{number}" for number in itertools.count(2)))
+    try:
+        if config.resume == "auto":
+            taken = list(itertools.takewhile(Path.exists, folders)) or [first]
+            return next((folder for folder in reversed(taken) if (folder / "checkpoints").is_dir()), taken[-1])
+        while True:
+            folder = next(folders)
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                return folder
+    except OSError as error:
+        raise unwritable(RUNS, error) from error
+
+
+def unwritable(out: Path, got: object) -> ConfigError:
+    return SettingError(f"--out {out}", "a folder that can be written", got)
+
+
+def check_folder(out: Path, rank: int) -> None:
+    """ConfigError if ``rank`` cannot write to ``out`` and ``out/checkpoints``, or create them. Leaves no files there.
+
+    It tries to write: for root, on a network file system or in /proc, ``os.access`` may be wrong.
+    """
+    places = out / "checkpoints", out, *out.absolute().parents
+    present = (folder for folder in places if os.path.lexists(folder))
+    for folder in itertools.islice(present, 1 + os.path.lexists(places[0])):
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                continue
+        except OSError as error:
+            refused = f"no new file in {folder} ({error.strerror})"
+            got = refused if folder.is_dir() else f"{folder}, which is not a folder"
+            where = f" on rank {rank}" if rank else ""
+            raise unwritable(out, f"{got}{where}") from error
+
+
+def lock_folder(out: Path, held: contextlib.ExitStack, name: str = "") -> None:
+    """Lock ``out`` until ``held`` closes, and write the name of this run to the lock file, by default a random one.
+
+    Raises ConfigError if another run holds the lock.
+    """
+    lock = held.enter_context((out / LOCK).open("a"))
+    _take(lock, out)
+    lock.truncate(0)
+    lock.write(name or secrets.token_hex(8))
+    lock.flush()
+
+
+def check_unlocked(out: Path) -> None:
+    """ConfigError if another run holds the lock of ``out``, without taking it."""
+    with contextlib.suppress(OSError), (out / LOCK).open("r+") as lock:
+        _take(lock, out)
+
+
+def _take(lock: TextIO, out: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        busy = f"--out {out}: expected a free folder, got one that a run is writing to"
+        raise ConfigError(busy).about("out") from error
+
+
+def check_shared(out: Path, comm: Communicator) -> str:
+    """The run's name in the lock file. Raises ConfigError on all ranks if one of them sees another folder, or none."""
+    name = alone(comm, (out / LOCK).read_text)
+
+    def check() -> None:
+        limit, got = time.monotonic() + SEEN_SECONDS, ""
+        while got != name:
+            try:
+                got = (out / LOCK).read_text()
+            except OSError as error:
+                got = str(error)
+            time.sleep(0.01)
+            if got != name and time.monotonic() > limit:
+                expected = "expected a folder that all ranks share: each writes its part of a checkpoint"
+                raise ConfigError(f"--out {out}: {expected}; on rank {comm.rank} got {got or 'another'}").about("out")
+
+    together(comm, check)
+    return name

@@ -20,22 +20,19 @@ from typing import Any, NamedTuple, Protocol
 from kos.comm.reduction import ReduceOp
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.layers.context import LOOKUPS, Weights
+from kos.train.layers import LOOKUPS, Weights
 from kos.train.layers.fp8_gather import Fp8Gather
-from kos.train.model.llama import LlamaConfig
-from kos.train.model.model import InFlight
+from kos.train.model.llama import LlamaConfig, Local
+from kos.train.model.model import InFlight, make_stage
 from kos.train.model.parameters import Parameters
-from kos.train.model.shapes import Local
-from kos.train.model.stage import make_stage
 from kos.train.ops import Array, Ops
 from kos.train.ops.fp8 import Fp8Weights, linear_names, store_bytes, weight_store
-from kos.train.parallel.data import Buckets, DataParallel, make_buckets
+from kos.train.parallel.data import Buckets, DataParallel, TreeSum, make_buckets
+from kos.train.parallel.failures import Stop
 from kos.train.parallel.gradients import GradientSums
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action
-from kos.train.parallel.stopping import Stop
-from kos.train.parallel.tree_sum import TreeSum
 
 
 class StepResult(NamedTuple):

@@ -1,25 +1,78 @@
-"""A trained model in Python: logits, loss and text of a checkpoint, on the CPU in float32, without MPI."""
+"""A trained model in Python: logits, loss and text of a checkpoint, on the CPU in float32, without MPI.
+
+``sample_text`` takes any model, such as that of a run at its end.
+"""
 
 from __future__ import annotations
 
 import os
 import reprlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kos.errors import InvalidArgument
-from kos.train.checkpoint import checkpoint, huggingface
-from kos.train.checkpoint.extra_files import MANIFEST
+from kos.errors import InvalidArgument, TrainingError
+from kos.train import checkpoint
+from kos.train.checkpoint import MANIFEST, huggingface
 from kos.train.data.batch import Batch
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
-from kos.train.model.generate import sample_text
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+
+NextLogits = Callable[[np.ndarray], np.ndarray]
+"""The logits (V,) of the token after (1, T)."""
+
+
+def generate(
+    next_logits: NextLogits, context: int, prompt: Sequence[int], count: int, *, seed: int,
+    temperature: float = 0.8, top_k: int = 0, stop: int | None = None, stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[int]:  # fmt: skip
+    """Up to ``count`` token ids that follow ``prompt``, drawn from softmax(logits / temperature).
+
+    Temperature 0 takes the likeliest; ``top_k`` > 0 draws among the k likeliest. The model sees the last ``context``
+    tokens. Ends early at token ``stop``, or when ``stopped`` returns True.
+    """
+    rng = np.random.default_rng(seed)
+    ids = list(prompt)
+    for _ in range(count):
+        seen = np.asarray([ids[-context:]], np.int32)
+        token = _draw(next_logits(seen), temperature, top_k, rng)
+        if token == stop or stopped():
+            return
+        ids.append(token)
+        yield token
+
+
+def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:
+    if not np.isfinite(top := logits.max()):
+        raise TrainingError(f"sampling: expected finite logits, got {top}: the weights are not usable")
+    if temperature == 0:
+        return int(np.argmax(logits))
+    with np.errstate(over="ignore"):  # at most 0, however small the temperature
+        scores = (logits.astype(np.float64) - top) / temperature
+    if 0 < top_k < scores.size:
+        scores[scores < np.partition(scores, -top_k)[-top_k]] = -np.inf
+    odds = np.exp(scores)
+    return int(rng.choice(scores.size, p=odds / odds.sum()))
+
+
+def sample_text(
+    next_logits: NextLogits, context: int, tokenizer: Tokenizer, prompt: str, count: int, **options: Any
+) -> str:
+    """``prompt`` and up to ``count`` generated tokens, as text; ``options`` are those of ``generate``."""
+    ids = tokenizer.encode_prompt(prompt)
+    tokens = [*generate(next_logits, context, ids, count, stop=tokenizer.eos, **options)]
+    if not prompt:
+        return tokenizer.decode(tokens)
+    before = tokenizer.decode(ids)
+    whole = tokenizer.decode([*ids, *tokens])  # with the space between prompt and sample
+    return prompt + (whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(tokens))
 
 
 class TrainedModel:

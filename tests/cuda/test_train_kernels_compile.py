@@ -13,8 +13,7 @@ from kos.train import ops
 from kos.train.config.flags import parse
 from kos.train.config.options import OPTIMIZERS, TrainConfig
 from kos.train.device import memory_plan
-from kos.train.ops.cuda import attention
-from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.cuda import CudaOps, attention
 from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.host_compiler import KEPT

@@ -14,8 +14,8 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import Attend, Mask
 from kos.train.ops import numpy as reference
+from kos.train.ops.cuda import CudaOps
 from kos.train.ops.cuda import attention as ops
-from kos.train.ops.cuda.dialect import CudaOps
 from tests.train import masks
 
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from kos.train.device import machine
+from kos.train import machine
 
 SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 
@@ -22,5 +22,5 @@ def rng() -> np.random.Generator:
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of BLAS, for its threads wait by spinning: products are small here, and other tests want the cores."""
     one = machine.limit_threads
-    for module in ("run", "membership"):
+    for module in ("run", "elastic"):
         monkeypatch.setattr(f"kos.train.{module}.limit_threads", lambda comm, threads=None: one(comm, 1))

@@ -51,7 +51,7 @@ COMPILING = "--timeout=120"  # of the first run on a GPU, which compiles the ker
 START = """
 import sys, time
 from pathlib import Path
-from kos.train import __main__, joining, run
+from kos.train import __main__, run
 ready, begin, *flags = sys.argv[1:]
 Path(ready).touch()
 while not Path(begin).exists():

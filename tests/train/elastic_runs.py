@@ -14,7 +14,7 @@ from kos.comm.communicator import Communicator
 from kos.testing import Fault, spawn
 from kos.train.config.options import TrainConfig
 from kos.train.device.cpu import CpuDevice
-from kos.train.parallel.stopping import Left
+from kos.train.parallel.failures import Left
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.train.sharded import tensors_of_run

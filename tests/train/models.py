@@ -9,7 +9,7 @@ import numpy as np
 
 from kos.train.checkpoint.huggingface import as_saved
 from kos.train.data.batch import Batch
-from kos.train.layers.context import Gradients
+from kos.train.layers import Gradients
 from kos.train.model.llama import LlamaConfig, RopeScaling
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters

@@ -12,7 +12,7 @@ import pytest
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import numpy as reference
-from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.cuda import CudaOps
 
 DTYPES = ["float32", "bfloat16"]
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}  # half a unit in the last place, relative

@@ -11,15 +11,15 @@ from safetensors.numpy import load_file
 from kos.comm.communicator import Communicator
 from kos.memory.arena import Arena
 from kos.testing import spawn
-from kos.train.checkpoint import checkpoint, huggingface
+from kos.train import checkpoint
+from kos.train.checkpoint import huggingface
 from kos.train.checkpoint.state import ShardedState
 from kos.train.data.tokenizers import ByteTokenizer
-from kos.train.model.llama import LlamaConfig
+from kos.train.model.llama import LlamaConfig, Stages
 from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.model.shapes import Stages
 from kos.train.ops import numpy as numpy_ops
+from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import Optimizer
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kos import cuda
-from kos.train.checkpoint import checkpoint
+from kos.train import checkpoint
 from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS
 

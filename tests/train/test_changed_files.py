@@ -14,7 +14,7 @@ import pytest
 
 from kos.errors import DataError
 from kos.files import OpenFile
-from kos.train.checkpoint import checkpoint
+from kos.train import checkpoint
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
 from tests.launcher import OUTSIDE, SECONDS

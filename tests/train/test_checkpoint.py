@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from kos.errors import CheckpointError
-from kos.train.checkpoint import checkpoint, huggingface
+from kos.train import checkpoint
+from kos.train.checkpoint import huggingface
 from kos.train.data.tokenizers import read_tokenizer
 from kos.train.optim.adamw import AdamW
 from kos.train.parallel.mesh import Layout

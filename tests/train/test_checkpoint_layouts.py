@@ -19,8 +19,9 @@ from safetensors.numpy import load_file
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError
 from kos.testing import spawn
-from kos.train.checkpoint import checkpoint, huggingface, saving
-from kos.train.checkpoint.write_plan import WritePlan
+from kos.train import checkpoint
+from kos.train.checkpoint import huggingface, saving
+from kos.train.checkpoint.state import WritePlan
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.model import initial
 from kos.train.model.initial import InitialWeights, init_weights

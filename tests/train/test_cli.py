@@ -20,7 +20,7 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, SettingError, install
 from kos.testing import spawn
-from kos.train.checkpoint import checkpoint
+from kos.train import checkpoint
 from kos.train.config.flags import overrides, parse
 from kos.train.parallel.failures import together
 from kos.train.tools.metrics import read_metrics

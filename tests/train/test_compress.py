@@ -15,12 +15,12 @@ from kos.comm.communicator import Communicator
 from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train.checkpoint.huggingface import TensorFiles, weight_files
-from kos.train.checkpoint.residuals import Residuals
+from kos.train.checkpoint.resume import Residuals
 from kos.train.config.options import TrainConfig
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
+from kos.train.model.model import check_blocks
 from kos.train.model.parameters import Parameters
-from kos.train.model.stage import check_blocks
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.run import Trainer

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from kos.errors import ConfigError
 from kos.train.checkpoint.huggingface import to_huggingface
+from kos.train.config import PRESETS
 from kos.train.config.flags import make_parser, parse
 from kos.train.config.options import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
-from kos.train.config.presets import PRESETS
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.report import without_effect

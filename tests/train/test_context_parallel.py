@@ -18,8 +18,7 @@ from kos.train.ops import Attend, numpy_attention
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.cuda import attention
 from kos.train.ops.fixed_order import Split
-from kos.train.parallel.context import ContextParallel
-from kos.train.parallel.fixed_context import FixedContext
+from kos.train.parallel.context import ContextParallel, FixedContext
 from kos.train.parallel.mesh import Axis, Layout, Mesh
 from kos.train.parallel.tensor import TensorParallel
 from tests.host_compiler import COMPILER

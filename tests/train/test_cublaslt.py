@@ -17,10 +17,9 @@ import pytest
 from kos.cuda import driver
 from kos.dtypes import DTYPES
 from kos.errors import CudaError, InvalidArgument
-from kos.train.ops.cuda import cublaslt
-from kos.train.ops.cuda import dialect as cuda
+from kos.train.ops import cuda as cuda
+from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.ops.cuda.cublaslt import ALGORITHM_BYTES, Matmul, Stored
-from kos.train.ops.cuda.dialect import CudaOps
 
 
 class NotSupported(Exception):

@@ -8,9 +8,8 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.testing import spawn
 from kos.train.model.parameters import Parameters
-from kos.train.parallel.data import DataParallel, make_buckets, shard_batch
+from kos.train.parallel.data import DataParallel, make_buckets, shard_batch, subtrees, waiting_subtrees
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.tree_sum import subtrees, waiting_subtrees
 
 SHAPES = {f"layer{i}.weight": (5, 7 + i) for i in range(6)} | {"norm.weight": (3,)}
 MICRO_BATCHES = 8

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from kos.errors import ConfigError
+from kos.train import optim
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops.fixed_order import LEAST_CHUNK, Split
-from kos.train.optim import base
+from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import Optimizer
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
 from kos.train.tools.metrics import read_metrics
@@ -124,7 +124,7 @@ def test_options(layout: Layout, changes: dict[str, Any]) -> None:
 
 def test_shards_cut_a_tied_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     """With ZeRO-1 the two ends of a pipeline hold different parts of it."""
-    for module in (base, memory_plan):
+    for module in (optim, memory_plan):
         monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setitem(SHAPE, "vocab_size", 400)
     (alone,) = train(Layout(), CpuDevice, 3, True, **RUN)

@@ -11,9 +11,9 @@ from kos.train.__main__ import main
 from kos.train.config.flags import parse
 from kos.train.parallel.mesh import Layout
 from kos.train.tools import plan as planning
+from kos.train.tools.costs import Rates, gpu_rates
 from kos.train.tools.dry_step import ONE_HOST, Clock, Link, Network, TimedDryRun
 from kos.train.tools.plan import make_job, predict
-from kos.train.tools.rates import Rates, gpu_rates
 
 SLOW = Rates("the CPU", 1e9, (1e9, 1e9), 1e9, 1e-6, 1e9, 1e-5, False)
 D, F, V, A, W, LAYERS, T, B = 32, 48, 256, 32, 64, 4, 16, 2  # of the flags below; W: q, k and v together

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kos.train.checkpoint import checkpoint
+from kos.train import checkpoint
 from kos.train.checkpoint.saving import write_json
 from kos.train.parallel.mesh import Layout
 from kos.train.tools.metrics import MetricsLog, read_metrics

@@ -25,22 +25,19 @@ from kos.errors import (
     RendezvousError,
 )
 from kos.testing import Fault, spawn
-from kos.train import membership
-from kos.train.checkpoint import checkpoint
-from kos.train.device.base import Device
+from kos.train import checkpoint, elastic, report
+from kos.train.device import Device
 from kos.train.device.cpu import DryOps
 from kos.train.device.memory_plan import plan_memory
-from kos.train.joining import Newcomer
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
+from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import Optimizer
-from kos.train.output import ADDRESS
 from kos.train.parallel import schedules
+from kos.train.parallel.failures import Left, Stop
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.parallel.stopping import Left, Stop
-from kos.train.run import Trainer
-from kos.train.tools import commands
+from kos.train.run import Newcomer, Trainer
+from kos.train.run_context import ADDRESS
 from kos.train.tools.metrics import read_metrics
 from kos.train.train import Step
 from tests.train import elastic_faults
@@ -297,7 +294,7 @@ def test_a_device_that_cannot_be_made_again_is_said(
     def broken(*arguments: Any) -> Any:
         raise CudaError("cuMemAlloc: 999, unknown error")
 
-    monkeypatch.setattr(membership, "make_device", broken)
+    monkeypatch.setattr(elastic, "make_device", broken)
     with pytest.raises(CudaError, match=r"after step \d: cuMemAlloc: 999, unknown error; the last checkpoint, of step"):
         train(text, tmp_path, FAULTS["within a step"])
 
@@ -317,7 +314,7 @@ def test_an_mpirun_that_ends_all_ranks_is_warned_of(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(commands, "mpirun", lambda ranks: ["mpirun", *options])
+    monkeypatch.setattr(report, "mpirun", lambda ranks: ["mpirun", *options])
     train(text, tmp_path, ranks=2, steps=1, eval_batches=0)
     assert capfd.readouterr().err.count("kos: --elastic: this mpirun ends all ranks when one is lost") == warned
 

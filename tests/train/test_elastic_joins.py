@@ -24,11 +24,11 @@ from kos.errors import (
     TrainingError,
 )
 from kos.testing import Fault
-from kos.train import elastic
-from kos.train.checkpoint import checkpoint, saving
-from kos.train.joining import Newcomer
-from kos.train.output import ADDRESS
-from kos.train.parallel.stopping import LEAVE
+from kos.train import checkpoint, elastic
+from kos.train.checkpoint import saving
+from kos.train.parallel.failures import LEAVE
+from kos.train.run import Newcomer
+from kos.train.run_context import ADDRESS
 from tests.train.elastic_runs import (
     RANKS,
     SHAPE,

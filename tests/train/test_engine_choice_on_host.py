@@ -15,7 +15,7 @@ from kos.cuda import unavailable
 from kos.errors import BackendUnavailable, ConfigError, install
 from kos.memory import array as array_module
 from kos.testing import spawn
-from kos.train.checkpoint.write_plan import WritePlan
+from kos.train.checkpoint.state import WritePlan
 from kos.train.config.options import TrainConfig
 from kos.train.device import choose, memory_plan
 from kos.train.device import cuda as engine_module

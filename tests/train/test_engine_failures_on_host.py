@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from kos.errors import CudaError, KosError, RankLost, TrainingError
+from kos.train import checkpoint
 from kos.train import run as loop
-from kos.train.checkpoint import checkpoint
 from kos.train.device import memory_plan
-from kos.train.device.cuda import CudaDevice
-from kos.train.device.feed import Feed
+from kos.train.device.cuda import CudaDevice, Feed
 from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer

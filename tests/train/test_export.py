@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import kos.train
-from kos.train import export
-from kos.train.checkpoint import checkpoint, saving
+from kos.train import checkpoint, export
+from kos.train.checkpoint import saving
 from tests.forked import python
 from tests.train.test_loop import _train, text
 from tests.train.test_tokenizers import huggingface_file

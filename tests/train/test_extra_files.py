@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kos.errors import CheckpointError
-from kos.train.checkpoint import checkpoint, extra_files
+from kos.train import checkpoint
 from kos.train.data.tokenizers import ByteTokenizer, NumberTokenizer
 from tests.train.test_loop import _train, text
 from tests.train.test_tokenizers import huggingface_file
@@ -47,11 +47,11 @@ def folder(text: Path, tmp_path: Path, huggingface_file: Path) -> Path:
 
 def test_a_huge_folder_goes_along_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest files: rank 0 holds them in memory, and each checkpoint writes them."""
-    monkeypatch.setattr(extra_files, "LARGEST", 100)
-    monkeypatch.setattr(extra_files, "LARGEST_IN_ALL", 250)
+    monkeypatch.setattr(checkpoint, "LARGEST", 100)
+    monkeypatch.setattr(checkpoint, "LARGEST_IN_ALL", 250)
     for name, size in {"a.log": 90, "b.log": 80, "c.json": 101, "d.log": 100, "e.json": 5}.items():
         (tmp_path / name).write_bytes(b"x" * size)
-    assert sorted(extra_files.read_extra(tmp_path)) == ["a.log", "b.log", "e.json"]
+    assert sorted(checkpoint.read_extra(tmp_path)) == ["a.log", "b.log", "e.json"]
 
 
 def _change(path: Path, **values: Any) -> None:
@@ -66,7 +66,7 @@ def test_a_checkpoint_has_the_other_files_of_the_folder(
     text: Path, tmp_path: Path, folder: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     """Also if the run continues after the folder was deleted. The first lines of the run name these files."""
-    monkeypatch.setattr(extra_files, "LARGEST", 1 << 17)
+    monkeypatch.setattr(checkpoint, "LARGEST", 1 << 17)
     (folder / "large.txt").write_bytes(bytes(1 + (1 << 17)))
     started = sorted(path.name for path in checkpoint.find(tmp_path / "first").path.iterdir())
     capsys.readouterr()
@@ -95,14 +95,14 @@ def test_a_checkpoint_has_the_other_files_of_the_folder(
 
 def test_a_run_on_token_files_keeps_the_tokenizer_of_the_weights(text: Path, tmp_path: Path, folder: Path) -> None:
     """Token files have no tokenizer, so the model's own tokenizer is kept."""
-    extra, numbers = extra_files.read_extra(folder), NumberTokenizer(330)
+    extra, numbers = checkpoint.read_extra(folder), NumberTokenizer(330)
     written = {"config.json": {"bos_token_id": None, "eos_token_id": None}, **numbers.files()}
-    files = extra_files.merge_extra(written, extra, numbers)
+    files = checkpoint.merge_extra(written, extra, numbers)
     assert files["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
     assert json.loads(files["tokenizer_config.json"])["pad_token"] == "<|end|>"
     assert files["kos_tokenizer.json"] == numbers.to_json() and files["config.json"]["bos_token_id"] == 0
     del extra["tokenizer.json"]  # the numbers are still those of the model
-    files = extra_files.merge_extra(written, extra, numbers)
+    files = checkpoint.merge_extra(written, extra, numbers)
     assert files["tokenizer.json"] == numbers.huggingface() and files["config.json"]["eos_token_id"] == [1, 7]
 
 
@@ -126,7 +126,7 @@ def test_special_tokens_of_a_folder_without_a_tokenizer_are_those_of_the_run() -
     """transformers writes ids 1 and 2 for a LLaMA that has none."""
     extra = {"config.json": b'{"eos_token_id": 2, "use_cache": true}', "tokenizer_config.json": b"[]"}
     ours = ByteTokenizer()
-    files = extra_files.merge_extra({"config.json": {"eos_token_id": 9}, **ours.files()}, extra, ours)
+    files = checkpoint.merge_extra({"config.json": {"eos_token_id": 9}, **ours.files()}, extra, ours)
     assert files["config.json"] == {"eos_token_id": 9, "use_cache": True}
     assert files["tokenizer_config.json"] == ours.files()["tokenizer_config.json"]
 
@@ -144,5 +144,5 @@ def test_a_file_that_cannot_be_read_is_refused(text: Path, tmp_path: Path, folde
 
 def test_weights_are_no_extra_files(folder: Path) -> None:
     np.savez(folder / "weights.npz", np.zeros(3))
-    names = extra_files.extra_names(extra_files.read_extra(folder))
+    names = checkpoint.extra_names(checkpoint.read_extra(folder))
     assert names == [*sorted(EXTRA)[:3], "large.txt", *sorted(EXTRA)[3:]]

@@ -19,21 +19,18 @@ import pytest
 
 from kos.errors import CheckpointError, ConfigError
 from kos.testing import spawn
-from kos.train.checkpoint import extra_files, huggingface
+from kos.train import checkpoint
+from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.cpu import CpuDevice
-from kos.train.model.families import FAMILIES
+from kos.train.model.families import FAMILIES, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
-from kos.train.model.mistral import MistralConfig
 from kos.train.model.model import Model
-from kos.train.model.olmo2 import Olmo2Config
 from kos.train.model.parameters import Parameters
-from kos.train.model.qwen import Qwen2Config, Qwen3Config
 from kos.train.model.rope import RopeScaling
-from kos.train.model.smollm3 import SmolLM3Config
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import AXES, Layout, Mesh
 from tests.train.masks import visible
@@ -381,10 +378,10 @@ def test_a_new_smollm3_has_layers_without_rotary_positions(layers: int, tmp_path
 def test_a_new_models_vocabulary_may_be_small() -> None:
     """Smaller than the token of transformers' default for padding, with which it cannot make the model."""
     written = {"config.json": huggingface.to_huggingface(of(SmolLM3Config)), **ByteTokenizer().files()}
-    settings = extra_files.merge_extra(written, {}, ByteTokenizer())["config.json"]
+    settings = checkpoint.merge_extra(written, {}, ByteTokenizer())["config.json"]
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
     theirs = {"config.json": b'{"use_cache": true}'}
-    assert "pad_token_id" not in extra_files.merge_extra(written, theirs, ByteTokenizer())["config.json"]
+    assert "pad_token_id" not in checkpoint.merge_extra(written, theirs, ByteTokenizer())["config.json"]
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import SCALE_BLOCK, Scaled, scales_shape
 from kos.train.ops import numpy as reference
-from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.cuda import CudaOps
 from kos.train.ops.cuda.fp8 import LEAST_CAPABILITY
-from kos.train.ops.numpy_fp8 import widen
+from kos.train.ops.numpy_blocks import widen
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix
 from tests.train.test_engine_cuda import column, run, text
 

@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks import kernels
 from kos.memory.array import Array
-from kos.train.config.model_section import ModelSection
-from kos.train.config.presets import PRESETS
+from kos.train.config import PRESETS, ModelSection
 from kos.train.ops.cuda import attention
 from tests.host_compiler import COMPILER, compiled
 from tests.train.host_kernels import emulator

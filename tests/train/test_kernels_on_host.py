@@ -16,9 +16,8 @@ from kos.dtypes import DTYPES
 from kos.memory.arena import Arena
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops.cuda import attention
-from kos.train.ops.learning_rate import LearningRate
+from kos.train.optim import Group, LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import Group, Optimizer, clip_coefficient
 from kos.train.optim.cuda import CHUNK, CudaOptimizer
 from tests.host_compiler import COMPILER
 from tests.train import ops_cases

@@ -16,12 +16,12 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, Tokens
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.device.cpu import CpuDevice
-from kos.train.model.generate import generate
 from kos.train.model.initial import init_weights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES
+from kos.train.trained import generate
 from tests.train.test_tensor_parallel import part_of
 
 STEPS = 5

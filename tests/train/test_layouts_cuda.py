@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from kos import cuda
-from kos.train.checkpoint import checkpoint
+from kos.train import checkpoint
 from kos.train.model.families import FAMILIES
 from kos.train.parallel.schedules import SCHEDULES
 from kos.train.tools.metrics import read_metrics

@@ -23,8 +23,7 @@ from kos.train.device.cuda import CudaDevice
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend, fixed_order
-from kos.train.ops.cuda import cublaslt
-from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.optim import cuda as cuda_optimizer
 from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh

@@ -18,15 +18,15 @@ from safetensors.numpy import load_file, save_file
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigError, KosError, RankLost, TrainingError
 from kos.testing import Fault, spawn
+from kos.train import checkpoint, run_context
 from kos.train import run as loop
-from kos.train.checkpoint import checkpoint, huggingface
+from kos.train.checkpoint import huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
 from kos.train.device.cpu import CpuDevice
-from kos.train.optim.base import BLOCK
+from kos.train.optim import BLOCK
 from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer
-from kos.train.tools import folders
 from kos.train.tools.metrics import MetricsLog, read_metrics
 from tests.train.sharded import tensors_of_run
 
@@ -204,14 +204,14 @@ def test_what_is_refused(text: Path, tmp_path: Path) -> None:
 
 def _forbid(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     """As without permission to write there, which root always has."""
-    temporary = folders.tempfile.TemporaryFile
+    temporary = run_context.tempfile.TemporaryFile
 
     def make(dir: Path) -> Any:
         if dir == place:
             raise PermissionError(errno.EACCES, "Permission denied")
         return temporary(dir=dir)
 
-    monkeypatch.setattr(folders.tempfile, "TemporaryFile", make)
+    monkeypatch.setattr(run_context.tempfile, "TemporaryFile", make)
 
 
 @pytest.mark.parametrize("which", ["file", "link", "permission", "proc"])
@@ -226,7 +226,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_there_are_data(
         _forbid(monkeypatch, tmp_path)
         got = rf"no new file in {tmp_path} \(Permission denied\)"
         with pytest.raises(ConfigError, match=f"{got} on rank 1$"):
-            folders.check_folder(out, 1)
+            run_context.check_folder(out, 1)
     if which == "proc":  # where root may write, says ``os.access``
         got = r"no new file in /proc \(No such file or directory\)"
     monkeypatch.setattr(loop, "load_data", lambda *_: pytest.fail("data are read first"))
@@ -256,7 +256,7 @@ def test_a_folder_that_cannot_be_written_around_checkpoints_that_can(tmp_path: P
     (tmp_path / "checkpoints").mkdir()
     _forbid(monkeypatch, tmp_path)
     with pytest.raises(ConfigError, match=f"expected a folder that .*, got no new file in {tmp_path} "):
-        folders.check_folder(tmp_path, 0)
+        run_context.check_folder(tmp_path, 0)
 
 
 def test_ranks_with_other_data_or_settings_are_refused(text: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kos import cuda
-from kos.train.checkpoint import checkpoint
+from kos.train import checkpoint
 from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, nccl_ranks
 from tests.train.test_cli import text

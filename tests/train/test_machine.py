@@ -12,12 +12,12 @@ from unittest.mock import MagicMock
 import pytest
 
 from kos.testing import spawn
-from kos.train.device.machine import free_memory, git_commit, limit_threads
+from kos.train.machine import free_memory, git_commit, limit_threads
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr("kos.train.device.machine.thread_pools", MagicMock())
+    monkeypatch.setattr("kos.train.machine.thread_pools", MagicMock())
     assert spawn(limit_threads, 1) == [8]
     assert spawn(limit_threads, 3) == [2, 2, 2]
     assert spawn(limit_threads, 16) == [1] * 16
@@ -30,8 +30,8 @@ def test_the_commit_says_where_files_differ(tmp_path: Path, monkeypatch: pytest.
         pytest.skip("needs git")
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
-    file, index = tmp_path / "kos" / "train" / "device" / "machine.py", tmp_path / ".git" / "index"
-    monkeypatch.setattr("kos.train.device.machine.__file__", str(file))
+    file, index = tmp_path / "kos" / "train" / "machine.py", tmp_path / ".git" / "index"
+    monkeypatch.setattr("kos.train.machine.__file__", str(file))
 
     def git(*words: str) -> str:
         who = ("-c", "user.name=a", "-c", "user.email=a@b")

@@ -10,8 +10,7 @@ from kos.errors import ConfigError
 from kos.train.config.flags import parse
 from kos.train.device import cpu, memory_plan
 from kos.train.device.memory_plan import GIB, plan_memory
-from kos.train.ops.cuda import attention
-from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.cuda import CudaOps, attention
 from kos.train.ops.fp8 import linears
 from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh

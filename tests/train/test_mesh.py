@@ -16,8 +16,7 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.device.choose import layout_of
 from kos.train.model.families import FAMILIES
-from kos.train.model.llama import LlamaConfig
-from kos.train.model.shapes import Stages, split_layers
+from kos.train.model.llama import LlamaConfig, Stages, split_layers
 from kos.train.parallel.mesh import AXES, Layout, Mesh
 from kos.train.parallel.schedules import Schedule
 from kos.train.run import Trainer

@@ -12,12 +12,12 @@ import pytest
 from kos.errors import InvalidArgument
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.layers.context import Gradients
+from kos.train.layers import Gradients
 from kos.train.model import initial
+from kos.train.model.families import Qwen2Config
 from kos.train.model.initial import init_weights
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
-from kos.train.model.qwen import Qwen2Config
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops import numpy_attention, numpy_blocks
 from tests.train.models import VARIANTS, loss_and_gradients, make, make_batch, small
@@ -102,7 +102,7 @@ def test_logits_loss_and_gradients_match_torch(variant, dtype):
 def test_several_query_blocks_and_head_chunks_match_torch(monkeypatch):
     monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 16)
     monkeypatch.setattr(numpy_blocks, "BLOCK", 64)
-    monkeypatch.setattr("kos.train.layers.head.HEAD_ROWS", 7)
+    monkeypatch.setattr("kos.train.layers.vocabulary.HEAD_ROWS", 7)
     config, model, weights, gradients = make("llama3", np.float64)
     tokens, targets = make_batch(config, 2, 53, seed=2, ignored=0.1)
     logits, loss, expected = torch_reference(config, weights, tokens, targets)

@@ -18,10 +18,9 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.ops.learning_rate import LearningRate
+from kos.train.ops.cuda import CudaOps
+from kos.train.optim import LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import Optimizer, clip_coefficient
 from kos.train.optim.cuda import CudaOptimizer
 from tests.train.host_kernels.engine import rounded_at_random
 from tests.train.models import SCALING, loss_and_gradients, queue, queue_loss_and_gradients

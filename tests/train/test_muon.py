@@ -13,18 +13,18 @@ import pytest
 from kos.errors import CheckpointError, ConfigError, InvalidArgument
 from kos.memory.arena import Arena
 from kos.testing import spawn
-from kos.train.checkpoint import checkpoint, huggingface
+from kos.train import checkpoint, optim
+from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.device import memory_plan
-from kos.train.layers.placement import Placement
+from kos.train.layers import Placement
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS
 from kos.train.ops import numpy as numpy_ops
-from kos.train.optim import base
+from kos.train.optim import Group, Optimizer
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import Group, Optimizer
 from kos.train.optim.muon import Muon
 from kos.train.parallel.data import cut_around, share_out
 from kos.train.parallel.mesh import Layout
@@ -162,7 +162,7 @@ def test_which_matrices_are_muons() -> None:
     held = OwnedSlices(Parameters(shapes), [slice(0, sum(map(math.prod, shapes.values())))])
     found = [each for each in hidden.rule.matrices(held) if "c_attn" in each.name]
     assert len(found) == 3 * model.num_hidden_layers and {each.shape for each in found} == {(24, 24)}
-    assert parse([]).groups(small()) == base.decay_matrices(small().parameter_shapes(), 0.1)
+    assert parse([]).groups(small()) == optim.decay_matrices(small().parameter_shapes(), 0.1)
 
 
 def gpt2() -> LlamaConfig:
@@ -183,7 +183,7 @@ LAYOUTS = [
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many, so that each rank of ZeRO-1 holds several."""
-    for module in (base, memory_plan):
+    for module in (optim, memory_plan):
         monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setattr(memory_plan, "HOST_BUCKET_BYTES", 4096)
 

@@ -12,11 +12,10 @@ import pytest
 from kos.memory.arena import Arena
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
-from kos.train.layers.placement import Placement
+from kos.train.layers import Placement
 from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.ops.learning_rate import LearningRate
+from kos.train.optim import Group, LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import Group, Optimizer, clip_coefficient
 from kos.train.optim.cuda import CHUNK, CudaOptimizer
 from kos.train.optim.muon import Muon
 from kos.train.parallel.mesh import Layout

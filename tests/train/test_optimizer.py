@@ -9,9 +9,8 @@ import pytest
 
 from kos.errors import InvalidArgument
 from kos.train.model.parameters import Parameters
-from kos.train.ops.learning_rate import LearningRate
+from kos.train.optim import BLOCK, Group, LearningRate, Optimizer, clip_coefficient, decay_matrices
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import BLOCK, Group, Optimizer, clip_coefficient, decay_matrices
 
 SHAPES = {"b.weight": (7, 2 * BLOCK // 7 + 5), "norm.weight": (33,), "a.weight": (3, 5), "other_norm.weight": (1,)}
 

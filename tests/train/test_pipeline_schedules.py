@@ -18,14 +18,15 @@ from kos.train.parallel.schedules import (
     Place,
     Schedule,
     build,
+    draw,
     forward_only,
     interleaved,
+    main,
     one_f_one_b,
+    simulate,
     verify,
     zero_bubble_v,
 )
-from kos.train.parallel.schedules.__main__ import main
-from kos.train.parallel.schedules.timeline import draw, simulate
 
 NAMED = [*((name, None) for name in SCHEDULES), *(("interleaved", chunks) for chunks in (1, 3, 4))]
 COSTS = [{"F": 1, "I": 1, "W": 1}, {"F": 1.25, "I": 1.5, "W": 1}, {"F": 3, "I": 4, "W": 2}]

@@ -21,10 +21,10 @@ from kos.train.config.flags import make_parser, parse
 from kos.train.device import choose
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
+from kos.train.tools import costs
 from kos.train.tools import plan as planning
-from kos.train.tools import rates
+from kos.train.tools.costs import gpu_rates
 from kos.train.tools.plan import make_job, parse_plan, predict
-from kos.train.tools.rates import gpu_rates
 from tests.train.host_kernels.engine import DeviceComm, host_engine
 from tests.train.test_dry_step import SHAPE, SLOW, D, V
 
@@ -354,8 +354,8 @@ def test_bad_requests_are_refused():
 
 
 def test_the_gpu_that_is_here(tmp_path, monkeypatch):
-    monkeypatch.setattr(rates, "DRIVER", tmp_path)
-    assert rates.gpu_here() is None
+    monkeypatch.setattr(costs, "DRIVER", tmp_path)
+    assert costs.gpu_here() is None
     (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
     (tmp_path / "gpus" / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n")
-    assert rates.gpu_here() == "NVIDIA H100 80GB HBM3" and gpu_rates(rates.gpu_here(), 128).name == "H100"
+    assert costs.gpu_here() == "NVIDIA H100 80GB HBM3" and gpu_rates(costs.gpu_here(), 128).name == "H100"

@@ -18,12 +18,11 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, ConfigError
 from kos.testing import spawn
-from kos.train.checkpoint import checkpoint
+from kos.train import checkpoint, report
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.device.cpu import CpuDevice
 from kos.train.run import Trainer
-from kos.train.tools import commands
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
@@ -130,13 +129,13 @@ def test_a_warm_up_longer_than_the_run_is_reported(
 def test_a_warm_up_that_is_not_over_goes_on() -> None:
     """The advice keeps no rate below the peak."""
     config = TrainConfig.from_preset("tiny", steps=10, warmup_steps=20)
-    assert commands.more_steps(Path("run"), 1, config).endswith("--resume auto --steps 20")
+    assert report.more_steps(Path("run"), 1, config).endswith("--resume auto --steps 20")
 
 
 def test_a_last_rate_of_many_digits() -> None:
     """The printed command rounds the rate, here to less than ``min_lr``, which a constant schedule does not use."""
     config = TrainConfig.from_preset("tiny", steps=2, warmup_steps=0, min_lr=1.23456123e-4)
-    words = shlex.split(commands.more_steps(Path("run"), 1, config))
+    words = shlex.split(report.more_steps(Path("run"), 1, config))
     assert words[-6:] == ["--schedule", "constant", "--lr", "0.000123456", "--warmup-steps", "0"]
     assert parse(["--min-lr", str(config.min_lr), *words[-6:]]).learning_rate()(9) == 0.000123456
 
@@ -144,18 +143,18 @@ def test_a_last_rate_of_many_digits() -> None:
 def test_a_command_that_would_fail_is_not_printed(monkeypatch: Any) -> None:
     """mpirun where srun has started the ranks, and a plot without matplotlib."""
     monkeypatch.setenv("PMIX_RANK", "0")
-    assert "mpirun" in commands.resume(Path("run"), 2)
+    assert "mpirun" in report.resume(Path("run"), 2)
     monkeypatch.setenv("SLURM_PROCID", "0")
-    assert commands.resume(Path("run"), 2).startswith("start the 2 ranks as before, with: ")
-    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
-    assert commands.plot(Path("run")) is None
+    assert report.resume(Path("run"), 2).startswith("start the 2 ranks as before, with: ")
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    assert report.plot(Path("run")) is None
 
 
 @needs_mpirun
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_resume_does_not_print_mpirun_for_several_programs(hosts: int) -> None:
     """Each pretended host has its own environment, which the command of one program would lose."""
-    code = "from pathlib import Path; from kos.train.tools import commands; print(commands.resume(Path('run'), 2))"
+    code = "from pathlib import Path; from kos.train import report; print(report.resume(Path('run'), 2))"
     programs = [["-x", f"KOS_HOST={host}", "-n", str(2 // hosts), sys.executable, "-c", code] for host in range(hosts)]
     words = [word for program in programs for word in (":", *program)][1:]
     done = run_program(MPIRUN, *words, env={**OUTSIDE, "PYTHONPATH": os.getcwd()})
@@ -169,12 +168,12 @@ def test_printed_commands_are_those_of_the_guides(monkeypatch: Any, tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
     config = TrainConfig.from_preset("tiny")
-    assert commands.sample(Path("run"), config) == ".venv/bin/python -m kos sample run"
+    assert report.sample(Path("run"), config) == ".venv/bin/python -m kos sample run"
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/kos").touch()
-    assert commands.sample(Path("run"), config) == ".venv/bin/kos sample run"
+    assert report.sample(Path("run"), config) == ".venv/bin/kos sample run"
     if importlib.util.find_spec("matplotlib"):
-        assert commands.plot(Path("run")) == ".venv/bin/kos plot run"
+        assert report.plot(Path("run")) == ".venv/bin/kos plot run"
 
 
 def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_path: Path) -> None:

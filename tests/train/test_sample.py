@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from kos.errors import CheckpointError, TrainingError
-from kos.train import sample
-from kos.train.checkpoint import checkpoint
+from kos.train import checkpoint, sample
 from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer, Tokenizer
-from kos.train.model.generate import generate, sample_text
+from kos.train.trained import generate, sample_text
 from tests.forked import python
 from tests.train.test_loop import _train, text
 

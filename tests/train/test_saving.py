@@ -16,7 +16,8 @@ from safetensors.numpy import load_file
 from kos.errors import CheckpointError, TrainingError
 from kos.files import replace_file
 from kos.testing import spawn
-from kos.train.checkpoint import checkpoint, saving
+from kos.train import checkpoint
+from kos.train.checkpoint import saving
 from kos.train.device.cpu import CpuDevice
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.train.checkpoint import checkpoint, huggingface
+from kos.train import checkpoint
+from kos.train.checkpoint import huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
 from kos.train.model.initial import init_weights

@@ -19,21 +19,20 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.errors import CollectiveTimeout, ConfigError, KosError, in_words
 from kos.testing import spawn
+from kos.train import checkpoint
 from kos.train import run as loop
-from kos.train.checkpoint import checkpoint
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.device import cpu, memory_plan
 from kos.train.device.memory_plan import MemoryPlan, plan_memory
-from kos.train.layers.context import Gradients
+from kos.train.layers import Gradients
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel import failures, schedules
-from kos.train.parallel.failures import alone, together
+from kos.train.parallel.failures import KILLED, Stop, Stopped, alone, together
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.parallel.stopping import KILLED, Stop, Stopped
 from kos.train.run import Trainer
 from kos.train.tools import console, trackers
 from kos.train.tools.metrics import read_metrics
@@ -73,7 +72,7 @@ STUCK = """if True:
     import sys, time
     from kos.errors import CollectiveTimeout
     from kos.train import __main__ as program, run
-    from kos.train.device.base import Device
+    from kos.train.device import Device
 
     def late(*_):
         raise CollectiveTimeout("rank 1 did not arrive")
@@ -211,7 +210,7 @@ MOMENTS = {
     "W._draw = lambda *a: (go(), last(*a))[1]\n",
     "validation": "from kos.train.device import cpu\nlast = cpu.CpuDevice.evaluate\n"
     "cpu.CpuDevice.evaluate = lambda self: (go(), last(self))[1]\n",
-    "checkpoint": "from kos.train.checkpoint import checkpoint\nsave = checkpoint.save\n"
+    "checkpoint": "from kos.train import checkpoint\nsave = checkpoint.save\n"
     "checkpoint.save = lambda *a, **k: (go(), save(*a, **k))[1]\n",
     "last step": "from kos.train.device import cpu\nlast = cpu.CpuDevice.start_step\n"
     "cpu.CpuDevice.start_step = lambda self, step, stop: (step == 5 and go(), last(self, step, step == 5))[1]\n",
@@ -303,7 +302,7 @@ def test_ctrl_c_says_within_the_step_what_it_does(
 def test_what_comes_after_the_signal_depends_on_the_launcher(number: str, launcher: str, then: str) -> None:
     code = f"""
 import os, signal, time
-from kos.train.parallel.stopping import Stop
+from kos.train.parallel.failures import Stop
 os.environ |= {{name: "2" for name in [{launcher!r}] if name}}
 stop = Stop()
 stop.listen()
@@ -344,7 +343,7 @@ def test_what_ctrl_c_does_depends_on_the_moment(text: Path, tmp_path: Path, monk
 
 def test_a_second_signal_ends_at_once(text: Path, tmp_path: Path) -> None:
     code = "import os, signal, sys\nfrom kos.train import __main__ as main\n"
-    code += "from kos.train.checkpoint import checkpoint\n"
+    code += "from kos.train import checkpoint\n"
     code += "checkpoint.save = lambda *a, **k: [os.kill(os.getpid(), s) for s in (signal.SIGUSR1, signal.SIGTERM)]\n"
     command = [*python(), "-c", code + "sys.exit(main.main())", *SHAPE, "--data", str(text), "--steps=2"]
     command += ["--out", str(tmp_path)]

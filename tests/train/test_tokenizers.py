@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kos.errors import CheckpointError, ConfigError, DataError
-from kos.train.checkpoint import checkpoint
+from kos.train import checkpoint
 from kos.train.data import tokenizers as kos_tokenizers
 from kos.train.data.batches import load_data
 from kos.train.data.chat import read_chat_template

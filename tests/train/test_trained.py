@@ -12,7 +12,7 @@ import pytest
 
 import kos.train
 from kos.errors import CheckpointError, InvalidArgument
-from kos.train.checkpoint import checkpoint
+from kos.train import checkpoint
 from kos.train.parallel.mesh import Layout
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python

@@ -17,7 +17,8 @@ import pytest
 import kos.train
 from kos import cuda
 from kos.testing import spawn
-from kos.train.checkpoint import checkpoint, huggingface
+from kos.train import checkpoint
+from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
@@ -56,7 +57,7 @@ def dialect(request):
         return numpy_ops, "float64", np.zeros
     if cuda.unavailable() is not None:
         pytest.skip(f"needs a GPU: {cuda.unavailable()}")
-    from kos.train.ops.cuda.dialect import CudaOps
+    from kos.train.ops.cuda import CudaOps
 
     ops = CudaOps(0)
     return ops, "float32", ops.zeros

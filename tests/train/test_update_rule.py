@@ -14,13 +14,13 @@ import pytest
 
 from kos.errors import CheckpointError, ConfigError
 from kos.testing import spawn
-from kos.train.checkpoint import checkpoint, huggingface
+from kos.train import checkpoint
+from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.config.options import OPTIMIZERS, TrainConfig, flag_of, not_of
 from kos.train.model.parameters import Parameters
-from kos.train.ops.cuda.dialect import KERNELS
-from kos.train.ops.learning_rate import LearningRate
-from kos.train.optim.base import BLOCK, Group, MatrixRule, Optimizer, UpdateRule, clip_coefficient
+from kos.train.ops.cuda import KERNELS
+from kos.train.optim import BLOCK, Group, LearningRate, MatrixRule, Optimizer, UpdateRule, clip_coefficient
 from kos.train.optim.cuda import CudaOptimizer
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout

@@ -1,0 +1,338 @@
+"""Checkpoints that are either complete or absent.
+
+``step-N/`` holds the weights (``model.safetensors``, or one file of several ranks each and an index), ``config.json``
+and the tokenizer (all loadable by transformers; kos reads the tokenizer in ``kos_tokenizer.json``), optimizer state
+(``optimizer*.safetensors``), with ``--compress`` residuals (``residual*.safetensors``), and ``manifest.json``: step,
+layout, run configuration, the size and SHA-256 of every file.
+Tensors are whole in the files, whatever the layout. All is written under a temporary name, every file and folder is
+fsynced, and one rename makes it appear; a kill of any rank at any moment leaves the checkpoints before it as they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import reprlib
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import accumulate
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from kos.errors import CheckpointError
+from kos.files import replace_file, sync
+from kos.train.checkpoint import huggingface
+from kos.train.checkpoint.saving import Files, Saving, write_json
+from kos.train.checkpoint.state import RESIDUAL, ShardedState, State, state_shapes
+from kos.train.data.corpus import Show
+from kos.train.data.tokenizers import SAVED, NumberTokenizer, Tokenizer
+from kos.train.model.parameters import Shape
+from kos.train.parallel.failures import alone
+
+FORMAT = 2
+FORMATS = (1, FORMAT)
+"""That can be read; in the first one rank wrote all."""
+OPTIMIZER = "optimizer"
+FILES = ("config.json", SAVED, "model", OPTIMIZER)
+"""Beginnings of the names of the files that a checkpoint must have."""
+LARGEST, LARGEST_IN_ALL = 64 << 20, 256 << 20
+
+MANIFEST = "manifest.json"
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+REPLACED = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SAVED, MANIFEST)
+"""Files that kos writes in every checkpoint."""
+
+BESIDE_TOKENIZER = (TOKENIZER_CONFIG, "chat_template.jinja")
+
+DROPOUT = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
+
+_WEIGHTS = (
+    ".index.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".onnx",
+    ".tflite", ".ot",
+)  # fmt: skip
+
+Extra = Mapping[str, bytes]
+"""The content of each file by name, including those of ``REPLACED``."""
+
+TEMPORARY = ".saving-"
+_NAME = re.compile(r"(?:replaced-)?step-(\d+)")
+_log = logging.getLogger(__name__)
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint on disk whose files are those that its manifest lists, and the run's configuration then."""
+
+    path: Path
+    step: int
+    config: Mapping[str, Any]
+
+
+def state_files(path: Path, shapes: Mapping[str, Shape], state: State) -> huggingface.TensorFiles:
+    """What an optimizer keeps, by name, in a checkpoint of a model of these shapes: ``exp_avg.NAME``."""
+    with whole(path):
+        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+    files = (name for name in files if name.startswith(OPTIMIZER))
+    return huggingface.TensorFiles(path, files, state_shapes(state, shapes))
+
+
+def save(
+    folder: Path, state: ShardedState, *, step: int, tokenizer: Tokenizer, config: Mapping[str, Any], keep: int,
+    before: int, run: str = "", extra: Extra = MappingProxyType({}), show: Show | None = lambda what, share: None,
+) -> Saving:  # fmt: skip
+    """Begin to write ``folder/step-N``, and copy the state. ``Saving.finish`` waits for it. Collective.
+
+    Once it is there, all but the newest ``keep`` up to it are deleted. Those later than ``before``, the step that the
+    run saved or went on from last, are deleted too: the run went back behind them, or they are damaged. ``run`` is a
+    name that no other run on this folder has. ``extra`` are the files that ``read_extra`` read. This writes nearly all
+    before it returns, and shows its progress. With ``show=None`` it only copies the rank's part of the state to host
+    memory.
+    """
+    world, temporary = state.mesh.world, folder / f"{TEMPORARY}{run}"
+    alone(world, lambda: _begin(folder, temporary))
+
+    def publish(files: Files) -> None:
+        """Complete ``temporary``, in which all ranks have written ``files``, and rename it to ``folder/step-N``."""
+        tokens = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+        written: dict[str, Any] = {"config.json": huggingface.to_huggingface(state.model) | tokens}
+        if len(state.plan.ranks) > 1:
+            written[huggingface.INDEX] = state.plan.index()
+        written = merge_extra(written | tokenizer.files(), extra, tokenizer)
+        for name, content in written.items():
+            write = replace_file if isinstance(content, bytes) else write_json
+            write(temporary / name, content)
+        files = files | {name: _fingerprint(temporary / name) for name in written}
+        layout = dataclasses.asdict(state.mesh.layout) | {"zero": int(state.parallel.sharded)}
+        manifest = {"format": FORMAT, "step": step, "layout": layout, "config": config, "files": files}
+        write_json(temporary / MANIFEST, manifest)
+        _rename(temporary, final)
+        _remove_others(final, keep, min(step - 1, before))
+
+    final, contents = folder / f"step-{step}", state.plan.contents(world.rank)
+    saving = Saving(final, temporary, step, contents, world, publish, ahead=0 if show is None else 1)
+    whole, done = 4 * sum(math.prod(shape) for file in contents.values() for shape in file.values()), 0
+    try:
+        for tensor in state.gather():
+            if show is not None:
+                show("saving a checkpoint", done / whole)
+            done += tensor.nbytes
+            saving.put(tensor)
+        saving.put(None)
+    except BaseException:
+        saving.cancel()
+        raise
+    return saving
+
+
+def _begin(folder: Path, temporary: Path) -> None:
+    """Make the folder to which ranks write, and remove any that an earlier run has left."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        sync(folder.parent)
+        remove_unfinished(folder)
+        temporary.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: expected to write a checkpoint, got {error}") from error
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove unfinished checkpoints of runs that were killed; no run may be writing there."""
+    for left in folder.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _rename(temporary: Path, final: Path) -> None:
+    """Give the checkpoint its final name.
+
+    An existing one is renamed first: ``latest`` finds it if the process is killed between the two renames.
+    """
+    if final.exists():
+        replaced = final.with_name(f"replaced-{final.name}")
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    temporary.rename(final)
+    sync(final.parent)
+
+
+def _remove_others(final: Path, keep: int, limit: int) -> None:
+    """Delete checkpoints after step ``limit``, then the oldest ones until ``keep`` remain, ``final`` included."""
+    others = [(number, path) for number, path in steps_in(final.parent) if path != final]
+    earlier = [path for number, path in others if number <= limit]
+    later = [path for number, path in others if number > limit]
+    for path in later + earlier[: max(0, len(earlier) + 1 - keep)]:
+        leaving = path.with_name(f"{TEMPORARY}{path.name}")  # a kill during the deletion would leave it damaged
+        with suppress(OSError):
+            path.rename(leaving)
+        shutil.rmtree(leaving, ignore_errors=True)
+
+
+def verify(path: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint:
+    """The checkpoint at ``path``, size and checksum of every file compared with the manifest.
+
+    Files are read side by side; with ``weights_only`` those that only resuming needs are not looked at.
+    """
+    with whole(path):
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] not in FORMATS:
+            raise CheckpointError(f"{path}: expected checkpoint format {FORMAT}, got {manifest['format']!r}")
+        for start in FILES:
+            if not any(file.startswith(start) for file in manifest["files"]):
+                raise CheckpointError(f"{path / MANIFEST}: expected the files {', '.join(FILES)}, got no {start}")
+        step, config = manifest["step"], manifest["config"]
+        tables = [config, *(config.get(part, {}) for part in ("config", "derived"))] if isinstance(config, dict) else []
+        names = config.get("gpus", []) if tables else []
+        sound = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if type(step) is not int or not tables or not all(isinstance(table, dict) for table in tables) or not sound:
+            got = f"{step!r} and {reprlib.repr(config)}"
+            raise CheckpointError(f"{path / MANIFEST}: expected an integer step and a config, got {got}")
+        named = _NAME.fullmatch(path.name)
+        if named and int(named[1]) != step:
+            raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {step}")
+        wanted = [name for name in manifest["files"] if not (weights_only and name.startswith((OPTIMIZER, RESIDUAL)))]
+        with ThreadPoolExecutor() as pool:
+            fingerprints = pool.map(_fingerprint, (path / Path(name).name for name in wanted))
+            for number, (name, found) in enumerate(zip(wanted, fingerprints, strict=True), 1):
+                show("checking the checkpoint", number / len(wanted))
+                for key in ("bytes", "sha256"):
+                    if found[key] != (expected := manifest["files"][name][key]):
+                        raise CheckpointError(f"{path / name}: expected {key} {expected}, got {found[key]}")
+    return Checkpoint(path, step, config)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[None]:
+    """A context that raises CheckpointError for any error caused by a damaged checkpoint."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected a complete checkpoint, got {type(error).__name__}: {error}") from error
+
+
+def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint | None:
+    """The newest complete checkpoint under ``folder``; damaged ones are skipped with a warning; None if there is none.
+
+    CheckpointError where there are some and all are damaged.
+    """
+    named = steps_in(folder)
+    for _, path in reversed(named):
+        try:
+            return verify(path, weights_only, show)
+        except CheckpointError as error:
+            _log.warning("passing over a damaged checkpoint: %s", error)
+    if named:
+        raise CheckpointError(
+            f"{folder}: expected a complete checkpoint to resume from, got {len(named)} damaged ones; "
+            "remove them to start over"
+        )
+    return None
+
+
+def find(path: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint:
+    """The checkpoint that a user means: a ``step-N`` folder, or the newest whole one of a run's folder."""
+    expected = f"{path}: expected a checkpoint or a run with one under checkpoints/"
+    try:
+        is_there = path.exists()
+        is_one = (path / MANIFEST).exists() or _NAME.fullmatch(path.name)
+    except OSError as error:
+        raise CheckpointError(f"{expected}, got {error}") from error
+    if not is_there:
+        raise CheckpointError(f"{expected}, got no such folder")
+    found = verify(path, weights_only, show) if is_one else latest(path / "checkpoints", weights_only, show)
+    if found is None:
+        raise CheckpointError(f"{expected}, got none")
+    return found
+
+
+def steps_in(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of each folder named like a checkpoint; of one step, the folder to be replaced comes first."""
+    try:
+        paths = list(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: expected a folder that can be read, got {error}") from error
+    matches = ((_NAME.fullmatch(path.name), path) for path in paths)
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def read_extra(folder: Path) -> dict[str, bytes]:
+    """The other files in the folder of ``--init-from``, which are copied into each checkpoint.
+
+    Examples are ``generation_config.json``, ``chat_template.jinja``, ``special_tokens_map.json`` and a license. Keys of
+    ``config.json`` and ``tokenizer_config.json`` that kos does not write are kept too, and those of the
+    ``tokenizer_config.json`` of ``--tokenizer``, with its ``chat_template.jinja``.  Folders, hidden files, weights,
+    optimizer states, files of more than ``LARGEST`` bytes, and the largest files beyond ``LARGEST_IN_ALL`` bytes in all
+    are not copied.  CheckpointError if one cannot be read.
+    """
+
+    def is_kept(path: Path) -> bool:
+        if path.name.startswith((".", "optimizer")) or path.name.endswith(_WEIGHTS) or path.name == MANIFEST:
+            return False
+        return path.is_file() and path.stat().st_size <= LARGEST
+
+    try:
+        found = sorted((path.stat().st_size, path) for path in folder.iterdir() if is_kept(path))
+        sums = accumulate(size for size, _ in found)
+        chosen = [path for (_, path), total in zip(found, sums, strict=True) if total <= LARGEST_IN_ALL]
+        return {path.name: path.read_bytes() for path in sorted(chosen)}
+    except OSError as error:
+        raise CheckpointError(f"{folder}: expected files that can be read, got {error}") from error
+
+
+def read_tokenizer_settings(tokenizer: str) -> dict[str, bytes]:
+    """The settings and the chat template beside the ``tokenizer.json`` that ``--tokenizer`` names, if there are any."""
+    folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
+    try:
+        return {name: (folder / name).read_bytes() for name in BESIDE_TOKENIZER if (folder / name).is_file()}
+    except OSError as error:
+        raise CheckpointError(f"{folder}: expected files that can be read, got {error}") from error
+
+
+def extra_names(extra: Extra) -> list[str]:
+    """The names of the files that a checkpoint has only because ``--init-from`` had them."""
+    return [name for name in extra if name not in REPLACED]
+
+
+def dropout(extra: Extra) -> list[str]:
+    """The rates of dropout in the folder's ``config.json`` that are not 0.  kos trains without dropout."""
+    settings = _settings(extra, CONFIG)
+    return [f"{name} {settings[name]}" for name in DROPOUT if settings.get(name)]
+
+
+def merge_extra(written: Mapping[str, Any], extra: Extra, tokenizer: Tokenizer) -> dict[str, Any]:
+    """``written``, the JSON files of a checkpoint by name, together with ``extra``.
+
+    If the folder has a tokenizer, the run uses it, so the folder's special tokens replace those of ``written``.
+    """
+    files = dict(written) | {name: extra[name] for name in extra_names(extra)}
+    had_tokenizer, theirs = TOKENIZER in extra or SAVED in extra, _settings(extra, CONFIG)
+    same_ids = had_tokenizer or tokenizer.kind == NumberTokenizer.kind
+    theirs.pop("quantization_config", None)  # the weights are float32 now
+    special = {key: theirs[key] for key in ("bos_token_id", "eos_token_id") if theirs.get(key) is not None}
+    none = {} if CONFIG in extra else {"pad_token_id": None}  # else transformers takes its default, maybe >= vocab_size
+    files[CONFIG] = none | theirs | written[CONFIG] | (special if same_ids else {})
+    if tokenizer.kind == NumberTokenizer.kind and TOKENIZER in extra:  # else they could not be decoded
+        files |= {name: extra[name] for name in (TOKENIZER, TOKENIZER_CONFIG) if name in extra}
+    else:
+        ours, theirs = written[TOKENIZER_CONFIG], _settings(extra, TOKENIZER_CONFIG)
+        files[TOKENIZER_CONFIG] = ours | theirs if had_tokenizer else theirs | ours
+    return files
+
+
+def _settings(extra: Extra, name: str) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is none."""
+    try:
+        settings = json.loads(extra.get(name, b"{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}

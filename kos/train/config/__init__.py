@@ -1,0 +1,159 @@
+"""The ``model`` section of a configuration: the shape of the model, with Hugging Face's key names; and the presets.
+
+Both sections of a configuration use ``option``, a field that is also a flag, and ``one_line``, the text of an error.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import tomllib
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from kos.errors import ConfigError, SettingError
+from kos.train.model.families import FAMILIES, rotated_layers
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.rope import RopeScaling, Section
+
+EXPECTED = {"path_type": "a path", "model_type": "a table of keys"}
+"""Of the types of pydantic's errors that have no such word in their text."""
+
+
+def option(default: Any = ..., unset: str = "", **constraints: Any) -> Any:
+    """A field that is also a flag; without ``default`` the preset gives the value.
+
+    The field's docstring is the help of the flag. ``unset`` says what the default of None, or an empty one, stands for.
+    """
+    return Field(default, json_schema_extra={"unset": unset}, **constraints)
+
+
+def _of_some(setting: str, text: str) -> str:
+    """The help of a setting that some families take."""
+    return f"{text} ({', '.join(name for name, family in FAMILIES.items() if setting in family.takes)})."
+
+
+class ModelSection(Section, use_attribute_docstrings=True):
+    """Shape of the model, with the key names that Hugging Face's config.json has for a LLaMA."""
+
+    model_type: str = option("llama", description=f"Family of the model: {', '.join(FAMILIES)}.")
+    vocab_size: int | None = option(None, "as many as the tokenizer has tokens", ge=1, lt=2**63)
+    """Rows of the embedding."""
+    hidden_size: int = option(ge=2, lt=2**63)
+    """Width of the residual stream."""
+    num_hidden_layers: int = option(ge=1, le=100_000)
+    """Number of decoder layers."""
+    num_attention_heads: int = option(ge=1, lt=2**63)
+    """Number of query heads."""
+    num_key_value_heads: int | None = option(None, "as many as query heads", ge=1)
+    """Number of key/value heads."""
+    head_dim: int | None = option(None, "hidden size / query heads", ge=2, lt=2**63)
+    """Width of a head."""
+    intermediate_size: int = option(ge=1, lt=2**63)
+    """Width of the MLP."""
+    max_position_embeddings: int | None = option(None, "--seq-len", ge=1)
+    """Longest context in tokens."""
+    rms_norm_eps: float = option(1e-5, gt=0)
+    """Epsilon of the norms."""
+    rope_theta: float = option(10_000.0, gt=0)
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = option(True)
+    """Use one matrix for embedding and head."""
+    initializer_range: float = option(0.02, gt=0)
+    """Standard deviation of the initial weights."""
+    attention_bias: bool = option(False, description=_of_some("attention_bias", "Add biases to attention's matrices"))
+    mlp_bias: bool = option(False, description=_of_some("mlp_bias", "Add biases to the matrices of the MLP"))
+    sliding_window: int | None = option(
+        None, "no window", ge=1,
+        description=_of_some("sliding_window", "Keys that a token sees at most, its own included"),
+    )  # fmt: skip
+    layer_types: tuple[str, ...] = ()
+    no_rope_layers: tuple[int, ...] | None = None
+
+    @field_validator("layer_types", "no_rope_layers", mode="before")
+    @classmethod
+    def _tuple(cls, given: Any) -> Any:
+        return tuple(given) if isinstance(given, list) else given
+
+    def resolve(self, vocab_size: int, context: int) -> LlamaConfig:
+        """The model's shape; sizes that were left open follow from the tokenizer's vocabulary and the run's context."""
+        width, heads, family = self.hidden_size, self.num_attention_heads, FAMILIES[self.model_type]
+        interval = family.defaults.get("no_rope_layer_interval", 0)
+        if self.head_dim is None and width % heads:
+            raise SettingError("hidden_size", f"a multiple of {heads}", width, "num_attention_heads")
+        values: dict[str, Any] = {
+            "vocab_size": vocab_size, "max_position_embeddings": context,
+            "num_key_value_heads": heads, "head_dim": width // heads, "rope_scaling": self.rope_scaling,
+            "no_rope_layers": rotated_layers(self.num_hidden_layers, interval),
+        }  # fmt: skip
+        values |= self.model_dump(exclude={"model_type", "rope_scaling"}, exclude_none=True)
+        return family(**values)
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSection:
+        if self.model_type not in FAMILIES:
+            near = closest(self.model_type, FAMILIES)
+            raise SettingError("model_type", f"one of {', '.join(FAMILIES)}{near}", self.model_type)
+        self.resolve(1, 1)  # refuses a shape that cannot be
+        return self
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """`` (closest: X)``, or nothing."""
+    near = get_close_matches(word, known, n=1)
+    return f" (closest: {near[0]})" if near else ""
+
+
+def one_line(error: ValidationError, labels: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The first error that pydantic found, as ``where: expected X, got Y``.
+
+    ``labels`` gives the name of each key that the text has.
+    """
+    first = error.errors()[0]
+    kind, got, path = first["type"], first["input"], [x for x in first["loc"] if isinstance(x, str)]
+    if kind == "value_error":
+        wrong, names = first["ctx"]["error"], {key.rpartition(".")[2]: label for key, label in labels.items()}
+        key, because_of = (names.get(key, key) for key in (wrong.key, wrong.because_of))
+        return str(SettingError(key, wrong.expected, wrong.got, because_of))
+    depth = 2 if path[0] == "model" else 1
+    key = ".".join(path[:depth])
+    where = ".".join([labels.get(key, key), *path[depth:]])
+    if kind == "missing":
+        return f"{where}: expected a value, got none"
+    if kind == "extra_forbidden":
+        return f"{where}: expected a known key{closest(key, [x for x in labels if x != key])}, got {path[-1]!r}"
+    expected = EXPECTED.get(kind) or first["msg"].partition(" should ")[2].removeprefix("be ").removeprefix("have ")
+    return f"{where}: expected {'a number ' * kind.startswith(('greater', 'less'))}{expected}, got {reprlib.repr(got)}"
+
+
+class Preset(NamedTuple):
+    """One line for ``--help``, and the configuration keys with their values."""
+
+    about: str
+    values: dict[str, Any]
+
+
+_TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text("utf-8"))
+PRESETS = {name: Preset(table.pop("about"), table) for name, table in _TABLES.items()}
+"""Named starting points of a run: the tables of ``presets.toml``, by the names that ``--preset`` takes."""
+
+
+def preset_values(preset: Any) -> dict[str, Any]:
+    """The values of a preset.  Raises ConfigError with the list of presets if no preset has that name."""
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise ConfigError(f"--preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
+    return PRESETS[preset].values
+
+
+def flatten(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with the keys of the nested section as ``model.hidden_size``."""
+    section = values.get("model", {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{source}: model: expected a table of keys, got {section!r}")
+    flat = {key: value for key, value in values.items() if key != "model"}
+    return flat | {f"model.{name}": value for name, value in section.items()}

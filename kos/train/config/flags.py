@@ -22,18 +22,15 @@ from kos.commands import program
 from kos.errors import CheckpointError, ConfigError
 from kos.reporting import Parser
 from kos.train.checkpoint.huggingface import read_config
-from kos.train.config.model_section import closest
+from kos.train.config import PRESETS, closest, flatten, preset_values
 from kos.train.config.options import (
     FINE_TUNING_WARMUP,
     KEYS,
     TrainConfig,
     build,
     flag_of,
-    flatten,
     not_of,
-    preset_values,
 )
-from kos.train.config.presets import PRESETS
 
 METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",

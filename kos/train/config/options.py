@@ -17,16 +17,13 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError, field_validator, model_validator
 
 from kos.errors import ConfigError, SettingError
-from kos.train.config.model_section import ModelSection, one_line, option
-from kos.train.config.presets import PRESETS
+from kos.train.config import ModelSection, flatten, one_line, option, preset_values
 from kos.train.data.token_files import KINDS
 from kos.train.model.families import FAMILIES
-from kos.train.model.llama import LlamaConfig
-from kos.train.model.section import Section
-from kos.train.model.shapes import Local
-from kos.train.ops.learning_rate import LearningRate
+from kos.train.model.llama import LlamaConfig, Local
+from kos.train.model.rope import Section
+from kos.train.optim import Group, LearningRate, UpdateRule, decay_matrices, state_of
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import Group, UpdateRule, decay_matrices, state_of
 from kos.train.optim.muon import Muon
 
 DETERMINISTIC_MICRO_BATCHES = 8
@@ -396,13 +393,6 @@ KEYS = {
 """Every key of a configuration; those of the nested section as ``model.hidden_size``."""
 
 
-def preset_values(preset: Any) -> dict[str, Any]:
-    """The values of a preset.  Raises ConfigError with the list of presets if no preset has that name."""
-    if not isinstance(preset, str) or preset not in PRESETS:
-        raise ConfigError(f"--preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
-    return PRESETS[preset].values
-
-
 def flag_of(key: str) -> str:
     """``model.hidden_size`` -> ``--hidden-size``."""
     return "--" + key.rpartition(".")[2].replace("_", "-")
@@ -449,12 +439,3 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
         return TrainConfig.model_validate(nested)
     except ValidationError as error:
         raise ConfigError(one_line(error, labels)) from None
-
-
-def flatten(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with the keys of the nested section as ``model.hidden_size``."""
-    section = values.get("model", {})
-    if not isinstance(section, Mapping):
-        raise ConfigError(f"{source}: model: expected a table of keys, got {section!r}")
-    flat = {key: value for key, value in values.items() if key != "model"}
-    return flat | {f"model.{name}": value for name, value in section.items()}

@@ -1,0 +1,294 @@
+"""What the devices have in common besides the step: validation, text, state."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable
+from functools import cached_property, partial
+
+import numpy as np
+
+from kos.train.checkpoint.state import ShardedState, Tensors
+from kos.train.config.options import TrainConfig
+from kos.train.data.batch import Batch
+from kos.train.data.batches import Dataset, counted, sum_over
+from kos.train.data.corpus import Show
+from kos.train.layers import Weights
+from kos.train.model.initial import InitialWeights
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.model import InFlight, Model, check_blocks, split_of
+from kos.train.ops import Ops
+from kos.train.ops.fp8 import first_of
+from kos.train.parallel import schedules
+from kos.train.parallel.data import shard_batch
+from kos.train.parallel.failures import LEAVE, STOP, raised_on_every_rank
+from kos.train.parallel.mesh import Mesh
+from kos.train.parallel.pipeline import Buffer, Pipeline
+from kos.train.parallel.schedules import Action, forward_only
+from kos.train.parallel.tensor import TensorParallel
+from kos.train.train import REPORT, WRITING, Runner, Step, StepResult
+
+
+class Device(Runner):
+    """What runs the steps of a model in training: it allocates, feeds and times them. All calls are collective.
+
+    It has a ``step``, with weights and optimizer state on the device that computes. ``parts`` are the parts of the
+    model that this rank holds, a stage each. ``micro_batches`` are its rows of the batch.
+    """
+
+    place: str
+    """The device, for errors."""
+
+    step: Step
+
+    epoch = 0
+    """How often the ranks of the run have changed."""
+
+    newcomers = 0
+    """How many wait at this rank, or ``WRITING``."""
+
+    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
+        self.config, self.data, self.mesh, self.comm, self.show = config, data, mesh, mesh.world, show
+        assert config.micro_batch_size is not None  # for_world has chosen it
+        self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
+        with raised_on_every_rank():
+            split_of(config, model, mesh)  # raises where it does not fit the ranks
+            check_blocks(config, model, mesh.layout)
+            schedule = schedules.build(config.pp_schedule, mesh.pp.size, len(self.micro_batches), config.pp_chunks)
+            self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
+        self.pipeline = Pipeline(mesh.pp, schedule)
+        self._in_flight: dict[tuple[int, int], InFlight] = {}  # of a validation, by micro-batch and chunk
+
+    def check_stop(self, asked: Callable[[], int]) -> None:
+        """Look again at the end of each step what was requested on this rank, if the host runs them."""
+
+    @property
+    def applied(self) -> int:
+        """How many steps have changed this rank's weights."""
+        return int(self.step.optimizer.step_count)
+
+    def apply(self) -> None:
+        """Make the update that another rank has made, from this rank's sums and norm."""
+        self.step.apply()
+
+    def result_of(self, step: int) -> StepResult:
+        """That of a step whose update is over, without a collective."""
+        raise NotImplementedError
+
+    def loaded(self) -> None:
+        """To be called when weights and state have been filled."""
+
+    def describe(self) -> str:
+        """Lines for the log: the device, and the memory in use."""
+        raise NotImplementedError
+
+    def dry_run(self) -> tuple[float, float] | None:
+        """Seconds of a step and of a validation, from steps before there are weights. None: not known."""
+        return None
+
+    def measures(self, tokens_per_second: float) -> dict[str, float]:
+        """More metrics of a GPU: model flops utilisation by both conventions, memory in bytes."""
+        return {}
+
+    def not_finite(self, step: int) -> str | None:
+        """In words, the first tensor that was not finite in this step, which no later step followed."""
+        watched = [model.fp8 for model in self.step.models if model.fp8]
+        for each in watched:
+            each.watch(True)
+        tensor, found = self.gradient_not_finite(step), [each.first for each in watched]
+        for each in watched:
+            each.watch(False)
+        if watched:
+            model, every = self.step.models[0].config, self.mesh.world.all_gather_bytes("\n".join(found).encode())
+            names = "\n".join(map(bytes.decode, every)).split("\n")
+            if first := first_of(names, model.layers(range(model.num_hidden_layers))):
+                return first
+        return tensor and f"the gradient of {tensor}"
+
+    def gradient_not_finite(self, step: int) -> str | None:
+        """The first tensor whose gradient was not finite in this step; in fp8 its passes are computed again."""
+        raise NotImplementedError
+
+    def sampling_ops(self) -> Ops:
+        """The operations that accept a pass of any length."""
+        raise NotImplementedError
+
+    def close(self, failed: bool = False) -> None:
+        """Close the pipeline's communicators. After a failure (``failed``) the abort of the world ends them."""
+        if not failed:
+            self.pipeline.close()
+
+    # --- all ranks ---------------------------------------------------------------------------------------
+
+    def reporters(self) -> list[int]:
+        """The world ranks whose losses add up to the whole: ranks of the last stage that are first on the axis tp."""
+        layout, schedule = self.mesh.layout, self.pipeline.schedule
+        pp = schedule.place(schedule.stages - 1).rank
+        return [layout.rank({"pp": pp, "dp": dp, "cp": cp}) for dp in range(layout.dp) for cp in range(layout.cp)]
+
+    def result(self, reports: np.ndarray, norm: float, lr: float, seconds: float) -> StepResult:
+        """The result of a step, computed on the host from the ``reports`` of all ranks."""
+        losses, asked = reports[self.reporters(), REPORT:], reports[:, 0]
+        total = math.fsum(losses.flat) if np.isfinite(losses).all() else float(losses.sum())
+        loss, ranks = total / self.step.micro_batches, self.comm.size
+        leaves: list[int] = np.flatnonzero(asked == LEAVE).tolist()
+        stop = bool((asked == STOP).any()) or ranks - len(leaves) < self.config.least_ranks
+        leaving, stay = list[int](), stop or (reports[:, REPORT - 1] == WRITING).any()
+        for rank in leaves if not stay else ():  # not both that hold the same part of the state: one leaves later
+            if not self.step.parallel.twice or not {(rank - 1) % ranks, (rank + 1) % ranks} & {*leaving}:
+                leaving.append(rank)
+        joining = 0 if stay else min(int(reports[:, REPORT - 1].max()), self.config.most_ranks(ranks) - ranks)
+        return StepResult(loss, norm, lr, seconds, stop, tuple(leaving), joining, ranks, self.epoch)
+
+    @property
+    def report_size(self) -> int:
+        """The numbers that a rank reports, the same on all ranks."""
+        return REPORT + -(-self.step.micro_batches // self.mesh.dp.size)
+
+    def synchronize(self, until: Callable[[], bool] | None = None) -> None:
+        """Wait for all queued work of all communicators, or until ``until()`` is true; raises the error of any of it.
+
+        After a failed collective the GPU continues without its data.
+        """
+        for comm in (*self.mesh.communicators(), *self.pipeline.communicators()):
+            comm.synchronize(until=until)
+
+    def first_of_all(self, name: str | None) -> str | None:
+        """The first tensor that any rank names, in the order in which a backward goes through the model."""
+        named = {each.decode() for each in self.mesh.world.all_gather_bytes((name or "").encode())} - {""}
+        return min(named, key=[*self.step.models[0].config.parameter_shapes()].index, default=None)
+
+    # --- validation --------------------------------------------------------------------------------------
+
+    def evaluate(self) -> float:
+        """The mean loss over all targets of the validation windows that are not left out."""
+        weights, starts = self.step.as_read(self.whole_weights()), self.data.val_starts()
+        dp, first = self.mesh.dp, self.step.models[0]
+        most, sums = len(self.micro_batches[0]), np.zeros(-(-len(starts) // dp.size))
+        count, targets = float(starts.shape[1] * self.data.seq_len), 0
+        pieces = [
+            (index, starts[index, at : at + most])
+            for index in range(dp.rank, len(starts), dp.size) for at in range(0, starts.shape[1], most)
+        ]  # fmt: skip
+        self._in_flight.clear()
+        if pieces:
+            schedule = forward_only(self.pipeline.schedule, len(pieces))
+            columns = self.data.seq_len // first.context.size
+            rows = [first.tensor.rows(len(windows) * columns) for _, windows in pieces]
+            for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank], rows):
+                index, windows = pieces[action.micro_batch]
+                self.show("validation", action.micro_batch / len(pieces))
+                batch = self.data.windows(self.data.val, windows)
+                targets += counted(batch) * (action.chunk == 0) if self.data.masks_targets else 0
+                batch = first.context.take(batch)
+                sums[index // dp.size] += self._evaluate(action, weights, received, batch, count)
+            self.pipeline.free_buffers()
+        self.synchronize()
+        gathered = self.mesh.world.all_gather_bytes(sums.tobytes())
+        loss = math.fsum(np.frombuffer(b"".join(gathered[rank] for rank in self.reporters()))) / len(starts)
+        return loss * count * len(starts) / sum_over(dp, targets) if self.data.masks_targets else loss
+
+    def evaluated_at_once(self) -> set[int]:
+        """The numbers of sequences that a pass of validation has, a micro-batch at most."""
+        (batches, rows), most = self.data.val_starts().shape, len(self.micro_batches[0])
+        return {min(most, rows), rows % most} - {0} if batches else set()
+
+    def _evaluate(self, action: Action, weights: Weights, received: Buffer | None, batch: Batch, count: float) -> float:
+        """A stage of a piece; on the last stage the sum of this rank's losses over ``count``."""
+        step, model = self.step, self.step.models[action.chunk]
+        ops, rows = model.ops, model.tensor.rows(batch.tokens.size)
+        came = received.array if received is not None else None
+        if (from_own := self._in_flight.pop((action.micro_batch, action.chunk - 1), None)) is not None:
+            came = from_own.out_nD
+            from_own.clear()
+            step.free.append(from_own)
+        with ops.step(model.arena):
+            x_nD = model.evaluate_stage(weights, batch, came[:rows] if came is not None else None)
+            if model.local.last:
+                loss = model.arena.take((1,), np.dtype(np.float64))
+                of_all = model.arena.take((1,), ops.statistics_dtype(x_nD.dtype))
+                ops.copy(np.full_like(ops.to_host(of_all), count), of_all)
+                model.evaluate_loss(weights, batch, x_nD, loss, of_all)
+                return float(ops.to_host(loss)[0])
+            if self.pipeline.own_destination(action) is not None:
+                flight = step.free.pop() if step.free else InFlight(ops.make_arena())
+                self._in_flight[action.micro_batch, action.chunk] = flight
+                flight.out_nD = flight.arena.take(*step.message)
+                ops.copy(x_nD, flight.out_nD[:rows])
+                return 0.0
+            buffer = received or self.pipeline.buffer(forward=True)
+            if received is None:
+                ops.copy(x_nD, buffer.array[:rows])
+            buffer.sent = self.pipeline.send(action, buffer.array[:rows])
+            return 0.0
+
+    # --- text --------------------------------------------------------------------------------------------
+
+    def sampler(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """The function that computes the logits (V,) of the token after (1, T); None on ranks that take no part."""
+        weights, mesh, ops = self.whole_weights(), self.mesh, self.sampling_ops()
+        if mesh.dp.rank or mesh.cp.rank:  # one of the ranks that hold the same weights is enough
+            return None
+        models = [
+            Model(each.config, ops, local=each.local, tensor=TensorParallel(ops, mesh.tp, each.local.vocabulary.start))
+            for each in self.step.models
+        ]
+        (_, hidden), dtype = self.step.message
+
+        def next_logits(tokens: np.ndarray) -> np.ndarray:
+            length, mine, from_own = tokens.shape[1], b"", None
+            tokens = np.pad(tokens, ((0, 0), (0, -length % mesh.tp.size)))  # what comes later changes nothing
+            shape = models[0].tensor.rows(tokens.size), hidden
+            for chunk, model in enumerate(models):
+                action = Action("F", 0, chunk)
+                with ops.step(model.arena):
+                    x_nD = None if model.local.first else model.arena.take(shape, dtype)
+                    if from_own is not None:
+                        ops.copy(from_own, x_nD)
+                    elif x_nD is not None:
+                        self.pipeline.receive(action, x_nD)
+                    x_nD = model.evaluate_stage(weights, Batch(tokens), x_nD)
+                    if model.local.last:
+                        mine = model.logits_of(weights, x_nD, slice(length - 1, length)).tobytes()
+                    if (sent := self.pipeline.send(action, x_nD)) is not None:
+                        sent.wait()
+                    from_own = ops.to_host(x_nD) if self.pipeline.own_destination(action) is not None else None
+            whole = mesh.model_parallel
+            parts = whole.comm.all_gather_bytes(mine) if whole.size > 1 else [mine]
+            return np.frombuffer(b"".join(parts), ops.to_host(models[0].arena.take((1,), dtype)).dtype)
+
+        return next_logits
+
+    # --- state -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def state(self) -> ShardedState:
+        """The weights and the optimizer's state of this rank, to be read and saved."""
+        step, model, stages = self.step, self.step.models[0], self.pipeline.schedule.stages_of_ranks
+        return ShardedState(self.mesh, model.config, stages, step.optimizer, step.parallel, model.ops, model.arena)
+
+    def read(
+        self, weights: Tensors, state: Tensors | None = None, step: int = 0, residual: Tensors | None = None
+    ) -> None:
+        """Fill this rank's weights, optimizer state and residual, those of ``step``; waits for no other rank."""
+        what = "preparing the weights" if state is None else "loading the checkpoint"
+        self.state.read(weights, state, step, partial(self.show, what), residual)
+        self.loaded()
+
+    def draw_weights(self) -> None:
+        """Draw this rank's initial weights; waits for no other rank."""
+        share = (os.cpu_count() or 1) // self.mesh.world.local_size
+        threads = max(1, min(share, len(os.sched_getaffinity(0))))
+        drawn = InitialWeights(self.step.models[0].config, self.config.seed, self.state.placements, threads)
+        with contextlib.closing(drawn):
+            self.read(drawn)
+
+    def whole_weights(self) -> Weights:
+        """The weights that passes read; with ZeRO-1 each rank's are gathered first."""
+        weights, parallel = self.step.weights, self.step.parallel
+        if parallel.sharded:
+            parallel.gather(weights).wait()
+            parallel.replicas.comm.synchronize()  # what waits for a GPU next knows no timeout
+        return weights

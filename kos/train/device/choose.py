@@ -14,8 +14,8 @@ from kos.errors import ConfigError, KosError, SettingError, install
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
 from kos.train.data.corpus import Show
-from kos.train.device.base import Device
-from kos.train.device.machine import DRIVER
+from kos.train.device import Device
+from kos.train.machine import DRIVER
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
 from kos.train.parallel.mesh import AXES, Layout, Mesh, ranks_of_a_host

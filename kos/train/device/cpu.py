@@ -15,14 +15,14 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, eval_shape
 from kos.train.data.corpus import Show
-from kos.train.device.base import Device
+from kos.train.device import Device
 from kos.train.device.memory_plan import GIB, plan_buckets, plan_memory
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.numpy_attention import view_of_keys_and_values
-from kos.train.optim.base import Optimizer
+from kos.train.optim import Optimizer
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.train import REPORT, Step, StepResult

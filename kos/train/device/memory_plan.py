@@ -15,24 +15,21 @@ from kos.dtypes import DTYPES, DType
 from kos.errors import ConfigError, SettingError
 from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
-from kos.train.checkpoint.write_plan import WritePlan
+from kos.train.checkpoint.state import WritePlan
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.device.machine import free_memory
-from kos.train.model.llama import LlamaConfig
+from kos.train.machine import free_memory
+from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.model.shapes import Local
-from kos.train.ops.cuda import cublaslt
+from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.ops.cuda.attention import MOST_HEAD_DIM
-from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.optim.base import BLOCK, MatrixRule, elements, state_of
+from kos.train.optim import BLOCK, MatrixRule, elements, state_of
 from kos.train.optim.cuda import CHUNK
 from kos.train.optim.muon import BATCH
-from kos.train.parallel.data import Buckets
+from kos.train.parallel.data import Buckets, run_of, waiting_subtrees
 from kos.train.parallel.mesh import Mesh, Reduction
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Schedule
-from kos.train.parallel.tree_sum import run_of, waiting_subtrees
 from kos.train.train import REPORT, Step
 
 BUCKET_BYTES = 64 << 20  # at least

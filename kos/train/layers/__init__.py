@@ -1,0 +1,108 @@
+"""What the sublayers of a rank compute with in a pass, what a backward reports to, where parts of tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from kos.memory.arena import Arena
+from kos.train.ops import Array
+from kos.train.parallel.context import ContextParallel, Masks
+from kos.train.parallel.tensor import TensorParallel
+
+Weights = Mapping[str, Array]
+
+LOOKUPS = "lookups"
+"""The name of the gradient of a tied embedding's lookups; ``--deterministic`` sums it apart from the head's."""
+
+
+class Gradients(NamedTuple):
+    """Where a backward puts the gradients of weights, whether it adds to them, and what it calls when one is final.
+
+    ``final`` takes the name of a tensor or of a group, in the order in which they lie in memory.
+    """
+
+    of: Weights
+    accumulate: bool
+    final: Callable[[str], object]
+
+
+class Pending(NamedTuple):
+    """The gradient of a ``Linear``'s weights, to be computed from these two arrays."""
+
+    linear: Any
+    d_out: Array
+    x: Array
+
+    def run(self, ctx: PassContext) -> None:
+        self.linear.weight_gradient(ctx, self.d_out, self.x)
+
+
+class PassContext(NamedTuple):
+    """A forward or a backward of a micro-batch: operations, scratch memory, the axes, weights."""
+
+    ops: Any
+    """``LinearOps``, or another wrapper of the operations of a dialect."""
+
+    arena: Arena
+    tp: TensorParallel
+    cp: ContextParallel
+    weights: Weights = MappingProxyType({})
+    into: Gradients = Gradients(MappingProxyType({}), False, lambda name: None)
+    """Of a backward."""
+
+    keep: Any = None
+    """The arena of what pending gradients need: ``arena``, or if they are deferred the micro-batch's own."""
+
+    masks: Mapping[int | None, Masks] = MappingProxyType({})
+    """Those of attention, by its window."""
+
+    pending: list[Pending] | None = None
+    """Takes the gradients of weights if they are deferred: until a pipeline has time for them."""
+
+    def weight_gradient(self, linear: Any, d_out: Array, x: Array) -> None:
+        """Called where the gradient of a matrix can overlap a collective: computes it, unless it is deferred."""
+        pending = Pending(linear, d_out, x)
+        if self.pending is None:
+            pending.run(self)
+        else:
+            self.pending.append(pending)
+
+
+class Placement(NamedTuple):
+    """Where a rank's part of a tensor lies: ``size`` from ``start`` on along ``dim``; all of it if that is None."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    dim: int | None = None
+    start: int = 0
+    size: int = 0
+
+    copies: int = 1
+    """How many neighbours along tp hold this part of a tensor that is split."""
+
+    @classmethod
+    def split(cls, shape: tuple[int, ...], dim: int, shard: int, shards: int, most: int | None = None) -> Placement:
+        """Part ``shard`` of ``shards`` equal ones; of only ``most`` if that is less, each held by several ranks."""
+        parts = min(shards, most or shards)
+        size, copies = shape[dim] // parts, shards // parts
+        return cls(shape, dim, shard // copies * size, size, copies)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(self.size if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    @property
+    def shards(self) -> int:
+        return 1 if self.dim is None else self.shape[self.dim] // self.size
+
+    def rows(self, start: int, stop: int) -> tuple[slice, ...]:
+        """The index, into the whole tensor, of these rows of the part."""
+        index = [slice(0, size) for size in self.shape]
+        if self.dim is not None:
+            index[self.dim] = slice(self.start, self.start + self.size)
+        first = index[0].start
+        return (slice(first + start, first + stop), *index[1:])

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kos.memory.arena import Arena
-from kos.train.layers.context import PassContext
+from kos.train.layers import PassContext, Placement
 from kos.train.layers.linear import ColumnLinear, RowLinear
 from kos.train.layers.norm import Norm
-from kos.train.layers.placement import Placement
 from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.ops import Array, Attend
 from kos.train.parallel.context import Masks

@@ -21,7 +21,7 @@ from kos.memory.arena import Arena
 from kos.train.model.parameters import Parameters, packed
 from kos.train.ops import SCALE_BLOCK, Array, Ops, Scaled, scales_shape
 from kos.train.ops.fp8 import SCALE, WEIGHTS, Fp8Weights, Quantized
-from kos.train.optim.base import elements, overlap
+from kos.train.optim import elements, overlap
 from kos.train.parallel.data import DataParallel, GatheredWeights
 
 

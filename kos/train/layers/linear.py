@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from kos.train.layers.context import PassContext
-from kos.train.layers.placement import Placement
+from kos.train.layers import PassContext, Placement
 from kos.train.ops import Array
 from kos.train.parallel.tensor import Half
 

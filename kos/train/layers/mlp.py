@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kos.train.layers.context import PassContext
+from kos.train.layers import PassContext
 from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.ops import Array
 from kos.train.parallel.tensor import Half

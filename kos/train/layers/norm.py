@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kos.memory.arena import Arena
-from kos.train.layers.context import PassContext
+from kos.train.layers import PassContext, Placement
 from kos.train.layers.linear import bias_of
-from kos.train.layers.placement import Placement
 from kos.train.ops import Array
 
 

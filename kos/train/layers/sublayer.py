@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from kos.memory.arena import Arena
-from kos.train.layers.context import PassContext
+from kos.train.layers import PassContext, Placement
 from kos.train.layers.linear import ColumnLinear, RowLinear
 from kos.train.layers.norm import Norm
-from kos.train.layers.placement import Placement
 from kos.train.ops import Array
 from kos.train.parallel.tensor import Half
 

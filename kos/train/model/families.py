@@ -1,13 +1,101 @@
-"""The families of models, by the ``model_type`` of their configurations."""
+"""The families of models that differ little from LLaMA, and ``FAMILIES``: all, by their ``model_type``."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kos.train.layers.attention import Attention, Rope
+from kos.train.layers.mlp import MLP
+from kos.train.layers.norm import NoNorm
+from kos.train.layers.sublayer import Sublayer
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.mistral import MistralConfig
-from kos.train.model.olmo2 import Olmo2Config
-from kos.train.model.qwen import Qwen2Config, Qwen3Config
-from kos.train.model.smollm3 import SmolLM3Config
+
+
+@dataclass(frozen=True)
+class MistralConfig(LlamaConfig):
+    """LLaMA with a sliding window in every layer, or without one (Jiang et al. 2023, arXiv:2310.06825)."""
+
+    model_type: ClassVar[str] = "mistral"
+    architecture: ClassVar[str] = "MistralForCausalLM"
+    takes: ClassVar[frozenset[str]] = frozenset({"sliding_window"})
+    defaults: ClassVar[dict[str, Any]] = {
+        "max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Olmo2Config(LlamaConfig):
+    """LLaMA with norms after attention and MLP in place of those before, and norms of all of q and of k.
+
+    OLMo team 2025, arXiv:2501.00656. A norm of all heads of q or k needs them on one rank of tp.
+    """
+
+    model_type: ClassVar[str] = "olmo2"
+    architecture: ClassVar[str] = "Olmo2ForCausalLM"
+    takes: ClassVar[frozenset[str]] = frozenset({"attention_bias"})
+    defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5}
+    axes: ClassVar[tuple[str, ...]] = ("dp", "pp", "cp")
+
+    def layer(self, number: int, rope: Rope) -> list[Sublayer]:
+        H, K, d, at = self.num_attention_heads, self.num_key_value_heads, self.head_dim, f"model.layers.{number}."
+        qkv, o, gate_up, down = self.linears(at)
+        norms = [self.norm(f"{at}self_attn.{each}_norm.weight", heads * d) for each, heads in (("q", H), ("k", K))]
+        after, last = (self.norm(f"{at}post_{each}_layernorm.weight") for each in ("attention", "feedforward"))
+        attention = Attention(NoNorm(), qkv, o, H, K, d, rope, norms=norms, after=after)
+        return [attention, MLP(NoNorm(), gate_up, down, last)]
+
+
+@dataclass(frozen=True)
+class Qwen2Config(LlamaConfig):
+    """LLaMA with biases of q, k and v, also of Qwen2.5 (Yang et al. 2024, arXiv:2407.10671)."""
+
+    model_type: ClassVar[str] = "qwen2"
+    architecture: ClassVar[str] = "Qwen2ForCausalLM"
+    takes: ClassVar[frozenset[str]] = frozenset({"sliding_window", "layer_types"})
+    defaults: ClassVar[dict[str, Any]] = {
+        "max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28,
+        "use_sliding_window": False,
+    }  # fmt: skip
+    qkv_bias: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Qwen3Config(Qwen2Config):
+    """LLaMA with norms of each head of q and k (Yang et al. 2025, arXiv:2505.09388)."""
+
+    model_type: ClassVar[str] = "qwen3"
+    architecture: ClassVar[str] = "Qwen3ForCausalLM"
+    takes: ClassVar[frozenset[str]] = Qwen2Config.takes | {"attention_bias"}
+    defaults: ClassVar[dict[str, Any]] = {**Qwen2Config.defaults, "head_dim": 128}
+    qkv_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = True
+
+
+def rotated_layers(layers: int, every: int) -> tuple[int, ...]:
+    """``no_rope_layers`` if one layer in ``every`` has no rotary positions; 0: all have them. () if all have them."""
+    flags = tuple(int(not every or (layer + 1) % every != 0) for layer in range(layers))
+    return () if all(flags) else flags
+
+
+@dataclass(frozen=True)
+class SmolLM3Config(LlamaConfig):
+    """LLaMA of which some layers have no rotary positions, every fourth by default.
+
+    Bakouch et al. 2025, huggingface.co/blog/smollm3; layers without positions: arXiv:2501.18795.
+    """
+
+    model_type: ClassVar[str] = "smollm3"
+    architecture: ClassVar[str] = "SmolLM3ForCausalLM"
+    takes: ClassVar[frozenset[str]] = frozenset(
+        {"attention_bias", "mlp_bias", "sliding_window", "layer_types", "no_rope_layers"}
+    )
+    defaults: ClassVar[dict[str, Any]] = {
+        "max_position_embeddings": 32_768, "num_key_value_heads": 4, "tie_word_embeddings": True,
+        "rope_theta": 2_000_000.0, "use_sliding_window": False, "no_rope_layer_interval": 4,
+    }  # fmt: skip
+
 
 FAMILIES: dict[str, type[LlamaConfig]] = {
     family.model_type: family

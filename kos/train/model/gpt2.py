@@ -12,12 +12,11 @@ from typing import ClassVar
 
 from kos.errors import SettingError
 from kos.train.layers.attention import Attention, Rope
-from kos.train.layers.embedding import PositionEmbedding
-from kos.train.layers.head import Head
 from kos.train.layers.linear import ColumnLinear, RowLinear
 from kos.train.layers.mlp import GeluMLP
 from kos.train.layers.norm import LayerNorm
 from kos.train.layers.sublayer import Sublayer
+from kos.train.layers.vocabulary import Head, PositionEmbedding
 from kos.train.model.llama import LlamaConfig
 
 POSITIONS = "transformer.wpe.weight"

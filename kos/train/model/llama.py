@@ -1,4 +1,4 @@
-"""The shape of a LLaMA: its configuration, its tensors and their names, its cost.
+"""The shape of a LLaMA: its configuration, its tensors and their names, the part that a rank holds, its cost.
 
 Field names, tensor names and layouts (linears are (out, in)) are Hugging Face's.
 """
@@ -8,21 +8,66 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import cache
+from itertools import accumulate, chain
 from typing import Any, ClassVar, NamedTuple, Self
 
 from kos.errors import SettingError
+from kos.train.layers import Placement
 from kos.train.layers.attention import Attention, Rope
-from kos.train.layers.embedding import Embedding
-from kos.train.layers.head import Head
 from kos.train.layers.linear import ColumnLinear, RowLinear
 from kos.train.layers.mlp import MLP
 from kos.train.layers.norm import Norm
-from kos.train.layers.placement import Placement
 from kos.train.layers.sublayer import Sublayer
+from kos.train.layers.vocabulary import Embedding, Head
 from kos.train.model.rope import RopeScaling
-from kos.train.model.shapes import Local, Stages, split_layers
 from kos.train.ops import attended_pairs
+
+Stages = tuple[tuple[int, ...], ...]
+"""Of each rank of a pipeline, the stages of the model that it holds."""
+
+
+class Local(NamedTuple):
+    """One rank's part: its stage's layers, and of each layer its tensor-parallel part.
+
+    ``vocabulary`` are rows of the embedding and the head.
+    """
+
+    layers: range
+    vocabulary: range
+    first: bool = True
+    """Whether this stage looks up the tokens."""
+
+    last: bool = True
+    """Whether this stage makes the logits."""
+
+    shard: int = 0
+    """Which of the ``shards``, the tensor-parallel parts, this is."""
+
+    shards: int = 1
+
+
+@cache
+def split_layers(layers: int, stages: Stages, head: float = 0.0) -> tuple[range, ...]:
+    """The layers of each stage of a pipeline, such that the busiest rank has as little work as possible.
+
+    ``stages``: the stages of each rank. The last stage also has the head, which takes as long as ``head`` layers. It
+    may have no layer; every other stage has at least one. Each layer in turn goes to the rank that has the least work,
+    and there to the shortest stage. Among equals, the last stage comes first, then the others in order.
+    """
+    ranks = {stage: held for held in stages for stage in held}
+    last = len(ranks) - 1
+    sizes, costs = [1] * last + [0], [1.0] * last + [head]
+
+    def load(stage: int) -> tuple[float, float, bool, int]:
+        return sum(costs[each] for each in ranks[stage]), costs[stage], stage < last, stage
+
+    for _ in range(layers - last):
+        shortest = min(ranks, key=load)
+        sizes[shortest] += 1
+        costs[shortest] += 1
+    return tuple(range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
+
 
 HEAD = 0.7
 """The time of the head, as a fraction of the time of layers whose matrix products have as many flops.

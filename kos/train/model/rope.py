@@ -6,9 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from kos.train.model.section import Section
+
+class Section(BaseModel):
+    """A section of a configuration, with typed values; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
 
 KEYS = {
     "linear": ("factor",),

@@ -26,18 +26,18 @@ from kos.train.ops.numpy_attention import keys_and_values as keys_and_values
 from kos.train.ops.numpy_blocks import Array, blocks, columns, multiply, take_block
 from kos.train.ops.numpy_blocks import add_tree as add_tree
 from kos.train.ops.numpy_blocks import empty_columns as empty_columns
+from kos.train.ops.numpy_blocks import head_norm as head_norm
+from kos.train.ops.numpy_blocks import head_norm_backward as head_norm_backward
+from kos.train.ops.numpy_blocks import largest_of_part as largest_of_part
+from kos.train.ops.numpy_blocks import layer_norm as layer_norm
+from kos.train.ops.numpy_blocks import layer_norm_backward as layer_norm_backward
+from kos.train.ops.numpy_blocks import quantize as quantize
+from kos.train.ops.numpy_blocks import quantize_part as quantize_part
+from kos.train.ops.numpy_blocks import quantize_rest as quantize_rest
+from kos.train.ops.numpy_blocks import rms_norm as rms_norm
+from kos.train.ops.numpy_blocks import rms_norm_backward as rms_norm_backward
+from kos.train.ops.numpy_blocks import scaled_product as scaled_product
 from kos.train.ops.numpy_blocks import sum_rows as sum_rows
-from kos.train.ops.numpy_fp8 import largest_of_part as largest_of_part
-from kos.train.ops.numpy_fp8 import quantize as quantize
-from kos.train.ops.numpy_fp8 import quantize_part as quantize_part
-from kos.train.ops.numpy_fp8 import quantize_rest as quantize_rest
-from kos.train.ops.numpy_fp8 import scaled_product as scaled_product
-from kos.train.ops.numpy_norms import head_norm as head_norm
-from kos.train.ops.numpy_norms import head_norm_backward as head_norm_backward
-from kos.train.ops.numpy_norms import layer_norm as layer_norm
-from kos.train.ops.numpy_norms import layer_norm_backward as layer_norm_backward
-from kos.train.ops.numpy_norms import rms_norm as rms_norm
-from kos.train.ops.numpy_norms import rms_norm_backward as rms_norm_backward
 
 IGNORE = -1  # the target that is left out of the loss
 one_scale = False

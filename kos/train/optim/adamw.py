@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kos.train.optim.base import Update, UpdateRule
+from kos.train.optim import Update, UpdateRule
 
 
 @dataclass

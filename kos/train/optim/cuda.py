@@ -1,4 +1,4 @@
-"""``kos.train.optim.base.Optimizer`` on a GPU: norm, clipping, schedule and update without the host.
+"""``kos.train.optim.Optimizer`` on a GPU: norm, clipping, schedule and update without the host.
 
 What is queued may be captured into a CUDA graph: the step counter, and the learning rate with it, live on the
 device.  A gradient norm that is not finite changes nothing any more, and stands in ``read()`` for the host to see.
@@ -15,9 +15,8 @@ from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.model.parameters import OwnedSlices, Parameters, packed
-from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.ops.learning_rate import LearningRate
-from kos.train.optim.base import Group, UpdateRule, decay_matrices, split, state_of
+from kos.train.ops.cuda import CudaOps
+from kos.train.optim import Group, LearningRate, UpdateRule, decay_matrices, split, state_of
 from kos.train.parallel.mesh import ALONE, Axis
 
 CHUNK = 16_384  # elements of a thread block: a chunk begins at a multiple of it, or where a tensor begins

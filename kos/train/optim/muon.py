@@ -22,10 +22,10 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import ALIGNMENT
-from kos.train.layers.placement import Placement
+from kos.train.layers import Placement
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.optim.base import MatrixRule, Optimizer
+from kos.train.optim import MatrixRule, Optimizer
 from kos.train.parallel.mesh import Axis
 
 BATCH = 1 << 25  # elements: smaller matrices of a shape are multiplied together, for each alone leaves a GPU idle

@@ -11,11 +11,10 @@ from collections import ChainMap
 from functools import partial
 from typing import Any
 
-from kos.train.layers.context import LOOKUPS, Gradients, Weights
+from kos.train.layers import LOOKUPS, Gradients, Weights
 from kos.train.model.model import Model
-from kos.train.parallel.data import DataParallel
+from kos.train.parallel.data import DataParallel, TreeSum
 from kos.train.parallel.pipeline import Pipeline
-from kos.train.parallel.tree_sum import TreeSum
 
 
 class GradientSums:

@@ -7,7 +7,7 @@ The step (``kos.train.train``) runs with operations and communicators that only 
 - A collective takes a latency and the time of the bytes that a ring sends: 2 (n - 1) / n of an all-reduce, half of that
   of an all-gather or a reduce-scatter. Asynchronous collectives overlap with the operations on a GPU, not on a CPU.
   Between hosts (``Network``) it takes the time of the bytes that leave a host (``Link``).
-- Messages between stages take no time here: ``timeline.simulate`` has it, and the waiting for other ranks.
+- Messages between stages take no time here: ``schedules.simulate`` has it, and the waiting for other ranks.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
 from kos.train.device.memory_plan import DryCudaOps, DryRun, MemoryPlan, plan_memory
-from kos.train.layers.context import Weights
-from kos.train.model.llama import LlamaConfig
+from kos.train.layers import Weights
+from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.parameters import Parameters
-from kos.train.model.shapes import Local
 from kos.train.ops import Array
-from kos.train.optim.base import MatrixRule, UpdateRule, elements
+from kos.train.optim import MatrixRule, UpdateRule, elements
 from kos.train.parallel.mesh import Axis, Layout, Mesh, ranks_of_a_host
 from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule
-from kos.train.tools.costs import TimedOps, cost, update_bytes
-from kos.train.tools.rates import GPUS, Rates
+from kos.train.tools.costs import GPUS, Rates, TimedOps, cost, update_bytes
 
 AXES = {"gradients": "replicas", "tp": "tp", "pp": "pp", "cp": "cp"}
 """What a rank sends, and the axis of ``Mesh`` over which it sends it."""

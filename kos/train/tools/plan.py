@@ -27,12 +27,11 @@ from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.choose import layout_of, scope_of
 from kos.train.device.memory_plan import GIB, MemoryPlan
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.stage import check_blocks, check_fp8
+from kos.train.model.model import check_blocks, check_fp8
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.parallel.schedules import SCHEDULES, build
-from kos.train.parallel.schedules.timeline import simulate
+from kos.train.parallel.schedules import SCHEDULES, build, simulate
+from kos.train.tools.costs import GPUS, Rates, cpu_rates, gpu_here, gpu_rates
 from kos.train.tools.dry_step import AXES, ONE_HOST, Job, Network, TimedDryRun
-from kos.train.tools.rates import GPUS, Rates, cpu_rates, gpu_here, gpu_rates
 
 
 class Prediction(NamedTuple):

@@ -21,7 +21,7 @@ from kos.comm.compression import FORMATS
 from kos.cuda import streams
 from kos.cuda.driver import call, cu
 from kos.cuda.streams import is_captured
-from kos.train.optim.base import elements
+from kos.train.optim import elements
 from kos.train.parallel.failures import gather_json
 from kos.train.tools.costs import TimedOps, cost, update_bytes
 

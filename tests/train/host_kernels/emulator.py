@@ -22,9 +22,9 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import Mask, Scaled
 from kos.train.ops import numpy as reference
+from kos.train.ops.cuda import KERNELS, CudaOps
 from kos.train.ops.cuda.attention import Tokens
-from kos.train.ops.cuda.dialect import KERNELS, CudaOps
-from kos.train.ops.numpy_fp8 import widen
+from kos.train.ops.numpy_blocks import widen
 from tests.host_compiler import compiled
 
 SIMT = Path(__file__).with_name("simt.h")

@@ -21,14 +21,13 @@ from kos.memory import array as array_module
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.device import cuda as engine_module
-from kos.train.device import feed, memory_plan
+from kos.train.device import memory_plan
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend, Ops
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import attention
-from kos.train.ops.learning_rate import LearningRate
+from kos.train.optim import CHUNKS, LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.base import CHUNKS, Optimizer, clip_coefficient
 from kos.train.optim.cuda import SCALARS, SHAPES
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
@@ -492,9 +491,9 @@ def host_engine(monkeypatch) -> None:
         (attention, "family_for"): lambda device, dtype, head_dim: "hopper",
         (engine_module, "cu"): driver,
         (engine_module, "capture"): Capture,
-        (feed, "create_stream"): lambda device: None,
-        **{(module, "Event"): Event for module in (engine_module, feed)},
-        **{(module, "pinned_empty"): pinned_empty for module in (engine_module, feed)},
+        (engine_module, "create_stream"): lambda device: None,
+        (engine_module, "Event"): Event,
+        (engine_module, "pinned_empty"): pinned_empty,
     }
     for (module, name), fake in fakes.items():
         monkeypatch.setattr(module, name, fake)

@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(256) largest(const GRADIENT* gradie
 }
 
 // partial (2, stride): sums that add up over chunks and ranks without rounding, for at most 2^count_bits gradients
-// (see `Optimizer.exact_squares` of kos.train.optim.base).  If a gradient is not finite, its chunk's sum is not either.
+// (see `Optimizer.exact_squares` of kos.train.optim).  If a gradient is not finite, its chunk's sum is not either.
 extern "C" __global__ void __launch_bounds__(256)
 exact_squares(const GRADIENT* gradients, const Chunk* chunks, double* partial, long stride, const int* most,
               int count_bits) {
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(1024) finish_norm(const double* par
     if (threadIdx.x == 0) (blockIdx.x == 0 ? state->sum_of_squares : state->rest) = total;
 }
 
-// shape: 0 cosine, 1 constant, 2 wsd, as kos.train.ops.learning_rate.LearningRate.
+// shape: 0 cosine, 1 constant, 2 wsd, as kos.train.optim.LearningRate.
 __device__ double learning_rate(long step, int shape, double lr, double min_lr, long steps, long warmup, long decay) {
     if (step < warmup) return lr * (step + 1) / warmup;
     if (shape == 1) return lr;

@@ -13,7 +13,7 @@ schedule           bubble                        activations of rank r   what is
 ``zero-bubble-v``  (p - 1) F / 2 if F = I = W    p                       two chunks a rank; W where it would wait
 =================  ============================  ======================  =========================================
 
-A schedule is data: a list of actions for each rank. ``verify`` proves it, ``timeline.simulate`` predicts its times, and
+A schedule is data: a list of actions for each rank. ``verify`` proves it, ``simulate`` predicts its times, and
 ``python -m kos.train.parallel.schedules 1f1b --stages 4 --micro-batches 8`` draws it.
 
 Sources: 1F1B (PipeDream-flush, Narayanan et al. 2021, arXiv:2006.09503); interleaved 1F1B (Narayanan et al. 2021,
@@ -23,14 +23,18 @@ are those of torch.distributed.pipelining.
 
 from __future__ import annotations
 
+import argparse
+import math
+import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, count, islice, pairwise
 from typing import NamedTuple
 
-from kos.errors import ConfigError, InvalidArgument, SettingError, plural
+from kos.errors import ConfigError, InvalidArgument, KosError, SettingError, plural
+from kos.files import printing
 
 
 class Action(NamedTuple):
@@ -326,3 +330,111 @@ def _verify_actions(schedule: Schedule, rank: int) -> None:
             if before.micro_batch > after.micro_batch:
                 raise InvalidArgument(f"{schedule}: rank {rank}: expected gradients in the order of micro-batches, "
                                       f"got {after} after {before}")  # fmt: skip
+
+
+# --- when the actions run: predicted from their costs, and drawn as text --------------------------------
+
+LEGEND = "F forward, B backward, I gradient of the input, W gradient of the weights; number: micro-batch; blank: idle"
+WIDEST = 10_000  # the width of a drawing is at most so many of the shortest actions
+
+
+class Timeline(NamedTuple):
+    """(action, start, end) of each rank's actions, in the unit of the costs."""
+
+    passes: tuple[tuple[tuple[Action, float, float], ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        return max(end for actions in self.passes for _, _, end in actions)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """The fraction of the makespan in which each rank waits."""
+        return tuple(1 - sum(end - start for _, start, end in actions) / self.makespan for actions in self.passes)
+
+    @property
+    def idle_of_all(self) -> float:
+        return sum(self.idle) / len(self.idle)
+
+
+def simulate(
+    schedule: Schedule, costs: Mapping[str, float | Sequence[float]] | None = None, message: float = 0.0
+) -> Timeline:
+    """Run each action as soon as its rank is free and its input is there.
+
+    ``costs``: the times of F, I and W, each a number or one for every stage of the model; without them all are 1.
+    A B takes as long as I and W. ``message``: the time between two ranks.
+    """
+    costs = costs or {"F": 1.0, "I": 1.0, "W": 1.0}
+
+    def cost(kind: str, stage: int) -> float:
+        if kind == "B":
+            return cost("I", stage) + cost("W", stage)
+        each = costs[kind]
+        return each[stage] if isinstance(each, Sequence) else each
+
+    passes: list[list[tuple[Action, float, float]]] = [[] for _ in schedule.actions]
+    ended: dict[Result, float] = {}
+    for rank, action, result, needs in schedule.run():
+        start = passes[rank][-1][2] if passes[rank] else 0.0
+        for need in needs:
+            start = max(start, ended[need] + message * (schedule.place(need.stage).rank != rank))
+        ended[result] = start + cost(action.kind, result.stage)
+        passes[rank].append((action, start, ended[result]))
+    return Timeline(tuple(map(tuple, passes)))
+
+
+def draw(schedule: Schedule, timeline: Timeline | None = None) -> str:
+    """A row a rank, time to the right; ``F3`` is the forward of micro-batch 3, ``F3b`` that of the rank's chunk 1."""
+    timeline = timeline or simulate(schedule)
+    shortest = min((end - start for actions in timeline.passes for _, start, end in actions if end > start), default=1)
+    shortest = max(shortest, timeline.makespan / WIDEST)
+    width = max(len(_label(schedule, action)) for actions in schedule.actions for action in actions) + 1
+    lines = [f"{schedule}: {timeline.idle_of_all:.1%} idle", LEGEND + "; a, b, ...: chunk" * (schedule.chunks > 1)]
+    for rank, (actions, idle) in enumerate(zip(timeline.passes, timeline.idle, strict=True)):
+        row = ""
+        for action, start, end in actions:
+            first, last = (round(time / shortest * width) for time in (start, end))
+            row = row.ljust(first) + _label(schedule, action).ljust(last - first - 1, "-")[:last - first]
+        lines.append(f"rank {rank} {idle:6.1%} |{row}")
+    return "\n".join(lines)
+
+
+def _label(schedule: Schedule, action: Action) -> str:
+    chunk = chr(ord("a") + action.chunk) if schedule.chunks > 1 else ""
+    return f"{action.kind}{action.micro_batch}{chunk}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kos.train.parallel.schedules", description="Draw a pipeline schedule and its idle time."
+    )
+    parser.add_argument("name", help=", ".join(SCHEDULES))
+    parser.add_argument("--stages", type=int, default=4, help="ranks of the pipeline; default: 4")
+    parser.add_argument("--micro-batches", type=int, default=8, help="default: 8")
+    parser.add_argument("--chunks", type=int, help="stages of the model on each rank, for interleaved; default: 2")
+    parser.add_argument("--costs", type=float, nargs=3, metavar=("F", "I", "W"), default=(1.0, 1.0, 1.0),
+                        help="times of one chunk's passes; default: 1 1 1")  # fmt: skip
+    parser.add_argument("--message", type=float, default=0.0, help="time of a message, in the same unit; default: 0")
+    arguments = parser.parse_args(argv)
+    times = [*arguments.costs, arguments.message]
+    try:
+        if not math.isfinite(sum(times)) or min(arguments.costs) <= 0 or arguments.message < 0:
+            got = " ".join(f"{time:g}" for time in times)
+            raise ConfigError(f"expected --costs above 0 and a --message of at least 0, got {got}")
+        schedule = build(arguments.name, arguments.stages, arguments.micro_batches, arguments.chunks)
+        verify(schedule)
+        timeline = simulate(schedule, dict(zip("FIW", arguments.costs, strict=True)), arguments.message)
+    except KosError as error:
+        print(f"kos: error: {error}", file=sys.stderr)
+        return 2
+    with printing():
+        print(draw(schedule, timeline))
+        print(f"most activations kept by each rank: {', '.join(map(str, schedule.slots))} micro-batches"
+              + f" of a chunk, 1/{schedule.chunks} of a rank's layers" * (schedule.chunks > 1))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

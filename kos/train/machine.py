@@ -112,7 +112,7 @@ def provenance(comm: Communicator) -> dict[str, Any]:
 
 def git_commit() -> str | None:
     """The commit of the checkout that kos runs from, "-dirty" where files differ from it; None where it is none."""
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # where kos is installed inside another project, git would answer for that
         return None
     command = [  # which leaves the index as it is; "describe --dirty" writes it
