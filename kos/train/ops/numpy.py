@@ -27,10 +27,7 @@ from kos.train.ops.numpy_blocks import Array, blocks, columns, multiply, take_bl
 from kos.train.ops.numpy_blocks import add_tree as add_tree
 from kos.train.ops.numpy_blocks import empty_columns as empty_columns
 from kos.train.ops.numpy_blocks import sum_rows as sum_rows
-from kos.train.ops.numpy_fp8 import largest_of_part as largest_of_part
 from kos.train.ops.numpy_fp8 import quantize as quantize
-from kos.train.ops.numpy_fp8 import quantize_part as quantize_part
-from kos.train.ops.numpy_fp8 import quantize_rest as quantize_rest
 from kos.train.ops.numpy_fp8 import scaled_product as scaled_product
 from kos.train.ops.numpy_norms import head_norm as head_norm
 from kos.train.ops.numpy_norms import head_norm_backward as head_norm_backward

@@ -9,15 +9,13 @@ m (F + I + W) and the bubble:
 schedule           bubble                        activations of rank r   what is new
 =================  ============================  ======================  =========================================
 ``1f1b``           (p - 1) (F + I + W)           p - r                   a backward as soon as its gradient comes
-``interleaved``    (p - 1) (F + I + W) / c       p + (p - 1 - 2 r) / c   c chunks a rank: short stages, short waits
 ``zero-bubble-v``  (p - 1) F / 2 if F = I = W    p                       two chunks a rank; W where it would wait
 =================  ============================  ======================  =========================================
 
 A schedule is data: a list of actions for each rank. ``verify`` proves it, ``timeline.simulate`` predicts its times, and
 ``python -m kos.train.parallel.schedules 1f1b --stages 4 --micro-batches 8`` draws it.
 
-Sources: 1F1B (PipeDream-flush, Narayanan et al. 2021, arXiv:2006.09503); interleaved 1F1B (Narayanan et al. 2021,
-arXiv:2104.04473, section 2.2); zero bubble, ZB-V (Qi et al. 2023, arXiv:2401.10241, section 6). The letters of actions
+Sources: 1F1B (PipeDream-flush, Narayanan et al. 2021, arXiv:2006.09503); zero bubble, ZB-V (Qi et al. 2023, arXiv:2401.10241, section 6). The letters of actions
 are those of torch.distributed.pipelining.
 """
 
@@ -30,7 +28,7 @@ from functools import cached_property
 from itertools import accumulate, count, islice, pairwise
 from typing import NamedTuple
 
-from kos.errors import ConfigError, InvalidArgument, SettingError, plural
+from kos.errors import ConfigError, InvalidArgument, plural
 
 
 class Action(NamedTuple):
@@ -169,25 +167,6 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
     return _schedule("1f1b", stages, micro_batches, lambda rank: _alternate(every, every, ahead=stages - 1 - rank))
 
 
-def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """Interleaved 1F1B: ``chunks`` short stages a rank, so that waits are short; ``chunks`` times the messages.
-
-    Micro-batches pass in groups of ``stages``, each group through all chunks.
-    """
-    if chunks < 1:
-        raise ConfigError(f"interleaved: expected at least 1 chunk a rank, got {chunks}")
-    if stages > 0 and micro_batches % stages:
-        raise ConfigError(f"interleaved: expected a multiple of {stages} micro-batches, got {micro_batches}")
-
-    def actions(rank: int) -> Iterator[Action]:
-        forwards = _in_groups(micro_batches, stages, range(chunks))
-        backwards = _in_groups(micro_batches, stages, range(chunks)[::-1])
-        to_last = stages - 1 - rank
-        return _alternate(forwards, backwards, ahead=to_last if chunks == 1 else 2 * to_last + (chunks - 1) * stages)
-
-    return _schedule("interleaved", stages, micro_batches, actions, chunks)
-
-
 def zero_bubble_v(stages: int, micro_batches: int) -> Schedule:
     """ZB-V: chunk 0 goes down the ranks, chunk 1 comes back up, and backwards are split.
 
@@ -210,23 +189,17 @@ def zero_bubble_v(stages: int, micro_batches: int) -> Schedule:
     return _schedule("zero-bubble-v", stages, micro_batches, actions, chunks=2, v_shape=True)
 
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "1f1b": one_f_one_b,
-    "interleaved": interleaved,
     "zero-bubble-v": zero_bubble_v,
 }
 
 
-def build(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """The schedule of this name. ConfigError for unknown names, and for ``chunks`` where the schedule sets them."""
+def build(name: str, stages: int, micro_batches: int) -> Schedule:
+    """The schedule of this name. ConfigError for unknown names."""
     if name not in SCHEDULES:
         raise ConfigError(f"expected one of the pipeline schedules {', '.join(SCHEDULES)}, got {name!r}")
-    if chunks is None:
-        return SCHEDULES[name](stages, micro_batches)
-    if name != "interleaved":
-        expected = "no --pp-chunks, an option of interleaved alone"
-        raise SettingError(name, expected, chunks).about("pp_chunks", "pp_schedule")
-    return interleaved(stages, micro_batches, chunks)
+    return SCHEDULES[name](stages, micro_batches)
 
 
 def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:

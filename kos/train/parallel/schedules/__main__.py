@@ -19,7 +19,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help=", ".join(SCHEDULES))
     parser.add_argument("--stages", type=int, default=4, help="ranks of the pipeline; default: 4")
     parser.add_argument("--micro-batches", type=int, default=8, help="default: 8")
-    parser.add_argument("--chunks", type=int, help="stages of the model on each rank, for interleaved; default: 2")
     parser.add_argument("--costs", type=float, nargs=3, metavar=("F", "I", "W"), default=(1.0, 1.0, 1.0),
                         help="times of one chunk's passes; default: 1 1 1")  # fmt: skip
     parser.add_argument("--message", type=float, default=0.0, help="time of a message, in the same unit; default: 0")
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not math.isfinite(sum(times)) or min(arguments.costs) <= 0 or arguments.message < 0:
             got = " ".join(f"{time:g}" for time in times)
             raise ConfigError(f"expected --costs above 0 and a --message of at least 0, got {got}")
-        schedule = build(arguments.name, arguments.stages, arguments.micro_batches, arguments.chunks)
+        schedule = build(arguments.name, arguments.stages, arguments.micro_batches)
         verify(schedule)
         timeline = simulate(schedule, dict(zip("FIW", arguments.costs, strict=True)), arguments.message)
     except KosError as error:
