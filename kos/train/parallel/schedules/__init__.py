@@ -15,8 +15,8 @@ schedule           bubble                        activations of rank r   what is
 A schedule is data: a list of actions for each rank. ``verify`` proves it, ``timeline.simulate`` predicts its times, and
 ``python -m kos.train.parallel.schedules 1f1b --stages 4 --micro-batches 8`` draws it.
 
-Sources: 1F1B (PipeDream-flush, Narayanan et al. 2021, arXiv:2006.09503); zero bubble, ZB-V (Qi et al. 2023, arXiv:2401.10241, section 6). The letters of actions
-are those of torch.distributed.pipelining.
+Sources: 1F1B (PipeDream-flush, Narayanan et al. 2021, arXiv:2006.09503); zero bubble, ZB-V (Qi et al. 2023,
+arXiv:2401.10241, section 6). The letters of actions are those of torch.distributed.pipelining.
 """
 
 from __future__ import annotations
