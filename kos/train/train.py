@@ -21,12 +21,11 @@ from kos.comm.reduction import ReduceOp
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.layers import LOOKUPS, Weights
-from kos.train.layers.fp8_gather import Fp8Gather
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import InFlight, make_stage
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array, Ops
-from kos.train.ops.fp8 import Fp8Weights, linear_names, store_bytes, weight_store
+from kos.train.ops.fp8 import Fp8Weights, linear_names, weight_store
 from kos.train.parallel.data import Buckets, DataParallel, TreeSum, make_buckets
 from kos.train.parallel.failures import Stop
 from kos.train.parallel.gradients import GradientSums
@@ -130,8 +129,7 @@ class Step:
     """One optimizer step of this rank, which holds ``parts`` of ``model``, a stage of the pipeline each. Collective.
 
     It adds up ``gradients``, and computes with activations of ``dtype``. ``head_rows``: tokens whose logits are in
-    memory at once. ``gathered(size, dtype)`` makes memory into which ranks gather. The device sets the other attributes
-    before the first step.
+    memory at once. The device sets the other attributes before the first step.
     """
 
     weights: Any
@@ -161,7 +159,6 @@ class Step:
     def __init__(
         self, config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, pipeline: Pipeline,
         ops: Ops, gradients: Parameters, dtype: Any, buckets: Buckets, head_rows: int | None = None,
-        gathered: Callable[[int, Any], Array] | None = None,
     ) -> None:  # fmt: skip
         assert config.micro_batch_size is not None
         self.mesh, self.gradients, self.pipeline, arena = mesh, gradients, pipeline, ops.make_arena()
@@ -190,10 +187,7 @@ class Step:
             apart = Parameters(table, gradients.flat.dtype, None, gradients.zeros, multiple)
             longest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
             lookups = TreeSum(mesh.dp, total, apart, make_buckets(apart.flat.size, multiple, longest, longest), ops)
-        names, self.fp8_gather = linear_names(self.models) if config.dtype == "fp8" else [], None
-        if names and buckets.sharded:
-            self.fp8_gather = Fp8Gather(gradients, names, self.parallel, ops, gathered or ops.zeros)
-        self.store = self.fp8_gather.store if self.fp8_gather else weight_store(names, gradients, ops)
+        self.store = weight_store(linear_names(self.models) if config.dtype == "fp8" else [], gradients, ops)
         """Memory for the weights of linear layers in 8 bits, if they are."""
         tied_apart = model.tie_word_embeddings and first != last
         self.sums = GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups)
@@ -230,14 +224,7 @@ class Step:
 
     def gather(self) -> Weights:
         """What passes of this step read; with ZeRO-1, once it is gathered."""
-        if self.fp8_gather:
-            return self.fp8_gather.gather(self.weights, self.models[0].arena)
         return self.as_read(self.parallel.gather(self.weights) if self.parallel.sharded else self.weights)
-
-    @property
-    def fp8_bytes(self) -> int:
-        """What the weights of linear layers in 8 bits take, if they are."""
-        return store_bytes(self.store) + (self.fp8_gather.extra_bytes if self.fp8_gather else 0)
 
     def norm(self) -> None:
         """The norm of the gradient of all ranks."""

@@ -38,7 +38,7 @@ def whole_state(model: LlamaConfig, seed: int = 0) -> Whole:
 
 
 def stages_of(ranks: int, chunks: int = 1, v_shape: bool = False) -> Stages:
-    """Of an interleaved pipeline, or of one whose second chunk goes back from the last rank to the first."""
+    """With ``v_shape`` the second chunk of each rank goes back from the last rank to the first."""
     if v_shape and chunks == 2:
         return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
     return tuple(tuple(range(rank, chunks * ranks, ranks)) for rank in range(ranks))

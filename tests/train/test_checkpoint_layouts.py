@@ -119,7 +119,7 @@ def test_copies_of_kv_heads(tmp_path: Path, kv_heads: int) -> None:
 
 
 def test_one_after_another(tmp_path: Path) -> None:
-    """dp2 tp2 pp2 -> tp4 -> one rank -> pp2, interleaved -> ZeRO-1 over dp and cp."""
+    """dp2 tp2 pp2 -> tp4 -> one rank -> pp2 with two chunks a rank -> ZeRO-1 over dp and cp."""
     model = grouped(tie_word_embeddings=True)
     whole = whole_state(model)
     chain: list[tuple[Layout, dict[str, Any]]] = [

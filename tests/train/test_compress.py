@@ -58,7 +58,7 @@ LAYOUTS = [
     (Layout(dp=2, tp=2), {"tied": True}),
     (Layout(dp=2, tp=2), {"zero": 1}),
     (Layout(dp=2, pp=2), {"tied": True}),
-    (Layout(dp=2, pp=2), {"tied": True, "zero": 1, "pp_schedule": "interleaved"}),
+    (Layout(dp=2, pp=2), {"tied": True, "zero": 1, "pp_schedule": "zero-bubble-v"}),
     (Layout(dp=4, tp=2), {"local": 2, "compress_scope": "hosts"}),
     (Layout(dp=4, pp=2), {"local": 2, "compress_scope": "hosts", "tied": True}),
 ]

@@ -165,7 +165,7 @@ LAYOUTS = [
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "family": "olmo2", "recompute": "norms"}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True, "layers": HEAD_ALONE}),
-    pytest.param(Layout(pp=2, tp=2), {"pp_schedule": "interleaved"}, marks=pytest.mark.slow),
+    pytest.param(Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v"}, marks=pytest.mark.slow),
     pytest.param(Layout(cp=2, tp=2), {"seq_len": 128}, marks=pytest.mark.slow),
 ]
 
@@ -186,7 +186,7 @@ def test_layout(emulated, sixteens, layout, changes):
 FIXED = [
     (Layout(dp=2), {"tied": True, "zero": 1}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "tied": False, "graph": False}),
-    (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1, "tied": True}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1, "tied": True}),
     (Layout(cp=2), {"tied": True}),
     (Layout(pp=2, cp=2), {"tied": True, "zero": 1, "pp_schedule": "zero-bubble-v"}),
 ]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.ops import SCALE_BLOCK, Scaled, scales_shape
+from kos.train.ops import Scaled, scales_shape
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import CudaOps
 from kos.train.ops.cuda.fp8 import LEAST_CAPABILITY
@@ -90,29 +89,6 @@ def check_quantize(ops: Any, arena: Arena, x: np.ndarray, form: str) -> None:
             assert bits(ops, got) == (wanted and [array.tobytes() for array in wanted]), (which, kinds)
 
 
-def check_parts(ops: Any, arena: Arena, x: np.ndarray, rng: np.random.Generator) -> None:
-    """Of parts that cut blocks, one after another, and all in rows that begin with a block: the bits of the whole."""
-    given, (n, f), across = _put(ops, x, "bfloat16"), x.shape, -(-x.shape[1] // SCALE_BLOCK)
-    ends = 8 * np.sort(rng.integers(0, x.size // 8, 5))
-    parts = [slice(int(a), int(b)) for a, b in itertools.pairwise([0, *ends, x.size]) if a < b]
-    for one in (False, True):
-        whole, made = (
-            [empty(ops, shape, "float8_e4m3fn", one=one) for shape in (x.shape, x.shape[::-1])] for _ in range(2)
-        )
-        ops.quantize(given, *whole, arena)
-        largest = ops.zeros((-(-n // SCALE_BLOCK) * across,), "uint32")
-        for part in parts:
-            ops.largest_of_part(given, part, largest, arena)
-        for part in parts:
-            band = part.start // f // SCALE_BLOCK  # of rows: those before it are not read
-            inside = slice(part.start - band * SCALE_BLOCK * f, part.stop - band * SCALE_BLOCK * f)
-            rows = Scaled(made[0].values[band * SCALE_BLOCK :], made[0].scales)
-            of_band = largest if one else largest[band * across :]
-            ops.quantize_part(given[band * SCALE_BLOCK :], inside, of_band, rows, arena)
-        ops.quantize_rest(largest, *made)
-        assert [bits(ops, each) for each in made] == [bits(ops, each) for each in whole], one
-
-
 def check_rms_norm(ops: Any, arena: Arena, x: np.ndarray, weight: np.ndarray) -> None:
     """As of a matrix in 16 bits, which is not written: the same bits, and the same statistics."""
     given, weights, (n, f) = _put(ops, x, "bfloat16"), _put(ops, weight, "bfloat16"), x.shape
@@ -163,32 +139,11 @@ def check_not_finite(ops: Any, arena: Arena, value: float) -> None:
         np.testing.assert_array_equal(np.isnan(ops.to_host(rows.scales)), expected)
 
 
-def test_parts_are_refused(ops, arena):
-    x, largest = ops.zeros((16, 24), "bfloat16"), ops.zeros((1,), "uint32")
-    with pytest.raises(InvalidArgument, match="largest: expected bfloat16 .* multiples of 16 and a part .* of 8, got"):
-        ops.largest_of_part(x, slice(0, 8), largest, arena)
-    with pytest.raises(InvalidArgument, match="largest: .* a part at multiples of 8, got .* from 4 to 8"):
-        ops.largest_of_part(ops.zeros((16, 32), "bfloat16"), slice(4, 8), largest, arena)
-
-
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantize(ops, arena, rng, kind, form):
     for shape in SHAPES if kind == "normal" else SHAPES[:3]:
         check_quantize(ops, arena, matrix(kind, shape, rng), form)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_parts(ops, arena, rng, kind):
-    for shape in SHAPES if kind == "normal" else SHAPES[:3]:
-        check_parts(ops, arena, matrix(kind, shape, rng), rng)
-
-
-@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
-def test_parts_of_which_one_is_not_finite(ops, arena, rng, value):
-    x = matrix("normal", (272, 144), rng)
-    x[130, 70] = value
-    check_parts(ops, arena, x, rng)
 
 
 @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "huge"])

@@ -31,17 +31,6 @@ class TestKernels:
         for shape in on_gpus.SHAPES[: 3 if kind == "normal" else 2]:
             on_gpus.check_quantize(ops, arena, matrix(kind, shape, rng), form)
 
-    @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros"])
-    def test_parts(self, ops, arena, rng, kind):
-        for shape in on_gpus.SHAPES[: 3 if kind == "normal" else 2]:
-            on_gpus.check_parts(ops, arena, matrix(kind, shape, rng), rng)
-
-    def test_parts_of_which_one_is_not_finite(self, ops, arena, rng):
-        on_gpus.test_parts_of_which_one_is_not_finite(ops, arena, rng, np.nan)
-
-    def test_parts_are_refused(self, ops, arena):
-        on_gpus.test_parts_are_refused(ops, arena)
-
     @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "huge"])
     def test_swiglu(self, ops, arena, rng, kind):
         for n, f in on_gpus.SHAPES[1:3]:

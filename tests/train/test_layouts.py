@@ -195,7 +195,7 @@ def test_more_ranks_than_kv_heads(layout: Layout, changes: dict[str, Any]) -> No
         (Layout(cp=2), {"recompute": "block"}),
         (Layout(cp=4), {}),
         pytest.param(Layout(cp=2, tp=2), {}, marks=pytest.mark.slow),
-        pytest.param(Layout(pp=2, cp=2), {"pp_schedule": "interleaved"}, marks=pytest.mark.slow),
+        pytest.param(Layout(pp=2, cp=2), {"pp_schedule": "zero-bubble-v"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -228,7 +228,7 @@ def test_schedule(schedule: str, tied: bool) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "layers", "tied"),
-    [("1f1b", 1, False), ("1f1b", 1, True), ("interleaved", 3, True), ("zero-bubble-v", 3, True)],
+    [("1f1b", 1, False), ("1f1b", 1, True), ("zero-bubble-v", 3, True)],
 )
 def test_a_stage_may_be_the_head_alone(schedule: str, layers: int, tied: bool) -> None:
     check(Layout(pp=2), Precise, layers, tied, pp_schedule=schedule)

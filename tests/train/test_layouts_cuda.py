@@ -80,7 +80,7 @@ TWO = ["--tp 2", "--cp 2", "--tp 2 --no-graph --recompute norms", "--cp 2 --no-g
 PIPELINES = [f"--pp 2 --pp-schedule {name}{graph}" for name in SCHEDULES for graph in ("", " --no-graph")]
 FOUR = [
     "--tp 4", "--cp 4", "--pp 4", "--pp 2 --tp 2", "--dp 2 --tp 2 --zero 1",
-    "--dp 2 --cp 2", "--pp 2 --cp 2 --pp-schedule zero-bubble-v", "--dp 2 --pp 2 --pp-schedule interleaved --zero 1",
+    "--dp 2 --cp 2", "--pp 2 --cp 2 --pp-schedule zero-bubble-v", "--dp 2 --pp 2 --pp-schedule zero-bubble-v --zero 1",
 ]  # fmt: skip
 HALVES = ["--seq-len 2048 --batch-size 4 --micro-batch-size 2", "--seq-len 4096 --batch-size 4"]
 EIGHT = ["--dp 2 --tp 2 --pp 2", "--cp 2 --tp 2 --pp 2 --pp-schedule zero-bubble-v", "--dp 2 --cp 2 --tp 2 --zero 1"]
@@ -141,7 +141,7 @@ FIXED_MORE = [
     "--pp 2 --hidden-size 528 --micro-batch-size 2", "--pp 2 --num-hidden-layers 3 --pp-schedule zero-bubble-v",
 ]  # fmt: skip
 FIXED_FOUR = [
-    "--dp 2 --pp 2", "--dp 2 --pp 2 --zero 1 --pp-schedule interleaved", "--pp 4",
+    "--dp 2 --pp 2", "--dp 2 --pp 2 --zero 1 --pp-schedule zero-bubble-v", "--pp 4",
     "--dp 2 --pp 2 --zero 1 --pp-schedule zero-bubble-v",
 ]  # fmt: skip
 LONG = "--seq-len 16384 --batch-size 2 --num-hidden-layers 2"  # in pieces; float32 has no fast attention
@@ -182,7 +182,6 @@ def test_deterministic_float32(train, flags: str) -> None:
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
 @pytest.mark.parametrize("flags", ["--dp 2 --zero 1", "--dp 2 --zero 1 --no-graph"])
 def test_deterministic_fp8(train, flags: str, backend: str) -> None:
-    """Its matrices are gathered in 8 bits."""
     same_bits(train, 2, backend, *flags.split(), dtype="fp8")
 
 

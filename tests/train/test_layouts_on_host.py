@@ -108,7 +108,7 @@ QUICK = [
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "block", "graph": False}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "micro_batch_size": 8}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True, "layers": HEAD_ALONE}),
-    (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1, "tied": True}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1, "tied": True}),
     (Layout(tp=2), {"micro_batch_size": 2, "documents": "pack"}),
     (Layout(cp=2), {"documents": "pack"}),
     (Layout(tp=2), {"family": "qwen3", "micro_batch_size": 2}),
@@ -182,7 +182,7 @@ def test_validation_batches_that_micro_batches_do_not_divide(emulated) -> None:
 FIXED = [
     (Layout(pp=2), {"pp_schedule": "1f1b", "tied": True}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "tied": False, "graph": False}),
-    (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1, "tied": True}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1, "tied": True}),
     (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "master_weights": "none", "tied": False, "zero": 1}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True, "layers": HEAD_ALONE}),
 ]
@@ -265,7 +265,7 @@ PLANNED = [
     pytest.param(Layout(pp=2), {"tied": True, "deterministic": True}, marks=pytest.mark.slow),
     pytest.param(Layout(cp=2), {"deterministic": True}, marks=pytest.mark.slow),
     pytest.param(Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms"}, marks=pytest.mark.slow),
-    pytest.param(Layout(pp=2, tp=2), {"pp_schedule": "interleaved", "recompute": "block"}, marks=pytest.mark.slow),
+    pytest.param(Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v", "recompute": "block"}, marks=pytest.mark.slow),
 ]
 
 

@@ -93,7 +93,7 @@ def test_a_rank_is_lost_in_a_step(
         pytest.param("--cp 2", "nccl", signal.SIGSTOP, 1, marks=two),
         ("--pp 2 --pp-schedule zero-bubble-v", "peer", signal.SIGSTOP, 0),
         ("--pp 2 --pp-schedule 1f1b --no-graph", "peer", signal.SIGSTOP, 1),
-        pytest.param("--pp 2 --pp-schedule interleaved", "nccl", signal.SIGKILL, 1, marks=two),
+        pytest.param("--pp 2 --pp-schedule zero-bubble-v", "nccl", signal.SIGKILL, 1, marks=two),
         pytest.param("--pp 2 --pp-schedule zero-bubble-v", "nccl", signal.SIGSTOP, 0, marks=two),
         pytest.param("--pp 2 --pp-schedule 1f1b --no-graph", "nccl", signal.SIGSTOP, 1, marks=two),
     ],

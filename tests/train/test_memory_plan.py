@@ -25,7 +25,7 @@ def plan(*flags, ranks=1, rank=0, local=1, one_scale=False, **axes):
     ops.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10, one_scale=one_scale)
     steps = config.batch_size // config.micro_batch_size // ranks
     model = config.model_config_for(256)
-    schedule = build(config.pp_schedule, layout.pp, steps, config.pp_chunks)
+    schedule = build(config.pp_schedule, layout.pp, steps)
     return plan_memory(config, model, ops, mesh, schedule, reaches=False)
 
 

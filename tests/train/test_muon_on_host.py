@@ -131,7 +131,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_compiler
 @cases([
     (Layout(tp=2), {"graph": False}), (Layout(dp=2, tp=2), {"zero": 1}),
-    (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1}),
     pytest.param(Layout(tp=4), {}, marks=pytest.mark.slow),
     pytest.param(Layout(tp=4), {"kv_heads": 2}, marks=pytest.mark.slow),
     pytest.param(Layout(cp=2), {"zero": 1}, marks=pytest.mark.slow),

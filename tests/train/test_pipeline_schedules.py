@@ -20,7 +20,6 @@ from kos.train.parallel.schedules import (
     build,
     draw,
     forward_only,
-    interleaved,
     main,
     one_f_one_b,
     simulate,
@@ -28,16 +27,14 @@ from kos.train.parallel.schedules import (
     zero_bubble_v,
 )
 
-NAMED = [*((name, None) for name in SCHEDULES), *(("interleaved", chunks) for chunks in (1, 3, 4))]
 COSTS = [{"F": 1, "I": 1, "W": 1}, {"F": 1.25, "I": 1.5, "W": 1}, {"F": 3, "I": 4, "W": 2}]
 
 
-def sizes(name: str = "1f1b") -> Iterator[tuple[int, int]]:
+def sizes() -> Iterator[tuple[int, int]]:
     """Ranks and micro-batches that a schedule takes."""
     for ranks in range(1, 9):
         for micro_batches in range(1, 17):
-            if name != "interleaved" or micro_batches % ranks == 0:
-                yield ranks, micro_batches
+            yield ranks, micro_batches
 
 
 def changed(schedule: Schedule, rank: int, actions: list[Action]) -> Schedule:
@@ -131,10 +128,10 @@ def execute(schedule: Schedule) -> list[float]:
 # --- every schedule --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "chunks"), NAMED)
-def test_every_schedule_is_right_and_gives_the_serial_bits(name: str, chunks: int | None) -> None:
-    for ranks, micro_batches in sizes(name):
-        schedule = build(name, ranks, micro_batches, chunks)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_right_and_gives_the_serial_bits(name: str) -> None:
+    for ranks, micro_batches in sizes():
+        schedule = build(name, ranks, micro_batches)
         verify(schedule)
         assert execute(schedule) == serial(schedule.stages, micro_batches), schedule
         validation = forward_only(schedule, micro_batches + 1)
@@ -142,10 +139,10 @@ def test_every_schedule_is_right_and_gives_the_serial_bits(name: str, chunks: in
         assert validation.slots == (1,) * ranks
 
 
-@pytest.mark.parametrize(("name", "chunks"), NAMED)
-def test_stages_have_one_place_each_and_neighbours_agree(name: str, chunks: int | None) -> None:
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stages_have_one_place_each_and_neighbours_agree(name: str) -> None:
     for ranks in range(1, 9):
-        schedule = build(name, ranks, 2 * ranks, chunks)
+        schedule = build(name, ranks, 2 * ranks)
         places = [schedule.place(stage) for stage in range(schedule.stages)]
         assert sorted(places) == [(rank, chunk) for rank in range(ranks) for chunk in range(schedule.chunks)]
         for stage, place in enumerate(places):
@@ -160,7 +157,6 @@ def test_stages_have_one_place_each_and_neighbours_agree(name: str, chunks: int 
 
 
 def test_chunks_wrap_around_or_turn_back() -> None:
-    assert [interleaved(2, 2, 3).place(stage) for stage in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
     assert [zero_bubble_v(3, 1).place(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
     assert zero_bubble_v(3, 1).destination(2, Action("F", 0)) == Place(2, 1)
 
@@ -174,10 +170,6 @@ def test_one_stage_takes_micro_batch_after_micro_batch(name: str) -> None:
 
 def test_the_orders_of_the_papers() -> None:
     assert list(map(letters, one_f_one_b(2, 3).actions)) == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
-    assert list(map(letters, interleaved(2, 2).actions)) == [
-        "F0 F1 F0b F1b B0b B1b B0 B1",
-        "F0 F1 F0b B0b F1b B1b B0 B1",
-    ]
     assert list(map(letters, zero_bubble_v(2, 3).actions)) == [
         "F0 F1 F2 F0b I0b W0b F1b I1b W1b I0 W0 F2b I2b W2b I1 W1 I2 W2",
         "F0 F0b F1 F1b I0b W0b F2 I0 W0 F2b I1b W1b I1 I2b I2 W1 W2b W2",
@@ -190,10 +182,6 @@ def test_activations_kept() -> None:
             continue
         assert one_f_one_b(ranks, m).slots == tuple(min(m, ranks - rank) for rank in range(ranks))
         assert max(zero_bubble_v(ranks, m).slots) <= 2 * min(m, ranks)
-        for chunks in (2, 3, 4):
-            if m % ranks == 0:
-                bounds = ((chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1 for rank in range(ranks))
-                assert interleaved(ranks, m, chunks).slots == tuple(min(m * chunks, bound) for bound in bounds)
 
 
 # --- time ------------------------------------------------------------------------------------------------
@@ -206,10 +194,6 @@ def test_idle_time_is_that_of_the_papers(costs: dict[str, float]) -> None:
         timeline = simulate(one_f_one_b(ranks, m), costs)
         assert timeline.makespan == pytest.approx((m + ranks - 1) * (f + i + w))
         assert timeline.idle == pytest.approx([(ranks - 1) / (m + ranks - 1)] * ranks)
-        for chunks in (2, 3, 4):
-            if m % ranks == 0 and ranks > 1:
-                makespan = simulate(interleaved(ranks, m, chunks), costs).makespan
-                assert makespan == pytest.approx((m * chunks + ranks - 1) * (f + i + w))
 
 
 def test_zero_bubble_v_waits_for_the_first_forward_alone() -> None:
@@ -264,7 +248,6 @@ def test_a_lost_or_repeated_or_foreign_action_is_named(name: str) -> None:
     (one_f_one_b(2, 3), 0, "F0", "F1", "activations from rank 0 to rank 1: expected the input of F0 next, got that"),
     (one_f_one_b(2, 3), 1, "F1", "F2", "from rank 0 to rank 1: expected the input of F2 next, got that of F1"),
     (zero_bubble_v(2, 3), 1, "I0", "I1", "gradients from rank 1 to rank 0: expected the input of I0 next"),
-    (interleaved(2, 2), 0, "F1", "F0b", "expected the input of F1 next, got that of F0 of chunk 1"),
     (one_f_one_b(2, 3), 1, "B0", "B1", "rank 1: expected gradients in the order of micro-batches, got B0 after B1"),
     (zero_bubble_v(2, 3), 1, "W1", "W2", "rank 1: expected gradients in the order of micro-batches, got W1 after W2"),
     (zero_bubble_v(2, 3), 0, "I1", "W1", "got ranks that wait: rank 0 in W1 for I1 of stage 0"),
@@ -310,10 +293,6 @@ def test_what_verify_accepts_an_executor_can_run(name: str, ranks: int, groups: 
     (("1f1b", 0, 8), "1f1b: expected at least 1 stage and 1 micro-batch, got 0 and 8"),
     (("gpipe", 4, 8), f"expected one of the pipeline schedules {', '.join(SCHEDULES)}, got 'gpipe'"),
     (("zero-bubble-v", 4, 0), "zero-bubble-v: expected at least 1 stage and 1 micro-batch, got 4 and 0"),
-    (("interleaved", 0, 3), "interleaved: expected at least 1 stage and 1 micro-batch, got 0 and 3"),
-    (("interleaved", 4, 6), "interleaved: expected a multiple of 4 micro-batches, got 6"),
-    (("interleaved", 4, 8, 0), "interleaved: expected at least 1 chunk a rank, got 0"),
-    (("zero-bubble-v", 4, 8, 2), "zero-bubble-v: expected no --pp-chunks, an option of interleaved alone, got 2"),
 ])  # fmt: skip
 def test_bad_input_is_refused(arguments: tuple[str, int, int], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -336,15 +315,15 @@ def test_a_drawing_shows_who_waits_when() -> None:
 
 
 def test_the_command_draws(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["interleaved", "--stages", "2", "--micro-batches", "4", "--chunks", "3"]) == 0
+    assert main(["zero-bubble-v", "--stages", "2", "--micro-batches", "4"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(draw(interleaved(2, 4, 3)))
-    assert out.endswith("most activations kept by each rank: 7, 5 micro-batches of a chunk, 1/3 of a rank's layers\n")
+    assert out.startswith(draw(zero_bubble_v(2, 4)))
+    assert out.endswith("most activations kept by each rank: 4, 4 micro-batches of a chunk, 1/2 of a rank's layers\n")
     assert main(["1f1b", "--stages", "2", "--costs", "1.25", "1.5", "1", "--message", "0.5"]) == 0
     timeline = simulate(one_f_one_b(2, 8), {"F": 1.25, "I": 1.5, "W": 1}, 0.5)
     assert capsys.readouterr().out.startswith(draw(one_f_one_b(2, 8), timeline))
-    assert main(["interleaved", "--stages", "4", "--micro-batches", "6"]) == 2
-    assert capsys.readouterr().err == "kos: error: interleaved: expected a multiple of 4 micro-batches, got 6\n"
+    assert main(["1f1b", "--stages", "0"]) == 2
+    assert capsys.readouterr().err == "kos: error: 1f1b: expected at least 1 stage and 1 micro-batch, got 0 and 8\n"
     for costs, message in (("0 0 0", "0"), ("1 nan 1", "0"), ("-1 2 2", "0"), ("1 1 1", "-5")):
         assert main(["1f1b", "--costs", *costs.split(), "--message", message]) == 2
         assert capsys.readouterr().err.startswith("kos: error: expected --costs above 0 and a --message of at least 0")

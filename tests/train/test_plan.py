@@ -96,10 +96,10 @@ def test_what_does_not_divide_is_refused():
 
 
 def test_what_is_given_stays():
-    legal, refused = planned(8, "--tp", "2", "--zero", "0", "--recompute", "block", "--pp-schedule", "interleaved")
+    legal, refused = planned(8, "--tp", "2", "--zero", "0", "--recompute", "block", "--pp-schedule", "zero-bubble-v")
     assert {each.job.layout.tp for each in legal} == {2} and {sizes["tp"] for sizes, _ in refused} <= {2}
     settings = {(x.zero, x.recompute, x.pp_schedule, x.micro_batch_size) for x in (each.job.config for each in legal)}
-    assert settings == {(0, "block", "interleaved", 2)}
+    assert settings == {(0, "block", "zero-bubble-v", 2)}
 
 
 def test_the_settings_of_a_run_are_given_where_it_changed_them(tmp_path):

@@ -64,7 +64,6 @@ def _digest(out: Path) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "fp8"])
 def test_zero_and_the_graph_change_no_bit(train, dtype):
-    """In fp8 matrices are gathered in 8 bits."""
     plain = train(2, "--dtype", dtype)
     assert train(2, "--dtype", dtype, "--zero", "1") == plain
     assert train(2, "--dtype", dtype, "--no-graph") == plain

@@ -181,10 +181,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Sequences that a rank computes at once."""
     recompute: Literal["none", "norms", "block"] = option("none")
     """Save memory by computing again in the backward: none, norms (and SwiGLU) or block (whole layers)."""
-    pp_schedule: Literal["1f1b", "interleaved", "zero-bubble-v"] = option("1f1b")
-    """Order of a pipeline's forwards and backwards: 1f1b, interleaved or zero-bubble-v."""
-    pp_chunks: int | None = option(None, "2", ge=1)
-    """Stages of a rank with --pp-schedule interleaved."""
+    pp_schedule: Literal["1f1b", "zero-bubble-v"] = option("1f1b")
+    """Order of a pipeline's forwards and backwards: 1f1b or zero-bubble-v."""
     graph: bool = option(True)
     """Replay each step as one CUDA graph, on GPUs."""
     profile: int = option(0, ge=0)
@@ -253,7 +251,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         not given becomes the largest divisor that fits: of ``batch_size / size``, and of at most
         ``MICRO_BATCH_TOKENS`` tokens.  With ``deterministic`` it depends on the batch alone: the largest
         divisor of ``batch_size`` that leaves ``DETERMINISTIC_MICRO_BATCHES`` micro-batches.  A pipeline has two
-        micro-batches a stage at least, and an interleaved one a multiple of its ranks, where the batch allows it.
+        micro-batches a stage at least, where the batch allows it.
         With ``elastic`` it leaves one for each of the most ranks, which need not divide them evenly.
 
         ConfigError: the batch cannot be split evenly; an option that the device does not have.
@@ -282,8 +280,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             parts = DETERMINISTIC_MICRO_BATCHES if self.deterministic else 1 if self.pp == 1 else 2 * self.pp
             parts = parts if even else max(parts, most)
             limit = min(whole // parts, (MICRO_BATCH_TOKENS if on_cpu else CUDA_MICRO_BATCH_TOKENS) // self.seq_len)
-            in_groups = self.pp_schedule == "interleaved" and whole % self.pp == 0 and not self.deterministic
-            whole = 1 if even and batch % size else whole // self.pp if in_groups else whole
+            whole = 1 if even and batch % size else whole
             micro = next((n for n in range(limit, 1, -1) if whole % n == 0), 1)
         if not even and (batch % micro or batch // micro < most):
             expected = f"a multiple of --micro-batch-size {micro} with at least {most} micro-batches (--elastic)"
@@ -291,11 +288,6 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         if even and batch % (micro * size):
             why = f"--micro-batch-size {micro} × {size} {ranks}" if micro > 1 else ranks
             raise SettingError("--batch-size", f"a multiple of {micro * size}", batch, why, also=["micro_batch_size"])
-        if self.pp_schedule == "interleaved" and (steps := batch // (micro * size)) % self.pp:
-            expected = f"a multiple of {self.pp} (--pp) micro-batches of each data-parallel rank"
-            got = f"{steps} (--batch-size {batch}, --micro-batch-size {micro})"
-            also = ["pp", "batch_size", "micro_batch_size"]
-            raise SettingError("--pp-schedule interleaved", expected, got, also=also)
         grad_dtype = self.grad_dtype if batch == micro * size else "float32"
         chosen = {"micro_batch_size": micro, "device": device, "dtype": dtype, "grad_dtype": grad_dtype}
         chosen |= {"elastic": None if even else f"{self.least_ranks}:{most}"}
@@ -428,7 +420,12 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     for name in getattr(FAMILIES.get(str(merged.get("model.model_type"))), "fixed", ()):
         if sources.get(key := f"model.{name}", "").startswith("preset"):
             del merged[key]
-    if (old := merged.get("pp_schedule")) in REMOVED_SCHEDULES:
+    if merged.get("pp_chunks", ...) is None:
+        del merged["pp_chunks"]  # of interleaved alone; files of kos 0.2 have it
+    if (old := merged.get("pp_schedule")) == "interleaved":
+        expected = "zero-bubble-v, which replaces it"
+        raise ConfigError(f"{labels['pp_schedule']}: expected {expected}, got {old}").about("pp_schedule")
+    if old in REMOVED_SCHEDULES:
         merged["pp_schedule"] = "1f1b"
         _log.warning("%s: %s is no longer available, 1f1b is used instead: same results", labels["pp_schedule"], old)
     nested: dict[str, Any] = {"model": {}}

@@ -56,7 +56,7 @@ class Device(Runner):
         with raised_on_every_rank():
             split_of(config, model, mesh)  # raises where it does not fit the ranks
             check_blocks(config, model, mesh.layout)
-            schedule = schedules.build(config.pp_schedule, mesh.pp.size, len(self.micro_batches), config.pp_chunks)
+            schedule = schedules.build(config.pp_schedule, mesh.pp.size, len(self.micro_batches))
             self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
         self.pipeline = Pipeline(mesh.pp, schedule)
         self._in_flight: dict[tuple[int, int], InFlight] = {}  # of a validation, by micro-batch and chunk

@@ -169,7 +169,7 @@ class CudaDevice(Device):
         gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, buckets.multiple)
         gradients.zeros = ops.zeros  # arrays made like these need not be visible to other ranks
         about = config, model, parts, mesh, self.pipeline, ops, gradients, DTYPES[config.compute_dtype], buckets
-        self.step = step = Step(*about, HEAD_ROWS, self._zeros)
+        self.step = step = Step(*about, HEAD_ROWS)
         self._fix_arenas()
         dtype, copy = config.master_dtype, None
         master = OwnedSlices(gradients, step.parallel.parts(), dtype) if buckets.sharded else gradients.like(dtype)

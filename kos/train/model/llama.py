@@ -237,8 +237,8 @@ class LlamaConfig:
         """The part of a rank in each of its stages. ConfigError if a stage would be empty, and as in ``local``."""
         count, pp, most = sum(map(len, stages)), len(stages), self.num_hidden_layers + 1
         if count > most:
-            chunks = f" x {count // pp} stages a rank (--pp-schedule, --pp-chunks)" * (count > pp)
-            also = ["pp_schedule", "pp_chunks"] if chunks else []
+            chunks = f" x {count // pp} stages a rank (--pp-schedule)" * (count > pp)
+            also = ["pp_schedule"] if chunks else []
             raise SettingError(f"--pp {pp}{chunks}", f"at most {most} stages (layers + 1)", count, also=also)
         return tuple(self.local(tp_rank, tp, stage, stages) for stage in stages[pp_rank])
 

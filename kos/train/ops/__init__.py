@@ -230,22 +230,6 @@ class Ops(Protocol):
         that is computed with it. If all are 0, it is 1.
         """
 
-    # Ranks that have parts of a matrix find its scales together, and each quantizes its part as ``quantize`` does. A
-    # part is a slice of the elements of x (N, F), at multiples of 8 on GPUs; largest (blocks,), uint32, has of each
-    # block the bits of a float.
-
-    def largest_of_part(self, x: Array, part: slice, largest: Array, arena: Arena) -> None:
-        """largest = the larger of itself and of each block's magnitudes in ``part`` of x, rounded to bfloat16."""
-
-    def quantize_part(self, x: Array, part: slice, largest: Array, rows: Scaled, arena: Arena) -> None:
-        """The values of ``rows``, without scales, in ``part`` of x, by the ``largest`` of all ranks.
-
-        With ``one_scale``, ``largest`` is of the whole matrix, of which x has some rows.
-        """
-
-    def quantize_rest(self, largest: Array, rows: Scaled, columns: Scaled) -> None:
-        """The scales of ``rows``, whose values are there, and ``columns``."""
-
     def quantize_rms_norm(
         self, x: Array, weight: Array, eps: float, rstd: Array, rows: Scaled | None, columns: Scaled | None,
         arena: Arena,

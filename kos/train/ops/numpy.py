@@ -28,12 +28,9 @@ from kos.train.ops.numpy_blocks import add_tree as add_tree
 from kos.train.ops.numpy_blocks import empty_columns as empty_columns
 from kos.train.ops.numpy_blocks import head_norm as head_norm
 from kos.train.ops.numpy_blocks import head_norm_backward as head_norm_backward
-from kos.train.ops.numpy_blocks import largest_of_part as largest_of_part
 from kos.train.ops.numpy_blocks import layer_norm as layer_norm
 from kos.train.ops.numpy_blocks import layer_norm_backward as layer_norm_backward
 from kos.train.ops.numpy_blocks import quantize as quantize
-from kos.train.ops.numpy_blocks import quantize_part as quantize_part
-from kos.train.ops.numpy_blocks import quantize_rest as quantize_rest
 from kos.train.ops.numpy_blocks import rms_norm as rms_norm
 from kos.train.ops.numpy_blocks import rms_norm_backward as rms_norm_backward
 from kos.train.ops.numpy_blocks import scaled_product as scaled_product

@@ -216,28 +216,6 @@ def quantize(x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
                 _put(of_blocks, out)
 
 
-def largest_of_part(x: Array, part: slice, largest: Array, arena: Arena) -> None:
-    with arena.scope():
-        wide = _rounded(x, arena).reshape(-1)
-        wide[: part.start] = wide[part.stop :] = 0
-        found = np.abs(largest_of_blocks(wide.reshape(x.shape)))
-        np.maximum(largest, found.astype(np.float32).view(np.uint32).reshape(-1), out=largest)
-
-
-def quantize_part(x: Array, part: slice, largest: Array, rows: Scaled, arena: Arena) -> None:
-    with arena.scope():
-        wide = _rounded(x, arena)
-        _divide(wide, _scales(largest.view(np.float32), x.shape, rows))
-        np.copyto(rows.values.reshape(-1)[part], wide.reshape(-1)[part], casting="unsafe")
-
-
-def quantize_rest(largest: Array, rows: Scaled, columns: Scaled) -> None:
-    scales = _scales(largest.view(np.float32), rows.values.shape, rows)
-    np.copyto(columns.values, rows.values.T)
-    _put(scales, rows)
-    _put(scales.T, columns)
-
-
 def _rounded(x: Array, arena: Arena) -> Array:
     rounded, wide = arena.take(x.shape, BFLOAT16), arena.take(x.shape, np.dtype(np.float32))
     np.copyto(rounded, x, casting="unsafe")

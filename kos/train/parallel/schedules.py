@@ -9,16 +9,14 @@ m (F + I + W) and the bubble:
 schedule           bubble                        activations of rank r   what is new
 =================  ============================  ======================  =========================================
 ``1f1b``           (p - 1) (F + I + W)           p - r                   a backward as soon as its gradient comes
-``interleaved``    (p - 1) (F + I + W) / c       p + (p - 1 - 2 r) / c   c chunks a rank: short stages, short waits
 ``zero-bubble-v``  (p - 1) F / 2 if F = I = W    p                       two chunks a rank; W where it would wait
 =================  ============================  ======================  =========================================
 
 A schedule is data: a list of actions for each rank. ``verify`` proves it, ``simulate`` predicts its times, and
 ``python -m kos.train.parallel.schedules 1f1b --stages 4 --micro-batches 8`` draws it.
 
-Sources: 1F1B (PipeDream-flush, Narayanan et al. 2021, arXiv:2006.09503); interleaved 1F1B (Narayanan et al. 2021,
-arXiv:2104.04473, section 2.2); zero bubble, ZB-V (Qi et al. 2023, arXiv:2401.10241, section 6). The letters of actions
-are those of torch.distributed.pipelining.
+Sources: 1F1B (PipeDream-flush, Narayanan et al. 2021, arXiv:2006.09503); zero bubble, ZB-V (Qi et al. 2023,
+arXiv:2401.10241, section 6). The letters of actions are those of torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from functools import cached_property
 from itertools import accumulate, count, islice, pairwise
 from typing import NamedTuple
 
-from kos.errors import ConfigError, InvalidArgument, KosError, SettingError, plural
+from kos.errors import ConfigError, InvalidArgument, KosError, plural
 from kos.files import printing
 
 
@@ -173,25 +171,6 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
     return _schedule("1f1b", stages, micro_batches, lambda rank: _alternate(every, every, ahead=stages - 1 - rank))
 
 
-def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """Interleaved 1F1B: ``chunks`` short stages a rank, so that waits are short; ``chunks`` times the messages.
-
-    Micro-batches pass in groups of ``stages``, each group through all chunks.
-    """
-    if chunks < 1:
-        raise ConfigError(f"interleaved: expected at least 1 chunk a rank, got {chunks}")
-    if stages > 0 and micro_batches % stages:
-        raise ConfigError(f"interleaved: expected a multiple of {stages} micro-batches, got {micro_batches}")
-
-    def actions(rank: int) -> Iterator[Action]:
-        forwards = _in_groups(micro_batches, stages, range(chunks))
-        backwards = _in_groups(micro_batches, stages, range(chunks)[::-1])
-        to_last = stages - 1 - rank
-        return _alternate(forwards, backwards, ahead=to_last if chunks == 1 else 2 * to_last + (chunks - 1) * stages)
-
-    return _schedule("interleaved", stages, micro_batches, actions, chunks)
-
-
 def zero_bubble_v(stages: int, micro_batches: int) -> Schedule:
     """ZB-V: chunk 0 goes down the ranks, chunk 1 comes back up, and backwards are split.
 
@@ -214,23 +193,17 @@ def zero_bubble_v(stages: int, micro_batches: int) -> Schedule:
     return _schedule("zero-bubble-v", stages, micro_batches, actions, chunks=2, v_shape=True)
 
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "1f1b": one_f_one_b,
-    "interleaved": interleaved,
     "zero-bubble-v": zero_bubble_v,
 }
 
 
-def build(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """The schedule of this name. ConfigError for unknown names, and for ``chunks`` where the schedule sets them."""
+def build(name: str, stages: int, micro_batches: int) -> Schedule:
+    """The schedule of this name. ConfigError for unknown names."""
     if name not in SCHEDULES:
         raise ConfigError(f"expected one of the pipeline schedules {', '.join(SCHEDULES)}, got {name!r}")
-    if chunks is None:
-        return SCHEDULES[name](stages, micro_batches)
-    if name != "interleaved":
-        expected = "no --pp-chunks, an option of interleaved alone"
-        raise SettingError(name, expected, chunks).about("pp_chunks", "pp_schedule")
-    return interleaved(stages, micro_batches, chunks)
+    return SCHEDULES[name](stages, micro_batches)
 
 
 def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
@@ -413,7 +386,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help=", ".join(SCHEDULES))
     parser.add_argument("--stages", type=int, default=4, help="ranks of the pipeline; default: 4")
     parser.add_argument("--micro-batches", type=int, default=8, help="default: 8")
-    parser.add_argument("--chunks", type=int, help="stages of the model on each rank, for interleaved; default: 2")
     parser.add_argument("--costs", type=float, nargs=3, metavar=("F", "I", "W"), default=(1.0, 1.0, 1.0),
                         help="times of one chunk's passes; default: 1 1 1")  # fmt: skip
     parser.add_argument("--message", type=float, default=0.0, help="time of a message, in the same unit; default: 0")
@@ -423,7 +395,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not math.isfinite(sum(times)) or min(arguments.costs) <= 0 or arguments.message < 0:
             got = " ".join(f"{time:g}" for time in times)
             raise ConfigError(f"expected --costs above 0 and a --message of at least 0, got {got}")
-        schedule = build(arguments.name, arguments.stages, arguments.micro_batches, arguments.chunks)
+        schedule = build(arguments.name, arguments.stages, arguments.micro_batches)
         verify(schedule)
         timeline = simulate(schedule, dict(zip("FIW", arguments.costs, strict=True)), arguments.message)
     except KosError as error:

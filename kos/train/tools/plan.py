@@ -53,8 +53,8 @@ class Prediction(NamedTuple):
 def predict(job: Job, memory: MemoryPlan) -> Prediction:
     """From a dry step of every rank of the pipeline."""
     pp, whole = job.layout.pp, job.schedule
-    few = min(whole.micro_batches, -(-3 // pp) * pp if whole.name == "interleaved" else 3)
-    job_of_few = job._replace(schedule=build(whole.name, pp, few, job.config.pp_chunks))
+    few = min(whole.micro_batches, 3)
+    job_of_few = job._replace(schedule=build(whole.name, pp, few))
     typical = max(0, min(1, few - 2))  # neither the first micro-batch, which adds to nothing, nor the last
     dry: dict[Any, TimedDryRun] = {}
     costs = {kind: [0.0] * whole.stages for kind in "FIW"}
@@ -86,7 +86,7 @@ def make_job(
         network.local(layout, *axes)
     steps = config.batch_size // (config.micro_batch_size * layout.dp)
     config, local = scope_of(config, layout, network.places(layout.ranks))
-    schedule = build(config.pp_schedule, layout.pp, steps, config.pp_chunks)
+    schedule = build(config.pp_schedule, layout.pp, steps)
     job = Job(config, model, layout, schedule, rates, network, local)
     for rank in range(layout.pp):
         check_fp8(config, model, Mesh.dry(layout, layout.rank({"pp": rank})), job.parts(rank))

@@ -238,15 +238,6 @@ class CudaOps(NormOps):
     def quantize(self, x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         fp8.quantize(self, x, None, rows, columns, arena)
 
-    def largest_of_part(self, x: Array, part: slice, largest: Array, arena: Arena) -> None:
-        fp8.largest_of_part(self, x, part, largest)
-
-    def quantize_part(self, x: Array, part: slice, largest: Array, rows: Scaled, arena: Arena) -> None:
-        fp8.quantize_part(self, x, part, largest, rows)
-
-    def quantize_rest(self, largest: Array, rows: Scaled, columns: Scaled) -> None:
-        fp8.quantize_rest(self, largest, rows, columns)
-
     def quantize_rms_norm(
         self, x: Array, weight: Array, eps: float, rstd: Array, rows: Scaled | None, columns: Scaled | None,
         arena: Arena,

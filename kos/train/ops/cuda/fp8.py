@@ -61,41 +61,20 @@ def quantize(
         largest: Any = 0
         if ONE in map(_scales, (rows, columns)):
             largest = arena.take((tiles,), UINT32)
-            launch("largest", *sources, largest, n, f, 0, 0)
-        launch("quantize", *sources, *made, largest, tiles, n, f, part, 0, 0)
-
-
-def largest_of_part(ops: Any, x: Array, part: slice, largest: Array) -> None:
-    """``Ops.largest_of_part``."""
-    if any(size % MULTIPLE for size in x.shape) or part.start % 8 or part.stop % 8 or x.dtype.name != "bfloat16":
-        expected = f"bfloat16 of sizes that are multiples of {MULTIPLE} and a part at multiples of 8"
-        raise InvalidArgument(f"largest: expected {expected}, got {x} from {part.start} to {part.stop}")
-    given = x, 0, 0, largest, *x.shape, part.start, part.stop
-    _launch(ops, x.shape, None, None, 0, "largest", *given, stage=1)
-
-
-def quantize_part(ops: Any, x: Array, part: slice, largest: Array, rows: Scaled) -> None:
-    """``Ops.quantize_part``."""
-    given = x, 0, 0, *rows, 0, 0, largest, largest.size, *x.shape, 1, part.start, part.stop
-    _launch(ops, x.shape, rows, None, 0, "quantize", *given, stage=1)
-
-
-def quantize_rest(ops: Any, largest: Array, rows: Scaled, columns: Scaled) -> None:
-    """``Ops.quantize_rest``."""
-    given = 0, 0, 0, *rows, *columns, largest, largest.size, *rows.values.shape, 1, 0, 0
-    _launch(ops, rows.values.shape, rows, columns, 0, "quantize", *given, stage=2)
+            launch("largest", *sources, largest, n, f)
+        launch("quantize", *sources, *made, largest, tiles, n, f, part)
 
 
 def _launch(
     ops: Any, shape: Sequence[int], rows: Scaled | None, columns: Scaled | None, source: int, name: str,
-    *arguments: Any, stage: int = 0,
+    *arguments: Any,
 ) -> None:  # fmt: skip
     """Queue a kernel of fp8.cu, a thread block for each block of a matrix of ``shape``."""
     forms = [made.values.dtype.name for made in (rows, columns) if made is not None]
     n, f = (-(-size // SCALE_BLOCK) for size in shape)
     ops.launch(
         "fp8.cu", name, (f, n), THREADS, *arguments, SOURCE=source, E5M2=int("float8_e5m2" in forms),
-        ROWS=_scales(rows), COLUMNS=_scales(columns), STAGE=stage,
+        ROWS=_scales(rows), COLUMNS=_scales(columns),
     )  # fmt: skip
 
 

@@ -10,8 +10,6 @@
 // by `rstd` and the weights in `more`) -DE5M2 (0: E4M3) -DROWS -DCOLUMNS (0: not written. 1: the first operand of a product, a scale for each row of a tile. 2: the second, a scale
 // for each tile. 3: one scale for all, for GPUs that multiply no other: then `largest` reads everything before).
 // `f` are the columns of x, or of SwiGLU's output; with SOURCE 2 a multiple of 128.
-// -DSTAGE (0: all of a matrix. 1: the elements from `first` to `last` in its order, multiples of 8, of which `all` has the
-// largest magnitudes. 2: of rows in 8 bits the rest, columns and scales): where ranks have parts of a matrix.
 #include "swiglu.cuh"
 
 constexpr int TILE = 128, THREADS = 512, W = 8;
@@ -75,17 +73,13 @@ __device__ __forceinline__ void read(Quad (&out)[HALVES], const bfloat16* x, con
 __device__ __forceinline__ int group() { return threadIdx.x % 256 / 8; }  // of 4 rows
 __device__ __forceinline__ int column_of_tile() { return threadIdx.x / 256 * 64 + threadIdx.x % 8 * W; }
 
-// Whether an element, and the 7 after it, are to be read.
-__device__ __forceinline__ bool mine(long at, long first, long last) { return STAGE != 1 || (first <= at && at < last); }
-
 // This thread's part of the tile, and the largest magnitude of all parts of each half.
 __device__ __forceinline__ void read_tile(Tile& q, unsigned (&most)[HALVES], const bfloat16* x, const bfloat16* more,
-                                          const float* rstd, int n, int f, long first, long last) {
+                                          const float* rstd, int n, int f) {
     const int row = blockIdx.y * TILE + group() * 4, column = blockIdx.x * TILE + column_of_tile();
     if (row < n && column < f) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (mine(long(row + i) * f + column, first, last)) read(q[i], x, more, rstd, row + i, column, f);
+        for (int i = 0; i < 4; ++i) read(q[i], x, more, rstd, row + i, column, f);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -94,15 +88,13 @@ __device__ __forceinline__ void read_tile(Tile& q, unsigned (&most)[HALVES], con
     block_max(most);
 }
 
-// all (tiles,): the largest magnitude of each; with STAGE, of it and what was there.
+// all (tiles,): the largest magnitude of each.
 extern "C" __global__ void __launch_bounds__(512)
-largest(const bfloat16* x, const bfloat16* more, const float* rstd, unsigned* all, int n, int f, long first, long last) {
+largest(const bfloat16* x, const bfloat16* more, const float* rstd, unsigned* all, int n, int f) {
     Tile q = {};
     unsigned most[HALVES] = {};
-    read_tile(q, most, x, more, rstd, n, f, first, last);
-    if (threadIdx.x) return;
-    unsigned& of_tile = all[blockIdx.y * gridDim.x + blockIdx.x];
-    of_tile = max(max(most[0], most[HALVES - 1]), STAGE ? of_tile : 0);
+    read_tile(q, most, x, more, rstd, n, f);
+    if (threadIdx.x == 0) all[blockIdx.y * gridDim.x + blockIdx.x] = max(most[0], most[HALVES - 1]);
 }
 
 // The exponent of the scale for a largest magnitude with these bits, which is finite.
@@ -169,14 +161,13 @@ __device__ __forceinline__ void put_scales(float* row_scales, float* column_scal
 // `part` rows has the scales of a first operand of its own.
 extern "C" __global__ void __launch_bounds__(512, SOURCE == 2 ? 2 : 3)
 quantize(const bfloat16* x, const bfloat16* more, const float* rstd, unsigned char* rows, float* row_scales, unsigned char* columns,
-         float* column_scales, const unsigned* all, int tiles, int n, int f, int part, long first, long last) {
+         float* column_scales, const unsigned* all, int tiles, int n, int f, int part) {
     __shared__ Quad tile[TILE][CHUNKS];
     const int row = blockIdx.y * TILE + group() * 4, column = blockIdx.x * TILE + column_of_tile();
     const bool inside = row < n && column < f;
     Tile q = {};
     unsigned most[HALVES] = {};
-    if (STAGE != 2) read_tile(q, most, x, more, rstd, n, f, first, last);
-    if (STAGE) most[0] = all[ROWS == 3 ? 0 : blockIdx.y * gridDim.x + blockIdx.x];
+    read_tile(q, most, x, more, rstd, n, f);
     if (ROWS == 3 || COLUMNS == 3) {
         __syncthreads();
         for (int i = threadIdx.x; i < tiles; i += THREADS) most[0] = max(most[0], all[i]);
@@ -192,15 +183,11 @@ quantize(const bfloat16* x, const bfloat16* more, const float* rstd, unsigned ch
         unsigned left[4], right[4];  // of each row, its first and last four columns
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            uint2* of_row = reinterpret_cast<uint2*>(rows + long(row + i) * HALVES * f + half * f + column);
-            if (STAGE == 2) {
-                const uint2 there = inside ? *of_row : make_uint2(0, 0);
-                left[i] = there.x, right[i] = there.y;
-                continue;
-            }
             left[i] = four8(q[i][half].x, q[i][half].y, factor);
             right[i] = four8(q[i][half].z, q[i][half].w, factor);
-            if (ROWS && inside && mine(long(row + i) * f + column, first, last)) *of_row = make_uint2(left[i], right[i]);
+            if (ROWS && inside)
+                *reinterpret_cast<uint2*>(rows + long(row + i) * HALVES * f + half * f + column) =
+                    make_uint2(left[i], right[i]);
         }
         if (COLUMNS) {
             if (half) __syncthreads();  // the tile has been read
@@ -216,6 +203,6 @@ quantize(const bfloat16* x, const bfloat16* more, const float* rstd, unsigned ch
                         tile[from][chunk ^ from / 8 % 8];
             }
         }
-        if (STAGE != 1) put_scales(row_scales, column_scales, half, scale, n, f, part);
+        put_scales(row_scales, column_scales, half, scale, n, f, part);
     }
 }
