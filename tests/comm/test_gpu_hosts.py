@@ -278,6 +278,7 @@ def test_one_rank_whose_time_is_up_asks_the_hosts_for_their_calls(run: Any) -> N
     def body(comm: kos.Communicator) -> str:
         heard, part = Heard(comm), is_stuck(comm)
         comm.all_reduce(on_gpu(10 + PAIRS[comm.rank]))
+        comm.rendezvous.barrier()
         if comm.rank == 3:
             with pytest.raises(CollectiveMismatch):
                 part.synchronize(timeout=0.3)

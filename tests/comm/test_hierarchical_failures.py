@@ -185,7 +185,8 @@ def test_calls_that_differ_are_named_on_all(
             comm.all_reduce(filled(comm, 10))
         x = filled(comm, 10 + other * (differs == "count"))
         call = comm.broadcast if other and differs == "operation" else comm.all_reduce
-        error = raised_by(comm, lambda: call(x), lambda: comm.backend.gpus[0].synchronize(timeout=0.3))
+        compare = comm.backend.gpus[0].synchronize  # once all have called, however busy the machine is
+        error = raised_by(comm, lambda: call(x), comm.rendezvous.barrier, lambda: compare(timeout=0.3))
         assert type(error) is CollectiveMismatch, error
         return str(error)
 
