@@ -52,6 +52,8 @@ def open_output(run: RunContext) -> None:
             write_json(out / "config.json", run.description)
         if config.profile:
             return
+        if run.data.packing:
+            run.data.packing.write(out)
         if config.elastic is not None:
             publish_address(run)
         _open_metrics(run, run.start)

@@ -54,6 +54,7 @@ class RunContext:
         self.metrics: MetricsLog | None = None  # on rank 0
         self.extra: Extra = {}
         self.skipped: set[int] = set()  # steps left out, of those of this run
+        self.without_targets = 0  # steps of this run in which the loss counted nothing
         self.last_finite: int | None = None  # the last step whose gradients were finite
         self.row: dict[str, Any] | None = None  # the last that was written
         self.epoch = 0
@@ -69,7 +70,8 @@ class RunContext:
 
     @property
     def data_in_words(self) -> str:
-        return f"{self.data.name} ({self.data.fingerprint[:12]})"
+        packed = f", packed {self.data.packing.digest[:12]}" if self.data.packing else ""
+        return f"{self.data.name} ({self.data.fingerprint[:12]}{packed})"
 
     @cached_property
     def description(self) -> dict[str, Any]:

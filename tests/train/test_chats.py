@@ -131,7 +131,7 @@ def test_refused(tmp_path: Path, template: str, chat: list[dict[str, Any]], said
 
 
 def cuts(path: Path, *flags: str) -> str:
-    return load_data(parse(["--data", str(path), "--eval-batches", "0", *flags])).cuts_in_words()
+    return load_data(parse(["--data", str(path), "--eval-batches", "0", *flags])).fit_in_words()
 
 
 def test_documents_that_sequences_cut_are_counted(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from kos.train.ops.fixed_order import ORDER
 _log = logging.getLogger(__name__)
 
 EXACT = (
-    *("seed", "batch_size", "micro_batch_size", "seq_len", "documents", "deterministic"),
-    *("device", "dtype", "master_weights", "grad_dtype", "compress", "compress_scope"),
+    *("seed", "batch_size", "micro_batch_size", "seq_len", "documents", "fit", "long_documents"),
+    *("deterministic", "device", "dtype", "master_weights", "grad_dtype", "compress", "compress_scope"),
 )
 """Settings that must not change if a resumed run is to give the bits of an uninterrupted one."""
 
@@ -92,6 +92,7 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     """
     before = found.config
     asked = {"grad_dtype": "float32", "compress": "none", "compress_scope": "all", "documents": "cross"}
+    asked |= {"fit": "cut", "long_documents": "cut"}
     asked |= before.get("config", {})
     theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]
     other_layout = _layout_in(before) != _layout_in(now)

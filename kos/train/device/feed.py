@@ -71,6 +71,10 @@ class Feed:
         staging.copied.record(self._stream)
         self._fetched.add(step)
 
+    def count_of(self, step: int) -> float:
+        """``count`` of a step that was fetched, on the host; the next but one takes its place."""
+        return float(self._staging[step % 2].host_count[0])
+
     def micro_batch(self, index: int) -> Batch:
         """A micro-batch of ``batch``."""
         return self.batch.map(lambda field: field[index])
