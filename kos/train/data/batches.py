@@ -94,8 +94,9 @@ class Dataset:
     def __post_init__(self) -> None:
         least = self.seq_len + 1
         for tokens, use in ((self.train, "train"), (self.val, "validate"))[: 2 if self.eval_batches else 1]:
-            if len(tokens) < least and self.packing:
-                raise self._error(tokens, f"a document of at most --seq-len = {self.seq_len} tokens to {use} on", "none")
+            if len(tokens) < least and self.packing and tokens.size:
+                expected = f"a document of at most --seq-len = {self.seq_len} tokens to {use} on"
+                raise self._error(tokens, expected, "only longer ones (--long-documents cut takes pieces of them)")
             if len(tokens) < least:
                 raise self._error(tokens, f"at least --seq-len + 1 = {least} tokens to {use} on", len(tokens))
         counts = (counted(self.windows(self.val, starts)) for starts in self.val_starts())
@@ -138,12 +139,10 @@ class Dataset:
 
         The share of tokens that is said of documents ``in_parts`` that are cut is that of the first SAMPLED sequences.
         """
-        if isinstance(self.train, PackedTokens):
-            parts = zip(("training", "validation"), (self.train, self.val), strict=True)
-            return "\n".join(
-                f"{name}: {part.in_words(self.what)}"
-                for name, part in parts if isinstance(part, PackedTokens) and part.size
-            )  # fmt: skip
+        packed = {"training": self.train, "validation": self.val}
+        if self.packing:
+            lines = {use: each.in_words(self.what) for use, each in packed.items() if isinstance(each, PackedTokens)}
+            return "\n".join(f"{use}: {line}" for use, line in lines.items() if packed[use].size)
         lack, counts, rows = 0, 0, np.arange(min(self.batch_size, SAMPLED))
         for step in range(-(-SAMPLED // len(rows)) if self.in_parts and self.train.documents is not None else 0):
             starts, fills = self._starts(step, rows)

@@ -56,8 +56,8 @@ class PackedTokens(Tokens):
         self._bounds = np.append(begins_of(tokens), self.size)
 
     def __len__(self) -> int:
-        """The tokens of all sequences, and one more, as the last target."""
-        return (len(self._first) - 1) * self.seq_len + 1
+        """The tokens of all sequences, and one more, as the last target; 0 if there are none."""
+        return (len(self._first) - 1) * self.seq_len + 1 if len(self.plan) else 0
 
     masked = True
     dtype = np.dtype(np.int64)
@@ -98,7 +98,7 @@ class PackedTokens(Tokens):
             f"in {plural(sequences, 'sequence')} of {self.seq_len:,}, {fill:.1%} full"
         )
         if not longer.any():
-            return text
+            return f"{text} (--fit whole)"
         which = f"; {plural(int(longer.sum()), what)} longer than --seq-len"
         if self.skips:
             return f"{text}{which} left out, with {int(lengths[longer].sum()):,} tokens (--long-documents)"
