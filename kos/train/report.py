@@ -14,7 +14,6 @@ from kos.train.tools import commands
 from kos.train.tools.console import duration
 from kos.train.tools.metrics import METRICS
 
-
 NO_TARGETS = "the loss counts no token of the batch, so the weights stay as they are"
 
 

@@ -73,7 +73,8 @@ def test_best_fit_is_that_of_its_definition(capacity: int) -> None:
     lengths = sorted(lengths_of(300, capacity), reverse=True)
     found = best_fit(lengths, capacity)
     assert sorted(number for sequence in found for number in sequence) == [*range(300)]
-    assert sorted(sum(lengths[number] for number in sequence) for sequence in found) == naive_best_fit(lengths, capacity)
+    sums = sorted(sum(lengths[number] for number in sequence) for sequence in found)
+    assert sums == naive_best_fit(lengths, capacity)
 
 
 @pytest.mark.parametrize("chunk", [packing.CHUNK, 7])
@@ -108,7 +109,7 @@ def test_a_sequence_has_whole_documents_and_then_padding(
 
 def test_a_plan_is_a_function_of_documents_length_and_seed() -> None:
     tokens = row_of(lengths_of(200, 30))
-    plans = [make_plan(tokens, *how).tolist() for how in ((30, 7, False), (30, 7, False), (30, 8, False), (40, 7, False))]
+    plans = [make_plan(tokens, length, seed, False).tolist() for length, seed in ((30, 7), (30, 7), (30, 8), (40, 7))]
     assert plans[0] == plans[1] and plans[0] not in plans[2:]
     known = [-38, 33, -13, 0, 10, -26, 58]
     assert make_plan(row_of([10, 2, 13, 8, 4, 21, 3]), 25, 3, False).tolist() == known, "kept plans are as before"
@@ -231,7 +232,8 @@ def test_attention_across_packed_chats_gives_other_losses(chats: Callable[..., l
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompts and completions of many lengths, some longer than a sequence of 64."""
     rng, words = np.random.default_rng(0), ["ring ", "tree ", "barrier ", "rank\n"]
-    lines = [{name: "".join(rng.choice(words, rng.integers(1, 7))) for name in ("prompt", "completion")} for _ in "x" * 150]
+    parts = [["".join(rng.choice(words, rng.integers(1, 7))) for _ in range(2)] for _ in range(150)]
+    lines = [{"prompt": prompt, "completion": completion} for prompt, completion in parts]
     return write_lines(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", lines)
 
 
@@ -269,10 +271,12 @@ def test_the_first_lines_say_what_is_packed(
     data = load_data(_config(pairs, None, **EPOCHS))
     documents = [json.loads(line) for line in pairs.read_text().splitlines()][:135]
     lengths = [len(each["prompt"]) + len(each["completion"]) for each in documents]
-    counted, sequences = sum(len(each["completion"]) for each in documents), data.train.plan[data.train.plan < 0].size
+    assert isinstance(data.train, PackedTokens)
+    counted, sequences = sum(len(each["completion"]) for each in documents), int((data.train.plan < 0).sum())
+    fill, longer = sum(lengths) / sequences / 64, sum(n > 64 for n in lengths)
     assert said.count(
         f"\ntraining: 135 documents of {sum(lengths):,} tokens, of which the loss counts {counted:,}, in {sequences} "
-        f"sequences of 64, {sum(lengths) / sequences / 64:.1%} full; {sum(n > 64 for n in lengths)} documents longer than"
+        f"sequences of 64, {fill:.1%} full; {longer} documents longer than"
     ) == 1
     assert len(rows) == -(-sequences // 8) and f"1 epoch of {len(rows)} steps" in said
 
@@ -328,7 +332,8 @@ def test_a_broken_plan_is_one_line_and_is_made_again(
     changed = bytes([*good[:-2], good[-2] ^ 1, good[-1]])
     np.save(tmp_path / "objects.npy", np.array([{}, print], object))
     pickle = (tmp_path / "objects.npy").read_bytes()
-    path.write_bytes(content if isinstance(content, bytes) else {"cut": good[:-8], "changed": changed}.get(content, pickle))
+    broken: dict[Any, bytes] = {"cut": good[:-8], "changed": changed, "pickle": pickle}
+    path.write_bytes(content if isinstance(content, bytes) else broken[content])
     rows = train(pairs, tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoints" / "step-3"))
     assert _losses(rows).tobytes() == _losses(whole)[3:].tobytes()
     (said,) = [each.getMessage() for each in caplog.records if "packing plan" in each.getMessage()]
@@ -387,7 +392,8 @@ def test_a_batch_in_which_nothing_counts_moves_nothing(
     emulated: None, nothing: None, pairs: Path, tmp_path: Path, device: str, ranks: int, how: dict[str, Any],
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Neither weights, by decay or momentum, nor moments (residuals of compressed sums were sent); the schedule of later steps is that of their numbers."""
+    """Neither weights, by decay or momentum, nor moments; residuals of compressed sums were sent. The learning rate of
+    later steps is that of their numbers."""
     model = {**emulated_runs.SMALL["model"], "intermediate_size": 32, "hidden_size": 32, "head_dim": 8}
     values: dict[str, Any] = {"weight_decay": 0.5, "save_every": 1, "keep": 9, "eval_batches": 0, "model": model,
                               "schedule": "cosine", "batch_size": 16, "seq_len": 32, "micro_batch_size": 2}  # fmt: skip
