@@ -70,7 +70,7 @@ def without_effect(config: TrainConfig, asked: Mapping[str, Any]) -> list[str]:
         "min_lr": "--schedule constant" * (config.schedule == "constant"),
         "decay_fraction": f"--schedule {config.schedule}" * (config.schedule != "wsd"),
         "val_data": "--eval-batches 0" * (not config.eval_batches),
-        "long_documents": "--fit cut" * (config.fit == "cut"),
+        "long_documents": "--fit cut" * (config.fit != "whole"),
         **dict.fromkeys(("prompt", "temperature", "top_k"), "--sample-tokens 0" * no_sample),
         "pp_schedule": "--pp 1" * (config.pp == 1),
     }

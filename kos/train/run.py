@@ -83,7 +83,7 @@ class Trainer(RunContext):
             self.source, self.start, self.saved_step, self._resumes, fit = alone(comm, self._find_source)
             self.config = config = config.model_copy(update={"fit": config.fit or fit})
             self.data = self._load_data()
-            self.config = config = config.model_copy(update={"fit": "whole" if self.data.packing else "cut"})
+            self.config = config = config.model_copy(update={"fit": "whole" if self.data.packing else config.fit})
             if config.epochs is not None:
                 self.asked["steps"] = self.console.steps = steps = config.epochs * self.data.steps_per_epoch
                 self.config = config = config.model_copy(update={"steps": steps})

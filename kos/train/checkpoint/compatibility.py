@@ -99,6 +99,7 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     if other_layout:  # their defaults depend on the layout
         same = (name for name in ("micro_batch_size", "grad_dtype") if asked.get(name) == now["config"][name])
         ours |= {name: theirs.get(name) for name in same}
+    theirs["fit"], ours["fit"] = (each["fit"] or "cut" for each in (theirs, ours))  # None is that of text
     changed = [name for name in EXACT if theirs.get(name) != ours[name]]
     changed += ["order of sequences (--epochs)"] * ((theirs.get("epochs") is None) != (config.epochs is None))
     changed += ["ranks of a host"] * (not other_layout and before.get("local_replicas", 1) != now["local_replicas"])
