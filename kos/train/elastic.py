@@ -354,7 +354,7 @@ def _arrays(device: Device) -> dict[str, Parameters | OwnedSlices]:
 PATHS = {"out", "resume", "init_from", "data", "val_data", "tokenizer", "join"}
 """Settings that may differ between ranks."""
 
-CHOSEN = {"micro_batch_size", "device", "dtype", "grad_dtype", "elastic", "steps"}
+CHOSEN = {"micro_batch_size", "device", "dtype", "grad_dtype", "elastic", "steps", "fit"}
 """Settings that the run has chosen, and a newcomer takes."""
 
 NO_NUMBERS = {

@@ -23,6 +23,8 @@ from kos.train.run_context import ADDRESS, RunContext
 from kos.train.tools.console import duration
 from kos.train.tools.metrics import METRICS
 
+NO_TARGETS = "the loss counts no token of the batch, so the weights stay as they are"
+
 
 def announce(run: RunContext) -> None:
     """The model, the data, the ranks and the device; on CPUs, about how long it will take. Collective."""
@@ -54,8 +56,8 @@ def announce(run: RunContext) -> None:
         why = f"a rank adds up {len(run.device.micro_batches)} micro-batches of a step, which {asked} would round"
         say(f"--grad-dtype {asked}: gradients are {config.grad_dtype}, since {why}")
     say("; ".join(filter(None, (run.data.trained_on, run.data.held_out))))
-    if run.comm.rank == 0 and (cuts := run.data.cuts_in_words()):
-        say(cuts)
+    if run.comm.rank == 0 and (fit := run.data.fit_in_words()):
+        say(fit)
     if run.data.note:
         say(run.data.note)
     say(run.device.describe())
@@ -77,6 +79,7 @@ def without_effect(config: TrainConfig, asked: Mapping[str, Any]) -> list[str]:
         "min_lr": "--schedule constant" * (config.schedule == "constant"),
         "decay_fraction": f"--schedule {config.schedule}" * (config.schedule != "wsd"),
         "val_data": "--eval-batches 0" * (not config.eval_batches),
+        "long_documents": "--fit cut" * (config.fit != "whole"),
         **dict.fromkeys(("prompt", "temperature", "top_k"), "--sample-tokens 0" * no_sample),
         "pp_schedule": "--pp 1" * (config.pp == 1),
     }
@@ -108,6 +111,8 @@ def conclude(run: RunContext, text: str) -> None:
     if run.skipped:
         done = plural(step - run.start, "step")
         say(f"{len(run.skipped)} of {done} left out (--skip-outliers {config.skip_outliers:g})")
+    if run.without_targets:
+        say(f"{run.without_targets} of {plural(step - run.start, 'step')}: {NO_TARGETS}")
     if early := step < config.steps:
         say(f"stopped on request after step {step}; resume with: {resume(out, run.comm.size)}")
     elif text:

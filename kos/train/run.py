@@ -27,6 +27,7 @@ from kos.errors import (
     OutOfMemory,
     RendezvousError,
     TrainingError,
+    plural,
 )
 from kos.train import checkpoint, report
 from kos.train.checkpoint import huggingface, resume
@@ -49,7 +50,7 @@ from kos.train.parallel.failures import (
     together,
 )
 from kos.train.parallel.mesh import Mesh
-from kos.train.report import announce, conclude
+from kos.train.report import NO_TARGETS, announce, conclude
 from kos.train.run_context import (
     ADDRESS,
     RunContext,
@@ -64,6 +65,7 @@ from kos.train.run_context import (
 )
 from kos.train.tools import trackers
 from kos.train.tools.console import Console
+from kos.train.tools.metrics import METRICS
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import Runner, StepResult, train
 from kos.train.trained import sample_text
@@ -99,8 +101,10 @@ class Trainer(RunContext):
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
         together(comm, lambda: check_folder(self.out, comm.rank))
         try:
-            self.source, self.start, self.saved_step, self._resumes = alone(comm, self._find_source)
+            self.source, self.start, self.saved_step, self._resumes, fit = alone(comm, self._find_source)
+            self.config = config = config.model_copy(update={"fit": config.fit or fit})
             self.data = self._load_data()
+            self.config = config = config.model_copy(update={"fit": "whole" if self.data.packing else config.fit})
             if config.epochs is not None:
                 self.asked["steps"] = self.console.steps = steps = config.epochs * self.data.steps_per_epoch
                 self.config = config = config.model_copy(update={"steps": steps})
@@ -130,10 +134,11 @@ class Trainer(RunContext):
         first = self.comm.local_rank == 0
         initialized = self._resumes and self.config.init_from is not None
         weights = self.source if initialized else None  # the checkpoint: the folder of ``init_from`` may be gone
+        runs = [Path(str(self.source)).parent.parent] if self._resumes else []  # with the plan that it began with
 
         @self.stop.at_once()
         def load() -> Dataset:
-            return load_data(self.config, self.console.progress, weights)
+            return load_data(self.config, self.console.progress, weights, runs)
 
         try:
             data = together(self.comm, lambda: load() if first else None)
@@ -141,8 +146,9 @@ class Trainer(RunContext):
             self.console.close()
         return together(self.comm, lambda: data or load())
 
-    def _find_source(self) -> tuple[str | None, int, int, bool]:
-        """Where a checkpoint or a Hugging Face folder to begin from is, its step, this if it is ours, and which.
+    def _find_source(self) -> tuple[str | None, int, int, bool, str | None]:
+        """Where a checkpoint or a Hugging Face folder to begin from is, its step, this if it is ours, which, and
+        the ``fit`` of the checkpoint's run.
 
         What can be refused before there are data is refused here.
         """
@@ -163,7 +169,7 @@ class Trainer(RunContext):
             check_free(self, 0, -1)
             if config.init_from is not None:
                 huggingface.check_weights(Path(config.init_from))
-            return config.init_from, 0, -1, False
+            return config.init_from, 0, -1, False, None
         path, step, _ = self._found
         saved_step = step if path.parent.resolve() == self.checkpoints.resolve() else -1
         check_free(self, step, saved_step)
@@ -171,7 +177,8 @@ class Trainer(RunContext):
         resume.check_order(self._found, config)
         theirs = huggingface.read_config(path)
         resume.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
-        return str(path), step, saved_step, True
+        settings = self._found.config.get("config", {}) | self._found.config.get("derived", {})
+        return str(path), step, saved_step, True, settings.get("fit", "cut")
 
     def _load(self) -> None:
         """Give the device its weights: of the ``source`` each rank reads its part; or all draw them together."""
@@ -302,6 +309,12 @@ class Trainer(RunContext):
         if config.skip_outliers and not result.norm <= config.skip_outliers:
             row["skipped"] = True
             self.skipped.add(step)
+        if not result.counted:
+            row["no_targets"] = True
+            self.without_targets += 1
+            if self.without_targets == 1:
+                seen = plural(step + 1 - self.start, "step")
+                self.console.warn(f"kos: step {step + 1}: {NO_TARGETS} (1 of {seen} so far; no_targets in {METRICS})")
         if math.isfinite(result.norm) or self.last_finite is None:
             self.last_finite = step if math.isfinite(result.norm) else step - 1
         if step - self.last_finite == MOST_NOT_FINITE:

@@ -79,6 +79,7 @@ class RunContext:
         self.metrics: MetricsLog | None = None  # on rank 0
         self.extra: Extra = {}
         self.skipped: set[int] = set()  # steps left out, of those of this run
+        self.without_targets = 0  # steps of this run in which the loss counted nothing
         self.last_finite: int | None = None  # the last step whose gradients were finite
         self.row: dict[str, Any] | None = None  # the last that was written
         self.epoch = 0
@@ -94,7 +95,8 @@ class RunContext:
 
     @property
     def data_in_words(self) -> str:
-        return f"{self.data.name} ({self.data.fingerprint[:12]})"
+        packed = f", packed {self.data.packing.digest[:12]}" if self.data.packing else ""
+        return f"{self.data.name} ({self.data.fingerprint[:12]}{packed})"
 
     @cached_property
     def description(self) -> dict[str, Any]:
@@ -166,6 +168,8 @@ def open_output(run: RunContext) -> None:
             write_json(out / "config.json", run.description)
         if config.profile:
             return
+        if run.data.packing:
+            run.data.packing.write(out)
         if config.elastic is not None:
             publish_address(run)
         _open_metrics(run, run.start)

@@ -46,6 +46,7 @@ class StepResult(NamedTuple):
     joining: int = 0  # newcomers
     ranks: int = 1  # that took part
     epoch: int = 0  # how often they had changed
+    counted: bool = True  # whether the loss counts a target of the batch; otherwise there was no update
 
 
 REPORT = 4
@@ -215,7 +216,7 @@ class Step:
 
     def apply(self) -> None:
         """The update of the step, from the sums and the norm that this rank has of it."""
-        self.optimizer.update(self.gradients, self.micro_batches)
+        self.optimizer.update(self.gradients, self.micro_batches, self.count)
 
     def as_read(self, weights: Weights) -> Weights:
         """What passes read of ``weights`` until they change."""

@@ -131,19 +131,19 @@ def test_refused(tmp_path: Path, template: str, chat: list[dict[str, Any]], said
 
 
 def cuts(path: Path, *flags: str) -> str:
-    return load_data(parse(["--data", str(path), "--eval-batches", "0", *flags])).cuts_in_words()
+    return load_data(parse(["--data", str(path), "--eval-batches", "0", *flags])).fit_in_words()
 
 
 def test_documents_that_sequences_cut_are_counted(tmp_path: Path) -> None:
     """A prompt of 8 tokens and a completion of 4: sequences of 12 tokens have each whole."""
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x" * 8, "completion": "yes."}] * 50)
-    trained = ["--epochs", "1", "--batch-size", "5", "--seq-len"]
+    trained = ["--fit", "cut", "--epochs", "1", "--batch-size", "5", "--seq-len"]
     assert cuts(path, *trained, "12") == ""
     all_lack = "about 100% of the counted tokens lack the beginning of their document (--seq-len)"
     assert cuts(path, *trained, "6") == f"sequences of 6 tokens cut 45 of 45 documents: {all_lack}"
     some = cuts(path, *trained, "18")
     assert some == f"sequences of 18 tokens cut 15 of 45 documents: {all_lack.replace('100%', '32%')}", some
-    drawn = cuts(path, "--steps", "9", "--batch-size", "5", "--seq-len", "12")
+    drawn = cuts(path, "--fit", "cut", "--steps", "9", "--batch-size", "5", "--seq-len", "12")
     share = re.fullmatch(r"sequences of 12 tokens cut documents: about (\d+)% of the counted tokens lack.*", drawn)
     assert share and 65 < int(share[1]) < 90, "a completion's last token is 11 places after the first: 79% on average"
     text = write_lines(tmp_path / "text.jsonl", [{"text": "x" * 12}] * 50)
@@ -162,6 +162,6 @@ def test_documents_of_token_files_that_sequences_cut_are_counted(tmp_path: Path)
 
 def test_the_first_lines_say_what_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x" * 8, "completion": "yes."}] * 50)
-    config = _config(path, tmp_path / "out", seq_len=6, steps=1, eval_batches=0, sample_tokens=0)
+    config = _config(path, tmp_path / "out", seq_len=6, fit="cut", steps=1, eval_batches=0, sample_tokens=0)
     spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
     assert capsys.readouterr().out.count("\nsequences of 6 tokens cut documents: about ") == 1

@@ -92,6 +92,23 @@ def test_float32_is_the_cpu(text, tmp_path):
         np.testing.assert_allclose(column(tmp_path / "cuda", name), column(tmp_path / "cpu", name), rtol=tolerance)
 
 
+def test_packed_completions_are_those_of_the_cpu(tmp_path):
+    """And a batch in which the loss counts nothing moves nothing: the first of these two steps has a target alone."""
+    rng, path = np.random.default_rng(0), tmp_path / "pairs.jsonl"
+    parts = [["word " * n for n in rng.integers(1, 8, 2)] for _ in range(300)]
+    path.write_text("".join(f'{{"prompt": "{prompt}", "completion": "{answer}"}}\n' for prompt, answer in parts))
+    for device in ("cpu", "cuda"):
+        run(path, tmp_path / device, "--device", device, *FLOAT32, "--micro-batch-size", 8, "--steps", 20)
+    np.testing.assert_allclose(column(tmp_path / "cuda"), column(tmp_path / "cpu"), rtol=1e-5)
+    path.write_text(f'{{"prompt": "{"x" * 4000}", "completion": "yes"}}\n' * 2)
+    for flags in ([], ["--no-graph"], ["--optimizer", "muon"]):
+        out, how = tmp_path / "-".join(["long", *flags]), ["--save-every", 1, "--seq-len", 16, "--batch-size", 2]
+        run(path, out, "--device", "cuda", *how, *flags, "--steps", 2, "--eval-batches", 0, "--weight-decay", 0.5)
+        assert [row.get("no_targets") for row in read_metrics(out / "metrics.jsonl")] == [None, True]
+        first, second = (tensors_of_run(out / "checkpoints" / f"step-{step}") for step in (1, 2))
+        assert first == second
+
+
 def test_gpt2(text, tmp_path):
     """LayerNorm, GELU, biases and learned positions: the CPU's losses in fp32, and in bf16 the same bits twice."""
     gpt2 = ["--model-type", "gpt2", "--num-key-value-heads", 4, "--micro-batch-size", 8]

@@ -29,8 +29,8 @@ from kos.train.ops.fixed_order import ORDER
 _log = logging.getLogger(__name__)
 
 EXACT = (
-    *("seed", "batch_size", "micro_batch_size", "seq_len", "documents", "deterministic"),
-    *("device", "dtype", "master_weights", "grad_dtype", "compress", "compress_scope"),
+    *("seed", "batch_size", "micro_batch_size", "seq_len", "documents", "fit", "long_documents"),
+    *("deterministic", "device", "dtype", "master_weights", "grad_dtype", "compress", "compress_scope"),
 )
 """Settings that must not change if a resumed run is to give the bits of an uninterrupted one."""
 
@@ -155,12 +155,14 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     """
     before = found.config
     asked = {"grad_dtype": "float32", "compress": "none", "compress_scope": "all", "documents": "cross"}
+    asked |= {"fit": "cut", "long_documents": "cut"}
     asked |= before.get("config", {})
     theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]
     other_layout = _layout_in(before) != _layout_in(now)
     if other_layout:  # their defaults depend on the layout
         same = (name for name in ("micro_batch_size", "grad_dtype") if asked.get(name) == now["config"][name])
         ours |= {name: theirs.get(name) for name in same}
+    theirs["fit"], ours["fit"] = (each["fit"] or "cut" for each in (theirs, ours))  # None is that of text
     changed = [name for name in EXACT if theirs.get(name) != ours[name]]
     changed += ["order of sequences (--epochs)"] * ((theirs.get("epochs") is None) != (config.epochs is None))
     changed += ["ranks of a host"] * (not other_layout and before.get("local_replicas", 1) != now["local_replicas"])

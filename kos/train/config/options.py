@@ -69,6 +69,10 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Read special tokens that are spelled out in the data, such as <|endoftext|>, as text."""
     documents: Literal["pack", "cross"] = option("pack")
     """Keep attention within each document of a sequence (pack), or let it cross documents (cross)."""
+    fit: Literal["whole", "cut"] | None = option(None, "whole for chats and for prompts with completions, cut for text")
+    """Pack whole documents into sequences (whole), or cut the data into sequences wherever they end (cut)."""
+    long_documents: Literal["cut", "skip"] = option("cut")
+    """With --fit whole, cut documents that are longer than a sequence into pieces (cut), or leave them out (skip)."""
     seq_len: int = option(ge=1)
     """Tokens in a sequence; with --init-from the model's context, up to 1024."""
     batch_size: int = option(ge=1, le=1_000_000)

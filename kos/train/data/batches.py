@@ -8,12 +8,13 @@ easy as 1, 2, 3", SC11). With ``--epochs`` windows lie side by side, and each ep
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from kos.train.data.batch import Batch
 from kos.train.data.chat import read_chat_template
 from kos.train.data.corpus import Corpus, Show, read_corpus
 from kos.train.data.documents import Document, Lines
+from kos.train.data.packing import PackedTokens, Packing, pack
 from kos.train.data.permutation import permuted
 from kos.train.data.prepared import prepared
 from kos.train.data.token_files import BEGINS, FileArray, MaskedTokens, beyond_vocabulary, check_mask, pieces
@@ -36,6 +38,7 @@ from kos.train.data.tokenizers import (
     make_tokenizer,
     tokenizer_from_json,
 )
+from kos.train.data.tokens import Separator, Shards, Tokens, unmasked
 from kos.train.parallel.mesh import Axis
 
 EVAL_BATCH_TOKENS = 16_384
@@ -48,59 +51,6 @@ LEFT_OUT = -1  # a target that no loss counts
 
 SAMPLED = 256
 """Sequences in which tokens are counted that lack the beginning of their document."""
-
-Shards = Sequence[NDArray[Any] | FileArray | MaskedTokens]
-
-
-class Separator(NamedTuple):
-    """A token that begins documents, or that ``ends`` them."""
-
-    token: int
-    ends: bool
-
-
-class Tokens:
-    """A row of tokens over one or more arrays (shards), which stay where they are, in files or in memory.
-
-    Where a shard has signed numbers, a token t that the loss does not count is ~t.  ``documents`` are the places where
-    documents begin, from 0 on and increasing, or the token between them.
-    """
-
-    def __init__(self, shards: Shards, documents: NDArray[np.int64] | Separator | None = None) -> None:
-        self.shards, self.documents = shards, documents
-        self._ends = np.cumsum([len(shard) for shard in self.shards])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    @property
-    def masked(self) -> bool:
-        """Whether there may be tokens that the loss does not count."""
-        return any(shard.dtype.kind == "i" for shard in self.shards)
-
-    def window(self, start: int, length: int) -> NDArray[Any]:
-        """The tokens ``start`` to ``start + length``, as they are in the shards."""
-        parts = []
-        shard = int(np.searchsorted(self._ends, start, side="right"))
-        start -= int(self._ends[shard - 1]) if shard else 0
-        while length > 0:
-            parts.append(self.shards[shard][start : start + length])
-            length -= len(parts[-1])
-            shard, start = shard + 1, 0
-        return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
-
-    def document_starts(self, start: int, window: NDArray[Any]) -> NDArray[np.int32]:
-        """Where the document of each token of ``window``, from ``start`` on, begins in it: 0 if it began before."""
-        if isinstance(self.documents, Separator):
-            at = np.arange(len(window), dtype=np.int32)
-            begins = window == self.documents.token
-            if self.documents.ends:
-                begins[1:] = begins[:-1]
-            return np.maximum.accumulate(np.where(begins, at, 0), dtype=np.int32)
-        assert self.documents is not None
-        places = np.arange(start, start + len(window))
-        begun = self.documents[np.searchsorted(self.documents, places, side="right") - 1]
-        return np.maximum(begun - start, 0).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -132,12 +82,21 @@ class Dataset:
     packs: bool = False
     """Whether batches say where documents begin, so that attention stays within them."""
 
+    packing: Packing | None = None
+    """How whole documents are packed into sequences (``--fit whole``); None: sequences cut documents."""
+
+    what: str = "document"
+    """What a document is, for the log."""
+
     in_parts: bool = False
     """Whether documents have parts that the loss need not count: chats, prompts and completions, tokens with a mask."""
 
     def __post_init__(self) -> None:
         least = self.seq_len + 1
         for tokens, use in ((self.train, "train"), (self.val, "validate"))[: 2 if self.eval_batches else 1]:
+            if len(tokens) < least and self.packing and tokens.size:
+                expected = f"a document of at most --seq-len = {self.seq_len} tokens to {use} on"
+                raise self._error(tokens, expected, "only longer ones (--long-documents cut takes pieces of them)")
             if len(tokens) < least:
                 raise self._error(tokens, f"at least --seq-len + 1 = {least} tokens to {use} on", len(tokens))
         counts = (counted(self.windows(self.val, starts)) for starts in self.val_starts())
@@ -168,16 +127,22 @@ class Dataset:
         """Where the sequences of some rows start, and which of them only fill the last batch of an epoch."""
         if self.epochs is None:
             draws = np.random.Philox(key=np.array([self.seed, step], np.uint64)).random_raw(self.batch_size)
-            return (draws % np.uint64(len(self.train) - self.seq_len))[rows], np.zeros(len(rows), np.bool_)
+            stride = self.train.stride
+            starts = draws % np.uint64((len(self.train) - self.seq_len - 1) // stride + 1) * np.uint64(stride)
+            return starts[rows], np.zeros(len(rows), np.bool_)
         epoch, batch = divmod(step, self.steps_per_epoch)
         places, last = batch * self.batch_size + rows, self._windows(self.train) - 1
         return permuted(places.clip(max=last), last + 1, self.seed, epoch) * self.seq_len, places > last
 
-    def cuts_in_words(self) -> str:
-        """A line for the log on documents ``in_parts`` that sequences cut; "" if there are none.
+    def fit_in_words(self) -> str:
+        """Lines for the log on how documents fit into sequences; "" if sequences cut text, or no document.
 
-        The share of tokens is that of the first SAMPLED sequences.
+        The share of tokens that is said of documents ``in_parts`` that are cut is that of the first SAMPLED sequences.
         """
+        packed = {"training": self.train, "validation": self.val}
+        if self.packing:
+            lines = {use: each.in_words(self.what) for use, each in packed.items() if isinstance(each, PackedTokens)}
+            return "\n".join(f"{use}: {line}" for use, line in lines.items() if packed[use].size)
         lack, counts, rows = 0, 0, np.arange(min(self.batch_size, SAMPLED))
         for step in range(-(-SAMPLED // len(rows)) if self.in_parts and self.train.documents is not None else 0):
             starts, fills = self._starts(step, rows)
@@ -224,12 +189,13 @@ class Dataset:
         """This rank's micro-batches of a step, and what sums of losses and gradients in each are divided by.
 
         That is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks,
-        so that their mean is the step's.  Collective over ``dp`` if targets are masked.
+        so that their mean is the step's.  It is infinite if all targets are left out: sums are then 0, and optimizers
+        make no update.  Collective over ``dp`` if targets are masked.
         """
         own = [self.rows(step, each) for each in rows_of_each]
-        count = self.tokens_in(step + 1) - self.tokens_in(step)
+        count: float = self.tokens_in(step + 1) - self.tokens_in(step)
         if self.masks_targets:
-            count = max(1, sum_over(dp, sum(map(counted, own))))
+            count = sum_over(dp, sum(map(counted, own))) or math.inf
         return own, count * len(rows_of_each[0]) / self.batch_size
 
     def val_starts(self) -> NDArray[np.int64]:
@@ -246,7 +212,7 @@ class Dataset:
 
     def describe(self) -> str:
         """One phrase for the log."""
-        return f"{len(self.train):,} + {len(self.val):,} tokens of {self.name} ({self.tokenizer.name})"
+        return f"{self.train.size:,} + {self.val.size:,} tokens of {self.name} ({self.tokenizer.name})"
 
     def _error(self, tokens: Tokens, expected: str, got: object) -> DataError:
         held_out = f" ({self.held_out.partition(';')[0]}); --eval-batches 0 turns validation off" * (tokens is self.val)
@@ -266,11 +232,6 @@ class Dataset:
         return batch.map(lambda field: np.ascontiguousarray(field, np.int32))
 
 
-def unmasked(tokens: NDArray[Any]) -> NDArray[Any]:
-    """``tokens``, of which those may be ~t that the loss does not count."""
-    return np.where(tokens < 0, ~tokens, tokens) if tokens.dtype.kind == "i" else tokens
-
-
 def counted(batch: Batch) -> int:
     """How many targets the loss counts."""
     return int(np.count_nonzero(batch.targets != LEFT_OUT))
@@ -286,10 +247,13 @@ def eval_shape(settings: TrainConfig | Dataset) -> tuple[int, int]:
     return max(1, min(settings.batch_size, EVAL_BATCH_TOKENS // settings.seq_len)), settings.seq_len
 
 
-def load_data(config: TrainConfig, show: Show = lambda what, share: None, weights: str | None = None) -> Dataset:
+def load_data(
+    config: TrainConfig, show: Show = lambda what, share: None, weights: str | None = None, runs: Sequence[Path] = ()
+) -> Dataset:
     """Read the data that ``config.data`` names, and encode text; or use the tokens of an earlier run.
 
-    For text, ``--tokenizer auto`` is the tokenizer in the folder ``weights``, by default ``config.init_from``.
+    For text, ``--tokenizer auto`` is the tokenizer in the folder ``weights``, by default ``config.init_from``.  Whole
+    documents are packed as in the first of the folders ``runs`` that has a plan for them.
     DataError: data or tokenizer unreadable, empty, binary, or shorter than a sequence; a token beyond the vocabulary;
     no target that counts; a prompt that the tokenizer cannot encode.  ConfigError: data or tokenizer missing; a
     tokenizer that does not fit the data.
@@ -309,14 +273,18 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
             raise DataError(f"--data {config.data}: {expected}, got none").about("data")
         between += f"; the loss counts {about['counted']:,} of {len(train):,} tokens (--loss-on {config.loss_on})"
     tokenizer.encode(config.prompt)
-    source = f"--data {config.data}"
+    source, packing = f"--data {config.data}", None
+    if (config.fit or about.get("fit", "cut")) == "whole":
+        skips = config.long_documents == "skip"
+        train, val, packing = pack(train, val, about["sha256"], config.seq_len, config.seed, skips, runs)
     return Dataset(
         name=corpus.name, train=train, val=val, tokenizer=tokenizer, seed=config.seed,
         batch_size=config.batch_size, seq_len=config.seq_len, eval_batches=config.eval_batches, epochs=config.epochs,
         fingerprint=about["sha256"], held_out=f"held out for validation: {about['held_out']}{between}",
         trained_on=f"trained on: {about['trained_on']}", note=_note(about.get("spelled_out", {})),
         sources=(source, f"--val-data {config.val_data}" if config.val_data else source),
-        packs=several and config.documents == "pack", in_parts=about["masked"],
+        packs=(several or packing is not None) and config.documents == "pack", in_parts=about["masked"],
+        packing=packing, what=about.get("what", "document"),
     )  # fmt: skip
 
 
@@ -410,6 +378,8 @@ def _load_text(
         masked = in_parts and config.loss_on == "completion"
         files: dict[str, Any] = {"several": max(len(corpus.train), len(corpus.val)) > 1, "masked": in_parts}
         rendered = all(isinstance(document, Document) and document.rendered for document in every)
+        files["what"] = "chat" if rendered else "document"
+        files["fit"] = "whole" if all(isinstance(document, Document) for document in every) else "cut"
         files["between"] = "; chats as their template writes them" if rendered else f"; {encoder.separators()}"
         files |= {"dtype": encoder.dtype_of(masked).str, "counted": 0}
         for name, texts in (("train", corpus.train), ("val", corpus.val)):

@@ -128,8 +128,8 @@ class Device(Runner):
         pp = schedule.place(schedule.stages - 1).rank
         return [layout.rank({"pp": pp, "dp": dp, "cp": cp}) for dp in range(layout.dp) for cp in range(layout.cp)]
 
-    def result(self, reports: np.ndarray, norm: float, lr: float, seconds: float) -> StepResult:
-        """The result of a step, computed on the host from the ``reports`` of all ranks."""
+    def result(self, reports: np.ndarray, norm: float, lr: float, seconds: float, count: float) -> StepResult:
+        """The result of a step, computed on the host from the ``reports`` of all ranks and ``Step.count``."""
         losses, asked = reports[self.reporters(), REPORT:], reports[:, 0]
         total = math.fsum(losses.flat) if np.isfinite(losses).all() else float(losses.sum())
         loss, ranks = total / self.step.micro_batches, self.comm.size
@@ -140,7 +140,8 @@ class Device(Runner):
             if not self.step.parallel.twice or not {(rank - 1) % ranks, (rank + 1) % ranks} & {*leaving}:
                 leaving.append(rank)
         joining = 0 if stay else min(int(reports[:, REPORT - 1].max()), self.config.most_ranks(ranks) - ranks)
-        return StepResult(loss, norm, lr, seconds, stop, tuple(leaving), joining, ranks, self.epoch)
+        counted = not math.isinf(count)
+        return StepResult(loss, norm, lr, seconds, stop, tuple(leaving), joining, ranks, self.epoch, counted)
 
     @property
     def report_size(self) -> int:

@@ -119,7 +119,7 @@ class CpuDevice(Device):
         self._batches = [*map(program.models[0].context.take, whole)]
         program.run()
         norm, lr = program.optimizer.last_norm, program.optimizer.last_lr
-        self._result = self.result(program.reports, norm, lr, time.perf_counter() - began)
+        self._result = self.result(program.reports, norm, lr, time.perf_counter() - began, program.count[0])
 
     def micro_batch(self, index: int) -> Batch:
         what = f"dry run {self._dry_run}" if self._dry_run else f"step {self._number + 1}"

@@ -108,6 +108,10 @@ class Feed:
         staging.copied.record(self._stream)
         self._fetched.add(step)
 
+    def count_of(self, step: int) -> float:
+        """``count`` of a step that was fetched, on the host; the next but one takes its place."""
+        return float(self._staging[step % 2].host_count[0])
+
     def micro_batch(self, index: int) -> Batch:
         """A micro-batch of ``batch``."""
         return self.batch.map(lambda field: field[index])
@@ -315,6 +319,7 @@ class CudaDevice(Device):
         result.begin(stream, self._newest)
         result.asked[:] = wish, self.epoch, step + 1, self.newcomers
         self.feed.take(step)
+        result.count = self.feed.count_of(step)
         if self.config.graph:
             self._graph = self._graph or self._capture()
         program.report[:REPORT].copy_from(result.asked, stream)
@@ -365,7 +370,7 @@ class CudaDevice(Device):
         after = dict(zip(SCALARS, map(float, result.scalars), strict=True))
         if after["halted"] and math.isfinite(after["norm"]):
             raise CollectiveError(f"step {step + 1}: expected the same epoch and step of every rank, got others")
-        return self.result(result.answers, after["norm"], after["lr"], result.seconds())
+        return self.result(result.answers, after["norm"], after["lr"], result.seconds(), result.count)
 
     def gradient_not_finite(self, step: int) -> str | None:
         self.feed.take(step)  # nothing has changed since, but the gradients are those of a later step
@@ -412,7 +417,7 @@ class _PendingResult:
             pinned_empty(shape, np.float64, device) for shape in (REPORT, answers.shape, scalars.shape)
         )
         self.there, self._began = Event(device, timed=True), Event(device, timed=True)
-        self._since = self._began
+        self._since, self.count = self._began, 0.0
 
     def begin(self, stream: object, before: _PendingResult | None) -> None:
         """Queue the mark that a step is timed from: where one before it is under way, that one's end."""

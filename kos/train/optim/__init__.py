@@ -212,10 +212,14 @@ class Optimizer:
             sums = others.comm.all_gather(np.array(math.fsum(sums)))
         self._root = math.sqrt(math.fsum(sums))
 
-    def update(self, gradients: Parameters, micro_batches: float = 1) -> None:
-        """One update with the mean over ``micro_batches``, clipped; none if the norm is not finite, or an outlier."""
+    def update(self, gradients: Parameters, micro_batches: float = 1, count: np.ndarray | None = None) -> None:
+        """One update with the mean over ``micro_batches``, clipped; none if the norm is not finite, or an outlier.
+
+        Nor is there one if ``count`` (1,), the targets in a micro-batch (``Dataset.micro_batches``), is infinite.
+        """
         self.last_norm, self.last_lr = norm, lr = self._root / micro_batches, self.learning_rate(self.step_count)
-        if not math.isfinite(norm) or (self.skip_outliers and norm > self.skip_outliers):
+        masked = count is not None and math.isinf(count[0])
+        if masked or not math.isfinite(norm) or (self.skip_outliers and norm > self.skip_outliers):
             self.step_count += 1
         else:
             self.step(gradients, lr, clip_coefficient(norm, self.grad_clip) / micro_batches)

@@ -142,14 +142,17 @@ class CudaOptimizer:
         """
         self._launch("agree", gradients.flat, 1, 32, report, reports, *reports.shape, self.scalars)
 
-    def update(self, gradients: Parameters, micro_batches: float = 1) -> None:
-        """One update with the mean over ``micro_batches``, clipped by its norm; the gradients are left as they are."""
+    def update(self, gradients: Parameters, micro_batches: float = 1, count: Array | None = None) -> None:
+        """One update with the mean over ``micro_batches``, clipped by its norm; the gradients are left as they are.
+
+        There is none if ``count`` (1,), the targets in a micro-batch (``Dataset.micro_batches``), is infinite.
+        """
         flat, copy = gradients.flat, self.weights.flat if self.copy is None else self.copy.flat
         rate, (beta1, beta2) = self.learning_rate, self.rule.betas
         self._launch(
             "prepare", flat, 1, 1, self.scalars, SHAPES[rate.kind], float(rate.lr), float(rate.min_lr),
             rate.steps, rate.warmup_steps, rate.decay_steps, float(beta1), float(beta2),
-            1 / micro_batches, float(self.grad_clip), float(self.skip_outliers),
+            1 / micro_batches, float(self.grad_clip), float(self.skip_outliers), 0 if count is None else count,
         )  # fmt: skip
         if self._chunk_count:
             state = [self.state[name].flat for name in self.rule.state]

@@ -22,6 +22,7 @@ _SHOWN = {
     "val_loss": "val_loss {val_loss:.4f}",
     "grad_norm": "grad_norm {grad_norm:.3f}",
     "skipped": "skipped",
+    "no_targets": "no targets",
     "lr": "lr {lr:.2e}",
     "tokens_per_second": "{tokens_per_second:,.0f} tokens/s",
     "tokens_per_second_per_gpu": "{tokens_per_second_per_gpu:,.0f} a GPU",

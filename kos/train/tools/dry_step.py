@@ -275,7 +275,7 @@ class TimedDryRun(DryRun):
     def agree(self, gradients: Parameters, report: Array, reports: Array) -> None:
         """Takes no time worth counting."""
 
-    def update(self, gradients: Parameters, micro_batches: int) -> None:
+    def update(self, gradients: Parameters, micro_batches: int, targets: Array) -> None:
         config, clock, rule, start = self.config, self.clock, self.config.update_rule(), self.clock.spent["seconds"]
 
         def moved(rule: UpdateRule, count: int) -> None:

@@ -212,12 +212,13 @@ def _agree(report, reports, ranks, columns, state):
         state[SCALARS.index("halted")] = 1
 
 
-def _prepare(state, shape, lr, min_lr, steps, warmup, decay_steps, beta1, beta2, average, max_norm, outlier):
+def _prepare(state, shape, lr, min_lr, steps, warmup, decay_steps, beta1, beta2, average, max_norm, outlier, count):
     now = dict(zip(SCALARS, state, strict=True))
     norm = np.sqrt(now["sum_of_squares"] + now["rest"]) * average
     good = np.isfinite(norm) and not (outlier and norm > outlier)
     now["halted"] = now["halted"] or float(not good and not outlier)
     now |= {"norm": norm, "finite": float(good and not now["halted"])}
+    now["finite"] *= isinstance(count, int) or not np.isinf(count[0])
     if not now["halted"]:
         schedule = LearningRate(list(SHAPES)[shape], lr, min_lr, steps, warmup, decay_steps)
         now["lr"] = schedule(int(now["step"]))

@@ -126,15 +126,15 @@ agree(const double* report, const double* reports, int ranks, int columns, State
 }
 
 // One thread.  `average`: what the summed gradients are multiplied by; max_norm 0 turns clipping off.  Steps of a norm
-// beyond `outlier` are skipped; 0: none are.
+// beyond `outlier` are skipped; 0: none are.  So are those whose `count` of targets is infinite: the loss counts none.
 extern "C" __global__ void prepare(State* state, int shape, double lr, double min_lr, long steps, long warmup,
                                    long decay_steps, double beta1, double beta2, double average,
-                                   double max_norm, double outlier) {
+                                   double max_norm, double outlier, const float* count) {
     const double norm = sqrt(state->sum_of_squares + state->rest) * average;
     const bool good = isfinite(norm) && !(outlier > 0 && norm > outlier);
     state->norm = norm;
     if (!good && !(outlier > 0)) state->halted = 1;
-    state->finite = good && state->halted == 0;
+    state->finite = good && state->halted == 0 && !(count && isinf(*count));
     if (state->halted != 0) return;
     const double rate = learning_rate(long(state->step), shape, lr, min_lr, steps, warmup, decay_steps);
     const double t = state->step += 1;

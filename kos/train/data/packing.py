@@ -1,0 +1,236 @@
+"""Whole documents in sequences (``--fit whole``), packed by best fit.
+
+A plan says which documents lie in which sequence. It is made once, from the lengths of the documents, and kept in the
+folder of the run, so that every rank and every resumed run has the same sequences. Documents that are longer than a
+sequence are cut into pieces of its length, or left out; the rests are packed like other documents (Ding et al. 2024,
+"Fewer truncations improve language modeling", arXiv:2404.10830).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kos.errors import plural
+from kos.files import replace_file
+from kos.train.data.permutation import permuted
+from kos.train.data.token_files import pieces
+from kos.train.data.tokens import Tokens, unmasked
+
+_log = logging.getLogger(__name__)
+
+FILE = "packing.npy"
+"""The file in the folder of a run with the plans of its training and validation data."""
+
+CHUNK = 1 << 16
+"""Documents that are packed at once: best fit leaves few tokens free, and its lists take little memory."""
+
+ORDER = 2**64 - 1
+"""The epoch whose permutation is the order in which documents are packed: no run has so many."""
+
+NOTHING = np.int64(~0)  # what fills a sequence: a token that the loss does not count
+
+
+class PackedTokens(Tokens):
+    """Sequences of ``seq_len`` tokens, each with whole documents of ``tokens`` side by side, and then of padding.
+
+    It is a row of the sequences, each of which starts at a multiple of ``seq_len``. ``plan`` has where each piece of
+    a document begins in ``tokens``, in the order of the sequences; the first of a sequence is ~begin. With ``skips``,
+    the documents that are longer than a sequence are not in it.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, plan: NDArray[np.int64], skips: bool) -> None:
+        super().__init__(tokens.shards, tokens.documents)
+        self.seq_len, self.stride, self.plan, self.skips = seq_len, seq_len, plan, skips
+        self._first = np.append(np.flatnonzero(plan < 0), len(plan))  # of each sequence, in the plan
+        self._bounds = np.append(begins_of(tokens), self.size)
+
+    def __len__(self) -> int:
+        """The tokens of all sequences, and one more, as the last target; 0 if there are none."""
+        return (len(self._first) - 1) * self.seq_len + 1 if len(self.plan) else 0
+
+    masked = True
+    dtype = np.dtype(np.int64)
+
+    def _pieces(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the pieces of the sequence at ``start`` begin in the tokens, and where their documents end."""
+        number = start // self.seq_len
+        begins = self.plan[self._first[number] : self._first[number + 1]]
+        begins = np.where(begins < 0, ~begins, begins)
+        return begins, self._bounds[np.searchsorted(self._bounds, begins, side="right")]
+
+    def window(self, start: int, length: int) -> NDArray[np.int64]:
+        """The tokens of the sequence that starts at ``start``. The first of a document is no target, nor is padding."""
+        window, at = np.full(length, NOTHING), 0
+        for begin, end in zip(*self._pieces(start), strict=True):
+            count = min(end - begin, length - at)
+            window[at : at + count] = super().window(begin, count)
+            window[at] = min(window[at], ~window[at])
+            at += count
+        return window
+
+    def document_starts(self, start: int, window: NDArray[Any]) -> NDArray[np.int32]:
+        """As of ``Tokens``; padding is a document of its own."""
+        begins, ends = self._pieces(start)
+        lengths = np.minimum(ends - begins, len(window))
+        starts = np.cumsum([0, *lengths])
+        return np.repeat(starts, [*lengths, len(window) - starts[-1]]).astype(np.int32)
+
+    def in_words(self, what: str) -> str:
+        """What the sequences hold, for the log; ``what`` a document is."""
+        begins, lengths = self._bounds[:-1], np.diff(self._bounds)
+        kept, longer = (lengths <= self.seq_len) | (not self.skips), lengths > self.seq_len
+        counted = self.counted(begins[kept] + 1, self._bounds[1:][kept])
+        tokens, sequences = int(lengths[kept].sum()), len(self._first) - 1
+        fill = tokens / (sequences * self.seq_len) if sequences else 0.0
+        text = (
+            f"{plural(int(kept.sum()), what)} of {tokens:,} tokens, of which the loss counts {counted:,}, "
+            f"in {plural(sequences, 'sequence')} of {self.seq_len:,}, {fill:.1%} full"
+        )
+        if not longer.any():
+            return f"{text} (--fit whole)"
+        which = f"; {plural(int(longer.sum()), what)} longer than --seq-len"
+        if self.skips:
+            return f"{text}{which} left out, with {int(lengths[longer].sum()):,} tokens (--long-documents)"
+        lack = self.counted(begins[longer] + self.seq_len + 1, self._bounds[1:][longer])
+        number = int((-(-(lengths[longer] - 1) // self.seq_len)).sum())
+        share = f"{lack / max(1, counted):.0%} of the counted tokens lack the beginning of their {what}"
+        return f"{text}{which} cut into {number:,} pieces: {share} (--long-documents)"
+
+    def counted(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> int:
+        """How many tokens the loss counts from ``starts`` to ``stops``, of parts that do not overlap."""
+        total = at = 0
+        starts = np.minimum(starts, stops)
+        for piece in (piece for shard in self.shards for piece in pieces(shard)):
+            inside = slice(np.searchsorted(stops, at, "right"), np.searchsorted(starts, at + len(piece)))
+            edges = np.zeros(len(piece) + 1, np.int8)
+            np.add.at(edges, np.clip(starts[inside] - at, 0, None), 1)
+            np.add.at(edges, np.clip(stops[inside] - at, None, len(piece)), -1)
+            total += int(np.count_nonzero((np.cumsum(edges[:-1], dtype=np.int8) > 0) & (piece >= 0)))
+            at += len(piece)
+        return total
+
+
+def with_begins(tokens: Tokens) -> Tokens:
+    """``tokens`` with the places where documents begin; all of them are one document where none is marked."""
+    if isinstance(tokens.documents, np.ndarray):
+        return tokens
+    found, at = [np.zeros(1, np.int64)], 0
+    for piece in (piece for shard in tokens.shards for piece in pieces(shard)):
+        if tokens.documents is not None:
+            found.append(np.flatnonzero(unmasked(piece) == tokens.documents.token) + at + tokens.documents.ends)
+        at += len(piece)
+    begins = np.unique(np.concatenate(found))
+    return Tokens(tokens.shards, begins[begins < at])
+
+
+def begins_of(tokens: Tokens) -> NDArray[np.int64]:
+    assert isinstance(tokens.documents, np.ndarray)
+    return tokens.documents
+
+
+def make_plan(tokens: Tokens, seq_len: int, seed: int, skips: bool) -> NDArray[np.int64]:
+    """The ``plan`` of ``PackedTokens``: by best fit, the longest first, of ``CHUNK`` documents in random order at once.
+
+    It is a function of the arguments alone, in integers, so the same on every machine.
+    """
+    begins, plans = begins_of(tokens), [np.zeros(0, np.int64)]
+    ends = np.append(begins[1:], tokens.size)
+    for at in range(0, len(begins), CHUNK):
+        of_chunk = permuted(np.arange(at, min(at + CHUNK, len(begins))), len(begins), seed, ORDER)
+        first, last = begins[of_chunk], ends[of_chunk]
+        if skips:
+            kept = last - first <= seq_len
+            first, last = first[kept], last[kept]
+        filled = (last - first) // seq_len  # sequences that a document fills alone
+        numbers = np.arange(filled.sum()) - np.repeat(np.cumsum(filled) - filled, filled)
+        plans.append(~(np.repeat(first, filled) + seq_len * numbers))
+        first = first + filled * seq_len
+        rests = last - first
+        order = np.argsort(-rests, kind="stable")
+        order = order[rests[order] > (filled[order] > 0)]  # the last token of a sequence's document is its last target
+        sequences = best_fit(rests[order].tolist(), seq_len)
+        packed = first[order[[*chain.from_iterable(sequences)]]]
+        packed[np.cumsum([0, *map(len, sequences)])[:-1]] ^= -1
+        plans.append(packed)
+    return np.concatenate(plans)
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """The numbers of the ``lengths`` in each sequence: each goes where it leaves the fewest tokens free."""
+    sequences, with_free, free = list[list[int]](), defaultdict[int, list[int]](list), 0  # bit n: some have n free
+    for number, length in enumerate(lengths):
+        room, fitting = capacity, free >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            sequence = with_free[room].pop()
+            if not with_free[room]:
+                free ^= 1 << room
+            sequences[sequence].append(number)
+        else:
+            sequence = len(sequences)
+            sequences.append([number])
+        if room > length:
+            with_free[room - length].append(sequence)
+            free |= 1 << (room - length)
+    return sequences
+
+
+class Packing:
+    """The plans of a run's training and validation data, and the ``key`` of what they were made of."""
+
+    def __init__(self, key: Sequence[Any], plans: Sequence[NDArray[np.int64]]) -> None:
+        self.key, self.plans = json.dumps(key), plans
+
+    def array(self) -> NDArray[np.int64]:
+        """What is in the file: a SHA-256 of the key and the rest, the size of the first plan, and both."""
+        rest = np.concatenate([[len(self.plans[0])], *self.plans]).astype("<i8")
+        digest = hashlib.sha256(self.key.encode() + rest.tobytes()).digest()
+        return np.concatenate([np.frombuffer(digest, "<i8"), rest])
+
+    @property
+    def digest(self) -> str:
+        return bytes(self.array()[:4]).hex()
+
+    def write(self, folder: Path) -> None:
+        np.save(file := io.BytesIO(), self.array(), allow_pickle=False)
+        replace_file(folder / FILE, file.getvalue())
+
+    @classmethod
+    def read(cls, folder: Path, key: Sequence[Any]) -> Packing | None:
+        """That in ``folder``; None if there is none, or, with a warning, one of other data or settings, or damaged."""
+        path = folder / FILE
+        try:
+            found = np.load(path, allow_pickle=False)
+            packing = cls(key, np.split(found[5:], [int(found[4])]))
+            if np.array_equal(packing.array(), found):
+                return packing
+            got = "that of other data or settings, or a damaged file"
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, IndexError, TypeError, EOFError) as error:
+            got = str(error)
+        _log.warning("%s: expected the packing plan of this run, got %s; it is made again", path, got)
+        return None
+
+
+def pack(
+    train: Tokens, val: Tokens, fingerprint: str, seq_len: int, seed: int, skips: bool, folders: Sequence[Path]
+) -> tuple[Tokens, Tokens, Packing]:
+    """Both in sequences of whole documents, by the plan in the first of ``folders`` that has one, else by a new one."""
+    both = [with_begins(train), with_begins(val)]
+    key = [fingerprint, seq_len, seed, skips, *(hashlib.sha256(begins_of(each).data).hexdigest() for each in both)]
+    found = next((each for folder in folders if (each := Packing.read(folder, key))), None)
+    packing = found or Packing(key, [make_plan(each, seq_len, seed, skips) for each in both])
+    train, val = (PackedTokens(each, seq_len, plan, skips) for each, plan in zip(both, packing.plans, strict=True))
+    return train, val, packing

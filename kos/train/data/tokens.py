@@ -1,0 +1,77 @@
+"""A row of tokens over the files that hold them, and where documents begin in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kos.train.data.token_files import FileArray, MaskedTokens
+
+Shards = Sequence[NDArray[Any] | FileArray | MaskedTokens]
+
+
+class Separator(NamedTuple):
+    """A token that begins documents, or that ``ends`` them."""
+
+    token: int
+    ends: bool
+
+
+class Tokens:
+    """A row of tokens over one or more arrays (shards), which stay where they are, in files or in memory.
+
+    Where a shard has signed numbers, a token t that the loss does not count is ~t.  ``documents`` are the places where
+    documents begin, from 0 on and increasing, or the token between them.
+    """
+
+    stride = 1
+    """Sequences that are drawn start at multiples of this."""
+
+    def __init__(self, shards: Shards, documents: NDArray[np.int64] | Separator | None = None) -> None:
+        self.shards, self.documents = shards, documents
+        self._ends = np.cumsum([len(shard) for shard in self.shards])
+
+    @property
+    def size(self) -> int:
+        """The tokens of all shards."""
+        return int(self._ends[-1])
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def masked(self) -> bool:
+        """Whether there may be tokens that the loss does not count."""
+        return any(shard.dtype.kind == "i" for shard in self.shards)
+
+    def window(self, start: int, length: int) -> NDArray[Any]:
+        """The tokens ``start`` to ``start + length``, as they are in the shards."""
+        parts = []
+        shard = int(np.searchsorted(self._ends, start, side="right"))
+        start -= int(self._ends[shard - 1]) if shard else 0
+        while length > 0:
+            parts.append(self.shards[shard][start : start + length])
+            length -= len(parts[-1])
+            shard, start = shard + 1, 0
+        return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
+
+    def document_starts(self, start: int, window: NDArray[Any]) -> NDArray[np.int32]:
+        """Where the document of each token of ``window``, from ``start`` on, begins in it: 0 if it began before."""
+        if isinstance(self.documents, Separator):
+            at = np.arange(len(window), dtype=np.int32)
+            begins = window == self.documents.token
+            if self.documents.ends:
+                begins[1:] = begins[:-1]
+            return np.maximum.accumulate(np.where(begins, at, 0), dtype=np.int32)
+        assert self.documents is not None
+        places = np.arange(start, start + len(window))
+        begun = self.documents[np.searchsorted(self.documents, places, side="right") - 1]
+        return np.maximum(begun - start, 0).astype(np.int32)
+
+
+def unmasked(tokens: NDArray[Any]) -> NDArray[Any]:
+    """``tokens``, of which those may be ~t that the loss does not count."""
+    return np.where(tokens < 0, ~tokens, tokens) if tokens.dtype.kind == "i" else tokens

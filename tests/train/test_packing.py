@@ -1,0 +1,415 @@
+"""``--fit whole``: plans by best fit, what packed sequences hold, and runs on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import DataError
+from kos.testing import spawn
+from kos.train.config.flags import parse
+from kos.train.config.options import TrainConfig
+from kos.train.data import packing
+from kos.train.data.batches import Dataset, load_data
+from kos.train.data.packing import PackedTokens, best_fit, make_plan, pack
+from kos.train.data.tokenizers import NumberTokenizer
+from kos.train.data.tokens import Separator, Tokens
+from kos.train.parallel.data import shard_batch
+from kos.train.parallel.mesh import Layout
+from kos.train.run import Trainer
+from kos.train.tools.metrics import read_metrics
+from tests.train import emulated_runs, test_layouts
+from tests.train.emulated_runs import emulated
+from tests.train.refusal import refused
+from tests.train.sharded import tensors_of_run
+from tests.train.test_corpus import token_bytes
+from tests.train.test_loop import SMALL, _config, _losses
+from tests.train.test_loss_masks import write_lines
+
+__all__ = ["emulated"]
+
+
+def row_of(lengths: list[int], masked: bool = False) -> Tokens:
+    """Documents of these lengths: token 1000 n + i is the i-th of the n-th document; with ``masked`` odd ones do not
+    count."""
+    row = np.concatenate([1000 * n + np.arange(length) for n, length in enumerate(lengths, 1)])
+    row = np.where(row % 2, ~row, row).astype(np.int32) if masked else row.astype(np.uint32)
+    return Tokens(np.split(row, [7, len(row) // 2]), np.cumsum([0, *lengths[:-1]]))
+
+
+def lengths_of(documents: int, most: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(1, most + 1, documents).tolist()
+
+
+def dataset(tokens: Tokens, seq_len: int = 20, **changes: Any) -> Dataset:
+    """Of which all is packed; six sequences a step."""
+    skips = bool(changes.pop("skips", False))
+    train, val, plan = pack(tokens, row_of([5, 6]), "data", seq_len, 7, skips, ())
+    values = {"batch_size": 6, "eval_batches": 0, "fingerprint": "", "packs": True, "packing": plan, **changes}
+    return Dataset("rows", train, val, NumberTokenizer(2**31), 7, seq_len=seq_len, **values)
+
+
+def naive_best_fit(lengths: list[int], capacity: int) -> list[int]:
+    """How full sequences are, by definition."""
+    sums: list[int] = []
+    for length in lengths:
+        fitting = [each for each in sums if each + length <= capacity]
+        if fitting:
+            sums[sums.index(max(fitting))] += length
+        else:
+            sums.append(length)
+    return sorted(sums)
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 64, 1000])
+def test_best_fit_is_that_of_its_definition(capacity: int) -> None:
+    lengths = sorted(lengths_of(300, capacity), reverse=True)
+    found = best_fit(lengths, capacity)
+    assert sorted(number for sequence in found for number in sequence) == [*range(300)]
+    sums = sorted(sum(lengths[number] for number in sequence) for sequence in found)
+    assert sums == naive_best_fit(lengths, capacity)
+
+
+@pytest.mark.parametrize("chunk", [packing.CHUNK, 7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sequence_has_whole_documents_and_then_padding(
+    chunk: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A document lies in one place, its first token and padding are no targets, and attention stays within it."""
+    monkeypatch.setattr(packing, "CHUNK", chunk)
+    lengths = lengths_of(50, 20)
+    data, seen = dataset(row_of(lengths, masked), epochs=1), list[int]()
+    for step in range(data.steps_per_epoch):
+        batch = data.batch(step)
+        batch.check()
+        for tokens, targets, starts in zip(*batch, strict=True):
+            if len(seen) == 50:
+                assert (targets == -1).all(), "fills the last batch"
+                continue
+            for start in np.unique(starts):
+                at = np.flatnonzero(starts == start)
+                if not tokens[start]:
+                    assert at[-1] == 19 and not tokens[at].any() and (targets[at] == -1).all(), "padding"
+                    continue
+                number = int(tokens[start]) // 1000
+                assert at.tolist() == [*range(start, start + lengths[number - 1])]
+                assert (tokens[at] == 1000 * number + np.arange(len(at))).all()
+                following = tokens[at][1:]
+                assert targets[at].tolist() == [*np.where(masked * (following % 2), -1, following), -1]
+                seen.append(number)
+    assert sorted(seen) == [*range(1, 51)]
+
+
+def test_a_plan_is_a_function_of_documents_length_and_seed() -> None:
+    tokens = row_of(lengths_of(200, 30))
+    plans = [make_plan(tokens, length, seed, False).tolist() for length, seed in ((30, 7), (30, 7), (30, 8), (40, 7))]
+    assert plans[0] == plans[1] and plans[0] not in plans[2:]
+    known = [-38, 33, -13, 0, 10, -26, 58]
+    assert make_plan(row_of([10, 2, 13, 8, 4, 21, 3]), 25, 3, False).tolist() == known, "kept plans are as before"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_long_documents_are_cut_and_no_target_is_lost(masked: bool) -> None:
+    lengths = [3, 70, 20, 21, 22, 40, 41, 5]
+    tokens = row_of(lengths, masked)
+    data = dataset(tokens, epochs=1)
+    got = sorted(x for step in range(data.steps_per_epoch) for x in data.batch(step).targets.ravel() if x >= 0)
+    row = tokens.window(0, len(tokens))
+    expected = [x for x in row if x >= 0 and x % 1000]  # all but the first of each
+    assert got == sorted(expected)
+    words = data.fit_in_words().splitlines()[0]
+    lack = sum(1 for x in expected if x % 1000 > 20)
+    assert words.startswith(f"training: 8 documents of 222 tokens, of which the loss counts {len(expected)}, in ")
+    assert words.endswith(
+        "; 5 documents longer than --seq-len cut into 11 pieces: "
+        f"{lack / len(expected):.0%} of the counted tokens lack the beginning of their document (--long-documents)"
+    )
+
+
+def test_long_documents_are_left_out_if_asked() -> None:
+    data = dataset(row_of([3, 70, 20, 21, 5]), epochs=1, skips=True)
+    assert {x // 1000 for x in data.batch(0).targets.ravel() if x >= 0} == {1, 3, 5}
+    words, full = data.fit_in_words().splitlines()[0], 28 / 40
+    assert words == (
+        f"training: 3 documents of 28 tokens, of which the loss counts 25, in 2 sequences of 20, {full:.1%} full; "
+        "2 documents longer than --seq-len left out, with 91 tokens (--long-documents)"
+    )
+
+
+def test_counting_goes_over_shards_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.train.data.token_files.SCANNED", 5)
+    lengths = lengths_of(60, 12)
+    tokens = row_of(lengths, masked=True)
+    packed = PackedTokens(tokens, 20, make_plan(tokens, 20, 1, False), False)
+    begins = np.cumsum([0, *lengths])
+    expected = sum(int((tokens.window(a, b - a) >= 0).sum()) for a, b in zip(begins[::2], begins[1::2], strict=False))
+    assert packed.counted(begins[:-1:2], begins[1::2]) == expected > 0
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_documents_between_separators_are_packed(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.train.data.token_files.SCANNED", 4)
+    row = [9, 1, 2, 9, 3, 4, 5, 9, 6, ~9, 7, 8]
+    train, _, _ = pack(Tokens([np.array(row)], Separator(9, ends)), row_of([5]), "", 6, 1, False, ())
+    assert isinstance(train.documents, np.ndarray)
+    assert train.documents.tolist() == ([0, 1, 4, 8, 10] if ends else [0, 3, 7, 9])
+
+
+@pytest.mark.parametrize("epochs", [None, 3])
+def test_any_number_of_ranks_sees_the_same_batches(epochs: int | None) -> None:
+    data = dataset(row_of(lengths_of(200, 30)), 30, epochs=epochs, batch_size=8)
+    for step in range(9):
+        whole = data.batch(step)
+        for size in (1, 2, 4):
+            parts = [data.rows(step, rows) for rank in range(size) for rows in shard_batch(8, 2, rank, size)]
+            for name, field in whole._asdict().items():
+                assert (np.concatenate([getattr(part, name) for part in parts]) == field).all()
+    assert (data.batch(0).tokens != data.batch(1).tokens).any()
+
+
+# --- losses ---------------------------------------------------------------------------------------------------
+
+CHATS = [13, 9, 32, 5, 27, 14, 18, 21, 8, 11, 30, 2, 16, 16, 7, 23, 25, 31, 32, 32]
+"""Lengths of documents that fill fewer sequences of 32 tokens."""
+
+
+def of_numbers(config: TrainConfig) -> Dataset:
+    """The documents of ``CHATS``, half of whose tokens count; a sequence for each if the batch has as many."""
+    rng, begins = np.random.default_rng(1), np.cumsum([0, *CHATS[:-1]])
+    row = (rng.choice([1, 1, 1, 7, 11], sum(CHATS)).cumsum() % 40).astype(np.int8)
+    row = np.where(rng.random(len(row)) < 0.5, ~row, row)
+    tokens = Tokens([row], begins)
+    train, val, plan = pack(tokens, tokens, "", config.seq_len, 5, False, ())
+    if config.batch_size == len(CHATS):
+        train, val = (PackedTokens(tokens, config.seq_len, ~begins, False) for _ in range(2))
+    sizes = config.seed, config.batch_size, config.seq_len, 3
+    packs = config.documents == "pack"
+    return Dataset("chats", train, val, NumberTokenizer(40), *sizes, "", packs=packs, packing=plan, epochs=9)
+
+
+@pytest.fixture
+def chats(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    """Trains on all of ``of_numbers`` at each step."""
+    monkeypatch.setattr(test_layouts, "make_data", of_numbers)
+
+    def train(layout: Layout, batch_size: int, **changes: Any) -> list[dict[str, Any]]:
+        how = {"batch_size": batch_size, "documents": "pack", **changes}
+        return test_layouts.train(layout, test_layouts.Precise, 2, True, 4, **how)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(pp=2), Layout(dp=2, tp=2)], ids=str
+)
+def test_packed_chats_have_the_losses_of_each_alone(
+    chats: Callable[..., list[dict[str, Any]]], layout: Layout
+) -> None:
+    """Four steps with the validation after them, in float64; 20 chats lie in 16 sequences at most."""
+    (alone,) = chats(Layout(), len(CHATS))
+    assert alone["rows"][0, 0] > alone["rows"][-1, 0] + 0.02, "it learns"
+    for rank in chats(layout, 16):
+        np.testing.assert_allclose(rank["rows"], alone["rows"], rtol=1e-10)
+        assert rank["loss"] == pytest.approx(alone["loss"], rel=1e-10)
+
+
+def test_attention_across_packed_chats_gives_other_losses(chats: Callable[..., list[dict[str, Any]]]) -> None:
+    (alone,), (crossing,) = chats(Layout(), len(CHATS)), chats(Layout(), 16, documents="cross")
+    assert abs(crossing["rows"][0, 0] / alone["rows"][0, 0] - 1) > 1e-4
+
+
+# --- runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts and completions of many lengths, some longer than a sequence of 64."""
+    rng, words = np.random.default_rng(0), ["ring ", "tree ", "barrier ", "rank\n"]
+    parts = [["".join(rng.choice(words, rng.integers(1, 7))) for _ in range(2)] for _ in range(150)]
+    lines = [{"prompt": prompt, "completion": completion} for prompt, completion in parts]
+    return write_lines(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", lines)
+
+
+EPOCHS: dict[str, Any] = {"seq_len": 64, "schedule": "constant", "sample_tokens": 0, "eval_batches": 2, "save_every": 3,
+                          "keep": 9}  # fmt: skip
+
+
+def train(pairs: Path, out: Path, ranks: int = 1, **changes: Any) -> list[dict[str, Any]]:
+    values = {**SMALL, **EPOCHS, "epochs": 1, **changes}
+    del values["steps" if values["epochs"] else "epochs"]
+    config = TrainConfig.from_preset("tiny", data=str(pairs), out=out, **values)
+    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
+    return read_metrics(out / "metrics.jsonl")
+
+
+def test_the_default_is_whole_for_chats_and_cut_for_text(pairs: Path, tmp_path: Path) -> None:
+    lines = pairs.read_text().splitlines()
+    mixed, text = (write_lines(tmp_path / f"{name}.jsonl", [json.loads(x) for x in each] + [{"text": "word " * 99}])
+                   for name, each in (("mixed", lines), ("text", [])))  # fmt: skip
+    (tmp_path / "a.bin").write_bytes(token_bytes([50256, *range(30)] * 40))
+    for path, default in ((pairs, True), (mixed, False), (text, False), (tmp_path / "a.bin", False)):
+        for flags, whole in (([], default), (["--fit", "whole"], True), (["--fit", "cut"], False)):
+            data = load_data(parse(["--data", str(path), "--eval-batches", "0", "--seq-len", "9", *flags]))
+            assert isinstance(data.train, PackedTokens) == (data.packing is not None) == whole
+    with refused(DataError, "expected a document of at most --seq-len = 1 tokens to train on, got only longer ones"):
+        load_data(parse(["--data", str(pairs), "--long-documents", "skip", "--seq-len", "1"]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_lines_say_what_is_packed(
+    pairs: Path, tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = train(pairs, tmp_path / "out", ranks, eval_batches=0)
+    said = capsys.readouterr().out
+    data = load_data(_config(pairs, None, **EPOCHS))
+    documents = [json.loads(line) for line in pairs.read_text().splitlines()][:135]
+    lengths = [len(each["prompt"]) + len(each["completion"]) for each in documents]
+    assert isinstance(data.train, PackedTokens)
+    counted, sequences = sum(len(each["completion"]) for each in documents), int((data.train.plan < 0).sum())
+    fill, longer = sum(lengths) / sequences / 64, sum(n > 64 for n in lengths)
+    assert said.count(
+        f"\ntraining: 135 documents of {sum(lengths):,} tokens, of which the loss counts {counted:,}, in {sequences} "
+        f"sequences of 64, {fill:.1%} full; {longer} documents longer than"
+    ) == 1
+    assert len(rows) == -(-sequences // 8) and f"1 epoch of {len(rows)} steps" in said
+
+
+def test_ranks_and_layouts_have_the_bits_of_one_rank(pairs: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"deterministic": True, "micro_batch_size": 1}
+    one, *others = [
+        train(pairs, tmp_path / str(number), ranks, **layout, **how)
+        for number, (ranks, layout) in enumerate([(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"zero": 1})])
+    ]
+    for number, other in enumerate(others, 1):
+        assert all(_losses(one, key).tobytes() == _losses(other, key).tobytes() for key in ("loss", "grad_norm"))
+        assert one[-1]["val_loss"] == other[-1]["val_loss"]
+        assert tensors_of_run(tmp_path / "0") == tensors_of_run(tmp_path / str(number))
+        assert (tmp_path / "0" / packing.FILE).read_bytes() == (tmp_path / str(number) / packing.FILE).read_bytes()
+
+
+def test_a_gpu_has_the_losses_of_a_cpu(emulated: None, pairs: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"seq_len": 32, "model": {**emulated_runs.SMALL["model"], "intermediate_size": 30}}
+    cpu, *others = (
+        emulated_runs.train(pairs, tmp_path / device / str(ranks), device, ranks, **how)
+        for device, ranks in (("cpu", 1), ("cuda", 1), ("cuda", 2))
+    )
+    for other in others:
+        np.testing.assert_allclose(_losses(other), _losses(cpu), rtol=1e-5)
+        assert other[-1]["val_loss"] == pytest.approx(cpu[-1]["val_loss"], rel=1e-5)
+
+
+def test_resuming_gives_the_bits_of_an_uninterrupted_run(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After any step, also in the next epoch and into another folder, by the plan that is kept, without a warning."""
+    whole, steps = train(pairs, tmp_path / "whole", epochs=2, save_every=1, keep=99), 0
+    assert "packing" not in caplog.text
+    with monkeypatch.context() as patched:
+        patched.setattr(packing, "make_plan", None)
+        for steps in range(1, len(whole), 4):
+            source = tmp_path / "whole" / "checkpoints" / f"step-{steps}"
+            out = tmp_path / f"from-{steps}"
+            rows = train(pairs, out, epochs=2, resume=str(source), save_every=0)
+            assert _losses(rows).tobytes() == _losses(whole)[steps:].tobytes()
+            assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
+    assert steps > len(whole) // 2 and not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"no plan", "cut", "changed", "pickle"])
+def test_a_broken_plan_is_one_line_and_is_made_again(
+    pairs: Path, tmp_path: Path, content: bytes | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = train(pairs, tmp_path / "whole", 1)
+    path = tmp_path / "whole" / packing.FILE
+    good = path.read_bytes()
+    changed = bytes([*good[:-2], good[-2] ^ 1, good[-1]])
+    np.save(tmp_path / "objects.npy", np.array([{}, print], object))
+    pickle = (tmp_path / "objects.npy").read_bytes()
+    broken: dict[Any, bytes] = {"cut": good[:-8], "changed": changed, "pickle": pickle}
+    path.write_bytes(content if isinstance(content, bytes) else broken[content])
+    rows = train(pairs, tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoints" / "step-3"))
+    assert _losses(rows).tobytes() == _losses(whole)[3:].tobytes()
+    (said,) = [each.getMessage() for each in caplog.records if "packing plan" in each.getMessage()]
+    assert said.startswith(f"{path}: expected the packing plan of this run, got ") and "\n" not in said
+    assert said.endswith("; it is made again") and (tmp_path / "again" / packing.FILE).read_bytes() == good
+
+
+def test_a_run_from_before_the_setting_goes_on_with_cut(
+    pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twice: what the first resumed run writes must not read as a run of whole documents."""
+    how: dict[str, Any] = {"steps": 9, "epochs": None, "eval_batches": 0}
+    whole = train(pairs, tmp_path / "out", fit="cut", **how)
+    manifest = tmp_path / "out" / "checkpoints" / "step-3" / "manifest.json"
+    values = json.loads(manifest.read_text())
+    for name in ("fit", "long_documents"):
+        del values["config"]["config"][name]
+    manifest.write_text(json.dumps(values))
+    first = train(pairs, tmp_path / "first", resume=str(manifest.parent), **{**how, "steps": 6})
+    then = train(pairs, tmp_path / "then", resume=str(tmp_path / "first" / "checkpoints" / "step-6"), **how)
+    assert _losses([*first, *then]).tobytes() == _losses(whole)[3:].tobytes()
+    assert not (tmp_path / "first" / packing.FILE).exists() and "another fit" not in caplog.text
+    train(pairs, tmp_path / "other", resume=str(manifest.parent), fit="whole", **how)
+    assert "resuming with another fit: its results will differ" in caplog.text
+
+
+# --- a batch in which nothing counts --------------------------------------------------------------------------
+
+
+class Nothing(Dataset):
+    """The loss counts nothing of the second step and of the fourth one."""
+
+    masks_targets = True
+
+    def rows(self, step: int, indices: Any) -> Any:
+        batch = super().rows(step, indices)
+        return batch._replace(targets=np.full_like(batch.targets, -1)) if step % 2 else batch
+
+
+@pytest.fixture
+def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*arguments: Any) -> Dataset:
+        data = load_data(*arguments)
+        return Nothing(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
+
+    monkeypatch.setattr("kos.train.run.load_data", load)
+
+
+@pytest.mark.parametrize(("device", "ranks", "how"), [
+    ("cpu", 1, {}), ("cpu", 2, {"compress": "int8"}), ("cpu", 2, {"optimizer": "muon"}), ("cpu", 2, {"pp": 2}),
+    ("cpu", 1, {"deterministic": True}), ("cpu", 2, {"zero": 1, "skip_outliers": 9.0}), ("cpu", 1, {"dtype": "fp8"}),
+    ("cuda", 1, {}), ("cuda", 2, {"compress": "int8"}), ("cuda", 1, {"optimizer": "muon", "dtype": "bfloat16"}),
+    ("cuda", 2, {"tp": 2, "graph": False}),
+], ids=str)  # fmt: skip
+def test_a_batch_in_which_nothing_counts_moves_nothing(
+    emulated: None, nothing: None, pairs: Path, tmp_path: Path, device: str, ranks: int, how: dict[str, Any],
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Neither weights, by decay or momentum, nor moments; residuals of compressed sums were sent. The learning rate of
+    later steps is that of their numbers."""
+    model = {**emulated_runs.SMALL["model"], "intermediate_size": 32, "hidden_size": 32, "head_dim": 8}
+    values: dict[str, Any] = {"weight_decay": 0.5, "save_every": 1, "keep": 9, "eval_batches": 0, "model": model,
+                              "schedule": "cosine", "batch_size": 16, "seq_len": 32, "micro_batch_size": 2}  # fmt: skip
+    rows = emulated_runs.train(pairs, tmp_path / "out", device, ranks, **{**values, **how})
+    steps = [tensors_of_run(tmp_path / "out" / "checkpoints" / f"step-{step}") for step in range(1, 5)]
+    steps = [{name: each for name, each in step.items() if not name.startswith("residual.")} for step in steps]
+    assert steps[0] == steps[1] != steps[2] == steps[3]
+    assert [row.get("no_targets") for row in rows] == [None, True, None, True]
+    assert [row["loss"] for row in rows][1::2] == [0, 0] and all(np.isfinite(row["loss"]) for row in rows)
+    assert rows[2]["lr"] == pytest.approx(parse_rate(2))
+    said, warned = capfd.readouterr()
+    text = "the loss counts no token of the batch, so the weights stay as they are"
+    assert f"step 2: {text} (1 of 2 steps so far; no_targets in metrics.jsonl)" in warned + said
+    assert (warned + said).count(text) == 2 and f"\n2 of 4 steps: {text}\n" in said
+
+
+def parse_rate(step: int) -> float:
+    values = {**emulated_runs.SMALL, "schedule": "cosine"}
+    return TrainConfig.from_preset("tiny", **values).learning_rate()(step)
