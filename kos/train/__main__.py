@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import kos
 from kos.errors import ConfigError, KosError, debugging
 from kos.files import printing
-from kos.reporting import report
+from kos.reporting import exit_status, report
 from kos.train import missing
 from kos.train.parallel.failures import Left, Stop, Stopped
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     from kos.comm.control.identity import launched_rank  # which takes a tenth of a second
 
-    rank, trainer = launched_rank(), None
+    rank, trainer, begun = launched_rank(), None, False
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that a terminal cannot show ends no run
@@ -63,10 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = parse(arguments)
         if config.join is not None:
+            begun = True
             return _join(config, stop, arguments)
         with kos.init(config.backend, timeout=config.timeout) as comm:
             try:
-                trainer = Trainer(config, comm, stop)
+                trainer, begun = Trainer(config, comm, stop), True
                 trainer.run(lambda error: _fail_later(error, rank, arguments))
             except Stopped:
                 if rank == 0:
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if stop.listens:
             Stop.ignore()
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
-        _fail(error, rank, note, debug="--debug" in arguments or debugging())
+        _fail(error, rank, note, "--debug" in arguments or debugging(), begun)
     return 0
 
 
@@ -104,13 +105,14 @@ def _fail_later(error: KosError, rank: int, arguments: Sequence[str]) -> None:
     timer.start()
 
 
-def _fail(error: Exception, rank: int, note: str, debug: bool) -> None:
-    """Report the error with its note and end the job, with exit code 2 for bad settings, else 1.
+def _fail(error: Exception, rank: int, note: str, debug: bool, begun: bool = True) -> None:
+    """Report the error with its note and end the job: with exit code 2 for bad settings, and for what it cannot begin.
 
+    That is data of no kind that kos reads, or a backend that cannot run here.  All other errors end it with 1.
     ``sys.exit`` is not used: MPI_Finalize would wait for ranks that do not call it.
     """
     report(error, rank, note, debug)
-    _end_process(2 if isinstance(error, ConfigError) else 1)
+    _end_process(2 if isinstance(error, ConfigError) else 1 if begun else exit_status(error))
 
 
 def _end_process(code: int) -> None:

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kos.commands import program
-from kos.errors import CheckpointError, ConfigError, KosError
+from kos.errors import CheckpointError, KosError
 from kos.files import printing, sync
+from kos.reporting import exit_status
 from kos.train import missing
 
 
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KosError, ImportError) as error:
         reported = missing(error) if isinstance(error, ImportError) else error
         print(f"kos: error: {reported}", file=sys.stderr)
-        return 2 if isinstance(reported, ConfigError) or not arguments.run.exists() else 1
+        return exit_status(reported) if arguments.run.exists() else 2
     with printing():
         print(f"{arguments.out}: {parameters:,} parameters in {arguments.dtype}")
     return 0

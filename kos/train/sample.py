@@ -13,6 +13,7 @@ from pathlib import Path
 from kos.commands import program
 from kos.errors import ConfigError, KosError
 from kos.files import printing
+from kos.reporting import exit_status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = load(arguments.run).generate(arguments.prompt, arguments.tokens, **options)
     except KosError as error:
         print(f"kos: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) or not arguments.run.exists() else 1
+        return exit_status(error) if arguments.run.exists() else 2
     with printing():
         print(text)
     return 0

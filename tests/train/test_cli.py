@@ -70,6 +70,20 @@ def _bad_input(text: Path, tmp_path: Path) -> dict[str, tuple[list[str | Path], 
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.csv", "label,text\n1,a\n", "expected text, .jsonl, "),
+        ("x.jsonl", '{"text": "a"}\n{"text"\n', "x.jsonl, line 2: expected JSON, "),
+        ("x.txt", "", "expected text, got an empty file"),
+    ],
+)
+def test_data_that_kos_does_not_read_ends_with_status_2(tmp_path: Path, name: str, content: str, said: str) -> None:
+    (data := tmp_path / name).write_text(content)
+    done = _run("--data", data, "--out", tmp_path / "run", "--device", "cpu", ranks=1)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("case", ["flag", "missing", "batch", "out", "init", "resume"])
 def test_bad_input_is_one_line_and_ends_the_job(text: Path, tmp_path: Path, case: str) -> None:
     flags, expected = _bad_input(text, tmp_path)[case]

@@ -183,7 +183,7 @@ def test_as_a_command(run: Path, capsys: Any) -> None:
 )
 def test_what_is_refused_in_one_line(run: Path, capsys: Any, flags: list[str], expected: str) -> None:
     capsys.readouterr()
-    assert sample.main([str(run), *flags]) == (1 if "--prompt" in flags else 2)
+    assert sample.main([str(run), *flags]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert said.err.startswith("kos: error:") and expected in said.err and "expected" in said.err
