@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.backend import Probe
+from kos.comm.contract import Backend, Probe
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.schedules import registry
 from kos.comm.schedules.registry import algorithm
 from kos.comm.schedules.schedule import Moves
-from kos.comm.transport import ScheduledCalls, Transport
+from kos.comm.transport import ScheduledCalls
 from kos.comm.waits import Backoff
 from kos.errors import KosError
 from kos.testing.conformance import cases, run
@@ -101,7 +101,7 @@ class Receiving:
         return self.complete
 
 
-class Wire(Transport):
+class Wire(Backend):
     name = "sockets"
 
     @classmethod
