@@ -25,7 +25,8 @@ from kos.comm.waits import Backoff
 from kos.errors import KosError
 from kos.testing.conformance import cases, run
 from kos.testing.conformance.__main__ import main
-from kos.testing.conformance.values import LARGE, assert_bits, in_rank_order, inputs
+from kos.testing.conformance.model import in_rank_order
+from kos.testing.conformance.values import LARGE, assert_bits, inputs
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks
 from tests.comm.works import work_of
 

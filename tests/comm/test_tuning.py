@@ -272,7 +272,8 @@ def test_a_disturbed_measurement_is_repeated() -> None:
 
     rows: list[Any] = []
     tuner = SimpleNamespace(
-        first="peer", size=2, largest=16384, sizes=[1024 << i for i in range(5)], peer="peer", nccl="nccl", time=time,
+        first="peer", size=2, largest=16384, sizes=[1024 << i for i in range(5)], time=time,
+        _timed={"peer": "peer", "nccl": "nccl"},
         bind=lambda name, *_: name, _record=lambda what, nbytes, us: rows.append((nbytes, us["peer"])),
     )  # fmt: skip
     route, times = tune.Tuner.route(tuner, "send_recv", False, False, False, {8192: {"peer": 2.7, "nccl": 8.1}})
