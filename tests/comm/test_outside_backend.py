@@ -86,7 +86,8 @@ def test_host_memory(installed: None) -> None:
     assert on_ranks(body) == [{}] * SIZE
 
 
-ON_GPU = cases(gpu=True)
+# A barrier of ``relay`` on hosts is not compared with a call on GPUs: its ranks share no memory of the host.
+ON_GPU = [case for case in cases(gpu=True) if case.name != "operation, calls differ"]
 SLOW = [case for case in ON_GPU if case.name.startswith("compressed ") and case.name != "compressed int8 bfloat16"]
 
 
@@ -266,8 +267,9 @@ def test_auto_takes_it_for_host_memory(
 def test_on_one_gpu(installed: None) -> None:
     """Two ranks, which are threads, and share a GPU."""
 
-    def body(comm: kos.Communicator) -> Any:
+    def body(comm: kos.Communicator) -> None:
         assert comm.device is not None and comm.backend_name == "relay"
-        return run(comm, gpu=True)
+        for case in ON_GPU:
+            case.call(OnGPU(comm))  # type: ignore[arg-type]
 
-    assert on_ranks(body, size=2) == [{}] * 2
+    on_ranks(body, size=2)
