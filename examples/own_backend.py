@@ -8,8 +8,7 @@ mpirun -n 2 python examples/own_backend.py
 import numpy as np
 
 import kos
-from kos.comm.backend import Probe
-from kos.comm.transport import Transport
+from kos.comm.contract import Backend, Probe
 from kos.testing.conformance import run
 
 
@@ -21,7 +20,7 @@ class Message:
         return self.request.Test()
 
 
-class Plain(Transport):
+class Plain(Backend):
     name = "plain"
 
     @classmethod

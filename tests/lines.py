@@ -131,7 +131,7 @@ def bounds(counted: list[File]) -> list[Bound]:
         Bound("Python in interop", 1_200, lines("Python", "interop"), held=False),
         Bound("Python in train", 7_700, lines("Python", "train"), held=False),
         Bound("Python in tests", 31_000, lines("Python", "tests"), held=False),
-        Bound("classes in comm", 122, sum(file.classes for file in counted if file.folder == "comm"), held=True),
+        Bound("classes in comm", 123, sum(file.classes for file in counted if file.folder == "comm"), held=True),
         Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(large_functions(counted)), held=True),
         Bound(f"files of over {MOST_IN_FILE} lines in these", 0, len(large_files(counted)), held=True),
     ]

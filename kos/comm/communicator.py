@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 from kos.comm import interrupts, watchdog
 from kos.comm.arguments import check_bool, check_int, check_shape, check_timeout
-from kos.comm.backend import Backend, Probe
 from kos.comm.collectives import Operations
+from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
+from kos.comm.group_backend import GroupBackend
 from kos.comm.groups import Groups
 from kos.comm.one_thread import one_thread
 from kos.comm.operation import EAGER, Operation, Options
@@ -63,7 +64,7 @@ class Communicator(Groups):
     __slots__ = ("_active",)  # the core reads and writes it
 
     def __init__(
-        self, backend: Backend, rendezvous: Rendezvous, probes: Mapping[str, Probe], timeout: float,
+        self, backend: GroupBackend, rendezvous: Rendezvous, probes: Mapping[str, Probe], timeout: float,
         group: Group | None = None,
     ) -> None:  # fmt: skip
         self.backend, self.backend_name = backend, backend.name

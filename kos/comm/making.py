@@ -14,14 +14,16 @@ from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from kos.comm.backend import UNMADE, Backend, Probe
+from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.devices import device_of
+from kos.comm.gpu.hierarchical import NAME as PHASES
 from kos.comm.gpu.hierarchical import HierarchicalBackend
-from kos.comm.registry import BACKENDS, make, probe_all
-from kos.comm.tuning import for_group
+from kos.comm.group_backend import UNMADE, GroupBackend
+from kos.comm.registry import BACKENDS, for_gpu, for_host, probe_all
+from kos.comm.tuning import for_group, preferred_on_hosts
 from kos.comm.versions import check as check_versions
 from kos.comm.versions import versions
 from kos.comm.work import ProgressThread
@@ -78,13 +80,13 @@ def _on_every_rank(error: Error) -> Error:
 
 def _make(
     backend: str, rendezvous: Rendezvous, device: int | None, progress_thread: bool, undo: ExitStack
-) -> tuple[dict[str, Probe], Backend]:
+) -> tuple[dict[str, Probe], GroupBackend]:
     """The probes, and the backend of the communicator of ``init``, whose parts ``undo`` aborts."""
-    probes, requested, gpu_rank = _agree(backend, device, rendezvous)
+    probes, requested, sees, preferred = _agree(backend, device, rendezvous)
     chosen = backend
     if backend == "auto":
-        usable = [name for name, probe in probes.items() if probe.usable]
-        chosen = next((name for name in usable if not BACKENDS[name].on_gpu), "")
+        usable = [name for name, probe in probes.items() if probe.usable and BACKENDS[name].on_host]
+        chosen = preferred if preferred in usable else next(iter(usable), "")
         if not chosen:
             raise _on_every_rank(BackendUnavailable(f"auto: no backend can run here: {_reasons(probes)}"))
     elif requested is not None and not BACKENDS[backend].on_gpu:
@@ -94,23 +96,29 @@ def _make(
         raise _on_every_rank(BackendUnavailable(f"{backend}: {probes[backend].reason}"))
     log.info("backend %s: %s", chosen, probes[chosen].reason)
     rendezvous.name_hosts()
+    kind = BACKENDS[chosen]
     with rendezvous.reporting():
-        made = make(BACKENDS[chosen], rendezvous)
+        made: GroupBackend = (for_host if kind.on_host else for_gpu)(kind, rendezvous)
     undo.push(partial(_end, made.close, partial(made.abort, UNMADE)))
     if progress_thread:
         made.check_threads()
-    if backend == "auto":
+    on_gpus = kind.on_host and kind.on_gpu and all(sees)  # it moves both kinds of memory
+    if backend == "auto" or on_gpus:
         with rendezvous.reporting():
-            gpus = _for_gpus(rendezvous, probes, made, undo)
+            if backend == "auto":
+                gpus = _for_gpus(rendezvous, probes, made, undo, all(sees))
+            else:
+                gpus = [for_gpu(kind, rendezvous, made)]
+                undo.callback(gpus[0].abort, UNMADE)
             made = AutoBackend(rendezvous, made, gpus) if gpus else made
-        if not gpus:
-            why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
-            if requested is not None:
-                text = f"auto: expected a backend for GPU {requested}, got none: {why}"
-                raise _on_every_rank(BackendUnavailable(text))
-            made.gpu_array_hint = f"auto found no backend for GPUs: {why}"
-            if gpu_rank is not None and rendezvous.rank == 0:
-                log.warning("auto: rank %d sees a GPU, but no backend can use GPUs: %s", gpu_rank, why)
+    if backend == "auto" and made.device is None:
+        why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
+        if requested is not None:
+            text = f"auto: expected a backend for GPU {requested}, got none: {why}"
+            raise _on_every_rank(BackendUnavailable(text))
+        made.gpu_array_hint = f"auto found no backend for GPUs: {why}"
+        if any(sees) and rendezvous.rank == 0:
+            log.warning("auto: rank %d sees a GPU, but no backend can use GPUs: %s", sees.index(True), why)
     if rendezvous.nccl and "nccl" not in made.name.split("+"):
         text = f"nccl: expected None without the backend nccl, got {rendezvous.nccl} on {made.name}"
         raise _on_every_rank(InvalidArgument(text))
@@ -122,21 +130,31 @@ def _reasons(probes: dict[str, Probe]) -> str:
 
 
 def _for_gpus(
-    rendezvous: Rendezvous, probes: dict[str, Probe], host: Backend, undo: ExitStack
+    rendezvous: Rendezvous, probes: dict[str, Probe], host: GroupBackend, undo: ExitStack, seen: bool = True
 ) -> list[DeviceBackend]:
-    """The backends for GPUs that all ranks can use beside ``host``; peer only where a table has routes for it."""
+    """The backends for GPUs that all ranks can use beside ``host``; ``seen``: every rank sees a GPU.
+
+    ``nccl`` is used wherever it can be, the others where a table has routes for them, or where no other one can be.
+    """
+    usable = [name for name, kind in BACKENDS.items() if kind.on_gpu and probes[name].usable]
+    if not seen:  # the probe of a backend for both kinds of memory may speak of host memory alone
+        usable = [name for name in usable if not BACKENDS[name].on_host]
+    table = for_group(rendezvous, device_of(rendezvous).index) if set(usable) - {"nccl"} else None
+    measured = set() if table is None else table.backends()
+    if table is not None and (unknown := measured - {*BACKENDS, PHASES}) and rendezvous.rank == 0:
+        log.warning("the tuning table %s names backends that are not registered: %s", table.source, ", ".join(unknown))
     made: list[DeviceBackend] = []
-    for name, kind in BACKENDS.items():
-        probe = probes[name]
-        if not probe.usable or not issubclass(kind, DeviceBackend):
-            continue
-        if name == "peer" and not for_group(rendezvous, device_of(rendezvous).index).routes:
-            reason = f"{probe.reason}; auto uses it once it was measured here: python -m kos.tune"
+    for name in usable:
+        wanted = name == "nccl" or (measured if name == "peer" else name in measured or not made)
+        if not wanted:
+            more = "" if name == "peer" else f" --with {name}"
+            reason = f"{probes[name].reason}; auto uses it once it was measured here: python -m kos.tune{more}"
             probes[name] = Probe(True, reason)
             continue
         between_hosts = name == "nccl" and rendezvous.local_size < rendezvous.size
         try:
-            made.append((HierarchicalBackend if between_hosts else kind)(rendezvous, host=host))
+            made.append(for_gpu(HierarchicalBackend if between_hosts else BACKENDS[name], rendezvous, host))
+            made[-1].table = made[-1].table or table
             undo.callback(made[-1].abort, UNMADE)
         except BackendUnavailable as error:  # on all ranks: bytes did not move as the driver promised
             probes[name] = Probe(False, str(error))
@@ -146,10 +164,11 @@ def _for_gpus(
 
 def _agree(
     wanted: str, device: int | None, rendezvous: Rendezvous
-) -> tuple[dict[str, Probe], str | None, int | None]:
-    """The probes agreed on by all ranks, the first device requested, and the first rank that sees a GPU.
+) -> tuple[dict[str, Probe], str | None, list[bool], str]:
+    """The probes agreed on by all ranks, the first device requested, which ranks see a GPU, and what hosts prefer.
 
     The requested device is text that names its rank.  A backend that one rank cannot use is unusable on all ranks.
+    The backend that ``auto`` prefers for host memory is that of rank 0's tuning table, "" without one.
     """
     if wrong := rendezvous.wrong_hosts():
         raise _on_every_rank(RendezvousError(wrong))
@@ -161,6 +180,7 @@ def _agree(
         "device": device,
         "probes": {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()},
         "sees a GPU": sees_gpu(),
+        "preferred": preferred_on_hosts(rendezvous) if rendezvous.rank == 0 else "",
         # The time comes first, so that folders sort by it.
         "job": f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.urandom(4).hex()}",
     }).encode())]  # fmt: skip
@@ -188,8 +208,8 @@ def _agree(
             if agreed[name].usable and claim and holders.setdefault(claim, rank) != rank:
                 agreed[name] = Probe(False, f"ranks {holders[claim]} and {rank} share {claim}")
     requested = (f"{each['device']} of rank {rank}" for rank, each in enumerate(ballots) if each["device"] is not None)
-    gpu_ranks = (rank for rank, each in enumerate(ballots) if each["sees a GPU"])
-    return agreed, next(requested, None), next(gpu_ranks, None)
+    sees = [each["sees a GPU"] for each in ballots]
+    return agreed, next(requested, None), sees, ballots[0]["preferred"]
 
 
 def requested_gpu(device: int | None) -> str:

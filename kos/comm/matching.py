@@ -1,7 +1,7 @@
 """Matching: receives whose sender or length is not known until a message arrives, and probes.
 
 A receive of an array from a named rank goes to the transport at once.  Any other receive waits here for an *envelope*:
-sender, dtype and length of the first message that has arrived and that no receive has taken (``Transport.arrived``).
+sender, dtype and length of the first message that has arrived and that no receive has taken (``Backend.arrived``).
 Then both are known, and it goes to the transport too, which delivers the message or raises its mismatch.
 
 Receives with one tag match in the order in which they were posted, as in MPI: one that is posted after a waiting
@@ -49,7 +49,7 @@ class Matching:
     """The receives of one rank of a group that wait for an envelope, by tag and in posted order."""
 
     def __init__(self, rank: int, size: int, messages: Any, failures: FailureLog) -> None:
-        """``messages`` has the methods of a Transport."""
+        """``messages`` has the methods of a Backend for host memory."""
         self.messages, self.failures = messages, failures
         self._others = [(rank + step) % size for step in range(1, size)]
         self.waiting: dict[int, list[Receive]] = {}

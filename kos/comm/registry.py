@@ -7,15 +7,17 @@ import threading
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from kos.comm.backend import Backend, Probe
+from kos.comm.contract import REQUIRED, Backend, Probe, lacking
 from kos.comm.control.base import Rendezvous
+from kos.comm.gpu.backend import DeviceBackend
+from kos.comm.gpu.library import LibraryBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.group_backend import GroupBackend
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.mpi import MPITransport
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
-from kos.comm.transport import Transport
 from kos.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
@@ -23,8 +25,8 @@ log = logging.getLogger(__name__)
 GROUP = "kos.backends"
 """The entry-point group in which installed packages register backends: ``name = "package.module:Class"``."""
 
-Kind = type[Backend] | type[Transport]
-"""A backend, or a transport of which HostBackend makes one."""
+Kind = type[Backend] | type[DeviceBackend]
+"""A backend of the contract, or one of kos for GPUs."""
 
 BACKENDS: dict[str, Kind] = {
     "mpi": MPITransport, "tcp": TCPTransport, "nccl": NCCLBackend, "peer": PeerBackend, "mock": ThreadTransport,
@@ -35,36 +37,43 @@ _installed: bool = False  # whether the backends of installed packages are regis
 _installing = threading.RLock()  # reentrant: the import of a package may call ``kos.init``
 
 
-def register_backend(name: str, backend: Kind) -> None:
-    """Let ``kos.init(name)`` make a communicator of ``backend``.
+def register_backend(name: str, backend: type[Backend]) -> None:
+    """Let ``kos.init(name)`` make a communicator of ``backend``, a subclass of ``kos.comm.contract.Backend``.
 
-    It is a subclass of ``kos.comm.transport.Transport``, or of ``kos.comm.backend.Backend``.
-
-    Every rank registers it before ``kos.init``.  ``auto`` uses a registered backend for host memory only if no backend
-    of kos can run, and never one for GPUs (``on_gpu``).  An installed package needs no call: it names the class as an
-    entry point of the group ``kos.backends``.
+    Every rank registers it before ``kos.init``.  ``auto`` uses it for host memory where the tuning table of hosts
+    prefers it, or where no backend of kos can run, and for GPUs likewise.  An installed package needs no call: it
+    names the class as an entry point of the group ``kos.backends``.
 
     Raises InvalidArgument for a ``name`` that is no identifier or is taken, and for any other class, such as one that
-    lacks a method of these.
+    lacks a method that the contract requires.
 
         kos.register_backend("ring", Ring)
         comm = kos.init("ring")
     """
     if not isinstance(name, str) or not name.isidentifier() or name == "auto":
         raise InvalidArgument(f"name: expected an identifier other than 'auto', got {name!r}")
-    if not isinstance(backend, type) or not issubclass(backend, Backend | Transport):
-        kinds = "kos.comm.transport.Transport or kos.comm.backend.Backend"
-        raise InvalidArgument(f"backend {name}: expected a subclass of {kinds}, got {backend!r}")
-    if missing := sorted(backend.__abstractmethods__):
+    if not isinstance(backend, type) or not issubclass(backend, Backend):
+        raise InvalidArgument(f"backend {name}: expected a subclass of kos.comm.contract.Backend, got {backend!r}")
+    if not (backend.on_host or backend.on_gpu):
+        raise InvalidArgument(f"backend {name}: expected on_host or on_gpu to be True, got neither in {backend!r}")
+    if missing := lacking(backend):
         raise InvalidArgument(f"backend {name}: expected a class that defines {', '.join(missing)}, got {backend!r}")
     if BACKENDS.get(name, backend) is not backend:
         raise InvalidArgument(f"name: expected one that is free, got {name!r}, which is {BACKENDS[name].__name__}")
     BACKENDS[name] = backend
 
 
-def make(kind: Kind, rendezvous: Rendezvous) -> Backend:
-    """The backend of the group of ``rendezvous``.  Collective."""
-    return HostBackend(rendezvous, kind) if issubclass(kind, Transport) else kind(rendezvous)
+def for_host(kind: Any, rendezvous: Rendezvous) -> HostBackend:
+    """The backend of a class in ``BACKENDS`` for the host memory of a group.  Collective."""
+    return HostBackend(rendezvous, kind)
+
+
+def for_gpu(kind: Any, rendezvous: Rendezvous, host: GroupBackend | None = None) -> DeviceBackend:
+    """The backend of a class in ``BACKENDS`` for the GPUs of a group, beside ``host``.  Collective."""
+    if issubclass(kind, Backend):
+        return LibraryBackend(rendezvous, kind, host=host)
+    made: DeviceBackend = kind(rendezvous, host=host)
+    return made
 
 
 def register_installed() -> None:
@@ -86,8 +95,8 @@ def _load(entry: EntryPoint) -> Any:
         return entry.load()
     except Exception as error:
         probe = Probe(False, f"its entry point {entry.value} failed: {type(error).__name__}: {error}")
-        unused = dict.fromkeys(Backend.__abstractmethods__)  # the class is never instantiated
-        return type("Unusable", (Backend,), {**unused, "probe": classmethod(lambda kind, rendezvous: probe)})
+        methods = {name: None for names in REQUIRED.values() for name in names}  # the class is never instantiated
+        return type("Unusable", (Backend,), {**methods, "probe": classmethod(lambda kind, rendezvous: probe)})
 
 
 def probe_all(backends: dict[str, Kind], rendezvous: Rendezvous) -> dict[str, Probe]:

@@ -15,7 +15,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from kos.comm.backend import Backend, Tracer
+from kos.comm.group_backend import GroupBackend, Tracer
 from kos.comm.recorder import Recorder
 from kos.comm.work import Work
 from kos.cuda import driver
@@ -23,7 +23,7 @@ from kos.cuda.streams import Event, capture_of
 from kos.errors import BackendUnavailable, KosError, install
 
 
-def tracing(backend: Backend, recorder: Recorder) -> Tracer | None:
+def tracing(backend: GroupBackend, recorder: Recorder) -> Tracer | None:
     """What traces the launches of a communicator as the environment requests; None without a request.
 
     Raises BackendUnavailable for KOS_NVTX without the package nvtx.

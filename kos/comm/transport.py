@@ -1,36 +1,30 @@
-"""Transport: moves messages between the ranks of a group in host memory, and knows what becomes of these ranks.
+"""ScheduledCalls: every operation over a transport, which is a backend of the contract that moves host memory.
 
-``HostBackend`` (``host/backend.py``) has one: ``tcp``, ``mpi`` or ``mock``.  A transport has ``name``, ``probe`` and
-three methods for messages; all others have a default.
-
-``ScheduledCalls`` runs every operation over these messages.  It stages the reduction (16-bit floats accumulate in
-fp32), tries a native call of the transport, and otherwise runs a schedule.  So every transport has every operation,
-with the same semantics.
+``HostBackend`` (``host/backend.py``) has one: ``tcp``, ``mpi``, ``mock``, or one of another package.  ScheduledCalls
+stages the reduction (16-bit floats accumulate in fp32), tries a native call of the transport, and otherwise runs a
+schedule over its messages.  So every transport has every operation, with the same semantics.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kos.comm import compressed
-from kos.comm.backend import Probe
-from kos.comm.control.base import Rendezvous
+from kos.comm.contract import Backend, Request
 from kos.comm.failures import FailureLog
-from kos.comm.matching import Envelope, Expected, Matching
-from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, Operation
+from kos.comm.matching import Expected, Matching
+from kos.comm.operation import ANY, AUTO, Operation
 from kos.comm.records import blaming
 from kos.comm.reduction import Reduction
 from kos.comm.schedules import runnable
 from kos.comm.schedules.execute import execute
-from kos.comm.waits import Backoff
-from kos.comm.work import Engine, Steps, Work
-from kos.errors import CollectiveError, CollectiveMismatch, KosError
+from kos.comm.work import Steps, Work
+from kos.errors import CollectiveMismatch
 
 Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
@@ -47,177 +41,13 @@ _HIERARCHICAL = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gat
 _SMALL = 32 * 1024  # bytes up to which latency, not bandwidth, decides between schedules
 
 
-class Request(Protocol):
-    """A send or receive in flight.  Those of a transport have the ``tag`` of their message, too."""
-
-    def done(self) -> bool:
-        """Whether the buffer may be reused (send) or read (receive).  Never blocks; raises.
-
-        It advances all messages of this rank, since a wait may poll only one request.  A send is done only if its
-        message arrives without further calls of this rank, which may compute for a long time.  Bytes that wait in a
-        buffer of the transport are not sent yet.
-        """
-
-
-class Transport(ABC):
-    """Non-blocking messages; those of one pair of ranks under one tag arrive in the order they were sent."""
-
-    name: str
-    """The name in errors and in ``Communicator.backend_name``."""
-    processes: ClassVar[bool] = False
-    """Whether the ranks are processes that share memory within a host, where that is possible."""
-    on_gpu: ClassVar[bool] = False
-
-    def __init__(self, rendezvous: Rendezvous, engine: Engine) -> None:
-        """Connects the ranks of ``rendezvous``.  Collective."""
-        self.rank, self.size, self.failures, self.engine = rendezvous.rank, rendezvous.size, rendezvous.failures, engine
-        self.ranks_per_host = rendezvous.ranks_per_host
-
-    @classmethod
-    @abstractmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
-        """Whether it can serve this group, as far as this rank can see.  Never raises."""
-
-    @abstractmethod
-    def isend(self, array: Array, peer: int, tag: int) -> Request:
-        """Begin to send a contiguous 1-D array, which stays unchanged until the request is done."""
-
-    @abstractmethod
-    def irecv(self, array: Array, peer: int, tag: int) -> Request:
-        """Begin to receive into a contiguous 1-D array."""
-
-    @abstractmethod
-    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
-        """Cancel those requests; their memory is free afterwards."""
-
-    # Optional: messages from any rank, or of any length.
-
-    check_seconds: ClassVar[float] = 0.0
-    """Seconds between two calls of ``end_of`` for a rank, if they take long."""
-    last_polls: ClassVar[int] = 0
-    """Polls in which the last messages of a rank arrive whose end is known."""
-
-    def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
-        """The envelope of a message with that tag that has arrived from one of ``ranks``, and that no receive takes.
-
-        It is the first such message of its rank, which the next ``irecv`` from it gets.  Never blocks.
-        """
-        raise NotImplementedError
-
-    def end_of(self, rank: int) -> KosError | None:
-        """Why that rank sends no more messages: a failure, or its end, with ``orderly``."""
-        return None
-
-    # Optional: how it runs.
-
-    def open(self, backend: Any) -> None:  # noqa: B027
-        """Called once ``backend``, a HostBackend, has opened the memory that ranks share.  Collective."""
-
-    def idle(self) -> Any:
-        """How a wait polls or sleeps, as in ``Backend``."""
-        return Backoff()
-
-    def sleep(self, seconds: float | None) -> bool:
-        """Wait for an event of a message, for at most ``seconds``; False if the transport has no events."""
-        return False
-
-    def check_threads(self) -> None:  # noqa: B027
-        """Raise BackendUnavailable if only the program's thread may advance operations."""
-
-    def tag(self, sequence: int) -> int:
-        """The tag of the messages of a collective."""
-        return COLLECTIVE_TAGS + sequence % COLLECTIVE_TAGS
-
-    def choose(self, o: Operation, collective: str, nbytes: int) -> str:
-        """The schedule of a call."""
-        if o.options.algorithm != AUTO:
-            return o.options.algorithm
-        if collective == "all_reduce" and nbytes <= _SMALL and not o.options.deterministic:
-            return "halving_doubling"
-        if not o.options.deterministic and collective in _HIERARCHICAL and (self.ranks_per_host or 1) > 1:
-            return "hierarchical"
-        return (_ORDERED if o.options.deterministic else _DEFAULTS)[collective]
-
-    def native(self, work: Work[Any], spaces: Mapping[str, Array], collective: str) -> Steps | None:
-        """The library's own call for one staged collective, or None to run a schedule."""
-        return None
-
-    def is_native(self, collective: str, nbytes: int) -> bool:
-        """Whether ``native`` runs a call on float32, for ``Communicator.explain``."""
-        return False
-
-    def launch(self, work: Work[Any], run: Callable[[Work[Any]], Steps]) -> Steps:
-        """The steps of ``work``, which ``run(work)`` returns."""
-        return run(work)
-
-    def synchronize(self, backend: Any) -> None:  # noqa: B027
-        """The program waits for all operations of ``backend``."""
-
-    def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Transport]:
-        """What makes the transport of a group of these ranks; after a loss, of the survivors."""
-        return type(self)
-
-    # Optional: which ranks are late, and whether calls match.
-
-    def agree(self, work: Work[Any], local: Callable[[], bool] | None) -> Callable[[], bool] | None:
-        """Compare this collective with the other ranks' collectives of the same sequence number.
-
-        Returns a function that polls whether every rank has arrived, and raises CollectiveMismatch if their calls
-        differ.  ``local`` is that function for the ranks of this host, where they share memory.  Returns None if calls
-        cannot be compared.
-        """
-        return local
-
-    def complete(self, work: Work[Any]) -> None:  # noqa: B027
-        """A collective that ``agree`` compared is complete on this rank."""
-
-    def absent(self, work: Work[Any]) -> list[int]:
-        """The ranks that are known not to have begun a collective."""
-        return []
-
-    def awaited(self, tag: int) -> list[int]:
-        """The peers of the messages in flight with that tag."""
-        return []
-
-    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        """Whether a message with that tag from or to that rank is in flight; the default takes a send for received."""
-        return receives
-
-    def report_two_threads(self, error: CollectiveError) -> bool:
-        """As in ``Backend``."""
-        return True
-
-    # Optional: failures.
-
-    def explain(self, work: Work[Any], error: Exception) -> Exception:
-        """The error of kos for ``error`` of ``work``."""
-        return error
-
-    def find_failure(self) -> KosError | None:
-        """The failure of this group, if it can be found without a call.  Called by the watchdog's thread."""
-        return None
-
-    def report_failure(self, failure: KosError, sequence: int) -> None:  # noqa: B027
-        """Make the other ranks raise the failure from collective ``sequence`` on."""
-
-    def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:  # noqa: B027
-        """Report that this rank begins no operation from collective ``sequence`` on, why, and what caused that."""
-
-    def abort(self, reason: str) -> str:
-        """End all messages without the other ranks; returns the reason as ``report_end``, which follows, reports it."""
-        return reason
-
-    def close(self, begun: int) -> None:  # noqa: B027
-        """Free the resources after ``begun`` collectives, with the other ranks unless the group has failed."""
-
-
 class ScheduledCalls:
     """The operations of one rank over ``transport``, whose messages go through ``messages``.
 
     ``messages`` is the transport itself, or the shared memory of the group's host, which has the same methods.
     """
 
-    def __init__(self, transport: Transport, messages: Any) -> None:
+    def __init__(self, transport: Backend, messages: Any) -> None:
         self.rank, self.size, self.transport, self.messages = transport.rank, transport.size, transport, messages
         self.matching = Matching(self.rank, self.size, messages, transport.failures)
         self.arriving = 0  # collectives that wait for other ranks to begin them
@@ -234,7 +64,7 @@ class ScheduledCalls:
     # The operations.
 
     def run(self, work: Work[Any], all_arrived: Callable[[], bool] | None) -> Steps:
-        """The steps of a collective; ``all_arrived``: the poll of ``Transport.agree``, None without one."""
+        """The steps of a collective; ``all_arrived``: the poll of ``Backend.agree``, None without one."""
         name = "compressed" if work.prepared.operation.options.compress and self.size > 1 else work.prepared.name
         carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{name}")
         self.arriving += 1
@@ -271,10 +101,23 @@ class ScheduledCalls:
         if nbytes == 0:
             return
         o = work.prepared.operation
-        algorithm = self.transport.choose(o, collective, nbytes)
+        algorithm = self.schedule(o, collective, nbytes)
         schedule = runnable(collective, algorithm, self.size, o.root or 0, self.transport.ranks_per_host)
         combine: Any = o.reduction and o.reduction.combine  # a schedule that only moves needs none
         yield from execute(schedule, self.rank, self.messages, spaces, combine, self.tag(work))
+
+    def schedule(self, o: Operation, collective: str, nbytes: int) -> str:
+        """The schedule of a call: the one that the program or the transport chooses, else the usual one."""
+        if o.options.algorithm != AUTO:
+            return o.options.algorithm
+        if (chosen := self.transport.choose(o, collective, nbytes)) is not None:
+            return chosen
+        if o.options.deterministic:
+            return _ORDERED[collective]
+        if collective == "all_reduce" and nbytes <= _SMALL:
+            return "halving_doubling"
+        several = (self.transport.ranks_per_host or 1) > 1
+        return "hierarchical" if several and collective in _HIERARCHICAL else _DEFAULTS[collective]
 
     def _all_reduce(self, work: Work[Any]) -> Steps:
         """Also reduce and scans; ranks without a result keep their input, and partial sums go to a copy."""

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from kos.comm.backend import Backend
+from kos.comm.group_backend import GroupBackend
 from kos.errors import KosError
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ Callback = Callable[[KosError], None]
 _lock = threading.RLock()  # reentrant: the garbage collector may remove a backend while this thread adds one
 _checking = threading.Lock()  # held while ``find_failure`` runs
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
-_callbacks: weakref.WeakKeyDictionary[Backend, list[Callback]] = weakref.WeakKeyDictionary()
+_callbacks: weakref.WeakKeyDictionary[GroupBackend, list[Callback]] = weakref.WeakKeyDictionary()
 _logged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()  # errors of checks, by backend
 _thread: threading.Thread | None = None
 _stop = threading.Event()
@@ -50,13 +50,13 @@ def add(backend: Any) -> None:
         _start()
 
 
-def remove(backend: Backend) -> None:
+def remove(backend: GroupBackend) -> None:
     """Stop watching ``backend``."""
     with _lock:
         _watched.discard(backend)
 
 
-def on_failure(backend: Backend, callback: Callback) -> None:
+def on_failure(backend: GroupBackend, callback: Callback) -> None:
     """Call ``callback(error)`` once, on the watchdog's thread, when ``backend`` has failed."""
     with _lock:
         _callbacks.setdefault(backend, []).append(callback)

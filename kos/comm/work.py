@@ -265,7 +265,7 @@ class Work(_Base, Generic[T]):
 
     @property
     def backend(self) -> Any:
-        """The ``kos.comm.backend.Backend`` that runs it."""
+        """The ``kos.comm.group_backend.GroupBackend`` that runs it."""
         return self.prepared.backend
 
     @property

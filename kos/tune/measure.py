@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -108,8 +109,12 @@ class Tuner:
 
     first = "peer"
 
-    def __init__(self, peer: Communicator, nccl: Communicator, largest: int) -> None:
-        self.peer, self.nccl, self.largest = peer, nccl, largest
+    def __init__(
+        self, peer: Communicator, nccl: Communicator, largest: int, others: Mapping[str, Communicator] | None = None
+    ) -> None:
+        """``others`` are backends of other packages, by name."""
+        self.peer, self.largest = peer, largest
+        self._timed = {self.first: peer, "nccl": nccl, **(others or {})}
         self.rank, self.size = peer.rank, peer.size
         self.sizes = [SMALLEST << i for i in range((largest // SMALLEST).bit_length())]
         self.device = peer.device or 0
@@ -208,7 +213,7 @@ class Tuner:
                 name: self.time(
                     self.bind(comm, operation, nbytes, "float32" if wide else "bfloat16", symmetric), nbytes, graph
                 )
-                for name, comm in ((self.first, self.peer), ("nccl", self.nccl))
+                for name, comm in self._timed.items()
             }
 
         times = {n: larger[n] if n in larger else measured(n) for n in self.sizes if n <= most}
@@ -266,9 +271,13 @@ def simplified(routes: Mapping[str, Route], measured: Sequence[Mapping[str, Any]
     for name, route in routes.items():
         eager = name.replace(" graph", " eager")
         rows = [m for m in measured if m["route"] == eager]
-        if eager != name and all(m[pick(route, m["bytes"])] <= _CHOICE * min(m["peer"], m["nccl"]) for m in rows):
+        if eager != name and all(m[pick(route, m["bytes"])] <= _CHOICE * min(_times(m)) for m in rows):
             result.pop(eager, None)
     return result
+
+
+def _times(row: Mapping[str, Any]) -> list[float]:
+    return [us for name, us in row.items() if name not in ("route", "bytes")]
 
 
 def write(path: Path, data: Mapping[str, Any]) -> None:
@@ -313,6 +322,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = Parser(prog=program("kos.tune"), description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--largest", type=_bytes, default=GB, metavar="SIZE", help="measure up to this size (1G)")
+    parser.add_argument(
+        "--with", dest="others", action="append", default=[], metavar="NAME", help="a backend of another package, too"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it (default: the user's cache)")
     try:
         options = parser.parse_args(arguments)
@@ -321,10 +333,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         check_place(options.out)
-        with init("nccl") as nccl, init("peer" if nccl.local_size == nccl.size else "auto") as peer:
+        with ExitStack() as stack:
+            nccl = stack.enter_context(init("nccl"))
+            peer = stack.enter_context(init("peer" if nccl.local_size == nccl.size else "auto"))
+            others = {name: stack.enter_context(init(name)) for name in options.others}
             if peer.size == 1:
                 raise InvalidArgument("tune: expected two ranks or more, got 1: start it by mpirun")
-            tuner = (Tuner if peer.local_size == peer.size else TunerBetweenHosts)(peer, nccl, options.largest)
+            tuner = (Tuner if peer.local_size == peer.size else TunerBetweenHosts)(peer, nccl, options.largest, others)
             table = tuner.table(partial(print, flush=True) if peer.rank == 0 else lambda text: None)
         if peer.rank == 0:
             path = options.out or user_path(table.gpu, table.ranks, table.hosts)

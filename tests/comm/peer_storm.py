@@ -14,7 +14,7 @@ from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.reduction import ReduceOp
 from kos.dtypes import dtype_of
 from kos.memory.array import Array
-from kos.testing.conformance.compressed import _added, _reduced
+from kos.testing.conformance.model import Step, result
 
 FLOAT = dtype_of(np.dtype(np.float32))
 LAUNCHES = {
@@ -157,8 +157,9 @@ def compressed_storm(
                 rendezvous.barrier()  # kernels are loaded by now: on a GPU that waits for those that run
             run(stream)
             got = to.numpy(stream)
-            parts = [each[mine] for each in data]
-            expected = _reduced(form, data, op) if spread else _added(form, parts, op)
+            step = Step(name, part, dtype, op, compress=form.name)
+            expected = result(step, data, rank)
+            assert expected is not None
             wrong += int((got.view(np.uint8) != expected.view(np.uint8)).sum())
         if rng.random() < 0.5:
             other(stream)

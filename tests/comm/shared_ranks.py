@@ -9,20 +9,19 @@ import pytest
 
 import kos
 from kos import _core
-from kos.comm.backend import Probe
 from kos.comm.communicator import Communicator
+from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadRendezvous
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.shared.segment import STARTED
-from kos.comm.transport import Transport
 from tests.comm.ranks import on_threads
 
 TIMEOUT = 30.0  # seconds
 needs_core = pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
 
 
-class SharedOnly(Transport):
+class SharedOnly(Backend):
     """Moves no messages: what does not go through shared memory fails."""
 
     name = "shared-only"

@@ -51,8 +51,8 @@ def environment(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
     }
 
 
-def run_threads(*bodies: Callable[[], Any]) -> list[Any]:
-    """What each body returned or raised; all run at the same time."""
+def run_threads(*bodies: Callable[[], Any], limit: float = 2 * TIMEOUT) -> list[Any]:
+    """What each body returned or raised; all run at the same time, for at most ``limit`` seconds."""
     results: list[Any] = [None] * len(bodies)
 
     def run(index: int) -> None:
@@ -65,13 +65,13 @@ def run_threads(*bodies: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * TIMEOUT)
+        thread.join(limit)
         assert not thread.is_alive(), "a rank hangs"
     return results
 
 
 def run_ranks(
-    size: int, fn: Callable[[TCPRendezvous], Any], timeout: float = TIMEOUT, **more: str
+    size: int, fn: Callable[[TCPRendezvous], Any], timeout: float = TIMEOUT, limit: float = 2 * TIMEOUT, **more: str
 ) -> list[Any]:
     """What ``fn(rendezvous)`` returned on each rank; a failure of any of them is raised."""
     port = free_port()
@@ -83,7 +83,7 @@ def run_ranks(
         finally:
             rendezvous.close()
 
-    results = run_threads(*[lambda rank=rank: body(rank) for rank in range(size)])
+    results = run_threads(*[lambda rank=rank: body(rank) for rank in range(size)], limit=limit)
     for rank, result in enumerate(results):
         if isinstance(result, BaseException):
             text = "".join(traceback.format_exception(result))

@@ -15,10 +15,10 @@ import pytest
 
 import kos
 from kos import _core
+from kos.comm.contract import Backend
 from kos.comm.host.mpi import MPITransport
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.matching import Expected
-from kos.comm.transport import Transport
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -590,7 +590,7 @@ def test_a_progress_thread_receives_from_any_rank() -> None:
 
 
 def test_a_transport_without_envelopes_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadTransport, "arrived", Transport.arrived)
+    monkeypatch.setattr(ThreadTransport, "arrived", Backend.arrived)
 
     def body(comm: kos.Communicator) -> None:
         calls: dict[str, Callable[[], Any]] = {

@@ -15,7 +15,7 @@ import pytest
 
 import kos
 from kos.comm import making
-from kos.comm.backend import Probe
+from kos.comm.contract import Backend, Probe
 from kos.comm.control.threads import ThreadRendezvous
 from kos.comm.gpu import auto
 from kos.comm.gpu.auto import AutoBackend
@@ -26,7 +26,6 @@ from kos.comm.gpu.routes import Route
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.operation import Operation, Options
-from kos.comm.transport import Transport
 from kos.comm.tuning import parse, read
 from kos.errors import BackendUnavailable, CollectiveError, InvalidArgument, PeerMemoryError
 from kos.memory import as_buffer
@@ -87,7 +86,7 @@ def run(
     body: Callable[[kos.Communicator, Log], None],
     parts: str = "nccl peer",
     timeout: float = 20.0,
-    host: type[Transport] = ThreadTransport,
+    host: type[Backend] = ThreadTransport,
 ) -> None:
     """Run ``body`` on every rank, with these parts."""
     groups = {name: Group(SIZE) for name in parts.split()}

@@ -14,7 +14,8 @@ from kos.comm import compression
 from kos.comm.compression import BLOCK, FORMATS, Format
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.testing import spawn
-from kos.testing.conformance.compressed import largest_errors, near_the_bounds
+from kos.testing.conformance.values import near_the_bounds
+from tests.comm.compression_bounds import largest_errors
 from tests.comm.model import NAMES
 from tests.comm.test_operations import COMPRESSED
 

@@ -15,8 +15,10 @@ from kos import PremulSum, ReduceOp
 from kos.comm.compression import CARRIED, FORMATS
 from kos.comm.schedules import algorithms
 from kos.testing import spawn
-from kos.testing.conformance import cases, compressed, intact, order, results
+from kos.testing.conformance import cases, intact, order, results
+from kos.testing.conformance.model import Step
 from kos.testing.conformance.values import ALL_DTYPES, LARGE, REDUCTIONS, SIZES, assert_bits, inputs
+from tests.comm import compression_bounds as bounds
 from tests.comm.ranks import TIMEOUT
 
 # Collected on GPUs too, by ``import *``.
@@ -55,26 +57,28 @@ def test_promise(ranks: Any, case: Any) -> None:
 
 @reductions
 def test_all_reduce(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
-    ranks.run(lambda comm: results.correct(comm, seed, "all_reduce", dtype, op))
+    ranks.run(lambda comm: results.correct(comm, seed, Step("all_reduce", dtype=dtype, op=op)))
 
 
 @reductions
 def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     """Every dtype and every operation, as is fastest and in rank order; each pair of them in one of the ways."""
     deterministic = REDUCTIONS.index((dtype, op)) % 2 == 1
-    ranks.run(lambda comm: results.correct(comm, seed, "reduce_scatter", dtype, op, 0, deterministic))
+    step = Step("reduce_scatter", dtype=dtype, op=op, deterministic=deterministic)
+    ranks.run(lambda comm: results.correct(comm, seed, step))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @every_dtype
 def test_reduce(ranks: Any, seed: int, dtype: np.dtype, deterministic: bool) -> None:
     op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM
-    ranks.run(lambda comm: results.correct(comm, seed, "reduce", dtype, op, 0, deterministic))
+    step = Step("reduce", dtype=dtype, op=op, deterministic=deterministic)
+    ranks.run(lambda comm: results.correct(comm, seed, step))
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.values[0] != np.bool_], ids=str)
 def test_reduce_scatter_v(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.correct(comm, seed, "reduce_scatter_v", dtype))
+    ranks.run(lambda comm: results.correct(comm, seed, Step("reduce_scatter_v", dtype=dtype)))
 
 
 @every_dtype
@@ -82,37 +86,38 @@ def test_scan(ranks: Any, seed: int, dtype: np.dtype) -> None:
     """Each dtype with the operations that it is alone in, or that scale."""
     op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM if dtype.kind in "iu" else ReduceOp.PREMUL_SUM
     for name in ("scan", "exscan"):
-        ranks.run(lambda comm, name=name: results.correct(comm, seed, name, dtype, op))
+        ranks.run(lambda comm, name=name: results.correct(comm, seed, Step(name, dtype=dtype, op=op)))
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)], ids=str)
 def test_scans_add_in_rank_order(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.scans_add_in_rank_order(comm, seed, dtype))
+    for name in ("scan", "exscan"):
+        ranks.run(lambda comm, name=name: results.in_rank_order(comm, seed, name, dtype))
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(name) for name in CARRIED], ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 def test_compressed(ranks: Any, seed: int, form: str, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: compressed.compressed(comm, seed, form, dtype))
+    ranks.run(lambda comm: results.compressed(comm, seed, form, dtype))
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("fp8", np.float32), ("int8", ml_dtypes.bfloat16), ("int4", np.float16)])
 def test_error_feedback(ranks: Any, seed: int, form: str, dtype: Any) -> None:
-    ranks.run(lambda comm: compressed.feedback_keeps_what_is_lost(comm, seed, form, np.dtype(dtype)))
+    ranks.run(lambda comm: results.feedback_keeps_what_is_lost(comm, seed, form, np.dtype(dtype)))
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(name) for name in CARRIED], ids=str)
 def test_compressed_between_groups(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: compressed.compressed_between_groups(comm, seed, dtype))
+    ranks.run(lambda comm: bounds.compressed_between_groups(comm, seed, dtype))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda kind: kind.__name__)
 def test_compressed_errors_are_within_the_bounds(ranks: Any, seed: int, dtype: Any) -> None:
-    ranks.run(lambda comm: compressed.errors_are_within_the_bounds(comm, seed, np.dtype(dtype)))
+    ranks.run(lambda comm: bounds.errors_are_within_the_bounds(comm, seed, np.dtype(dtype)))
 
 
 def test_compressed_sums_are_near(ranks: Any, seed: int) -> None:
-    ranks.run(lambda comm: compressed.compressed_sums_are_near(comm, seed))
+    ranks.run(lambda comm: bounds.compressed_sums_are_near(comm, seed))
 
 
 @pytest.mark.parametrize(
@@ -136,14 +141,14 @@ def by_algorithm(ranks: Any, seed: int, name: str, algorithm: str, dtype: Any) -
     known = algorithms(name)
     number = known.index(algorithm) + len(known)  # 0 is auto
     sizes = (*SIZES, LARGE)
-    ranks.run(lambda comm: results.correct(comm, seed, name, np.dtype(dtype), algorithm=number, sizes=sizes))
+    ranks.run(lambda comm: results.correct(comm, seed, Step(name, dtype=np.dtype(dtype), algorithm=number), sizes))
 
 
 def moving(*names: str) -> Callable[..., None]:
     @every_dtype
     def test(ranks: Any, seed: int, dtype: np.dtype) -> None:
         for name in names:
-            ranks.run(lambda comm, name=name: results.correct(comm, seed, name, dtype))
+            ranks.run(lambda comm, name=name: results.correct(comm, seed, Step(name, dtype=dtype)))
 
     return test
 
@@ -159,11 +164,14 @@ test_gather_v_and_scatter_v = moving("gather_v", "scatter_v")
 
 @every_dtype
 def test_messages(ranks: Any, seed: int, dtype: np.dtype) -> None:
+    ranks.run(lambda comm: results.correct(comm, seed, Step("send_recv", dtype=dtype)))
     ranks.run(lambda comm: results.messages(comm, seed, dtype))
 
 
 def test_large(ranks: Any, seed: int) -> None:
-    ranks.run(lambda comm: results.large(comm, seed))
+    """Several segments of every schedule."""
+    for name in ("all_gather", "broadcast", "send_recv"):
+        ranks.run(lambda comm, name=name: results.correct(comm, seed, Step(name), [LARGE]))
 
 
 def test_arguments_of_other_ranks_than_the_root(ranks: Any) -> None:
@@ -176,7 +184,8 @@ def test_shapes_and_scalars(ranks: Any) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_deterministic_adds_in_rank_order(ranks: Any, seed: int, dtype: Any) -> None:
-    ranks.run(lambda comm: results.deterministic_adds_in_rank_order(comm, seed, dtype))
+    for name in ("all_reduce", "reduce", "reduce_scatter"):
+        ranks.run(lambda comm, name=name: results.in_rank_order(comm, seed, name, dtype))
 
 
 @pytest.mark.parametrize("dtype", FLOATS[2:], ids=str)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.backend import UNMADE
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.group_backend import UNMADE
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.threads import ThreadMessage
 from kos.comm.schedules import ScheduleError, registry

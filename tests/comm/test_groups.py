@@ -136,7 +136,7 @@ def on_nccl(size: int, fn: Callable[[int, Callable[..., kos.Communicator]], Any]
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread is a rank with a GPU of its own, all of which are stand-ins."""
-    from kos.comm.backend import Probe
+    from kos.comm.contract import Probe
     from kos.comm.gpu import backend, nccl
 
     with no_gpu(monkeypatch):

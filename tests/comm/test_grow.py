@@ -15,7 +15,7 @@ import pytest
 
 import kos
 from kos.comm import making
-from kos.comm.backend import Probe
+from kos.comm.contract import Probe
 from kos.comm.control.mpi import MPIRanks, MPIRendezvous
 from kos.comm.failures import FailureLog
 from kos.comm.gpu.nccl import NCCLBackend

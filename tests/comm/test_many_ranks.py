@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.backend import Backend, Probe
+from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.wire import MAX_MESSAGE
+from kos.comm.group_backend import GroupBackend
 from kos.comm.host.shared.segment import FAILURE_BYTES, PID, STARTED, Segment, started
 from kos.comm.host.shared.status import SharedStatus, fitting
 from kos.comm.operation import Operation, Options
@@ -46,7 +47,7 @@ class _Many(Rendezvous):
         return None
 
 
-class _Named(Backend):
+class _Named(GroupBackend):
     name = "a backend with a long name" * 3
 
     @classmethod

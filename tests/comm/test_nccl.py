@@ -17,9 +17,9 @@ import kos
 from kos import PremulSum, ReduceOp, cuda
 from kos.comm.gpu.nccl_binding import ranks_may_share_a_gpu
 from kos.cuda import driver, streams
-from kos.dtypes import dtype_of
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, InvalidArgument, KosError
 from kos.memory.array import Array
+from kos.testing.conformance.model import in_rank_order
 from kos.testing.conformance.values import LARGE, check
 from tests.comm.gpu_ranks import GPURanks
 from tests.comm.ranks import ALL_DTYPES, assert_bits, assert_same_on_all_ranks, inputs, on_each_rank, poison
@@ -43,22 +43,6 @@ def on_gpu(comm: Any, x: np.ndarray, stream: Any = None) -> Array:
     array = Array.from_numpy(x, comm.device, stream=stream)
     streams.synchronize(stream, comm.device)
     return array
-
-
-def in_rank_order(xs: list[np.ndarray], op: ReduceOp, factors: list[float]) -> np.ndarray:
-    """What deterministic=True promises, bit for bit."""
-    dtype = xs[0].dtype
-    carrier = dtype_of(dtype).accumulate
-    wide = [x.astype(carrier) for x in xs]
-    if op is ReduceOp.PREMUL_SUM:
-        wide = [x * carrier.type(f) for x, f in zip(wide, factors, strict=True)]
-    total = wide[0].copy()
-    for x in wide[1:]:
-        total = np.multiply(total, x) if op is ReduceOp.PROD else np.add(total, x)
-    if op is ReduceOp.AVG:
-        total = total / carrier.type(len(xs))
-    with np.errstate(all="ignore"):
-        return total.astype(dtype)
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.backend import Probe
+from kos.comm.contract import Backend, Probe
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.schedules import registry
 from kos.comm.schedules.registry import algorithm
 from kos.comm.schedules.schedule import Moves
-from kos.comm.transport import ScheduledCalls, Transport
+from kos.comm.transport import ScheduledCalls
 from kos.comm.waits import Backoff
 from kos.errors import KosError
 from kos.testing.conformance import cases, run
 from kos.testing.conformance.__main__ import main
-from kos.testing.conformance.values import LARGE, assert_bits, in_rank_order, inputs
+from kos.testing.conformance.model import in_rank_order
+from kos.testing.conformance.values import LARGE, assert_bits, inputs
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks
 from tests.comm.works import work_of
 
@@ -101,7 +102,7 @@ class Receiving:
         return self.complete
 
 
-class Wire(Transport):
+class Wire(Backend):
     name = "sockets"
 
     @classmethod

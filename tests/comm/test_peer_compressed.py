@@ -17,7 +17,8 @@ from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.peer.compressed import bind_compressed
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.memory.array import Array
-from kos.testing.conformance.compressed import _hostile, _reduced
+from kos.testing.conformance.model import Step, result
+from kos.testing.conformance.values import vector
 from tests.comm.fake_nccl import captures
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.peer_storm import FLOAT, compressed_storm
@@ -26,6 +27,11 @@ from tests.host_compiler import COMPILER
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
 
 BF16, INT8 = np.dtype(ml_dtypes.bfloat16), FORMATS["int8"]
+
+
+def reduced(form: str, data: list[Any], op: ReduceOp = ReduceOp.SUM) -> Any:
+    """What an all_reduce of ``data`` gives every rank."""
+    return result(Step("all_reduce", dtype=data[0].dtype, op=op, compress=form), data, 0)
 
 
 @pytest.fixture(params=[2, 3, 4])
@@ -66,7 +72,7 @@ def test_batches_that_only_other_kernels_have_counted(ranks: ThreadRanks, seed: 
         assert run is not None
         run(0)
         engine.record.check("all_reduce")
-        assert x.numpy().tobytes() == _reduced(INT8, data, ReduceOp.SUM).tobytes()
+        assert x.numpy().tobytes() == reduced("int8", data).tobytes()
         engine.close()
 
     ranks.run_bare(body)
@@ -79,19 +85,18 @@ def test_one_kernel_carries_it_in_graphs_too(
     monkeypatch.setattr(CompressedOperation, "__init__", lambda *_: pytest.fail("not one kernel"))
 
     def body(gpu: Any) -> None:
-        comm, count, form = gpu.comm, 10_001, FORMATS["fp8"]
+        comm, count = gpu.comm, 10_001
         x = Array.zeros(count, BF16, 0)
         again = comm.all_reduce_init(x, ReduceOp.AVG, compress="fp8")
         for turn in range(4):
-            rng = np.random.default_rng(seed + turn)
-            data = [_hostile(rng, count, BF16) for _ in range(comm.size)]
+            data = [vector([seed + turn, rank], count, BF16, "hostile") for rank in range(comm.size)]
             x.copy_from(data[comm.rank])
             if turn % 2:
                 with captures():
                     again.start().wait()
             else:
                 again.start().wait()
-            got, expected = (each.astype(np.float32) for each in (x.numpy(), _reduced(form, data, ReduceOp.AVG)))
+            got, expected = (each.astype(np.float32) for each in (x.numpy(), reduced("fp8", data, ReduceOp.AVG)))
             np.testing.assert_array_equal(got, expected)
 
     ranks.run(body)
@@ -109,6 +114,6 @@ def test_what_finds_no_place_is_exchanged(ranks: ThreadRanks, seed: int) -> None
         gpu.comm.all_reduce(x, compress="int8")
         assert bind_compressed(engine, "all_reduce", x.pointer, x.pointer, 5000, FLOAT, ReduceOp.SUM, INT8) is None
         engine.staging = usual
-        assert x.numpy().tobytes() == _reduced(INT8, data, ReduceOp.SUM).tobytes()
+        assert x.numpy().tobytes() == reduced("int8", data).tobytes()
 
     ranks.run(body)

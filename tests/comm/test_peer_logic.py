@@ -28,7 +28,8 @@ from kos.cuda import driver
 from kos.cuda import kernels as cuda_kernels
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
-from kos.testing.conformance import compressed, results
+from kos.testing.conformance import results
+from kos.testing.conformance.model import Step
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_nccl import WAIT, FakeNCCL
@@ -128,13 +129,14 @@ def test_suite_on_emulated_kernels(ranks: Any, seed: int, module: Any, name: str
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS[::2], ids=lambda x: getattr(x, "name", str(x)))
 def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     for deterministic in (False, True):
-        ranks.run(lambda comm, d=deterministic: results.correct(comm, seed, "reduce_scatter", dtype, op, 0, d))
+        step = Step("reduce_scatter", dtype=dtype, op=op, deterministic=deterministic)
+        ranks.run(lambda comm, step=step: results.correct(comm, seed, step))
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("fp8", BF16), ("int8", np.dtype(np.float32)), ("int4", BF16)], ids=str)
 def test_compressed(ranks: Any, seed: int, form: str, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: compressed.compressed(comm, seed, form, dtype))
-    ranks.run(lambda comm: compressed.feedback_keeps_what_is_lost(comm, seed, form, dtype))
+    ranks.run(lambda comm: results.compressed(comm, seed, form, dtype))
+    ranks.run(lambda comm: results.feedback_keeps_what_is_lost(comm, seed, form, dtype))
 
 
 def test_what_no_kernel_takes_is_exchanged_and_added(ranks: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +144,7 @@ def test_what_no_kernel_takes_is_exchanged_and_added(ranks: Any, seed: int, monk
     conformance.test_scan(ranks, seed, BF16)
     kind, op = np.dtype(np.complex64), ReduceOp.PROD
     for name in ("scan", "reduce_scatter_v"):
-        ranks.run(lambda comm, name=name: results.correct(comm, seed, name, kind, op))
+        ranks.run(lambda comm, name=name: results.correct(comm, seed, Step(name, dtype=kind, op=op)))
 
 
 @on_each_rank("ranks.run")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -16,7 +15,8 @@ from hypothesis import strategies as st
 import kos
 from kos.comm.host.mpi import MPITransport
 from kos.testing import spawn
-from tests.comm.model import NAMES, OPS, Step, prepare
+from kos.testing.conformance.model import Trial
+from tests.comm.model import NAMES, OPS, Step
 
 FROM_ANY = ("recv from any", "recv_bytes from any", "probe")
 """Steps in which all others send to a root, which does not know from whom the next message comes."""
@@ -134,17 +134,16 @@ def execute(comm: kos.Communicator, program: Program) -> None:
             works += begun
             checks.append(check)
             continue
-        args, options, check = prepare(part, step, program.seed, number, members)
-        checks.append(check)
-        call = getattr(part, step.name if step.mode != "persistent" else f"{step.name}_init")
+        trial = Trial(part, step, program.seed + 1000 * number)
+        checks.append(trial.check)
         if step.mode == "call":
-            call(*args, **options)
+            trial.start()
         elif step.mode == "async":
-            works.append(call(*args, **options, async_op=True))
+            works.append(trial.start(async_op=True))
         elif step.mode == "batch":
-            batches.setdefault(group, []).append(partial(call, *args, **options))
+            batches.setdefault(group, []).append(trial.start)
         else:
-            batches.setdefault(group, []).append(call(*args, **options).start)
+            batches.setdefault(group, []).append(trial.start("_init").start)
     for group in sorted(batches):
         launch(group)
     finish()

@@ -12,7 +12,7 @@ import pytest
 
 import kos
 from kos.comm import registry
-from kos.comm.backend import Backend, Probe
+from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.host.threads import ThreadTransport
@@ -26,7 +26,7 @@ class Another(ThreadTransport):
 
 
 class Partial(Backend):
-    """A class that lacks methods of Backend is refused, and the error names them."""
+    """A class that lacks methods of GroupBackend is refused, and the error names them."""
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -69,9 +69,12 @@ def test_a_registered_backend_is_one_of_kos() -> None:
     ("auto", Another, "expected an identifier other than 'auto', got 'auto'"),
     ("a b", Another, "expected an identifier"),
     (3, Another, "expected an identifier .* got 3"),
-    ("another", int, "expected a subclass of .*Transport or kos.comm.backend.Backend, got <class 'int'>"),
-    ("another", Partial, "backend another: expected a class that defines idle, prepare, got <class .*Partial'>"),
-    ("another", "kos", "expected a subclass of kos.comm.transport.Transport or kos.comm.backend.Backend, got 'kos'"),
+    ("another", int, "expected a subclass of kos.comm.contract.Backend, got <class 'int'>"),
+    ("another", Partial, "backend another: expected a class that defines cancel, irecv, isend, got <class .*Partial'>"),
+    ("another", type("OnGPUs", (Partial,), {"on_host": False, "on_gpu": True}), "that defines exchange, got"),
+    ("another", type("Nowhere", (Another,), {"on_host": False}), "expected on_host or on_gpu to be True, got neither"),
+    ("another", type("NoProbe", (Backend,), {"on_host": False, "on_gpu": True}), "that defines exchange, probe, got"),
+    ("another", "kos", "expected a subclass of kos.comm.contract.Backend, got 'kos'"),
 ])  # fmt: skip
 def test_what_cannot_be_registered(name: Any, kind: Any, message: str) -> None:
     before = dict(registry.BACKENDS)

@@ -110,7 +110,7 @@ def test_movements(seed: int, size: int, dtype: Any) -> None:
 )
 def test_scans(seed: int, size: int, dtype: Any, op: Any) -> None:
     for name in ("scan", "exscan"):
-        run(lambda comm, name=name: results.correct(comm, seed, name, np.dtype(dtype), op, sizes=SIZES), size)
+        run(lambda comm, name=name: results.correct(comm, seed, Step(name, dtype=np.dtype(dtype), op=op)), size)
 
 
 @on_each_rank(run, 2)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.backend import CHANGES
 from kos.comm.control import mpi_job
 from kos.comm.control.mpi import wait_for_all
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.failures import FailureLog
+from kos.comm.group_backend import CHANGES
 from kos.comm.host.mpi import MPITransport
 from kos.errors import CollectiveError, CollectiveTimeout, RankLost, RendezvousError
 from kos.testing import spawn

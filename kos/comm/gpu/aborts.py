@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 
 from kos.comm import watchdog
-from kos.comm.backend import Backend
+from kos.comm.group_backend import GroupBackend
 from kos.comm.records import again
 from kos.comm.waits import start_in_thread
 from kos.cuda import driver
@@ -24,11 +24,11 @@ _HALTED_SECONDS = 1.0
 """How long a failed communicator waits for the GPU before others that wait for the same stopped rank fail too."""
 ENDED = "what was in flight was ended, and its results are undefined"
 
-_aborting: dict[Backend, float] = {}
+_aborting: dict[GroupBackend, float] = {}
 """Failed backends that wait for their GPU to become idle, and when each began."""
 
 
-def wait_for_idle(backend: Backend, drain: Callable[[], None]) -> None:
+def wait_for_idle(backend: GroupBackend, drain: Callable[[], None]) -> None:
     """Run ``drain``, which waits until the GPU is idle, on a thread; the others are checked meanwhile."""
     began = _aborting[backend] = time.monotonic()
     drained = start_in_thread(drain)
@@ -40,7 +40,7 @@ def wait_for_idle(backend: Backend, drain: Callable[[], None]) -> None:
         watchdog.check_others()
 
 
-def raise_if_stuck(backend: Backend, now: float) -> None:
+def raise_if_stuck(backend: GroupBackend, now: float) -> None:
     """Raise if another communicator failed because of a rank of this one, and the GPU does not become idle.
 
     In that case this communicator waits for the rank in calls whose start the watchdog does not see, such as those
@@ -57,7 +57,7 @@ def raise_if_stuck(backend: Backend, now: float) -> None:
             raise again(failure, f"the GPU was not idle {patience:g} s after another communicator failed: {cause}")
 
 
-def lost(backend: Backend, error: KosError) -> bool:
+def lost(backend: GroupBackend, error: KosError) -> bool:
     """Whether ``error`` makes the GPU of this rank unusable."""
     if not isinstance(error, CudaError):
         return False

@@ -1,5 +1,6 @@
-"""AutoBackend: the backend of ``auto`` for ranks with GPUs.  One backend carries host arrays; ``peer`` or ``nccl``,
-whichever was measured to be faster for such a call (``kos.comm.tuning``), carries arrays on a GPU.
+"""AutoBackend: the backend of ``auto`` for ranks with GPUs.  One backend carries host arrays.  ``peer``, ``nccl`` or a
+backend of another package, whichever was measured to be faster for such a call (``kos.comm.tuning``), carries arrays on
+a GPU.
 
 All ranks take the same route: they share one table, and route by arguments that are equal on all ranks.  The backends
 compare their calls in one place, overlap on one stream, and fail together.
@@ -14,12 +15,13 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from kos.comm.backend import UNMADE, Backend, Probe
+from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.eager import Guard
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.routes import is_copy
+from kos.comm.group_backend import UNMADE, GroupBackend
 from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.tuning import Table, merged
@@ -41,22 +43,23 @@ Choice = DeviceBackend | dict[tuple[bool, bool], DeviceBackend]
 """A backend, or backends by (both buffers symmetric, within a graph)."""
 
 
-class AutoBackend(Backend):
-    """One backend for host memory and one or two for GPUs, over the same ranks."""
+class AutoBackend(GroupBackend):
+    """One backend for host memory and one or several for GPUs, over the same ranks."""
 
     __slots__ = ("_last_part", "_last_stream")  # the core reads them
 
-    def __init__(self, rendezvous: Rendezvous, host: Backend, gpus: Sequence[DeviceBackend]) -> None:
+    def __init__(self, rendezvous: Rendezvous, host: GroupBackend, gpus: Sequence[DeviceBackend]) -> None:
         # nccl ends first: peer waits for the whole GPU, after its kernels have ended (``signal_abort``).
         self.host, self.gpus = host, tuple(sorted(gpus, key=lambda gpu: gpu.name))
         super().__init__(rendezvous, host.engine)
         self.inner = (host, *self.gpus)
-        self.name = "+".join(part.name for part in (*self.gpus, host))
+        self.name = "+".join(dict.fromkeys(part.name for part in (*self.gpus, host)))
         self.device: int = self.gpus[0].device
         self.table: Table | None = next((gpu.table for gpu in self.gpus if gpu.table is not None), None)
         self._only = self.gpus[0] if len(self.gpus) == 1 else None
         self._by_name = {gpu.name: gpu for gpu in self.gpus}
-        self._ordered = self._by_name.get("peer", self.gpus[0])  # the backend that adds in rank order in its kernels
+        kernels = (self._by_name[name] for name in ("peer", "nccl") if name in self._by_name)
+        self._ordered = next(kernels, self.gpus[0])  # the one that adds in rank order, ``peer`` in its kernels
         self._choices: dict[tuple[str, DType], tuple[list[int], list[Choice]]] = {}
         for gpu in self.gpus:
             gpu.store = self.store
@@ -69,7 +72,7 @@ class AutoBackend(Backend):
     def probe(cls, rendezvous: Rendezvous) -> Probe:
         return Probe(False, "combines several backends")
 
-    def choose_backend(self, o: Operation) -> tuple[Backend, bool]:
+    def choose_backend(self, o: Operation) -> tuple[GroupBackend, bool]:
         """The backend of this operation, and whether it is the same inside and outside a graph.
 
         A barrier runs on the GPUs if a stream is to wait.
@@ -103,7 +106,8 @@ class AutoBackend(Backend):
         limits, routes = merged(self.table, operation, dtype.itemsize > 2)
         choices: list[Choice] = []
         for route in routes:
-            parts = {kind: self._by_name[name] for kind, name in route.items()}
+            # A table may name a backend that cannot be used here.
+            parts = {kind: self._by_name.get(name, self._ordered) for kind, name in route.items()}
             alike = len(set(parts.values())) == 1
             choices.append(next(iter(parts.values())) if alike else parts)
         if operation in _UNEVEN:
@@ -208,7 +212,7 @@ class AutoBackend(Backend):
                 refusals.append(f"{gpu.name}: {error}")
         raise InvalidArgument("; ".join(refusals))
 
-    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
+    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> GroupBackend | None:
         host, parts = self.host.split(rendezvous, color, key), list[DeviceBackend]()
         with ExitStack() as undo:
             if host is not None:

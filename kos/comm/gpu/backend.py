@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from kos.comm import watchdog
-from kos.comm.backend import Backend
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.gpu.aborts import ENDED, lost, raise_if_stuck, wait_for_idle
@@ -31,6 +30,7 @@ from kos.comm.gpu.order import Streams
 from kos.comm.gpu.routes import Route, alone
 from kos.comm.gpu.shared import CommState
 from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent, free_finished, unstarted
+from kos.comm.group_backend import GroupBackend
 from kos.comm.operation import NO_MESSAGE, Operation
 from kos.comm.prepared import Prepared, without_memory
 from kos.comm.records import again
@@ -50,14 +50,14 @@ _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
 
 
-class DeviceBackend(Backend):
+class DeviceBackend(GroupBackend):
     """Carries arrays on the GPU ``device``.  Subclasses ``resolve`` operations and end them (``abort_device``).
 
     ``host`` is the backend that carries the same communicator's host memory, if there is one.
     """
 
     __slots__ = ("_last",)  # the core writes it
-    on_gpu = True
+    on_gpu, on_host = True, False
     work: ClassVar[type[Work[Any]]] = DeviceWork
     device: int
     table: Table | None = None
@@ -67,7 +67,7 @@ class DeviceBackend(Backend):
     _failure: Sequence[int] = (0,)  # its first word is not 0 once a kernel has ended early
     failed_word = 0  # the address of that word, if there is one
 
-    def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
+    def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: GroupBackend | None = None) -> None:
         super().__init__(rendezvous)
         self.device = device_of(rendezvous).index if device is None else device
         self.shared = CommState(rendezvous, self.failures, self, host)
@@ -110,7 +110,7 @@ class DeviceBackend(Backend):
 
     @abstractmethod
     def split(
-        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
+        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: GroupBackend | None = None
     ) -> DeviceBackend | None: ...
 
     def idle(self) -> Any:

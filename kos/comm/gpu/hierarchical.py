@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import Any
 
 from kos.comm import watchdog
-from kos.comm.backend import UNMADE, Backend
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.links import table_between
@@ -31,6 +30,7 @@ from kos.comm.gpu.order import Order
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.launches import pick
 from kos.comm.gpu.routes import Route, nothing
+from kos.comm.group_backend import UNMADE, GroupBackend
 from kos.comm.operation import AUTO, Operation, Options
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.tuning import Table
@@ -167,7 +167,7 @@ class HierarchicalBackend(NCCLBackend):
     _groups: Sequence[Rendezvous] = ()
 
     def __init__(
-        self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None, host: Backend | None = None
+        self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None, host: GroupBackend | None = None
     ) -> None:
         super().__init__(rendezvous, device, comm, host)
         self._between = Order()
@@ -177,7 +177,7 @@ class HierarchicalBackend(NCCLBackend):
             self.hierarchy = str(error)
             """Between which hosts calls go in phases, or why none does."""
 
-    def _divide(self, rendezvous: Rendezvous, host: Backend | None) -> None:
+    def _divide(self, rendezvous: Rendezvous, host: GroupBackend | None) -> None:
         """Make ``node`` and ``rail``; raises BackendUnavailable, on all ranks, if any host is not fit for it."""
         hosts = hosts_of(rendezvous)
         mine, place = divmod(self.rank, len(hosts[0]))

@@ -24,7 +24,7 @@ from math import prod
 from typing import Any, ClassVar
 
 from kos.comm import timeouts, watchdog
-from kos.comm.backend import Backend, Probe
+from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import EndedEarly, Late
 from kos.comm.gpu import nccl_binding as binding
@@ -37,6 +37,7 @@ from kos.comm.gpu.nccl_staging import MESSAGES, Copy, as_messages, copy, stage, 
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.routes import Route, nothing
 from kos.comm.gpu.works import unstarted
+from kos.comm.group_backend import GroupBackend
 from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.reduction import ReduceOp, Reduction
@@ -84,7 +85,7 @@ class NCCLBackend(DeviceBackend):
     """The launches that no group of NCCL may hold: they launch kernels of kos too."""
 
     def __init__(
-        self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None, host: Backend | None = None
+        self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None, host: GroupBackend | None = None
     ) -> None:
         super().__init__(rendezvous, device, host)
         self._nccl = binding.library()
@@ -193,7 +194,7 @@ class NCCLBackend(DeviceBackend):
             raise named from error
 
     def split(
-        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
+        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: GroupBackend | None = None
     ) -> NCCLBackend | None:
         if self._comm is None:  # aborted: the remaining ranks make a new one
             return None if rendezvous is None else type(self)(rendezvous, self.device, None, host)

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import Backend
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.notices import Channel
 from kos.comm.failures import EndedEarly, FailureLog, Late
 from kos.comm.gpu.eager import EagerCalls
 from kos.comm.gpu.order import Streams
+from kos.comm.group_backend import GroupBackend
 from kos.comm.host.backend import HostBackend, at_exit, closed
 from kos.comm.host.shared import CallRing, open_segment
 from kos.comm.prepared import described
@@ -42,7 +42,7 @@ class CommState:
 
     __slots__ = ("__dict__", "__weakref__", "last")  # the core writes it
 
-    def __init__(self, rendezvous: Rendezvous, failures: FailureLog, backend: Any, host: Backend | None) -> None:
+    def __init__(self, rendezvous: Rendezvous, failures: FailureLog, backend: Any, host: GroupBackend | None) -> None:
         self.failures = failures
         self.backends: Sequence[Any] = (backend,)  # what fails together, in the order in which it is ended
         self.streams = Streams(backend.device)
@@ -192,13 +192,13 @@ class CommState:
         if known is not None and self._lost is not None:
             raise again(self._lost, f"{latest}: {self._lost}")
 
-    def last_of(self, backend: Backend) -> Work[Any] | None:
+    def last_of(self, backend: GroupBackend) -> Work[Any] | None:
         """The last collective, if ``backend`` carries it and it does not end before all ranks have arrived."""
         o = self.last
         mine = o is not None and o.backend is backend and o.operation.root is None
         return o if mine else None
 
-    def look_for_the_late(self, now: float, backend: Backend) -> None:
+    def look_for_the_late(self, now: float, backend: GroupBackend) -> None:
         """Raise CollectiveTimeout where ranks of this host did not begin the last call, one of ``backend``, in time."""
         o = self.last_of(backend)
         if o is None:

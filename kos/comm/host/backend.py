@@ -16,26 +16,27 @@ from typing import Any
 
 from kos._core import native
 from kos.comm import interrupts, timeouts
-from kos.comm.backend import UNMADE, Backend, Probe, ends_group
+from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
+from kos.comm.group_backend import UNMADE, GroupBackend, ends_group
 from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, await_nodes, open_segment
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, Operation
 from kos.comm.prepared import Fingerprints, Prepared, without_memory
 from kos.comm.schedules import runnable
-from kos.comm.transport import ScheduledCalls, Transport
+from kos.comm.transport import ScheduledCalls
 from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work, raising
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.memory import Buffer
 
 
-class HostBackend(Backend):
+class HostBackend(GroupBackend):
     """Runs the operations of a group over the transport that ``make(rendezvous, engine)`` returns."""
 
     def __init__(
-        self, rendezvous: Rendezvous, make: Callable[[Rendezvous, Engine], Transport], engine: Engine | None = None
+        self, rendezvous: Rendezvous, make: Callable[[Rendezvous, Engine], Backend], engine: Engine | None = None
     ) -> None:
         super().__init__(rendezvous, engine)
         self.transport = make(rendezvous, self.engine)
@@ -159,7 +160,7 @@ class HostBackend(Backend):
 
     @property
     def has_envelopes(self) -> bool:
-        return self.node is not None or type(self.transport).arrived is not Transport.arrived
+        return self.node is not None or type(self.transport).arrived is not Backend.arrived
 
     def poll_message(self, src: int, tag: int) -> Envelope | None:
         held = interrupts.hold()
@@ -225,7 +226,7 @@ class HostBackend(Backend):
             return f"{self.name} shared memory"
         if self.transport.is_native(name, nbytes):
             return f"{self.name} native"
-        return f"{self.name} {self.transport.choose(Operation(name, self.rank), name, nbytes)}"
+        return f"{self.name} {self.scheduled.schedule(Operation(name, self.rank), name, nbytes)}"
 
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None

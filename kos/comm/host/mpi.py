@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import CHANGES, Probe
+from kos.comm.contract import Backend, Probe, Request
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.identity import under_mpirun
 from kos.comm.control.mpi import NAMING_SECONDS, await_request
 from kos.comm.control.notices import Channel
 from kos.comm.failures import WHY_CLOSED
+from kos.comm.group_backend import CHANGES
 from kos.comm.host.mpi_messages import DTYPE_SHIFT, LARGEST, LAST_POLLS, TAG, MPIMessage, as_bytes
 from kos.comm.host.shared.calls import CHECK_SECONDS
 from kos.comm.host.tcp import TCPTransport
@@ -32,7 +33,7 @@ from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import described
 from kos.comm.records import again
 from kos.comm.reduction import ReduceOp, Reduction, resolve
-from kos.comm.transport import Request, Transport, remove, take, wrong_message
+from kos.comm.transport import remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work
 from kos.dtypes import DTYPES, DType, dtype_of, dtype_of_code
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RankLost
@@ -56,7 +57,7 @@ comparison, in a new array at the same address, got other ranks' numbers of the 
 _SUMS = (ReduceOp.AVG, ReduceOp.PREMUL_SUM)  # kos scales before or after; other operations have the same name in MPI
 
 
-class MPITransport(Transport):
+class MPITransport(Backend):
     """Messages of ranks that are processes of an MPI communicator: bytes, which can be named and cancelled in flight.
 
     A receive is matched with an arrived message (MPI_Improbe) before MPI gets its memory: if their lengths differ,
@@ -114,7 +115,7 @@ class MPITransport(Transport):
         comm.Set_errhandler(self._MPI.ERRORS_RETURN)
         return comm
 
-    def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Transport]:
+    def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Backend]:
         """After a loss MPI is not used: the survivors go on over TCP."""
         return TCPTransport if rendezvous.mpi is None else MPITransport
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import Probe
+from kos.comm.contract import Backend, Probe, Request
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.hub import is_cut_off
 from kos.comm.failures import WHY_CLOSED
@@ -24,7 +24,6 @@ from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.prepared import described
 from kos.comm.records import again, to_record
-from kos.comm.transport import Request, Transport
 from kos.comm.work import Engine, Work
 from kos.errors import KosError
 
@@ -36,7 +35,7 @@ _DESCRIBE_SECONDS = 0.05  # seconds of waiting in a collective before a rank des
 _CLOSE_SECONDS = 0.2  # limit for sending queued messages before connections are closed
 
 
-class TCPTransport(Transport):
+class TCPTransport(Backend):
     """The connections of a group whose ranks found each other over TCP, and the descriptions of its collectives by tag.
 
     ``poller`` polls the connections of this rank in all groups.
@@ -73,7 +72,7 @@ class TCPTransport(Transport):
         self.poller.pause(seconds=seconds)
         return True
 
-    def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Transport]:
+    def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Backend]:
         return partial(TCPTransport, poller=self.poller)
 
     def tag(self, sequence: int) -> int:

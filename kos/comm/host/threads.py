@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import Probe
+from kos.comm.contract import Backend, Probe, Request
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.matching import Envelope
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.records import again
-from kos.comm.transport import Request, Transport, remove, take, wrong_message
+from kos.comm.transport import remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work
 from kos.errors import CollectiveError, CollectiveMismatch, KosError, plural
 
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 Key = tuple[int, int, int]  # source, destination, tag
 
 
-class ThreadTransport(Transport):
+class ThreadTransport(Backend):
     """Mailboxes of a group whose ranks are threads of this process, or of a group of one.
 
     A message is copied and complete at once.  A user's message larger than ``buffer_bytes`` of ``kos.testing.spawn``

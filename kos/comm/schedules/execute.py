@@ -51,7 +51,7 @@ def execute(schedule: Schedule, rank: int, transport: Any, buffers: Mapping[str,
     Args:
         schedule: the same on all ranks, with as many ranks as the transport connects.
         rank: this rank, from 0 to ``schedule.ranks - 1``.
-        transport: has ``isend``, ``irecv`` and ``cancel`` of ``kos.comm.transport.Transport``; ``peer`` is
+        transport: has ``isend``, ``irecv`` and ``cancel`` of ``kos.comm.contract.Backend``; ``peer`` is
             a rank of the schedule.
         buffers: a contiguous 1-D array for each space in ``schedule.spaces(rank)``, all of one dtype.  ``data`` is
             reduced or filled in place; after a ``reduce`` its contents are undefined on all ranks but the root.

@@ -25,7 +25,6 @@ from kos.memory.symmetric import on_all
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-BACKENDS = ("peer", "nccl", "hierarchical")
 UNKNOWN = "unknown links"
 """NVML sometimes does not report the links: such a machine matches every table for its GPU."""
 UNMEASURED = ((None, "nccl"),)
@@ -66,6 +65,10 @@ class Table:
         names = [key(measured, *each) for each in flags]
         return next((self.routes[name] for name in names if name in self.routes), UNMEASURED)
 
+    def backends(self) -> set[str]:
+        """The backends whose routes calls may take."""
+        return {name for route in self.routes.values() for _, name in route}
+
     def to_json(self) -> dict[str, Any]:
         """The table alone; a file adds ``provenance`` and ``measured``."""
         return {
@@ -91,8 +94,8 @@ def parse(data: Any, source: str) -> Table:
         kernels = Launches.from_json(data["launches"])
         routes = {name: tuple(by_size(name, route)) for name, route in data["routes"].items()}
         for name, route in routes.items():
-            if wrong := [backend for _, backend in route if backend not in BACKENDS]:
-                raise InvalidArgument(f"{name}: expected one of {', '.join(BACKENDS)}, got {wrong[0]!r}")
+            if wrong := [each for _, each in route if not isinstance(each, str) or not each.isidentifier()]:
+                raise InvalidArgument(f"{name}: expected the names of backends, got {wrong[0]!r}")
     except InvalidArgument:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -170,6 +173,25 @@ def for_group(rendezvous: Rendezvous, device: int) -> Table:
     source, data = json.loads(on_all(rendezvous, "choose the tuning table", choose)[0])
     on_all(rendezvous, "use the tuning table of rank 0", lambda: tables.append(parse(data, source)))
     return tables[0]
+
+
+def preferred_on_hosts(rendezvous: Rendezvous) -> str:
+    """The backend that ``auto`` uses for host memory by the user's own table, "" without one.
+
+    The file ``host-memory-RANKS.json`` holds ``{"format": 1, "backend": NAME}``.  One that is damaged is not used, and
+    one warning gives the reason.
+    """
+    path = user_path("host memory", rendezvous.size, -(-rendezvous.size // max(rendezvous.local_size, 1)))
+    try:
+        data = json.loads(path.read_bytes())
+        if data["format"] != FORMAT or not isinstance(data["backend"], str):
+            raise ValueError(f"expected format {FORMAT} and the name of a backend, got {data!r}")
+        return str(data["backend"])
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        log.warning("the tuning table %s is not used: %s: %s", path, type(error).__name__, error)
+        return ""
 
 
 def machine(device: int) -> tuple[str, str]:

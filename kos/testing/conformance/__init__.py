@@ -24,17 +24,18 @@ import ml_dtypes
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
-from kos.comm.compression import FORMATS
+from kos.comm.compression import CARRIED, FORMATS
 from kos.comm.schedules import algorithms
 from kos.errors import InvalidArgument, plural
-from kos.testing.conformance import compressed, failures, intact, order, results, values
-from kos.testing.conformance.model import MOVING
+from kos.testing.conformance import failures, intact, model, order, results, values
+from kos.testing.conformance.model import MOVING, REDUCING, Step
+from kos.testing.conformance.on_gpu import OnGPU
 
 __all__ = ["Case", "cases", "run"]
 
 log = logging.getLogger(__name__)
 _SILENT = logging.Logger("silent", logging.CRITICAL)
-_CHECKS = [module.__file__ for module in (failures, intact, order, results)]
+_CHECKS = [module.__file__ for module in (failures, intact, model, order, results)]
 
 EXCHANGE_SECONDS = 60.0
 """The least timeout of exchanges between checks: on a busy machine ranks end a check seconds apart."""
@@ -57,59 +58,72 @@ class Case(NamedTuple):
         return self.name
 
 
-def cases(full: bool = False, seed: int = 0) -> list[Case]:
-    """All promises; for every dtype, size and schedule if ``full`` (minutes), else for a few (seconds)."""
+def cases(full: bool = False, seed: int = 0, gpu: bool = False) -> list[Case]:
+    """All promises; for every dtype, size and schedule if ``full`` (minutes), else for a few (seconds).
+
+    ``gpu``: those for arrays on GPUs.
+    """
     found: list[Case] = []
 
-    def add(call: Callable[..., None], *args: Any, name: str = "", ranks: int = 1) -> None:
-        words = [name or call.__name__, *(str(getattr(arg, "name", arg)) for arg in args if arg != name)]
+    def add(call: Callable[..., None], *args: Any, name: str = "", ranks: int = 1, host: bool = False) -> None:
+        """A promise; ``host``: of host memory alone."""
+        name = name or " ".join([call.__name__, *map(str, args)])
         given = (seed, *args) if "seed" in inspect.signature(call).parameters else args
-        found.append(Case(" ".join(words), lambda comm: call(comm, *given), ranks))
+        if not (gpu and host):
+            found.append(Case(name, lambda comm: call(comm, *given), ranks))
 
-    add(order.sends_need_no_further_call, ranks=2)  # first: if one of these two fails, most others time out
-    add(order.one_poll_advances_all_messages, ranks=2)
+    def results_of(name: str, dtype: Any, op: ReduceOp = ReduceOp.SUM, more: str = "", **options: Any) -> None:
+        sizes = options.pop("sizes", values.SIZES)
+        shown = [name, str(dtype), *([op.name] if name in REDUCING else []), *more.split()]
+        add(results.correct, Step(name, dtype=dtype, op=op, **options), sizes, name=" ".join(shown))
+
+    add(order.sends_need_no_further_call, ranks=2, host=True)  # if one of these two fails, most others time out
+    add(order.one_poll_advances_all_messages, ranks=2, host=True)
     for dtype in (dtype for dtype in values.ALL_DTYPES if full or dtype.name in _FEW):
         for known, op in values.REDUCTIONS:
             if known == dtype and (full or op.name in (_FEW[dtype.name] or op.name)):
                 for name in ("all_reduce", "reduce_scatter"):
-                    add(results.correct, name, dtype, op, name=name)
+                    results_of(name, dtype, op)
         op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM
-        for name in ("reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan"):
-            add(results.correct, name, dtype, op, 0, name in ("reduce", "reduce_scatter"), name=name)
-        for name in MOVING[:-1]:
-            add(results.correct, name, dtype, name=name)
-        add(results.messages, dtype)
+        for name in ("reduce", "reduce_scatter"):
+            results_of(name, dtype, op, "deterministic", deterministic=True)
+        for name in ("reduce_scatter_v", "scan", "exscan", *MOVING):
+            results_of(name, dtype, op)
+        add(results.messages, dtype, host=True)
+    f4, f2 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
     for name in ("all_reduce", "reduce_scatter"):
-        for algorithm in range(1 + len(algorithms(name)) if full else 1):
-            sizes = (*values.SIZES, values.LARGE)
-            add(results.correct, name, np.dtype(np.float32), ReduceOp.SUM, algorithm, False, sizes, name=name)
-    for kind in (np.float32, ml_dtypes.bfloat16):
-        add(results.deterministic_adds_in_rank_order, np.dtype(kind))
-        add(results.scans_add_in_rank_order, np.dtype(kind))
-    add(results.sums_of_16_bits_in_fp32, np.dtype(ml_dtypes.bfloat16))
-    for call in (results.nan_wins_min_and_max_on_every_rank, results.shapes_and_scalars, results.large,
-                 results.arguments_of_other_ranks_than_the_root, *order.ALL):  # fmt: skip
+        for algorithm in ("auto", *algorithms(name))[: None if full and not gpu else 1]:
+            number, sizes = ("auto", *algorithms(name)).index(algorithm), (*values.SIZES, values.LARGE)
+            results_of(name, f4, more=f"by {algorithm}", algorithm=number, sizes=sizes)
+    for name in ("all_gather", "broadcast", "send_recv"):
+        results_of(name, f4, more="large", sizes=[values.LARGE])
+    for kind in (f4, f2):
+        for name in ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan"):
+            add(results.in_rank_order, name, kind)
+    add(results.sums_of_16_bits_in_fp32, f2)
+    for call in (results.nan_wins_min_and_max_on_every_rank, results.shapes_and_scalars,
+                 results.arguments_of_other_ranks_than_the_root):  # fmt: skip
         add(call)
+    for each in order.ALL:
+        add(each, host=True)
     for form in FORMATS:
-        for kind in (np.float32, np.float16, ml_dtypes.bfloat16):
-            add(compressed.compressed, form, np.dtype(kind))
-        add(compressed.feedback_keeps_what_is_lost, form, np.dtype(np.float32))
-    for kind in (np.float32, ml_dtypes.bfloat16):
-        add(compressed.compressed_between_groups, np.dtype(kind))
-    for kind in (np.float32, np.float16, ml_dtypes.bfloat16):
-        add(compressed.errors_are_within_the_bounds, np.dtype(kind))
-    add(compressed.compressed_sums_are_near)
+        for kind in CARRIED:
+            add(results.compressed, form, np.dtype(kind))
+        add(results.feedback_keeps_what_is_lost, form, f4)
     for row in failures.SCENARIOS:
         if full or (row.program, row.fault) in failures.FEW:
-            found.append(Case(str(row), partial(failures.check, row=row), row.ranks))
+            add(partial(failures.check, row=row), name=str(row), ranks=row.ranks, host=failures.GPU in row.never)
     for call in (intact.refused, intact.refused_sizes, intact.messages, intact.cancelled):
-        add(call, ranks=2)
+        add(call, ranks=2, host=True)
     return found
 
 
-def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") -> dict[str, str]:
+def run(
+    world: Communicator, full: bool = False, seed: int = 0, only: str = "", gpu: bool = False
+) -> dict[str, str]:  # fmt: skip
     """Check the promises whose name contains ``only`` on the ranks of ``world``.  Collective.
 
+    ``gpu``: those for arrays on this rank's GPU, of a communicator that uses one.
     Returns the failures, the same on all ranks: for each broken promise, the tracebacks of the ranks that raised.
     Rank 0 logs each check before it starts, and the cause of each failure (the logger ``kos.testing.conformance``).
     If a check does not end within ``CHECK_SECONDS`` seconds, the rank logs it and ends its process with exit status 1.
@@ -117,7 +131,9 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
     """
     if not __debug__:
         raise InvalidArgument("conformance: expected assertions, got Python without them (-O)")
-    chosen = [case for case in cases(full, seed) if only in case.name and world.size >= case.ranks]
+    if gpu and world.device is None:
+        raise InvalidArgument(f"gpu: expected a communicator that uses a GPU, got {world}")
+    chosen = [case for case in cases(full, seed, gpu) if only in case.name and world.size >= case.ranks]
     if not chosen:
         ranks = plural(world.size, "rank")
         raise InvalidArgument(f"only: expected a part of a promise's name, got {only!r} on {ranks}")
@@ -130,7 +146,7 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
         failure: tuple[str, str] | None = None
         try:
             with _time_limit(case, world.rank):
-                case.call(comm)
+                case.call(OnGPU(comm) if gpu else comm)  # type: ignore[arg-type]
         except Exception as error:
             failure = _cause(error), traceback.format_exc()
             comm.abort(reason=f"conformance: {case.name} failed")

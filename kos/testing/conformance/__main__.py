@@ -37,7 +37,7 @@ def on_threads(options: argparse.Namespace) -> dict[str, str]:
 
         def body(comm: kos.Communicator) -> dict[str, str]:
             comm.timeout = options.timeout
-            return run(comm, options.full, options.seed, options.only)
+            return run(comm, options.full, options.seed, options.only, options.gpu)
 
         return spawn(body, options.ranks, 3600)[0]
     with socket.socket() as sock:
@@ -47,7 +47,7 @@ def on_threads(options: argparse.Namespace) -> dict[str, str]:
 
     def rank(number: int) -> dict[str, str]:
         with kos.init(options.backend, rendezvous={**job, "rank": number}, timeout=options.timeout) as world:
-            return run(world, options.full, options.seed, options.only)
+            return run(world, options.full, options.seed, options.only, options.gpu)
 
     with ThreadPoolExecutor(options.ranks) as pool:
         return next(iter(list(pool.map(rank, range(options.ranks)))))
@@ -59,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="auto", metavar="NAME")
     parser.add_argument("--ranks", type=int, default=3, metavar="N", help="number of threads without a launcher")
     parser.add_argument("--full", action="store_true", help="every dtype, size and schedule: minutes")
+    parser.add_argument("--gpu", action="store_true", help="arrays on the GPUs of the ranks")
     parser.add_argument("--only", default="", metavar="TEXT", help="only promises whose names contain TEXT")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="limit of a wait; default: 60")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)), metavar="N")
@@ -79,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         if under_mpirun() or launched_place()[1] > 1:
             with kos.init(options.backend, timeout=options.timeout) as world:
                 options.seed = int(world.all_gather_bytes(str(options.seed).encode())[0])
-                rank, broken = world.rank, run(world, options.full, options.seed, options.only)
+                rank, broken = world.rank, run(world, options.full, options.seed, options.only, options.gpu)
         else:
             broken = on_threads(options)
     except KosError as error:

@@ -10,20 +10,23 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+from kos.testing.conformance.model import Step, Trial
+from kos.testing.conformance.on_gpu import OnGPU
 from kos.testing.conformance.values import LARGE, assert_same_on_all_ranks, raises
 
 SHORT = 0.3  # seconds, for calls that must time out
 GRACE = 20.0  # seconds that an error may be late on a busy machine
 WHY = "it had enough"
 
-GPUS = ("nccl", "peer")
-BY_MPI = ("mpi", *GPUS)
+GPU = "a GPU"
+NO_GPU, BY_MPI = (GPU,), ("mpi", GPU)
 
 Meet = Callable[[Communicator, float], Any]
 """Waits outside of kos for all ranks; the others come when a timeout, in seconds, has passed."""
@@ -42,7 +45,7 @@ class Scenario(NamedTuple):
     ranks: int = 2
     """The least number of ranks."""
     never: Sequence[str] = ()
-    """Backends that do not promise it."""
+    """Backends, or ``GPU`` for all those of GPUs, that do not promise it."""
 
     def __str__(self) -> str:
         return f"{self.program}, {self.fault}"
@@ -64,28 +67,23 @@ def _several(comm: Communicator) -> None:
         work.wait()
 
 
-PROGRAMS: dict[str, Callable[[Any, int], Any]] = {
+PROGRAMS: dict[str, Step | Callable[[Any, int], Any]] = {
     "barrier": lambda comm, culprit: comm.barrier(),
-    "all_reduce": lambda comm, culprit: comm.all_reduce(np.ones(5)),
-    "all_reduce of 300,007": lambda comm, culprit: comm.all_reduce(np.ones(LARGE, np.float32)),
+    "all_reduce": Step("all_reduce"),
+    "all_reduce of 300,007": Step("all_reduce", LARGE),
     "all_reduce by a ring": lambda comm, culprit: comm.all_reduce(np.ones(5), algorithm="ring"),
     "all_reduce by a tree": lambda comm, culprit: comm.all_reduce(np.ones(LARGE), algorithm="tree"),
-    "all_reduce in rank order": lambda comm, culprit: comm.all_reduce(np.ones(5), deterministic=True),
-    "all_reduce in 8 bits": lambda comm, culprit: comm.all_reduce(np.ones(4096, np.float32), compress="int8"),
+    "all_reduce in rank order": Step("all_reduce", deterministic=True),
+    "all_reduce in 8 bits": Step("all_reduce", 4096, compress="int8"),
     "all_reduce, polled": lambda comm, culprit: _polled(comm.all_reduce(np.ones(5), async_op=True)),
     "all_reduce_init": lambda comm, culprit: comm.all_reduce_init(np.ones(5)).start().wait(),
     "several all_reduce": lambda comm, culprit: _several(comm),
     "batch": lambda comm, culprit: _batch(comm),
-    "broadcast": lambda comm, culprit: comm.broadcast(np.ones(5), culprit),
-    "scatter": lambda comm, culprit: comm.scatter(
-        np.ones(5 * comm.size) if comm.rank == culprit else None, np.ones(5), culprit),
-    "reduce_scatter": lambda comm, culprit: comm.reduce_scatter(np.ones(4 * comm.size)),
-    "all_gather": lambda comm, culprit: comm.all_gather(np.ones(5)),
-    "all_gather_v": lambda comm, culprit: comm.all_gather_v(np.ones(comm.rank + 1), range(1, comm.size + 1)),
-    "all_gather_v without counts": lambda comm, culprit: comm.all_gather_v(np.ones(comm.rank + 1)),
+    **{name: Step(name) for name in ("broadcast", "scatter", "reduce_scatter", "all_gather", "all_gather_v")},
+    "all_gather_v without counts": Step("all_gather_v", sized=False),
     "all_gather_bytes": lambda comm, culprit: comm.all_gather_bytes(b"abc"),
-    "all_to_all": lambda comm, culprit: comm.all_to_all(np.ones(LARGE * comm.size, np.int8)),
-    "all_to_all_v": lambda comm, culprit: comm.all_to_all_v(np.ones(2 * comm.size), [2] * comm.size, [2] * comm.size),
+    "all_to_all": Step("all_to_all", LARGE, np.int8),
+    "all_to_all_v": Step("all_to_all_v"),
     "split": lambda comm, culprit: comm.split(0),
     "duplicate": lambda comm, culprit: comm.duplicate(),
     "recv": lambda comm, culprit: comm.recv(np.ones(5), culprit),
@@ -95,34 +93,52 @@ PROGRAMS: dict[str, Callable[[Any, int], Any]] = {
     "recv_bytes from any": lambda comm, culprit: comm.recv_bytes(),
     "probe": lambda comm, culprit: comm.probe(culprit),
     "exchange": lambda comm, culprit: comm.rendezvous.barrier(),
-}  # fmt: skip
+}
 """What a rank calls that waits for the rank ``culprit``."""
 ENVELOPES = ("recv from any", "recv_bytes", "recv_bytes from any", "probe")
 MESSAGES = ("recv", "send_recv", *ENVELOPES)  # between hosts' memories, a failure of one breaks nothing
 
-MISMATCHES: dict[str, Callable[[Any, bool], Any]] = {
+_FOUR = Step("all_reduce", 4, np.float64)
+MISMATCHES: dict[str, tuple[Step, Step] | Callable[[Any, bool], Any]] = {
     "operation": lambda comm, other: comm.barrier() if other else comm.all_reduce(np.ones(4)),
-    "dtype": lambda comm, other: comm.all_reduce(np.ones(4, np.float32 if other else np.int32)),
-    "count": lambda comm, other: comm.all_reduce(np.ones(4 + other)),
-    "count of a gather": lambda comm, other: comm.gather(np.ones(4 + other)),
-    "count, large and small": lambda comm, other: comm.all_reduce(np.ones(4 if other else LARGE)),
-    "op": lambda comm, other: comm.all_reduce(np.ones(4), ReduceOp.MAX if other else ReduceOp.SUM),
-    "root": lambda comm, other: comm.broadcast(np.ones(4), root=int(other)),
-    "root of a reduce": lambda comm, other: comm.reduce(np.ones(4), root=int(other)),
+    "dtype": (replace(_FOUR, dtype=np.int32), replace(_FOUR, dtype=np.float32)),
+    "count": (_FOUR, replace(_FOUR, count=5)),
+    "count of a gather": (Step("gather", 4), Step("gather", 5)),
+    "count, large and small": (replace(_FOUR, count=LARGE), _FOUR),
+    "op": (_FOUR, replace(_FOUR, op=ReduceOp.MAX)),
+    "root": (Step("broadcast"), Step("broadcast", root=1)),
+    "root of a reduce": (Step("reduce"), Step("reduce", root=1)),
     "algorithm": lambda comm, other: comm.all_reduce(np.ones(4), algorithm="tree" if other else "ring"),
     "algorithm, automatic or not": lambda comm, other: comm.all_reduce(
         np.ones(4), algorithm="ring" if other else "auto"),
-    "deterministic": lambda comm, other: comm.all_reduce(np.ones(4), deterministic=other),
+    "deterministic": (_FOUR, replace(_FOUR, deterministic=True)),
     "counts": lambda comm, other: comm.all_gather_v(
         np.ones(2 + (other and comm.rank > 0)), [2] * (comm.size - 1) + [2 + other]
     ) if comm.rank in (0, comm.size - 1) else comm.all_gather_v(np.ones(2), [2] * comm.size),
-    "purpose": lambda comm, other: comm.scatter_v(
-        None if comm.rank else np.ones(2 * comm.size), None, np.ones(2)) if other else comm.gather_v(np.ones(2)),
+    "purpose": (Step("gather_v", sized=False), Step("scatter_v", sized=False)),
     "operation of bytes": lambda comm, other: comm.barrier() if other else comm.all_gather_bytes(b"x"),
     "operation of a split": lambda comm, other: comm.all_reduce(np.ones(4)) if other else comm.split(0),
     "operation of two splits": lambda comm, other: comm.duplicate() if other else comm.split(0),
 }  # fmt: skip
 """Calls by their difference, whose first word is in the error; ``other`` is true on the rank whose call differs."""
+
+
+def _call(comm: Any, program: str, culprit: int) -> None:
+    """Make the call that waits for the rank ``culprit``."""
+    action = PROGRAMS[program]
+    if isinstance(action, Step):
+        Trial(comm, replace(action, root=culprit), 0).start()
+    else:
+        action(comm, culprit)
+
+
+def _call_or_other(comm: Any, program: str, other: bool) -> None:
+    """Make one of two calls that differ."""
+    action = MISMATCHES[program]
+    if isinstance(action, tuple):
+        Trial(comm, action[other], 0).start()
+    else:
+        action(comm, other)
 
 
 def _sleep(comm: Communicator, limit: float) -> None:
@@ -144,7 +160,7 @@ def _late(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
     start, named = time.monotonic(), set[int]()
     if comm.rank != culprit:
         with raises(row.error, _words(comm, row, culprit)) as caught:
-            PROGRAMS[row.program](part, culprit)
+            _call(part, row.program, culprit)
             part.synchronize()
         assert limit <= time.monotonic() - began < limit + GRACE, "the error came early or late"
         named = set(caught[0].ranks)
@@ -160,7 +176,8 @@ def _late(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
 
 
 def _on_gpus(comm: Any) -> bool:
-    return any(name in comm.backend_name for name in GPUS)
+    """Whether the arrays of the calls lie on GPUs."""
+    return isinstance(comm, OnGPU)
 
 
 def _may_not_name(comm: Any) -> bool:
@@ -170,7 +187,7 @@ def _may_not_name(comm: Any) -> bool:
 
 def _fills_ranks(comm: Any) -> bool:
     """Whether ``KosError.ranks`` is filled: backends of users may leave it empty."""
-    return comm.backend_name in ("mock", "mpi", "tcp") or _on_gpus(comm)
+    return bool({*comm.backend_name.split("+")} & {"mock", "mpi", "tcp", "nccl", "peer"})
 
 
 def _check_ranks(comm: Any, error: KosError, *ranks: int) -> None:
@@ -193,7 +210,7 @@ def _gives_up(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
         comm.rendezvous.barrier()  # the others have failed by then
     began = time.monotonic()
     with raises(row.error, _words(comm, row, late)):
-        PROGRAMS[program](part, 0 if row.program in MESSAGES else late)
+        _call(part, program, 0 if row.program in MESSAGES else late)
         part.synchronize()
     assert time.monotonic() - began < GRACE, "a rank did not learn of the failure of rank 0"
     if comm.rank != late:
@@ -202,30 +219,21 @@ def _gives_up(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
     comm.rendezvous.barrier()
 
 
-def _ends(comm: Any, row: Scenario, end: Callable[[Any], None]) -> None:
+def _ends(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+    """The last rank aborts, or closes, the communicator that others use or wait in."""
     part, culprit = comm.duplicate(), comm.size - 1
     comm.rendezvous.barrier()
     began = time.monotonic()
     if comm.rank == culprit:
-        end(part)
+        part.abort(reason=WHY) if row.fault == "a rank aborts" else part.close()
     else:
         with raises(row.error, row.words.format(culprit=culprit)) as caught:
-            PROGRAMS[row.program](part, culprit)
+            _call(part, row.program, culprit)
             part.synchronize()
         _check_ranks(comm, caught[0], culprit)
         assert time.monotonic() - began < GRACE, "the error came late"
         part.abort()
     comm.rendezvous.barrier()
-
-
-def _aborts(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
-    """The last rank aborts while others wait for it."""
-    _ends(comm, row, lambda part: part.abort(reason=WHY))
-
-
-def _closes(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
-    """The last rank closes the communicator that others still use."""
-    _ends(comm, row, lambda part: part.close())
 
 
 def _fails_elsewhere(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
@@ -239,7 +247,7 @@ def _fails_elsewhere(comm: Any, row: Scenario, limit: float, meet: Meet) -> None
         other.abort(0, "of no interest") if "aborts" in row.fault else other.close()
     elif comm.rank == 2:
         with raises(row.error, row.words.format(culprit=1)) as caught:
-            PROGRAMS[row.program](other, 0)
+            _call(other, row.program, 0)
         _check_ranks(comm, caught[0], 1)
     comm.rendezvous.barrier()
 
@@ -268,9 +276,9 @@ def _differs(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
         part = comm.duplicate()
         if odd and row.program != "counts" and not _on_gpus(comm):  # calls that are known are compared too
             for other in (False, True):
-                MISMATCHES[row.program](part, other)
+                _call_or_other(part, row.program, other)
         with raises(row.error, row.words) as caught:
-            MISMATCHES[row.program](part, comm.rank == odd)
+            _call_or_other(part, row.program, comm.rank == odd)
             part.synchronize()
             for _ in range(3):
                 part.barrier()
@@ -373,8 +381,8 @@ def _sender_aborts(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
 FAULTS: dict[str, Callable[[Any, Scenario, float, Meet], None]] = {
     "a rank is late": _late,
     "rank 0 gives up": _gives_up,
-    "a rank aborts": _aborts,
-    "a rank closes": _closes,
+    "a rank aborts": _ends,
+    "a rank closes": _ends,
     "it failed elsewhere": _fails_elsewhere,
     "it aborts for a failure elsewhere": _fails_elsewhere,
     "a later one fails": _fails_later,
@@ -403,38 +411,38 @@ _TABLE: list[tuple[str, Any, str, int, Sequence[str], Sequence[str]]] = [
         "barrier", "all_reduce", "all_reduce of 300,007", "all_reduce in rank order", "all_reduce in 8 bits",
         "broadcast", "reduce_scatter", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "recv",
         "send_recv")),
-    ("a rank is late", LATE, NAMED, 2, GPUS, (
+    ("a rank is late", LATE, NAMED, 2, NO_GPU, (
         "all_reduce by a ring", "all_reduce, polled", "all_reduce_init", "several all_reduce", "batch", "scatter",
         "all_gather_v without counts", "all_gather_bytes", "split")),
-    ("a rank is late", LATE, NAMED, 2, GPUS, ENVELOPES),
-    ("rank 0 gives up", LATE, NAMED, 2, GPUS, ENVELOPES),
-    ("a rank aborts", RankLost, GONE, 2, GPUS, ENVELOPES),
-    ("a rank closes", RankLost, LEFT, 2, GPUS, ("recv_bytes", "probe")),
-    ("it failed elsewhere", RankLost, BECAUSE, 3, GPUS, ENVELOPES),
+    ("a rank is late", LATE, NAMED, 2, NO_GPU, ENVELOPES),
+    ("rank 0 gives up", LATE, NAMED, 2, NO_GPU, ENVELOPES),
+    ("a rank aborts", RankLost, GONE, 2, NO_GPU, ENVELOPES),
+    ("a rank closes", RankLost, LEFT, 2, NO_GPU, ("recv_bytes", "probe")),
+    ("it failed elsewhere", RankLost, BECAUSE, 3, NO_GPU, ENVELOPES),
     ("rank 0 gives up", LATE, NAMED, 2, (), ("barrier", "all_reduce")),
-    ("rank 0 gives up", LATE, NAMED, 2, GPUS, ("all_reduce by a tree", "batch", "recv")),
+    ("rank 0 gives up", LATE, NAMED, 2, NO_GPU, ("all_reduce by a tree", "batch", "recv")),
     ("a rank aborts", RankLost, GONE, 2, (), ("barrier", "all_reduce", "broadcast", "recv")),
-    ("a rank aborts", RankLost, GONE, 2, GPUS, ("all_reduce by a ring", "send_recv", "split")),
-    ("a rank closes", RankLost, LEFT, 2, GPUS, ("recv",)),
+    ("a rank aborts", RankLost, GONE, 2, NO_GPU, ("all_reduce by a ring", "send_recv", "split")),
+    ("a rank closes", RankLost, LEFT, 2, NO_GPU, ("recv",)),
     ("a rank closes", RankLost, LEFT, 2, BY_MPI, ("barrier", "all_reduce")),  # MPI's own may be complete
-    ("it failed elsewhere", RankLost, BECAUSE, 3, GPUS, (
+    ("it failed elsewhere", RankLost, BECAUSE, 3, NO_GPU, (
         "barrier", "all_reduce by a ring", "split", "send_recv", "recv")),
     ("it failed elsewhere", RankLost, BECAUSE, 3, BY_MPI, ("exchange",)),  # MPI's own ends at the timeout
-    ("it aborts for a failure elsewhere", RankLost, BECAUSE, 3, GPUS, ("barrier", "all_reduce by a ring", "recv")),
-    ("a later one fails", CollectiveTimeout, "barrier #1", 2, GPUS, ("all_reduce",)),
+    ("it aborts for a failure elsewhere", RankLost, BECAUSE, 3, NO_GPU, ("barrier", "all_reduce by a ring", "recv")),
+    ("a later one fails", CollectiveTimeout, "barrier #1", 2, NO_GPU, ("all_reduce",)),
     ("calls differ", CollectiveMismatch, DIFFER, 2, (), (
         "operation", "dtype", "count", "count, large and small", "op", "root", "deterministic")),
-    ("calls differ", CollectiveMismatch, DIFFER, 2, GPUS, (
+    ("calls differ", CollectiveMismatch, DIFFER, 2, NO_GPU, (
         "count of a gather", "root of a reduce", "algorithm", "algorithm, automatic or not", "counts", "purpose",
         "operation of bytes", "operation of a split", "operation of two splits")),
-    ("counts differ", CollectiveMismatch, OF_LENGTHS, 2, GPUS, (
+    ("counts differ", CollectiveMismatch, OF_LENGTHS, 2, NO_GPU, (
         "3 for 0", "0 for 3", "3 for 2", "0 for 300,000", "300,000 for 0", "299,999 for 300,000")),
-    ("messages differ", CollectiveMismatch, OF_ARRAYS, 2, GPUS, (
+    ("messages differ", CollectiveMismatch, OF_ARRAYS, 2, NO_GPU, (
         "3 of float64 for 4 of float64", "5 of float64 for 4 of float64", "0 of int8 for 2 of int8",
         "4 of int32 for 4 of float32", "100,000 of float32 for 2,000 of float32",
         "2,000 of float32 for 100,000 of float32")),
-    ("the sender gives up", CollectiveTimeout, GIVEN_UP, 2, GPUS, _SIZES),
-    ("the sender aborts", RankLost, UNSENT, 2, GPUS, _SIZES),
+    ("the sender gives up", CollectiveTimeout, GIVEN_UP, 2, NO_GPU, _SIZES),
+    ("the sender aborts", RankLost, UNSENT, 2, NO_GPU, _SIZES),
 ]  # fmt: skip
 
 SCENARIOS = [
@@ -456,5 +464,6 @@ def check(comm: Any, row: Scenario, limit: float = SHORT, meet: Meet = _sleep) -
     """
     if row.program in ENVELOPES and not comm.backend.has_envelopes:
         return
-    if comm.size >= row.ranks and not any(name in comm.backend_name for name in row.never):
+    names = GPU if _on_gpus(comm) else comm.backend_name
+    if comm.size >= row.ranks and not any(name in names for name in row.never):
         FAULTS[row.fault](comm, row, limit, meet)

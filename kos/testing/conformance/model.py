@@ -1,17 +1,33 @@
-"""A serial model of every operation: its arguments, and the parts of each rank's result."""
+"""The semantics of every operation, as a serial model in NumPy: arguments, results, calls in place.
+
+A ``Step`` describes one call.  A ``Trial`` makes it on one rank and checks what it returned and wrote.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from kos.comm import Communicator, ReduceOp
+from kos.comm import PremulSum, ReduceOp
+from kos.comm.compression import FORMATS
 from kos.comm.schedules import algorithms, collectives
-from kos.testing.conformance.values import inputs
-
-Array = np.ndarray[Any, Any]
+from kos.dtypes import dtype_of
+from kos.testing.conformance.values import (
+    UFUNCS,
+    Array,
+    assert_bits,
+    assert_numbers,
+    check,
+    decoded,
+    factors_of,
+    poison,
+    vector,
+)
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan")
 MOVING = (
@@ -21,7 +37,9 @@ MOVING = (
 IN_PLACE = ("all_reduce", "reduce", "scan", "exscan", "broadcast")
 GATHERING = ("all_gather", "all_gather_v", "gather", "gather_v")
 SCATTERING = ("reduce_scatter", "reduce_scatter_v", "scatter", "scatter_v")
+EXCHANGING = ("all_to_all", "all_to_all_v")
 ROOTED = ("reduce", "broadcast", "gather", "gather_v", "scatter", "scatter_v")
+COMPRESSED = ("all_reduce", "reduce_scatter", "reduce_scatter_v", "all_gather", "all_gather_v", *EXCHANGING)
 
 
 @dataclass(frozen=True)
@@ -37,22 +55,36 @@ class Step:
     deterministic: bool = False
     in_place: bool = False
     sized: bool = field(default=True, kw_only=True)  # whether a form with counts gets them
+    made: bool = field(default=False, kw_only=True)  # whether the call makes the array of its result
+    compress: str = field(default="", kw_only=True)
+    values: str = field(default="any", kw_only=True)  # the kind of numbers: see ``vector``
 
     def __str__(self) -> str:
         """The call as text, such as ``broadcast of 7 x float32, root 1``."""
         shown = {"op": self.op if self.name in REDUCING else None, "root": self.root if self.name in ROOTED else None}
-        shown |= {name: getattr(self, name) or None for name in ("algorithm", "deterministic")}
+        for name in ("algorithm", "deterministic", "in_place", "made", "compress"):
+            shown[name] = getattr(self, name) or None
         words = [f"{name} {value}" for name, value in shown.items() if value is not None]
         return ", ".join([f"{self.name} of {self.count} x {np.dtype(self.dtype)}", *words])
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether ``result`` has the bits of the call: nothing is added, or in rank order, or without rounding."""
+        if self.name in MOVING or self.compress or self.values == "whole":
+            return True
+        in_order = self.deterministic or self.name in ("scan", "exscan")
+        return in_order and self.op is ReduceOp.SUM and np.dtype(self.dtype).kind != "c"
 
 
 def uneven(step: Step, n: int) -> list[int]:
     """The elements of each rank in a form with one list of counts."""
-    return [(step.count + rank) % 4 for rank in range(n)]
+    return [step.count + 3 * rank if step.compress else (step.count + rank) % 4 for rank in range(n)]
 
 
 def pairs(step: Step, n: int) -> list[list[int]]:
     """The elements from each rank (row) to each (column) in an all_to_all_v."""
+    if step.compress:
+        return [uneven(step, n)] * n
     return [[(step.count + 2 * row + column) % 3 for column in range(n)] for row in range(n)]
 
 
@@ -84,8 +116,8 @@ def in_place(step: Step, n: int, me: int, x: Array, out: Array) -> tuple[Array, 
 
 
 def contributions(seed: int, step: Step, n: int) -> list[Array]:
-    """The input of each rank: random values of the dtype."""
-    return [inputs(seed + rank, 1, length, step.dtype)[0] for rank, length in enumerate(lengths(step, n))]
+    """The input of each rank, which any rank can generate."""
+    return [vector([seed, rank], length, step.dtype, step.values) for rank, length in enumerate(lengths(step, n))]
 
 
 def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
@@ -95,38 +127,86 @@ def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
         return None
     if step.name in ("scan", "exscan"):
         return xs[: me + (step.name == "scan")] or None
-    if step.name in ("reduce_scatter", "all_to_all"):
-        return [x.reshape(n, -1)[me] for x in xs]
-    if step.name == "reduce_scatter_v":
-        return [np.split(x, np.cumsum(uneven(step, n))[:-1])[me] for x in xs]
-    if step.name == "all_to_all_v":
-        return [np.split(x, np.cumsum(row)[:-1])[me] for x, row in zip(xs, pairs(step, n), strict=True)]
-    if step.name == "scatter":
-        return [xs[root].reshape(n, -1)[me]]
-    if step.name == "scatter_v":
-        return [np.split(xs[root], np.cumsum(uneven(step, n))[:-1])[me]]
     if step.name in ("broadcast", "send_recv"):
         return [xs[root if step.name == "broadcast" else me - 1]]
+    if step.name in (*SCATTERING, *EXCHANGING):
+        rows = pairs(step, n) if step.name == "all_to_all_v" else [uneven(step, n)] * n
+        rows = rows if step.name.endswith("_v") else [[step.count] * n] * n
+        starts = [list(pairwise(np.cumsum([0, *row])))[me] for row in rows]
+        mine = [x[start:end] for x, (start, end) in zip(xs, starts, strict=True)]
+        return [mine[root]] if step.name.startswith("scatter") else mine
     return xs if step.name != "barrier" else None
 
 
-def arguments(comm: Communicator, step: Step, x: Any, out: Any) -> tuple[list[Any], dict[str, Any]]:
+def result(step: Step, xs: list[Array], me: int) -> Array | None:
+    """What rank ``me`` gets, as one vector; None if it has no result.
+
+    Reductions add in rank order, 16-bit and 8-bit floats in fp32, and round once.  Compressed data are decoded where
+    they arrive, and the sums of an all_reduce are compressed again.
+    """
+    mine, n = parts(step, xs, me), len(xs)
+    if mine is None:
+        return None
+    form = FORMATS[step.compress] if step.compress and n > 1 else None
+    with np.errstate(all="ignore"):
+        got = mine if form is None else [decoded(form, x) for x in mine]
+        if step.name not in REDUCING:
+            return np.concatenate(got).astype(step.dtype)
+        total = in_rank_order(got, step.op).astype(step.dtype)
+        if form is None or step.name != "all_reduce":
+            return total
+        return decoded(form, total).astype(step.dtype)
+
+
+@lru_cache(32)  # the forms of a call have the same inputs, and ranks may be threads
+def _known(step: Step, seed: int, n: int, me: int) -> tuple[Array, list[Array] | None, Array | None]:
+    """What rank ``me`` gives, the parts of its result, and its result (an array of that size if it is not exact)."""
+    xs = _inputs(step, seed, n)
+    mine = parts(step, xs, me)
+    if step.is_exact or mine is None:
+        return xs[me], mine, result(step, xs, me)
+    return xs[me], mine, mine[0]
+
+
+@lru_cache(8)
+def _inputs(step: Step, seed: int, n: int) -> list[Array]:
+    return contributions(seed, step, n)
+
+
+def in_rank_order(xs: list[Array], op: ReduceOp = ReduceOp.SUM, factors: Sequence[float] = ()) -> Array:
+    """((x0 + x1) + x2) + ... in fp32 or wider, rounded once; ``factors`` are those of PREMUL_SUM."""
+    dtype = xs[0].dtype
+    wide = dtype_of(dtype).accumulate
+    each = [x.astype(wide) for x in xs]
+    if op is ReduceOp.PREMUL_SUM:
+        each = [x * wide.type(factor) for x, factor in zip(each, factors or factors_of(len(xs)), strict=False)]
+    total = each[0]
+    for x in each[1:]:
+        total = UFUNCS.get(op, np.add)(total, x)
+    with np.errstate(all="ignore"):
+        return (total / wide.type(len(xs)) if op is ReduceOp.AVG else total).astype(dtype)
+
+
+def arguments(comm: Any, step: Step, x: Any, out: Any) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of the call; without ``out`` it makes an array, or works in place."""
     n, me, root = comm.size, comm.rank, step.root % comm.size
+    op = PremulSum(factors_of(n)[me]) if step.op is ReduceOp.PREMUL_SUM else step.op
     options: dict[str, Any] = {}
     if step.name in REDUCING[:3]:
-        options = {"op": step.op, "deterministic": step.deterministic}
+        options = {"op": op, "deterministic": step.deterministic}
     if step.name in collectives() and step.algorithm:
         known = algorithms(step.name, ordered=True if options.get("deterministic") else None)
         options["algorithm"] = known[step.algorithm % len(known)]
     if step.name in IN_PLACE and not step.in_place:
         options["out"] = out
+    if step.compress:
+        options["compress"] = step.compress
     counts, table = uneven(step, n) if step.sized else None, pairs(step, n)
     from_each = [row[me] for row in table] if step.sized else None
     return {
-        "all_reduce": [x], "scan": [x, step.op], "exscan": [x, step.op],
+        "all_reduce": [x], "scan": [x, op], "exscan": [x, op],
         "reduce": [x, root], "reduce_scatter": [x, out], "broadcast": [x, root],
-        "reduce_scatter_v": [x, counts, out, step.op], "all_gather": [x, out], "all_gather_v": [x, counts, out],
+        "reduce_scatter_v": [x, counts, out, op], "all_gather": [x, out], "all_gather_v": [x, counts, out],
         "all_to_all": [x, out], "all_to_all_v": [x, table[me], from_each, out],
         "gather": [x, root, out if me == root else None], "scatter": [x if me == root else None, out, root],
         "gather_v": [x, counts, root, out if me == root else None],
@@ -135,7 +215,67 @@ def arguments(comm: Communicator, step: Step, x: Any, out: Any) -> tuple[list[An
     }[step.name], options  # fmt: skip
 
 
-def call(comm: Communicator, step: Step, x: Any, out: Any) -> Any:
-    """Make the call; returns its result."""
+def call(comm: Any, step: Step, x: Any, out: Any, form: str = "", **more: Any) -> Any:
+    """Make the call, or that of ``form``, such as "_init"; returns its result."""
     given, options = arguments(comm, step, x, out)
-    return getattr(comm, step.name)(*given, **options)
+    return getattr(comm, f"{step.name}{form}")(*given, **options, **more)
+
+
+class Trial:
+    """One call on this rank: its arrays, and a check of what it returned and wrote."""
+
+    def __init__(self, comm: Any, step: Step, seed: int) -> None:
+        self.comm, self.step = comm, step
+        self.fill(seed)
+        self.x, self.out = self._arrays()
+
+    def _arrays(self) -> tuple[Array, Array]:
+        n, me, step, x = self.comm.size, self.comm.rank, self.step, self.given.copy()
+        out = poison((x if self.expected is None else self.expected).size, step.dtype)
+        return in_place(step, n, me, x, out) if step.in_place else (x, out)
+
+    def fill(self, seed: int) -> None:
+        """Write other inputs into the arrays, for one more call."""
+        call = replace(self.step, in_place=False, sized=True, made=False)
+        self.given, self.mine, self.expected = _known(call, seed, self.comm.size, self.comm.rank)
+        self.kept, self.untouched = self._arrays()
+        if hasattr(self, "x"):
+            self.x[...], self.out[...] = self._arrays()
+
+    def start(self, form: str = "", **more: Any) -> Any:
+        """Make the call; see ``call``."""
+        return call(self.comm, self.step, self.x, None if self.step.made else self.out, form, **more)
+
+    def check(self, got: Any = ...) -> Any:
+        """Check what the call returned, if given, and that it wrote its result and nothing else; returns the result."""
+        step, flat = self.step, None
+        got = (None if self.expected is None else self.out) if got is ... else got
+        assert (got is None) == (self.expected is None), f"{step} returned {got}"
+        if self.expected is not None:
+            assert step.made or got is self.out, f"{step} returned another array"
+            flat = got.reshape(-1)
+            if not step.is_exact:
+                check(flat, self.mine or [], step.op, factors_of(self.comm.size))
+            else:
+                (assert_numbers if step.compress else assert_bits)(flat, self.expected, str(step))
+        if flat is not None and not step.made:
+            self.untouched[...] = self.out
+        assert_bits(self.out, self.untouched, f"out of another rank in {step}")
+        assert_bits(self.x, self.kept, f"input of {step}")
+        return flat
+
+    def run(self) -> Any:
+        """Make the call and check it; returns the result as one vector."""
+        return self.check(self.start())
+
+
+def forms(step: Step) -> list[Step]:
+    """The other forms of a call: it makes its result, sizes travel first, it works in place."""
+    more = [replace(step, made=True)] if step.name in (*GATHERING, *EXCHANGING) and not step.compress else []
+    sizes = [step]
+    if step.name.endswith("_v") and not step.compress:
+        sizes.append(replace(step, sized=False))
+        more.append(sizes[1])
+    if step.name not in (*EXCHANGING, "send_recv"):
+        more += [replace(each, in_place=True) for each in sizes]
+    return more

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
-from kos.comm.backend import Backend
+from kos.comm.group_backend import GroupBackend
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument
 from kos.testing.conformance.failures import GRACE
+from kos.testing.conformance.model import MOVING, REDUCING, Step, Trial
 from kos.testing.conformance.values import LARGE, assert_bits, raises
 
 POLL_SECONDS = 0.1  # within which a send that copies its message is done
@@ -175,7 +176,7 @@ def receives_keep_their_order(comm: Communicator) -> None:
 
 def views_put_and_get(comm: Communicator) -> None:
     """Where ranks share host memory, each reads and writes the arrays of all; a backend need not offer it."""
-    if type(comm.backend).views is Backend.views:
+    if type(comm.backend).views is GroupBackend.views:
         return
     n, me = comm.size, comm.rank
     x, other = (comm.allocate((n, 3), np.float32) for _ in range(2))
@@ -215,22 +216,6 @@ def views_put_and_get(comm: Communicator) -> None:
         comm.barrier()
 
 
-def batch(comm: Communicator) -> None:
-    n, me = comm.size, comm.rank
-    peers = [r for r in range(n) if r != me]
-    inbox = {peer: np.zeros(3) for peer in peers}
-    with comm.batch() as batch:
-        for peer in peers:
-            comm.send(np.full(3, 10.0 * me + peer), peer)
-            comm.recv(inbox[peer], peer)
-        assert batch.works == []
-        total = comm.all_reduce(np.array(float(me)))
-    assert total == sum(range(n))
-    assert len(batch.works) == 2 * len(peers) + 1
-    for peer in peers:
-        assert (inbox[peer] == 10 * peer + me).all()
-
-
 def close(comm: Communicator) -> None:
     x = np.ones(1000, np.float32)
     with comm.duplicate() as other:
@@ -241,46 +226,57 @@ def close(comm: Communicator) -> None:
         other.barrier()
 
 
-def several_in_flight(comm: Communicator) -> None:
-    """Operations in flight are waited for in reverse order."""
-    xs = [np.full(count, comm.rank + 1.0) for count in (1, 1000, 70_001)]
-    works: list[Any] = [comm.all_reduce(x, async_op=True) for x in xs]
-    works.append(comm.barrier(async_op=True))
-    for work in reversed(works):
-        work.wait()
-    for x in xs:
-        assert (x == comm.size * (comm.size + 1) / 2).all(), x
+def _trials(comm: Communicator, seed: int) -> list[Trial]:
+    """One of each operation, of sizes that differ."""
+    names = [*REDUCING, *MOVING][: None if comm.size > 1 else -1]
+    steps = [Step(name, 1 + number**4, root=number, op=ReduceOp.MAX) for number, name in enumerate(names)]
+    return [Trial(comm, step, seed) for step in steps]
 
 
-def persistent(comm: Communicator) -> None:
-    """Persistent operations run on changing data, alone and in a batch."""
-    n, me = comm.size, comm.rank
-    x, rows, part = np.empty(7), np.empty((n, 7)), np.empty(3)
-    gather = comm.all_gather_init(x, rows)
-    scatter = comm.scatter_init(np.arange(3.0 * n) if me == n - 1 else None, part, n - 1)
-    maximum, token = comm.all_reduce_init(x, ReduceOp.MAX), np.empty(2)
-    ends: dict[int, Any] = {0: lambda: comm.send_init(token, n - 1, 5), n - 1: lambda: comm.recv_init(token, 0, 5)}
-    message = ends[me]() if n > 1 and me in ends else None
-    for round_ in range(3):
-        x[:], part[:] = 10 * round_ + me, -1
-        with comm.batch():
-            gather.start()
-            scatter.start()
-        assert (rows == 10 * round_ + np.arange(n)[:, None]).all(), rows
-        assert (part == 3 * me + np.arange(3)).all(), part
-        work = maximum.start()
-        with raises(InvalidArgument, "start: expected the previous start to be waited for"):
-            maximum.start()
-        assert work.wait() is x and (x == 10 * round_ + n - 1).all(), x
-        if message is not None:
-            token[:] = round_ if me == 0 else -1
-            message.start().wait()
-            assert (token == round_).all(), token
+def several_in_flight(comm: Communicator, seed: int) -> None:
+    """Every operation, all in flight at once: they are waited for in reverse order.  Then all in a batch."""
+    trials = _trials(comm, seed)
+    works = [trial.start(async_op=True) for trial in trials]
+    comm.barrier(async_op=True).wait()
+    for trial, work in reversed(list(zip(trials, works, strict=True))):
+        trial.check(work.wait())
+    trials, me = _trials(comm, seed + 1), comm.rank
+    inbox = {peer: np.zeros(3) for peer in range(comm.size) if peer != me}
+    with comm.batch() as batch:
+        for peer, x in inbox.items():
+            comm.send(np.full(3, 10.0 * me + peer), peer)
+            comm.recv(x, peer)
+        results = [trial.start() for trial in trials]
+        assert batch.works == []
+    assert len(batch.works) == len(trials) + 2 * len(inbox)
+    assert all((x == 10 * peer + me).all() for peer, x in inbox.items()), inbox
+    for trial, got in zip(trials, results, strict=True):
+        trial.check(got)
+
+
+def persistent(comm: Communicator, seed: int) -> None:
+    """Every operation as a persistent one, on changing data, alone and in a batch."""
+    trials = _trials(comm, seed)
+    started = [trial.start("_init") for trial in trials]
+    for number in range(4):
+        for trial in trials:
+            trial.fill(seed + number)
+        if number % 2:
+            with comm.batch() as batch:
+                for operation in started:
+                    operation.start()
+            works = batch.works
+        else:
+            works = [operation.start() for operation in started]
+            with raises(InvalidArgument, "start: expected the previous start to be waited for"):
+                started[-1].start()
+        for trial, work in zip(trials, works, strict=True):
+            trial.check(work.wait())
 
 
 ALL = (
     barrier_waits_for_all_ranks, waiting_for_one_advances_the_other_across_groups, split_of_a_split,
     messages_of_duplicates_do_not_match, messages_keep_their_order, messages_from_any_rank,
-    receives_keep_their_order, batch, close, several_in_flight, persistent,
+    receives_keep_their_order, close, several_in_flight, persistent,
     views_put_and_get,
 )  # fmt: skip

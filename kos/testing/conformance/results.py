@@ -1,7 +1,7 @@
-"""Results of every operation, for each dtype, reduce operation and size, in place and not, compared with NumPy.
+"""Results of every operation, for each dtype, reduce operation and size, in all forms of the call.
 
-NumPy computes in 64 bits.  Each function is called on all ranks, with ndarrays, and raises AssertionError for a wrong
-result.
+``correct`` compares a call with the model (``model.py``).  Each function is called on all ranks, with ndarrays, and
+raises AssertionError for a wrong result.
 """
 
 from __future__ import annotations
@@ -13,80 +13,52 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kos.comm import Communicator, PremulSum, ReduceOp
+from kos.comm import Communicator, ReduceOp
+from kos.comm import compressed as on_host
+from kos.comm.compression import FORMATS
 from kos.comm.schedules import algorithms
 from kos.errors import InvalidArgument
-from kos.testing.conformance.model import MOVING, ROOTED, Step, call, contributions, in_place, parts
-from kos.testing.conformance.values import (
-    LARGE,
-    SIZES,
-    assert_bits,
-    assert_same_on_all_ranks,
-    check,
-    factors_of,
-    in_rank_order,
-    inputs,
-    poison,
-    raises,
-)
+from kos.testing.conformance.model import COMPRESSED, REDUCING, ROOTED, Step, Trial, forms
+from kos.testing.conformance.values import SIZES, assert_bits, assert_same_on_all_ranks, decoded, inputs, poison, raises
 
 
-def correct(
-    comm: Communicator, seed: int, name: str, dtype: Any, op: ReduceOp = ReduceOp.SUM, algorithm: int = 0,
-    deterministic: bool = False, sizes: Sequence[int] = SIZES,
-) -> None:  # fmt: skip
-    """An operation: into a given array, into a new array, with sizes exchanged first, and in place."""
-    n, me, factors = comm.size, comm.rank, factors_of(comm.size)
-    given = PremulSum(factors[me]) if op is ReduceOp.PREMUL_SUM else op
-    several = range(1 + len(algorithms(name))) if name == "all_gather" else [algorithm]
-    for step in (Step(name, count, dtype, given, root, number, deterministic) for count in sizes
-                 for root in range(n if name in ROOTED else 1) for number in several):  # fmt: skip
-        if name == "send_recv" and n == 1:
-            return
-        xs = contributions(seed, step, n)
-        mine, x = parts(step, xs, me), xs[me].copy()
-        untouched = poison(sum(part.size for part in mine or xs[:1]) if name in MOVING else (mine or xs)[0].size, dtype)
-        out = untouched.copy()
-        got = call(comm, step, x, out)
-        assert_bits(x, xs[me], f"input of {step}")
-        assert got is (None if mine is None else out)
-        if mine is None:
-            assert_bits(out, untouched, f"out of another rank in {step}")
-        elif name in MOVING:
-            assert_bits(out, np.concatenate(mine), str(step))
-        else:
-            check(out, mine, op, factors)
-        if name == "all_reduce":
-            assert_same_on_all_ranks(comm, out, str(step))
-        again = {}
-        if name.startswith(("all_gather", "all_to_all", "gather")):
-            again["made output of"] = call(comm, step, x, None)
-        if name.endswith("_v"):
-            again["sizes travel:"] = call(comm, replace(step, sized=False), x, untouched.copy())
-        for what, got in again.items():
-            assert (got is None) == (mine is None), f"{what} {step}"
-            assert_bits(out if got is None else got.reshape(-1), out, f"{what} {step}")
-        if name.removesuffix("_v") not in ("all_to_all", "send_recv"):
-            for sized in (True, False)[: 1 + name.endswith("_v")]:
-                _check_in_place(comm, replace(step, in_place=True, sized=sized), x, None if mine is None else out)
+def correct(comm: Communicator, seed: int, step: Step, sizes: Sequence[int] = SIZES) -> None:
+    """Calls like ``step`` of these sizes with every root, and all their forms, which have the same result."""
+    if step.name == "send_recv" and comm.size == 1:
+        return
+    several = step.name == "all_gather" and not step.compress
+    numbers = range(1 + len(algorithms(step.name))) if several else [step.algorithm]
+    for each in (replace(step, count=count, root=root, algorithm=number) for count in sizes
+                 for root in range(comm.size if step.name in ROOTED else 1) for number in numbers):  # fmt: skip
+        got = Trial(comm, each, seed).run()
+        if step.name == "all_reduce":
+            assert_same_on_all_ranks(comm, got, str(each))
+        for form in (form for form in forms(each) if form.in_place or each.count <= 1000):
+            other = Trial(comm, form, seed).run()
+            if got is not None:
+                assert_bits(other, got, f"{form}, and the same call in another form")
 
 
-def _check_in_place(comm: Communicator, step: Step, x: Any, out: Any) -> None:
-    """The call of ``x`` in place gives ``out``, None on a rank without a result, and changes nothing else."""
-    count = (x if out is None else out).size
-    given, result = in_place(step, comm.size, comm.rank, x.copy(), poison(count, x.dtype))
-    kept, part = in_place(step, comm.size, comm.rank, x.copy(), poison(count, x.dtype))
-    assert call(comm, step, given, result) is (None if out is None else result)
-    if out is not None:
-        part[...] = out
-    assert_bits(result, part, f"in place: {step}")
-    assert_bits(given, kept, f"input in place: {step}")
+def compressed(comm: Communicator, seed: int, form: str, dtype: Any) -> None:
+    """Every operation that can be compressed, on hostile values among others."""
+    for name in COMPRESSED:
+        step = Step(name, dtype=dtype, compress=form, values="hostile")
+        correct(comm, seed, step, (0, 1, 63, 64, 65, 1000, 20_011))
+        correct(comm, seed, replace(step, values="near the bounds"), (700,))
+        if name in REDUCING:
+            correct(comm, seed, replace(step, op=ReduceOp.AVG), (1000,))
+
+
+def in_rank_order(comm: Communicator, seed: int, name: str, dtype: Any) -> None:
+    """By every schedule that adds in rank order; any other order of additions rounds these numbers differently."""
+    for number in range(1 + len(algorithms(name, ordered=True)) if name != "reduce" else 1):
+        step = Step(name, dtype=dtype, algorithm=number, deterministic=name in REDUCING[:3], values="apart")
+        correct(comm, seed, step, (1, 2, 7, 997, 70_001))
 
 
 def messages(comm: Communicator, seed: int, dtype: Any) -> None:
     """Two tags, received in reverse order."""
     n, me = comm.size, comm.rank
-    correct(comm, seed, "send_recv", dtype)
     for count in SIZES if n > 1 else ():
         xs = inputs(seed, n, count, dtype)
         right, left = (me + 1) % n, (me - 1) % n
@@ -98,12 +70,6 @@ def messages(comm: Communicator, seed: int, dtype: Any) -> None:
             work.wait()
         assert_bits(first, xs[left], "tag 1")
         assert_bits(second, xs[me], "tag 2")
-
-
-def large(comm: Communicator, seed: int) -> None:
-    """Several segments of every schedule."""
-    for name in ("all_gather", "broadcast", "send_recv"):
-        correct(comm, seed, name, np.float32, sizes=[LARGE])
 
 
 def shapes_and_scalars(comm: Communicator) -> None:
@@ -143,41 +109,6 @@ def arguments_of_other_ranks_than_the_root(comm: Communicator) -> None:
     assert comm.broadcast_bytes(b"x" if sent else None, root) == b"x"
 
 
-def deterministic_adds_in_rank_order(comm: Communicator, seed: int, dtype: Any) -> None:
-    """Includes numbers of such different size that any other order of additions rounds differently."""
-    for count in (1, 2, 7, 997, 70_001):
-        xs = inputs(seed, comm.size, count, dtype)
-        xs = [(x.astype(np.float64) * 16.0 ** (r % 3)).astype(dtype) for r, x in enumerate(xs)]
-        for algorithm in ("auto", *algorithms("all_reduce", ordered=True)):
-            x = xs[comm.rank].copy()
-            comm.all_reduce(x, algorithm=algorithm, deterministic=True)
-            assert_bits(x, in_rank_order(xs), f"{algorithm}, {count} elements")
-        for root in range(comm.size):
-            out = poison(count, dtype)
-            comm.reduce(xs[comm.rank], root, out=out, deterministic=True)
-            if comm.rank == root:
-                assert_bits(out, in_rank_order(xs), f"reduce, {count} elements")
-        if count % comm.size == 0:
-            part = comm.reduce_scatter(xs[comm.rank], deterministic=True)
-            whole = in_rank_order(xs).reshape(comm.size, -1)
-            assert_bits(part, whole[comm.rank], f"reduce_scatter, {count} elements")
-
-
-def scans_add_in_rank_order(comm: Communicator, seed: int, dtype: Any) -> None:
-    """The same bits on every backend and by every schedule, of numbers of which any other order differs."""
-    for count in (1, 7, 70_001):
-        xs = inputs(seed, comm.size, count, dtype)
-        xs = [(x.astype(np.float64) * 16.0 ** (r % 3)).astype(dtype) for r, x in enumerate(xs)]
-        for algorithm in ("auto", *algorithms("scan")):
-            out = poison(count, dtype)
-            assert comm.scan(xs[comm.rank], out=out, algorithm=algorithm) is out
-            assert_bits(out, in_rank_order(xs[: comm.rank + 1]), f"scan by {algorithm}, {count} elements")
-            x = xs[comm.rank].copy()
-            got = comm.exscan(x, algorithm=algorithm)
-            assert got is (x if comm.rank else None)
-            assert_bits(x, in_rank_order(xs[: comm.rank] or xs[:1]), f"exscan by {algorithm}, {count} elements")
-
-
 def sums_of_16_bits_in_fp32(comm: Communicator, dtype: Any) -> None:
     """The first number's neighbours are 2 apart: 16-bit additions of 0.75 are lost or round up."""
     base = 1 / float(ml_dtypes.finfo(dtype).eps) * 2
@@ -201,3 +132,36 @@ def nan_wins_min_and_max_on_every_rank(comm: Communicator) -> None:
                 x = np.full(5, np.nan if comm.rank == bad else comm.rank).astype(dtype)
                 comm.all_reduce(x, op)
                 assert np.isnan(x.astype(np.float32)).all(), f"{op} of {dtype}: {x}"
+
+
+def feedback_keeps_what_is_lost(comm: Communicator, seed: int, name: str, dtype: Any) -> None:
+    """The sum of what was sent, and the residual, are the sum of all vectors, up to rounding; infinities are not kept.
+
+    Every backend computes the same bits.  A group of one, which compresses nothing, loses nothing.
+    """
+    if comm.size == 1:
+        x, nothing = np.arange(5).astype(dtype), np.zeros(5, dtype)
+        comm.feed_back(x, nothing, name)
+        return assert_bits(x, np.arange(5).astype(dtype), "fed back")
+    rng, form = np.random.default_rng(seed + comm.rank), FORMATS[name]
+    residual, given, sent = np.zeros(1000, dtype), np.zeros(1000), np.zeros(1000)
+    for _ in range(20):
+        x = rng.standard_normal(1000).astype(dtype)
+        given += x.astype(np.float64)
+        y, kept = x.copy(), residual.copy()
+        comm.feed_back(x, residual, name)
+        on_host.feed_back(y, kept, name)
+        assert_bits(x, y, "fed back")
+        assert_bits(residual, kept, "residual")
+        sent += decoded(form, x)
+    lost = np.linalg.norm(given - sent - residual.astype(np.float64)) / np.linalg.norm(given)
+    assert lost < 20 * float(ml_dtypes.finfo(dtype).eps), f"{lost} of the sum"
+    x[::7] = np.inf, np.nan, -np.inf, *x[21::7]
+    largest = ml_dtypes.finfo(dtype).max
+    x[1::7], residual[1::7] = largest, largest / dtype.type(64)
+    y, kept = x.copy(), residual.copy()
+    comm.feed_back(x, residual, name)
+    on_host.feed_back(y, kept, name)
+    assert_bits(residual, kept, "residual of the largest")
+    assert (x[1::7] == largest).all(), "a finite number became infinite"
+    assert np.isfinite(residual.astype(np.float32)).all() and not np.isfinite(x[:21:7].astype(np.float32)).any()

@@ -1,9 +1,9 @@
-"""Inputs of all ranks, which every rank can generate; expected results by NumPy; comparisons."""
+"""Inputs of all ranks, which every rank can generate, and comparisons of results."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
+from kos.comm.compression import BLOCK, Format
 from kos.comm.reduction import _ALLOWED
 from kos.dtypes import DTYPES, dtype_of
 from kos.errors import KosError
@@ -30,15 +31,75 @@ LARGE = 300_007  # elements, prime: several segments of every schedule
 def inputs(seed: int, size: int, count: int, dtype: Any) -> list[Array]:
     """Every rank's random contribution; any rank can generate all of them."""
     rng = np.random.default_rng([seed, size, count])
-    dtype = np.dtype(dtype)
+    return [_any(rng, count, np.dtype(dtype)) for _ in range(size)]
+
+
+def vector(seed: Sequence[int], count: int, dtype: Any, kind: str = "any") -> Array:
+    """Random numbers of one ``kind``; the last word of ``seed`` is the rank.
+
+    "any" value of the dtype; "whole" numbers from 0 to 4; numbers "apart", which are of another size on the next rank,
+    so that another order of additions rounds differently; "hostile" ones, and those whose errors are "near the bounds",
+    for compression.
+    """
+    rng, dtype = np.random.default_rng([*seed, count]), np.dtype(dtype)
+    if kind == "whole":
+        return rng.integers(0, 5, count).astype(dtype)
+    if kind == "hostile":
+        return _hostile(rng, count, dtype)
+    if kind == "near the bounds":
+        return near_the_bounds(rng, -(-count // (6 * BLOCK)), dtype)[:count]
+    x = _any(rng, count, dtype)
+    return x if kind == "any" else (x.astype(np.float64) * 16.0 ** (seed[-1] % 3)).astype(dtype)
+
+
+def _any(rng: np.random.Generator, count: int, dtype: np.dtype[Any]) -> Array:
     if dtype == np.bool_:
-        return [rng.random(count) < 0.5 for _ in range(size)]
+        return rng.random(count) < 0.5
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
-        return [rng.integers(info.min, info.max, count, dtype, endpoint=True) for _ in range(size)]
+        return rng.integers(info.min, info.max, count, dtype, endpoint=True)
     if dtype.kind == "c":
-        return [(rng.normal(size=count) + 1j * rng.normal(size=count)).astype(dtype) for _ in range(size)]
-    return [rng.normal(size=count).astype(dtype) for _ in range(size)]
+        return (rng.normal(size=count) + 1j * rng.normal(size=count)).astype(dtype)
+    return rng.normal(size=count).astype(dtype)
+
+
+def _hostile(rng: np.random.Generator, count: int, dtype: np.dtype[Any]) -> Array:
+    """Normal numbers; blocks of zeros, with an outlier, of one sign, of tiny and huge ones, the largest; inf, NaN."""
+    x = rng.standard_normal(count)
+    largest = float(ml_dtypes.finfo(dtype).max)
+    for start in range(0, count, 5 * BLOCK):
+        x[start : start + 1] = rng.choice([1e4, -1e4, np.inf, -np.inf, np.nan, 0.0])
+        x[start + BLOCK : start + 2 * BLOCK] *= rng.choice([0, 1e-7, 1e-40, 3e4])
+        x[start + 2 * BLOCK : start + 3 * BLOCK] = abs(x[start + 2 * BLOCK : start + 3 * BLOCK])
+        x[start + 3 * BLOCK : start + 3 * BLOCK + 2] = largest * rng.uniform(0.98, 1) * rng.choice([1, -1, 0.5])
+    with np.errstate(over="ignore"):
+        return x.astype(dtype)
+
+
+def near_the_bounds(rng: np.random.Generator, blocks: int, dtype: Any) -> Any:
+    """Blocks of the dtype whose errors are near the bounds, of every size and with special values."""
+    info = ml_dtypes.finfo(dtype)
+    low, high = (np.log2(float(x)) for x in (info.smallest_subnormal, info.max))
+    largest = 2.0 ** rng.uniform(low, high, (6, blocks, 1))
+    x = rng.uniform(-1, 1, (6, blocks, BLOCK)) * largest
+    levels = rng.choice([6, 7, 126, 127], (blocks, 1))
+    x[1] = (rng.integers(-levels, levels, (blocks, BLOCK)) + 0.5) * largest[1] / levels  # between two codes
+    x[2] = 2.0 ** rng.integers(-18, 0, (blocks, BLOCK)) * (1 + rng.integers(0, 17, (blocks, BLOCK)) / 16) * largest[2]
+    x[3] = rng.choice([1, 3, 100], (blocks, 1)) * rng.integers(-3, 4, (blocks, BLOCK)) * float(info.smallest_subnormal)
+    x[4] = float(info.max) * rng.uniform(0.9, 1, (blocks, BLOCK))
+    x[5] = np.exp(rng.normal(-14, 3, (blocks, BLOCK)))  # in float16 mostly subnormal
+    x[0, 0], x[1:3, :, :1] = 1e-38, largest[1:3]
+    x = np.clip(x, -float(info.max), float(info.max))
+    x[:, ::4, 1] = rng.choice([np.inf, -np.inf, np.nan, 0], x[:, ::4, 1].shape)
+    with np.errstate(all="ignore"):
+        return x.astype(dtype).reshape(-1)
+
+
+def decoded(form: Format, x: Array) -> Array:
+    """What arrives of ``x``, as float32."""
+    out = np.empty(x.size, np.float32)
+    form.decode(form.encode(np.ascontiguousarray(x)), out)
+    return out
 
 
 def poison(shape: Any, dtype: Any) -> Array:
@@ -53,16 +114,7 @@ def factors_of(size: int) -> list[float]:
     return [0.5 + 0.25 * rank for rank in range(size)]
 
 
-def in_rank_order(xs: list[Array]) -> Array:
-    """((x0 + x1) + x2) + ... in fp32 or wider, rounded once."""
-    wide = xs[0].dtype if xs[0].dtype.itemsize >= 4 else np.float32
-    total = xs[0].astype(wide)
-    for x in xs[1:]:
-        total = total + x.astype(wide)
-    return total.astype(xs[0].dtype)
-
-
-_UFUNCS: dict[ReduceOp, Any] = {
+UFUNCS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: np.add, ReduceOp.PROD: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum,
     ReduceOp.BAND: np.bitwise_and, ReduceOp.BOR: np.bitwise_or, ReduceOp.BXOR: np.bitwise_xor,
 }  # fmt: skip
@@ -76,7 +128,7 @@ def reduced(contributions: list[Array], op: ReduceOp, factors: list[float]) -> A
         return x.mean(axis=0)
     if op is ReduceOp.PREMUL_SUM:
         return (x * np.array(factors[: len(x)])[:, None]).sum(axis=0)
-    return _UFUNCS[op].reduce(x, axis=0)
+    return UFUNCS[op].reduce(x, axis=0)
 
 
 def check(got: Array, contributions: list[Array], op: ReduceOp, factors: list[float]) -> None:
@@ -113,6 +165,14 @@ def assert_bits(got: Array, expected: Array, what: str = "") -> None:
     mine, theirs = (np.ascontiguousarray(each).reshape(-1) for each in (got, expected))
     differ = (mine.view(np.uint8) != theirs.view(np.uint8)).reshape(mine.size, mine.itemsize).any(axis=1)
     assert not differ.any(), f"{what}: {_wrong_elements(differ, mine, theirs)}"
+
+
+def assert_numbers(got: Array, expected: Array, what: str = "") -> None:
+    """The same shape, dtype and bytes, but for NaN, which is any NaN."""
+    assert got.shape == expected.shape, f"{what}: {got.shape} instead of {expected.shape}"
+    nan = np.isnan(expected.astype(np.float32))
+    assert (np.isnan(got.astype(np.float32)) == nan).all(), f"{what}: NaN elsewhere"
+    assert_bits(got[~nan], expected[~nan], what)
 
 
 def _wrong_elements(where: Array, got: Array, expected: Array) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kos.comm import watchdog
-from kos.comm.backend import Backend, Probe
+from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.devices import device_of
@@ -39,6 +39,7 @@ from kos.comm.gpu.peer.exchange import MAX_RANKS
 from kos.comm.gpu.peer.launches import PACKETS, Launches, Occupancy
 from kos.comm.gpu.routes import Route, is_copy
 from kos.comm.gpu.works import unstarted
+from kos.comm.group_backend import GroupBackend
 from kos.comm.operation import AUTO, NO_MESSAGE, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.records import again
@@ -76,7 +77,7 @@ class PeerBackend(DeviceBackend):
     name = "peer"
     _engine: PeerEngine
 
-    def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
+    def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: GroupBackend | None = None) -> None:
         super().__init__(rendezvous, device, host)
         self._rendezvous = rendezvous
         self._unmapped = False  # whether no rank maps another's windows any more
@@ -122,7 +123,7 @@ class PeerBackend(DeviceBackend):
         self._engine.record.timeout = seconds
 
     def split(
-        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
+        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: GroupBackend | None = None
     ) -> PeerBackend | None:
         return None if rendezvous is None else PeerBackend(rendezvous, self.device, host)
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kos._core import native
+from kos.comm.contract import Backend, Request
 from kos.comm.control.base import Rendezvous
 from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, CallRing, Difference, Liveness
 from kos.comm.host.shared.segment import PID, read_memory
@@ -26,7 +27,7 @@ from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, Message, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import COMPLETED
 from kos.comm.reduction import ReduceOp
-from kos.comm.transport import Request, Transport, wrong_message
+from kos.comm.transport import wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
 from kos.dtypes import DTYPE_CODES, dtype_of_code
 from kos.errors import CollectiveMismatch, InvalidArgument, KosError
@@ -76,7 +77,7 @@ class Node:
     All other messages go through ``transport``.
     """
 
-    def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous, transport: Transport) -> None:
+    def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous, transport: Backend) -> None:
         self.calls, self._core, self._engine, self._works = calls, calls.core, engine, engine.active
         self._transport, self.ranks = transport, calls.segment.ranks
         self._local = {rank: local for local, rank in enumerate(self.ranks)}

@@ -1,6 +1,8 @@
-"""Backend: the interface behind a Communicator.
+"""GroupBackend: what a Communicator calls.  It runs the operations of one group, by one or several backends.
 
-``HostBackend`` (host/backend.py) runs every operation over a transport, ``DeviceBackend`` (gpu/) in kernels.
+``HostBackend`` (host/backend.py) runs every operation over a backend of the contract (``contract.py``) that moves host
+memory, ``LibraryBackend`` (gpu/library.py) over one that moves the memory of GPUs.  ``AutoBackend`` joins several.
+``nccl`` and ``peer`` subclass ``DeviceBackend`` (gpu/backend.py) themselves.
 """
 
 from __future__ import annotations
@@ -8,12 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from kos.comm import compressed, timeouts
+from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.matching import Envelope
@@ -35,16 +37,6 @@ Tracer = Callable[[Sequence[Work[Any]], bool, bool], AbstractContextManager[Any]
 """A ``with`` block around the launch of Works; whether they are a batch, and whether with ``async_op``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Whether a backend can serve a group; ``reason`` is why not, or what it uses."""
-
-    usable: bool
-    reason: str
-    claim: str = ""
-    """A resource that only one rank of the group may use, such as a GPU."""
-
-
 CHANGES = "it changes the membership"  # why a survivor has closed the old one
 UNMADE = "its communicator could not be made"
 
@@ -53,13 +45,15 @@ _SHOWN_BYTES = {"1 KB": 1 << 10, "32 KB": 1 << 15, "1 MB": 1 << 20, "32 MB": 1 <
 _BUFFERS = {"": (False, False), "symmetric": (True, False), "graph": (False, True), "symmetric, graph": (True, True)}
 
 
-class Backend(ABC):
+class GroupBackend(ABC):
     """Runs the operations of a group.  Subclasses define ``name``, ``probe``, ``idle`` and ``prepare``."""
 
     name: str
     """The name in errors and in ``Communicator.backend_name``."""
     on_gpu: ClassVar[bool] = False
-    """Whether it accepts arrays on GPUs, and no others.  ``auto`` uses only those of kos."""
+    """Whether it accepts arrays on GPUs, and no others."""
+    on_host: ClassVar[bool] = True
+    """Whether it accepts arrays in host memory."""
     gpu_array_hint = "nccl, peer and auto support it"
     """The end of the error for an array on a GPU, if the backend does not accept such arrays."""
     device: int | None = None
@@ -68,7 +62,7 @@ class Backend(ABC):
     """What traces the launch of each operation of a batch."""
     work: ClassVar[type[Work[Any]]] = Work
     """The class of what its calls start."""
-    inner: Sequence[Backend] = ()
+    inner: Sequence[GroupBackend] = ()
     """The backends that it consists of."""
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
@@ -98,7 +92,7 @@ class Backend(ABC):
         most ``seconds`` (None: as long as it likes).
         """
 
-    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
+    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> GroupBackend | None:
         """The backend of a group of these ranks, whose operations progress with this one's.  Called on every rank.
 
         After a loss the surviving ranks call it, after ``abort``.  Returns None if ``rendezvous`` is None.

@@ -1,0 +1,83 @@
+"""Promises on GPU memory: arrays go to the GPU before a call and come back after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kos.comm import Communicator
+from kos.memory.array import Array
+
+OPERATIONS = {
+    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan", "broadcast", "all_gather",
+    "all_gather_v", "all_to_all", "all_to_all_v", "gather", "gather_v", "scatter", "scatter_v", "send", "recv",
+    "send_recv", "feed_back",
+}  # fmt: skip
+
+
+class OnGPU:
+    """A communicator whose operations take and give ndarrays and run on copies of them on the GPU.
+
+    Views of one ndarray are views of one copy, so that what is in place here is in place there.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        assert comm.device is not None
+        self.comm, self.device = comm, comm.device
+
+    @property
+    def timeout(self) -> float:
+        return self.comm.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self.comm.timeout = seconds
+
+    def duplicate(self) -> OnGPU:
+        return OnGPU(self.comm.duplicate())
+
+    def __enter__(self) -> OnGPU:
+        return self
+
+    def __exit__(self, *failed: Any) -> None:
+        self.comm.__exit__(*failed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in OPERATIONS:
+            return getattr(self.comm, name)
+        return lambda *arguments, **options: self._call(name, arguments, options)
+
+    def _call(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if name != "all_reduce" or "peer" not in self.comm.backend_name:
+            options.pop("algorithm", None)  # peer alone has some, of its own
+        copies: dict[int, tuple[np.ndarray, Array]] = {}
+        pairs: list[tuple[np.ndarray, Array]] = []
+
+        def there(x: Any) -> Any:
+            if not isinstance(x, np.ndarray):
+                return x
+            whole = x
+            while isinstance(whole.base, np.ndarray) and whole.base.dtype == x.dtype:
+                whole = whole.base
+            if id(whole) not in copies:
+                copies[id(whole)] = whole, Array.from_numpy(whole.reshape(-1), self.device)
+            start = (address(x) - address(whole)) // x.itemsize
+            view = copies[id(whole)][1][start : start + x.size].reshape(x.shape)
+            pairs.append((x, view))
+            return view
+
+        counts = {"all_to_all_v": (1, 2)}.get(name, (1,) if name.endswith("_v") else ())
+        given = [x if index in counts else there(x) for index, x in enumerate(arguments)]
+        result = getattr(self.comm, name)(*given, **{key: there(x) for key, x in options.items()})
+        for whole, copy in copies.values():
+            if whole.flags.writeable:
+                whole.reshape(-1)[...] = copy.numpy()
+        for x, view in pairs:
+            if result is view:
+                return x
+        return result.numpy() if isinstance(result, Array) else result
+
+
+def address(x: np.ndarray) -> int:
+    return x.__array_interface__["data"][0]

@@ -1,0 +1,103 @@
+"""The errors of compressed operations are within the bounds of ``kos.comm.compression``."""
+
+from __future__ import annotations
+
+from functools import reduce
+from itertools import product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from kos.comm import Communicator, ReduceOp
+from kos.comm.compression import BLOCK, FORMATS, Format
+from kos.testing.conformance.model import Step, result
+from kos.testing.conformance.values import assert_numbers, near_the_bounds, vector
+
+
+def compressed_between_groups(comm: Communicator, seed: int, dtype: Any, local: int = 2) -> None:
+    """Exact sums of ``local`` neighbours, then compressed ones between these groups (docs/guides/collectives.md)."""
+    local = 1 if comm.size % local else local
+    host, rail = comm.split(comm.rank // local), comm.split(comm.rank % local)
+    assert host is not None and rail is not None
+    for form, count in ((form, local * count) for form in FORMATS.values() for count in (1, 63, 64, 65, 1000, 20_011)):
+        xs = [vector([seed, rank], count, dtype, "hostile") for rank in range(comm.size)]
+        x = xs[comm.rank].copy()
+        part = host.reduce_scatter(x, deterministic=True)
+        rail.all_reduce(part, compress=form.name)
+        host.all_gather(part, x)
+        with np.errstate(all="ignore"):
+            wide = [each.astype(np.float32) for each in xs]  # no 0 is added to the first: it makes 0 of -0
+            sums = [reduce(np.add, wide[at : at + local]) for at in range(0, comm.size, local)]
+            sums = [np.split(total.astype(dtype), local) for total in sums]
+        step = Step("all_reduce", dtype=dtype, compress=form.name)
+        parts: Any = [result(step, list(part), 0) for part in zip(*sums, strict=True)]
+        assert_numbers(x, np.concatenate(parts), f"all_reduce of {count} between groups by {form.name}")
+    host.close()
+    rail.close()
+
+
+def largest_errors(form: Format, x: Any, dtype: Any) -> tuple[Any, Any]:
+    """The largest errors of magnitudes ``x`` (float64, whole blocks) that are sent once: before they are rounded to
+    ``dtype``, and after it.  They are derived in ``kos.comm.compression``."""
+    blocks = np.where(np.isfinite(x), x, 0).reshape(-1, BLOCK)
+    largest, whole = blocks.max(1, keepdims=True), np.isfinite(x).reshape(-1, BLOCK).all(1, keepdims=True)
+    if form.name == "fp8":
+        error = blocks / 16 + np.maximum(largest * 2.0**-18, 2.0**-136)
+    else:
+        part = np.where(whole, 13, 11) if form.name == "int4" else 250
+        smaller = (dtype == np.float16) & (form.name == "int8") & (largest > 65_000)
+        error = np.maximum(largest / np.where(smaller, 134, part), 2.0**-127) + 0 * blocks
+    error = error.reshape(-1)
+    return error, error + rounding(blocks.reshape(-1) + error, dtype)
+
+
+def rounding(x: Any, dtype: Any) -> Any:
+    """The most that numbers of up to ``x``, of few digits, change if they are rounded to ``dtype``."""
+    unit, least = {"float32": (0, 0), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}[dtype.name]
+    return unit * x + least
+
+
+def errors_are_within_the_bounds(comm: Communicator, seed: int, dtype: Any) -> None:
+    """Of data that is sent once, of sums, and of sums that are sent again; on hostile values and tiny ones."""
+    rng, n, me = np.random.default_rng(seed), comm.size, comm.rank
+    for form, op in product(FORMATS.values(), (ReduceOp.SUM, ReduceOp.AVG)):
+        xs = np.stack([near_the_bounds(rng, 6 * n, dtype) for _ in range(n)])
+        wide, float32 = xs.astype(np.float64), 2.0**-24 * (n + 1)
+        errors = [largest_errors(form, abs(x), dtype) for x in wide]
+        with np.errstate(all="ignore"):
+            exact, first = wide.sum(0), np.sum([error for error, _ in errors], 0)
+            added = abs(wide).sum(0) + first
+            near_maximum = np.isfinite(added) & (added > 0.99 * float(ml_dtypes.finfo(dtype).max))
+            exact[near_maximum.reshape(-1, BLOCK).any(1).repeat(BLOCK)] = np.nan
+            first += float32 * added
+            if op is ReduceOp.AVG:
+                exact, first = exact / n, first / n + 2.0**-149
+            first += rounding(abs(exact) + first, dtype)
+            again = first + largest_errors(form, abs(exact) + first, dtype)[1]
+        part = slice(me * (exact.size // n), (me + 1) * (exact.size // n))
+        moved = comm.all_gather(xs[me], compress=form.name)
+        for rank in range(n):
+            _check_errors(moved[rank], wide[rank], errors[rank][1], f"all_gather by {form.name}")
+        got = comm.reduce_scatter(xs[me], op=op, compress=form.name)
+        _check_errors(got, exact[part], first[part], f"reduce_scatter by {form.name}")
+        got = comm.all_reduce(xs[me].copy(), op, compress=form.name)
+        _check_errors(got, exact, again, f"all_reduce by {form.name}")
+
+
+def _check_errors(got: Any, exact: Any, bound: Any, what: str) -> None:
+    """Where the result is sure to be finite."""
+    sure = np.isfinite(exact) & (abs(exact) + bound < float(ml_dtypes.finfo(got.dtype).max))
+    ratio = abs(got[sure].astype(np.float64) - exact[sure]) / bound[sure]
+    assert (ratio <= 1).all(), f"{what} of {got.dtype}: an error of {ratio.max()} times the bound"
+
+
+def compressed_sums_are_near(comm: Communicator, seed: int) -> None:
+    """The relative error of a sum of normal vectors is within the one that is published."""
+    rng = np.random.default_rng(seed)
+    xs = [rng.standard_normal(100_003).astype(np.float32) for _ in range(comm.size)]
+    exact = np.sum([x.astype(np.float64) for x in xs], axis=0)
+    for name, bound in (("fp8", 0.037), ("int8", 0.01), ("int4", 0.17)):
+        error = np.linalg.norm(comm.all_reduce(xs[comm.rank].copy(), compress=name) - exact) / np.linalg.norm(exact)
+        assert error <= bound, f"{name}: {error}"
+        assert comm.size == 1 or error > bound / 10, f"{name}: {error}, was it compressed?"

@@ -1,0 +1,275 @@
+"""A backend of another package, ``kos_relay`` in the folder ``outside``, found by its entry point.
+
+It keeps the promises of the conformance suite in host memory and on GPUs, which are stand-ins here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm import making, registry
+from kos.comm.contract import Probe
+from kos.comm.control.threads import ThreadRendezvous
+from kos.comm.gpu import backend as device
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.operation import Operation
+from kos.comm.tuning import parse
+from kos.errors import BackendUnavailable, InvalidArgument
+from kos.memory.array import Array
+from kos.testing.conformance import Case, cases, run
+from kos.testing.conformance.model import Step, Trial
+from kos.testing.conformance.on_gpu import OnGPU
+from tests.comm.fake_nccl import Comm, no_gpu
+from tests.comm.fake_nccl import Group as FakeGroup
+from tests.comm.outside.kos_relay import Relay
+from tests.comm.ranks import on_threads
+from tests.comm.test_tuning import changed
+
+OUTSIDE = Path(__file__).parent / "outside"
+SIZE = 3
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its folder and its metadata are on ``sys.path``, and the entry point is registered."""
+    before = dict(registry.BACKENDS)
+    monkeypatch.syspath_prepend(str(OUTSIDE))
+    (entry,) = entry_points(group=registry.GROUP, name="relay")
+    kos.register_backend(entry.name, entry.load())
+    yield
+    registry.BACKENDS.clear()
+    registry.BACKENDS.update(before)
+
+
+def test_kos_finds_it_by_its_entry_point() -> None:
+    """As after ``pip install kos-relay``, in a process that imports kos alone."""
+    program = "import kos, numpy as np; print(kos.init('relay').all_reduce(np.ones(2)), kos.init().backend_name)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(OUTSIDE), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("[1. 1.]") and "relay" not in done.stdout, done.stderr
+
+
+@pytest.fixture
+def gpus(installed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each rank is a thread with a GPU that is a stand-in."""
+    with no_gpu(monkeypatch):
+        monkeypatch.setattr(making, "sees_gpu", lambda: True)
+        for module in (making, device):
+            monkeypatch.setattr(module, "device_of", lambda rendezvous: SimpleNamespace(index=0))
+        yield
+
+
+def on_ranks(body: Callable[[kos.Communicator], Any], backend: str = "relay", size: int = SIZE) -> list[Any]:
+    def rank(rendezvous: ThreadRendezvous) -> Any:
+        with kos.init(backend, rendezvous=rendezvous, timeout=20.0) as comm:
+            return body(comm)
+
+    return on_threads(size, rank, 140.0)
+
+
+def test_host_memory(installed: None) -> None:
+    def body(comm: kos.Communicator) -> Any:
+        assert comm.backend_name == "relay" and "relay    in use" in comm.explain()
+        return run(comm)
+
+    assert on_ranks(body) == [{}] * SIZE
+
+
+# A barrier of ``relay`` on hosts is not compared with a call on GPUs: its ranks share no memory of the host.
+ON_GPU = [case for case in cases(gpu=True) if case.name != "operation, calls differ"]
+SLOW = [case for case in ON_GPU if case.name.startswith("compressed ") and case.name != "compressed int8 bfloat16"]
+
+
+@pytest.mark.parametrize("group", [
+    pytest.param([case for case in ON_GPU if case not in SLOW], id="most"),
+    *(pytest.param([case], marks=pytest.mark.slow, id=case.name) for case in SLOW),  # emulated kernels take long
+])  # fmt: skip
+def test_gpu_memory(gpus: None, group: list[Case]) -> None:
+    def body(comm: kos.Communicator) -> None:
+        assert (comm.device, comm.backend_name) == (0, "relay")
+        for case in group:
+            case.call(OnGPU(comm))  # type: ignore[arg-type]
+
+    on_ranks(body)
+
+
+def test_run_on_gpu_memory(gpus: None) -> None:
+    assert on_ranks(lambda comm: run(comm, gpu=True, only="op, calls differ")) == [{}] * SIZE
+
+
+def test_a_run_on_gpu_memory_needs_a_gpu(installed: None) -> None:
+    def body(comm: kos.Communicator) -> None:
+        assert comm.device is None
+        with pytest.raises(InvalidArgument, match="gpu: expected a communicator that uses a GPU, got <Communicator"):
+            run(comm, gpu=True)
+
+    on_ranks(body, size=1)
+
+
+def test_messages_of_a_batch_go_at_once(gpus: None) -> None:
+    """Each rank sends to and receives from all others, in an order in which one exchange after another would wait."""
+
+    def body(comm: kos.Communicator) -> None:
+        others = [rank for rank in range(SIZE) if rank != comm.rank]
+        sent = [Array.from_numpy(np.full(3, 10 * comm.rank + rank), 0) for rank in others]
+        got = [Array.zeros(3, np.int64, 0) for _ in others]
+        total = Array.from_numpy(np.ones(2), 0)
+        with comm.batch():
+            for rank, x in zip(others, got, strict=True):
+                comm.recv(x, rank)
+            comm.all_reduce(total)
+            for rank, x in zip(others, sent, strict=True):
+                comm.send(x, rank)
+        assert [x.numpy().tolist() for x in got] == [[10 * rank + comm.rank] * 3 for rank in others]
+        assert total.numpy().tolist() == [SIZE, SIZE]
+
+    on_ranks(body)
+
+
+def test_what_the_contract_lacks_is_named(gpus: None) -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = comm.allocate(3, np.float32)
+        for method, call in (("views", comm.views), ("register", comm.register)):
+            with pytest.raises(BackendUnavailable, match=f"{method}: expected a backend that has it, got relay"):
+                call(x)
+        with pytest.raises(InvalidArgument, match="algorithm: expected 'auto' on relay, got 'ring'"):
+            comm.all_reduce(x, algorithm="ring")
+
+    on_ranks(body, size=1)
+
+
+class Native(Relay):
+    """It has a call of its own for an all_gather."""
+
+    name = "native"
+
+    def native_on_gpu(self, o: Operation) -> Any:
+        if o.name != "all_gather" or o.send is None:
+            return None
+        nbytes = o.send.nbytes
+
+        def launch(stream: int, send: int, recv: int) -> None:
+            called.append(nbytes)
+            self.collect(send, recv, nbytes, stream)
+
+        return launch
+
+
+called: list[int] = []
+
+
+def test_a_call_of_the_library(gpus: None) -> None:
+    kos.register_backend("native", Native)
+    called.clear()
+    on_ranks(lambda comm: Trial(OnGPU(comm), Step("all_gather", 5), 0).run(), "native")
+    assert called == [20] * SIZE
+
+
+def test_a_library_that_cannot_be_made_frees_what_was_made(gpus: None) -> None:
+    class Unmade(Relay):
+        name = "unmade"
+
+        def __init__(self, rendezvous: Any, engine: Any, device: int | None = None) -> None:
+            super().__init__(rendezvous, engine, device)
+            if device is not None:
+                raise BackendUnavailable("unmade: no wire between the GPUs")
+
+    kos.register_backend("unmade", Unmade)
+    with pytest.raises(AssertionError, match="unmade: no wire between the GPUs"):
+        on_ranks(lambda comm: None, "unmade")
+
+
+# Under ``auto``.
+
+ROUTES = {"all_reduce 32-bit ordinary eager": [[1024, "relay"], [None, "nccl"]]}
+
+
+def auto(monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], nccl: bool) -> list[Any]:
+    """The backend of each of two calls, small and large, and the reason of the probe; by rank."""
+    group = FakeGroup(SIZE)
+
+    class NCCL(NCCLBackend):
+        def __init__(self, rendezvous: Any, host: Any) -> None:
+            super().__init__(rendezvous, 0, Comm(group, rendezvous.rank), host)
+
+        @classmethod
+        def probe(cls, rendezvous: Any) -> Probe:
+            return Probe(nccl, "a stand-in")
+
+    monkeypatch.setitem(registry.BACKENDS, "nccl", NCCL)
+    monkeypatch.setattr(making, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), "a test"))
+
+    def body(comm: kos.Communicator) -> Any:
+        used = []
+        for count in (8, 4096):
+            x = Array.from_numpy(np.ones(count, np.float32), 0)
+            work = comm.all_reduce(x, async_op=True)
+            used.append(work.backend.name)
+            work.synchronize()
+            assert (x.numpy() == SIZE).all()
+        return used, comm.backend_name, comm.probes["relay"].reason
+
+    return on_ranks(body, "auto")
+
+
+@pytest.mark.parametrize(("routes", "nccl", "used", "name"), [
+    (ROUTES, True, ["relay", "nccl"], "nccl+relay+mock"),
+    ({}, True, ["nccl", "nccl"], "nccl+mock"),
+    ({}, False, ["relay", "relay"], "relay+mock"),
+])  # fmt: skip
+def test_auto_takes_it_where_a_table_prefers_it(
+    gpus: None, monkeypatch: pytest.MonkeyPatch, routes: Any, nccl: bool, used: list[str], name: str
+) -> None:
+    for calls, backend_name, reason in auto(monkeypatch, routes, nccl):
+        assert (calls, backend_name) == (used, name)
+        unmeasured = "; auto uses it once it was measured here: python -m kos.tune --with relay"
+        assert reason == "queues and copies of one process" + unmeasured * ("relay" not in name)
+
+
+def test_auto_warns_of_a_table_that_names_no_backend(
+    gpus: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    routes = {"all_reduce 32-bit ordinary eager": [[1024, "gloo"], [None, "nccl"]]}
+    assert [used for used, *_ in auto(monkeypatch, routes, True)] == [["nccl", "nccl"]] * SIZE
+    assert "the tuning table a test names backends that are not registered: gloo" in caplog.text
+
+
+@pytest.mark.parametrize(("text", "name", "warning"), [
+    ('{"format": 1, "backend": "relay"}', "relay", ""),
+    ('{"format": 1, "backend": "nowhere"}', "mock", ""),
+    ('{"format": 2}', "mock", "ValueError: expected format 1 and the name of a backend"),
+    ("[", "mock", "JSONDecodeError"),
+])  # fmt: skip
+def test_auto_takes_it_for_host_memory(
+    installed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    text: str, name: str, warning: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "kos" / "tuning" / "host-memory-3.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert on_ranks(lambda comm: comm.backend_name, "auto") == [name] * SIZE
+    assert warning in caplog.text
+
+
+@pytest.mark.gpu
+def test_on_one_gpu(installed: None) -> None:
+    """Two ranks, which are threads, and share a GPU."""
+
+    def body(comm: kos.Communicator) -> None:
+        assert comm.device is not None and comm.backend_name == "relay"
+        for case in ON_GPU:
+            case.call(OnGPU(comm))  # type: ignore[arg-type]
+
+    on_ranks(body, size=2)
