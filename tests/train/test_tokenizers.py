@@ -270,7 +270,7 @@ def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder: Path, m
     chat = [{"role": role, "content": TEXT} for role in ("user", "assistant") * 2]
     template = read_chat_template(str(qwen_folder))
     assert template is not None
-    rendered = "".join(part for part, _ in template.parts({"messages": chat}, "here"))
+    rendered = "".join(part for part, _ in template.documents({}, chat, "here")[0])
     assert rendered == theirs.apply_chat_template(chat, tokenize=False)
     whole = theirs.apply_chat_template(chat, tokenize=True, return_dict=False)
     assert ours.encode(rendered).tolist() == [*whole]

@@ -62,6 +62,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     loss_on: Literal["completion", "all"] = option("completion")
     """Tokens that the loss counts: completion (a .jsonl file's completions, or an assistant's turns; what the masks of
     token files count), or all."""
+    split_turns: bool = option(False)
+    """Make a document of each answer of a chat, with what is before it: for templates that drop earlier thinking."""
     tokenizer: str = option("auto", min_length=1)
     """Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH; auto takes that of
     --init-from, else bytes, and bare numbers for token files."""

@@ -7,6 +7,7 @@ easy as 1, 2, 3", SC11). With ``--epochs`` windows lie side by side, and each ep
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -295,7 +296,8 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
     tokenizer that does not fit the data.
     """
     weights = weights or config.init_from
-    lines = Lines(config.text_field, lambda: read_chat_template(_tokenizer_of_text(config, weights)))
+    template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
+    lines = Lines(config.text_field, template, config.split_turns)
     corpus = read_corpus(config.data, show, val_data=config.val_data, lines=lines)
     load = _load_text if corpus.vocab_size is None else _load_tokens
     train, val, tokenizer, about = load(corpus, config, weights, show)
@@ -397,7 +399,7 @@ def _load_text(
     tokenizer = None if spec == "chars" else make_tokenizer(spec)
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
-    how += [config.split_special_tokens, config.text_field, config.loss_on, corpus.below]
+    how += [config.split_special_tokens, config.text_field, config.loss_on, config.split_turns, corpus.below]
     how += [template.source, template.special] if template else []
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
     how += [name for name, files in sources if not files]  # others are known by their files
