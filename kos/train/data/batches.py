@@ -302,6 +302,8 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
     load = _load_text if corpus.vocab_size is None else _load_tokens
     train, val, tokenizer, about = load(corpus, config, weights, show)
     between, several = about["between"], about["several"]
+    if tokenizer.rules:
+        between += f"; encoded by the rules of {tokenizer.rules}, as transformers does, not by those of tokenizer.json"
     if several:
         stays = config.documents == "pack"
         between += f"; attention {'stays within a document' if stays else 'crosses documents'} (--documents)"

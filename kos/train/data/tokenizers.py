@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kos.errors import CheckpointError, ConfigError, DataError, SettingError, install
 from kos.train.data.documents import Document
+from kos.train.data.tokenizer_classes import by_class
 
 SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint
 _SOURCES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
@@ -46,6 +47,7 @@ class Tokenizer(ABC):
     start = 0  # what generation starts from when there is no prompt
     prefix: Sequence[int] = ()  # the special tokens that ``encode`` adds before a text,
     suffix: Sequence[int] = ()  # and after it
+    rules = ""  # the class by whose rules it encodes, if these are not those of its tokenizer.json
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -403,11 +405,13 @@ def make_tokenizer(spec: str, *, text: Iterable[str | Document] = ()) -> Tokeniz
         named = {role: settings.get(f"{role}_token") for role in ("bos", "eos")}  # plain text, or with more about it
         special = {role: token["content"] if isinstance(token, dict) else token for role, token in named.items()}
         wrong = [token for token in special.values() if not isinstance(token, str | None)]
+        tokenizer, rules = by_class(tokenizer, settings, config)
     except (AttributeError, KeyError, TypeError):
         wrong = [settings]
     if wrong:
         raise DataError(f"{beside}: expected JSON with bos_token and eos_token, got {reprlib.repr(wrong[0])}")
     made = HuggingFaceTokenizer(tokenizer, str(path), **special)
+    made.rules = rules
     if missing := made.without(listed):
         how = how_to_make(path.parent, ("added_tokens.json", beside.name))
         raise DataError(f"{path}: expected the added token {missing[0]!r} of the files beside it, got none{how}")

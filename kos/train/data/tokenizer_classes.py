@@ -1,0 +1,72 @@
+"""The rules by which transformers 5 encodes for some ``tokenizer_class``: they replace those in ``tokenizer.json``.
+
+transformers (src/transformers/models/llama/tokenization_llama.py and qwen2/tokenization_qwen2.py) takes the vocabulary,
+merges and special tokens of the file. A class gives the rest: LlamaTokenizer puts a space before a text alone, where a
+file with the normalizer Prepend, as of Llama 2 and TinyLlama, puts one after every special token as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+AS_IN_FILE = ("mistral", "olmo2")
+"""Values of ``model_type`` for which transformers follows the file."""
+
+_QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def by_class(tokenizer: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, str]:
+    """The content of a ``tokenizer.json`` with the rules of its class, and the name of the class if they are others.
+
+    ``settings`` and ``config`` are those of ``tokenizer_config.json`` and ``config.json`` beside it.
+    """
+    named = str(settings.get("tokenizer_class") or config.get("tokenizer_class")).removesuffix("Fast")
+    model_type, model = config.get("model_type"), tokenizer["model"]
+    name = "Qwen2Tokenizer" if model_type == "qwen2" and named == "LlamaTokenizer" else named
+    byte_level = '"ByteLevel"' in json.dumps([tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")])
+    if model.get("type") != "BPE" or model_type in AS_IN_FILE or (name == "LlamaTokenizer" and byte_level):
+        return tokenizer, ""
+    if name == "LlamaTokenizer":
+        rules, bpe = _llama(settings.get("add_prefix_space") is not False, bool(settings.get("legacy")))
+    elif name == "Qwen2Tokenizer":
+        rules, bpe = _qwen(bool(settings.get("add_prefix_space")))
+    else:
+        return tokenizer, ""
+    if all(_splits(tokenizer.get(key)) == _splits(rules[key]) for key in ("normalizer", "pre_tokenizer")):
+        return tokenizer, ""
+    return {**tokenizer, **rules, "model": {**model, "unk_token": None, "dropout": None, **bpe}}, name
+
+
+def _splits(rule: Any) -> Any:
+    """A rule without what changes offsets alone."""
+    if isinstance(rule, list):
+        return [*map(_splits, rule)]
+    return {key: _splits(rule[key]) for key in rule.keys() - {"trim_offsets"}} if isinstance(rule, dict) else rule
+
+
+def _llama(space: bool, legacy: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    scheme = ("always" if legacy else "first") if space else "never"
+    replaced = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    stripped = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * space
+    decoders = [replaced, {"type": "ByteFallback"}, {"type": "Fuse"}, *stripped]
+    rules = {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False},
+        "decoder": {"type": "Sequence", "decoders": decoders},
+    }
+    return rules, {"fuse_unk": True, "byte_fallback": True}
+
+
+def _qwen(space: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    split = {"type": "Split", "pattern": {"Regex": _QWEN}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": space, "trim_offsets": True, "use_regex": False}
+    rules = {
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    }
+    return rules, {"fuse_unk": False, "byte_fallback": False}
