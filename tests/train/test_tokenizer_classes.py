@@ -14,7 +14,6 @@ from kos.train.data.tokenizers import HuggingFaceTokenizer, make_tokenizer
 from tests.train.test_loop import _train
 from tests.train.test_tokenizers import TEXT, byte_level_bpe
 
-
 CLASSES = ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"]
 CASES = [
     *(("LlamaTokenizer", None, legacy, space) for legacy in (None, False, True) for space in (None, True, False)),

@@ -53,7 +53,7 @@ NAMES = (None, "stdlib", "tinyshakespeare", "auto", "bytes", "chars")
 GROUPS = {
     "preset": "Model", "data": "Data", "device": "Ranks and layout", "steps": "Length and output",
     "optimizer": "Optimizer", "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
-    "log_every": "Logging", "micro_batch_size": "Performance", "debug": "Debugging",
+    "log_every": "Logging", "micro_batch_size": "Performance", "show_data": "Debugging",
     "model.model_type": "Shape of the model (a preset or --init-from gives it)",
 }  # fmt: skip
 """The groups of ``--help``: the first setting of each, and its title."""

@@ -190,6 +190,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     profile: int = option(0, ge=0)
     """Only time N steps after 3 others, then print a table and write a Perfetto trace to --out; 0 trains."""
 
+    show_data: int = option(0, ge=0)
+    """Only print the first N sequences as text, with «» around what the loss counts; 0 trains."""
     debug: bool = option(False)
     """Show tracebacks of errors."""
     timeout: float = option(300.0, gt=0)
