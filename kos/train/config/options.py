@@ -86,7 +86,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Pipeline-parallel ranks, which split the list of layers."""
     cp: int = option(1, ge=1)
     """Context-parallel ranks, which split each sequence."""
-    zero: int = option(0, ge=0, le=1)
+    zero: int = option(0, ge=0)
     """Split the optimizer's state over the data-parallel ranks (ZeRO-1): 1, or 0."""
     backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option("auto")
     """Carry collectives by mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works."""
@@ -209,6 +209,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     def _check(self) -> TrainConfig:
         if self.min_lr is not None and self.min_lr > self.lr and self.schedule != "constant":
             raise SettingError("min_lr", f"at most {self.lr:g}", f"{self.min_lr:g}", "lr")
+        if self.zero > 1:
+            raise SettingError("zero", "1 (the optimizer's state) or 0; --tp and --pp split weights too", self.zero)
         if self.elastic is not None:
             match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", self.elastic)
             if match is None or int(match[1]) > int(match[2] or match[1]):

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kos.commands import python_code
 from kos.errors import CheckpointError, ConfigError, DataError, SettingError, install
 from kos.train.data.documents import Document
 from kos.train.data.tokenizer_classes import by_class
@@ -420,8 +421,9 @@ def make_tokenizer(spec: str, *, text: Iterable[str | Document] = ()) -> Tokeniz
 
 def how_to_make(folder: Path, sources: Iterable[str] = _SOURCES) -> str:
     """For an error: how transformers makes the ``tokenizer.json`` of a folder that has one of ``sources``."""
-    code = f"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')"
-    return f'; to make it, run: python -c "{code}"' if any((folder / name).is_file() for name in sources) else ""
+    code = "import sys; from transformers import AutoTokenizer as T; T.from_pretrained(sys.argv[1])"
+    how = f"; to make it, run: {python_code(f'{code}.save_pretrained(sys.argv[1])', folder)}"
+    return how if any((folder / name).is_file() for name in sources) else ""
 
 
 def has_tokenizer(folder: Path) -> bool:
