@@ -34,7 +34,8 @@ def first_line(data: Dataset, step: int) -> str:
 
 def sequence(data: Dataset, step: int, row: int) -> tuple[str, int]:
     """The text of a sequence with its last target, and how many of its targets count."""
-    tokens, targets, _ = (field if field is None else field[0].tolist() for field in data.rows(step, [row]))
+    batch = data.rows(step, [row])
+    tokens, targets = batch.tokens[0].tolist(), batch.targets[0].tolist()
     counted = [False, *(target != LEFT_OUT for target in targets)]
     ids = [*tokens, *targets[-1:] * counted[-1]]
     text, written, done = "", "", 0

@@ -1,8 +1,8 @@
 """The rules by which transformers 5 encodes for some ``tokenizer_class``: they replace those in ``tokenizer.json``.
 
-transformers (src/transformers/models/llama/tokenization_llama.py and qwen2/tokenization_qwen2.py) takes the vocabulary,
-merges and special tokens of the file. A class gives the rest: LlamaTokenizer puts a space before a text alone, where a
-file with the normalizer Prepend, as of Llama 2 and TinyLlama, puts one after every special token as well.
+A class of transformers (src/transformers/models, ``llama`` and ``qwen2``) takes the vocabulary, the merges and the
+special tokens of the file, and gives the rest.  LlamaTokenizer puts a space before a text alone, where a file with the
+normalizer Prepend, as of Llama 2 and TinyLlama, puts one after every special token as well.
 """
 
 from __future__ import annotations
