@@ -27,6 +27,9 @@ SHAREGPT = {"human": "user", "gpt": "assistant", "model": "assistant", "observat
 KNOWN = ("role", "content", "weight", "train", "name", "tool_call_id")
 """Keys of a message that a template need not use."""
 
+COUNTING = ("weight", "train")
+"""Keys of an assistant's message, which the loss leaves out if one of them is 0 or false."""
+
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of one key, each of which a template may use."""
 
@@ -67,8 +70,7 @@ class ChatTemplate:
         if not isinstance(messages, list) or not messages:
             raise DataError(f"{where}: expected a list of messages, got {reprlib.repr(messages)}")
         chat = _with_tables(render, [self._checked(number, each, where) for number, each in enumerate(messages, 1)])
-        weights = {number: [chat[number - 1].get(key, 1) for key in ("weight", "train")] for number in _answers(chat)}
-        counted = [number for number, given in weights.items() if all(given)]
+        counted = [number for number in _answers(chat) if {0} - {chat[number - 1].get(key, 1) for key in COUNTING}]
         if split_turns:
             return [self._parts(render, chat[:number], [number], where) for number in counted]
         return [self._parts(render, chat, counted, where)]
@@ -127,12 +129,9 @@ class ChatTemplate:
         self, render: _Render, whole: str, messages: Sequence[Any], number: int, done: int, where: str
     ) -> tuple[int, int]:
         """Where the turn of an assistant's message begins and ends in ``whole``, the text of all: after ``done``."""
-        before = ""
-        if number == 1:  # a template may not render the chat before it, which is empty
-            asked, _ = render([{"role": "assistant", "content": MARK}, *messages[1:]])
-        else:
-            before, _ = render(messages[: number - 1])
-            asked, _ = render(messages[: number - 1], add_generation_prompt=True)
+        earlier, first = messages[: number - 1], [{"role": "assistant", "content": MARK}, *messages[1:]]
+        before = render(earlier)[0] if earlier else ""  # a template may not render an empty chat
+        asked, _ = render(earlier, add_generation_prompt=True) if earlier else render(first)
         upto, _ = render(messages[:number])
         start = len(commonprefix([whole, asked]))  # noqa: RUF071
         if whole.startswith(upto) and max(done, len(before)) <= start <= len(upto):

@@ -179,18 +179,16 @@ def _documents_of(line: bytes, lines: Lines, where: str) -> Sequence[str | Docum
 def _messages_of(fields: Mapping[str, Any], where: str) -> Any:
     """The messages of a line, with its ``system`` prompt first; None if it has no chat."""
     name = next((name for name in ("messages", "conversations", "instruction") if fields.get(name) is not None), None)
-    if name is None:
-        return None
-    messages = fields[name]
+    messages = fields.get(str(name))
     if name == "instruction":
-        names = ["instruction", *["input"] * bool(fields.get("input"))]
-        asked = "\n".join(_text_of(fields, each, where) for each in names)
+        asked = "\n".join(_text_of(fields, each, where) for each in ("instruction", "input") if fields.get(each))
         answer = _text_of(fields, "output", where)
         messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
         if fields.get("history"):
             raise DataError(f"{where}: expected messages for a chat of several turns, got the field 'history'")
-    system = [{"role": "system", "content": _text_of(fields, "system", where)}] if fields.get("system") else []
-    return [*system, *messages] if isinstance(messages, list) else messages
+    if not isinstance(messages, list) or not fields.get("system"):
+        return messages
+    return [{"role": "system", "content": _text_of(fields, "system", where)}, *messages]
 
 
 def _text_of(fields: Mapping[str, Any], name: str, where: str) -> str:

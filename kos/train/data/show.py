@@ -26,9 +26,8 @@ def first_line(data: Dataset, step: int) -> str:
     """A line for the log: some of the first sequence of ``step``, from shortly before the first token that counts."""
     text, counts = sequence(data, step, 0)
     start = max(0, text.find("«") - _BEFORE)
-    part = text[start : start + _SHOWN]
-    cut = f"{'…' * (start > 0)}{part}{'…' * (start + len(part) < len(text))}"
-    shown = json.dumps(cut, ensure_ascii=False)
+    stop = start + _SHOWN
+    shown = json.dumps(f"{'…' * (start > 0)}{text[start:stop]}{'…' * (stop < len(text))}", ensure_ascii=False)
     return f"the first sequence, of which {counts} of {data.seq_len} tokens count, in «»: {shown} (--show-data N)"
 
 

@@ -27,16 +27,11 @@ def by_class(tokenizer: Mapping[str, Any], settings: Mapping[str, Any], config: 
     named = str(settings.get("tokenizer_class") or config.get("tokenizer_class")).removesuffix("Fast")
     model_type, model = config.get("model_type"), tokenizer["model"]
     name = "Qwen2Tokenizer" if model_type == "qwen2" and named == "LlamaTokenizer" else named
-    byte_level = '"ByteLevel"' in json.dumps([tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")])
-    if model.get("type") != "BPE" or model_type in AS_IN_FILE or (name == "LlamaTokenizer" and byte_level):
+    if model.get("type") != "BPE" or model_type in AS_IN_FILE or name not in _RULES:
         return tokenizer, ""
-    if name == "LlamaTokenizer":
-        rules, bpe = _llama(settings.get("add_prefix_space") is not False, bool(settings.get("legacy")))
-    elif name == "Qwen2Tokenizer":
-        rules, bpe = _qwen(bool(settings.get("add_prefix_space")))
-    else:
-        return tokenizer, ""
-    if all(_splits(tokenizer.get(key)) == _splits(rules[key]) for key in ("normalizer", "pre_tokenizer")):
+    rules, bpe = _RULES[name](settings)
+    alike = all(_splits(tokenizer.get(key)) == _splits(rules[key]) for key in ("normalizer", "pre_tokenizer"))
+    if alike or (name == "LlamaTokenizer" and '"ByteLevel"' in json.dumps([*map(tokenizer.get, rules)])):
         return tokenizer, ""
     return {**tokenizer, **rules, "model": {**model, "unk_token": None, "dropout": None, **bpe}}, name
 
@@ -48,8 +43,9 @@ def _splits(rule: Any) -> Any:
     return {key: _splits(rule[key]) for key in rule.keys() - {"trim_offsets"}} if isinstance(rule, dict) else rule
 
 
-def _llama(space: bool, legacy: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    scheme = ("always" if legacy else "first") if space else "never"
+def _llama(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    space = settings.get("add_prefix_space") is not False
+    scheme = ("always" if settings.get("legacy") else "first") if space else "never"
     replaced = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     stripped = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * space
     decoders = [replaced, {"type": "ByteFallback"}, {"type": "Fuse"}, *stripped]
@@ -61,7 +57,8 @@ def _llama(space: bool, legacy: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     return rules, {"fuse_unk": True, "byte_fallback": True}
 
 
-def _qwen(space: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _qwen(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    space = bool(settings.get("add_prefix_space"))
     split = {"type": "Split", "pattern": {"Regex": _QWEN}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": space, "trim_offsets": True, "use_regex": False}
     rules = {
@@ -70,3 +67,6 @@ def _qwen(space: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
     }
     return rules, {"fuse_unk": False, "byte_fallback": False}
+
+
+_RULES = {"LlamaTokenizer": _llama, "Qwen2Tokenizer": _qwen}
