@@ -25,9 +25,9 @@ def by_class(tokenizer: Mapping[str, Any], settings: Mapping[str, Any], config: 
     ``settings`` and ``config`` are those of ``tokenizer_config.json`` and ``config.json`` beside it.
     """
     named = str(settings.get("tokenizer_class") or config.get("tokenizer_class")).removesuffix("Fast")
-    model_type, model = config.get("model_type"), tokenizer["model"]
+    model_type, model = config.get("model_type"), tokenizer.get("model")
     name = "Qwen2Tokenizer" if model_type == "qwen2" and named == "LlamaTokenizer" else named
-    if model.get("type") != "BPE" or model_type in AS_IN_FILE or name not in _RULES:
+    if not isinstance(model, dict) or model.get("type") != "BPE" or model_type in AS_IN_FILE or name not in _RULES:
         return tokenizer, ""
     rules, bpe = _RULES[name](settings)
     alike = all(_splits(tokenizer.get(key)) == _splits(rules[key]) for key in ("normalizer", "pre_tokenizer"))
