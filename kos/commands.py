@@ -40,6 +40,11 @@ def python() -> str:
     return near(sys.executable) if sys.executable else "python"
 
 
+def python_code(code: str, *arguments: str | Path) -> str:
+    """A command that runs ``code``, which has no double quotes; ``arguments``, of any characters, are in sys.argv."""
+    return f'{shlex.quote(python())} -c "{code}" {shlex.join(map(str, arguments))}'
+
+
 def pip_install(*words: str, here: bool = True) -> str:
     """A command that installs packages for this Python.  The ``pip`` on the PATH may be that of another Python.
 

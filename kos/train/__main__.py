@@ -62,6 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(plan.report(arguments))
             return 0
         config = parse(arguments)
+        if config.show_data:
+            from kos.train.data import show
+
+            if rank == 0:
+                with printing():
+                    print(show.report(config))
+            return 0
         if config.join is not None:
             begun = True
             return _join(config, stop, arguments)

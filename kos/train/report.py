@@ -19,6 +19,7 @@ from kos.commands import mpirun, near, python, several_programs
 from kos.errors import plural
 from kos.train.checkpoint import dropout, extra_names
 from kos.train.config.options import TrainConfig, flag_of
+from kos.train.data.show import first_line
 from kos.train.run_context import ADDRESS, RunContext
 from kos.train.tools.console import duration
 from kos.train.tools.metrics import METRICS
@@ -56,8 +57,10 @@ def announce(run: RunContext) -> None:
         why = f"a rank adds up {len(run.device.micro_batches)} micro-batches of a step, which {asked} would round"
         say(f"--grad-dtype {asked}: gradients are {config.grad_dtype}, since {why}")
     say("; ".join(filter(None, (run.data.trained_on, run.data.held_out))))
-    if run.comm.rank == 0 and (fit := run.data.fit_in_words()):
-        say(fit)
+    if run.comm.rank == 0:
+        if fit := run.data.fit_in_words():
+            say(fit)
+        say(first_line(run.data, run.start))
     if run.data.note:
         say(run.data.note)
     say(run.device.describe())

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kos.errors import DataError
@@ -14,6 +15,17 @@ from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
 from kos.train.run import Trainer
+from tests.train.chat_templates import (
+    CHATML,
+    GEMMA,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_LAST,
+    QWEN,
+    SPECIAL,
+    THINKING,
+    bare,
+)
 from tests.train.refusal import refused
 from tests.train.test_corpus import token_bytes
 from tests.train.test_loop import _config
@@ -31,7 +43,7 @@ IGNORES = OPEN + "{% if m.tool_calls %}" + CALL + "{% else %}{{ m.content | trim
 BOTH = OPEN + "{{ m.content or '' }}{% if m.tool_calls %}" + CALL + "{% endif %}" + REST + ASK
 """Writes content and calls."""
 
-THINKING = BOTH.replace("{% generation %}", "{% generation %}{% if loop.last %}<think></think>{% endif %}")
+CHANGES = BOTH.replace("{% generation %}", "{% generation %}{% if loop.last %}<think></think>{% endif %}")
 """As Qwen3's: another text of the turn if it is the last one."""
 
 REASONING = BOTH.replace("{% generation %}", "{% generation %}{% if m.reasoning %}({{ m.reasoning }}){% endif %}")
@@ -64,30 +76,188 @@ def folder_of(tmp_path: Path, template: str) -> Path:
     folder.mkdir()
     text = [json.dumps([*CHATS["spoken"], *CHATS["ordinary"]]) * 9]
     bpe = byte_level_bpe(text, 330, [])
-    bpe.add_special_tokens(["<|user|>", "<|assistant|>", "<|tool|>"])
+    bpe.add_special_tokens(["<|user|>", "<|assistant|>", "<|tool|>", *SPECIAL])
     bpe.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text(template)
     return folder
 
 
-@pytest.mark.parametrize("template", [IGNORES, BOTH, THINKING, REASONING], ids=["ignores", "both", "thinks", "reasons"])
+def marked_by_transformers(folder: Path, chat: list[dict[str, Any]], **options: Any) -> tuple[list[int], list[bool]]:
+    """The tokens of a chat, and which of them its template marks."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    marked = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        chat, return_dict=True, return_assistant_tokens_mask=True, tokenize=True, **options
+    )
+    return marked["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]
+
+
+def counted_in(tmp_path: Path, folder: Path, lines: list[dict[str, Any]], *flags: str) -> tuple[list[int], list[bool]]:
+    path = write_lines(tmp_path / "chats.jsonl", [*lines, {"text": "val"}])
+    tokens, counted, _ = read(path, "--tokenizer", str(folder), *flags)
+    return tokens, counted
+
+
+def texts_that_count(tmp_path: Path, folder: Path, lines: list[dict[str, Any]], *flags: str) -> str:
+    tokens, counted = counted_in(tmp_path, folder, lines, *flags)
+    return data_text(folder, [token for token, count in zip(tokens, counted, strict=True) if count])
+
+
+@pytest.mark.parametrize("template", [IGNORES, BOTH, CHANGES, REASONING], ids=["ignores", "both", "changes", "reasons"])
 @pytest.mark.parametrize("chat", CHATS)
 def test_turns_are_those_that_transformers_marks(tmp_path: Path, chat: str, template: str) -> None:
-    transformers = pytest.importorskip("transformers", reason="compares with transformers")
     folder, messages = folder_of(tmp_path, template), [dict(message) for message in CHATS[chat]]
     if template == REASONING:
         messages = [{**each, "reasoning": "hm"} if each["role"] == "assistant" else each for each in messages]
-    marked = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
-    )
+    tokens, marks = marked_by_transformers(folder, messages)
     if template in (IGNORES, BOTH) and chat == "null":
-        assert "None" not in data_text(folder, marked["input_ids"])
-    lines = [{"messages": messages}, {"text": "val"}]
-    tokens, counted, _ = read(write_lines(tmp_path / "chats.jsonl", lines), "--tokenizer", str(folder))
-    assert tokens == marked["input_ids"]
-    assert counted == [bool(mark) for mark in marked["assistant_masks"]] and 0 < sum(counted) < len(counted)
+        assert "None" not in data_text(folder, tokens)
+    assert (tokens, marks) == counted_in(tmp_path, folder, [{"messages": messages}]) and 0 < sum(marks) < len(marks)
+    if template != CHANGES:
+        (folder / "chat_template.jinja").write_text(bare(template))
+        assert (tokens, marks) == counted_in(tmp_path, folder, [{"messages": messages}])
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {}}}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+AGAIN = [{"role": "user", "content": "and there?"}, {"role": "assistant", "content": "  no\n"}]
+TEMPLATES = {
+    "chatml": (CHATML, ["ordinary", "system"]),
+    "qwen": (QWEN, ["ordinary", "counted", "answered", "null", "spoken", "last", "system", "tools", "twice"]),
+    "llama": (LLAMA, ["ordinary", "counted", "answered", "null", "spoken", "last", "system", "tools"]),
+    "mistral": (MISTRAL, ["ordinary", "answered", "null", "system", "twice"]),
+    "gemma": (GEMMA, ["ordinary"]),
+}
+USED = {
+    **CHATS,
+    "system": [SYSTEM, USER, ANSWER, *AGAIN],
+    "tools": [SYSTEM, USER, calling(None), TOOL, ANSWER, *AGAIN],
+    "twice": [USER, calling(None) | {"tool_calls": CALLS * 2}, TOOL, TOOL, ANSWER, *AGAIN, USER, calling(None)],
+}
+
+
+@pytest.mark.parametrize(("name", "chat"), [(name, chat) for name, (_, chats) in TEMPLATES.items() for chat in chats])
+def test_templates_in_use(tmp_path: Path, name: str, chat: str) -> None:
+    """By the marks of the template, and the same without them: by what the text of each message adds."""
+    template, options = TEMPLATES[name][0], {"tools": TOOLS} if chat == "tools" else {}
+    folder, line = folder_of(tmp_path, template), {"messages": USED[chat], **options}
+    expected = marked_by_transformers(folder, USED[chat], **options)
+    assert counted_in(tmp_path, folder, [line]) == expected and 0 < sum(expected[1]) < len(expected[1])
+    (folder / "chat_template.jinja").write_text(bare(template))
+    assert counted_in(tmp_path, folder, [line]) == expected
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_template_that_drops_the_thinking_of_earlier_turns(tmp_path: Path, marked: bool) -> None:
+    """Without marks it is refused, and the way out is named: a text for each answer, which has its thinking."""
+    thinking = {"role": "assistant", "content": "four", "reasoning_content": "two and two"}
+    chat = [USER, thinking, USER, {**thinking, "content": "yes", "reasoning_content": "four"}]
+    folder = folder_of(tmp_path, THINKING if marked else bare(THINKING))
+    if marked:
+        assert counted_in(tmp_path, folder, [{"messages": chat}]) == marked_by_transformers(folder, chat)
+    else:
+        told = "got another text up to message 2; --split-turns makes a text for each answer, or add {% generation %}"
+        with refused(DataError, f"--data {tmp_path / 'chats.jsonl'}, line 1: expected a chat template that", told):
+            counted_in(tmp_path, folder, [{"messages": chat}])
+    turns = ["<think>\ntwo and two\n</think>\n\nfour<|im_end|>\n", "<think>\nfour\n</think>\n\nyes<|im_end|>\n"]
+    assert texts_that_count(tmp_path, folder, [{"messages": chat}], "--split-turns") == "".join(turns)
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": chat}, {"text": "val"}])
+    tokens, _, data = read(path, "--tokenizer", str(folder), "--split-turns")
+    asked = "<|im_start|>user\nrain today?<|im_end|>\n<|im_start|>assistant\n"
+    first, second = asked + turns[0], asked + "four<|im_end|>\n" + asked + turns[1]
+    assert data_text(folder, tokens) == first + second
+    begins = np.asarray(data.train.documents).tolist()
+    assert len(begins) == 2 and data_text(folder, tokens[begins[1] :]) == second
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_answers_of_no_weight_are_no_texts_of_their_own(tmp_path: Path, marked: bool) -> None:
+    folder = folder_of(tmp_path, QWEN if marked else bare(QWEN))
+    chat = [USER, {**ANSWER, "weight": 0}, *AGAIN]
+    assert texts_that_count(tmp_path, folder, [{"messages": chat}], "--split-turns") == "  no\n<|im_end|>\n"
+
+
+def test_a_system_prompt_that_is_written_into_the_last_message(tmp_path: Path) -> None:
+    """As in templates of Mistral: what is before an answer is not what asked for it, so the turn is not known."""
+    folder = folder_of(tmp_path, MISTRAL_LAST)
+    expected = marked_by_transformers(folder, USED["system"])
+    assert counted_in(tmp_path, folder, [{"messages": USED["system"]}]) == expected
+    (folder / "chat_template.jinja").write_text(bare(MISTRAL_LAST))
+    with refused(DataError, "line 1: expected a chat template that does not change", "add {% generation %} blocks"):
+        counted_in(tmp_path, folder, [{"messages": USED["system"]}])
+    tokens, marks = counted_in(tmp_path, folder, [{"messages": USED["system"][1:]}])
+    assert 0 < sum(marks) < len(tokens)
+
+
+def test_a_token_of_two_parts_counts_if_one_of_them_does(tmp_path: Path) -> None:
+    """As in transformers: whether the answer begins in it or ends in it."""
+    folder = folder_of(tmp_path, BOTH.replace("<|end|>{% endgeneration %}", "{% endgeneration %}ay?"))
+    chat = [USER, {"role": "assistant", "content": "no rain tod"}] * 2
+    tokens, marks = marked_by_transformers(folder, chat)
+    text = data_text(folder, [token for token, mark in zip(tokens, marks, strict=True) if mark])
+    assert text == "no rain today" * 2, "a token ends after the answer"
+    assert counted_in(tmp_path, folder, [{"messages": chat}]) == (tokens, marks)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_an_answer_that_is_not_trained(tmp_path: Path, marked: bool) -> None:
+    """``train`` of axolotl, ``weight`` of OpenAI, of which either may exclude it."""
+    folder = folder_of(tmp_path, QWEN if marked else bare(QWEN))
+    no: list[dict[str, Any]] = [{"train": False}, {"weight": 0}, {"train": True, "weight": 0}]
+    yes: list[dict[str, Any]] = [{"train": True}, {"weight": 1}, {}, {"train": None, "weight": None}]
+    given = [{"role": "assistant", "content": str(number), **keys} for number, keys in enumerate([*no, *yes])]
+    chat = [{**USER, "train": False, "weight": 0}, calling(None, train=False), TOOL]
+    chat += [each for answer in given for each in (USER, answer)]
+    counts = texts_that_count(tmp_path, folder, [{"messages": chat}])
+    assert counts == "".join(f"{number}<|im_end|>\n" for number in range(len(no), len(given)))
+
+
+def test_arguments_as_text_are_not_quoted(tmp_path: Path) -> None:
+    """OpenAI's calls have JSON as text. A template that writes text as it is gets it; others get the table."""
+    arguments = '{"city":"Ulm"}'
+    calls = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    chat = [USER, {"role": "assistant", "content": None, "refusal": None, "tool_calls": calls}]
+    chat += [{"role": "tool", "tool_call_id": "1", "content": "12 mm"}]
+    folder = folder_of(tmp_path, bare(QWEN))
+    expected = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call><|im_end|>\n'
+    assert texts_that_count(tmp_path, folder, [{"messages": chat}]) == expected
+    items = "{% for name, value in call.arguments | items %}{{ name }}={{ value }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(bare(QWEN).replace("{{- call.arguments | tojson }}", items))
+    assert "city=Ulm" in texts_that_count(tmp_path, folder, [{"messages": chat}])
+    (folder / "chat_template.jinja").write_text(bare(QWEN).replace("call.arguments | tojson", "call.arguments"))
+    assert arguments in texts_that_count(tmp_path, folder, [{"messages": chat}])
+
+
+ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
+SAME: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "id": "x"},
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
+    ),
+    "sharegpt-system": (
+        {"conversations": [{"from": "user", "value": "hi"}, {"from": "model", "value": "a"}], "system": "Be brief."},
+        [SYSTEM, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}],
+    ),
+    "sharegpt-tool": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "observation", "value": "b"},
+                           {"from": "gpt", "value": "c", "train": True}]},
+        [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}, {"role": "assistant", "content": "c"}],
+    ),
+    "conversations-of-roles": ({"conversations": [USER, ANSWER]}, [USER, ANSWER]),
+    "alpaca": (ALPACA, [{"role": "user", "content": "Add.\n1 2"}, {"role": "assistant", "content": "3"}]),
+    "alpaca-no-input": (
+        {**ALPACA, "input": "", "system": "Be brief."},
+        [SYSTEM, {"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_chats_by_other_names_are_the_same(tmp_path: Path, kind: str) -> None:
+    folder, (line, messages) = folder_of(tmp_path, bare(QWEN)), SAME[kind]
+    got = counted_in(tmp_path, folder, [line])
+    assert got == counted_in(tmp_path, folder, [{"messages": messages}]) and any(got[1])
 
 
 def test_only_the_call_counts_where_a_template_leaves_the_content_out(tmp_path: Path) -> None:
@@ -108,25 +278,60 @@ def test_an_answer_of_no_weight_and_a_call_of_weight(tmp_path: Path) -> None:
     assert data_text(folder, ones) == "take an umbrella<|end|>"
 
 
-CHANGING = IGNORES.replace("<|end|>{% endgeneration %}", "{% if loop.last %}!{% endif %}<|end|>{% endgeneration %}")
-"""Writes a turn in another way if it is the last one, and leaves the content of a call out."""
+CHANGING = bare(IGNORES).replace("<|end|>{%", "{% if loop.last %}!{% endif %}<|end|>{%")
+"""Writes a turn in another way if it is the last one."""
+
+UNKNOWN = {"role": "user", "content": "hi"}
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "changing": (CHANGING, {"messages": CHATS["answered"]}, "does not change a turn for those after it"),
+    "nothing": (BOTH, {"messages": [USER, {**ANSWER, "content": None}]}, "messages with role and content, got {"),
+    "no-calls": (
+        BOTH,
+        {"messages": [USER, {**calling(None), "tool_calls": []}]},
+        "messages with role and content, got {",
+    ),
+    "text": (BOTH, {"messages": [USER, {**calling(None), "tool_calls": "x"}]}, "messages with role and content, got {"),
+    "calls": (
+        BOTH,
+        {"messages": [USER, {**calling(None), "tool_calls": ["x"]}]},
+        "messages with role and content, got",
+    ),
+    "user": (BOTH, {"messages": [{**calling(None), "role": "user"}]}, "messages with role and content, got {"),
+    "key": (
+        BOTH,
+        {"messages": [USER, {**ANSWER, "label": 3}]},
+        "content, weight, train, name, tool_call_id, got 'label' in message 2",
+    ),
+    "reasoning": (BOTH, {"messages": [USER, {**ANSWER, "reasoning": "hm"}]}, "got 'reasoning' in message 2"),
+    "calls-unused": (CHATML, {"messages": [USER, calling("x")]}, "got 'tool_calls' in message 2"),
+    "tools-unused": (CHATML, {"messages": [USER, ANSWER], "tools": TOOLS}, "a chat template that uses tools, got /"),
+    "train": (BOTH, {"messages": [USER, {**ANSWER, "train": "no"}]}, "expected train true or false, got 'no'"),
+    "train-user": (
+        BOTH,
+        {"messages": [{**USER, "train": True}]},
+        "train of assistants alone, got True with the role user",
+    ),
+    "from": (BOTH, {"conversations": [{"from": "function_call", "value": "x"}]}, "tool, got 'function_call'"),
+    "alpaca": (
+        BOTH,
+        {"instruction": "x", "input": "y"},
+        "text in the field 'output', got the fields instruction, input",
+    ),
+    "history": (
+        BOTH,
+        {**ALPACA, "history": [["a", "b"]]},
+        "messages for a chat of several turns, got the field 'history'",
+    ),
+    "system": (BOTH, {"messages": [USER, ANSWER], "system": 3}, "text in the field 'system', got system: 3"),
+}
 
 
-@pytest.mark.parametrize(
-    ("template", "chat", "said"),
-    [
-        (CHANGING, CHATS["answered"], "does not change a turn for those after it"),
-        (IGNORES, [USER, {"role": "assistant", "content": None}], "expected messages with role and content, got {"),
-        (IGNORES, [USER, calling(None) | {"tool_calls": []}], "expected messages with role and content, got {"),
-        (IGNORES, [USER, calling(None) | {"tool_calls": "x"}], "expected messages with role and content, got {"),
-        (IGNORES, [{"role": "user", "content": None, "tool_calls": CALLS}], "expected messages with role and content"),
-    ],
-    ids=["changing", "nothing", "no-calls", "text", "user"],
-)
-def test_refused(tmp_path: Path, template: str, chat: list[dict[str, Any]], said: str) -> None:
+@pytest.mark.parametrize("kind", WRONG)
+def test_refused(tmp_path: Path, kind: str) -> None:
+    template, line, said = WRONG[kind]
     folder = folder_of(tmp_path, template)
-    path = write_lines(tmp_path / "chats.jsonl", [{"messages": chat}, {"text": "val"}])
-    with refused(DataError, f"--data {path}, line 1: expected ", said):
+    path = write_lines(tmp_path / "chats.jsonl", [{"text": "x"}, line, {"text": "val"}])
+    with refused(DataError, f"--data {path}, line 2: expected ", said):
         read(path, "--tokenizer", str(folder))
 
 

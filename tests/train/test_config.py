@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import tomllib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from pydantic import ValidationError
 
 from kos.errors import ConfigError
 from kos.train.checkpoint.huggingface import to_huggingface
-from kos.train.config import PRESETS
+from kos.train.config import PRESETS, other_names
 from kos.train.config.flags import make_parser, parse
 from kos.train.config.options import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
 from kos.train.model.gpt2 import GPT2Config
@@ -208,6 +210,25 @@ def test_a_config_is_frozen() -> None:
         (["--seq-len=9", "--max-position-embeddings=8"], ["--seq-len: expected at most 8 (--max-position-embeddings)"]),
         (["--init-from", "/nowhere"], ["--init-from: /nowhere/config.json: expected", "got no such folder"]),
         (["--config", "/nowhere/run.toml"], ["/nowhere/run.toml", "No such file"]),
+        (["--zero", "3"], ["--zero: expected 1 (the optimizer's state) or 0; --tp and --pp split weights too, got 3"]),
+        (["--learning-rate", "1e-4"], ["expected a flag that --help lists (here: --lr), got '--learning-rate'"]),
+        (["--learning_rate=1e-4"], ["(here: --lr), got '--learning_rate'"]),
+        (["--gradient-accumulation-steps=4"], ["(here: --batch-size, over all ranks, of which a rank"]),
+        (["--gradient-checkpointing"], ["(here: --recompute), got '--gradient-checkpointing'"]),
+        (["--num-train-epochs", "3"], ["(here: --epochs), got '--num-train-epochs'"]),
+        (["--per-device-train-batch-size", "2"], ["(here: --batch-size, over all ranks"]),
+        (["--output_dir", "x"], ["(here: --out), got '--output_dir'"]),
+        (["--block_size=256"], ["(here: --seq-len), got '--block_size'"]),
+        (["--sequence_len", "8"], ["(here: --seq-len), got '--sequence_len'"]),
+        (["--tensor-model-parallel-size", "2"], ["(here: --tp), got"]),
+        (["--rope-scaling", "yarn"], ["(here: a table [model.rope_scaling] in the file of --config, or config.json"]),
+        (["--layer-types", "x"], ["(here: a key of [model] in the file of --config, or config.json of --init-from)"]),
+        (["--dropout", "0.1"], ["(the trainer has none: docs/guides/not-in-the-trainer.md), got '--dropout'"]),
+        (["--ema"], ["(the trainer has none: "]),
+        (["--freeze=embed"], ["(the trainer has none: "]),
+        (["--lora_alpha", "16"], ["(the trainer has none: "]),
+        (["--load-in-4bit"], ["(the trainer has none: "]),
+        (["--emails"], ["expected a flag that --help lists, got '--emails'"]),
         (["--config", "run.yaml"], [".toml or .json", "got 'run.yaml'"]),
     ],
 )
@@ -236,6 +257,10 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv: list[str], parts: lis
         ("run.toml", "[model]\nrms_norm_eps = 'x'", ["run.toml: model.rms_norm_eps", "number", "got 'x'"]),
         ("run.toml", "[model.rope_scaling]\nfactr = 2", ["model.rope_scaling", "got none"]),
         ("run.toml", "[model.rope_scaling]\nfactor = 2\nx = 1", ["model.rope_scaling", "known key", "got 'x'"]),
+        ("run.toml", "learning_rate = 1e-4", ["learning_rate: expected a known key (here: --lr), got 'learning_rate'"]),
+        ("run.toml", "lora_r = 8", ["run.toml: lora_r: expected a known key (the trainer has none: docs/guides/not"]),
+        ("run.toml", "[model]\nn_layer = 3", ["model.n_layer: expected a known key (here: --num-hidden-layers), got"]),
+        ("run.toml", "[model.rope_scaling]\nfactor = 2\nx = 1", ["rope_scaling.x: expected a known key, got 'x'"]),
         ("run.toml", "preset = 'huge'", ["tiny, baby", "got 'huge'"]),
         ("run.toml", "steps = = 3", ["TOML", "run.toml"]),
         ("run.json", "{steps: 3}", ["JSON", "run.json"]),
@@ -423,3 +448,24 @@ def test_a_removed_schedule_is_refused_with_its_successor(tmp_path: Path) -> Non
     path.write_text('{"pp": 2, "pp_schedule": "interleaved", "pp_chunks": 2}')
     with refused(ConfigError, "expected zero-bubble-v, which replaces it, got interleaved"):
         parse(["--config", str(path)])
+
+
+def test_other_names_are_no_flags_and_lead_to_flags() -> None:
+    """No name of another trainer is one of ours, none is there twice, and what is suggested exists."""
+    table = tomllib.loads(Path(other_names.__file__).with_suffix(".toml").read_text("utf-8"))
+    flags = {flag_of(key) for key, field in KEYS.items() if isinstance(field.json_schema_extra, dict)} | {"--config"}
+    names = [*chain(*table["here"].values()), *table["none"]["names"]]
+    assert len(names) == len({*names}) and not {f"--{name}" for name in names} & flags
+    assert not [name for name in names if name != name.lower() or "_" in name or name.startswith("-")]
+    assert not [flag for flag in flags if other_names.suggestion(flag, [])]
+    suggested = {flag for here in table["here"] for flag in re.findall(r"--[a-z0-9-]+", here)}
+    assert suggested <= flags and suggested
+    page = Path(__file__).parents[2] / other_names.WITHOUT
+    assert page.is_file()
+
+
+def test_a_config_file_scales_the_rotation(tmp_path: Path) -> None:
+    """What the suggestion for --rope-scaling names."""
+    (path := tmp_path / "run.toml").write_text("[model.rope_scaling]\nrope_type = 'llama3'\nfactor = 8.0\n")
+    scaling = parse(["--config", str(path)]).model.rope_scaling
+    assert scaling is not None and scaling.factor == 8

@@ -270,7 +270,7 @@ def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder: Path, m
     chat = [{"role": role, "content": TEXT} for role in ("user", "assistant") * 2]
     template = read_chat_template(str(qwen_folder))
     assert template is not None
-    rendered = "".join(part for part, _ in template.parts({"messages": chat}, "here"))
+    rendered = "".join(part for part, _ in template.documents({}, chat, "here")[0])
     assert rendered == theirs.apply_chat_template(chat, tokenize=False)
     whole = theirs.apply_chat_template(chat, tokenize=True, return_dict=False)
     assert ours.encode(rendered).tolist() == [*whole]
@@ -428,7 +428,7 @@ def test_weights_bring_their_tokenizer(text: Path, tmp_path: Path, huggingface_f
     with pytest.raises(ConfigError, match=f"--tokenizer: expected bytes, .* as {folder} has none, got auto\n"):
         _train(text, tmp_path / "none", 2, steps=1, init_from=str(folder))
     (folder / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(ConfigError, match=f"got auto; to make it, run: python .*T.from_pretrained..{folder}"):
+    with pytest.raises(ConfigError, match=f"got auto; to make it, run: .*T.from_pretrained.* {folder}"):
         _train(text, tmp_path / "none", 2, steps=1, init_from=str(folder))
     assert load_data(_config(text, None, init_from=str(folder), tokenizer="bytes")).tokenizer.kind == "bytes"
 

@@ -20,9 +20,11 @@ import ml_dtypes
 import numpy as np
 from pydantic import ValidationError
 
+from kos.commands import python_code
 from kos.errors import CheckpointError
 from kos.files import OpenFile
-from kos.train.config import ModelSection, closest, one_line
+from kos.train.config import ModelSection, one_line
+from kos.train.config.other_names import closest
 from kos.train.model.families import FAMILIES, rotated_layers
 from kos.train.model.gpt2 import TRANSPOSED, GPT2Config
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
@@ -248,8 +250,9 @@ def check_weights(directory: Path) -> None:
         return
     got = "none" if directory.is_dir() else "no such folder"
     if found := sorted(path.name for path in directory.glob("pytorch_model*.bin")):
-        folder, load = str(directory), "from transformers import AutoModelForCausalLM as Model; Model.from_pretrained"
-        got = f'{found[0]}; to convert it, run: python -c "{load}({folder!r}).save_pretrained({folder!r})"'
+        code = "import sys; from transformers import AutoModelForCausalLM as M; M.from_pretrained(sys.argv[1])"
+        how = python_code(f"{code}.save_pretrained(sys.argv[1])", directory)
+        got = f"{found[0]}; to convert it, run: {how}"
     elif found := sorted(path.name for path in directory.glob("*.*") if path.suffix in _OTHER_WEIGHTS):
         why = f" without {INDEX}" if found[0].startswith("model-0") else ", which kos does not read"
         got = f"{found[0]}{why}"

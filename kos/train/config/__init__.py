@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import reprlib
 import tomllib
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kos.errors import ConfigError, SettingError
+from kos.train.config.other_names import closest, suggestion
 from kos.train.model.families import FAMILIES, rotated_layers
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.rope import RopeScaling, Section
@@ -103,12 +103,6 @@ class ModelSection(Section, use_attribute_docstrings=True):
         return self
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """`` (closest: X)``, or nothing."""
-    near = get_close_matches(word, known, n=1)
-    return f" (closest: {near[0]})" if near else ""
-
-
 def one_line(error: ValidationError, labels: Mapping[str, str] = MappingProxyType({})) -> str:
     """The first error that pydantic found, as ``where: expected X, got Y``.
 
@@ -126,7 +120,8 @@ def one_line(error: ValidationError, labels: Mapping[str, str] = MappingProxyTyp
     if kind == "missing":
         return f"{where}: expected a value, got none"
     if kind == "extra_forbidden":
-        return f"{where}: expected a known key{closest(key, [x for x in labels if x != key])}, got {path[-1]!r}"
+        near = "" if path[depth:] else suggestion(key, [x for x in labels if x != key])
+        return f"{where}: expected a known key{near}, got {path[-1]!r}"
     expected = EXPECTED.get(kind) or first["msg"].partition(" should ")[2].removeprefix("be ").removeprefix("have ")
     return f"{where}: expected {'a number ' * kind.startswith(('greater', 'less'))}{expected}, got {reprlib.repr(got)}"
 

@@ -22,7 +22,7 @@ from kos.commands import program
 from kos.errors import CheckpointError, ConfigError
 from kos.reporting import Parser
 from kos.train.checkpoint.huggingface import read_config
-from kos.train.config import PRESETS, closest, flatten, preset_values
+from kos.train.config import PRESETS, flatten, preset_values
 from kos.train.config.options import (
     FINE_TUNING_WARMUP,
     KEYS,
@@ -31,6 +31,7 @@ from kos.train.config.options import (
     flag_of,
     not_of,
 )
+from kos.train.config.other_names import suggestion
 
 METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
@@ -53,7 +54,7 @@ NAMES = (None, "stdlib", "tinyshakespeare", "auto", "bytes", "chars")
 GROUPS = {
     "preset": "Model", "data": "Data", "device": "Ranks and layout", "steps": "Length and output",
     "optimizer": "Optimizer", "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
-    "log_every": "Logging", "micro_batch_size": "Performance", "debug": "Debugging",
+    "log_every": "Logging", "micro_batch_size": "Performance", "show_data": "Debugging",
     "model.model_type": "Shape of the model (a preset or --init-from gives it)",
 }  # fmt: skip
 """The groups of ``--help``: the first setting of each, and its title."""
@@ -166,7 +167,8 @@ def read_command_line(argv: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].partition("=")[0]
-        near = closest(word, [*map(flag_of, KEYS), "--config"])
+        flags = [flag_of(key) for key, field in KEYS.items() if isinstance(field.json_schema_extra, dict)]
+        near = suggestion(word, [*flags, "--config"])
         raise ConfigError(f"expected a flag that --help lists{near}, got {word!r}")
     given = vars(arguments)
     if lost := {"plan", "ranks", "gpu", "hosts", "network"} & given.keys():

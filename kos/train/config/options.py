@@ -62,6 +62,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     loss_on: Literal["completion", "all"] = option("completion")
     """Tokens that the loss counts: completion (a .jsonl file's completions, or an assistant's turns; what the masks of
     token files count), or all."""
+    split_turns: bool = option(False)
+    """Make a document of each answer of a chat, with what is before it: for templates that drop earlier thinking."""
     tokenizer: str = option("auto", min_length=1)
     """Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH; auto takes that of
     --init-from, else bytes, and bare numbers for token files."""
@@ -88,7 +90,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Pipeline-parallel ranks, which split the list of layers."""
     cp: int = option(1, ge=1)
     """Context-parallel ranks, which split each sequence."""
-    zero: int = option(0, ge=0, le=1)
+    zero: int = option(0, ge=0)
     """Split the optimizer's state over the data-parallel ranks (ZeRO-1): 1, or 0."""
     backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option("auto")
     """Carry collectives by mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works."""
@@ -192,6 +194,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     profile: int = option(0, ge=0)
     """Only time N steps after 3 others, then print a table and write a Perfetto trace to --out; 0 trains."""
 
+    show_data: int = option(0, ge=0)
+    """Only print the first N sequences as text, with «» around what the loss counts; 0 trains."""
     debug: bool = option(False)
     """Show tracebacks of errors."""
     timeout: float = option(300.0, gt=0)
@@ -209,6 +213,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     def _check(self) -> TrainConfig:
         if self.min_lr is not None and self.min_lr > self.lr and self.schedule != "constant":
             raise SettingError("min_lr", f"at most {self.lr:g}", f"{self.min_lr:g}", "lr")
+        if self.zero > 1:
+            raise SettingError("zero", "1 (the optimizer's state) or 0; --tp and --pp split weights too", self.zero)
         if self.elastic is not None:
             match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", self.elastic)
             if match is None or int(match[1]) > int(match[2] or match[1]):

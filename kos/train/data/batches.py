@@ -7,6 +7,7 @@ easy as 1, 2, 3", SC11). With ``--epochs`` windows lie side by side, and each ep
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections import Counter
@@ -259,11 +260,14 @@ def load_data(
     tokenizer that does not fit the data.
     """
     weights = weights or config.init_from
-    lines = Lines(config.text_field, lambda: read_chat_template(_tokenizer_of_text(config, weights)))
+    template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
+    lines = Lines(config.text_field, template, config.split_turns)
     corpus = read_corpus(config.data, show, val_data=config.val_data, lines=lines)
     load = _load_text if corpus.vocab_size is None else _load_tokens
     train, val, tokenizer, about = load(corpus, config, weights, show)
     between, several = about["between"], about["several"]
+    if tokenizer.rules:
+        between += f"; encoded by the rules of {tokenizer.rules}, as transformers does, not by those of tokenizer.json"
     if several:
         stays = config.documents == "pack"
         between += f"; attention {'stays within a document' if stays else 'crosses documents'} (--documents)"
@@ -365,7 +369,7 @@ def _load_text(
     tokenizer = None if spec == "chars" else make_tokenizer(spec)
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
-    how += [config.split_special_tokens, config.text_field, config.loss_on, corpus.below]
+    how += [config.split_special_tokens, config.text_field, config.loss_on, config.split_turns, corpus.below]
     how += [template.source, template.special] if template else []
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
     how += [name for name, files in sources if not files]  # others are known by their files

@@ -7,8 +7,11 @@ Templates are Jinja, in the dialect of transformers (src/transformers/utils/chat
 from __future__ import annotations
 
 import json
+import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import chain
 from os.path import commonprefix
@@ -18,9 +21,26 @@ from typing import Any, NoReturn
 from kos.errors import ConfigError, DataError, install
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function": "tool"}
+"""Roles by ShareGPT's names, in messages with ``from`` and ``value``."""
 
-MARK = "\ue000"
-"""A private character, which no text has: a text and the same with this at its end have the text in common."""
+KNOWN = ("role", "content", "weight", "train", "name", "tool_call_id")
+"""Keys of a message that a template need not use."""
+
+COUNTING = ("weight", "train")
+"""Keys of an assistant's message, which the loss leaves out if one of them is 0 or false."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of one key, each of which a template may use."""
+
+MARK = "\ud800"
+"""Half of a surrogate pair, which no text has: the texts of a template with it and without differ from there on."""
+
+Parts = list[tuple[str, bool]]
+_Rendered = tuple[str, list[tuple[int, int]]]
+"""A text, and where in it the ``{% generation %}`` blocks are."""
+
+_Render = Callable[..., _Rendered]
 
 
 class ChatTemplate:
@@ -28,51 +48,123 @@ class ChatTemplate:
 
     def __init__(self, source: str, special: Mapping[str, str], path: Path) -> None:
         self.source, self.special, self.path = source, special, path
+        self._written: list[str] = []  # of the text that is being rendered
+        self._spans: list[tuple[int, int]] = []
 
-    def parts(self, line: Mapping[str, Any], where: str) -> list[tuple[str, bool]]:
-        """The text of the chat ``line["messages"]``, in parts, and whether the loss counts each.
+    def documents(self, line: Mapping[str, Any], messages: Any, where: str, split_turns: bool = False) -> list[Parts]:
+        """The text of a chat, in parts, and whether the loss counts each; with ``split_turns`` a text for each answer.
 
-        An assistant's part begins after what the template adds to ask for it, and ends with the turn: what the template
-        adds for the message, whichever of its fields that comes from. It counts, unless the message has the ``weight``
-        0.  The template also gets ``tools`` and ``chat_template_kwargs`` of the line.
+        The ``{% generation %}`` blocks of the template count.  If it has none, an assistant's turn counts: what the
+        text of the messages up to this one has after the text of those before it with the generation prompt, whichever
+        fields of the message that comes from.  An answer does not count if its message has ``weight`` 0 or ``train``
+        false.  A text of ``split_turns`` ends with the answer that counts in it.  The template also gets ``tools`` and
+        ``chat_template_kwargs`` of the line.
+
         DataError, which begins with ``where``: no list of messages with a role and text or calls of tools, or none that
-        the template renders; a template that changes what comes before an answer.
+        the template renders; a key or tools that the template leaves out; a turn that it changes for a later message.
         """
-        messages = _checked(line["messages"], where)
-        render = partial(self._render, _options(line, where), where)
-        whole, parts, done = render(messages), [], 0
-        for number, message in enumerate(messages, 1):
-            if message["role"] != "assistant":
-                continue
-            before = ""
-            if number == 1:  # a template may not render the chat before it, which is empty
-                asked = render([{"role": "assistant", "content": MARK}, *messages[1:]])
-            else:
-                before = render(messages[: number - 1])
-                asked = render(messages[: number - 1], add_generation_prompt=True)
-            start, stop = _common(whole, asked), _end_of_turn(render, whole, messages, number)
-            if stop is None or not max(done, len(before)) <= start <= stop:
-                expected = "a chat template that does not change a turn for those after it"
-                raise DataError(f"{where}: expected {expected} ({self.path}), got another text up to message {number}")
-            parts += [(whole[done:start], False), (whole[start:stop], message.get("weight") != 0)]
+        options = _options(line, where)
+        if options["tools"] and not self.uses("tools"):
+            raise DataError(f"{where}: expected a chat template that uses tools, got {self.path}")
+        render = partial(self._render, options, where)
+        if not isinstance(messages, list) or not messages:
+            raise DataError(f"{where}: expected a list of messages, got {reprlib.repr(messages)}")
+        chat = _with_tables(render, [self._checked(number, each, where) for number, each in enumerate(messages, 1)])
+        counted = [number for number in _answers(chat) if {0} - {chat[number - 1].get(key, 1) for key in COUNTING}]
+        if split_turns:
+            return [self._parts(render, chat[:number], [number], where) for number in counted]
+        return [self._parts(render, chat, counted, where)]
+
+    def uses(self, key: str) -> bool:
+        return any(re.search(rf"\b{re.escape(name)}\b", self.source) for name in (key, *REASONING * (key in REASONING)))
+
+    def _checked(self, number: int, given: Any, where: str) -> dict[str, Any]:
+        """A message with a role, text or an assistant's calls of tools, and keys that are used; None is no value."""
+        if isinstance(given, dict) and "from" in given and "role" not in given:
+            given = {{"from": "role", "value": "content"}.get(key, key): value for key, value in given.items()}
+            given["role"] = SHAREGPT.get(str(given["role"]), given["role"])
+        message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+        role, calls = message.get("role"), message.get("tool_calls")
+        if role == "assistant" and "content" not in message and isinstance(calls, list) and calls:
+            known = all(isinstance(call, dict) for call in calls)
+        else:
+            known = role is not None and isinstance(message.get("content"), str)
+        if not known:
+            raise DataError(f"{where}: expected messages with role and content, got {reprlib.repr(given)}")
+        if role not in ROLES:
+            raise DataError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}")
+        for key, values in {"weight": "a weight of 0 or 1", "train": "train true or false"}.items():
+            if (got := message.get(key, 0)) not in (0, 1):
+                raise DataError(f"{where}: expected {values}, got {reprlib.repr(got)}")
+            if got and role != "assistant":
+                raise DataError(f"{where}: expected {key} of assistants alone, got {got} with the role {role}")
+        for key, value in message.items():
+            if value and key not in KNOWN and not self.uses(key):
+                expected = f"keys of a message that {self.path} uses, or {', '.join(KNOWN)}"
+                raise DataError(f"{where}: expected {expected}, got {key!r} in message {number}")
+        reasoning = next((message[key] for key in REASONING if key in message), None)
+        return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+    def _parts(self, render: _Render, messages: Sequence[Any], counted: Collection[int], where: str) -> Parts:
+        """The parts of the text of ``messages``, of which the answers of the numbers ``counted`` count."""
+        whole, turns = render(messages)
+        answers = _answers(messages)
+        if not self._has_spans:
+            turns = []
+            for number in counted:
+                turns.append(self._turn(render, whole, messages, number, turns[-1][1] if turns else 0, where))
+        elif len(counted) < len(answers):  # the blocks of a message come after those of the messages before it
+            ends = [len(render(messages[:number])[1]) for number in answers]
+            if sorted(ends) != ends or ends[-1] != len(turns):
+                expected = f"{{% generation %}} blocks that no later message changes ({self.path})"
+                raise DataError(f"{where}: expected {expected}, got {len(turns)} of {ends}")
+            turns = [turn for at, turn in enumerate(turns) if answers[bisect_right(ends, at)] in counted]
+        parts, done = [], 0
+        for start, stop in turns:
+            parts += [(whole[done:start], False), (whole[start:stop], True)]
             done = stop
         return [*parts, (whole[done:], False)]
 
+    def _turn(
+        self, render: _Render, whole: str, messages: Sequence[Any], number: int, done: int, where: str
+    ) -> tuple[int, int]:
+        """Where the turn of an assistant's message begins and ends in ``whole``, the text of all: after ``done``."""
+        earlier, first = messages[: number - 1], [{"role": "assistant", "content": MARK}, *messages[1:]]
+        before = render(earlier)[0] if earlier else ""  # a template may not render an empty chat
+        asked, _ = render(earlier, add_generation_prompt=True) if earlier else render(first)
+        upto, _ = render(messages[:number])
+        start = len(commonprefix([whole, asked]))  # noqa: RUF071
+        if whole.startswith(upto) and max(done, len(before)) <= start <= len(upto):
+            return start, len(upto)
+        expected = f"a chat template that does not change a turn for those after it ({self.path})"
+        how = "add {% generation %} blocks to the template"
+        if len(messages) > number:
+            how = f"--split-turns makes a text for each answer, or {how}"
+        raise DataError(f"{where}: expected {expected}, got another text up to message {number}; {how}")
+
     def _render(
         self, options: Mapping[str, Any], where: str, messages: Sequence[Any], add_generation_prompt: bool = False
-    ) -> str:
+    ) -> _Rendered:
+        values = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        self._written.clear()
+        self._spans.clear()
         try:
-            values = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-            return str(self._template.render({**self.special, **options, **values}))
+            for text in self._template.generate({**self.special, **options, **values}):
+                self._written.append(text)
         except (ConfigError, DataError):
             raise
         except Exception as error:  # a template is a program
             raise DataError(f"{where}: expected a chat that {self.path} renders, got {error}") from None
+        return "".join(self._written), [*self._spans]
+
+    @cached_property
+    def _has_spans(self) -> bool:
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
 
     @cached_property
     def _template(self) -> Any:
         try:
-            from jinja2 import TemplateError, ext, sandbox
+            from jinja2 import TemplateError, ext, nodes, sandbox
         except ImportError:
             how = install("chat")
             raise ConfigError(f"chat data: expected the package jinja2 for {self.path}, got none ({how})") from None
@@ -83,12 +175,19 @@ class ChatTemplate:
             tags = {"generation"}  # noqa: RUF012
 
             def parse(self, parser: Any) -> Any:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+            def mark(self, caller: Callable[[], str]) -> str:
+                text, start = caller(), sum(map(len, written))
+                spans.append((start, start + len(text)))
+                return text
 
         def fail(message: str) -> NoReturn:
             raise TemplateError(message)
 
+        written, spans = self._written, self._spans
         extensions = [Generation, ext.loopcontrols]
         made = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         made.filters["tojson"] = lambda x, **options: json.dumps(x, **{"ensure_ascii": False, **options})
@@ -99,53 +198,27 @@ class ChatTemplate:
             raise DataError(f"{self.path}: expected a chat template, got {error}") from None
 
 
-def _end_of_turn(
-    render: Callable[[Sequence[Any]], str], whole: str, messages: Sequence[Any], number: int
-) -> int | None:
-    """Where the turn of a message, counted from 1, ends in ``whole``, the text of all; None if that is not known."""
-    so_far = render(messages[:number])
-    if whole.startswith(so_far):
-        return len(so_far)
-    after, end = _end_of_content(render, so_far, messages[:number], number), None
-    if after is not None:  # a template that writes the last turn in another way: what follows the content is the same
-        ending, end = so_far[after:], _end_of_content(render, whole, messages, number)
-        end = None if end is None or not whole.startswith(ending, end) else end + len(ending)
-    return end
+def _answers(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The numbers of an assistant's messages, counted from 1."""
+    return [number for number, each in enumerate(messages, 1) if each["role"] == "assistant"]
 
 
-def _end_of_content(
-    render: Callable[[Sequence[Any]], str], text: str, messages: Sequence[Any], number: int
-) -> int | None:
-    """Where the content of a message, counted from 1, ends in ``text``, which is that of ``messages``.
+def _with_tables(render: _Render, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``chat``; its calls have tables of arguments if the template would put OpenAI's, JSON as text, into quotes."""
+    calls = [call.get("function", call) for message in chat for call in message.get("tool_calls", ())]
+    texts = [call["arguments"] for call in calls if isinstance(call, dict) and isinstance(call.get("arguments"), str)]
+    with suppress(DataError):  # a template may expect a table
+        whole = render(chat)[0] if texts else ""
+        if not any(json.dumps(text, ensure_ascii=False) in whole for text in texts):
+            return chat
 
-    None if the template leaves the content out.
-    """
-    message = messages[number - 1]
-    marked = {**message, "content": (message.get("content") or "") + MARK}
-    other = render([*messages[: number - 1], marked, *messages[number:]])
-    return None if other == text else _common(text, other)
+    def read(call: Mapping[str, Any]) -> dict[str, Any]:
+        changed = {"function": read(call["function"])} if isinstance(call.get("function"), dict) else {}
+        with suppress(ValueError):
+            changed |= {"arguments": json.loads(call["arguments"])} if call.get("arguments") in texts else {}
+        return {**call, **changed}
 
-
-def _common(a: str, b: str) -> int:
-    """How many characters two texts have in common, from their start on."""
-    return len(commonprefix([a, b]))  # noqa: RUF071
-
-
-def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
-    """``messages``, if each has a role and text, or an assistant's calls of tools, and a weight of 0 or 1 if any."""
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: expected a list of messages, got {reprlib.repr(messages)}")
-    for message in messages:
-        known = isinstance(message, dict) and "role" in message
-        text = message.get("content") if known else None
-        calls = message.get("tool_calls") if known and text is None and message["role"] == "assistant" else None
-        if not isinstance(text, str) and not (isinstance(calls, list) and calls):
-            raise DataError(f"{where}: expected messages with role and content, got {reprlib.repr(message)}")
-        if message["role"] not in ROLES:
-            raise DataError(f"{where}: expected a role of {', '.join(ROLES)}, got {message['role']!r}")
-        if message.get("weight") not in (None, 0, 1):
-            raise DataError(f"{where}: expected a weight of 0 or 1, got {reprlib.repr(message['weight'])}")
-    return messages
+    return [{**each, "tool_calls": [*map(read, each["tool_calls"])]} if "tool_calls" in each else each for each in chat]
 
 
 def _options(line: Mapping[str, Any], where: str) -> dict[str, Any]:

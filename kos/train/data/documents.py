@@ -1,7 +1,7 @@
 """Reads the documents in a file: a text file is one document, a JSON Lines file has one document per line.
 
 JSON Lines (https://jsonlines.org) are files named ``.jsonl`` or ``.jsonl.gz``.  A line has text, a prompt and its
-completion, or the messages of a chat.
+completion, or a chat: OpenAI's ``messages``, ShareGPT's ``conversations`` or Alpaca's ``instruction``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import reprlib
 import shlex
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,10 +63,12 @@ class Document:
 
 
 class Lines(NamedTuple):
-    """How lines of JSON become documents: the field of plain text, and what gives the template of chats."""
+    """How lines of JSON become documents: the field of plain text, what gives the template of chats, and whether each
+    answer of a chat is a document of its own."""
 
     text_field: str = "text"
     chat_template: Callable[[], ChatTemplate | None] = lambda: None
+    split_turns: bool = False
 
 
 TEXT = Lines()
@@ -139,7 +141,7 @@ def _read_jsonl(path: Path, lines: Lines) -> list[str | Document]:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    texts.append(_document_of(line, lines, f"--data {path}, line {number}"))
+                    texts.extend(_documents_of(line, lines, f"--data {path}, line {number}"))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"--data {path}: expected a whole gzip file, got {error}") from None
     except OSError as error:
@@ -149,7 +151,7 @@ def _read_jsonl(path: Path, lines: Lines) -> list[str | Document]:
     return [text for text in texts if text]
 
 
-def _document_of(line: bytes, lines: Lines, where: str) -> str | Document:
+def _documents_of(line: bytes, lines: Lines, where: str) -> Sequence[str | Document]:
     try:
         value: Any = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -157,20 +159,36 @@ def _document_of(line: bytes, lines: Lines, where: str) -> str | Document:
         raise DataError(f"{where}: expected JSON, got {reprlib.repr(line)} ({at})") from None
     fields: Mapping[str, Any] = value if isinstance(value, dict) else {}
     if lines.text_field in fields:
-        return _text_of(fields, lines.text_field, where)
+        return [_text_of(fields, lines.text_field, where)]
     if "completion" in fields or ("prompt" in fields and "messages" not in fields):
         prompt, completion = (_text_of(fields, name, where) for name in ("prompt", "completion"))
-        return Document(((prompt, False), (completion, True)))
-    if "messages" in fields:
+        return [Document(((prompt, False), (completion, True)))]
+    if (messages := _messages_of(fields, where)) is not None:
         if (template := lines.chat_template()) is None:
             expected = "a tokenizer with a chat template for messages (--tokenizer, --init-from)"
             how = "add chat_template to its tokenizer_config.json, or put each chat into one field, as text"
             raise DataError(f"{where}: expected {expected}, got none; {how}")
-        parts = template.parts(fields, where)
-        return Document(tuple((_encodable(text, "messages", where), counted) for text, counted in parts), rendered=True)
+        chats = template.documents(fields, messages, where, lines.split_turns)
+        rows = [[(_encodable(text, "messages", where), counted) for text, counted in parts] for parts in chats]
+        return [Document(tuple(parts), rendered=True) for parts in rows]
     got = f"the fields {', '.join(fields) or 'none'}" if isinstance(value, dict) else reprlib.repr(value)
     kinds = f"the field {lines.text_field!r} (--text-field), prompt and completion, or messages"
     raise DataError(f"{where}: expected {kinds}, got {got}")
+
+
+def _messages_of(fields: Mapping[str, Any], where: str) -> Any:
+    """The messages of a line, with its ``system`` prompt first; None if it has no chat."""
+    name = next((name for name in ("messages", "conversations", "instruction") if fields.get(name) is not None), None)
+    messages = fields.get(str(name))
+    if name == "instruction":
+        asked = "\n".join(_text_of(fields, each, where) for each in ("instruction", "input") if fields.get(each))
+        answer = _text_of(fields, "output", where)
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        if fields.get("history"):
+            raise DataError(f"{where}: expected messages for a chat of several turns, got the field 'history'")
+    if not isinstance(messages, list) or not fields.get("system"):
+        return messages
+    return [{"role": "system", "content": _text_of(fields, "system", where)}, *messages]
 
 
 def _text_of(fields: Mapping[str, Any], name: str, where: str) -> str:

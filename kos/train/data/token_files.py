@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kos.commands import python_code
 from kos.errors import DataError
 from kos.files import OpenFile
 
@@ -143,11 +144,11 @@ def header_missing(path: Path) -> DataError:
     """The error for a ``.bin`` file without a header, with the command that adds one to nanoGPT's files."""
     magic, (version, _) = next(iter(FORMATS.items()))
     lines = (
-        "import numpy as np",
-        f"tokens = np.fromfile({str(path)!r}, '<u2')",
+        "import numpy as np, sys",
+        "tokens = np.fromfile(sys.argv[1], '<u2')",
         f"np.append(np.array([{magic}, {version}, len(tokens)] + [0] * 253, '<i4').view('<u2'), tokens)"
-        f".tofile({str(path.with_name(f'llmc_{path.name}'))!r})",
+        ".tofile(sys.argv[2])",
     )
     got = "none, as in nanoGPT's files"
-    how = f'python -c "{"; ".join(lines)}"'
+    how = python_code("; ".join(lines), path, path.with_name(f"llmc_{path.name}"))
     return DataError(f"--data {path}: expected llm.c's header, got {got}; to add one, run: {how}")

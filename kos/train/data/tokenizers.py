@@ -18,12 +18,16 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kos.commands import python_code
 from kos.errors import CheckpointError, ConfigError, DataError, SettingError, install
 from kos.train.data.documents import Document
+from kos.train.data.tokenizer_classes import by_class
 
 SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint
 _SOURCES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 """Files of which transformers makes a ``tokenizer.json``."""
+
+_Parts = list[tuple[str, bool]]  # of a text, and whether the loss counts each
 
 PIECE = 1 << 20
 """Characters that a Hugging Face tokenizer is given at once: longer text is split, at a line's end."""
@@ -44,6 +48,7 @@ class Tokenizer(ABC):
     start = 0  # what generation starts from when there is no prompt
     prefix: Sequence[int] = ()  # the special tokens that ``encode`` adds before a text,
     suffix: Sequence[int] = ()  # and after it
+    rules = ""  # the class by whose rules it encodes, if these are not those of its tokenizer.json
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -87,8 +92,8 @@ class Tokenizer(ABC):
             affixes = ([], []) if rendered else self.document_affixes
             before, after = (np.array(ids, dtype) for ids in affixes)
             for portion in _portions(group):
-                texts, pieces = [[text for text, _ in piece.parts] for piece in portion], []
-                encodings = self._encode(texts, split_special_tokens and not rendered)
+                pieces: list[NDArray[Any]] = []
+                encodings = self._encode([piece.parts for piece in portion], split_special_tokens and not rendered)
                 for encoded, piece in zip(encodings, portion, strict=True):
                     ids = [part.astype(dtype, copy=False) for part in encoded]
                     ids[0] = np.concatenate([*[before] * piece.first, ids[0]])
@@ -99,11 +104,12 @@ class Tokenizer(ABC):
                     pieces.append(np.concatenate(ids))
                 places = np.cumsum([0, *map(len, pieces)])
                 begins = [at for at, piece in zip(places, portion, strict=False) if piece.first]
-                yield sum(map(len, itertools.chain(*texts))), np.concatenate(pieces), np.array(begins, np.int64)
+                length = sum(len(text) for piece in portion for text, _ in piece.parts)
+                yield length, np.concatenate(pieces), np.array(begins, np.int64)
 
-    def _encode(self, texts: Sequence[Sequence[str]], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
+    def _encode(self, texts: Sequence[_Parts], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
         """The tokens of each of ``texts``, in the parts of which it consists, without those that ``encode`` adds."""
-        return [[self.encode(part) for part in parts] for parts in texts]
+        return [[self.encode(part) for part, _ in parts] for parts in texts]
 
     def spelled_out(self, documents: Iterable[str | Document]) -> Counter[str]:
         """How often each special token is spelled out in documents that no chat template has written."""
@@ -290,22 +296,27 @@ class HuggingFaceTokenizer(Tokenizer):
         return Counter(match[0] for text in texts for match in found.finditer(text))
 
     def encode(self, text: str) -> NDArray[Any]:
-        pieces = self._encode([[piece] for piece in _pieces(text)], split_special_tokens=False)
+        pieces = self._encode([[(piece, True)] for piece in _pieces(text)], split_special_tokens=False)
         prefix, suffix = (np.array(ids, self.dtype) for ids in (self.prefix, self.suffix))
         return np.concatenate([prefix, *itertools.chain(*pieces), suffix])
 
-    def _encode(self, texts: Sequence[Sequence[str]], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
-        """Each text as a whole: some tokenizers add a space to whatever they are given. A token of several parts is in
-        the one where it ends."""
+    def _encode(self, texts: Sequence[_Parts], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
+        """Each text as a whole: some tokenizers add a space to whatever they are given. A token of two parts is in the
+        one that counts, as in transformers; if both do, or none, in the second."""
         self._tokenizer.encode_special_tokens = split_special_tokens
         try:
-            encodings = self._tokenizer.encode_batch([*map("".join, texts)], add_special_tokens=False)
+            wholes = ["".join(text for text, _ in parts) for parts in texts]
+            encodings = self._tokenizer.encode_batch(wholes, add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{self.name}: expected a tokenizer that can spell the text, got {error}") from None
         found = []
         for parts, encoding in zip(texts, encodings, strict=True):
-            ends = [end for _, end in encoding.offsets] if len(parts) > 1 else []
-            cuts = np.searchsorted(ends, [*itertools.accumulate(map(len, parts[:-1]))], side="right")
+            begins, ends = zip(*encoding.offsets, strict=True) if len(parts) > 1 and encoding.offsets else ((), ())
+            places = itertools.accumulate(len(text) for text, _ in parts[:-1])
+            cuts = [
+                np.searchsorted(begins, at) if first and not second else np.searchsorted(ends, at, side="right")
+                for at, (_, first), (_, second) in zip(places, parts, parts[1:], strict=False)
+            ]
             found.append(np.split(np.array(encoding.ids, self.dtype), cuts))
         return found
 
@@ -326,7 +337,7 @@ def _pieces(text: str) -> Iterator[str]:
 class _Piece(NamedTuple):
     """A piece of a document: what it has of the document's parts, whether it is its first, and whether its last."""
 
-    parts: list[tuple[str, bool]]
+    parts: _Parts
     first: bool
     last: bool
 
@@ -395,11 +406,13 @@ def make_tokenizer(spec: str, *, text: Iterable[str | Document] = ()) -> Tokeniz
         named = {role: settings.get(f"{role}_token") for role in ("bos", "eos")}  # plain text, or with more about it
         special = {role: token["content"] if isinstance(token, dict) else token for role, token in named.items()}
         wrong = [token for token in special.values() if not isinstance(token, str | None)]
+        tokenizer, rules = by_class(tokenizer, settings, config)
     except (AttributeError, KeyError, TypeError):
         wrong = [settings]
     if wrong:
         raise DataError(f"{beside}: expected JSON with bos_token and eos_token, got {reprlib.repr(wrong[0])}")
     made = HuggingFaceTokenizer(tokenizer, str(path), **special)
+    made.rules = rules
     if missing := made.without(listed):
         how = how_to_make(path.parent, ("added_tokens.json", beside.name))
         raise DataError(f"{path}: expected the added token {missing[0]!r} of the files beside it, got none{how}")
@@ -408,8 +421,9 @@ def make_tokenizer(spec: str, *, text: Iterable[str | Document] = ()) -> Tokeniz
 
 def how_to_make(folder: Path, sources: Iterable[str] = _SOURCES) -> str:
     """For an error: how transformers makes the ``tokenizer.json`` of a folder that has one of ``sources``."""
-    code = f"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')"
-    return f'; to make it, run: python -c "{code}"' if any((folder / name).is_file() for name in sources) else ""
+    code = "import sys; from transformers import AutoTokenizer as T; T.from_pretrained(sys.argv[1])"
+    how = f"; to make it, run: {python_code(f'{code}.save_pretrained(sys.argv[1])', folder)}"
+    return how if any((folder / name).is_file() for name in sources) else ""
 
 
 def has_tokenizer(folder: Path) -> bool:

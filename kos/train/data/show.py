@@ -1,0 +1,46 @@
+"""Sequences as text, for the user to look at: with «» around the tokens that the loss counts."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+
+from kos.train.config.options import TrainConfig
+from kos.train.data.batches import LEFT_OUT, Dataset, load_data
+
+_BEFORE, _SHOWN = 50, 110
+"""Characters of the line about the first sequence: before the first token that counts, and in all."""
+
+
+def report(config: TrainConfig) -> str:
+    """The first ``config.show_data`` sequences of a run, each after a line with its place and its counts."""
+    data, shown = load_data(config), []
+    for number in range(config.show_data):
+        step, row = divmod(number, config.batch_size)
+        text, counts = sequence(data, step, row)
+        shown.append(f"--- step {step + 1}, sequence {row + 1}: {counts} of {data.seq_len} tokens count\n{text}")
+    return "\n".join([*shown, f"--- {data.describe()}; {data.trained_on}; {data.held_out}"])
+
+
+def first_line(data: Dataset, step: int) -> str:
+    """A line for the log: some of the first sequence of ``step``, from shortly before the first token that counts."""
+    text, counts = sequence(data, step, 0)
+    start = max(0, text.find("«") - _BEFORE)
+    stop = start + _SHOWN
+    shown = json.dumps(f"{'…' * (start > 0)}{text[start:stop]}{'…' * (stop < len(text))}", ensure_ascii=False)
+    return f"the first sequence, of which {counts} of {data.seq_len} tokens count, in «»: {shown} (--show-data N)"
+
+
+def sequence(data: Dataset, step: int, row: int) -> tuple[str, int]:
+    """The text of a sequence with its last target, and how many of its targets count."""
+    batch = data.rows(step, [row])
+    tokens, targets = batch.tokens[0].tolist(), batch.targets[0].tolist()
+    counted = [False, *(target != LEFT_OUT for target in targets)]
+    ids = [*tokens, *targets[-1:] * counted[-1]]
+    text, written, done = "", "", 0
+    for counts, group in groupby(counted[: len(ids)]):
+        done += len([*group])
+        whole = data.tokenizer.decode(ids[:done])  # a decoder may treat the first token in another way
+        text += f"«{whole[len(written) :]}»" if counts else whole[len(written) :]
+        written = whole
+    return text, sum(counted)

@@ -1,0 +1,64 @@
+"""``--show-data``: sequences as text, with marks around what the loss counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kos.testing import spawn
+from kos.train.__main__ import main
+from kos.train.run import Trainer
+from tests.train.chat_templates import QWEN, bare
+from tests.train.test_chats import TOOL, USER, calling, folder_of
+from tests.train.test_loop import _config
+from tests.train.test_loss_masks import write_lines
+
+CALL = '«\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call><|im_end|>\n»'
+ASKED = "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nrain today?<|im_end|>\n<|im_start|>assistant\n"
+REPLY = "<|im_start|>user\n<tool_response>\nRESULT 12 mm\n</tool_response><|im_end|>\n"
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> list[str]:
+    """The flags of a run on chats with calls of tools."""
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    folder = folder_of(tmp_path, bare(QWEN))
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": [USER, calling(None), TOOL]}] * 40)
+    return ["--data", str(path), "--tokenizer", str(folder), "--seq-len", "400", "--batch-size", "2"]
+
+
+def test_sequences_are_printed_and_nothing_is_trained(
+    chats: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*chats, "--show-data", "3", "--epochs", "1"]) == 0
+    printed = capsys.readouterr().out
+    first, *others = printed.split("--- step ")[1:]
+    places = [each.partition(":")[0] for each in (first, *others)]
+    assert places == ["1, sequence 1", "1, sequence 2", "2, sequence 1"]
+    assert ASKED + CALL + REPLY in printed and "the loss counts" in printed.splitlines()[-1]
+    shown = sum(len(part.partition("»")[0]) for part in first.split("«")[1:])
+    counts = int(first.partition(": ")[2].partition(" of 400 tokens count\n")[0])
+    assert 0 < counts < shown, "a token has at least a character"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_only_rank_0_prints(
+    chats: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kos.comm.control.identity.launched_rank", lambda: 1)
+    assert main([*chats, "--show-data", "1"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_shows_some_of_its_first_sequence(
+    chats: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _config(Path(chats[1]), tmp_path / "out", tokenizer=chats[3], seq_len=400, steps=1, eval_batches=0)
+    config = config.model_copy(update={"sample_tokens": 0, "epochs": None})
+    spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the first sequence, of which ")]
+    assert len(lines) == 1 and " of 400 tokens count, in «»: " in lines[0] and lines[0].endswith(" (--show-data N)")
+    assert "«" in json.loads(lines[0].partition("«»: ")[2].removesuffix(" (--show-data N)"))

@@ -1,0 +1,109 @@
+"""Tokenizers that transformers makes by the rules of their class, beside ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kos.train.config.flags import parse
+from kos.train.data.batches import load_data
+from kos.train.data.tokenizers import HuggingFaceTokenizer, make_tokenizer
+from tests.train.test_loop import _train
+from tests.train.test_tokenizers import TEXT, byte_level_bpe
+
+CLASSES = ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"]
+CASES = [
+    *(("LlamaTokenizer", None, legacy, space) for legacy in (None, False, True) for space in (None, True, False)),
+    *((name, model_type, False, None) for name in CLASSES for model_type in ("llama", "mistral", "qwen2")),
+]
+
+
+@pytest.mark.parametrize(("name", "model_type", "legacy", "space"), CASES)
+def test_a_class_of_transformers_has_rules_of_its_own(
+    tmp_path: Path, name: str, model_type: str | None, legacy: bool | None, space: bool | None
+) -> None:
+    """As of Llama 2 and TinyLlama: their tokenizer.json adds a space after each special token, and the class does not.
+
+    transformers follows the file in folders of Mistral. It has other rules for a model of Qwen 2 of another class.
+    """
+    transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
+    folder = sentencepiece_folder(tmp_path, {"tokenizer_class": name, "legacy": legacy, "add_prefix_space": space})
+    if model_type:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours = make_tokenizer(str(folder))
+    if model_type == "qwen2":
+        assert isinstance(ours, HuggingFaceTokenizer)
+        assert ours.rules == ("" if name.startswith("Pre") else "Qwen2Tokenizer")
+        return
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    for each in (TEXT, "a", "", " a", "a</s><s>b", "</s> a", "a\n\n</s>\nb <s>", "é漢🙂", "<s>", "x  y   z "):
+        assert ours.encode(each).tolist() == theirs(each)["input_ids"], each
+    assert ours.decode(ours.encode("a</s> b")) == theirs.decode(theirs("a</s> b")["input_ids"])
+    by_file = name.startswith("Pre") or model_type == "mistral"
+    assert isinstance(ours, HuggingFaceTokenizer) and ours.rules == ("" if by_file else "LlamaTokenizer")
+
+
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "Qwen2TokenizerFast"])
+def test_the_class_of_qwen_splits_text_by_its_own_expression(tmp_path: Path, name: str) -> None:
+    """A tokenizer.json with another: the run's first lines say that the class is followed."""
+    transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    byte_level_bpe([TEXT, "12 345 it's cafe\u0301 \n\n " * 9], 400, []).save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": name, "eos_token": "<|end|>", "pad_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(str(folder)), make_tokenizer(str(folder))
+    for each in (TEXT, "12345", "cafe\u0301", "it's\n\n \n a", "<|end|> a", ""):
+        assert ours.encode(each).tolist() == theirs(each)["input_ids"], each
+    assert ours.encode("12345 \n\n a").tolist() != plain(folder).encode("12345 \n\n a").ids, "else this shows nothing"
+    (tmp_path / "a.txt").write_text(TEXT * 3)
+    data = load_data(parse(["--data", str(tmp_path / "a.txt"), "--seq-len", "4", "--tokenizer", str(folder)]))
+    said = "; encoded by the rules of Qwen2Tokenizer, as transformers does, not by those of tokenizer.json"
+    assert said in data.held_out
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert make_tokenizer(str(folder)).encode("12345").tolist() == plain(folder).encode("12345").ids
+
+
+def plain(folder: Path) -> Any:
+    library = pytest.importorskip("tokenizers")
+    return library.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def sentencepiece_folder(tmp_path: Path, settings: dict[str, Any]) -> Path:
+    """A tokenizer in the files of Llama 2's: normalizers Prepend and Replace, bytes for other characters."""
+    library = pytest.importorskip("tokenizers")
+    bpe = library.Tokenizer(library.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    steps = [library.normalizers.Prepend("▁"), library.normalizers.Replace(" ", "▁")]
+    bpe.normalizer = library.normalizers.Sequence(steps)
+    ends = [library.decoders.ByteFallback(), library.decoders.Fuse(), library.decoders.Strip(" ", 1, 0)]
+    bpe.decoder = library.decoders.Sequence([library.decoders.Replace("▁", " "), *ends])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    bpe.train_from_iterator(
+        TEXT.split() * 9, library.trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    )
+    saved = json.loads(bpe.to_str())
+    saved["added_tokens"] = saved["added_tokens"][:3]
+    (folder := tmp_path / "sentencepiece").mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**named, **settings}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
+def test_a_checkpoint_is_read_by_transformers_with_the_same_numbers(tmp_path: Path, name: str) -> None:
+    """And by kos, whatever the class was."""
+    transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
+    folder = sentencepiece_folder(tmp_path, {"tokenizer_class": name, "legacy": False})
+    (data := tmp_path / "a.txt").write_text(TEXT * 9)
+    _train(data, tmp_path / "run", steps=1, tokenizer=str(folder))
+    path = str(tmp_path / "run" / "checkpoints" / "step-1")
+    ours, theirs = make_tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(path)
+    for each in ("a</s><s>b", "</s> a", TEXT):
+        ids = ours.encode(each).tolist()
+        assert ids == theirs(each)["input_ids"] == make_tokenizer(path).encode(each).tolist()
