@@ -77,8 +77,8 @@ DTYPES: dict[str, DType] = {
 DTYPE_CODES = {entry.numpy: code for code, entry in enumerate(DTYPES.values())}
 """The number that stands for a dtype in a message."""
 
-_BY_NUMPY: dict[np.dtype[Any], DType] = {entry.numpy: entry for entry in DTYPES.values()}
-_BY_CODE = list(_BY_NUMPY)
+BY_NUMPY: dict[np.dtype[Any], DType] = {entry.numpy: entry for entry in DTYPES.values()}
+_BY_CODE = list(BY_NUMPY)
 
 
 def dtype_of(numpy_dtype: np.dtype[Any]) -> DType:
@@ -87,7 +87,7 @@ def dtype_of(numpy_dtype: np.dtype[Any]) -> DType:
     Raises InvalidArgument for types that no backend moves: objects, strings, dates, records and
     non-native byte order.
     """
-    entry = _BY_NUMPY.get(numpy_dtype)
+    entry = BY_NUMPY.get(numpy_dtype)
     if entry is None:
         raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}; got {numpy_dtype!r}")
     return entry

@@ -6,20 +6,22 @@ import numpy as np
 import pytest
 
 from kos._core import native
+from kos.comm.arguments import in_and_out
 from kos.dtypes import DTYPES
-from kos.memory import as_buffer
 from tests import paths
 from tests.launcher import needs_mpirun
 
 MOST: dict[str, dict[str, tuple[int, int | None]]] = {
-    "mock": {"miss": (15, None), "hit": (11, None)},  # how often its threads return depends on their timing
-    "tcp": {"miss": (9, 6), "hit": (0, 0)},  # one file and two returns hold Ctrl-C back
-    "mpi": {"miss": (9, 6), "hit": (0, 0)},
+    "mock": {"miss": (9, 5), "hit": (7, 1)},  # of the rank that comes last, and computes
+    "tcp": {"miss": (8, 6), "hit": (0, 0)},  # one file and two returns hold Ctrl-C back
+    "mpi": {"miss": (8, 6), "hit": (0, 0)},
     "nccl": {"miss": (9, 12), "hit": (0, 0)},  # a miss describes the launch, and the core makes the hits
     "peer": {"miss": (11, 14), "hit": (0, 0)},
     "nccl+peer": {"miss": (10, 14), "hit": (0, 0)},
 }
 """Files, and returns to one of them, with the compiled core; these numbers only go down."""
+TIMES = {**dict.fromkeys(("mock", "tcp", "mpi"), 2), **dict.fromkeys(("nccl", "peer", "nccl+peer"), 3)}
+"""How often a call returns to any one file."""
 if native is None:  # how often ranks return depends on their timing
     MOST["tcp"] = MOST["mpi"] = {"miss": (16, None), "hit": (12, None)}
     MOST["nccl"] = {"miss": (9, 8), "hit": (5, 0)}
@@ -38,8 +40,8 @@ def test_the_path_of_a_trace() -> None:
 def test_a_trace_follows_python_calls_of_kos() -> None:
     """Not those of other packages, and a generator where it begins alone."""
     assert paths.trace(lambda: [DTYPES["float32"], np.ones(3).mean()]) == []
-    calls = paths.trace(lambda: as_buffer(np.ones(3), "x", writable=True))
-    assert calls[0] == ("", "memory/buffer.py") and ("memory/buffer.py", "dtypes.py") in calls
+    calls = paths.trace(lambda: in_and_out(np.ones(3), None, None))
+    assert calls[0] == ("", "comm/arguments.py") and ("comm/arguments.py", "memory/buffer.py") in calls
 
     source = "def numbers():\n    yield 1\n    yield 2\n\ndef run():\n    return list(numbers())\n"
     exec(compile(source, f"{paths.KOS}of_a_test.py", "exec"), space := {})
@@ -58,4 +60,6 @@ def test_the_files_that_an_all_reduce_passes(backend: str) -> None:
         most_files, most_returns = MOST[backend][kind]
         told = f"{backend}, {kind}: {passed}"
         assert len(paths.files(passed)) <= most_files, told
-        assert most_returns is None or len(paths.returns(passed)) <= most_returns, told
+        back = paths.returns(passed)
+        assert most_returns is None or len(back) <= most_returns, told
+        assert most_returns is None or max(map(back.count, back), default=0) <= TIMES[backend], told

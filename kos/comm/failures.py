@@ -252,10 +252,11 @@ class FailureLog:
     ) -> KosError:
         """The error of ``what``, which waits for a lost rank: the failure that caused the loss, if known.
 
-        The cause is ``cause``, else a failure of that rank within the last ``window`` seconds.
+        The cause is ``cause``, else a failure of that rank within the last ``window`` seconds.  An orderly close had no
+        other cause.
         """
         world = self.world[rank]
-        cause = cause or self._failure_of(world, window)
+        cause = cause or self._failure_of(world, 0.0 if why == WHY_CLOSED else window)
         if cause is not None:
             return again(cause, _prefixed(what, f"{cause}; {self._names([world])} aborted because of it"))
         ranks = self.ended_with(rank) if why in DEATHS else [world]

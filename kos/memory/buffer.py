@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kos.cuda import streams
-from kos.dtypes import DType, dtype_of
+from kos.dtypes import BY_NUMPY, DType, dtype_of
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory.array import Array
 from kos.memory.dlpack import CPU, ON_GPU, host_array
@@ -103,7 +103,8 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
         raise InvalidArgument(f"{what}: expected a writable array, got a read-only one{_instead(x)}")
     if not flags.aligned and array.size:
         raise InvalidArgument(f"{what}: expected memory aligned for {array.dtype}, got address {array.ctypes.data:#x}")
-    return Buffer(x, array.reshape(-1), dtype_of(array.dtype), array.size, array.shape)
+    dtype = BY_NUMPY.get(array.dtype) or dtype_of(array.dtype)  # which raises
+    return Buffer(x, array.reshape(-1), dtype, array.size, array.shape)
 
 
 def _instead(x: Any) -> str:

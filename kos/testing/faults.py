@@ -72,6 +72,7 @@ class FaultPlan:
                 raise InvalidArgument(f"faults: expected ranks below {size}, got {fault}")
         self.pending = set(self.faults)
         self.harmless = all(fault.kind == "delay" for fault in self.faults)  # no rank ends and no message is lost
+        self.keeps_messages = all(fault.kind != "drop" for fault in self.faults)
         self.operations = [0] * size  # started by each rank
         self._calls: Counter[tuple[int, str]] = Counter()  # started by each rank, by name
         self.stalled: set[int] = set()

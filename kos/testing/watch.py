@@ -46,11 +46,13 @@ class Watch:
         self._deadlock, self._arrays, self._strict = deadlock, arrays, strict
         self.two_threads: CollectiveError | None = None  # the first
         self._delays_left = _DELAYED
-        # Not yet waited for, and the code and the instruction of each call.
-        self._works: list[list[tuple[Work[Any], Any, int]]] = [[] for _ in range(size)]
+        self.launched: list[list[tuple[Work[Any], Any, int]]] = [[] for _ in range(size)]
+        """The Works of each rank for which it must still wait; the code and the instruction of each call."""
         self.threads: list[threading.Thread] = []  # of the ranks
         self.deadline = float("inf")
         self._others = set(threading.enumerate())
+        self.own_threads = len(self._others) + size
+        """As many threads run before the program starts others."""
         self._waiting: dict[threading.Thread, tuple[int, int, float, Callable[[], Waits]]] = {}
         self._backends: list[tuple[ThreadGroup, Any]] = []
         self._size = size
@@ -95,17 +97,17 @@ class Watch:
             lines.append("the cycle: " + " -> ".join(f"rank {rank}" for rank in cycle))
         return "deadlock: every rank waits, and none can continue:\n  " + "\n  ".join(lines)
 
-    def guard(self, work: Work[Any], run: Callable[[Work[Any]], Steps]) -> Steps:
+    def guard(self, work: Work[Any], run: Callable[[Work[Any]], Steps | None]) -> Steps:
         """Run ``work`` on copies of its arrays, and fail if the rank writes to the arrays before it is complete."""
         if not self._arrays:
-            yield from run(work)
+            yield from run(work) or ()
             return
         send, recv = work.send, work.recv
         before, at_launch, carried = _checksums(work), True, work.again()
         carried.sequence = work.sequence
         carried.send = None if send is None else send.copy()
         carried.recv = carried.send if recv is send else None if recv is None else recv.copy()
-        for _ in run(carried):
+        for _ in run(carried) or ():
             at_launch = False
             yield
         if at_launch:
@@ -135,23 +137,17 @@ class Watch:
             self.two_threads = self.two_threads or error
         return self._strict
 
-    def record_launch(self, work: Work[Any], rank: int) -> None:
-        """Record that world rank ``rank`` has launched an operation, for which it must wait."""
-        if self._strict:
-            works = self._works[rank]
-            works[:] = [each for each in works if not each[0].reported]
-            works.append((work, *work.record[2:4]))  # type: ignore[index]
-
     def record_synchronize(self, backend: HostBackend, rank: int) -> None:
         """Record that the rank has waited for all operations of ``backend``."""
-        works = self._works[rank]
+        works = self.launched[rank]
         works[:] = [each for each in works if each[0].backend is not backend]
 
     def unwaited(self, rank: int) -> list[str]:
         """The operations, in groups that have not failed, for which that rank never waited, with their lines."""
+        works = self.launched[rank] if self._strict else ()
         return [
             f"rank {rank} never waited for {work}, at {call_site(code, at)}"
-            for work, code, at in self._works[rank] if not work.reported and work.backend.failures.first is None
+            for work, code, at in works if not work.reported and work.backend.failures.first is None
         ]  # fmt: skip
 
     def opened(self, backend: HostBackend, group: ThreadGroup) -> None:

@@ -375,7 +375,7 @@ def test_explain_describes_the_routes() -> None:
         assert ["float32 on GPUs", *by_size] in rows and ["all_reduce", "peer", *["nccl"] * 4] in rows
         assert ["all_to_all", *["nccl"] * 3, *["peer"] * 2] in rows
         assert ["all_to_all (symmetric; symmetric, graph)", *["peer"] * 5] in rows
-        assert ["float32 on hosts", *by_size] in rows and ["broadcast", *["mock tree"] * 5] in rows
+        assert ["float32 on hosts", *by_size] in rows and ["broadcast", *["mock native"] * 5] in rows
 
     run(body)
     engine: Any = SimpleNamespace(launches=Peer.table.launches, possible=lambda launch, *_: launch)

@@ -83,16 +83,16 @@ class ThreadWorld:
 
 
 class ThreadGroup:
-    """A group of ranks that are threads of this process."""
+    """A group of ranks that are threads of this process.
+
+    Failures and ends of its ranks are in their failure logs, as on other backends; a report goes to the log of each.
+    """
 
     def __init__(self, size: int, world: ThreadWorld | None = None, members: list[int] | None = None) -> None:
         self.size = size
         self.world = world or ThreadWorld(size)
         self.members = members if members is not None else list(range(size))  # world ranks
         self.logs = [FailureLog(self.members, r, self.world.statuses[m]) for r, m in enumerate(self.members)]
-        """The failure log of each rank; a report of one goes to all of them."""
-        self.over: KosError | None = None  # why exchanges fail
-        self._closed: dict[int, tuple[str, KosError | None, float | None]] = {}
         self._shared: dict[Any, Any] = {}
         self.left_out: set[int] = set()  # ranks that the others have continued without
         self.joining: list[dict[str, Any]] = []  # newcomers that wait: what they say, then what they are told
@@ -118,33 +118,30 @@ class ThreadGroup:
         newcomer.update(answer)
         self.answered.notify_all()
 
-    def fail(self, failure: KosError) -> None:
-        """Make every rank raise the failure in its exchange, and in later ones; the first is kept."""
+    def report(self, record: Callable[[FailureLog], None]) -> None:
+        """Call ``record`` with the failure log of each rank, and wake them all."""
         with self.world.lock:
-            self.over = self.over or again(failure)
+            for log in self.logs:
+                record(log)
             self.notify_all()
 
-    def report_failure(self, failure: KosError, sequence: int) -> None:
-        """Make every rank raise the failure in messages, and from collective ``sequence`` on."""
-        with self.world.lock:
-            for each in self.logs:
-                each.record(sequence, again(failure))
-            self.notify_all()
+    def fail(self, failure: KosError) -> None:
+        """Make every rank raise the failure in its exchange, and in later ones; the first is kept."""
+
+        def record(log: FailureLog) -> None:
+            log.over = log.over or again(failure)
+
+        self.report(record)
 
     def notify_all(self) -> None:
         self.world.notify(self.members)
 
-    def raise_failure(self, rank: int, sequence: int | None = None) -> None:
-        """Raise if every group failed, or this one in that collective or before; None: in any."""
+    def ask(self, failures: FailureLog, sequence: int | None) -> None:
+        """Raise if every group has failed, or this one in that collective or before; None: in any."""
         if self.world.failure is not None:
             raise again(self.world.failure)
-        if self.logs[rank].reported is not None:
-            self.logs[rank].ask(sequence)
-
-    def raise_over(self) -> None:
-        """Raise if exchanges of the group have failed; a copy, for the traceback of this thread."""
-        if (failure := self.world.failure or self.over) is not None:
-            raise again(failure)
+        if failures.reported is not None and (sequence is None or failures.reported[0] <= sequence):
+            failures.ask(None)
 
     def wait(self, rank: int, deadline: float, what: str, missing: list[int]) -> bool:
         """Wait for an event in ``what``, in which group ranks ``missing`` have not arrived; False at the deadline.
@@ -157,40 +154,13 @@ class ThreadGroup:
         self.world.wait(self.members[rank], remaining, lambda: waits)
         return True
 
-    def closed(self, rank: int, failures: FailureLog) -> KosError | None:
-        """The error of a wait for group rank ``rank`` if it has closed this group in order, whatever followed."""
-        why, cause, window = self._closed.get(rank, ("", None, None))
-        return failures.lost(rank, why, None, cause, window) if why == WHY_CLOSED else None
-
     def raise_end(self, rank: int, failures: FailureLog, what: object = None) -> None:
         """Raise, for ``what``, if group rank ``rank`` has ended or closed this group."""
-        why, end = self.world.ends.get(self.members[rank]), self._closed.get(rank)
-        if why is not None and (end is None or end[0] == WHY_CLOSED):  # an earlier abort has given a better reason
-            end = why, None, None
-        if end is not None:
-            why, cause, window = end
-            raise failures.lost(rank, why, what, cause, window)
-
-    def find_failure(self, failures: FailureLog) -> KosError | None:
-        """The failure of this group, or the loss of a rank that has not closed its communicator."""
-        with self.world.lock:
-            try:
-                self.raise_failure(failures.rank)
-                for rank in range(self.size) if failures.rank not in self._closed else ():
-                    if self._closed.get(rank, ("",))[0] != WHY_CLOSED:
-                        self.raise_end(rank, failures)
-            except KosError as error:
-                return error.with_traceback(None)
-        return None
-
-    def close(self, rank: int, why: str, cause: KosError | None = None, window: float | None = None) -> None:
-        """Record that rank ``rank`` has closed this group; its completed operations stay valid.
-
-        The reason is ``cause``, else a failure of that rank within the last ``window`` seconds, if it had one.
-        """
-        with self.world.lock:
-            self._closed.setdefault(rank, (why, cause, window))
-            self.notify_all()
+        ended, (_, why, cause) = self.world.ends.get(self.members[rank]), failures.ends.get(rank, (0, "", None))
+        if ended is not None and why in ("", WHY_CLOSED):  # an earlier abort has given a better reason
+            raise failures.lost(rank, ended, what)
+        if why:
+            raise failures.lost(rank, why, what, cause)
 
 
 class ThreadRendezvous(Rendezvous):
@@ -205,12 +175,12 @@ class ThreadRendezvous(Rendezvous):
     def _exchange(self, message: bytes) -> list[bytes]:
         group, number, deadline = self.threads, self._exchanges, time.monotonic() + self.timeout
         with self.waiting(), group.world.lock:
-            group.raise_over()
             slots = self._slots.setdefault(number, {})
             slots[self.rank] = message
             group.notify_all()
             while missing := [rank for rank in range(self.size) if rank not in slots]:
-                group.raise_over()
+                if (failure := group.world.failure or self.failures.over) is not None:
+                    raise again(failure)
                 for rank in missing:
                     group.raise_end(rank, self.failures, "rendezvous")
                 if not group.wait(self.rank, deadline, "rendezvous", missing):

@@ -12,6 +12,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from time import time_ns
 from typing import Any
 
 from kos._core import native
@@ -24,6 +25,7 @@ from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, await_no
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, Operation
 from kos.comm.prepared import Fingerprints, Prepared, without_memory
+from kos.comm.recorder import COMPLETED
 from kos.comm.schedules import runnable
 from kos.comm.transport import ScheduledCalls
 from kos.comm.waits import Backoff
@@ -177,16 +179,20 @@ class HostBackend(GroupBackend):
         if self.failures.status.last is not None:
             self.failures.status.clear_failure()
         try:
-            return self.transport.launch(work, self._run)
+            steps = self.transport.launch(work, self._run)
         except CollectiveError as error:  # a fault that a test injects
             raise self.to_error(work, error) from None
+        if work.prepared.collective:
+            self._begun = work.sequence + 1
+        if steps is None:
+            work.record[COMPLETED] = time_ns()  # type: ignore[index]
+        return steps
 
     def _run(self, work: Work[Any]) -> Steps:
         """The steps of ``work`` over messages."""
         if not work.prepared.collective:
             yield from self.scheduled.message(work)
             return
-        self._begun = work.sequence + 1
         all_arrived = None if self.calls is None else self.calls.publish(work)
         if not self.one_host:
             all_arrived = self.transport.agree(work, all_arrived)

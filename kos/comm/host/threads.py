@@ -1,12 +1,14 @@
 """The mock transport: ranks are threads of one process, with real results and the checks of every backend.
 
-Messages are copied into mailboxes, one per (source, destination, tag), in order.  The ranks of a group share their
-state, so every check is exact: the second of two mismatched calls raises at once, a collective ends only when every
-rank has arrived, and lost ranks are always known.
+The rank that arrives last in a collective computes the results of all ranks (``compute``), in rank order.  Messages are
+copied into mailboxes, one per (source, destination, tag), in order.  They also carry the collectives that ``computes``
+excludes, by a schedule.  The ranks of a group share their state, so every check is exact: the second of two mismatched
+calls raises at once, a collective ends only when every rank has arrived, and lost ranks are always known.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,14 +20,19 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.matching import Envelope
-from kos.comm.operation import COLLECTIVE_TAGS
+from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.records import again
 from kos.comm.transport import remove, take, wrong_message
-from kos.comm.work import Engine, Steps, Work
+from kos.comm.work import Engine, Steps, Work, raising
 from kos.errors import CollectiveError, CollectiveMismatch, KosError, plural
 
 Array = np.ndarray[Any, Any]
 Key = tuple[int, int, int]  # source, destination, tag
+_COMPUTED = (
+    "all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "broadcast", "all_gather", "gather", "scatter",
+    "all_to_all", "barrier", "split", "duplicate",
+)  # fmt: skip
+"""The collectives of ``compute``: those in which the pieces of all ranks have one length."""
 
 
 class ThreadTransport(Backend):
@@ -65,7 +72,7 @@ class ThreadTransport(Backend):
 
     def ask(self, tag: int) -> None:
         """Raise the failure that ends messages with that tag."""
-        self.group.raise_failure(self.rank, tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
+        self.group.ask(self.failures, tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
 
     # Messages.
 
@@ -111,8 +118,9 @@ class ThreadTransport(Backend):
         with self.group.world.lock:
             try:
                 self.ask(0)
-                if (end := self.group.closed(rank, self.failures)) is not None:
-                    return end
+                _, why, cause = self.failures.ends.get(rank, (0, "", None))
+                if why == WHY_CLOSED:  # whatever followed
+                    return self.failures.lost(rank, why, None, cause)
                 self.group.raise_end(rank, self.failures)
             except KosError as error:
                 return error.with_traceback(None)
@@ -152,21 +160,48 @@ class ThreadTransport(Backend):
             if world.events[self._me] == mark:
                 world.wait(self._me, seconds, waits)
 
-    # What a test watches and injects.
+    # How collectives run, and what a test watches and injects.
 
-    def launch(self, work: Work[Any], run: Callable[[Work[Any]], Steps]) -> Steps:
-        watch = self._watch
+    def computes(self, o: Operation) -> bool:
+        """Whether the last rank computes a collective; else it is sent as messages, which a test may drop."""
+        plain = o.name in _COMPUTED and o.options.algorithm == AUTO and not o.options.compress
+        return plain and (self._watch is None or self._watch.plan.keeps_messages)
+
+    def is_native(self, collective: str, nbytes: int) -> bool:
+        return self.computes(Operation(collective, self.rank))
+
+    def launch(self, work: Work[Any], run: Callable[[Work[Any]], Steps | None]) -> Steps | None:
+        watch, prepared = self._watch, work.prepared
+        if self.computes(prepared.operation):
+            run = self._compute
         if watch is None:
             return run(work)
-        prepared = work.prepared
-        if prepared.name not in ("split", "duplicate"):
-            on_discard = watch.plan.inject(self.group.world, self._me, work) if watch.plan.faults else None
+        if watch.plan.faults and prepared.name not in ("split", "duplicate"):
             tag = self.tag(work.sequence) if prepared.collective else prepared.operation.message.tag
-            self._discard(tag, on_discard)
-            if prepared.collective:
-                watch.delay_collective()
-        watch.record_launch(work, self._me)
+            self._discard(tag, watch.plan.inject(self.group.world, self._me, work))
+        if prepared.collective and threading.active_count() > watch.own_threads:
+            watch.delay_collective()
+        works = watch.launched[self._me]
+        works[:] = [each for each in works if not each[0].reported]
+        works.append((work, *work.record[2:4]))  # type: ignore[index]
         return run(work) if prepared.waits else watch.guard(work, run)
+
+    def _compute(self, work: Work[Any]) -> Steps | None:
+        """Run ``work`` on the ranks' memory; returns the wait for the other ranks, None if this rank is the last."""
+        try:
+            all_arrived = self._arrive(work, compute)
+            return None if all_arrived() else self._await(work, all_arrived)
+        except Exception as error:
+            return raising(error)
+
+    def _await(self, work: Work[Any], all_arrived: Callable[[], bool]) -> Steps:
+        try:
+            while not all_arrived():
+                yield
+        except BaseException:  # such as a timeout: nobody may write to its memory now
+            with self.group.world.lock:
+                self._calls.get(work.sequence, {}).pop(self.rank, None)
+            raise
 
     def _discard(self, tag: int, on_discard: Callable[[], None] | None) -> None:
         """Discard messages with that tag from now on, and call ``on_discard`` for each; None: deliver them again."""
@@ -184,27 +219,32 @@ class ThreadTransport(Backend):
     # Calls and failures.
 
     def agree(self, work: Work[Any], local: Callable[[], bool] | None) -> Callable[[], bool] | None:
+        return self._arrive(work, lambda works: None)
+
+    def _arrive(self, work: Work[Any], compute: Callable[[Sequence[Work[Any]]], None]) -> Callable[[], bool]:
+        """Compare the call with those of the other ranks; the last of these computes.  Returns as ``agree``."""
         group, rank = self.group, self.rank
         with group.world.lock:
-            group.raise_failure(rank, work.sequence)
+            group.ask(self.failures, work.sequence)
             calls = self._calls.setdefault(work.sequence, {})
             if calls:
                 peer, theirs = next(iter(calls.items()))
                 if theirs.prepared.values != work.prepared.values:
                     both = ((each, call.text, call.fingerprint()) for each, call in ((peer, theirs), (rank, work)))
                     wrong = self.failures.mismatch(work.group, *both)
-                    group.report_failure(wrong, work.sequence)
+                    self.report_failure(wrong, work.sequence)
                     raise again(wrong)
-            calls[rank] = work
-            if len(calls) == self.size:
+            if len(calls) == self.size - 1:
+                compute([work if each == rank else calls[each] for each in range(self.size)])
                 del self._calls[work.sequence]
                 group.notify_all()
+            calls[rank] = work
 
         def all_arrived() -> bool:
             with group.world.lock:
                 if len(calls) == self.size:
                     return True
-                group.raise_failure(rank, work.sequence)
+                group.ask(self.failures, work.sequence)
                 for peer in set(range(self.size)) - set(calls):
                     group.raise_end(peer, self.failures, work)
             return False
@@ -225,17 +265,25 @@ class ThreadTransport(Backend):
         ]  # fmt: skip
 
     def find_failure(self) -> KosError | None:
-        return self.group.find_failure(self.failures)
+        """The failure of this group, or the loss of a rank that has not closed its communicator."""
+        with self.group.world.lock:
+            try:
+                self.ask(0)
+                for rank in range(self.size) if self.rank not in self.failures.ends else ():
+                    if self.failures.ends.get(rank, (0, ""))[1] != WHY_CLOSED:
+                        self.group.raise_end(rank, self.failures)
+            except KosError as error:
+                return error.with_traceback(None)
+        return None
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
-        self.group.report_failure(failure, sequence)
+        self.group.report(lambda log: log.record(sequence, again(failure)))
+
+    def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
+        self.group.report(lambda log: log.record_end(self.rank, sequence, reason, cause))
 
     def close(self, begun: int) -> None:
-        self.group.close(self.rank, WHY_CLOSED, self.failures.closing(), 0.0)
-
-    def abort(self, reason: str) -> str:
-        self.group.close(self.rank, reason, self.failures.cause())
-        return reason
+        self.report_end(begun, WHY_CLOSED, self.failures.closing())
 
 
 class ThreadMessage:
@@ -272,3 +320,44 @@ class ThreadMessage:
             self._transport.ask(self.tag)
             group.raise_end(self.other, self._transport.failures)
         return False
+
+
+def compute(works: Sequence[Work[Any]]) -> None:
+    """Compute a collective, of which rank r makes ``works[r]``, whose memory this thread reaches."""
+    o = works[0].prepared.operation
+    if o.name in ("barrier", "split", "duplicate"):
+        return
+    if o.reduction is not None:
+        results = _reduced(o.name, works)
+    elif o.name == "broadcast":
+        results = [works[o.root or 0].send.copy()] * len(works)
+    elif o.name == "scatter":
+        results = np.split(works[o.root or 0].send.copy(), len(works))
+    elif o.name == "all_to_all":
+        blocks = np.concatenate([each.send for each in works]).reshape(len(works), len(works), -1)
+        results = [blocks[:, rank].reshape(-1) for rank in range(len(works))]
+    else:
+        results = [np.concatenate([each.send for each in works])] * len(works)
+    for work, result in zip(works, results, strict=True):
+        if (mine := work.prepared.operation).recv is not None:
+            if mine.reduction is None:
+                np.copyto(work.recv, result)
+            else:
+                mine.reduction.finish(result, work.recv)
+
+
+def _reduced(name: str, works: Sequence[Work[Any]]) -> list[Array]:
+    """The result of each rank before ``finish``, in memory of its own."""
+    staged = [each.prepared.operation.reduction.stage(each.send, None) for each in works]
+    combine = works[0].prepared.operation.reduction.combine
+    sums = staged[:1]
+    for each in staged[1:]:
+        sums.append(sums[-1].copy())
+        combine(sums[-1], each)
+    if name == "scan":
+        return sums
+    if name == "exscan":
+        return [sums[0], *sums[:-1]]  # rank 0 has no result
+    if name == "reduce_scatter":
+        return np.split(sums[-1], len(works))
+    return [sums[-1].copy() for _ in works]

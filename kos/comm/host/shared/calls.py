@@ -277,7 +277,7 @@ class CallRing(Fingerprints):
         rank, failures = self.segment.ranks[local], self.failures
         if closed == CLOSED_ORDERLY:
             cause, _ = self._causes().failure(failures.world[rank]) or (None, 0.0)
-            return failures.lost(rank, WHY_CLOSED, what, cause, 0.0)
+            return failures.lost(rank, WHY_CLOSED, what, cause)
         if closed:
             return failures.lost(rank, "its process ended", what)
         return None if ended is None else failures.lost(rank, ended, what, None, RECENT_SECONDS)
