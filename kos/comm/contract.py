@@ -177,8 +177,8 @@ class Backend(ABC):
         """Whether ``native`` runs a call on float32, for ``Communicator.explain``."""
         return False
 
-    def launch(self, work: Work[Any], run: Callable[[Work[Any]], Steps]) -> Steps:
-        """The steps of ``work``, which ``run(work)`` returns."""
+    def launch(self, work: Work[Any], run: Callable[[Work[Any]], Steps]) -> Steps | None:
+        """The steps of ``work``, which ``run(work)`` returns; None if it is complete."""
         return run(work)
 
     def synchronize(self, backend: Any) -> None:  # noqa: B027
@@ -209,10 +209,6 @@ class Backend(ABC):
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
         """Whether a message with that tag from or to that rank is in flight; the default takes a send for received."""
         return receives
-
-    def report_two_threads(self, error: CollectiveError) -> bool:
-        """Report ``error``, that two threads call the communicator at once; returns whether to raise it."""
-        return True
 
     # Optional for GPU memory.
 

@@ -24,7 +24,6 @@ from kos.comm.prepared import Prepared, Store
 from kos.comm.work import Engine, Work
 from kos.errors import (
     BackendUnavailable,
-    CollectiveError,
     CollectiveMismatch,
     Interrupted,
     InvalidArgument,
@@ -217,10 +216,6 @@ class GroupBackend(ABC):
         if message.src is None:
             return Late(words=timeouts.unreceived(f"rank {message.dst}"))
         return Late(words=timeouts.unsent(f"rank {message.src}", message.recv_tag))
-
-    def report_two_threads(self, error: CollectiveError) -> bool:
-        """Report ``error``, that two threads call the communicator at once; returns whether to raise it."""
-        return True
 
     def find_failure(self) -> KosError | None:
         """The failure of this communicator, if it can be found without a call.  Called by the watchdog's thread."""

@@ -38,7 +38,7 @@ def check_one_thread(comm: Any, work: Work[Any]) -> None:
     if other is None or _is_made_in(sys._getframe(1), other):  # a signal handler runs within the thread's call
         return
     error = _two_threads_error(comm, f"{other.text} at {other.call_site}", work)
-    if not comm.backend.report_two_threads(error):
+    if error is None:
         return
     backend = other.backend
     with comm.backend.engine.lock if backend.device is None else backend.shared.lock:
@@ -52,7 +52,7 @@ def check_batch(comm: Any, owner: int, work: Work[Any]) -> None:
     """Raise CollectiveError if ``work`` would join an open batch of another thread, ``owner``; nothing was sent."""
     if owner != threading.get_ident():
         error = _two_threads_error(comm, f"a batch at {program_line(sys._current_frames().get(owner))}", work)
-        if comm.backend.report_two_threads(error):
+        if error is not None:
             raise error
 
 
@@ -96,12 +96,20 @@ def in_library(file: str) -> bool:
     return file.startswith(_KOS) or (file.startswith(_PYTHON) and "site-packages" not in file)
 
 
-def _two_threads_error(comm: Any, first: str, work: Work[Any]) -> CollectiveError:
+def _two_threads_error(comm: Any, first: str, work: Work[Any]) -> CollectiveError | None:
+    """The error of the calls of both threads, which ``spawn`` raises too; None where it is not ``strict``."""
+    threads = comm.rendezvous.threads
+    watch = None if threads is None else threads.world.watch
+    if watch is not None and not watch.strict:
+        return None
     rank = comm.rendezvous.failures.world[comm.rank]
     second = f"{work.name}{work.arguments} at {program_line(sys._getframe())}"
     remedy = "order their calls, or give each thread a communicator of its own (comm.duplicate())"
     text = f"rank {rank}: two threads call {comm.name} at once: {first} and {second}; {remedy}"
-    return blaming(CollectiveError(text), [rank])
+    error = blaming(CollectiveError(text), [rank])
+    if watch is not None:
+        watch.two_threads = watch.two_threads or error
+    return error
 
 
 def _is_made_in(frame: FrameType | None, work: Work[Any]) -> bool:

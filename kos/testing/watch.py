@@ -43,8 +43,9 @@ class Watch:
         self, size: int, plan: FaultPlan, buffer_bytes: float, deadlock: bool, arrays: bool, strict: bool
     ) -> None:
         self.plan, self.buffer_bytes = plan, buffer_bytes
-        self._deadlock, self._arrays, self._strict = deadlock, arrays, strict
-        self.two_threads: CollectiveError | None = None  # the first
+        self._deadlock, self._arrays, self.strict = deadlock, arrays, strict
+        self.two_threads: CollectiveError | None = None
+        """The first error that two threads call a communicator: nobody may join the thread that raises it."""
         self._delays_left = _DELAYED
         self.launched: list[list[tuple[Work[Any], Any, int]]] = [[] for _ in range(size)]
         """The Works of each rank for which it must still wait; the code and the instruction of each call."""
@@ -127,15 +128,9 @@ class Watch:
         Only the first collectives are delayed, since such a thread may never call one.
         """
         others = (each for each in threading.enumerate() if each not in self._others and each not in self.threads)
-        if self._strict and self._delays_left and any(not each.name.startswith("kos-") for each in others):
+        if self.strict and self._delays_left and any(not each.name.startswith("kos-") for each in others):
             self._delays_left -= 1
             time.sleep(_DELAY_SECONDS)
-
-    def report_two_threads(self, error: CollectiveError) -> bool:
-        """As in ``Backend``.  Keeps the error for ``spawn``: the thread that raises it may be one that nobody joins."""
-        if self._strict:
-            self.two_threads = self.two_threads or error
-        return self._strict
 
     def record_synchronize(self, backend: HostBackend, rank: int) -> None:
         """Record that the rank has waited for all operations of ``backend``."""
@@ -144,7 +139,7 @@ class Watch:
 
     def unwaited(self, rank: int) -> list[str]:
         """The operations, in groups that have not failed, for which that rank never waited, with their lines."""
-        works = self.launched[rank] if self._strict else ()
+        works = self.launched[rank] if self.strict else ()
         return [
             f"rank {rank} never waited for {work}, at {call_site(code, at)}"
             for work, code, at in works if not work.reported and work.backend.failures.first is None

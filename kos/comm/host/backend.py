@@ -123,9 +123,6 @@ class HostBackend(GroupBackend):
     def check_threads(self) -> None:
         self.transport.check_threads()
 
-    def report_two_threads(self, error: CollectiveError) -> bool:
-        return self.transport.report_two_threads(error)
-
     # How operations run.
 
     def idle(self) -> Any:

@@ -24,7 +24,7 @@ from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.records import again
 from kos.comm.transport import remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
-from kos.errors import CollectiveError, CollectiveMismatch, KosError, plural
+from kos.errors import CollectiveMismatch, KosError, plural
 
 Array = np.ndarray[Any, Any]
 Key = tuple[int, int, int]  # source, destination, tag
@@ -208,9 +208,6 @@ class ThreadTransport(Backend):
         self._discarded.pop(tag, None)
         if on_discard is not None:
             self._discarded[tag] = on_discard
-
-    def report_two_threads(self, error: CollectiveError) -> bool:
-        return self._watch is None or self._watch.report_two_threads(error)
 
     def synchronize(self, backend: Any) -> None:
         if self._watch is not None:
