@@ -1,6 +1,6 @@
 """The classes of all errors that kos raises on purpose.
 
-The texts of failures are in ``kos.comm.failures``, those of timeouts in ``kos.comm.timeouts``.
+``sentence`` writes their texts; which ranks a failure names is decided in ``kos.comm.failures``.
 ``KosError`` catches all of them.  Those that stand for a builtin condition also inherit the builtin (``ValueError``,
 ``TimeoutError``).
 """
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from kos.commands import near, pip_install
 
@@ -20,7 +20,10 @@ _PACKAGE, _PYTHON = Path(__file__).resolve().parent, Path(os.__file__).parent
 
 
 class KosError(RuntimeError):
-    """Base of every error that kos raises on purpose."""
+    """Base of every error that kos raises on purpose.
+
+    The text of a failure of a communicator also comes in parts, for programs.  What is not known is None.
+    """
 
     on_every_rank = False
     """Whether every rank of the job is known to raise this same error, so that one of them may speak for all."""
@@ -28,13 +31,47 @@ class KosError(RuntimeError):
     """The ranks that failed first, as ranks of the world, where the error is about other ranks and they are known."""
     orderly = False
     """Whether the error is that a rank has closed its communicator, and not that it failed."""
+    call: str | None = None
+    """The call that failed, such as "world: all_reduce #3 of float32[4] by SUM"."""
+    expected: Any = None
+    got: Any = None
+    """What differs: between two ranks, the calls or messages of both."""
+    cause: KosError | None = None
+    """The failure of another rank because of which this call failed; None on ranks that were only told of it."""
     settings: tuple[str, ...] = ()
     """The keys of a command's settings, of which other values can prevent the error."""
+
+    def __init__(
+        self, text: object = None, *, ranks: Iterable[int] = (), call: object = None, expected: str | None = None,
+        got: str | None = None, cause: KosError | None = None,
+    ) -> None:  # fmt: skip
+        """Without ``text``, that is ``expected …, got …``; the call comes before it."""
+        super().__init__(sentence(call, f"expected {expected}, got {got}" if text is None else f"{text}"))
+        self.ranks, self.expected, self.got, self.cause = tuple(ranks), expected, got, cause
+        self.call = None if call is None else f"{call}"
+
+    def copy(self, text: object = None, call: object = None, cause: KosError | None = None) -> Self:
+        """A copy without the traceback, whose frames hold arrays; with another text, of another call."""
+        new = type(self)(f"{self}" if text is None else text, ranks=self.ranks, call=call)
+        new.expected, new.got, new.cause = self.expected, self.got, cause or self.cause
+        new.call, new.orderly = new.call or self.call, self.orderly
+        return new
 
     def about(self, *settings: str) -> Self:
         """This error, with the keys of its settings."""
         self.settings = tuple(dict.fromkeys(settings))
         return self
+
+
+def sentence(call: object, text: str, why: str = "") -> str:
+    """The text of an error of ``call``: the call, ``why`` and ``text``.
+
+    If ``text`` begins with the same call or communicator, the result names it once.
+    """
+    if call is None or text.startswith(f"{call}: "):
+        return text
+    group, named, _ = f"{call}".partition(": ")
+    return f"{call}: {why}{text.removeprefix(group + named) if named else text}"
 
 
 class InvalidArgument(KosError, ValueError):

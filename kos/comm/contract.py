@@ -40,7 +40,7 @@ from kos.comm.matching import Envelope
 from kos.comm.operation import COLLECTIVE_TAGS, Operation
 from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work
-from kos.errors import BackendUnavailable, CollectiveError, KosError
+from kos.errors import BackendUnavailable, KosError
 from kos.memory import Buffer
 
 Array = np.ndarray[Any, Any]

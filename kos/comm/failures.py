@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from kos.comm import timeouts
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import again, blaming
+from kos.comm.records import again
 from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -30,6 +30,7 @@ from kos.errors import (
     KosError,
     RankLost,
     RendezvousError,
+    sentence,
 )
 
 RECENT_SECONDS = 10.0
@@ -203,7 +204,7 @@ class FailureLog:
     def refuse(self, what: object) -> None:
         """Raise the first failure, if any, for the call ``what``, which comes after it."""
         if self.first is not None:
-            raise again(self.first, _prefixed(what, f"{self.first}", "the communicator failed before: "))
+            raise again(self.first, sentence(what, f"{self.first}", "the communicator failed before: "))
 
     def find(self) -> KosError | None:
         """The failure of this group, if it can be found without a call.  Called by the watchdog's thread."""
@@ -240,7 +241,7 @@ class FailureLog:
             named.__cause__ = error
             return named
         if isinstance(error, _UNNAMED) and f"{work.name} #" not in str(error):
-            return again(error, _prefixed(work, str(error)))
+            return error.copy(call=work)
         return error
 
     def ended(self, rank: int) -> KosError:
@@ -258,11 +259,11 @@ class FailureLog:
         world = self.world[rank]
         cause = cause or self._failure_of(world, 0.0 if why == WHY_CLOSED else window)
         if cause is not None:
-            return again(cause, _prefixed(what, f"{cause}; {self._names([world])} aborted because of it"))
+            return cause.copy(f"{cause}; {self._names([world])} aborted because of it", what, cause)
         ranks = self.ended_with(rank) if why in DEATHS else [world]
-        lost = RankLost(_prefixed(what, f"{self._names(ranks)} is gone: {why}{self._where(ranks)}"))
+        lost = RankLost(f"{self._names(ranks)} is gone: {why}{self._where(ranks)}", ranks=ranks, call=what)
         lost.orderly = why == WHY_CLOSED
-        return blaming(lost, ranks)
+        return lost
 
     def ended_with(self, rank: int, progress: Callable[[], None] = lambda: None) -> Sequence[int]:
         """The ranks of the world that were lost with that rank: all of another host if they ended, else it alone.
@@ -294,7 +295,7 @@ class FailureLog:
         world = [*self.in_world(late.ranks), *late.elsewhere]
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
-                return again(cause, _prefixed(what, f"{cause}; {self._names([rank])} failed because of it"))
+                return cause.copy(f"{cause}; {self._names([rank])} failed because of it", what, cause)
         culprits, cycle = self._blocking(world, self.in_world(late.arrived))
         waiting = [rank for rank in world if rank not in culprits]
         if culprits == world and late.words is not None:
@@ -314,7 +315,7 @@ class FailureLog:
         if stopped := [rank for rank in culprits if self.status.halted(rank) and not self.status.ended(rank)]:
             absent += f"; {timeouts.stopped(self._names(stopped, True))}"
         over = "" if seconds is None else f"{timeouts.incomplete(seconds)}; "
-        return blaming(kind(_prefixed(what, over + absent)), culprits)
+        return kind(over + absent, ranks=culprits, call=what)
 
     def mismatch(self, group: str, *calls: tuple[int, str, dict[str, Any]]) -> CollectiveMismatch:
         """The error of two different calls, each given as rank, text and fingerprint."""
@@ -323,13 +324,9 @@ class FailureLog:
         keys = keys[:1] if "operation" in keys else keys  # other differences follow from it
         what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
         ranks = [self.world[first], self.world[second]]
-        return blaming(
-            CollectiveMismatch(
-                f"{group}: {self._names(ranks[:1])} called {text} but {self._names(ranks[1:])} called {other_text}: "
-                f"they differ in {what or 'calls that are no longer recorded'}"
-            ),
-            ranks,
-        )
+        both = f"{self._names(ranks[:1])} called {text} but {self._names(ranks[1:])} called {other_text}"
+        differ = f"they differ in {what or 'calls that are no longer recorded'}"
+        return CollectiveMismatch(f"{both}: {differ}", ranks=ranks, call=group, expected=text, got=other_text)
 
     def _shared(self, failure: KosError, lost: bool, work: Any) -> KosError:
         """The failure of ``work`` as the other ranks raise it; ``lost``: this rank's device is unusable.
@@ -338,13 +335,13 @@ class FailureLog:
         """
         shared, mine = failure, [self.world[self.rank]]
         me, known = self._names(mine), self._reported()
-        if known is not None and str(failure) == _prefixed(work, f"{known}"):  # another rank's failure keeps its text
+        if known is not None and str(failure) == sentence(work, f"{known}"):  # another rank's failure keeps its text
             shared = again(known)
         elif lost:
-            shared = blaming(RankLost(f"{me} is gone: {failure}"), mine)
+            shared = RankLost(f"{me} is gone: {failure}", ranks=mine)
         elif isinstance(failure, CudaError | Interrupted) or (type(failure) is CollectiveError and failure.__cause__):
             # Others must not mistake it for an error of their own.
-            shared = blaming(CollectiveError(f"{me}: {failure}"), mine)
+            shared = CollectiveError(f"{me}: {failure}", ranks=mine)
         elif not work.collective and str(failure).startswith(str(work)):
             shared = again(failure, f"{me}: {failure}")
         self.status.post_failure(shared)
@@ -432,14 +429,3 @@ class FailureLog:
         if found := sorted(halted or culprits):
             return found, []
         return list(late), sorted(seen) if cycle else []
-
-
-def _prefixed(what: object, text: str, why: str = "") -> str:
-    """The text of an error of the call ``what``: ``what``, ``why`` and ``text``.
-
-    If ``text`` begins with the same call or communicator, the result names it once.
-    """
-    if what is None or text.startswith(f"{what}: "):
-        return text
-    group, named, _ = f"{what}".partition(": ")
-    return f"{what}: {why}{text.removeprefix(group + named) if named else text}"

@@ -18,7 +18,7 @@ import numpy as np
 
 from kos.comm.failures import FailureLog
 from kos.comm.operation import ANY
-from kos.comm.records import again, blaming
+from kos.comm.records import again
 from kos.dtypes import dtype_of_code
 from kos.errors import KosError, RankLost
 
@@ -161,7 +161,7 @@ class Expected:
             return again((failed or [*ends.values()])[0])
         failures, ranks = self.matching.failures, sorted(ends)
         text = f"{failures.names(ranks)} are gone: they closed their communicators"
-        return blaming(RankLost(text), failures.in_world(ranks))
+        return RankLost(text, ranks=failures.in_world(ranks))
 
 
 class Receive(Expected):

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kos.comm.records import again, blaming
+from kos.comm.records import again
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveMismatch
 
@@ -106,7 +106,7 @@ def _two_threads_error(comm: Any, first: str, work: Work[Any]) -> CollectiveErro
     second = f"{work.name}{work.arguments} at {program_line(sys._getframe())}"
     remedy = "order their calls, or give each thread a communicator of its own (comm.duplicate())"
     text = f"rank {rank}: two threads call {comm.name} at once: {first} and {second}; {remedy}"
-    error = blaming(CollectiveError(text), [rank])
+    error = CollectiveError(text, ranks=[rank])
     if watch is not None:
         watch.two_threads = watch.two_threads or error
     return error

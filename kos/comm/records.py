@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost, RendezvousError
@@ -13,23 +13,19 @@ _CLASSES = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeo
 
 def again(error: Error, text: object = None) -> Error:
     """A copy of the error without its traceback, whose frames hold arrays."""
-    new = type(error)(str(error) if text is None else str(text))
-    new.ranks, new.orderly = error.ranks, error.orderly
-    return new
-
-
-def blaming(error: Error, ranks: Iterable[int]) -> Error:
-    """``error`` with these ranks of the world."""
-    error.ranks = tuple(ranks)
-    return error
+    return error.copy(text)
 
 
 def to_record(error: KosError, length: int | None = None) -> list[Any]:
-    """A failure in the form in which ranks send it to each other, with at most ``length`` characters of its text."""
-    return [type(error).__name__, str(error)[:length], list(error.ranks)]
+    """A failure in the form in which ranks send it to each other, with at most ``length`` characters of each text."""
+    parts = ((each and each[:length]) for each in (error.call, error.expected, error.got))
+    return [type(error).__name__, str(error)[:length], list(error.ranks), *parts]
 
 
 def from_record(record: Sequence[Any]) -> KosError:
     """The failure of another rank; an unknown class becomes CollectiveError."""
-    kind, text, ranks = record
-    return blaming(_CLASSES.get(kind, CollectiveError)(text), ranks)
+    kind, text, ranks, *parts = record
+    error = _CLASSES.get(kind, CollectiveError)(text, ranks=ranks)
+    if parts:
+        error.call, error.expected, error.got = parts
+    return error

@@ -19,7 +19,6 @@ from kos.comm.contract import Backend, Request
 from kos.comm.failures import FailureLog
 from kos.comm.matching import Expected, Matching
 from kos.comm.operation import ANY, AUTO, Operation
-from kos.comm.records import blaming
 from kos.comm.reduction import Reduction
 from kos.comm.schedules import runnable
 from kos.comm.schedules.execute import execute
@@ -333,5 +332,5 @@ def wrong_message(
         f"{nbytes // dtype.itemsize} elements of {dtype}" if nbytes % dtype.itemsize == 0 else f"{nbytes} bytes"
         for nbytes, dtype in (expected, got)
     )
-    wrong = CollectiveMismatch(f"{to} expected {what} from {source}, got {more}")
-    return blaming(wrong, sorted(failures.world[rank] for rank in (receiver, sender)))
+    ranks = sorted(failures.world[rank] for rank in (receiver, sender))
+    return CollectiveMismatch(f"{to} expected {what} from {source}, got {more}", ranks=ranks, expected=what, got=more)

@@ -14,7 +14,6 @@ from kos.comm import Communicator, init, timeouts
 from kos.comm.arguments import check_bool, check_timeout, number_in
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous, ThreadWorld, rank_thread
 from kos.comm.one_thread import program_line
-from kos.comm.records import blaming
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
 from kos.testing.faults import Crashed, Fault, FaultPlan
 from kos.testing.watch import Deadlock, Watch
@@ -167,7 +166,7 @@ def _run(
     message += "".join(f"; rank {rank} {_place(threads[rank])}" for rank in running[:_SHOWN])
     for rank in running:
         group.world.end(rank, message)  # ends every wait for it, in groups split from this one too
-    return blaming(CollectiveTimeout(message), running) if running else None
+    return CollectiveTimeout(message, ranks=running) if running else None
 
 
 def _check_end(watch: Watch, unwaited: list[str], messages: bool) -> None:

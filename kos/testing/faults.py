@@ -11,7 +11,6 @@ from typing import Any
 
 from kos.comm.arguments import check_int
 from kos.comm.control.threads import ThreadWorld
-from kos.comm.records import blaming
 from kos.comm.work import Work
 from kos.errors import CollectiveError, InvalidArgument
 
@@ -98,7 +97,7 @@ class FaultPlan:
                 with world.lock:
                     world.wakeup[rank].wait_for(lambda: False, fault.seconds or 0.02)
             elif fault.kind == "error":
-                raise blaming(CollectiveError(f"{work}: rank {rank} failed, as the test's plan says"), [rank])
+                raise CollectiveError(f"rank {rank} failed, as the test's plan says", ranks=[rank], call=work)
             elif fault.kind == "stall":
                 self._stall(world, rank, work)
             else:

@@ -14,7 +14,6 @@ import numpy as np
 from kos.comm.control.threads import ThreadGroup, ThreadWorld, Waits
 from kos.comm.host.backend import HostBackend
 from kos.comm.recorder import call_site
-from kos.comm.records import blaming
 from kos.comm.work import Steps, Work
 from kos.errors import CollectiveError, CollectiveTimeout
 from kos.testing.faults import FaultPlan
@@ -75,7 +74,7 @@ class Watch:
             return seconds
         idle = stuck | self._others | set(self.threads)
         if all(thread in idle or thread.name == "kos-watchdog" for thread in threading.enumerate()):
-            world.fail(blaming(Deadlock(self._describe(world)), self.plan.culprits()))
+            world.fail(Deadlock(self._describe(world), ranks=self.plan.culprits()))
             return 0.0
         return _POLL_SECONDS if seconds is None else min(seconds, _POLL_SECONDS)
 

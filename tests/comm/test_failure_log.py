@@ -13,7 +13,6 @@ import pytest
 import kos
 from kos.comm.failures import HOST_SECONDS, FailureLog, Late
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import blaming
 from kos.errors import CollectiveTimeout, KosError, RankLost
 from kos.testing import Fault, spawn
 from tests.comm.works import work_of
@@ -28,7 +27,7 @@ def test_a_posted_failure_holds_no_frames() -> None:
     def fail() -> weakref.ref[Made]:
         made = Made()
         try:
-            raise blaming(RankLost(f"rank 1 is gone, {made} is left"), [1])
+            raise RankLost(f"rank 1 is gone, {made} is left", ranks=[1])
         except RankLost as error:
             status.post_failure(error)
         return weakref.ref(made)
@@ -95,7 +94,7 @@ class _Waits(PeerStatus):
 def test_the_call_and_the_communicator_are_named_once(cause: str, named: str) -> None:
     """``named``: the part of the cause's text that the error has after its call; "" for a cause of the same call."""
     call = "world: all_reduce #1 of int8[1]"
-    log = FailureLog(range(3), 0, _Waits({}, {1: blaming(CollectiveTimeout(cause), [2])}))
+    log = FailureLog(range(3), 0, _Waits({}, {1: CollectiveTimeout(cause, ranks=[2])}))
     error = log.overdue(Late([1]), call, 1.0)
     assert str(error) == (f"{call}: {named}" if named else cause) + "; rank 1 failed because of it"
     log.first = CollectiveTimeout(cause)
@@ -116,7 +115,7 @@ def test_the_call_and_the_communicator_are_named_once(cause: str, named: str) ->
 def test_a_rank_that_waits_elsewhere_for_ranks_that_wait_for_it(
     failures: dict[int, tuple[int, ...]], arrived: tuple[int, ...], named: str
 ) -> None:
-    errors = {rank: blaming(CollectiveTimeout("late"), list(ranks)) for rank, ranks in failures.items()}
+    errors = {rank: CollectiveTimeout("late", ranks=list(ranks)) for rank, ranks in failures.items()}
     log = FailureLog(range(4), 0, _Waits({3: (0, 1, 2)}, errors))
     assert named in str(log.overdue(Late([3], "ranks [3] did not arrive", arrived), "all_reduce #1", 1.0))
 
@@ -168,7 +167,7 @@ def test_the_failure_of_the_earliest_collective_counts() -> None:
     log = FailureLog(range(3), 0)
     log.links = [link]
     for sequence in (5, 7, 3):
-        log.report(work_of("barrier", sequence=sequence), blaming(RankLost(f"lost in #{sequence}"), [1]), 0)
+        log.report(work_of("barrier", sequence=sequence), RankLost(f"lost in #{sequence}", ranks=[1]), 0)
     assert carried == [5, 3] and str(log.first) == "lost in #5"
     log.record(4, RankLost("of another rank"))
     log.ask(2)
@@ -235,7 +234,7 @@ def test_a_host_is_lost_with_its_last_rank(ends: list[int], why: str, named: str
 def test_a_rank_that_ended_because_of_another_is_not_named_with_it() -> None:
     log = on_hosts()
     log.status.ends.update({2: CLOSED, 3: CLOSED})
-    log.status.failures[3] = blaming(RankLost("rank 2 is gone"), [2]), time.monotonic()
+    log.status.failures[3] = RankLost("rank 2 is gone", ranks=[2]), time.monotonic()
     assert log.lost(2, CLOSED).ranks == (2,)
 
 

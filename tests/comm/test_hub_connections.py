@@ -19,7 +19,6 @@ from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import Hub, is_cut_off
 from kos.comm.control.wire import Connection, Network, admit_all
-from kos.comm.records import blaming
 from kos.errors import CollectiveTimeout, KosError, RendezvousError
 from tests.comm.tcp_ranks import ROOT, TIMEOUT, environment, free_port, run_ranks, run_threads
 
@@ -103,7 +102,7 @@ def test_a_rank_that_waits_for_connections_hears_of_a_failure() -> None:
 
 def test_a_timeout_of_another_rank_is_no_lack_of_connections() -> None:
     """In Python a CollectiveTimeout is an OSError."""
-    late = blaming(CollectiveTimeout("all_reduce #3: rank 2 did not arrive"), [2])
+    late = CollectiveTimeout("all_reduce #3: rank 2 did not arrive", ranks=[2])
 
     def body(rendezvous: TCPRendezvous) -> None:
         usual = rendezvous.barrier

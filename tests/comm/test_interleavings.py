@@ -19,7 +19,6 @@ from kos.comm.control.wire import Network
 from kos.comm.failures import FailureLog
 from kos.comm.host.shared.segment import Segment
 from kos.comm.host.shared.status import SharedStatus
-from kos.comm.records import blaming
 from kos.errors import CollectiveError, KosError, RankLost
 from tests.comm.interleavings import LIMIT, Interleaving
 from tests.comm.ranks import TIMEOUT
@@ -28,7 +27,7 @@ from tests.comm.tcp_ranks import environment, free_port, run_threads
 
 
 def _failure(rank: int, text: str = "a failure that the watchdog has found") -> KosError:
-    return blaming(RankLost(text), [rank])
+    return RankLost(text, ranks=[rank])
 
 
 def _places(port: int) -> list[Callable[[], TCPRendezvous]]:

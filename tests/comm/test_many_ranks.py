@@ -19,7 +19,7 @@ from kos.comm.host.shared.segment import FAILURE_BYTES, PID, STARTED, Segment, s
 from kos.comm.host.shared.status import SharedStatus, fitting
 from kos.comm.operation import Operation, Options
 from kos.comm.prepared import TEXT_BYTES, Fingerprints, Prepared, described
-from kos.comm.records import blaming, from_record, to_record
+from kos.comm.records import from_record, to_record
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost, RendezvousError
 from kos.memory import as_buffer
 from kos.testing import spawn
@@ -116,7 +116,7 @@ def test_the_description_of_long_counts_fits_its_place(size: int) -> None:
 @pytest.mark.parametrize("text", ["late", "é" * 5000, "\U0001f600" * 5000])
 @pytest.mark.parametrize("count", [0, 1, 64, 700, MANY])
 def test_a_failure_of_thousands_of_ranks_fits_shared_memory(count: int, text: str) -> None:
-    failure = blaming(CollectiveTimeout(text), range(100_000, 100_000 + count))
+    failure = CollectiveTimeout(text, ranks=range(100_000, 100_000 + count))
     data = fitting(to_record(failure))
     assert len(data) <= FAILURE_BYTES
     known = from_record(json.loads(data))
@@ -142,7 +142,7 @@ def test_waits_for_ranks_of_any_number() -> None:
 @pytest.mark.parametrize("kind", [RankLost, CollectiveTimeout, RendezvousError])
 @pytest.mark.usefixtures("apart")
 def test_a_failure_of_thousands_of_ranks_reaches_other_hosts(kind: type[KosError]) -> None:
-    failure = blaming(kind("é" * 5000), range(MANY))
+    failure = kind("é" * 5000, ranks=range(MANY))
 
     def body(comm: kos.Communicator) -> None:
         transport: Any = comm.backend.transport  # type: ignore[attr-defined]

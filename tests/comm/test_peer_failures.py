@@ -26,7 +26,6 @@ from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig
 from kos.comm.gpu.peer.record import CAUSE, FAILED, PEER
-from kos.comm.records import blaming
 from kos.cuda import driver
 from kos.errors import (
     BackendUnavailable,
@@ -399,7 +398,7 @@ def test_a_cause_that_nobody_reports_is_not_awaited_for_ever(no_gpu: None, monke
     backend.unwatch()
     backend.failures.world = [0, 1, 2]
     backend.shared.calls = _silent(check=lambda call: None)
-    ended = blaming(EndedEarly("rank 1 ended early"), [1])
+    ended = EndedEarly("rank 1 ended early", ranks=[1])
     failure = backend.to_error(work_of("all_reduce", backend, 7), ended)
     assert type(failure) is RankLost and "rank 1 ended early" in str(failure)
 
@@ -466,7 +465,7 @@ def test_what_ends_a_kernel_is_what_is_raised(rendezvous: Rendezvous, /) -> None
     backend.unwatch()
 
     def ended_meanwhile() -> bool:
-        backend.to_error(call, blaming(RankLost("all_reduce #0: rank 1 is gone: its process ended"), [1]))
+        backend.to_error(call, RankLost("all_reduce #0: rank 1 is gone: its process ended", ranks=[1]))
         backend._engine.record.words[[CAUSE, PEER, FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
         return False
 
@@ -504,7 +503,7 @@ def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu: None, monkeypa
     shared.failures.world, shared.failures.status, halted = [0, 3], status, set[int]()
     status.halted = status.ended = lambda rank: rank in halted
     status.runs = lambda rank: rank not in halted
-    ended = blaming(EndedEarly("all_reduce #7: aborted while it waited for rank 3 of world"), [3])
+    ended = EndedEarly("all_reduce #7: aborted while it waited for rank 3 of world", ranks=[3])
     error = shared.cause(work_of("all_reduce", backend, 7), ended)
     assert type(error) is RankLost and error.ranks == () and str(error) == str(ended)
     halted.add(3)

@@ -18,7 +18,7 @@ from kos.comm.control.identity import release
 from kos.comm.control.notices import Channel
 from kos.comm.failures import FailureLog, Late, StoppedRanks
 from kos.comm.prepared import shortened
-from kos.comm.records import again, blaming
+from kos.comm.records import again
 from kos.cuda.devices import process_numa_node
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RendezvousError
 from kos.memory.ipc import pretended_host
@@ -142,7 +142,8 @@ class Rendezvous(ABC):
         else:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             failure = RendezvousError(f"rendezvous: {self.call} was interrupted on {me} by {what}")
-        self.failures.over = blaming(failure, failure.ranks or [self.failures.world[self.rank]])
+        failure.ranks = failure.ranks or (self.failures.world[self.rank],)
+        self.failures.over = failure
         if self.size > 1:
             self._report(failure)
 

@@ -59,7 +59,7 @@ from kos.comm.control.wire import (
 )
 from kos.comm.failures import Late
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import blaming, from_record
+from kos.comm.records import from_record
 from kos.errors import BackendUnavailable, KosError, RendezvousError
 
 
@@ -310,7 +310,7 @@ class TCPRendezvous(Rendezvous):
 
     def _unable(self, error: BaseException) -> KosError:
         me = self.failures.world[self.rank]
-        return blaming(RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}"), [me])
+        return RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}", ranks=[me])
 
     def _refuse(self, error: BaseException, hub_address: str, listener: socket.socket | None) -> None:
         """Join only to report ``error``, such as Ctrl-C, to the other ranks, which would wait for this rank.

@@ -39,7 +39,7 @@ from kos.comm.control.wire import (
     epoch_of,
     receive_greeting,
 )
-from kos.comm.records import blaming, from_record, to_record
+from kos.comm.records import from_record, to_record
 from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost, RendezvousError
 from kos.files import replace_file
 
@@ -355,7 +355,7 @@ class Change:
     def _late(self, missing: Sequence[Address]) -> KosError:
         members, world = self.group.members, self.group.failures.world
         text = timeouts.late(f"{self.call.partition(' ')[0]}: {self._names(missing, True)}", within=self.group.timeout)
-        return blaming(RendezvousError(text), [world[members.index(each)] for each in missing if each in members])
+        return RendezvousError(text, ranks=[world[members.index(each)] for each in missing if each in members])
 
     def _too_few(self) -> KosError:
         group = self.group
@@ -368,7 +368,7 @@ class Change:
         group = self.group
         me = group.failures.names([group.rank], False)
         text = timeouts.left_out(self.call, me)
-        return blaming(RankLost(f"{text} (epoch {epoch})"), [group.failures.world[group.rank]])
+        return RankLost(f"{text} (epoch {epoch})", ranks=[group.failures.world[group.rank]])
 
 
 def attempt_seconds(left: float) -> float:

@@ -27,7 +27,7 @@ from typing import Any
 from kos.comm import timeouts
 from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, connect, digest_of, drive
 from kos.comm.failures import HOST_SECONDS, FailureLog
-from kos.comm.records import blaming, to_record
+from kos.comm.records import to_record
 from kos.errors import KosError, RendezvousError
 
 log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class Hub(threading.Thread):
         except OSError as error:
             self._expected = self._size - len(self._joined)
             me = self._failures.world[0]
-            cause = blaming(RendezvousError(f"rank {me} cannot open its connections: {error}"), [me])
+            cause = RendezvousError(f"rank {me} cannot open its connections: {error}", ranks=[me])
             raise _Failure(LOST, [0], "", to_record(cause)) from None
         finally:
             if self._warns and (new := self._acceptor.rejected[known:]):

@@ -22,7 +22,6 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.env import Place, job_rendezvous
 from kos.comm.control.offers import exchange_offer, place_by, unreachable
 from kos.comm.failures import FailureLog, Late
-from kos.comm.records import blaming
 from kos.comm.waits import call_with_timeout
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 from kos.memory.ipc import pretended_host
@@ -108,7 +107,7 @@ def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]
                 for gone in (*rendezvous.deaths(), *failures.suspects()):
                     raise failures.lost(gone, why, "rendezvous") from error
                 for gone in failures.status.gone():  # MPI fails too if a rank is lost that is not in the group
-                    raise blaming(RankLost(f"rendezvous: rank {gone} of world is gone: {why}"), [gone]) from error
+                    raise RankLost(f"rendezvous: rank {gone} of world is gone: {why}", ranks=[gone]) from error
                 time.sleep(0.001)
             raise RankLost(f"rendezvous: {why}") from error
         others = [each for each in range(size) if each != rank]

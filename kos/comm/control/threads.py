@@ -15,7 +15,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.grow import GRACE_SECONDS, misfit
 from kos.comm.failures import WHY_CLOSED, FailureLog
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import again, blaming
+from kos.comm.records import again
 from kos.errors import BackendUnavailable, CollectiveMismatch, KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
@@ -231,7 +231,7 @@ class ThreadRendezvous(Rendezvous):
         with self.waiting(), group.world.lock:
             if self.rank in group.left_out:
                 text = timeouts.left_out(call, self.failures.names([self.rank], False))
-                raise blaming(RankLost(text), self.failures.in_world([self.rank]))
+                raise RankLost(text, ranks=self.failures.in_world([self.rank]))
             attempt: tuple[dict[int, str], dict[int, tuple[float, float, set[int]]], list[Any]] = group.shared(
                 "change", lambda: ({}, {}, [])
             )

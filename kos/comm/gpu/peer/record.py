@@ -9,7 +9,6 @@ import numpy as np
 
 from kos.comm import timeouts
 from kos.comm.failures import EndedEarly, FailureLog, Late
-from kos.comm.records import blaming
 from kos.errors import CollectiveMismatch
 from kos.memory.pool import pinned_empty
 
@@ -78,13 +77,13 @@ class KernelRecord:
         peer, cause, failures = int(self.words[PEER]), int(self.words[CAUSE]), self._failures
         world, name = failures.world[peer], failures.names([peer], False)
         if cause == _ABORTED:
-            raise blaming(EndedEarly(f"{what}: aborted while it waited for {name}"), [world])
+            raise EndedEarly(f"aborted while it waited for {name}", ranks=[world], call=what)
         if cause == _UNEQUAL:
             wanted, seen = (_piece(int(self.words[word])) for word in (WANTED, SEEN))
             both = sorted((world, failures.world[failures.rank]))
-            raise blaming(CollectiveMismatch(f"{what}: expected {wanted} from {name}, got {seen}"), both)
+            raise CollectiveMismatch(call=what, expected=f"{wanted} from {name}", got=seen, ranks=both)
         if cause == _PEER_ENDED:
-            raise blaming(EndedEarly(f"{what}: the kernel of {name} ended early"), [world])
+            raise EndedEarly(f"the kernel of {name} ended early", ranks=[world], call=what)
         limit = float(self.words[LIMIT]) / 1e9
         absent = f"{timeouts.late(name, within=limit)} ({self._where()}{beside})"
         raise failures.overdue(Late([peer], absent, arrived), what)

@@ -182,7 +182,9 @@ def _flag(ranks: Iterable[int]) -> int:
 
 def fitting(record: list[Any]) -> bytes:
     """A record of ``to_record`` as bytes, at most FAILURE_BYTES: the beginning of its text, and its first ranks."""
-    kind, text, ranks = record
+    if len(data := json.dumps(record).encode()) <= FAILURE_BYTES:
+        return data
+    kind, text, ranks = record[:3]
     while len(data := json.dumps([kind, text, ranks]).encode()) > FAILURE_BYTES:
         if len(json.dumps(text)) > len(json.dumps(ranks)):  # a character may take six bytes
             text = text[: len(text) * 3 // 4]
