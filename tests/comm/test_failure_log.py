@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -13,7 +15,8 @@ import pytest
 import kos
 from kos.comm.failures import HOST_SECONDS, FailureLog, Late
 from kos.comm.peer_status import PeerStatus
-from kos.errors import CollectiveTimeout, KosError, RankLost
+from kos.comm.records import from_record, to_record
+from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from kos.testing import Fault, spawn
 from tests.comm.works import work_of
 
@@ -260,3 +263,39 @@ def test_a_lost_rank_waits_for_the_ends_of_its_host() -> None:
         assert log.lost(2, CLOSED).ranks == log.lost(2, CLOSED).ranks == lost
         assert log.lost(1, CLOSED).ranks == (1,)
         assert silent > 0 or time.monotonic() - began >= HOST_SECONDS
+
+
+def test_the_parts_of_a_mismatch_and_of_a_timeout() -> None:
+    """On every rank; what a rank was told of has the parts too."""
+    found, overdue = list[KosError](), threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        part = comm.split(0)
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout) as late:
+                part.barrier(timeout=0.1)
+            overdue.set()
+            assert (late.value.call, late.value.ranks) == (f"{part.name}: barrier #0", (1,))
+        assert overdue.wait(20)
+        with pytest.raises(CollectiveMismatch) as caught:
+            comm.all_reduce(np.ones(2 + comm.rank))
+        found.append(caught.value)
+
+    spawn(body, 2, timeout=30)
+    assert len(found) == 2
+    for error in found:
+        assert (error.call, error.ranks) == ("world", (0, 1)), error
+        assert error.expected == "all_reduce #1 of float64[2] by SUM", error
+        assert error.got == "all_reduce #1 of float64[3] by SUM", error
+
+
+def test_the_parts_of_an_error_are_copied_sent_and_pickled() -> None:
+    cause = RankLost("rank 3 is gone: boom", ranks=[3])
+    error = CollectiveMismatch(ranks=[1, 2], call="world: recv #1", expected="2 elements", got="3")
+    assert str(error) == "world: recv #1: expected 2 elements, got 3"
+    for other in (error.copy(), from_record(to_record(error)), pickle.loads(pickle.dumps(error))):
+        assert (type(other), str(other), other.ranks) == (type(error), str(error), (1, 2))
+        assert (other.call, other.expected, other.got) == ("world: recv #1", "2 elements", "3")
+    later = cause.copy(f"{cause}; rank 1 aborted because of it", "world: barrier #2", cause)
+    assert (later.call, later.cause, later.ranks) == ("world: barrier #2", cause, (3,))
+    assert str(later) == "world: barrier #2: rank 3 is gone: boom; rank 1 aborted because of it"
