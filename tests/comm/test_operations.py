@@ -224,6 +224,14 @@ def on_gpu(device: int) -> tuple[Callable[..., Any], ...]:
 
 
 @on_each_rank("ranks.run")
+def test_the_root_of_a_broadcast_may_pass_an_array_that_is_read_only(comm: kos.Communicator, /) -> None:
+    x = np.full(3, comm.rank)
+    x.flags.writeable = comm.rank != 0
+    for _ in range(3):
+        assert comm.broadcast(x) is x and x.tolist() == [0, 0, 0]
+
+
+@on_each_rank("ranks.run")
 def test_a_start_is_refused_until_the_one_before_was_waited_for(comm: kos.Communicator, /) -> None:
     """On all ranks alike: the last to come may find it over at once."""
     x = np.ones(3)

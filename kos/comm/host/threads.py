@@ -327,7 +327,7 @@ def compute(works: Sequence[Work[Any]]) -> None:
     if o.reduction is not None:
         results = _reduced(o.name, works)
     elif o.name == "broadcast":
-        results = [works[o.root or 0].send.copy()] * len(works)
+        results = [works[o.root or 0].send] * len(works)
     elif o.name == "scatter":
         results = np.split(works[o.root or 0].send.copy(), len(works))
     elif o.name == "all_to_all":
@@ -337,10 +337,10 @@ def compute(works: Sequence[Work[Any]]) -> None:
         results = [np.concatenate([each.send for each in works])] * len(works)
     for work, result in zip(works, results, strict=True):
         if (mine := work.prepared.operation).recv is not None:
-            if mine.reduction is None:
-                np.copyto(work.recv, result)
-            else:
+            if mine.reduction is not None:
                 mine.reduction.finish(result, work.recv)
+            elif work.recv is not result:  # the root's array in a broadcast may be read-only
+                np.copyto(work.recv, result)
 
 
 def _reduced(name: str, works: Sequence[Work[Any]]) -> list[Array]:
