@@ -35,6 +35,8 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 ROOT = Path(__file__).resolve().parent.parent
+# The user's may be read-only, and has tuning tables; no test writes there.
+os.environ["XDG_CACHE_HOME"] = str(ROOT / "build" / "cache")
 REPORTS = ROOT / "build" / "test"
 # Seconds, over thrice what 2 busy cores take; a stage has twice as many with --all.
 SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 1500, 500, 180

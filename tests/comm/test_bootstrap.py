@@ -141,6 +141,26 @@ def test_an_exchange_of_another_framework(monkeypatch: pytest.MonkeyPatch, hosts
     assert results == [(3, "tcp", hosts == "one")] * 3
 
 
+def test_a_group_of_an_exchange_shrinks_where_its_user_has_no_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The home may be read-only.  Only newcomers need a secret that is known outside: all members get the error."""
+    monkeypatch.delenv("KOS_SECRET", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    group, missing = Threads(3), "secret: expected .* or KOS_SECRET to be set, got: "
+
+    def body(rank: int) -> int:
+        with kos.init(rendezvous=group.of(rank), timeout=TIMEOUT).shrink() as comm:
+            with pytest.raises(RendezvousError, match=missing):
+                comm.grow(1)
+            with pytest.raises(RendezvousError, match=missing):
+                comm.newcomers()
+            return int(comm.all_reduce(np.array([rank]))[0])
+
+    assert run_threads(*(lambda rank=rank: body(rank) for rank in range(3))) == [3] * 3
+
+
 def test_an_exchange_of_one_rank() -> None:
     with kos.init(rendezvous=Threads(1).of(0)) as comm:
         assert (comm.size, comm.backend_name) == (1, "tcp")

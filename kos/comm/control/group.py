@@ -12,7 +12,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -226,6 +226,7 @@ class TCPRendezvous(Rendezvous):
         return to_text(self.members)
 
     def newcomers(self) -> int:
+        self.load_join_secret()
         for rank, connection, hello in self.callers(0.0):
             if rank == JOIN:
                 self.joining.add(connection, hello, self.members[0] if self.rank else None)
@@ -235,14 +236,23 @@ class TCPRendezvous(Rendezvous):
                 connection.close()  # a member calls again
         return self.joining.count(self.failures.names([0], False), self.members[0])
 
+    def load_join_secret(self) -> None:
+        """Load the secret that newcomers prove to know.  Raises RendezvousError if this process cannot have it."""
+        self.join_secret = self.join_secret or load_secret(os.environ)
+
     def callers(self, seconds: float) -> Iterator[tuple[int, Connection, dict[str, Any]]]:
-        """Newcomers, of rank JOIN, and members that call within ``seconds`` to change the membership."""
-        members = self.members
-        if self.joining.door is None:
+        """Newcomers, of rank JOIN, and members that call within ``seconds`` to change the membership.
+
+        Without the secret of newcomers, members alone are admitted: a shrink needs nobody else.
+        """
+        members, door = self.members, self.joining.door
+        if door is None:
             assert self._listener is not None and members
-            self.join_secret = self.join_secret or load_secret(os.environ)
-            keys = self.network.key(b"change"), replace(self.network, secret=self.join_secret).key(b"join")
-            self.joining.door = Acceptor(copied(self._listener), keys[0], self.epoch, keys[1])
+            door = self.joining.door = Acceptor(copied(self._listener), self.network.key(b"change"), self.epoch)
+        if not door.join:
+            with suppress(RendezvousError):
+                self.load_join_secret()
+                door.join = replace(self.network, secret=self.join_secret).key(b"join")
         return self.joining.callers(seconds)
 
     def successor(

@@ -269,6 +269,8 @@ class Change:
     def _complete(self) -> bool:
         """Whether as many newcomers as join are here, and ready; refuses those that do not fit."""
         joining = self.group.joining
+        if self._wanted():
+            self.group.load_join_secret()  # all members have called, and get its error
         if self.over and self._wanted():
             raise self._too_few()
         for newcomer in joining:

@@ -257,7 +257,7 @@ class Acceptor:
 
     def __init__(self, listener: socket.socket, key: bytes, epoch: int = 0, join: bytes = b"") -> None:
         self._listener, self._key, self._selector = listener, key, selectors.DefaultSelector()
-        self._epoch, self._join = epoch, join
+        self._epoch, self.join = epoch, join
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: no limit
         self._most = MAX_PENDING if files < 0 else min(MAX_PENDING, files // 3)
         self._callers: dict[socket.socket, float] = {}  # callers in their handshakes -> deadline, oldest first
@@ -315,7 +315,7 @@ class Acceptor:
         if len(self._callers) >= self._most:
             self._reject(next(iter(self._callers)))
         self._callers[sock] = time.monotonic() + HANDSHAKE_SECONDS
-        handshake = answer(sock, self._key, self._epoch, self._join)
+        handshake = answer(sock, self._key, self._epoch, self.join)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._advance(sock, host, handshake))
         self._advance(sock, host, handshake)
 
