@@ -126,6 +126,7 @@ class AutoBackend(GroupBackend):
         prepared = part.prepare(o)
         if part is self.host:
             prepared.launch = partial(self._launch_on_host, prepared.launch)  # that of the core, or of the transport
+            self.gpus[0].shared.compare_host_calls(prepared)
         else:
             prepared.fixed = fixed = fixed and prepared.fixed
             if self.size > 1 or not is_copy(prepared.route):  # a copy waits for no rank: no order needed
@@ -136,6 +137,7 @@ class AutoBackend(GroupBackend):
         return prepared
 
     def _launch_on_host(self, launch: Callable[[Work[Any]], Steps | None], work: Work[Any]) -> Steps | None:
+        self.gpus[0].shared.announce_on_host(work)
         self.gpus[0].confirm(work)  # the later of two ranks that differ finds it
         return launch(work)
 
