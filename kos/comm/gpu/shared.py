@@ -105,8 +105,9 @@ class CommState:
 
     def announce_on_host(self, work: Work[Any]) -> None:
         """Publish that this rank begins ``work``, a call on host memory, if ``compare_host_calls`` prepared it."""
-        if self._owns_calls and self.calls is not None and work.prepared.collective:
-            self.calls.announce(work)
+        calls = self.calls  # another thread may end the communicator
+        if self._owns_calls and calls is not None and work.collective:
+            calls.announce(work)
             self.last = work
 
     def confirm(self) -> None:
