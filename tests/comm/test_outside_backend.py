@@ -150,7 +150,7 @@ def test_what_the_contract_lacks_is_named(gpus: None) -> None:
     def body(comm: kos.Communicator) -> None:
         x = comm.allocate(3, np.float32)
         for method, call in (("views", comm.views), ("register", comm.register)):
-            with pytest.raises(BackendUnavailable, match=f"{method}: expected a backend that has it, got relay"):
+            with pytest.raises(BackendUnavailable, match=f"{method}: expected a backend that defines it, got relay"):
                 call(x)
         with pytest.raises(InvalidArgument, match="algorithm: expected 'auto' on relay, got 'ring'"):
             comm.all_reduce(x, algorithm="ring")

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.eager import Guard
@@ -67,10 +66,6 @@ class AutoBackend(GroupBackend):
         self._order = Order()
         # The backend that queued last, and the stream on which it may queue again without being ordered; -1 for none.
         self._last_part, self._last_stream = self.gpus[0], -1
-
-    @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
-        return Probe(False, "combines several backends")
 
     def choose_backend(self, o: Operation) -> tuple[GroupBackend, bool]:
         """The backend of this operation, and whether it is the same inside and outside a graph.

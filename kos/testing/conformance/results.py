@@ -54,7 +54,7 @@ def compressed(comm: Communicator, seed: int, form: str, dtype: Any) -> None:
     """Every operation that can be compressed, on hostile values among others."""
     for name in COMPRESSED:
         step = Step(name, dtype=dtype, compress=form, values="hostile")
-        correct(comm, seed, step, (0, 1, 63, 64, 65, 1000, 20_011))
+        correct(comm, seed, step, (0, 1, 63, 64, 65, 20_011))
         correct(comm, seed, replace(step, values="near the bounds"), (700,))
         if name in REDUCING:
             correct(comm, seed, replace(step, op=ReduceOp.AVG), (1000,))
@@ -73,7 +73,7 @@ def compressed_between_groups(comm: Any, seed: int, form: str, dtype: Any, local
         step = Step("all_reduce", count, dtype, compress=form)
         with np.errstate(all="ignore"):
             sums = [np.split(model.in_rank_order(xs[at : at + local]), local) for at in range(0, comm.size, local)]
-        parts = [model.result(step, list(part), 0) for part in zip(*sums, strict=True)]
+        parts: Any = [model.result(step, list(part), 0) for part in zip(*sums, strict=True)]
         assert_numbers(x, np.concatenate(parts), f"{step}, between groups of {local}")
     host.close()
     rail.close()
