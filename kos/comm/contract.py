@@ -1,9 +1,9 @@
-"""The contract of a backend: what a class defines so that kos runs its operations by the library behind that class.
+"""The contract of a backend: the class by which kos runs its operations over a communication library.
 
-A class subclasses ``Backend``, sets ``name``, and defines ``probe`` and the methods of the memory that it moves:
+The class subclasses ``Backend``, sets ``name``, and defines ``probe`` and the methods for each memory that it moves:
 
 =========================  ===================================  =======================================================
-memory                     the class must define                what kos makes of it
+memory                     the class must define                what kos builds of them
 =========================  ===================================  =======================================================
 host (``on_host = True``)  ``isend``, ``irecv``, ``cancel``     every operation, by schedules of messages
                                                                 (``host/backend.py``)
@@ -11,19 +11,19 @@ GPU (``on_gpu = True``)    ``exchange``                         every operation,
                                                                 (``gpu/library.py``)
 =========================  ===================================  =======================================================
 
-Everything else is optional.  A default does nothing, leaves the work to kos, or raises an error that names the method
-and the backend.  kos makes one instance for each group and each kind of memory, so an instance moves one kind.
+All other methods are optional.  Their defaults do nothing, leave the work to kos, or raise an error that names the
+method and the backend.  kos makes one instance per group and kind of memory, so each instance moves one kind.
 
-Threads that call it:
+Which thread calls which method:
 
-- The thread that makes, splits or closes a communicator calls ``probe``, ``__init__``, ``open``, ``successor``,
-  ``allocate``, ``views``, ``register`` and ``close``.
-- In host memory, any thread of the program that polls, and ``kos-progress``, call the methods of messages, collectives
-  and late ranks, and ``done()`` of a request.  They hold ``Engine.lock``, so two calls never overlap.
-- On GPUs, the thread of the program that makes a call calls ``native_on_gpu``, ``exchange`` and ``collect``; it may be
-  capturing a graph.
-- Any thread calls ``report_failure``, ``report_end`` and ``abort``, also while another thread is in a method.
-- The watchdog's thread calls ``find_failure``.
+- The thread of the program that makes, splits or closes a communicator calls ``probe``, ``__init__``, ``open``,
+  ``successor`` and ``close``.  The thread that calls ``Communicator.register`` or ``views`` calls these methods.
+- In host memory, any thread of the program that polls, and the thread ``kos-progress``, call the other methods, and
+  ``done()`` of a request.  Each of them holds ``Engine.lock``, so two calls never overlap.
+- On GPUs, the thread of the program that starts an operation calls ``native_on_gpu``, ``exchange`` and ``collect``.  It
+  may be capturing a graph.
+- Any thread calls ``report_failure``, ``report_end`` and ``abort``, even while another thread is in a method.
+- The thread ``kos-watchdog`` calls ``find_failure``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Message = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a backend can serve a group; ``reason`` is why not, or what it uses."""
+    """Whether a backend can serve a group.  ``reason`` says why it cannot, or what it uses."""
 
     usable: bool
     reason: str
@@ -59,19 +59,20 @@ class Probe:
 
 
 class Request(Protocol):
-    """A send or receive in flight.  It has the ``tag`` of its message, too."""
+    """A send or receive in flight.  If ``Backend.cancel`` passes it on, it also has the ``tag`` of its message."""
 
     def done(self) -> bool:
-        """Whether the buffer may be reused (send) or read (receive).  Never blocks; raises failures.
+        """Whether the array may be changed again (send), or holds the message (receive).  Never blocks.
 
-        It advances all messages of this rank, since a wait may poll only one request.  A send is done only if its
-        message arrives without further calls of this rank, which may compute for a long time.  Bytes that wait in a
-        buffer of the backend are not sent yet.
+        It also advances all other messages of this rank, because kos may poll one request alone until that is done.  A
+        send is done only once its message arrives without further calls of this rank: the program may compute for a
+        long time.  Bytes that wait in a buffer of the backend are not sent yet.  Raises the failure of the group, and
+        CollectiveMismatch for a message of another length or dtype.
         """
 
 
 class Backend(ABC):
-    """The operations of one group by one library.  Arrays are contiguous and 1-D, tags are whole numbers."""
+    """What moves the data of one group by one library.  Arrays are contiguous and 1-D; tags are whole numbers."""
 
     name: str
     """The name in errors and in ``Communicator.backend_name``."""
@@ -80,7 +81,7 @@ class Backend(ABC):
     on_gpu: ClassVar[bool] = False
     """Whether it moves the memory of GPUs."""
     processes: ClassVar[bool] = False
-    """Whether the ranks of a host are processes: kos then moves their data in shared memory where it can."""
+    """Whether ranks are processes.  kos then moves data within a host in shared memory, where it can."""
 
     @classmethod
     @abstractmethod
@@ -90,7 +91,7 @@ class Backend(ABC):
     def __init__(self, rendezvous: Rendezvous, engine: Engine, device: int | None = None) -> None:
         """Connects the ranks of ``rendezvous``.  Collective.  Raises BackendUnavailable on all ranks, or on none.
 
-        ``device`` is the index in this process of the GPU whose memory it moves, None for host memory.
+        ``device`` is the index in this process of the GPU whose memory it moves; None for host memory.
         """
         self.rank, self.size, self.failures, self.engine = rendezvous.rank, rendezvous.size, rendezvous.failures, engine
         self.ranks_per_host, self.device = rendezvous.ranks_per_host, device
@@ -98,9 +99,9 @@ class Backend(ABC):
     # Required for host memory.
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
-        """Begin to send an array, which stays unchanged until the request is done.
+        """Begin to send an array.  kos does not change it until the request is done.
 
-        Messages between two ranks under one tag arrive in the order in which they were sent.
+        Messages between two ranks with one tag arrive in the order in which they were sent.
         """
         self._lacks("isend")
 
@@ -109,53 +110,56 @@ class Backend(ABC):
         self._lacks("irecv")
 
     def cancel(self, cancelled: Callable[[Any], bool]) -> None:
-        """Cancel the requests for which ``cancelled(request)`` is true; their memory is free afterwards."""
+        """Cancel the requests for which ``cancelled(request)`` is true; their arrays are no longer used afterwards."""
         self._lacks("cancel")
 
     # Required for GPU memory.
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], stream: int) -> None:
-        """Queue messages on a stream of this GPU, all of them at once: none waits for another one of them.
+        """Queue these messages on a CUDA stream, given by its handle.  All progress together: none waits for another.
 
-        Messages between two ranks match in their order.  This rank may be among the ranks.  A backend that cannot
-        queue, and waits for other ranks on the host, waits in ``wait_until``.
+        Two ranks match the messages between them by their order.  A rank may send to itself.  A backend that waits for
+        other ranks on the host, instead of on the stream, calls ``wait_until`` for that.
         """
         self._lacks("exchange")
 
     # Optional for host memory: messages from any rank, or of any length.
 
     check_seconds: ClassVar[float] = 0.0
-    """Seconds between two calls of ``end_of`` for a rank, if they take long."""
+    """The least number of seconds between two calls of ``end_of`` for a rank; set it if these calls are slow."""
     last_polls: ClassVar[int] = 0
-    """Polls in which the last messages of a rank arrive whose end is known."""
+    """How many polls may pass between the end of a rank and the arrival of its last messages."""
 
     def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
-        """The envelope of a message with that tag that has arrived from one of ``ranks``, and that no receive takes.
+        """The envelope of a message with that tag from one of ``ranks``, or None.  Never blocks.
 
-        It is the first such message of its rank, which the next ``irecv`` from it gets.  Never blocks.  Without it
-        the backend has no ``recv`` from any rank, no ``recv_bytes`` and no ``probe``.
+        The message has arrived, and the next ``irecv`` from its rank with that tag gets it.  Without this method,
+        ``recv`` from any rank, ``recv_bytes`` and ``probe`` raise BackendUnavailable.
         """
         self._lacks("arrived")
 
     def end_of(self, rank: int) -> KosError | None:
-        """Why that rank sends no more messages: a failure, or its end, with ``orderly``."""
+        """The error of a receive from a rank that sends no more messages; None if it may send more.
+
+        ``orderly`` of the error is True if the rank closed its communicator.
+        """
         return None
 
     # Optional for host memory: how it runs.
 
     def open(self, backend: Any) -> None:  # noqa: B027
-        """Called once ``backend``, a HostBackend, has opened the memory that ranks share.  Collective."""
+        """Called once ``backend``, the HostBackend, has opened the shared memory of the host.  Collective."""
 
     def idle(self) -> Any:
         """How a wait polls or sleeps.
 
-        Its ``mark()`` returns a token before a poll.  Its ``pause(mark, seconds)`` waits for an event since then, at
-        most ``seconds`` (None: as long as it likes).
+        ``mark()`` of the result returns a token before a poll.  ``pause(mark, seconds)`` waits for an event since then,
+        for at most ``seconds`` (None: as long as it likes).
         """
         return Backoff()
 
     def sleep(self, seconds: float | None) -> bool:
-        """Wait for an event of a message, for at most ``seconds``; False if there are no events."""
+        """Wait for an event of a message, for at most ``seconds``; False if the library has no events."""
         return False
 
     def check_threads(self) -> None:  # noqa: B027
@@ -166,31 +170,34 @@ class Backend(ABC):
         return COLLECTIVE_TAGS + sequence % COLLECTIVE_TAGS
 
     def choose(self, o: Operation, collective: str, nbytes: int) -> str | None:
-        """The schedule of a call whose algorithm is "auto"; None: kos chooses."""
+        """The schedule of a call whose algorithm is "auto", or None to let kos choose."""
         return None
 
     def native(self, work: Work[Any], spaces: Mapping[str, Array], collective: str) -> Steps | None:
-        """The library's own call for one staged collective, or None to run a schedule."""
+        """The steps of the library's own call for a collective, or None to run a schedule of messages.
+
+        ``spaces`` has its arrays, "data" or "input" and "output", whose 16-bit floats are converted to float32.
+        """
         return None
 
     def is_native(self, collective: str, nbytes: int) -> bool:
-        """Whether ``native`` runs a call on float32, for ``Communicator.explain``."""
+        """Whether ``native`` runs a call on float32.  ``Communicator.explain`` shows it."""
         return False
 
     def launch(self, work: Work[Any], run: Callable[[Work[Any]], Steps]) -> Steps | None:
-        """The steps of ``work``, which ``run(work)`` returns; None if it is complete."""
+        """Begin ``work`` and return its steps, which ``run(work)`` makes; None if it is complete."""
         return run(work)
 
     def synchronize(self, backend: Any) -> None:  # noqa: B027
-        """The program waits for all operations of ``backend``."""
+        """Called when the program calls ``synchronize`` on ``backend``, the HostBackend."""
 
     # Optional for host memory: which ranks are late, and whether calls match.
 
     def agree(self, work: Work[Any], local: Callable[[], bool] | None) -> Callable[[], bool] | None:
-        """Compare this collective with the other ranks' collectives of the same sequence number.
+        """Compare this collective with the collectives of the same sequence number on the other ranks.
 
-        Returns a function that polls whether every rank has arrived, and raises CollectiveMismatch if their calls
-        differ.  ``local`` is that function for the ranks of this host, where they share memory.  Returns None if calls
+        Returns a function that polls whether all ranks have begun it, and raises CollectiveMismatch if their calls
+        differ.  ``local`` is such a function for the ranks of this host, if they share memory.  Returns None if calls
         cannot be compared.
         """
         return local
@@ -199,73 +206,88 @@ class Backend(ABC):
         """A collective that ``agree`` compared is complete on this rank."""
 
     def absent(self, work: Work[Any]) -> list[int]:
-        """The ranks that are known not to have begun a collective."""
+        """The ranks that have not begun a collective, as far as this rank knows.  A timeout names them."""
         return []
 
     def awaited(self, tag: int) -> list[int]:
-        """The peers of the messages in flight with that tag."""
+        """The other ranks of the messages in flight with that tag.  A timeout names them."""
         return []
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        """Whether a message with that tag from or to that rank is in flight; the default takes a send for received."""
+        """Whether a receive from that rank (``receives``), or a send to it, with that tag is in flight.
+
+        The default assumes that sends are complete, and receives are not.
+        """
         return receives
 
     # Optional for GPU memory.
 
     def native_on_gpu(self, o: Operation) -> Callable[[int, int, int], None] | None:
-        """What queues calls like ``o`` by the library's own function, or None: kos makes them of ``exchange``.
+        """The function that queues operations like ``o`` by the library's own call, or None to use ``exchange``.
 
-        It is called with a stream, and the addresses of what is sent and received.  It is chosen by what is equal on
-        all ranks.  The result of a reduction has the same bits on all ranks.
+        kos calls the function with a stream and two addresses: those of the input and of the output.  All ranks must
+        decide alike, so decide by what is equal on all ranks.  A reduction must give the same bits on all ranks.
         """
         return None
 
     def collect(self, send: int, recv: int, nbytes: int, stream: int) -> None:
-        """Queue an all-gather of ``nbytes`` from the address ``send`` of each rank."""
+        """Queue an all-gather: ``nbytes`` at the address ``send`` of each rank go to ``recv``, in rank order."""
         sends = [(rank, send, nbytes) for rank in range(self.size)]
         self.exchange(sends, [(rank, recv + rank * nbytes, nbytes) for rank in range(self.size)], stream)
 
     def register(self, buffer: Buffer) -> Any:
-        """As ``Communicator.register``."""
+        """See ``Communicator.register``."""
         self._lacks("register")
 
     def views(self, x: Buffer) -> list[Any]:
-        """As ``Communicator.views``, of GPU memory."""
+        """See ``Communicator.views``; here of GPU memory."""
         self._lacks("views")
 
     def wait_until(self, over: Callable[[], bool]) -> None:
-        """Wait on the host in ``exchange``; kos sets it.  Raises CollectiveTimeout, and failures of other ranks."""
+        """Wait on the host until ``over()`` is true.  Raises CollectiveTimeout, and failures of other ranks.
+
+        Not to be defined: kos assigns it, for use in ``exchange`` and ``collect``.
+        """
         raise NotImplementedError
 
     # Optional: failures and the end.
 
     def explain(self, work: Work[Any], error: Exception) -> Exception:
-        """The error of kos for ``error`` of ``work``."""
+        """The error to raise for ``error``, which this backend raised during ``work``."""
         return error
 
     def find_failure(self) -> KosError | None:
-        """The failure of this group, if it can be found without a call."""
+        """The failure of this group, if the library knows one.  Never waits."""
         return None
 
     def report_failure(self, failure: KosError, sequence: int) -> None:  # noqa: B027
-        """Make the other ranks raise the failure from collective ``sequence`` on."""
+        """Make the other ranks raise ``failure`` in collective ``sequence`` and in all later ones."""
 
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:  # noqa: B027
-        """Report that this rank begins no operation from collective ``sequence`` on, why, and what caused that."""
+        """Report to the other ranks that this rank begins neither collective ``sequence`` nor a later operation.
+
+        ``reason`` says why, and ``cause`` is the failure that led to it, if any.
+        """
 
     def successor(self, rendezvous: Rendezvous) -> Callable[..., Backend]:
-        """What makes the backend of a group of these ranks; after a loss, of the survivors."""
+        """What makes the backend of another group, with the arguments of ``__init__``.  Called on its members.
+
+        The group is a split of this one, or has the survivors of a failure.
+        """
         return type(self)
 
     def abort(self, reason: str) -> str:
-        """End all messages without waiting for other ranks; returns the reason as ``report_end`` then reports it."""
+        """End all messages without waiting for other ranks.  Returns the reason that ``report_end`` then gets."""
         return reason
 
     def close(self, begun: int) -> None:  # noqa: B027
-        """Free the resources after ``begun`` collectives, with the other ranks unless the group has failed."""
+        """Free the resources, together with the other ranks unless the group has failed.
+
+        ``begun`` is the number of collectives that this rank has begun.
+        """
 
     def _lacks(self, method: str) -> NoReturn:
-        raise BackendUnavailable(f"{method}: expected a backend that has it, got {self.name}, whose class does not")
+        raise BackendUnavailable(f"{method}: expected a backend that defines it, got {self.name}, which does not")
 
 
 REQUIRED = {"on_host": ("isend", "irecv", "cancel"), "on_gpu": ("exchange",)}
@@ -273,7 +295,7 @@ REQUIRED = {"on_host": ("isend", "irecv", "cancel"), "on_gpu": ("exchange",)}
 
 
 def lacking(kind: type[Backend]) -> list[str]:
-    """The names of the methods that a class must define and does not."""
+    """The names of the methods that a class must define but does not."""
     needed = [name for memory, names in REQUIRED.items() if getattr(kind, memory) for name in names]
     missing = [name for name in needed if getattr(kind, name) is getattr(Backend, name)]
     return sorted({*kind.__abstractmethods__, *missing})

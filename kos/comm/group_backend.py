@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 
 from kos.comm import compressed, timeouts
-from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.matching import Envelope
@@ -45,7 +44,7 @@ _BUFFERS = {"": (False, False), "symmetric": (True, False), "graph": (False, Tru
 
 
 class GroupBackend(ABC):
-    """Runs the operations of a group.  Subclasses define ``name``, ``probe``, ``idle`` and ``prepare``."""
+    """Runs the operations of a group.  Subclasses define ``name``, ``idle`` and ``prepare``."""
 
     name: str
     """The name in errors and in ``Communicator.backend_name``."""
@@ -77,11 +76,6 @@ class GroupBackend(ABC):
         self.timeout = seconds
         for each in self.inner:
             each.set_timeout(seconds)
-
-    @classmethod
-    @abstractmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
-        """Whether this backend can serve this group, as far as this rank can see.  Never raises."""
 
     @abstractmethod
     def idle(self) -> Any:

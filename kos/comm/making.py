@@ -22,7 +22,8 @@ from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.hierarchical import NAME as PHASES
 from kos.comm.gpu.hierarchical import HierarchicalBackend
 from kos.comm.group_backend import UNMADE, GroupBackend
-from kos.comm.registry import BACKENDS, for_gpu, for_host, probe_all
+from kos.comm.host.backend import HostBackend
+from kos.comm.registry import BACKENDS, for_gpu, probe_all
 from kos.comm.tuning import for_group, preferred_on_hosts
 from kos.comm.versions import check as check_versions
 from kos.comm.versions import versions
@@ -96,21 +97,20 @@ def _make(
         raise _on_every_rank(BackendUnavailable(f"{backend}: {probes[backend].reason}"))
     log.info("backend %s: %s", chosen, probes[chosen].reason)
     rendezvous.name_hosts()
-    kind = BACKENDS[chosen]
+    kind: Any = BACKENDS[chosen]
     with rendezvous.reporting():
-        made: GroupBackend = (for_host if kind.on_host else for_gpu)(kind, rendezvous)
+        made: GroupBackend = HostBackend(rendezvous, kind) if kind.on_host else for_gpu(kind, rendezvous)
     undo.push(partial(_end, made.close, partial(made.abort, UNMADE)))
     if progress_thread:
         made.check_threads()
-    on_gpus = kind.on_host and kind.on_gpu and all(sees)  # it moves both kinds of memory
-    if backend == "auto" or on_gpus:
-        with rendezvous.reporting():
-            if backend == "auto":
-                gpus = _for_gpus(rendezvous, probes, made, undo, all(sees))
-            else:
-                gpus = [for_gpu(kind, rendezvous, made)]
-                undo.callback(gpus[0].abort, UNMADE)
-            made = AutoBackend(rendezvous, made, gpus) if gpus else made
+    with rendezvous.reporting():
+        gpus: list[DeviceBackend] = []
+        if backend == "auto":
+            gpus = _for_gpus(rendezvous, probes, made, undo, all(sees))
+        elif kind.on_host and kind.on_gpu and all(sees):
+            gpus.append(for_gpu(kind, rendezvous, made))
+            undo.callback(gpus[0].abort, UNMADE)
+        made = AutoBackend(rendezvous, made, gpus) if gpus else made
     if backend == "auto" and made.device is None:
         why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
         if requested is not None:

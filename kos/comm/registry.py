@@ -14,7 +14,6 @@ from kos.comm.gpu.library import LibraryBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.group_backend import GroupBackend
-from kos.comm.host.backend import HostBackend
 from kos.comm.host.mpi import MPITransport
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 GROUP = "kos.backends"
 """The entry-point group in which installed packages register backends: ``name = "package.module:Class"``."""
 
-Kind = type[Backend] | type[DeviceBackend]
+Kind = type[Backend] | type[NCCLBackend] | type[PeerBackend]
 """A backend of the contract, or one of kos for GPUs."""
 
 BACKENDS: dict[str, Kind] = {
@@ -63,17 +62,11 @@ def register_backend(name: str, backend: type[Backend]) -> None:
     BACKENDS[name] = backend
 
 
-def for_host(kind: Any, rendezvous: Rendezvous) -> HostBackend:
-    """The backend of a class in ``BACKENDS`` for the host memory of a group.  Collective."""
-    return HostBackend(rendezvous, kind)
-
-
-def for_gpu(kind: Any, rendezvous: Rendezvous, host: GroupBackend | None = None) -> DeviceBackend:
+def for_gpu(kind: Kind, rendezvous: Rendezvous, host: GroupBackend | None = None) -> DeviceBackend:
     """The backend of a class in ``BACKENDS`` for the GPUs of a group, beside ``host``.  Collective."""
     if issubclass(kind, Backend):
         return LibraryBackend(rendezvous, kind, host=host)
-    made: DeviceBackend = kind(rendezvous, host=host)
-    return made
+    return kind(rendezvous, host=host)
 
 
 def register_installed() -> None:

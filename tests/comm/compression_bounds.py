@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -11,30 +10,7 @@ import numpy as np
 
 from kos.comm import Communicator, ReduceOp
 from kos.comm.compression import BLOCK, FORMATS, Format
-from kos.testing.conformance.model import Step, result
-from kos.testing.conformance.values import assert_numbers, near_the_bounds, vector
-
-
-def compressed_between_groups(comm: Communicator, seed: int, dtype: Any, local: int = 2) -> None:
-    """Exact sums of ``local`` neighbours, then compressed ones between these groups (docs/guides/collectives.md)."""
-    local = 1 if comm.size % local else local
-    host, rail = comm.split(comm.rank // local), comm.split(comm.rank % local)
-    assert host is not None and rail is not None
-    for form, count in ((form, local * count) for form in FORMATS.values() for count in (1, 63, 64, 65, 1000, 20_011)):
-        xs = [vector([seed, rank], count, dtype, "hostile") for rank in range(comm.size)]
-        x = xs[comm.rank].copy()
-        part = host.reduce_scatter(x, deterministic=True)
-        rail.all_reduce(part, compress=form.name)
-        host.all_gather(part, x)
-        with np.errstate(all="ignore"):
-            wide = [each.astype(np.float32) for each in xs]  # no 0 is added to the first: it makes 0 of -0
-            sums = [reduce(np.add, wide[at : at + local]) for at in range(0, comm.size, local)]
-            sums = [np.split(total.astype(dtype), local) for total in sums]
-        step = Step("all_reduce", dtype=dtype, compress=form.name)
-        parts: Any = [result(step, list(part), 0) for part in zip(*sums, strict=True)]
-        assert_numbers(x, np.concatenate(parts), f"all_reduce of {count} between groups by {form.name}")
-    host.close()
-    rail.close()
+from kos.testing.conformance.values import near_the_bounds
 
 
 def largest_errors(form: Format, x: Any, dtype: Any) -> tuple[Any, Any]:

@@ -107,8 +107,9 @@ def test_error_feedback(ranks: Any, seed: int, form: str, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(name) for name in CARRIED], ids=str)
-def test_compressed_between_groups(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: bounds.compressed_between_groups(comm, seed, dtype))
+@pytest.mark.parametrize("form", FORMATS)
+def test_compressed_between_groups(ranks: Any, seed: int, form: str, dtype: np.dtype) -> None:
+    ranks.run(lambda comm: results.compressed_between_groups(comm, seed, form, dtype))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda kind: kind.__name__)

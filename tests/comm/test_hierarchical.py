@@ -18,6 +18,7 @@ import pytest
 
 import kos
 from kos import ReduceOp
+from kos.comm.compression import FORMATS
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu import hierarchical
 from kos.comm.gpu.auto import AutoBackend
@@ -36,7 +37,6 @@ from kos.testing.conformance.model import Step
 from kos.testing.conformance.values import ALL_DTYPES, REDUCTIONS
 from kos.tune import measure as tune
 from tests.comm import test_nccl
-from tests.comm.compression_bounds import compressed_between_groups
 from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, FakeNCCL, Group, captures
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import OnGPU, noting_who_adds
@@ -150,9 +150,10 @@ def test_several_in_flight(ranks: HostRanks) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16], ids=str)
-def test_compressed_between_hosts(ranks: HostRanks, seed: int, dtype: Any) -> None:
+@pytest.mark.parametrize("form", FORMATS)
+def test_compressed_between_hosts(ranks: HostRanks, seed: int, form: str, dtype: Any) -> None:
     """Exact sums by peer within a host, compressed ones by NCCL on its rails: the bits that ranks of CPUs have."""
-    ranks.run(lambda comm: compressed_between_groups(comm, seed, dtype, comm.local_size))
+    ranks.run(lambda comm: results.compressed_between_groups(comm, seed, form, dtype, comm.local_size))
 
 
 test_batch_and_persistent = test_nccl.test_batch_and_persistent

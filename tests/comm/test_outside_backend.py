@@ -86,9 +86,8 @@ def test_host_memory(installed: None) -> None:
     assert on_ranks(body) == [{}] * SIZE
 
 
-# A barrier of ``relay`` on hosts is not compared with a call on GPUs: its ranks share no memory of the host.
-ON_GPU = [case for case in cases(gpu=True) if case.name != "operation, calls differ"]
-SLOW = [case for case in ON_GPU if case.name.startswith("compressed ") and case.name != "compressed int8 bfloat16"]
+ON_GPU = cases(gpu=True)
+SLOW = [case for case in ON_GPU if case.name.startswith("compressed") and not case.name.endswith("int8 bfloat16")]
 
 
 @pytest.mark.parametrize("group", [
@@ -106,6 +105,16 @@ def test_gpu_memory(gpus: None, group: list[Case]) -> None:
 
 def test_run_on_gpu_memory(gpus: None) -> None:
     assert on_ranks(lambda comm: run(comm, gpu=True, only="op, calls differ")) == [{}] * SIZE
+
+
+def test_auto_compares_calls_of_mock_with_calls_on_gpus(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A barrier on hosts beside an all_reduce on GPUs, also where ranks are threads and share no ring for the host."""
+    monkeypatch.setattr(making, "for_group", lambda rendezvous, device: None)
+
+    def body(comm: kos.Communicator) -> Any:
+        return comm.backend_name, run(comm, gpu=True, only="operation, calls differ")
+
+    assert on_ranks(body, "auto") == [("relay+mock", {})] * SIZE
 
 
 def test_a_run_on_gpu_memory_needs_a_gpu(installed: None) -> None:
@@ -141,7 +150,7 @@ def test_what_the_contract_lacks_is_named(gpus: None) -> None:
     def body(comm: kos.Communicator) -> None:
         x = comm.allocate(3, np.float32)
         for method, call in (("views", comm.views), ("register", comm.register)):
-            with pytest.raises(BackendUnavailable, match=f"{method}: expected a backend that has it, got relay"):
+            with pytest.raises(BackendUnavailable, match=f"{method}: expected a backend that defines it, got relay"):
                 call(x)
         with pytest.raises(InvalidArgument, match="algorithm: expected 'auto' on relay, got 'ring'"):
             comm.all_reduce(x, algorithm="ring")

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.eager import Guard
@@ -67,10 +66,6 @@ class AutoBackend(GroupBackend):
         self._order = Order()
         # The backend that queued last, and the stream on which it may queue again without being ordered; -1 for none.
         self._last_part, self._last_stream = self.gpus[0], -1
-
-    @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
-        return Probe(False, "combines several backends")
 
     def choose_backend(self, o: Operation) -> tuple[GroupBackend, bool]:
         """The backend of this operation, and whether it is the same inside and outside a graph.
@@ -126,6 +121,7 @@ class AutoBackend(GroupBackend):
         prepared = part.prepare(o)
         if part is self.host:
             prepared.launch = partial(self._launch_on_host, prepared.launch)  # that of the core, or of the transport
+            self.gpus[0].shared.compare_host_calls(prepared)
         else:
             prepared.fixed = fixed = fixed and prepared.fixed
             if self.size > 1 or not is_copy(prepared.route):  # a copy waits for no rank: no order needed
@@ -136,6 +132,7 @@ class AutoBackend(GroupBackend):
         return prepared
 
     def _launch_on_host(self, launch: Callable[[Work[Any]], Steps | None], work: Work[Any]) -> Steps | None:
+        self.gpus[0].shared.announce_on_host(work)
         self.gpus[0].confirm(work)  # the later of two ranks that differ finds it
         return launch(work)
 

@@ -1,7 +1,7 @@
-"""LibraryBackend: the operations of a group on GPU memory over a backend of the contract, its ``library``.
+"""LibraryBackend: runs the operations of a group on GPU memory over its ``library``, a backend of the contract.
 
-The library exchanges messages, and may have calls of its own.  Kernels of kos between two exchanges reduce, in rank
-order (``ordered_sum``), and compress.
+The library exchanges messages, and may offer calls of its own.  Between two exchanges, kernels of kos reduce in rank
+order (``ordered_sum``) and compress.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from kos.comm import watchdog
-from kos.comm.contract import Backend, Message, Probe
+from kos.comm.contract import Backend, Message
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.compressed import CompressedOperation
@@ -34,7 +34,7 @@ Make = Callable[..., Backend]
 
 
 class LibraryBackend(DeviceBackend):
-    """Serves a group whose ranks use the library that ``make`` returns."""
+    """Runs the operations of a group over the library that ``make`` returns."""
 
     marks = 16
 
@@ -43,7 +43,7 @@ class LibraryBackend(DeviceBackend):
     ) -> None:
         super().__init__(rendezvous, device, host)
         self._aborted = False
-        self._together: dict[int, tuple[list[Message], list[Message]]] | None = None  # the messages of a batch
+        self._together: dict[int, tuple[list[Message], list[Message]]] | None = None  # those of a batch, by stream
         try:
             self.library = make(rendezvous, self.engine, self.device)
         except BaseException:
@@ -53,10 +53,6 @@ class LibraryBackend(DeviceBackend):
         self.name = self.library.name
         self.library.wait_until = self._wait_until  # type: ignore[method-assign]
         watchdog.add(self)
-
-    @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
-        return Probe(False, "needs a backend of the contract, which has a probe of its own")
 
     def split(
         self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: GroupBackend | None = None
@@ -81,18 +77,18 @@ class LibraryBackend(DeviceBackend):
         if not ordered and (launch := self.library.native_on_gpu(o)) is not None:
             return launch
         if o.name == "barrier":
-            return self._meet
+            return self._barrier
         if o.reduction is not None:
             return OrderedReduction(self, o) if o.send is not None and o.send.count else nothing
         return partial(self.exchange, *exchange_of(o, self.rank, self.size))
 
-    def _meet(self, stream: int, send: int = 0, recv: int = 0) -> None:
+    def _barrier(self, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue a barrier: each rank sends a byte to all."""
         token = self.scratch(1 + self.size, stream)
         self.library.collect(token, token + 1, 1, stream)
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
-        """The messages of a batch go to the library together, those of each stream at once; other calls follow."""
+        """Pass the messages of a batch to the library in one exchange per stream, then queue the other calls."""
         messages = [work for work in works if self._is_exchange(work)]
         if len(messages) < 2:
             return super().queue(works, stream)
@@ -136,7 +132,7 @@ class LibraryBackend(DeviceBackend):
 
     def _wait_until(self, over: Callable[[], bool]) -> None:
         last = self._last
-        assert last is not None  # the library is called in a call
+        assert last is not None  # ``exchange`` is part of a call
         self.wait_on_host(last, over, last.operation.options.timeout)
 
     def inspect(self, o: Work[Any]) -> None:

@@ -23,7 +23,7 @@ from kos.comm.gpu.order import Streams
 from kos.comm.group_backend import GroupBackend
 from kos.comm.host.backend import HostBackend, at_exit, closed
 from kos.comm.host.shared import CallRing, open_segment
-from kos.comm.prepared import described
+from kos.comm.prepared import Prepared, described
 from kos.comm.records import again
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
@@ -97,6 +97,18 @@ class CommState:
             self._abort_flag[0] = 1
 
     # Comparing calls.
+
+    def compare_host_calls(self, prepared: Prepared) -> None:
+        """Compare calls on host memory like ``prepared`` with calls on GPUs, if their backend has no ring for both."""
+        if self._owns_calls and self.calls is not None:
+            self.calls.add(prepared)
+
+    def announce_on_host(self, work: Work[Any]) -> None:
+        """Publish that this rank begins ``work``, a call on host memory, if ``compare_host_calls`` prepared it."""
+        calls = self.calls  # another thread may end the communicator
+        if self._owns_calls and calls is not None and work.collective:
+            calls.announce(work)
+            self.last = work
 
     def confirm(self) -> None:
         """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from kos._core import native
 from kos.comm import interrupts, timeouts
-from kos.comm.contract import Backend, Probe
+from kos.comm.contract import Backend
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.group_backend import UNMADE, GroupBackend, ends_group
@@ -70,10 +70,6 @@ class HostBackend(GroupBackend):
             self.node.waiting = self.scheduled.matching.waiting
         if self.transport.processes:
             at_exit(self)
-
-    @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
-        return Probe(False, "needs a transport, which has a probe of its own")
 
     def _share_memory(self, rendezvous: Rendezvous) -> None:
         """Open what the ranks of this host share.  Collective."""

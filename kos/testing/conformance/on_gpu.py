@@ -37,6 +37,10 @@ class OnGPU:
     def duplicate(self) -> OnGPU:
         return OnGPU(self.comm.duplicate())
 
+    def split(self, color: int | None, key: int = 0) -> OnGPU | None:
+        part = self.comm.split(color, key)
+        return None if part is None else OnGPU(part)
+
     def __enter__(self) -> OnGPU:
         return self
 

@@ -65,15 +65,14 @@ def _any(rng: np.random.Generator, count: int, dtype: np.dtype[Any]) -> Array:
 
 def _hostile(rng: np.random.Generator, count: int, dtype: np.dtype[Any]) -> Array:
     """Normal numbers; blocks of zeros, with an outlier, of one sign, of tiny and huge ones, the largest; inf, NaN."""
-    x = rng.standard_normal(count)
-    largest = float(ml_dtypes.finfo(dtype).max)
-    for start in range(0, count, 5 * BLOCK):
-        x[start : start + 1] = rng.choice([1e4, -1e4, np.inf, -np.inf, np.nan, 0.0])
-        x[start + BLOCK : start + 2 * BLOCK] *= rng.choice([0, 1e-7, 1e-40, 3e4])
-        x[start + 2 * BLOCK : start + 3 * BLOCK] = abs(x[start + 2 * BLOCK : start + 3 * BLOCK])
-        x[start + 3 * BLOCK : start + 3 * BLOCK + 2] = largest * rng.uniform(0.98, 1) * rng.choice([1, -1, 0.5])
+    groups, largest = -(-count // (5 * BLOCK)), float(ml_dtypes.finfo(dtype).max)
+    x, each = rng.standard_normal((groups, 5, BLOCK)), (groups, 1)
+    x[:, 0, :1] = rng.choice([1e4, -1e4, np.inf, -np.inf, np.nan, 0.0], each)
+    x[:, 1] *= rng.choice([0, 1e-7, 1e-40, 3e4], each)
+    x[:, 2] = abs(x[:, 2])
+    x[:, 3, :2] = largest * rng.uniform(0.98, 1, each) * rng.choice([1, -1, 0.5], each)
     with np.errstate(over="ignore"):
-        return x.astype(dtype)
+        return x.reshape(-1)[:count].astype(dtype)
 
 
 def near_the_bounds(rng: np.random.Generator, blocks: int, dtype: Any) -> Any:
@@ -163,8 +162,8 @@ def assert_bits(got: Array, expected: Array, what: str = "") -> None:
     assert got.dtype == expected.dtype, f"{what}: {got.dtype} instead of {expected.dtype}"
     assert got.shape == expected.shape, f"{what}: {got.shape} instead of {expected.shape}"
     mine, theirs = (np.ascontiguousarray(each).reshape(-1) for each in (got, expected))
-    differ = (mine.view(np.uint8) != theirs.view(np.uint8)).reshape(mine.size, mine.itemsize).any(axis=1)
-    assert not differ.any(), f"{what}: {_wrong_elements(differ, mine, theirs)}"
+    differ = mine.view(np.uint8) != theirs.view(np.uint8)
+    assert not differ.any(), f"{what}: {_wrong_elements(differ.reshape(mine.size, -1).any(axis=1), mine, theirs)}"
 
 
 def assert_numbers(got: Array, expected: Array, what: str = "") -> None:
