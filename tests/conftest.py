@@ -6,6 +6,7 @@ import gc
 
 import pytest
 
+from kos import cuda
 from tests.run import ROOT, WITH_GPUS, WITH_MPI, heed_sigint
 
 heed_sigint()  # for the tests that send it to programs that they start
@@ -22,6 +23,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     elsewhere = {i.path for i in items if i.get_closest_marker("mpi")} - known
     if elsewhere:
         raise pytest.UsageError(f"expected tests marked mpi in the files that tests/run.py lists, got {min(elsewhere)}")
+    on_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpus and (reason := cuda.unavailable()):
+        for item in on_gpus:
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
     items.sort(key=lambda item: not mentions_torch(item))  # first: one worker takes them all, and imports it
 
 

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 import kos
-from kos import ReduceOp, cuda
+from kos import ReduceOp
 from kos.cuda import kernels, streams
 from kos.cuda.kernels import Address, Kernel
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
-
-gpu = pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}")
 
 
 def described(
@@ -96,7 +94,6 @@ def foreign_arrays() -> dict[str, Any]:
     return {"torch": torch, "torch_bfloat16": torch_bfloat16, "cupy": cupy, "jax": jax}
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", foreign_arrays())
 def test_arrays_of_other_libraries(library: str) -> None:
@@ -120,7 +117,6 @@ def test_arrays_of_other_libraries(library: str) -> None:
     comm.close()
 
 
-@gpu
 @pytest.mark.gpu
 def test_torch_streams_and_gradients() -> None:
     torch = pytest.importorskip("torch")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import signal
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -242,65 +243,84 @@ def test_a_launch_that_is_refused(fake: FakeNCCL) -> None:
     FakeRanks(2).run(body)
 
 
-SLEEP = "all_reduce"
+LONG = 100  # seconds
 
 
-def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An all_reduce by the core reads at its first address how long it blocks: nanosleep."""
+@pytest.fixture
+def blocking(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An all_reduce by the core is nanosleep: its first address is that of how long it blocks, if no signal comes."""
+
+    class NCCLError(Exception):
+        def __init__(self, status: int) -> None:
+            super().__init__(f"status {status}")
+            self.status = status
+
     nanosleep = ctypes.cast(ctypes.CDLL(None).nanosleep, ctypes.c_void_p).value
     monkeypatch.setattr(nccl_binding, "_address_of", lambda operation: nanosleep)
     monkeypatch.setattr(FakeNCCL, "all_reduce", lambda *_: None)
+    monkeypatch.setattr(fake, "NCCLError", NCCLError, raising=False)
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    yield
+    signal.signal(signal.SIGUSR1, before)
 
 
-def test_other_threads_run_while_a_launch_blocks(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    sleeping(monkeypatch)
+def end_block(thread: int, over: threading.Event) -> None:
+    """Send that thread signals, which end its nanosleep, until its call is over."""
+    while not over.wait(0.002):
+        signal.pthread_kill(thread, signal.SIGUSR1)
 
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, on_gpu(np.array([0, 200_000_000], np.int64))
-        ticks, over = [], threading.Event()
 
-        def tick() -> None:
-            while not over.wait(0.002):
-                ticks.append(time.monotonic())
-
-        known(comm, x)
-        thread = threading.Thread(target=tick)
-        thread.start()
-        began = time.monotonic()
-        with by(comm, 1):
+def call_that_blocks(comm: Any, x: Any, over: threading.Event) -> float:
+    """The seconds that the call has taken, which a signal has ended."""
+    began = time.monotonic()
+    try:
+        with pytest.raises(KosError):
             comm.all_reduce(x)
-        ended = time.monotonic()
+    finally:
         over.set()
+    return time.monotonic() - began
+
+
+def test_other_threads_run_while_a_launch_blocks(fake: FakeNCCL, blocking: None) -> None:
+    def body(gpu: Any) -> None:
+        comm, x, short, over = gpu.comm, on_gpu(np.array([LONG, 0])), on_gpu(np.array([0, 0])), threading.Event()
+        known(comm, short)
+        comm.rendezvous.barrier()
+        thread = threading.Thread(target=end_block, args=(threading.get_ident(), over))
+        thread.start()
+        with by(comm, 1):
+            assert call_that_blocks(comm, x, over) < LONG
         thread.join()
-        assert ended - began >= 0.2
-        assert len([each for each in ticks if began < each < ended]) > 10
 
     FakeRanks(2).run(body)
 
 
-def test_two_threads_are_found_while_a_launch_blocks(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    sleeping(monkeypatch)
+def test_two_threads_are_found_while_a_launch_blocks(fake: FakeNCCL, blocking: None) -> None:
     found = threading.Event()
 
     def body(gpu: Any) -> None:
-        comm, x, y = gpu.comm, on_gpu(np.array([0, 500_000_000], np.int64)), on_gpu(np.array([0, 0], np.int64))
+        comm, x, y, over = gpu.comm, on_gpu(np.array([LONG, 0])), on_gpu(np.array([0, 0])), threading.Event()
         known(comm, y)
         comm.rendezvous.barrier()
         if comm.rank == 1:
-            found.wait(10.0)
+            assert found.wait(LONG)
             comm.all_reduce(y)  # the one that the other rank has begun
             comm.all_reduce(y)
             with pytest.raises(CollectiveError, match="two threads"):
                 comm.synchronize()
             return
-        first = threading.Thread(target=lambda: comm.all_reduce(x))
+        seconds: list[float] = []
+        first = threading.Thread(target=lambda: seconds.append(call_that_blocks(comm, x, over)))
         first.start()
         while comm._active is None:
             time.sleep(0.001)
         with pytest.raises(CollectiveError, match=r"two threads call .*all_reduce #4 .* and all_reduce"):
             comm.all_reduce(y)
         found.set()
+        assert first.ident is not None
+        end_block(first.ident, over)
         first.join()
+        assert seconds[0] < LONG
 
     FakeRanks(2).run(body)
 

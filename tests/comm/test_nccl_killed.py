@@ -11,10 +11,7 @@ from tests.comm.tcp_ranks import run_processes
 from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import ULFM, job
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
-]
+pytestmark = pytest.mark.gpu
 
 PROGRAM = """
 import logging, os, time

@@ -26,10 +26,7 @@ from kos.memory.symmetric import SymmetricMemory
 from kos.testing import spawn
 from tests.comm import peer_storm as storms
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
-]
+pytestmark = pytest.mark.gpu
 
 FLOATS = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 INTS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]

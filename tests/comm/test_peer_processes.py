@@ -31,10 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOAT = dtype_of(np.dtype(np.float32))
 COUNT = 5000
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def child(role: str, algorithm: str) -> None:

@@ -7,6 +7,8 @@ import re
 import signal
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 import kos
 from kos.comm.control import mpi_job
 from kos.comm.control.mpi import wait_for_all
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import RANK_THREAD, ThreadGroup, ThreadRendezvous, ThreadWorld
 from kos.comm.failures import FailureLog
 from kos.comm.group_backend import CHANGES
 from kos.comm.host.mpi import MPITransport
@@ -210,11 +212,24 @@ def test_a_change_has_one_deadline_though_rank_0_does_not_answer(monkeypatch: py
     assert max(seconds for seconds, _ in others) < 4 + 10
 
 
-def test_shrink_leaves_out_a_missing_rank_that_the_failure_names() -> None:
+@pytest.fixture
+def in_call(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], threading.Event]:
+    """``in_call(rank, call)`` is set once that rank, a thread, waits for others in that call."""
+    events, wait = defaultdict[tuple[int, str], threading.Event](threading.Event), ThreadWorld.wait
+
+    def noted(world: ThreadWorld, rank: int, seconds: float | None, waits_for: Callable[[], Any]) -> None:
+        for call, _ in waits_for():
+            events[rank, call].set()
+        wait(world, rank, seconds, waits_for)
+
+    monkeypatch.setattr(ThreadWorld, "wait", noted)
+    return lambda rank, call: events[rank, call]
+
+
+def test_shrink_leaves_out_a_missing_rank_that_the_failure_names(in_call: Any) -> None:
     done = threading.Event()
 
     def body(comm: kos.Communicator) -> int:
-        comm.rendezvous.timeout = 0.4
         if comm.rank == 1:
             assert done.wait(20)
             with pytest.raises(RankLost, match="shrink: rank 1 is out: the others continued without it") as caught:
@@ -223,7 +238,9 @@ def test_shrink_leaves_out_a_missing_rank_that_the_failure_names() -> None:
             return 0
         with pytest.raises((CollectiveTimeout, RankLost)):
             comm.all_reduce(np.ones(1), timeout=0.2)
-        with comm.shrink() as part:
+        if comm.rank == 0:
+            assert in_call(2, "shrink").wait(20)
+        with comm.shrink(timeout=0.4 if comm.rank == 0 else 20) as part:
             size = part.all_reduce(np.ones(1))[0]
             done.set()
             return int(size)
@@ -233,14 +250,22 @@ def test_shrink_leaves_out_a_missing_rank_that_the_failure_names() -> None:
 
 def wait_for_rank_1(comm: kos.Communicator) -> None:
     """Rank 0 alone fails, which names rank 1; rank 2 knows of no failure."""
-    comm.rendezvous.timeout = 0.4
     if comm.rank == 0:
         with pytest.raises(CollectiveTimeout) as caught:
             comm.recv(np.empty(1), 1, timeout=0.2)
         assert caught.value.ranks == (1,)
 
 
-def test_the_failure_of_the_lowest_rank_determines_whom_shrink_leaves_out() -> None:
+def test_the_failure_of_the_lowest_rank_determines_whom_shrink_leaves_out(
+    in_call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if another rank finds first that the time is over: here only rank 2 does, once rank 0 has called."""
+
+    def monotonic() -> float:
+        late = threading.current_thread().name == f"{RANK_THREAD}2" and in_call(0, "shrink").is_set()
+        return time.monotonic() + 1000.0 * late
+
+    monkeypatch.setattr("kos.comm.control.threads.time", SimpleNamespace(monotonic=monotonic))
     done = threading.Event()
 
     def body(comm: kos.Communicator) -> int:
@@ -252,19 +277,19 @@ def test_the_failure_of_the_lowest_rank_determines_whom_shrink_leaves_out() -> N
             done.set()
             return part.size
 
-    for _ in range(4):
-        done.clear()
-        assert spawn(body, 3, timeout=20) == [2, 0, 2]
+    assert spawn(body, 3, timeout=20) == [2, 0, 2]
 
 
-def test_a_replacement_that_fails_leaves_no_rank_out() -> None:
+def test_a_replacement_that_fails_leaves_no_rank_out(in_call: Any) -> None:
     failed = threading.Barrier(3)
 
     def body(comm: kos.Communicator) -> int:
         wait_for_rank_1(comm)
+        if comm.rank == 0:
+            assert in_call(2, "replace").wait(20)
         if comm.rank != 1:
             with pytest.raises(RendezvousError, match="newcomer"):
-                comm.replace()
+                comm.replace(timeout=0.4 if comm.rank == 0 else 20)
         failed.wait(20)
         with comm.shrink() as part:
             return part.size

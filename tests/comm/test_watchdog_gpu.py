@@ -12,10 +12,7 @@ from tests.comm.tcp_ranks import free_port, start
 
 TIMEOUT = 6  # seconds that a rank waits for the others
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
-]
+pytestmark = pytest.mark.gpu
 
 PROGRAM = """
 import json, os, signal, sys, threading, time

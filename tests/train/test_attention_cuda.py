@@ -17,10 +17,7 @@ from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import attention as ops
 from tests.train import attention_cases as cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
-]
+pytestmark = pytest.mark.gpu
 
 # samples, T, heads, kv_heads, head_dim
 SHAPES = [

@@ -16,10 +16,7 @@ from kos.train.parallel import context
 from tests.train import attention_cases as cases
 from tests.train import masks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
-]
+pytestmark = pytest.mark.gpu
 
 MASKS = {  # lengths of documents, and the window
     "random documents": ("random", None),

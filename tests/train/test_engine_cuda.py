@@ -36,10 +36,7 @@ free, total = driver.call(driver.cu.cuMemGetInfo)
 print(total - free)
 """  # bytes that are taken where a process has a context there and nothing else
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def needs(gpus: int) -> pytest.MarkDecorator:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from kos import cuda
 from kos.train import checkpoint
 from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, nccl_ranks
@@ -34,7 +33,6 @@ two = pytest.mark.skipif(nccl_ranks() < 2, reason="nccl needs 2 GPUs")
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
     pytest.mark.skipif(not MPIRUN, reason="needs mpirun"),
 ]
 

@@ -26,10 +26,7 @@ from tests.train.host_kernels.engine import rounded_at_random
 from tests.train.models import SCALING, loss_and_gradients, queue, queue_loss_and_gradients
 from tests.train.test_model import torch_llama
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
-]
+pytestmark = pytest.mark.gpu
 
 SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 SHAPES = {

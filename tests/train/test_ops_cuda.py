@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kos import cuda
 from kos.memory.arena import Arena
 from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
@@ -15,10 +14,7 @@ from kos.train.ops.cuda.cublaslt import Matmul
 from tests.train import ops_cases
 from tests.train.ops_cases import DTYPES, UNIT, Side, check_orthogonalize, columns, weight_gradients
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
-]
+pytestmark = pytest.mark.gpu
 
 ops, arena, side = ops_cases.ops, ops_cases.arena, ops_cases.side
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kos import cuda
 from kos.train.tools.metrics import read_metrics
 from tests.train.sharded import tensors_of_run
 
@@ -28,7 +27,6 @@ FLAGS = f"""
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(4 * SECONDS + 20),  # a test waits for four runs at most
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
     pytest.mark.skipif(MPIRUN is None, reason="needs mpirun"),
 ]
 
