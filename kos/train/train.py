@@ -22,7 +22,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.layers import LOOKUPS, Weights
 from kos.train.model.llama import LlamaConfig, Local
-from kos.train.model.model import InFlight, make_stage
+from kos.train.model.model import InFlight, Model, Result, make_stage
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array, Ops
 from kos.train.ops.fp8 import Fp8Weights, linear_names, weight_store
@@ -126,6 +126,57 @@ def _next_pause(config: TrainConfig, step: int) -> int:
     return min([config.steps, *((step // n + 1) * n for n in (config.eval_every, config.save_every) if n)])
 
 
+class Stages:
+    """The stages of this rank, whose ``models`` are over the same operations: the one driver of their forwards.
+
+    Training, validation and sampling differ in what becomes of a micro-batch after it.  ``free`` are what no
+    micro-batch uses.
+    """
+
+    def __init__(self, models: Sequence[Model], pipeline: Pipeline, free: Sequence[InFlight] = ()) -> None:
+        self.models, self.pipeline, self.free = models, pipeline, [*free]
+        self.in_flight: dict[tuple[int, int], InFlight] = {}  # by micro-batch and chunk
+
+    def forward(
+        self, action: Action, weights: Weights, received: Buffer | None, batch: Batch, result: Result | None = None
+    ) -> Any:
+        """A stage's forward, whose input is received, or is the output of the previous chunk on this rank.
+
+        The micro-batch then is in flight, until its backward.  With ``result`` it has none, and saves nothing: the last
+        stage returns ``result``, any other returns None.
+        """
+        model, micro_batch, chunk = self.models[action.chunk], action.micro_batch, action.chunk
+        flight, x_nD = self.free.pop(0) if self.free else InFlight(model.ops.make_arena()), None
+        flight.clear()
+        before = self.in_flight.get((micro_batch, chunk - 1))
+        if not model.local.first:
+            source: Any = received.array if received is not None else before and before.out_nD
+            source = source[: model.tensor.rows(batch.tokens.size)]
+            x_nD = flight.arena.take(source.shape, source.dtype)
+            model.ops.copy(source, x_nD)
+        with model.ops.step(model.arena):
+            out_nD = model.forward(weights, flight, batch, x_nD, result is None)
+            value = result(model, weights, flight) if result is not None and model.local.last else None
+        flight.sent = self.pipeline.send(action, out_nD)
+        if result is None or self.pipeline.own_destination(action) is not None:
+            self.in_flight[micro_batch, chunk] = flight
+        else:
+            self.free.append(flight)  # to be cleared once it is sent
+        if result is not None and before is not None:
+            self.end(micro_batch, chunk - 1)
+        return value
+
+    def end(self, micro_batch: int, chunk: int) -> None:
+        """End a micro-batch's pass through a stage: another micro-batch may use its memory."""
+        self.free.append(flight := self.in_flight.pop((micro_batch, chunk)))
+        flight.clear()
+
+    def clear(self) -> None:
+        """Wait until every micro-batch that is in flight no more is sent."""
+        for flight in self.free:
+            flight.clear()
+
+
 class Step:
     """One optimizer step of this rank, which holds ``parts`` of ``model``, a stage of the pipeline each. Collective.
 
@@ -172,9 +223,8 @@ class Step:
         rows = self.models[0].tensor.rows(config.micro_batch_size * config.seq_len // mesh.cp.size)
         self.message = (rows, model.hidden_size), dtype
         """The shape and dtype of what stages send."""
-        self.free = [InFlight(ops.make_arena()) for _ in range(pipeline.schedule.slots[mesh.pp.rank])]
-        """Those that no micro-batch uses."""
-        self._in_flight: dict[tuple[int, int], InFlight] = {}  # by micro-batch and chunk
+        slots = [InFlight(ops.make_arena()) for _ in range(pipeline.schedule.slots[mesh.pp.rank])]
+        self.stages = Stages(self.models, pipeline, slots)
         self.pipeline.make_buffers(lambda: ops.zeros(*self.message))
         steps, lookups = pipeline.schedule.micro_batches, None
         self.micro_batches = total = config.batch_size // config.micro_batch_size  # of all ranks
@@ -245,31 +295,17 @@ class Step:
     def act(self, action: Action, weights: Weights, received: Buffer | None) -> None:
         """One action of the schedule; ``received`` is its input, if that comes from another rank."""
         if action.kind == "F":
-            self._forward(action, weights, received)
+            self.stages.forward(action, weights, received, self.micro_batch(action.micro_batch))
         elif action.kind != "W":
             self._backward(action, weights, received)
         else:
             self._weight_gradients(action)
-
-    def _forward(self, action: Action, weights: Weights, received: Buffer | None) -> None:
-        """A stage's forward; its input is received, or is the output of the previous chunk on this rank."""
-        model, flight = self.models[action.chunk], self.free.pop()
-        x_nD = None
-        if not model.local.first:
-            before = self._in_flight.get((action.micro_batch, action.chunk - 1))
-            source: Array = received.array if received is not None else before and before.out_nD
-            x_nD = flight.arena.take(source.shape, source.dtype)
-            model.ops.copy(source, x_nD)
-        with model.ops.step(model.arena):
-            out_nD = model.forward(weights, flight, self.micro_batch(action.micro_batch), x_nD)
-        flight.sent = self.pipeline.send(action, out_nD)
-        self._in_flight[action.micro_batch, action.chunk] = flight
+        if action.kind in "BW":
+            self.stages.end(action.micro_batch, action.chunk)
 
     def _backward(self, action: Action, weights: Weights, received: Buffer | None) -> None:
         """A stage's backward (B), or only the part that the previous stage waits for (I)."""
-        model, flight = self.models[action.chunk], self._in_flight[action.micro_batch, action.chunk]
-        if flight.sent is not None:
-            flight.sent.wait()
+        model, flight = self.models[action.chunk], self.stages.in_flight[action.micro_batch, action.chunk]
         buffer = received or self.pipeline.buffer(forward=False)
         if flight.d_out_nD is not None:
             model.ops.copy(flight.d_out_nD, buffer.array)
@@ -282,21 +318,12 @@ class Step:
                 model.backward(weights, flight, into, buffer.array, deferred=deferred)
         buffer.sent = self.pipeline.send(action, buffer.array)
         if (chunk := self.pipeline.own_destination(action)) is not None:
-            before = self._in_flight[action.micro_batch, chunk]
+            before = self.stages.in_flight[action.micro_batch, chunk]
             before.d_out_nD = before.arena.take(buffer.array.shape, buffer.array.dtype)
             model.ops.copy(buffer.array, before.d_out_nD)
-        if action.kind == "B":
-            self._clear(action)
 
     def _weight_gradients(self, action: Action) -> None:
         """The rest of a backward (W)."""
-        model, flight = self.models[action.chunk], self._in_flight[action.micro_batch, action.chunk]
+        model, flight = self.models[action.chunk], self.stages.in_flight[action.micro_batch, action.chunk]
         with model.ops.step(model.arena):
             model.weight_gradients(flight, self.sums.of(action.micro_batch))
-        self._clear(action)
-
-    def _clear(self, action: Action) -> None:
-        """End a micro-batch's backward through a stage: another micro-batch may use its memory."""
-        flight = self._in_flight.pop((action.micro_batch, action.chunk))
-        flight.clear()
-        self.free.append(flight)

@@ -28,7 +28,7 @@ from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.cpu import CpuDevice
 from kos.train.model.families import FAMILIES, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
-from kos.train.model.model import Model
+from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
 from kos.train.model.rope import RopeScaling
 from kos.train.ops import numpy as numpy_ops
@@ -207,7 +207,8 @@ def test_logits_loss_and_gradients(
         model, gradients = Model(config, numpy_ops, recompute=recompute), weights.like()
         gradients.flat[:] = np.nan
         with numpy_ops.step(model.arena):
-            out = model.logits_of(weights, model.evaluate_stage(weights, batch), slice(0, batch.tokens.size))
+            model.forward(weights, flight := InFlight(model.arena), batch, saves=False)
+            out = model.logits_of(weights, flight, slice(0, batch.tokens.size))
         assert_near(out, their_logits(config, theirs, batch).detach().flatten(0, 1).numpy(), limits[0], "logits")
         finished: list[str] = []
         how: dict[str, Any] = {"accumulate": False, "on_gradient": finished.append}

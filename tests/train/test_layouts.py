@@ -134,6 +134,15 @@ def test_validation_batches_that_micro_batches_do_not_divide() -> None:
     assert [rank["loss"] for rank in both] == pytest.approx([alone["loss"]] * 2, rel=1e-10)
 
 
+def test_validation_has_more_micro_batches_in_flight_than_a_step() -> None:
+    """A step has one; where the V turns, a validation has one for each rank."""
+    how: dict[str, Any] = {"batch_size": 1, "seq_len": 32}
+    (alone,) = train(Layout(), Precise, 5, True, 1, **how)
+    both = train(Layout(pp=2), Precise, 5, True, 1, pp_schedule="zero-bubble-v", **how)
+    assert [rank["loss"] for rank in both] == pytest.approx([alone["loss"]] * 2, rel=1e-10)
+    assert {str(rank["text"]) for rank in both} == {str(alone["text"])}
+
+
 def layouts(ranks: int) -> list[Layout]:
     axes = itertools.product(range(1, ranks + 1), repeat=4)
     return [Layout(*sizes) for sizes in axes if math.prod(sizes) == ranks and 8 % sizes[3] == 0 and 8 % sizes[1] == 0

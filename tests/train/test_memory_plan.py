@@ -48,7 +48,7 @@ def test_the_plan_of_published_models(monkeypatch):
     count = -(-8_030_261_248 // (8 * CHUNK)) * 8 * CHUNK  # of which a rank's share is a multiple of CHUNK
     assert sharded.uses["gradients, float32"] - short.uses["gradients, bfloat16"] == 2 * count
     more, gradient = short.arena - sharded.arena, 4 * 128_256 * 4096  # a head's, over two chunks of tokens
-    assert 0.97 * gradient < more < gradient  # a block's backward takes more than the rest of the head's
+    assert more == gradient  # in both, the head's backward takes the most
     alone = plan("--preset", "8b", "--master-weights", "none", ranks=8)
     assert 14 * 8.03e9 < alone.total - alone.arena < 14.3 * 8.03e9 and "  weights, bfloat16 " in str(alone)
     taken = [plan("--preset", "1b", "--recompute", how).arena for how in ("none", "norms", "block")]

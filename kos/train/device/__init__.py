@@ -18,17 +18,16 @@ from kos.train.data.corpus import Show
 from kos.train.layers import Weights
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.model import InFlight, Model, check_blocks, split_of
-from kos.train.ops import Ops
+from kos.train.model.model import Model, check_blocks, split_of
 from kos.train.ops.fp8 import first_of
 from kos.train.parallel import schedules
 from kos.train.parallel.data import shard_batch
 from kos.train.parallel.failures import LEAVE, STOP, raised_on_every_rank
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.pipeline import Buffer, Pipeline
+from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Action, forward_only
 from kos.train.parallel.tensor import TensorParallel
-from kos.train.train import REPORT, WRITING, Runner, Step, StepResult
+from kos.train.train import REPORT, WRITING, Runner, Stages, Step, StepResult
 
 
 class Device(Runner):
@@ -59,7 +58,6 @@ class Device(Runner):
             schedule = schedules.build(config.pp_schedule, mesh.pp.size, len(self.micro_batches))
             self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
         self.pipeline = Pipeline(mesh.pp, schedule)
-        self._in_flight: dict[tuple[int, int], InFlight] = {}  # of a validation, by micro-batch and chunk
 
     def check_stop(self, asked: Callable[[], int]) -> None:
         """Look again at the end of each step what was requested on this rank, if the host runs them."""
@@ -109,10 +107,6 @@ class Device(Runner):
 
     def gradient_not_finite(self, step: int) -> str | None:
         """The first tensor whose gradient was not finite in this step; in fp8 its passes are computed again."""
-        raise NotImplementedError
-
-    def sampling_ops(self) -> Ops:
-        """The operations that accept a pass of any length."""
         raise NotImplementedError
 
     def close(self, failed: bool = False) -> None:
@@ -166,14 +160,13 @@ class Device(Runner):
     def evaluate(self) -> float:
         """The mean loss over all targets of the validation windows that are not left out."""
         weights, starts = self.step.as_read(self.whole_weights()), self.data.val_starts()
-        dp, first = self.mesh.dp, self.step.models[0]
+        dp, first, stages = self.mesh.dp, self.step.models[0], self.step.stages
         most, sums = len(self.micro_batches[0]), np.zeros(-(-len(starts) // dp.size))
         count, targets = float(starts.shape[1] * self.data.seq_len), 0
         pieces = [
             (index, starts[index, at : at + most])
             for index in range(dp.rank, len(starts), dp.size) for at in range(0, starts.shape[1], most)
         ]  # fmt: skip
-        self._in_flight.clear()
         if pieces:
             schedule = forward_only(self.pipeline.schedule, len(pieces))
             columns = self.data.seq_len // first.context.size
@@ -184,8 +177,9 @@ class Device(Runner):
                 batch = self.data.windows(self.data.val, windows)
                 targets += counted(batch) * (action.chunk == 0) if self.data.masks_targets else 0
                 batch = first.context.take(batch)
-                sums[index // dp.size] += self._evaluate(action, weights, received, batch, count)
-            self.pipeline.free_buffers()
+                loss_of = partial(Model.loss_of, count=count)
+                sums[index // dp.size] += stages.forward(action, weights, received, batch, loss_of) or 0
+            stages.clear()
         self.synchronize()
         gathered = self.mesh.world.all_gather_bytes(sums.tobytes())
         loss = math.fsum(np.frombuffer(b"".join(gathered[rank] for rank in self.reporters()))) / len(starts)
@@ -196,40 +190,11 @@ class Device(Runner):
         (batches, rows), most = self.data.val_starts().shape, len(self.micro_batches[0])
         return {min(most, rows), rows % most} - {0} if batches else set()
 
-    def _evaluate(self, action: Action, weights: Weights, received: Buffer | None, batch: Batch, count: float) -> float:
-        """A stage of a piece; on the last stage the sum of this rank's losses over ``count``."""
-        step, model = self.step, self.step.models[action.chunk]
-        ops, rows = model.ops, model.tensor.rows(batch.tokens.size)
-        came = received.array if received is not None else None
-        if (from_own := self._in_flight.pop((action.micro_batch, action.chunk - 1), None)) is not None:
-            came = from_own.out_nD
-            from_own.clear()
-            step.free.append(from_own)
-        with ops.step(model.arena):
-            x_nD = model.evaluate_stage(weights, batch, came[:rows] if came is not None else None)
-            if model.local.last:
-                loss = model.arena.take((1,), np.dtype(np.float64))
-                of_all = model.arena.take((1,), ops.statistics_dtype(x_nD.dtype))
-                ops.copy(np.full_like(ops.to_host(of_all), count), of_all)
-                model.evaluate_loss(weights, batch, x_nD, loss, of_all)
-                return float(ops.to_host(loss)[0])
-            if self.pipeline.own_destination(action) is not None:
-                flight = step.free.pop() if step.free else InFlight(ops.make_arena())
-                self._in_flight[action.micro_batch, action.chunk] = flight
-                flight.out_nD = flight.arena.take(*step.message)
-                ops.copy(x_nD, flight.out_nD[:rows])
-                return 0.0
-            buffer = received or self.pipeline.buffer(forward=True)
-            if received is None:
-                ops.copy(x_nD, buffer.array[:rows])
-            buffer.sent = self.pipeline.send(action, buffer.array[:rows])
-            return 0.0
-
     # --- text --------------------------------------------------------------------------------------------
 
     def sampler(self) -> Callable[[np.ndarray], np.ndarray] | None:
         """The function that computes the logits (V,) of the token after (1, T); None on ranks that take no part."""
-        weights, mesh, ops = self.whole_weights(), self.mesh, self.sampling_ops()
+        weights, mesh, ops = self.whole_weights(), self.mesh, self.step.models[0].ops
         if mesh.dp.rank or mesh.cp.rank:  # one of the ranks that hold the same weights is enough
             return None
         models = [
@@ -237,26 +202,19 @@ class Device(Runner):
             for each in self.step.models
         ]
         (_, hidden), dtype = self.step.message
+        stages = Stages(models, self.pipeline)
 
         def next_logits(tokens: np.ndarray) -> np.ndarray:
-            length, mine, from_own = tokens.shape[1], b"", None
-            tokens = np.pad(tokens, ((0, 0), (0, -length % mesh.tp.size)))  # what comes later changes nothing
-            shape = models[0].tensor.rows(tokens.size), hidden
+            length = tokens.shape[1]
+            batch = Batch(np.pad(tokens, ((0, 0), (0, -length % mesh.tp.size))))  # what comes later changes nothing
+            shape = models[0].tensor.rows(batch.tokens.size), hidden
+            last = partial(Model.logits_of, rows=slice(length - 1, length))
             for chunk, model in enumerate(models):
                 action = Action("F", 0, chunk)
-                with ops.step(model.arena):
-                    x_nD = None if model.local.first else model.arena.take(shape, dtype)
-                    if from_own is not None:
-                        ops.copy(from_own, x_nD)
-                    elif x_nD is not None:
-                        self.pipeline.receive(action, x_nD)
-                    x_nD = model.evaluate_stage(weights, Batch(tokens), x_nD)
-                    if model.local.last:
-                        mine = model.logits_of(weights, x_nD, slice(length - 1, length)).tobytes()
-                    if (sent := self.pipeline.send(action, x_nD)) is not None:
-                        sent.wait()
-                    from_own = ops.to_host(x_nD) if self.pipeline.own_destination(action) is not None else None
-            whole = mesh.model_parallel
+                received = self.pipeline.receive(action, partial(model.arena.take, shape, dtype))
+                logits = stages.forward(action, weights, received, batch, last)
+            stages.clear()
+            whole, mine = mesh.model_parallel, b"" if logits is None else logits.tobytes()
             parts = whole.comm.all_gather_bytes(mine) if whole.size > 1 else [mine]
             return np.frombuffer(b"".join(parts), ops.to_host(models[0].arena.take((1,), dtype)).dtype)
 

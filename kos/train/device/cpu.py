@@ -48,6 +48,7 @@ class DryOps:
 
     step, statistics_dtype = staticmethod(numpy_ops.step), staticmethod(numpy_ops.statistics_dtype)
     indices, empty_columns = staticmethod(numpy_ops.indices), staticmethod(numpy_ops.empty_columns)
+    to_host = staticmethod(numpy_ops.to_host)
 
     def keys_and_values(self, attend: Attend, arena: Arena) -> Any:
         return view_of_keys_and_values(attend.qkv, *attend.shape)
@@ -140,6 +141,3 @@ class CpuDevice(Device):
         at = min((int(where[0]) for where in bad if where.size), default=-1)
         spans = gradients.spans
         return self.first_of_all(next((name for name, span in spans.items() if span.start <= at < span.stop), None))
-
-    def sampling_ops(self) -> Any:
-        return numpy_ops

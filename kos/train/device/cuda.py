@@ -211,7 +211,8 @@ class CudaDevice(Device):
     def _fix_arenas(self) -> None:
         """Give scratch memory and micro-batches in flight what was planned, and connect the stages."""
         config, mesh, (model, *_), tp = self.config, self.mesh, self.step.models, self.mesh.tp
-        for arena, size in ((model.arena, self.plan.scratch), *((x.arena, self.plan.slot) for x in self.step.free)):
+        slots = [(flight.arena, self.plan.slot) for flight in self.step.stages.free]
+        for arena, size in ((model.arena, self.plan.scratch), *slots):
             arena.reserve(size, partial(self._reachable, tp.comm) if _reaches(tp) else None)
             arena.fix()
         if mesh.pp.size > 1:
@@ -379,9 +380,6 @@ class CudaDevice(Device):
         return self.first_of_all(self.step.optimizer.not_finite())
 
     # --- between steps -------------------------------------------------------------------------------
-
-    def sampling_ops(self) -> CudaOps:
-        return CudaOps(self.ops.device, self.ops.stream)  # each length is met once: not worth a search
 
     def close(self, failed: bool = False) -> None:
         self._graph = None  # NCCL ends no communicator of which a graph holds calls

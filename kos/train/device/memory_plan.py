@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.machine import free_memory
 from kos.train.model.llama import LlamaConfig, Local
+from kos.train.model.model import Model
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.ops.cuda.attention import MOST_HEAD_DIM
@@ -29,7 +31,7 @@ from kos.train.optim.cuda import CHUNK
 from kos.train.optim.muon import BATCH
 from kos.train.parallel.data import Buckets, run_of, waiting_subtrees
 from kos.train.parallel.mesh import Mesh, Reduction
-from kos.train.parallel.pipeline import Pipeline
+from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Schedule
 from kos.train.train import REPORT, Step
 
@@ -159,16 +161,13 @@ class DryRun(Step):
         weights = self.as_read(self.weights)
         for action, received in self.pipeline.inputs(actions):
             self.act(action, weights, received)
-        for model in self.models:
-            with self.dry.step(arena):
-                x = None if model.local.first else self.dry.zeros(*self.message)
-                x = model.evaluate_stage(weights, self._batch, x)
-                if model.local.last:
-                    model.evaluate_loss(weights, self._batch, x, self.report[:1])
+        message = Buffer(self.dry.zeros(*self.message))
+        for action in [action for action in actions if action.kind == "F"]:
+            self.stages.forward(action, weights, message, self._batch, partial(Model.loss_of, count=1.0))
         from_host = 6 * self.tokens.nbytes + ALIGNMENT * 6  # fields of validation, copied from the host
         itemsize = DTYPES[self.config.compute_dtype].itemsize
         of_matrices = (rule.scratch_bytes(held, itemsize, most) for rule, held, most in self.matrices())
-        return max(arena.peak + from_host, *of_matrices, 0), max(flight.arena.peak for flight in self.free)
+        return max(arena.peak + from_host, *of_matrices, 0), max(flight.arena.peak for flight in self.stages.free)
 
 
 def plan_memory(
@@ -186,7 +185,7 @@ def plan_memory(
         raise SettingError("--head-dim", f"at most {MOST_HEAD_DIM} on GPUs", model.head_dim)
     run = DryRun(config, model, mesh, schedule, ops if on_cpu else DryCudaOps(ops))
     buckets, residual = plan_buckets(config, model, run.parts, mesh.dense, reaches), run.parallel.residual
-    ranks, count, slots = mesh.dense.replicas.size, run.gradients.flat.size, len(run.free)
+    ranks, count, slots = mesh.dense.replicas.size, run.gradients.flat.size, len(run.stages.free)
     waiting = waiting_subtrees(run_of(run.micro_batches, mesh.dp.rank, mesh.dp.size)) if config.deterministic else 0
     lookups = 0 if run.sums.lookups is None else run.sums.lookups.gradients.flat.size
     share = f", {1 + buckets.twice}/{ranks} (ZeRO-1{', held twice' * buckets.twice})" * buckets.sharded
@@ -244,7 +243,7 @@ def _of_gpu(
     logits = rows * len(run.parts[0].vocabulary) * itemsize * any(part.last for part in run.parts)
     fields = 2 + (config.documents == "pack")  # of a batch, on the host and twice here
     batch, micro_batches = 3 * 4 * fields * tokens, run.pipeline.schedule.micro_batches
-    return scratch, scratch + len(run.free) * slot + between * (1 if mesh.pp.size == 1 else 6), logits, {
+    return scratch, scratch + len(run.stages.free) * slot + between * (1 if mesh.pp.size == 1 else 6), logits, {
         f"logits of {rows} tokens": logits,
         "tokens, cuBLASLt's workspace": batch * micro_batches + cublaslt.WORKSPACE,
         "kernels, graph, communication": RESERVE + buckets.staging,
@@ -266,6 +265,9 @@ class DryCudaOps(CudaOps):
         pass
 
     matmul = launch = copy = zero = _nothing  # type: ignore[assignment]
+
+    def to_host(self, array: Array) -> np.ndarray:
+        return np.zeros(array.shape, array.dtype.numpy)
 
     def dtype(self, name: str) -> DType:
         return DTYPES[name]

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +69,9 @@ class InFlight:
         self.sent: Any = None  # the send of ``out_nD``
 
     def clear(self) -> None:
-        """Prepare for another micro-batch; the data of this one is no longer needed."""
+        """Prepare for another micro-batch; the data of this one is no longer needed, once it is sent."""
+        if self.sent is not None:
+            self.sent.wait()
         self.arena.release(0)
         self.__init__(self.arena)  # type: ignore[misc]
 
@@ -119,20 +122,24 @@ class Model:
 
     # --- a rank's stage of the pipeline --------------------------------------------------------------------
 
-    def forward(self, weights: Weights, flight: InFlight, batch: Batch, x_nD: Array | None = None) -> Array:
+    def forward(
+        self, weights: Weights, flight: InFlight, batch: Batch, x_nD: Array | None = None, saves: bool = True
+    ) -> Array:
         """The output of this rank's stage for a micro-batch, whose tokens the first stage looks up.
 
-        ``x_nD`` is what the stage before gave, in memory of ``flight``, which saves what ``backward`` needs.
+        ``x_nD`` is what the stage before gave, in memory of ``flight``, which saves what ``backward`` needs.  If
+        ``saves`` is false, there is no backward: all layers use the same memory, and overwrite ``x_nD``.
         """
-        flight.batch = batch.map(lambda field: self._flatten(field, flight.arena))
+        keep = flight.arena if saves else self.arena
+        flight.batch = batch.map(lambda field: self.ops.indices(field.reshape(-1), keep))
         flight.seq_len = batch.tokens.shape[1]
-        flight.masks = self._masks(flight.batch.document_starts, batch.tokens.shape, flight.arena)
+        flight.masks = self._masks(flight.batch.document_starts, batch.tokens.shape, keep)
         ctx = self._ctx._replace(weights=weights, masks=flight.masks)
         if x_nD is None:
             x_nD = self.embedding.forward(ctx, flight.batch.tokens, flight.seq_len, flight.arena)
-        after = [flight.arena.take(x_nD.shape, x_nD.dtype) for _ in self.layers]
+        after = [flight.arena.take(x_nD.shape, x_nD.dtype) if saves else x_nD for _ in self.layers]
         *flight.inputs, flight.out_nD = x_nD, *after
-        if self.recompute != "block":
+        if saves and self.recompute != "block":
             each = zip(self.layers, flight.inputs, strict=True)
             flight.saved = [self._save(layer, x, flight.seq_len, flight.arena) for layer, x in each]
         with self.arena.scope():
@@ -179,51 +186,42 @@ class Model:
             pending.run(self._ctx._replace(into=into))
         flight.pending.clear()
 
-    # --- whole passes without a backward -------------------------------------------------------------------
+    # --- without a backward --------------------------------------------------------------------------------
 
     def loss(self, weights: Weights, batch: Batch) -> float:
-        """The mean loss over the targets; saves no activations."""
-        with self.ops.step(self.arena):
-            loss = self.arena.take((1,), np.dtype(np.float64))
-            self.evaluate_loss(weights, batch, self.evaluate_stage(weights, batch), loss)
-            return float(self.ops.to_host(loss)[0])
-
-    def evaluate_stage(self, weights: Weights, batch: Batch, x_nD: Array | None = None) -> Array:
-        """``forward`` without a backward: all layers use the same memory, and overwrite ``x_nD``."""
-        ctx, seq_len = self._ctx._replace(weights=weights), batch.tokens.shape[1]
-        if x_nD is None:
-            x_nD = self.embedding.forward(ctx, self._flatten(batch.tokens), seq_len, self.arena)
-        with self.arena.scope():
-            if self.layers:
-                starts = batch.document_starts
-                starts = None if starts is None else self._flatten(starts)
-                ctx = ctx._replace(masks=self._masks(starts, batch.tokens.shape, self.arena))
-                saved = self._save(self.layers[0], x_nD, seq_len, self.arena)
-                self._forward(ctx, [call for layer in self.layers for call in _calls(layer, saved, x_nD)])
-        return x_nD
-
-    def evaluate_loss(
-        self, weights: Weights, batch: Batch, x_nD: Array, loss: Array, count: Array | None = None
-    ) -> None:
-        """The mean loss of ``evaluate_stage``'s output, on the last stage, to ``loss`` (1,), float64."""
-        self.head.loss(self._ctx._replace(weights=weights), x_nD, self._flatten(batch.targets), loss, count)
+        """The mean loss over the targets, of the whole model."""
+        return self._of_whole(weights, batch, Model.loss_of)
 
     def logits(self, weights: Weights, tokens: Array) -> Array:
         """The logits (B, T, V), on the host; of the whole model."""
-        with self.ops.step(self.arena):
-            x_nD = self.evaluate_stage(weights, Batch(tokens))
-            return self.logits_of(weights, x_nD, slice(0, tokens.size)).reshape(*tokens.shape, -1)
+        logits = self._of_whole(weights, Batch(tokens), partial(Model.logits_of, rows=slice(0, tokens.size)))
+        return logits.reshape(*tokens.shape, -1)
 
     def next_logits(self, weights: Weights, tokens: Array) -> Array:
         """The logits (V,) of the token that follows ``tokens`` (1, T), on the host; of the whole model."""
-        with self.ops.step(self.arena):
-            last = tokens.shape[1] - 1
-            return self.logits_of(weights, self.evaluate_stage(weights, Batch(tokens)), slice(last, last + 1))[0]
+        last = slice(tokens.shape[1] - 1, tokens.shape[1])
+        return self._of_whole(weights, Batch(tokens), partial(Model.logits_of, rows=last))[0]
 
-    def logits_of(self, weights: Weights, x_nD: Array, rows: slice) -> Array:
-        """This rank's part of the logits of some rows of ``evaluate_stage``'s output, on the host."""
+    def _of_whole(self, weights: Weights, batch: Batch, result: Result) -> Any:
+        """``result`` of a forward of a model that is one stage."""
+        with self.ops.step(self.arena):
+            self.forward(weights, flight := InFlight(self.arena), batch, saves=False)
+            return result(self, weights, flight)
+
+    def loss_of(self, weights: Weights, flight: InFlight, count: float | None = None) -> float:
+        """The loss of the last stage's output: the sum over the targets, by ``count`` or, by default, their number."""
+        assert flight.batch is not None and flight.out_nD is not None  # there was a forward
+        ops, loss, divisor = self.ops, self.arena.take((1,), np.dtype(np.float64)), None
+        if count is not None:
+            divisor = self.arena.take((1,), ops.statistics_dtype(flight.out_nD.dtype))
+            ops.copy(np.full_like(ops.to_host(divisor), count), divisor)
+        self.head.loss(self._ctx._replace(weights=weights), flight.out_nD, flight.batch.targets, loss, divisor)
+        return float(ops.to_host(loss)[0])
+
+    def logits_of(self, weights: Weights, flight: InFlight, rows: slice) -> Array:
+        """This rank's part of the logits of some rows of the last stage's output, on the host."""
         ctx = self._ctx._replace(weights=weights)
-        return self.ops.to_host(self.head.logits(ctx, self.head.normed(ctx, x_nD)[rows]))
+        return self.ops.to_host(self.head.logits(ctx, self.head.normed(ctx, flight.out_nD)[rows]))
 
     # --- the driver ----------------------------------------------------------------------------------------
 
@@ -318,9 +316,9 @@ class Model:
         """The masks of a micro-batch (B, T) for each window that a layer has; ``starts`` are those of documents."""
         return {window: self.context.masks(starts, window, *shape, arena) for window in self.windows}
 
-    def _flatten(self, numbers: Array, arena: Arena | None = None) -> Array:
-        """A field of a batch (B, T), as (N,) where ``ops`` has its arrays."""
-        return self.ops.indices(numbers.reshape(-1), arena or self.arena)
+
+Result = Callable[[Model, Weights, InFlight], Any]
+"""What is computed of the last stage's output, while scratch memory is in use: ``Model.loss_of``, ``logits_of``."""
 
 
 def _calls(layer: Sequence[Sublayer], saved: Sequence[Saved], out_nD: Array | None) -> list[Call]:

@@ -105,11 +105,12 @@ class Pipeline:
                 here[1].wait()
             yield action, here[0] if here is not None else None
 
-    def receive(self, action: Action, out: Array) -> None:
-        """The input of ``action``, from another rank."""
-        link = self._incoming(action)
-        assert link is not None
-        link.recv(out, 0)
+    def receive(self, action: Action, make: Callable[[], Array]) -> Buffer | None:
+        """The input of ``action``, if it comes from another rank, in memory that ``make`` takes."""
+        if (link := self._incoming(action)) is None:
+            return None
+        link.recv((buffer := Buffer(make())).array, 0)
+        return buffer
 
     def _incoming(self, action: Action) -> Communicator | None:
         sender = self._other(self.schedule.source(self.axis.rank, action))
