@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import struct
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -155,6 +156,19 @@ class Rendezvous(ABC):
         if self.usual is None or self.usual >= self.timeout:
             return None
         return partial(StoppedRanks(self.failures, self.usual).check, "rendezvous")
+
+    def look_while_hub_answers(self, late_at: float) -> Callable[[], None]:
+        """The check of a wait for the hub, which may wait for a stopped rank, or run on one."""
+        usual, hub = self.look_for_stopped(), self.failures.world[0]
+
+        def look() -> None:
+            self.failures.status.receive_notices()
+            if usual is not None:
+                usual()
+            if time.monotonic() > late_at and self.failures.status.halted(hub):
+                raise TimeoutError
+
+        return look
 
     @abstractmethod
     def _exchange(self, message: bytes) -> list[bytes]:

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import MappingProxyType
@@ -450,7 +450,7 @@ class TCPRendezvous(Rendezvous):
             raise self._closed_by_another_thread()
         if self._hub is not None:
             self._hub.timeout = self.timeout  # the program may have changed it
-        look = self._look_for_stopped(time.monotonic() + self.timeout)
+        look = self.look_while_hub_answers(time.monotonic() + self.timeout)
         with self.waiting(), self.inbox.lock:
             try:
                 # The hub may have reported a failure before it closed.
@@ -477,19 +477,6 @@ class TCPRendezvous(Rendezvous):
 
     def _closed_by_another_thread(self) -> KosError:
         return RendezvousError(f"rendezvous: {self.call}: another thread of rank {self.rank} has closed the group")
-
-    def _look_for_stopped(self, late_at: float) -> Callable[[], None]:
-        """The check of a wait for the hub, which may wait for a stopped rank, or run on one."""
-        usual, hub = self.look_for_stopped(), self.failures.world[0]
-
-        def look() -> None:
-            self.failures.status.receive_notices()
-            if usual is not None:
-                usual()
-            if time.monotonic() > late_at and self.failures.status.halted(hub):
-                raise TimeoutError
-
-        return look
 
     def _failure_of(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None) -> KosError:
         """The failure that the hub reports."""
