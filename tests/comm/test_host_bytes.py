@@ -39,12 +39,6 @@ def call(comm: kos.Communicator, name: str, x: np.ndarray, **options: Any) -> An
 
 
 @pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are threads send messages in every collective; otherwise the last rank computes most of them."""
-    monkeypatch.setattr(ThreadTransport, "computes", lambda self, o: False)
-
-
-@pytest.fixture
 def leaving(messages: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Bytes that leave all hosts in one call."""
     sent, lock = [0], threading.Lock()
