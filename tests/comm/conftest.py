@@ -108,6 +108,12 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     on_hosts(monkeypatch, [1] * 64)
 
 
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are threads send messages in every collective; otherwise the last rank computes most of them."""
+    monkeypatch.setattr("kos.comm.host.threads.ThreadTransport.computes", lambda self, o: False)
+
+
 @pytest.fixture(params=["shared", "none"])
 def memory(request: pytest.FixtureRequest) -> str:
     """The memory that ranks of this host share."""

@@ -22,7 +22,7 @@ OPS = (ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX)
 NAMES = (*REDUCING, *MOVING[:-1], "barrier", "send_recv")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Step(model.Step):
     group: int = 0
     mode: str = "call"  # call, async, batch or persistent

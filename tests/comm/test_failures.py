@@ -115,24 +115,36 @@ def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(ranks_of_mp
     ranks_of_mpi.run(body)
 
 
-def late_behind_another_group(comm: kos.Communicator) -> tuple[str, tuple[int, ...]] | None:
-    """Rank 0 waits for rank 1, which waits in another group for rank 2."""
-    parts = [comm.group(ranks) for ranks in ((0, 1), (1, 2))]
-    comm.barrier()
-    part = parts[comm.rank > 0]
-    assert part is not None
-    if comm.rank == 2:
-        time.sleep(0.8)
-    try:
-        part.all_reduce(np.ones(1), timeout=0.4 if comm.rank == 0 else TIMEOUT)
-    except CollectiveTimeout as error:
-        return str(error), error.ranks
-    return None
-
-
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
 def test_a_rank_that_is_late_in_another_group_is_named(on: Any) -> None:
-    found, *others = on(3).run(late_behind_another_group)
+    """Rank 0 waits for rank 1, which waits in another group for rank 2."""
+    begins, ended = threading.Event(), threading.Event()
+
+    def body(comm: kos.Communicator) -> tuple[str, tuple[int, ...]] | None:
+        parts = [comm.group(ranks) for ranks in ((0, 1), (1, 2))]
+        comm.barrier()
+        part = parts[comm.rank > 0]
+        assert part is not None
+        if comm.rank == 2:
+            assert ended.wait(TIMEOUT)
+        elif comm.rank == 1:
+            begins.set()
+        else:
+            assert begins.wait(TIMEOUT)
+            until = time.monotonic() + TIMEOUT
+            while comm.rendezvous.failures.status.awaited(1) != (2,):
+                assert time.monotonic() < until
+                time.sleep(0.001)
+        try:
+            part.all_reduce(np.ones(1), timeout=0.4 if comm.rank == 0 else TIMEOUT)
+        except CollectiveTimeout as error:
+            return str(error), error.ranks
+        finally:
+            if comm.rank == 0:
+                ended.set()
+        return None
+
+    found, *others = on(3).run(body)
     assert found is not None and others == [None, None]
     assert found[1] == (2,) and "ranks [2] did not arrive, for which ranks [1] wait" in found[0]
 

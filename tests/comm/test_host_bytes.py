@@ -39,7 +39,7 @@ def call(comm: kos.Communicator, name: str, x: np.ndarray, **options: Any) -> An
 
 
 @pytest.fixture
-def leaving(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def leaving(messages: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Bytes that leave all hosts in one call."""
     sent, lock = [0], threading.Lock()
     isend = ThreadTransport.isend
@@ -87,7 +87,7 @@ def test_bytes_of_compressed_calls(form: str, hosts: tuple[int, ...], leaving: C
     assert leaving(hosts, "all_to_all", compress=form) == contributions
 
 
-def test_flat_where_hosts_differ() -> None:
+def test_flat_where_hosts_differ(messages: None) -> None:
     """Hosts of one rank, and of different numbers of ranks."""
     found = [spawn(_choice, sum(hosts), hosts=hosts) for hosts in ([1, 1], [2, 1], [2, 2])]
     assert [{*each} for each in found] == [{(1, "ring")}, {(None, "ring")}, {(2, "hierarchical")}]
@@ -110,9 +110,12 @@ def _sums(comm: kos.Communicator) -> list[bytes]:
     return [each.tobytes() for each in found]
 
 
-def test_the_same_bits_on_any_hosts_and_in_any_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also over sockets between the hosts and shared memory within each."""
+def test_the_same_bits_on_any_hosts_and_in_any_segments(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as the last rank computes them, and over sockets between the hosts and shared memory within each."""
     expected = spawn(_sums, 4)
+    request.getfixturevalue("messages")
     monkeypatch.setattr(compressed, "SEGMENT", 64)
     on_hosts(monkeypatch, (2, 2))
     for found in (spawn(_sums, 4, hosts=[2, 2]), spawn(_sums, 4, hosts=[3, 1]), TCPRanks(4).run(_sums)):

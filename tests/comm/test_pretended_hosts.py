@@ -70,7 +70,9 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ra
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_promise(ranks: Ranks, case: Any) -> None:
+def test_promise(ranks: Ranks, case: Any, request: pytest.FixtureRequest) -> None:
+    if ranks.kind == "mock":
+        request.getfixturevalue("messages")
     ranks.run(case.call)
 
 

@@ -176,7 +176,7 @@ def test_on_mpi(ranks_of_mpi: Any, seed: int, request: pytest.FixtureRequest, na
             Step(
                 name, one_of([0, 1, 5, 64, 9001, 300_000]), one_of(DTYPES), one_of(list(OPS)),
                 int(rng.integers(5)), one_of([0, 0, 0, 1, 2, 3, 4, 5]), bool(rng.integers(2)), bool(rng.integers(2)),
-                int(rng.integers(3)), one_of(["call", "async", "batch", "persistent"]),
+                group=int(rng.integers(3)), mode=one_of(["call", "async", "batch", "persistent"]),
             )
             for name in rng.permutation([*NAMES, *FROM_ANY]).tolist()
         ]  # fmt: skip
