@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -224,7 +225,7 @@ def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(monkeypatch: 
         request = SimpleNamespace(Test=lambda: number in done)
         return SimpleNamespace(Ibarrier=lambda: request, Free=lambda: freed.append(number))
 
-    monkeypatch.setattr(mpi_job, "_closing", [])
+    monkeypatch.setattr(mpi_job, "_closing", deque())
     monkeypatch.setattr(mpi_job, "load_mpi", lambda: SimpleNamespace(Is_finalized=lambda: False, Exception=OSError))
     done.add(2)
     for number in (1, 2):
@@ -233,3 +234,19 @@ def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(monkeypatch: 
     done.add(1)
     mpi_job.free_closed()
     assert freed == [2, 1]
+
+
+def test_another_thread_frees_communicators_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each look at a communicator, another thread looks at all of them."""
+    freed, looks = list[int](), iter(range(3))
+
+    def look() -> bool:
+        if next(looks, None) is not None:
+            mpi_job.free_closed()
+        return True
+
+    closing = deque((SimpleNamespace(Free=lambda n=n: freed.append(n)), n) for n in range(4))
+    monkeypatch.setattr(mpi_job, "_closing", closing)
+    monkeypatch.setattr(mpi_job, "is_over", lambda request: look())
+    mpi_job.free_closed()
+    assert sorted(freed) == [0, 1, 2, 3] and not closing

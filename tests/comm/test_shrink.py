@@ -472,27 +472,30 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 @needs_mpirun
-def test_threads_split_their_communicators_at_a_time(tmp_path: Path) -> None:
-    """Communicators are independent: no two groups of one host get the same tags of MPI."""
-    text = """
+@pytest.mark.parametrize("hosts", ["one", "several"])
+def test_threads_split_their_communicators_at_a_time(tmp_path: Path, hosts: str) -> None:
+    """Communicators are independent: no two groups get the same tags, or the same communicator, of MPI."""
+    text = f"""
 import threading
+if {hosts!r} == "several":
+    os.environ["KOS_HOST"] = os.environ["OMPI_COMM_WORLD_RANK"]
 with kos.init("mpi", timeout=20) as comm:
-    at_once = threading.Barrier(2, timeout=20)
+    at_once = threading.Barrier(3, timeout=20)
     def splits(own, number):
-        for _ in range(20):
+        for turn in range(40):
             at_once.wait()
-            with own.split(0) as part:
-                assert set(part.all_gather_bytes(bytes([number]))) == {bytes([number])}
+            with own.duplicate() if turn % 2 else own.split(0) as part:
+                assert set(part.all_gather_bytes(bytes([number]))) == {{bytes([number])}}
         ended.append(number)
     ended = []
-    threads = [threading.Thread(target=splits, args=(comm.duplicate(), number)) for number in range(2)]
+    threads = [threading.Thread(target=splits, args=(comm.duplicate(), number)) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     print(sorted(ended), flush=True)
 """
-    assert job(tmp_path, 2, text) == ["[0, 1]"] * 2
+    assert job(tmp_path, 2, text) == ["[0, 1, 2]"] * 2
 
 
 @needs_mpirun

@@ -53,7 +53,7 @@ class MPIRanks:
 
     def comm(self, rendezvous: Rendezvous, name: bytes) -> Any:
         """A communicator of exactly these ranks.  Collective on first use; ``name`` differs between groups."""
-        if self.ranks == list(range(self.shared.size)):
+        if self is self.whole:  # a copy of it has a communicator of its own: each may be used by a separate thread
             return self.shared
         if self._own is None:
             tag = int.from_bytes(hashlib.sha256(name).digest()[:3], "big")

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -37,7 +38,8 @@ _EXIT_GRACE = GRACE_SECONDS + 1.0
 
 _unfinished: list[Any] = []  # cancelled requests: MPI may still write to their memory
 _keeping = threading.Lock()
-_closing: list[tuple[Any, Any]] = []  # communicators to be freed, and the request of a barrier of their ranks
+# Communicators to be freed, and the request of a barrier of their ranks; each is of the thread that takes it.
+_closing = deque[tuple[Any, Any]]()
 abort_code: int | None = None  # exit code of a rank that aborted its communicator because of an exception
 starting: tuple[Any, Any] | None = None  # the job's communicator whose creation timed out, and its request
 _loss = False  # whether a rank was lost, and the job continues without it
@@ -163,9 +165,15 @@ def free_after_all(comm: Any) -> None:
 
 def free_closed() -> None:
     """Free the communicators that all of their ranks have closed."""
-    for entry in [each for each in _closing if is_over(each[1])]:
-        _closing.remove(entry)
-        entry[0].Free()
+    for _ in range(len(_closing)):
+        try:
+            comm, request = _closing.popleft()
+        except IndexError:
+            return
+        if is_over(request):
+            comm.Free()
+        else:
+            _closing.append((comm, request))
 
 
 def is_over(request: Any) -> bool:
