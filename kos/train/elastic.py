@@ -200,7 +200,7 @@ class Elastic(Runner):
             self._last = number, StepResult(*last)._replace(leaving=(), joining=0)
         run.step = applied - unfinished
         run.saved_step = max(each["saved"] for each in every)
-        run.untrained = next((each["untrained"] for each in every if each["untrained"] is not None), None)
+        run.untrained = next((each["untrained"] for each in every if each["untrained"]), {})
         kept.check(present)
         move_to(run, comm, run.epoch + 1)
         kept.load(run.device, comm, present)

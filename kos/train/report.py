@@ -57,6 +57,8 @@ def announce(run: RunContext) -> None:
         why = f"a rank adds up {len(run.device.micro_batches)} micro-batches of a step, which {asked} would round"
         say(f"--grad-dtype {asked}: gradients are {config.grad_dtype}, since {why}")
     say("; ".join(filter(None, (run.data.trained_on, run.data.held_out))))
+    if run.data.mixture is not None:
+        say(run.data.mixture.in_words(config.steps, config.batch_size))
     if run.comm.rank == 0:
         if fit := run.data.fit_in_words():
             say(fit)
@@ -82,7 +84,7 @@ def without_effect(config: TrainConfig, asked: Mapping[str, Any]) -> list[str]:
         "min_lr": "--schedule constant" * (config.schedule == "constant"),
         "decay_fraction": f"--schedule {config.schedule}" * (config.schedule != "wsd"),
         "val_data": "--eval-batches 0" * (not config.eval_batches),
-        "long_documents": "--fit cut" * (config.fit != "whole"),
+        "long_documents": "--fit cut" * (config.fit != "whole" and isinstance(config.data, str)),
         **dict.fromkeys(("prompt", "temperature", "top_k"), "--sample-tokens 0" * no_sample),
         "pp_schedule": "--pp 1" * (config.pp == 1),
     }

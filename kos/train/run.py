@@ -64,7 +64,7 @@ from kos.train.run_context import (
     run_folder,
 )
 from kos.train.tools import trackers
-from kos.train.tools.console import Console
+from kos.train.tools.console import Console, by_source
 from kos.train.tools.metrics import METRICS
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import Runner, StepResult, train
@@ -263,7 +263,7 @@ class Trainer(RunContext):
     def train(self, device: Runner) -> bool:
         """Train on the device from the current step; returns whether a stop was requested."""
         if self.step == self.start:
-            if self.step == 0 and self.config.eval_batches and self.untrained is None:
+            if self.step == 0 and self.config.eval_batches and not self.untrained:
                 self._validate_untrained()
             stop_together(self.comm, self.stop)
         self.stop.plan = f"stopping after this step, then saving to {self.checkpoints}"
@@ -278,8 +278,9 @@ class Trainer(RunContext):
 
     def _validate_untrained(self) -> None:
         with self.stop.at_once() if self.comm.size == 1 else contextlib.nullcontext():  # several ranks: one may wait
-            self.untrained = loss = self.device.evaluate()
-        self.console.say(f"validation loss before training: {loss:.4f}")
+            self.untrained = self.device.evaluate()
+        loss, *_ = self.untrained.values()
+        self.console.say("; ".join([f"validation loss before training: {loss:.4f}", *by_source(self.untrained)]))
         if not math.isfinite(loss):
             whose = self.config.init_from or "this model before its first step"
             text = f"expected a finite validation loss before training, got {loss} with the weights of {whose}"
@@ -306,6 +307,9 @@ class Trainer(RunContext):
             "tokens_per_second": rate,
             "step_seconds": result.seconds,
         }
+        if self.data.mixture is not None:
+            of_sources = self.data.mixture.tokens((step + 1) * config.batch_size)
+            row |= {f"tokens/{name}": count for name, count in of_sources.items()}
         if config.skip_outliers and not result.norm <= config.skip_outliers:
             row["skipped"] = True
             self.skipped.add(step)
@@ -320,17 +324,17 @@ class Trainer(RunContext):
         if step - self.last_finite == MOST_NOT_FINITE:
             raise self._not_finite(step + 1, f"gradient norm in one of {MOST_NOT_FINITE} steps", result.norm)
         row |= device.measures(rate)
-        if step == 0 and self.untrained is not None:
-            row["val_loss_before"] = self.untrained
+        if step == 0:
+            row |= {key.replace("val_loss", "val_loss_before", 1): loss for key, loss in self.untrained.items()}
         if config.elastic is not None:
             row |= {"ranks": result.ranks, "epoch": result.epoch}
         return row
 
-    def validate(self) -> float:
-        loss = self.device.evaluate()
-        if not math.isfinite(loss):
+    def validate(self) -> dict[str, float]:
+        losses = self.device.evaluate()
+        if not math.isfinite(loss := losses["val_loss"]):
             raise self._not_finite(self.step, "validation loss", loss)
-        return loss
+        return losses
 
     def save(self) -> None:
         """Save this step after the previous checkpoint is complete. ``--save-async``: files are written meanwhile."""

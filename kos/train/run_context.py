@@ -84,7 +84,7 @@ class RunContext:
         self.row: dict[str, Any] | None = None  # the last that was written
         self.epoch = 0
         """How often the ranks have changed (``--elastic``); -1: this rank has not joined them."""
-        self.untrained: float | None = None  # validation loss before training
+        self.untrained: dict[str, float] = {}  # validation losses before training
         self.saving: Saving | None = None
         self.held: contextlib.ExitStack = contextlib.ExitStack()
         self.held.callback(lambda: self.drop_save())
@@ -95,7 +95,7 @@ class RunContext:
 
     @property
     def data_in_words(self) -> str:
-        packed = f", packed {self.data.packing.digest[:12]}" if self.data.packing else ""
+        packed = "".join(f", packed {each.digest[:12]}" for part in self.data.parts if (each := part.packing))
         return f"{self.data.name} ({self.data.fingerprint[:12]}{packed})"
 
     @cached_property
@@ -168,8 +168,9 @@ def open_output(run: RunContext) -> None:
             write_json(out / "config.json", run.description)
         if config.profile:
             return
-        if run.data.packing:
-            run.data.packing.write(out)
+        for number, part in enumerate(run.data.parts, 1):
+            if part.packing:
+                part.packing.write(out if run.data.mixture is None else out / f"source-{number}")
         if config.elastic is not None:
             publish_address(run)
         _open_metrics(run, run.start)

@@ -68,8 +68,8 @@ class Run(Protocol):
     def measure(self, result: StepResult) -> dict[str, Any]:
         """The metrics of the step. TrainingError if its loss or norm is not finite."""
 
-    def validate(self) -> float:
-        """The validation loss. TrainingError if it is not finite."""
+    def validate(self) -> dict[str, float]:
+        """What ``Device.evaluate`` returns. TrainingError if it is not finite."""
 
     def log(self, row: dict[str, Any], last: bool) -> None:
         """Print and write the metrics of a step."""
@@ -109,7 +109,7 @@ def train(device: Runner, config: TrainConfig, run: Run) -> bool:
         run.step, stopped = run.step + 1, stopped or result.stop
         last = run.step == config.steps or (stopped and run.step == started)
         if config.eval_batches and (_every(config.eval_every, run.step) or run.step == config.steps):
-            row["val_loss"] = run.validate()
+            row |= run.validate()
         run.log(row, last)
         if not last and _every(config.save_every, run.step):
             run.save()

@@ -195,7 +195,7 @@ def test_a_config_is_frozen() -> None:
         (["--schedule", "linear"], ["--schedule", "'cosine', 'wsd' or 'constant'", "got 'linear'"]),
         (["--backend", "gloo"], ["--backend", "'auto', 'mpi', 'tcp', 'nccl', 'peer' or 'mock'", "got 'gloo'"]),
         (["--data", ""], ["--data", "at least 1 character", "got ''"]),
-        (["--data", "a", "--steps=2", "--data=b"], ["--data: expected one value, got a and b"]),
+        (["--data", "a", "--steps=2", "--data=b"], ["--data: expected NAME:WEIGHT or PATH:WEIGHT for each of", "got 'a'"]),
         (["--val-data=a", "--val-data=b"], ["--val-data: expected one value, got a and b"]),
         (["--config=a.toml", "--config=b.toml"], ["--config: expected one value, got a.toml and b.toml"]),
         (["--hidden-size", "0"], ["--hidden-size", "got 0"]),

@@ -64,7 +64,7 @@ def run_to_its_end(device: Any, steps: int, to_host: Callable[[Any], np.ndarray]
         device.start_step(step, False)
         result = device.finish_step(step)
         rows.append((result.loss, result.norm))
-    loss, next_logits = device.evaluate(), device.sampler()
+    loss, next_logits = device.evaluate()["val_loss"], device.sampler()
     text = None if next_logits is None else [*generate(next_logits, context, [1, 2, 3], 8, seed=1)]
     weights = device.whole_weights()
     weights = {name: to_host(weights[name]) for name in device.step.gradients}

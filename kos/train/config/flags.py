@@ -35,7 +35,7 @@ from kos.train.config.other_names import suggestion
 
 METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
-    "data": "NAME|PATH", "val_data": "NAME|PATH", "tokenizer": "NAME|PATH",
+    "data": "NAME|PATH[:WEIGHT]", "val_data": "NAME|PATH", "tokenizer": "NAME|PATH",
     "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE",
 }  # fmt: skip
 
@@ -124,7 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if field.annotation is not bool:
             metavar = METAVARS.get(key, {int: "N", float: "X", Path: "DIR"}.get(_type_of(field), "NAME"))
-            action = {"tracker": "append", "data": _Once, "val_data": _Once}.get(key, "store")
+            action = {"tracker": "append", "data": "append", "val_data": _Once}.get(key, "store")
             kind = {"metavar": metavar, "type": functools.partial(_value, field), "action": action}
             kind |= {"nargs": "?", "const": "1"} if key == "elastic" else {}
         group.add_argument(flag_of(key), dest=key, help=_help(field, attrgetter(key)(defaults)), **kind)
@@ -259,6 +259,12 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
     return _of_run(path, values) if isinstance(values.get("config"), dict) else values
 
 
+def _found(folder: str, value: Any) -> Any:
+    """The path below the ``folder`` if it is there, else the value."""
+    there = os.path.join(folder, str(value))
+    return there if value not in NAMES and (os.path.exists(there) or glob.glob(there)) else value
+
+
 def _of_run(path: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings in a run's config.json that a run from it has.
 
@@ -268,9 +274,11 @@ def _of_run(path: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
     values, folder = dict(run["config"]), str(run.get("cwd", "."))
     elsewhere = not (os.path.isdir(folder) and os.path.samefile(folder, "."))
     for key in PATHS if elsewhere else ():
-        there = os.path.join(folder, str(values.get(key)))
-        if values.get(key) not in NAMES and (os.path.exists(there) or glob.glob(there)):
-            values[key] = there
+        if isinstance(several := values.get(key), list):
+            parts = (str(each).rpartition(":") for each in several)
+            values[key] = ["".join([_found(folder, name), *weight]) for name, *weight in parts]
+        else:
+            values[key] = _found(folder, several)
     if values.get("resume") != "auto":
         values.pop("resume", None)  # the checkpoint from which that run resumed
     if values.get("epochs") is not None:

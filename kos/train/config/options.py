@@ -18,6 +18,7 @@ from pydantic import ValidationError, field_validator, model_validator
 
 from kos.errors import ConfigError, SettingError
 from kos.train.config import ModelSection, flatten, one_line, option, preset_values
+from kos.train.data.mixture import weighted
 from kos.train.data.token_files import KINDS
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig, Local
@@ -53,8 +54,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     init_from: str | None = option(None, "the preset's shape, random weights")
     """Start from the shape and weights of a Hugging Face folder."""
 
-    data: str = option("stdlib", min_length=1, description="Train on stdlib (the sources of Python's standard library)"
-                       f", tinyshakespeare, or the PATH of a file or folder: {KINDS}.")  # fmt: skip
+    data: str | tuple[str, ...] = option("stdlib", description="Train on stdlib (the sources of Python's standard "
+        f"library), tinyshakespeare, or the PATH of a file or folder: {KINDS}. To mix several, repeat the flag with "
+        "PATH:WEIGHT; weights are of tokens.")  # fmt: skip
     val_data: str | None = option(None, "a part that is held out of --data", min_length=1)
     """Validate on other data: the same NAMEs and PATHs as --data."""
     text_field: str = option("text", min_length=1)
@@ -203,6 +205,14 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     model: ModelSection
 
+    @field_validator("data", mode="before")
+    @classmethod
+    def _sources(cls, given: Any) -> Any:
+        names = tuple(given) if isinstance(given, list | tuple) else (given,)
+        if not names or not all(isinstance(name, str) and name for name in names):
+            raise SettingError("data", "names or paths of at least 1 character", repr(given))
+        return names if len(names) > 1 and weighted(names) else names[0]
+
     @field_validator("tracker", mode="before")
     @classmethod
     def _names(cls, given: Any) -> tuple[str, ...]:
@@ -223,6 +233,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
                 raise SettingError("compress", "none", self.compress, "elastic")
             if self.optimizer == "muon" and self.zero:
                 raise SettingError("zero", "0 with muon", self.zero, "elastic")
+        if not isinstance(self.data, str) and self.epochs is not None:
+            expected = "none with several --data (weights and --steps say how often each is seen)"
+            raise SettingError("epochs", expected, self.epochs)
         if self.compress_scope == "hosts" and self.compress == "none":
             raise SettingError("compress", "fp8, int8 or int4", self.compress, "compress_scope")
         longest = self.model.max_position_embeddings

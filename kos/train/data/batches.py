@@ -27,6 +27,7 @@ from kos.train.data.batch import Batch
 from kos.train.data.chat import read_chat_template
 from kos.train.data.corpus import Corpus, Show, read_corpus
 from kos.train.data.documents import Document, Lines
+from kos.train.data.mixture import Mixture, mix, weighted
 from kos.train.data.packing import PackedTokens, Packing, pack
 from kos.train.data.permutation import permuted
 from kos.train.data.prepared import prepared
@@ -89,11 +90,16 @@ class Dataset:
     what: str = "document"
     """What a document is, for the log."""
 
+    mixture: Mixture | None = None
+    """The sources and the order of their sequences; None: one source."""
+
     in_parts: bool = False
     """Whether documents have parts that the loss need not count: chats, prompts and completions, tokens with a mask."""
 
     def __post_init__(self) -> None:
         least = self.seq_len + 1
+        if self.mixture is not None:
+            return  # its sources have been checked
         for tokens, use in ((self.train, "train"), (self.val, "validate"))[: 2 if self.eval_batches else 1]:
             if len(tokens) < least and self.packing and tokens.size:
                 expected = f"a document of at most --seq-len = {self.seq_len} tokens to {use} on"
@@ -105,6 +111,16 @@ class Dataset:
             raise self._error(self.val, "validation windows in which the loss counts a target", "none")
 
     @property
+    def parts(self) -> list[Dataset]:
+        """The data of each source."""
+        return [self] if self.mixture is None else [*self.mixture.parts.values()]
+
+    @property
+    def validated(self) -> list[Dataset]:
+        """The data of each source that has validation data of its own; ``--val-data`` is that of all."""
+        return self.parts if self.sources[0] == self.sources[1] else self.parts[:1]
+
+    @property
     def fields(self) -> tuple[str, ...]:
         """Those of ``Batch`` that all batches have."""
         return ("tokens", "targets", *["document_starts"] * self.packs)
@@ -112,7 +128,7 @@ class Dataset:
     @property
     def masks_targets(self) -> bool:
         """Whether targets may be masked with -1: then ranks exchange the counts of the others before each step."""
-        return self.train.masked or self.val.masked
+        return any(each.train.masked or each.val.masked for each in self.parts)
 
     def batch(self, step: int) -> Batch:
         """The whole batch of ``step`` (counted from 0)."""
@@ -120,9 +136,23 @@ class Dataset:
 
     def rows(self, step: int, indices: Iterable[int]) -> Batch:
         """Some rows of ``batch(step)``."""
+        if self.mixture is not None:
+            return self.mixture.rows(step * self.batch_size, self.batch_size, [*indices])
         starts, fills = self._starts(step, np.array([*indices], np.int64))
         got = self.windows(self.train, starts)
         return got._replace(targets=np.where(fills[:, None], np.int32(LEFT_OUT), got.targets)) if fills.any() else got
+
+    def in_order(self, numbers: NDArray[np.int64]) -> Batch:
+        """The training sequences of these numbers if each comes once, in random order, and then each again."""
+        epochs, places = np.divmod(numbers, self.sequences)
+        for epoch in np.unique(epochs):
+            places[epochs == epoch] = permuted(places[epochs == epoch], self.sequences, self.seed, int(epoch))
+        return self.windows(self.train, places * self.seq_len)
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences with their targets lie side by side in the training tokens."""
+        return self._windows(self.train)
 
     def _starts(self, step: int, rows: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Where the sequences of some rows start, and which of them only fill the last batch of an epoch."""
@@ -140,6 +170,9 @@ class Dataset:
 
         The share of tokens that is said of documents ``in_parts`` that are cut is that of the first SAMPLED sequences.
         """
+        if self.mixture is not None:
+            texts = ((name, part.fit_in_words()) for name, part in self.mixture.parts.items())
+            return "\n".join(f"{name}: {line}" for name, text in texts for line in text.splitlines())
         packed = {"training": self.train, "validation": self.val}
         if self.packing:
             lines = {use: each.in_words(self.what) for use, each in packed.items() if isinstance(each, PackedTokens)}
@@ -259,6 +292,12 @@ def load_data(
     no target that counts; a prompt that the tokenizer cannot encode.  ConfigError: data or tokenizer missing; a
     tokenizer that does not fit the data.
     """
+    if not isinstance(config.data, str):
+        sources, parts = weighted(config.data), list[Dataset]()
+        for number, name in enumerate(sources, 1):
+            folders = [run / f"source-{number}" for run in runs]
+            parts.append(load_data(config.model_copy(update={"data": name}), show, weights, folders))
+        return mix(sources, parts)
     weights = weights or config.init_from
     template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
     lines = Lines(config.text_field, template, config.split_turns)

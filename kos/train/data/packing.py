@@ -54,6 +54,8 @@ class PackedTokens(Tokens):
         self.seq_len, self.stride, self.plan, self.skips = seq_len, seq_len, plan, skips
         self._first = np.append(np.flatnonzero(plan < 0), len(plan))  # of each sequence, in the plan
         self._bounds = np.append(begins_of(tokens), self.size)
+        lengths = np.diff(self._bounds)
+        self.fill = int(lengths[(lengths <= seq_len) | (not skips)].sum()) / max(1, (len(self._first) - 1) * seq_len)
 
     def __len__(self) -> int:
         """The tokens of all sequences, and one more, as the last target; 0 if there are none."""
@@ -92,10 +94,9 @@ class PackedTokens(Tokens):
         kept, longer = (lengths <= self.seq_len) | (not self.skips), lengths > self.seq_len
         counted = self.counted(begins[kept] + 1, self._bounds[1:][kept])
         tokens, sequences = int(lengths[kept].sum()), len(self._first) - 1
-        fill = tokens / (sequences * self.seq_len) if sequences else 0.0
         text = (
             f"{plural(int(kept.sum()), what)} of {tokens:,} tokens, of which the loss counts {counted:,}, "
-            f"in {plural(sequences, 'sequence')} of {self.seq_len:,}, {fill:.1%} full"
+            f"in {plural(sequences, 'sequence')} of {self.seq_len:,}, {self.fill:.1%} full"
         )
         if not longer.any():
             return f"{text} (--fit whole)"
@@ -203,6 +204,7 @@ class Packing:
         return bytes(self.array()[:4]).hex()
 
     def write(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
         np.save(file := io.BytesIO(), self.array(), allow_pickle=False)
         replace_file(folder / FILE, file.getvalue())
 

@@ -30,6 +30,9 @@ class Tokens:
     stride = 1
     """Sequences that are drawn start at multiples of this."""
 
+    fill = 1.0
+    """The share of sequences that is tokens; the rest is padding."""
+
     def __init__(self, shards: Shards, documents: NDArray[np.int64] | Separator | None = None) -> None:
         self.shards, self.documents = shards, documents
         self._ends = np.cumsum([len(shard) for shard in self.shards])
@@ -66,7 +69,8 @@ class Tokens:
             if self.documents.ends:
                 begins[1:] = begins[:-1]
             return np.maximum.accumulate(np.where(begins, at, 0), dtype=np.int32)
-        assert self.documents is not None
+        if self.documents is None:
+            return np.zeros(len(window), np.int32)
         places = np.arange(start, start + len(window))
         begun = self.documents[np.searchsorted(self.documents, places, side="right") - 1]
         return np.maximum(begun - start, 0).astype(np.int32)

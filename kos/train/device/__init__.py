@@ -157,9 +157,17 @@ class Device(Runner):
 
     # --- validation --------------------------------------------------------------------------------------
 
-    def evaluate(self) -> float:
+    def evaluate(self) -> dict[str, float]:
+        """``val_loss``; of a mixture the mean of its sources' by their weights, and each as ``val_loss/SOURCE``."""
+        mixture, losses = self.data.mixture, [self._loss(data) for data in self.data.validated]
+        if mixture is None or len(losses) == 1:
+            return {"val_loss": losses[0]}
+        of_sources = {f"val_loss/{name}": loss for name, loss in zip(mixture.parts, losses, strict=True)}
+        return {"val_loss": float(np.dot(mixture.weights, losses)), **of_sources}
+
+    def _loss(self, data: Dataset) -> float:
         """The mean loss over all targets of the validation windows that are not left out."""
-        weights, starts = self.step.as_read(self.whole_weights()), self.data.val_starts()
+        weights, starts = self.step.as_read(self.whole_weights()), data.val_starts()
         dp, first, stages = self.mesh.dp, self.step.models[0], self.step.stages
         most, sums = len(self.micro_batches[0]), np.zeros(-(-len(starts) // dp.size))
         count, targets = float(starts.shape[1] * self.data.seq_len), 0
@@ -174,7 +182,7 @@ class Device(Runner):
             for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank], rows):
                 index, windows = pieces[action.micro_batch]
                 self.show("validation", action.micro_batch / len(pieces))
-                batch = self.data.windows(self.data.val, windows)
+                batch = data.windows(data.val, windows)
                 targets += counted(batch) * (action.chunk == 0) if self.data.masks_targets else 0
                 batch = first.context.take(batch)
                 loss_of = partial(Model.loss_of, count=count)
@@ -187,8 +195,8 @@ class Device(Runner):
 
     def evaluated_at_once(self) -> set[int]:
         """The numbers of sequences that a pass of validation has, a micro-batch at most."""
-        (batches, rows), most = self.data.val_starts().shape, len(self.micro_batches[0])
-        return {min(most, rows), rows % most} - {0} if batches else set()
+        shapes, most = [data.val_starts().shape for data in self.data.validated], len(self.micro_batches[0])
+        return {size for batches, rows in shapes if batches for size in (min(most, rows), rows % most)} - {0}
 
     # --- text --------------------------------------------------------------------------------------------
 

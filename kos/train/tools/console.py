@@ -79,7 +79,8 @@ class Console:
         if evaluated:
             self.say("\n".join(wrapped([f"step {step}:", *describe(row)], self._bar.console.width)))
         if log:
-            self._values = [*describe({key: value for key, value in row.items() if key != "val_loss"}), *left]
+            shown = {key: value for key, value in row.items() if not key.startswith("val_loss")}
+            self._values = [*describe(shown), *left]
         self._spoke = time.monotonic()
         self._bar.update(f"training {step}/{self.steps}", step / self.steps, self._values)
 
@@ -195,4 +196,9 @@ def describe(row: Mapping[str, Any]) -> list[str]:
     values = {**row, "gib": row.get("memory_bytes", 0) / 2**30}
     alone = row.get("tokens_per_second_per_gpu") == row["tokens_per_second"]
     shown = (key for key in _SHOWN if key in row and not (alone and key.endswith("gpu")))
-    return [_SHOWN[key].format_map(values) for key in shown]
+    return [*(_SHOWN[key].format_map(values) for key in shown), *by_source(row)]
+
+
+def by_source(row: Mapping[str, Any]) -> list[str]:
+    """The validation losses of the sources of a mixture."""
+    return [f"{key} {loss:.4f}" for key, loss in row.items() if key.startswith("val_loss/")]

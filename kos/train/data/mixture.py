@@ -1,0 +1,126 @@
+"""Several sources of data in one run (``--data PATH:WEIGHT``, repeated): which sequences of which source a step has.
+
+The sources take turns by the van der Corput sequence in base 2: the n-th sequence of a run comes from the source in
+whose part of [0, 1) its n-th term lies. The first n terms are spread so evenly that each source has its share of them
+within about log2(n) sequences, and how many it has follows from n alone (Niederreiter, "Random Number Generation and
+Quasi-Monte Carlo Methods", 1992, chapter 3). A step has those of its sequences together that are of one source. Of each
+source, sequences come as with ``--epochs``: each once, in random order, then each again in another order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kos.errors import DataError, SettingError, plural
+from kos.train.data.batch import Batch
+from kos.train.data.tokens import Tokens
+
+if TYPE_CHECKING:
+    from kos.train.data.batches import Dataset
+
+_WEIGHTED = re.compile(r"(.+):(\d{0,9}\.?\d{1,9})", re.DOTALL)
+
+
+def weighted(data: str | Sequence[str]) -> dict[str, float]:
+    """The sources of ``--data`` and their weights.  Of several, the weight is what follows the last colon.
+
+    SettingError: one of several has no weight above 0, or is there twice."""
+    if isinstance(data, str):
+        return {data: 1.0}
+    sources = dict[str, float]()
+    for given in data:
+        match = _WEIGHTED.fullmatch(str(given))
+        if match is None or not float(match[2]) or match[1] in sources:
+            raise SettingError("data", "NAME:WEIGHT or PATH:WEIGHT for each of several, all different", repr(given))
+        sources[match[1]] = float(match[2])
+    return sources
+
+
+def terms_below(count: int, limit: float) -> int:
+    """How many of the first ``count`` terms of the van der Corput sequence are below ``limit``.
+
+    The terms with even numbers are half of those of the whole sequence, and the ones after them a half more.
+    """
+    total = 0
+    while count and 0 < limit < 1:
+        even = (count + 1) // 2
+        if limit <= 0.5:
+            count, limit = even, 2 * limit
+        else:
+            total, count, limit = total + even, count // 2, 2 * limit - 1
+    return total + (count if limit >= 1 else 0)
+
+
+class Mixture:
+    """The order of the sequences of sources, and the ``parts`` that they are, by their names.
+
+    ``weights`` are of tokens, of which a source with padding has fewer in a sequence.
+    """
+
+    def __init__(self, sources: Mapping[str, float], parts: Sequence[Dataset]) -> None:
+        self.parts = dict(zip(sources, parts, strict=True))
+        self.weights = np.array([*sources.values()]) / sum(sources.values())
+        self.lengths = [part.seq_len * part.train.fill for part in parts]  # mean tokens of a sequence
+        shares = np.cumsum(self.weights / self.lengths)
+        self._limits = (shares / shares[-1]).tolist()
+
+    def sequences(self, count: int) -> NDArray[np.int64]:
+        """How many of the first ``count`` sequences come from each source."""
+        return np.diff([terms_below(count, limit) for limit in self._limits], prepend=0)
+
+    def tokens(self, count: int) -> dict[str, int]:
+        """How many tokens of each source are in the first ``count`` sequences, if all have the mean of their source."""
+        return dict(zip(self.parts, map(round, self.sequences(count) * self.lengths), strict=True))
+
+    def in_words(self, steps: int, batch_size: int) -> str:
+        """Lines for the log on each source in the first ``steps`` batches."""
+        seen = zip(self.weights, self.sequences(steps * batch_size), self.parts.values(), strict=True)
+        return "\n".join(
+            f"{name}: {weight:.1%} of the tokens, {tokens:,} in {plural(steps, 'step')}; each of "
+            f"{plural(part.sequences, 'sequence')} {times / part.sequences:.2g} times"
+            for (name, tokens), (weight, times, part) in zip(self.tokens(steps * batch_size).items(), seen, strict=True)
+        )
+
+    def rows(self, first: int, size: int, rows: Sequence[int]) -> Batch:
+        """Some ``rows`` of the batch of ``size`` that begins with sequence ``first`` of the run."""
+        before = self.sequences(first)
+        ends = np.cumsum(self.sequences(first + size) - before)
+        sources = np.searchsorted(ends, rows, side="right")
+        places, parts = before[sources] + rows - np.append(0, ends)[sources], [*self.parts.values()]
+        each = [parts[source].in_order(places[sources == source]) for source in np.unique(sources)]
+        order = np.argsort(np.argsort(sources, kind="stable"))
+        return Batch(*(None if of[0] is None else np.concatenate(of)[order] for of in zip(*each, strict=True)))
+
+
+def mix(sources: Mapping[str, float], parts: Sequence[Dataset]) -> Dataset:
+    """The data of several sources, of each of which ``parts`` has its own.  DataError if their tokenizers differ."""
+    first, names = parts[0], [*sources]
+    for part, name in zip(parts, names, strict=True):
+        if not part.tokenizer.is_like(first.tokenizer):
+            expected = f"the tokenizer of {names[0]}, {first.tokenizer.name}"
+            raise DataError(f"--data {name}: expected {expected}, got {part.tokenizer.name}").about("data", "tokenizer")
+    packs = any(part.packs for part in parts)
+    mixture = Mixture(sources, [dataclasses.replace(part, packs=packs) for part in parts])
+    about = json.dumps([*zip(mixture.weights, (part.fingerprint for part in parts), strict=True)])
+    validated = parts if first.sources[0] == first.sources[1] else parts[:1]
+    train, val = (
+        Tokens([shard for tokens in of for shard in tokens.shards])
+        for of in ([part.train for part in parts], [part.val for part in validated])
+    )
+
+    def lines(key: str) -> str:
+        return "; ".join(f"{name}: {text}" for name, part in mixture.parts.items() if (text := getattr(part, key)))
+
+    return dataclasses.replace(
+        first, name=" + ".join(f"{part.name}:{sources[name]:g}" for name, part in mixture.parts.items()),
+        train=train, val=val, packs=packs, packing=None, mixture=mixture, trained_on=lines("trained_on"),
+        held_out=lines("held_out"), note=lines("note"), fingerprint=hashlib.sha256(about.encode()).hexdigest(),
+    )  # fmt: skip

@@ -1,0 +1,146 @@
+"""Ten steps on packed chats with masked turns, beside transformers and torch's AdamW, in float32 on CPUs.
+
+kos packs the chats and masks them. The reference has transformers' tokens and masks of each chat alone, and the mean
+of the losses over the counted tokens of the chats that are in a batch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.testing import spawn
+from kos.train.config.flags import parse
+from kos.train.data.batches import load_data
+from kos.train.run import Trainer
+from kos.train.tools.metrics import read_metrics
+from tests.train.chat_templates import CHATML, SPECIAL
+from tests.train.test_loss_masks import write_lines
+from tests.train.test_tokenizers import byte_level_bpe
+
+REASON = "the reference needs transformers and torch (pip install transformers torch)"
+transformers = pytest.importorskip("transformers", reason=REASON)
+torch = pytest.importorskip("torch", reason=REASON)
+
+WORDS = ["ring", "tree", "rank", "barrier", "reduce", "gather", "hub", "wait"]
+SHAPE: dict[str, Any] = {
+    "vocab_size": 340, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+FAMILIES = {
+    "llama": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen2": transformers.Qwen2Config(**SHAPE, tie_word_embeddings=False),
+    "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+    "mistral": transformers.MistralConfig(**SHAPE, sliding_window=24),
+}
+STEPS, LR, WARMUP, DECAY, CLIP = 10, 1e-3, 3, 0.1, 1.0
+FLAGS = [
+    "--steps=10", "--lr=1e-3", "--warmup-steps=3", "--schedule=constant", "--weight-decay=0.1", "--grad-clip=1",
+    "--seq-len=128", "--batch-size=4", "--micro-batch-size=1", "--eval-batches=1", "--sample-tokens=0", "--device=cpu",
+]  # fmt: skip
+LAYOUTS: list[tuple[int, list[str]]] = [(2, ["--dp=2"]), (2, ["--tp=2"]), (2, ["--pp=2"]), (2, ["--cp=2"])]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of a family, its tokenizer with a chat template, and chats of up to 128 tokens."""
+    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp(request.param)
+    bpe = byte_level_bpe([" ".join(WORDS) * 9], 300, [])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param])
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.randn_like(weight) * 0.1 + ("norm" in name))
+    model.save_pretrained(folder)
+
+    def message(role: str) -> dict[str, str]:
+        return {"role": role, "content": " ".join(rng.choice(WORDS, rng.integers(1, 9)))}
+
+    def chat() -> list[dict[str, str]]:
+        turns = [message(role) for _ in range(rng.integers(1, 4)) for role in ("user", "assistant")]
+        return [message("system")] * int(rng.integers(2)) + turns
+
+    write_lines(folder / "chats.jsonl", [{"messages": chat()} for _ in range(80)])
+    return folder
+
+
+def train(folder: Path, out: Path, ranks: int = 1, *flags: str) -> list[dict[str, Any]]:
+    config = parse([*arguments(folder), f"--out={out}", *flags])
+    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=200)
+    return read_metrics(out)
+
+
+def arguments(folder: Path) -> list[str]:
+    return [f"--init-from={folder}", f"--data={folder / 'chats.jsonl'}", *FLAGS]
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return train(folder, tmp_path_factory.mktemp("run") / "one")
+
+
+def losses_of_transformers(folder: Path) -> tuple[list[float], list[float]]:
+    """The losses of the steps, and the norms of their gradients before clipping."""
+    torch.set_num_threads(1)  # else threads wait for one another on a busy machine
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    masks = dict[tuple[int, ...], list[int]]()
+    for line in (folder / "chats.jsonl").read_text().splitlines():
+        marked = tokenizer.apply_chat_template(
+            json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True, tokenize=True
+        )
+        masks[tuple(marked["input_ids"])] = marked["assistant_masks"]
+    data = load_data(parse(arguments(folder)))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    weights = list(model.parameters())
+    groups = [
+        {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": DECAY},
+        {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer, losses, norms = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8), [], []
+    for step in range(STEPS):
+        batch, chats = data.batch(step), list[tuple[int, ...]]()
+        assert batch.document_starts is not None
+        for tokens, starts in zip(batch.tokens, batch.document_starts, strict=True):
+            every = [tuple(tokens[starts == start].tolist()) for start in np.unique(starts)]
+            chats += [each for each in every if any(each)]  # else padding
+        counts = sum(sum(masks[chat][1:]) for chat in chats)
+        total = 0.0
+        optimizer.zero_grad()
+        for chat in chats:
+            ids = torch.tensor([chat])
+            labels = torch.where(torch.tensor([masks[chat]]) > 0, ids, -100)
+            logits = model(input_ids=ids).logits
+            loss = torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum") / counts
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(weights, CLIP)))
+        for group in optimizer.param_groups:
+            group["lr"] = LR * min(1, (step + 1) / WARMUP)
+        optimizer.step()
+    return losses, norms
+
+
+def test_ten_steps_are_those_of_transformers(folder: Path, one_rank: list[dict[str, Any]]) -> None:
+    losses, norms = losses_of_transformers(folder)
+    assert losses[0] - losses[-1] > 0.02 and max(norms) > CLIP, "it learns, and gradients are clipped"
+    np.testing.assert_allclose([row["loss"] for row in one_rank], losses, rtol=1e-5)
+    np.testing.assert_allclose([row["grad_norm"] for row in one_rank], norms, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=[layout[0][2:] for _, layout in LAYOUTS])
+def test_layouts_have_the_losses_of_one_rank(
+    folder: Path, one_rank: list[dict[str, Any]], tmp_path: Path, ranks: int, layout: list[str]
+) -> None:
+    rows = train(folder, tmp_path / "out", ranks, *layout)
+    for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        np.testing.assert_allclose([row[key] for row in rows], [row[key] for row in one_rank], rtol=tolerance)
+    assert rows[-1]["val_loss"] == pytest.approx(one_rank[-1]["val_loss"], rel=1e-5)

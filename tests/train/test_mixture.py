@@ -1,0 +1,305 @@
+"""``--data PATH:WEIGHT``, repeated: the share of each source, the order of its sequences, and runs on mixtures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import ConfigError, DataError
+from kos.testing import spawn
+from kos.train.config.flags import parse
+from kos.train.config.options import TrainConfig
+from kos.train.data import packing
+from kos.train.data.batches import Dataset, load_data
+from kos.train.data.mixture import terms_below
+from kos.train.parallel.data import shard_batch
+from kos.train.run import Trainer
+from kos.train.tools import plan
+from kos.train.tools.metrics import read_metrics
+from tests.train import emulated_runs
+from tests.train.emulated_runs import emulated
+from tests.train.refusal import refused
+from tests.train.sharded import tensors_of_run
+from tests.train.test_loop import SMALL, _losses
+from tests.train.test_loss_masks import write_lines
+
+__all__ = ["emulated"]
+
+
+@pytest.mark.parametrize("limit", [0.0, 2**-60, 0.1, 0.25, 1 / 3, 0.5, 0.7, 1 - 2**-50, 1.0])
+def test_terms_are_counted_as_they_come(limit: float) -> None:
+    """The n-th term has the binary digits of n after the point, in reverse order."""
+    terms = [int(bin(n)[:1:-1], 2) / 2 ** (len(bin(n)) - 2) for n in range(300)]
+    counts = np.cumsum([0, *(term < limit for term in terms)])
+    assert [terms_below(n, limit) for n in range(301)] == counts.tolist()
+    many = 10**15
+    assert abs(terms_below(many, limit) - many * limit) < 30
+
+
+# --- batches --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts with completions, which padding follows, and two texts; one name has colons."""
+    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("data")
+    words = ["ring ", "tree ", "barrier ", "rank\n"]
+    parts = [["".join(rng.choice(words, rng.integers(2, 7))) for _ in range(2)] for _ in range(90)]
+    write_lines(folder / "pairs.jsonl", [{"prompt": prompt, "completion": completion} for prompt, completion in parts])
+    (folder / "a:0.5.txt").write_text("".join(rng.choice(["zig ", "zag\n"], 500)))
+    (folder / "b.txt").write_text("".join(rng.choice(["ONE ", "TWO\n"], 3000)))
+    return folder
+
+
+def flags(folder: Path, *more: str, weights: tuple[str, ...] = ("0.5", "1", "0.25")) -> list[str]:
+    paths = [f"{folder / name}:{weight}" for name, weight in zip(("pairs.jsonl", "a:0.5.txt", "b.txt"), weights)]  # noqa: B905
+    return [*(word for path in paths for word in ("--data", path)), "--seq-len=48", "--batch-size=8", *more]
+
+
+def source_of(tokens: np.ndarray) -> int:
+    """Which of the files of ``folder`` a sequence of bytes is from."""
+    return 2 if tokens.min(initial=99, where=tokens > 32) < 97 else 1 if ord("z") in tokens else 0
+
+
+def seen(data: Dataset, steps: int) -> tuple[list[int], list[bytes]]:
+    """The source and the tokens of each sequence of a run."""
+    rows = [row for step in range(steps) for row in data.batch(step).tokens]
+    return [*map(source_of, rows)], [row.tobytes() for row in rows]
+
+
+def test_each_source_has_its_share_of_the_tokens(folder: Path) -> None:
+    """Padding is no token. In a part of the run a source has its share too, and the metrics count what batches have."""
+    data, steps = load_data(parse(flags(folder))), 400
+    assert data.mixture is not None
+    fill = data.parts[0].train.fill
+    assert 0.7 < fill < 0.98
+    sources, _ = seen(data, steps)
+    for at in (0, 55, 200):
+        counts = np.bincount(sources[8 * at :], minlength=3) * [48 * fill, 48, 48]
+        assert np.abs(counts / counts.sum() - np.array([2, 4, 1]) / 7).max() < 10 / len(sources[8 * at :])
+    for count in (1, 17, 399):
+        of_sources = np.bincount(sources[: 8 * count], minlength=3)
+        assert [*data.mixture.tokens(8 * count).values()] == [round(x) for x in of_sources * [48 * fill, 48, 48]]
+    starts = data.batch(3).document_starts
+    assert starts is not None and (starts[np.array(sources[24:32]) > 0] == 0).all(), "a text is one document"
+
+
+def test_a_source_has_each_sequence_once_before_any_again(folder: Path) -> None:
+    data = load_data(parse(flags(folder)))
+    assert data.mixture is not None
+    sources, rows = seen(data, 300)
+    for source, part in enumerate(data.parts):
+        mine = [row for each, row in zip(sources, rows, strict=True) if each == source]
+        first, second = mine[: part.sequences], mine[part.sequences :][: part.sequences]
+        alone = load_data(parse([f"--data={[*data.mixture.parts][source]}", "--seq-len=48", "--epochs=1"]))
+        once = [row.tobytes() for step in range(alone.steps_per_epoch) for row in alone.batch(step).tokens]
+        assert sorted(first) == sorted(once[: part.sequences])
+        assert len(second) > 9 and Counter(second) <= Counter(first) and first[: len(second)] != second
+
+
+def test_any_number_of_ranks_sees_the_same_batches(folder: Path) -> None:
+    data = load_data(parse(flags(folder)))
+    for step in (0, 1, 7, 1000):
+        whole = data.batch(step)
+        whole.check()
+        for size in (1, 2, 4, 8):
+            parts = [data.rows(step, rows) for rank in range(size) for rows in shard_batch(8, 1, rank, size)]
+            for name, field in whole._asdict().items():
+                assert field is None or (np.concatenate([getattr(part, name) for part in parts]) == field).all()
+        shuffled = data.rows(step, [5, 0, 7, 2])
+        assert (shuffled.targets == whole.targets[[5, 0, 7, 2]]).all()
+    assert (load_data(parse(flags(folder, "--seed=5"))).batch(0).tokens != data.batch(0).tokens).any()
+
+
+# --- settings -------------------------------------------------------------------------------------------------
+
+
+def test_a_path_may_have_colons(folder: Path, tmp_path: Path) -> None:
+    """Of several the weight is after the last colon; one alone is a path as it is. Weights need not have the sum 1."""
+    alone = parse(["--data", str(folder / "a:0.5.txt"), "--seq-len=9"])
+    assert alone.data == str(folder / "a:0.5.txt") and load_data(alone).mixture is None
+    several = [f"{folder / 'a:0.5.txt'}:3", "stdlib:.5"]
+    (tmp_path / "mix.toml").write_text(f"data = {json.dumps(several)}")
+    config = parse(["--config", str(tmp_path / "mix.toml")])
+    assert config.data == tuple(several) and config.to_json()["data"] == several
+    assert parse(["--config", str(tmp_path / "mix.toml"), "--data", "stdlib"]).data == "stdlib"
+    mixture = load_data(config).mixture
+    assert mixture is not None and [*mixture.parts] == [str(folder / "a:0.5.txt"), "stdlib"]
+    assert mixture.weights.tolist() == [3 / 3.5, 0.5 / 3.5]
+    (tmp_path / "one.toml").write_text('data = ["stdlib"]')
+    assert parse(["--config", str(tmp_path / "one.toml")]).data == "stdlib"
+
+
+WRONG = "NAME:WEIGHT or PATH:WEIGHT for each of several, all different"
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "said"),
+    [
+        (["a", "b:1"], [], [f"--data: expected {WRONG}, got 'a'"]),
+        (["a:1", "b:0"], [], [f"--data: expected {WRONG}, got 'b:0'"]),
+        (["a:1", "b:-1"], [], [f"--data: expected {WRONG}, got 'b:-1'"]),
+        (["a:1", "b:nan"], [], ["got 'b:nan'"]),
+        (["a:1", ":2"], [], ["got ':2'"]),
+        (["a:1", "a:2"], [], [f"--data: expected {WRONG}, got 'a:2'"]),
+        (["a:1", ""], [], ["--data: expected names or paths of at least 1 character", "got ['a:1', '']"]),
+        (["a:1", "b:2"], ["--epochs=2"], ["--epochs: expected none with several --data", "--steps", "got 2"]),
+    ],
+)  # fmt: skip
+def test_wrong_mixtures_are_refused(data: list[str], more: list[str], said: list[str]) -> None:
+    with refused(ConfigError, *said):
+        parse([*(word for each in data for word in ("--data", each)), *more])
+
+
+def test_errors_name_the_source(folder: Path, tmp_path: Path) -> None:
+    with refused(ConfigError, "--data: expected stdlib, tinyshakespeare, or the path", f"{tmp_path / 'none'}"):
+        load_data(parse(["--data=stdlib:1", f"--data={tmp_path / 'none'}:1"]))
+    (tmp_path / "short.txt").write_text("short")
+    short = tmp_path / "short.txt"
+    with refused(DataError, f"--data {short}: expected at least --seq-len + 1 = 10 tokens to train on"):
+        load_data(parse(["--data=stdlib:1", f"--data={short}:1", "--seq-len=9"]))
+    with refused(DataError, f"--data {folder / 'b.txt'}: expected the tokenizer of stdlib, chars", "got chars"):
+        load_data(parse(["--data=stdlib:1", f"--data={folder / 'b.txt'}:1", "--tokenizer=chars"]))
+
+
+# --- runs -----------------------------------------------------------------------------------------------------
+
+RUN: dict[str, Any] = {**SMALL, "seq_len": 48, "steps": 12, "eval_every": 6, "eval_batches": 2, "schedule": "constant",
+                       "save_every": 1, "keep": 99, "sample_tokens": 0}  # fmt: skip
+
+
+def names(folder: Path) -> list[str]:
+    return [str(folder / name) for name in ("pairs.jsonl", "a:0.5.txt", "b.txt")]
+
+
+def config_of(folder: Path, out: Path, **changes: Any) -> TrainConfig:
+    data = [f"{name}:{weight}" for name, weight in zip(names(folder), (0.5, 1, 0.25), strict=True)]
+    return TrainConfig.from_preset("tiny", out=out, **{**RUN, "data": data, **changes})
+
+
+def train(folder: Path, out: Path, ranks: int = 1, **changes: Any) -> list[dict[str, Any]]:
+    config = config_of(folder, out, **changes)
+    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
+    return read_metrics(out / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    out = tmp_path_factory.mktemp("whole")
+    return out, train(folder, out, deterministic=True, micro_batch_size=1)
+
+
+def test_ranks_and_layouts_have_the_bits_of_one_rank(
+    folder: Path, tmp_path: Path, whole: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    out, one = whole
+    for number, (ranks, layout) in enumerate([(2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"zero": 1})]):
+        rows = train(folder, tmp_path / str(number), ranks, deterministic=True, micro_batch_size=1, **layout)
+        for key in ("loss", "grad_norm", "val_loss", *(f"val_loss/{name}" for name in names(folder))):
+            assert [row.get(key) for row in rows] == [row.get(key) for row in one], key
+        assert tensors_of_run(tmp_path / str(number)) == tensors_of_run(out)
+    np.testing.assert_allclose(_losses(train(folder, tmp_path / "cp", 2, cp=2)), _losses(one), rtol=1e-5)
+
+
+def test_metrics_have_the_tokens_and_the_losses_of_sources(
+    folder: Path, whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A source's validation loss is that of a run on it alone; the mean by weights is the run's."""
+    out, rows = whole
+    data = load_data(config_of(folder, tmp_path))
+    assert data.mixture is not None
+    for row in rows:
+        assert [row[f"tokens/{name}"] for name in names(folder)] == [*data.mixture.tokens(8 * row["step"]).values()]
+        assert [f"val_loss/{name}" in row for name in names(folder)] == [row["step"] % 6 == 0] * 3
+    before = [rows[0][f"val_loss_before/{name}"] for name in names(folder)]
+    assert rows[0]["val_loss_before"] == pytest.approx(np.dot([2, 4, 1], before) / 7, rel=1e-12)
+    for name in names(folder):
+        alone = train(folder, tmp_path / Path(name).stem, data=name, steps=13, deterministic=True, micro_batch_size=1,
+                      resume=str(out / "checkpoints" / "step-12"), eval_every=1, lr=1e-30)  # fmt: skip
+        assert alone[-1]["val_loss"] == pytest.approx(rows[-1][f"val_loss/{name}"], rel=1e-5)
+    capsys.readouterr()
+    train(folder, tmp_path / "said")
+    said = capsys.readouterr().out
+    count = data.mixture.tokens(96)[names(folder)[1]]
+    seen = f"57.1% of the tokens, {count:,} in 12 steps; each of {data.parts[1].sequences} sequences"
+    assert f"\n{names(folder)[1]}: {seen}" in said
+    assert f"\n{names(folder)[0]}: training: 81 documents of " in said
+    assert said.count(f"val_loss/{names(folder)[2]} ") == 3
+
+
+def test_resuming_gives_the_bits_of_an_uninterrupted_run(
+    folder: Path, tmp_path: Path, whole: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """After any step, on two ranks, by the plan that is kept, without a warning."""
+    out, one = whole
+    monkeypatch.setattr(packing, "make_plan", None)
+    for steps in (1, 6, 11):
+        path, into = out / "checkpoints" / f"step-{steps}", tmp_path / str(steps)
+        rows = train(folder, into, resume=str(path), deterministic=True, micro_batch_size=1)
+        assert _losses(rows).tobytes() == _losses(one)[steps:].tobytes()
+        assert tensors_of_run(into) == tensors_of_run(out)
+        assert (into / "source-1" / packing.FILE).read_bytes() == (out / "source-1" / packing.FILE).read_bytes()
+    rows = train(folder, tmp_path / "two", 2, resume=str(path), deterministic=True, micro_batch_size=1)
+    assert _losses(rows).tobytes() == _losses(one)[11:].tobytes()
+    warned = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert not [text for text in warned if "layout" not in text]
+
+
+def test_other_weights_are_other_data(
+    folder: Path, tmp_path: Path, whole: tuple[Path, list[dict[str, Any]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    data = [f"{name}:1" for name in names(folder)]
+    train(folder, tmp_path / "out", data=data, resume=str(whole[0] / "checkpoints" / "step-11"), deterministic=True,
+          micro_batch_size=1)  # fmt: skip
+    assert "resuming with another data: its results will differ" in caplog.text
+
+
+def test_a_run_resumes_from_another_folder(
+    folder: Path, tmp_path: Path, whole: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths in its config.json are those of the folder where it began."""
+    path = tmp_path / "config.json"
+    values = json.loads((whole[0] / "config.json").read_text())
+    values["config"]["data"] = ["pairs.jsonl:1", "a:0.5.txt:.5", "stdlib:1"]
+    path.write_text(json.dumps({**values, "cwd": str(folder)}))
+    assert parse(["--config", str(path)]).data == (f"{folder}/pairs.jsonl:1", f"{folder}/a:0.5.txt:.5", "stdlib:1")
+
+
+def test_all_sources_may_share_validation_data(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "val.txt").write_text("ring tree " * 99)
+    rows = train(folder, tmp_path / "out", val_data=str(tmp_path / "val.txt"), steps=1)
+    assert "val_loss" in rows[-1] and not [key for key in rows[-1] if key.startswith("val_loss/")]
+    data = load_data(config_of(folder, tmp_path, val_data=str(tmp_path / "val.txt")))
+    assert data.val.size == 990 and [part.train.size for part in data.parts[1:]] == [
+        (folder / name).stat().st_size for name in ("a:0.5.txt", "b.txt")
+    ]
+
+
+def test_a_gpu_has_the_losses_of_a_cpu(emulated: None, folder: Path, tmp_path: Path) -> None:
+    data = [f"{name}:1" for name in names(folder)]
+    how: dict[str, Any] = {"model": {**emulated_runs.SMALL["model"], "intermediate_size": 30}, "seq_len": 32}
+    runs = [
+        emulated_runs.train(folder, tmp_path / device / str(ranks), device, ranks, **how, data=data)
+        for device, ranks in (("cpu", 1), ("cuda", 1), ("cuda", 2))
+    ]
+    for other in runs[1:]:
+        for key in ("loss", *(f"val_loss/{name}" for name in names(folder))):
+            np.testing.assert_allclose([row[key] for row in other if key in row],
+                                       [row[key] for row in runs[0] if key in row], rtol=1e-5)  # fmt: skip
+
+
+def test_a_plan_of_layouts_and_shown_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan.report([*flags(folder), "--plan", "--ranks=2"])
+    from kos.train.data import show
+
+    shown = show.report(parse(flags(folder, "--show-data=8")))
+    assert shown.count("tokens count\n") == 8 and "zig" in shown and "ONE" in shown and "«" in shown
+    assert dataclasses.replace(load_data(parse(flags(folder)))).mixture is not None
