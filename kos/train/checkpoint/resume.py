@@ -121,6 +121,22 @@ def check_optimizer(found: Checkpoint, config: TrainConfig) -> None:
         ).about("optimizer")
 
 
+def check_frozen(found: Checkpoint, config: TrainConfig, model: LlamaConfig) -> None:
+    """Raise CheckpointError if a checkpoint has the state of other tensors: it was written with others frozen."""
+    with whole(found.path):
+        theirs, ours = (
+            {name for group in each.get("groups", []) if group["axes"] is None for name in group["tensors"]}
+            for each in (found.config, config.describe_groups(model))
+        )
+    if theirs != ours:
+        name = min(theirs ^ ours)
+        expected, got = (f"a run where {name} is {'frozen' if name in each else 'trained'}" for each in (ours, theirs))
+        raise CheckpointError(
+            f"{found.path}: expected the checkpoint of {expected}, got that of {got}; "
+            f"a new run with --init-from {found.path} takes its weights alone"
+        )
+
+
 def check_data(found: Checkpoint, config: TrainConfig, fingerprint: str) -> None:
     """Raise CheckpointError if the epochs of a resumed run are of other data, whose first steps would count as done."""
     theirs = found.config.get("data_fingerprint", fingerprint)
