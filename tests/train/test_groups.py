@@ -26,12 +26,14 @@ from kos.train.parallel import schedules
 from kos.train.parallel.mesh import DENSE, Layout, Mesh
 from kos.train.tools.costs import cpu_rates
 from kos.train.tools.plan import make_job, predict
-from tests.train import elastic_runs, test_layouts, test_loop
+from tests.train import elastic_runs, test_layouts, test_layouts_on_host, test_loop
+from tests.train.elastic_runs import no_dry_run
 from tests.train.test_layouts import Precise
+from tests.train.test_layouts_on_host import emulated
 from tests.train.test_loop import text
 from tests.train.test_tensor_parallel import part_of
 
-__all__ = ["text"]
+__all__ = ["emulated", "no_dry_run", "text"]
 
 OVER_TP = (*DENSE, "tp")
 Kind = Callable[[str], dict[str, Any]]
@@ -200,7 +202,7 @@ def test_a_checkpoint_with_other_frozen_tensors_is_refused(
     use(matrices_of_attention)
     steps(text, tmp_path / "first", steps=3)
     use(lambda name: {})
-    trained = "expected the checkpoint of a run where .*input_layernorm.weight is trained, got that of .* is frozen"
+    trained = "expected the checkpoint of a run where .*.weight is trained, got that of a run where .* is frozen"
     with pytest.raises(CheckpointError, match=trained):
         steps(text, tmp_path / "second", resume=str(tmp_path / "first"))
     use(all_but_the_mlp_of_one_layer)
@@ -217,6 +219,36 @@ def test_an_elastic_run_keeps_frozen_tensors(
     plain = elastic_runs.train(text, tmp_path / "plain", elastic=None)
     faults = [Fault("crash", 2, 4, call="all_to_all")]
     assert elastic_runs.train(text, tmp_path / "hurt", faults, zero=zero) == plain
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("layout", "changes", "kind"),
+    [
+        (Layout(tp=2), {"zero": 1}, norms_over_tp),
+        (Layout(), {"dtype": "bfloat16"}, matrices_of_attention),
+        (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "layers": test_layouts_on_host.HEAD_ALONE}, matrices_of_attention),
+        pytest.param(Layout(dp=2, tp=2), {"zero": 1, "graph": False}, both, marks=pytest.mark.slow),
+        pytest.param(Layout(dp=2, tp=2), {}, both, marks=pytest.mark.slow),
+        pytest.param(Layout(pp=2), {}, all_but_the_mlp_of_one_layer, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_groups_on_an_emulated_gpu(
+    layout: Layout, changes: dict[str, Any], kind: Kind, use: Callable[[Kind], None]
+) -> None:
+    """As the CPU of one rank has it: the norm of all that is trained, the weights, and what is frozen as it was."""
+    layers = changes.pop("layers", 5 if layout.pp > 1 else 2)
+    alike = {name: value for name, value in changes.items() if name == "dtype"}
+    use(lambda name: {name: value for name, value in kind(name).items() if name != "axes"})
+    (alone,) = test_layouts_on_host.train(Layout(), layers, tied=False, **alike)
+    use(kind)
+    for rank, got in enumerate(test_layouts_on_host.train(layout, layers, tied=False, **changes)):
+        np.testing.assert_allclose(got["rows"], alone["rows"], rtol=3e-5, err_msg=f"rank {rank}")
+        for name, value in got["weights"].items():
+            place = layout.tp, layout.coordinates(rank)["tp"]
+            wanted = part_of(name, alone["weights"][name], alone["model"], *place)
+            np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 def plan_of(config: TrainConfig, layout: Layout) -> Any:
@@ -257,7 +289,7 @@ def test_plans_count_groups(use: Callable[[Kind], None]) -> None:
 BAD = {
     "expected each tensor in one, and a tensor to train": lambda name: {"frozen": True},
     "expected the same axes for .*q_proj.*, one matrix": lambda name: {"frozen": "q_proj" in name},
-    "expected axes dp, cp, and tp for what its ranks hold whole, got .*proj.*split": lambda name: {"axes": OVER_TP},
+    "expected axes dp, cp, and tp for what its ranks hold whole, got .*weight, which they split": lambda name: {"axes": OVER_TP},
     "expected axes dp, cp, and tp .*got .*'pp'": lambda name: {"axes": ("pp", *DENSE)},
     "expected axes dp, cp, and tp .*got": lambda name: {"axes": ("dp",)},
 }
@@ -276,5 +308,5 @@ def test_several_axes_are_refused_by_name(
 ) -> None:
     use(norms_over_tp)
     (name,) = changes
-    with pytest.raises(ConfigError, match=f"--{name}: expected parameter groups with the same axes"):
+    with pytest.raises(ConfigError, match=f"--{name}: expected parameter groups with the axes dp and cp alone"):
         steps(text, tmp_path, **changes)

@@ -376,16 +376,15 @@ def check_groups(config: TrainConfig, model: LlamaConfig) -> None:
     for names in model.fused_groups().values():
         if len(got := {at[name] for name in names}) > 1:
             raise ConfigError(f"parameter groups: expected the same axes for {', '.join(names)}, one matrix, got {got}")
-    split = [name for name, axes in at.items() if axes and "tp" in axes and placements[name].dim is not None]
+    split = [name for name, at_tp in placements.items() if at_tp.dim is not None and "tp" in (at[name] or ())]
     if split or any({*axes} - {"tp"} != {*DENSE} for axes in trained):
         got = f"{split[0]}, which they split" if split else trained
         raise ConfigError(f"parameter groups: expected axes dp, cp, and tp for what its ranks hold whole, got {got}")
     with_zero, elastic = bool(config.optimizer == "muon" and config.zero), config.elastic is not None
     refused = {"--deterministic": config.deterministic, "--compress": config.compress != "none", "--elastic": elastic,
                "--optimizer muon with --zero 1": with_zero}  # fmt: skip
-    if len(trained) > 1 and any(refused.values()):
-        given = next(filter(refused.get, refused))
-        raise ConfigError(f"{given}: expected parameter groups with the same axes, got {trained}")
+    if trained != {DENSE} and (given := [*filter(refused.get, refused)]):
+        raise ConfigError(f"{given[0]}: expected parameter groups with the axes dp and cp alone, got {trained}")
 
 
 def check_fp8(config: TrainConfig, model: LlamaConfig, mesh: Mesh, parts: Sequence[Local]) -> None:
