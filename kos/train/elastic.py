@@ -277,7 +277,7 @@ class Kept:
         values = {
             name: [
                 (start, state.ops.to_host(held.flat[at : at + stop - start]).astype(np.float32, copy=False))
-                for part in (parallel.parts() if parallel.sharded and held is not state.frozen else [_whole(held)])
+                for part in ([_whole(held)] if held is state.frozen else parallel.parts())
                 for start, stop, at in ShardedState.held(held, part)
             ]
             for name, held in _arrays(device).items()

@@ -25,6 +25,7 @@ from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer,
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Shape
 from kos.train.ops.fixed_order import ORDER
+from kos.train.optim import by_axes
 
 _log = logging.getLogger(__name__)
 
@@ -124,15 +125,12 @@ def check_optimizer(found: Checkpoint, config: TrainConfig) -> None:
 def check_frozen(found: Checkpoint, config: TrainConfig, model: LlamaConfig) -> None:
     """Raise CheckpointError if a checkpoint has the state of other tensors: it was written with others frozen."""
     with whole(found.path):
-        theirs, ours = (
-            {name for group in each.get("groups", []) if group["axes"] is None for name in group["tensors"]}
-            for each in (found.config, config.describe_groups(model))
-        )
+        saved, ours = found.config.get("groups", []), by_axes(config.all_groups(model)).get((), set())
+        theirs = {name for group in saved if not group["axes"] for name in group["tensors"]}
     if theirs != ours:
-        name = min(theirs ^ ours)
-        expected, got = (f"a run where {name} is {'frozen' if name in each else 'trained'}" for each in (ours, theirs))
+        expected, got = ("frozen" if min(theirs ^ ours) in each else "trained" for each in (ours, theirs))
         raise CheckpointError(
-            f"{found.path}: expected the checkpoint of {expected}, got that of {got}; "
+            f"{found.path}: expected a run in which {min(theirs ^ ours)} is {expected}, got one in which it is {got}; "
             f"a new run with --init-from {found.path} takes its weights alone"
         )
 

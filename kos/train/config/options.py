@@ -336,9 +336,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         return [group for group in self.all_groups(model, *parts) if not group.frozen]
 
     def describe_groups(self, model: LlamaConfig) -> dict[str, Any]:
-        """For the manifest of a checkpoint, the groups that are not the usual one, of all tensors."""
+        """For config.json and checkpoints, the axes of groups, if not all are dense; frozen tensors have none."""
         groups = by_axes(self.all_groups(model))
-        each = [{"axes": axes and [*axes], "tensors": sorted(names)} for axes, names in groups.items()]
+        each = [{"axes": [*axes], "tensors": sorted(names)} for axes, names in groups.items()]
         return {"groups": each} if groups.keys() != {DENSE} else {}
 
     def state_of(self, model: LlamaConfig) -> dict[str, set[str]]:

@@ -77,8 +77,7 @@ class CpuDevice(Device):
         step.reports, step.report = reports, reports[0] if self.comm.size == 1 else np.zeros(reports.shape[1])
         step.optimizer = Optimizer(
             config.update_rule(), weights, groups=config.groups(model, *parts),
-            parts=step.parallel.parts() if buckets.sharded else None,
-            normed=step.parallel.normed(), learning_rate=config.learning_rate(),
+            parts=step.parallel.parts(), normed=step.parallel.normed(), learning_rate=config.learning_rate(),
             grad_clip=config.grad_clip, skip_outliers=config.skip_outliers, counted=step.counted(),
             exact=model.num_parameters() if config.deterministic else 0, tp=mesh.tp, arena=step.models[0].arena,
         )  # fmt: skip

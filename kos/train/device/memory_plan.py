@@ -109,7 +109,7 @@ def plan_buckets(
 
 def _lay_out(
     model: LlamaConfig, parts: Sequence[Local], groups: Collection[Collection[str]]
-) -> tuple[dict[str, Shape], dict[str, Sequence[str]], list[int]]:
+) -> tuple[dict[str, Shape], dict[str, tuple[str, ...]], list[int]]:
     """``shapes``, ``stacked`` and ``counts`` of ``Buckets``: within a region, in the order of the backward."""
     every = model.parameter_shapes(*parts)
     regions = [{name: shape for name, shape in every.items() if name in names} for names in groups]
@@ -146,7 +146,7 @@ class DryRun(Step):
         self._batch = Batch(self.tokens, self.tokens, document_starts=starts)
         self.micro_batch = lambda index: self._batch
         self.report = self.reports = dry.zeros((REPORT + schedule.micro_batches,), np.float64)
-        self.held = self.parallel.parts() if self.parallel.sharded else [slice(0, gradients.flat.size)]
+        self.held = self.parallel.parts()
         """The parts of the layout whose state this rank keeps."""
         self.state = state_of(config.update_rule(), config.groups(model, *parts), gradients.spans, self.held)
 

@@ -72,7 +72,7 @@ class Linear:
         if self.name in of:
             ops.linear_weight_gradient(d_out, x, ops.matrix(of, self.name), accumulate, ctx.arena)
             final(self.name)
-        if self.bias in of:
+        if self.bias and self.bias in of:
             self._bias_gradient(ctx, d_out, ops.matrix(of, self.bias), accumulate)
             final(self.bias)
 

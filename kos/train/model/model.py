@@ -369,16 +369,17 @@ def check_blocks(config: TrainConfig, model: LlamaConfig, layout: Layout) -> Non
 def check_groups(config: TrainConfig, model: LlamaConfig) -> None:
     """ConfigError for parameter groups that miss a tensor, split a matrix, or cannot be summed over their axes."""
     placements, groups = model.placements(), by_axes(every := config.all_groups(model))
-    at, trained = {name: axes for axes, names in groups.items() for name in names}, groups.keys() - {None}
+    at, trained = {name: axes for axes, names in groups.items() for name in names}, groups.keys() - {()}
     if at.keys() != placements.keys() or sum(len(group.names) for group in every) != len(at) or not trained:
-        got = [sorted(group.names) for group in every]
+        got = f"{[sorted(group.names) for group in every]}"
         raise ConfigError(f"parameter groups: expected each tensor in one, and a tensor to train, got {got}")
     for names in model.fused_groups().values():
-        if len(got := {at[name] for name in names}) > 1:
-            raise ConfigError(f"parameter groups: expected the same axes for {', '.join(names)}, one matrix, got {got}")
-    split = [name for name, at_tp in placements.items() if at_tp.dim is not None and "tp" in (at[name] or ())]
+        if len(of_one := {at[name] for name in names}) > 1:
+            which = f"the same axes for {', '.join(names)}, one matrix"
+            raise ConfigError(f"parameter groups: expected {which}, got {of_one}")
+    split = [name for name, place in placements.items() if place.dim is not None and "tp" in at[name]]
     if split or any({*axes} - {"tp"} != {*DENSE} for axes in trained):
-        got = f"{split[0]}, which they split" if split else trained
+        got = f"{split[0]}, which they split" if split else f"{trained}"
         raise ConfigError(f"parameter groups: expected axes dp, cp, and tp for what its ranks hold whole, got {got}")
     with_zero, elastic = bool(config.optimizer == "muon" and config.zero), config.elastic is not None
     refused = {"--deterministic": config.deterministic, "--compress": config.compress != "none", "--elastic": elastic,

@@ -100,11 +100,11 @@ class Group(NamedTuple):
     frozen: bool = False
 
 
-def by_axes(groups: Sequence[Group]) -> dict[tuple[str, ...] | None, set[str]]:
-    """The tensors of ``groups`` by the axes over which their gradients are summed, dense ones first; None: frozen."""
-    found = dict[tuple[str, ...] | None, set[str]]()
+def by_axes(groups: Sequence[Group]) -> dict[tuple[str, ...], set[str]]:
+    """The tensors of ``groups`` by the axes over which their gradients are summed, dense ones first; (): frozen."""
+    found = dict[tuple[str, ...], set[str]]()
     for group in sorted(groups, key=lambda group: group.axes != DENSE):
-        found.setdefault(None if group.frozen else group.axes, set()).update(group.names)
+        found.setdefault(() if group.frozen else group.axes, set()).update(group.names)
     return found
 
 
@@ -319,8 +319,8 @@ def split(
     end = max(stops, default=0)
     starts = np.union1d(np.arange(0, end, size), first_of)
     tensors = np.searchsorted(first_of, starts, side="right") - 1
-    inside = starts < stops[tensors]  # not between two regions of the layout
-    starts, tensors = starts[inside], tensors[inside]
+    real = starts < stops[tensors]  # not between two regions of the layout
+    starts, tensors = starts[real], tensors[real]
     rows = np.zeros(len(starts), CHUNKS)
     rows["start"], rows["index"] = starts, np.arange(len(starts))
     rows["length"] = np.minimum(np.diff(starts, append=end), stops[tensors] - starts)

@@ -213,8 +213,8 @@ class DataParallel:
     """Sums the gradients of a parameter group over micro-batches and ranks, in place, in ``gradients.flat``.
 
     ``reduction`` has the group's axes; ``more`` are those of groups in further regions of ``gradients``.  ``ops`` is
-    the dialect whose arrays they are.  With ``sharded`` (ZeRO-1) only this rank's parts of the buckets, ``parts()``, hold
-    the sum; ``gradients.flat`` is then a multiple of the ranks.
+    the dialect whose arrays they are.  With ``sharded`` (ZeRO-1) only this rank's parts of the buckets, ``parts()``,
+    hold the sum; ``gradients.flat`` is then a multiple of the ranks.
     ``uncut`` names tensors that one rank holds whole: its parts are then whole buckets. With ``twice`` a rank holds the
     parts of the rank before it too; ``own`` are those without them.
     ``compress`` names the format in which buckets are sent; ``residual`` is then what this rank has lost so far.
@@ -236,7 +236,7 @@ class DataParallel:
         self.buckets = even = make_buckets(first.stop, gradients.multiple, *sizes)
         self._replicas: dict[int, Axis] = {}  # of buckets of further regions
         for region, (replicas, *_) in zip(further, self.more, strict=True):
-            buckets = make_buckets(region.stop, gradients.multiple, *sizes, region.start)
+            buckets = make_buckets(region.stop, gradients.multiple, sizes[0], sizes[1], region.start)
             self._replicas |= dict.fromkeys((bucket.start for bucket in buckets), replicas)
             self.buckets += buckets
         self._owners: dict[int, int] = {}  # of whole buckets
@@ -370,7 +370,9 @@ class DataParallel:
     # ZeRO-1.
 
     def parts(self) -> list[slice]:
-        """This rank's part of each bucket, in order; with ``twice`` that of the rank before it too."""
+        """All, or this rank's part of each bucket, in order; with ``twice`` that of the rank before it too."""
+        if not self.sharded:
+            return [slice(0, self.gradients.flat.size)]
         if not self.twice:
             return self.own()
         ranks = sorted({self.replicas.rank, (self.replicas.rank - 1) % self.replicas.size})
