@@ -274,11 +274,11 @@ class Kept:
     def of(cls, device: Device) -> Kept:
         """What a device holds."""
         state, parallel = device.state, device.step.parallel
-        mine = parallel.parts() if parallel.sharded else [slice(0, parallel.gradients.flat.size)]
         values = {
             name: [
                 (start, state.ops.to_host(held.flat[at : at + stop - start]).astype(np.float32, copy=False))
-                for part in mine for start, stop, at in ShardedState.held(held, part)
+                for part in ([_whole(held)] if held is state.frozen else parallel.parts())
+                for start, stop, at in ShardedState.held(held, part)
             ]
             for name, held in _arrays(device).items()
         }  # fmt: skip
@@ -299,7 +299,8 @@ class Kept:
         with state.ops.step(state.arena):
             staging = state.arena.take((largest,), FLOAT32)
             for name, held in _arrays(device).items():
-                for piece, holders in self._pieces(held, largest, parallel.sharded):
+                shards = None if held is state.frozen else self.layout.shards
+                for piece, holders in self._pieces(held, largest, parallel.sharded, shards):
                     values = self._value(name, piece)
                     if not holders.issuperset(present):
                         root = next(new for new, old in enumerate(present) if old in holders)
@@ -318,14 +319,13 @@ class Kept:
         device.loaded()
 
     def _pieces(
-        self, held: Parameters | OwnedSlices, largest: int, sharded: bool
+        self, held: Parameters | OwnedSlices, largest: int, sharded: bool, shards: Sequence[tuple[int, int, int]] | None
     ) -> Iterator[tuple[slice, set[int]]]:
         """What was held, in pieces of at most so many elements, and by which ranks: the same on all ranks.
 
         It ends where ``held`` does, which now is ``sharded`` or not.
         """
-        end = max(span.stop for span in held.spans.values())  # what is beyond depends on the number of ranks
-        size, shards = self.layout
+        end, size = _whole(held).stop, self.layout.size
         parts = [slice(0, end)] if sharded else [part for part, _ in held.parts()]
         whole = [(part, {*range(size)}) for part in parts]
         if shards is not None:
@@ -344,9 +344,14 @@ class Kept:
 
 
 def _arrays(device: Device) -> dict[str, Parameters | OwnedSlices]:
-    """What the optimizer holds, by name; the weights are ``weights``."""
+    """What the optimizer holds, by name; the weights are ``weights``, and ``frozen`` those that it does not have."""
     optimizer = device.step.optimizer
-    return {"weights": optimizer.weights, **optimizer.state}
+    return {"weights": optimizer.weights, "frozen": device.step.frozen, **optimizer.state}
+
+
+def _whole(held: Parameters | OwnedSlices) -> slice:
+    """All tensors of its layout; what is beyond depends on the number of ranks."""
+    return slice(0, max((span.stop for span in held.spans.values()), default=0))
 
 
 # --- what a newcomer must have and takes, and what is made again for other ranks -----------------------

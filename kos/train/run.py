@@ -201,7 +201,8 @@ class Trainer(RunContext):
 
     def _residuals(self, path: Path) -> Residuals | None:
         """What this rank gets of the residuals in a checkpoint."""
-        replicas, shapes = self.mesh.replicas, self.model_config.parameter_shapes()
+        replicas, every = self.mesh.replicas, self.model_config.parameter_shapes()
+        shapes = {name: every[name] for group in self.config.groups(self.model_config) for name in group.names}
         return saved_residuals(path, shapes, self.config, replicas.rank, replicas.size, self.mesh.local)
 
     def _check_source(self) -> None:
@@ -213,6 +214,7 @@ class Trainer(RunContext):
         resume.check_tokenizer(source, self.data.tokenizer)
         if self._found is not None:
             resume.check_data(self._found, self.config, self.data.fingerprint)
+            resume.check_frozen(self._found, self.config, self.model_config)
             resume.warn_of_changes(self._found, self.config, self.description)
         resume.check_model(source, huggingface.read_config(source), self.model_config)
         if self._found is not None:

@@ -105,6 +105,7 @@ class RunContext:
         config = {**self.asked, "out": str(self.out)}
         about = {"cwd": os.getcwd(), "data_fingerprint": self.data.fingerprint, "local_replicas": self.mesh.local}
         about |= {"order_of_sums": ORDER} if self.config.deterministic else {}
+        about |= self.config.describe_groups(self.model_config)
         return {"config": config, "derived": derived, **about, **provenance(self.comm)}
 
     def train(self, device: Runner) -> bool:

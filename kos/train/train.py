@@ -14,6 +14,7 @@ Norm and update follow after all sums.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +27,7 @@ from kos.train.model.model import InFlight, Model, Result, make_stage
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array, Ops
 from kos.train.ops.fp8 import Fp8Weights, linear_names, weight_store
+from kos.train.optim import by_axes
 from kos.train.parallel.data import Buckets, DataParallel, TreeSum, make_buckets
 from kos.train.parallel.failures import Stop
 from kos.train.parallel.gradients import GradientSums
@@ -228,20 +230,29 @@ class Step:
         self.pipeline.make_buffers(lambda: ops.zeros(*self.message))
         steps, lookups = pipeline.schedule.micro_batches, None
         self.micro_batches = total = config.batch_size // config.micro_batch_size  # of all ranks
+        groups = by_axes(config.groups(model))
+        reduction, *more = mesh.reductions(groups)
         self.parallel = DataParallel(
-            mesh.dense, gradients, ops, in_order=total if config.deterministic else None,
+            reduction, gradients, ops, in_order=total if config.deterministic else None,
             bucket_bytes=buckets.nbytes, least_bytes=buckets.least, sharded=buckets.sharded, uncut=buckets.uncut,
-            compress=config.compress, twice=buckets.twice,
+            compress=config.compress, twice=buckets.twice, more=more,
         )  # fmt: skip
-        if config.deterministic and model.tie_word_embeddings and first:  # as on two ends of a pipeline
+        frozen = {name: shape for name, shape in model.parameter_shapes(*parts).items() if name not in gradients}
+        stacked = {name: each for name, each in model.fused_groups(*parts).items() if each[0] in frozen}
+        self.frozen = Parameters(frozen, dtype, stacked, ops.zeros)
+        """The weights that stay as they are."""
+        in_order = config.deterministic and model.embedding in gradients
+        if in_order and model.tie_word_embeddings and first:  # as on two ends of a pipeline
             table, multiple = {LOOKUPS: gradients[model.embedding].shape}, gradients.multiple
             apart = Parameters(table, gradients.flat.dtype, None, gradients.zeros, multiple)
             longest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
             lookups = TreeSum(mesh.dp, total, apart, make_buckets(apart.flat.size, multiple, longest, longest), ops)
-        self.store = weight_store(linear_names(self.models) if config.dtype == "fp8" else [], gradients, ops)
+        names = linear_names(self.models) if config.dtype == "fp8" else []
+        self.store = weight_store(names, self.with_frozen(gradients), ops)
         """Memory for the weights of linear layers in 8 bits, if they are."""
         tied_apart = model.tie_word_embeddings and first != last
-        self.sums = GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups)
+        over_tp = {name for axes, names in groups.items() if "tp" in axes for name in names}
+        self.sums = GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups, over_tp)
 
     def counted(self) -> set[str]:
         """The tensors that count in the norm of the gradient on this rank: each part on one of those that hold it."""
@@ -275,7 +286,12 @@ class Step:
 
     def gather(self) -> Weights:
         """What passes of this step read; with ZeRO-1, once it is gathered."""
-        return self.as_read(self.parallel.gather(self.weights) if self.parallel.sharded else self.weights)
+        weights = self.parallel.gather(self.weights) if self.parallel.sharded else self.weights
+        return self.as_read(self.with_frozen(weights))
+
+    def with_frozen(self, weights: Weights) -> Weights:
+        """The weights of all tensors, where ``weights`` are those that are trained."""
+        return ChainMap[str, Any](weights, self.frozen) if self.frozen else weights  # type: ignore[arg-type]
 
     def norm(self) -> None:
         """The norm of the gradient of all ranks."""

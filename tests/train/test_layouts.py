@@ -67,7 +67,7 @@ def run_to_its_end(device: Any, steps: int, to_host: Callable[[Any], np.ndarray]
     loss, next_logits = device.evaluate()["val_loss"], device.sampler()
     text = None if next_logits is None else [*generate(next_logits, context, [1, 2, 3], 8, seed=1)]
     weights = device.whole_weights()
-    weights = {name: to_host(weights[name]) for name in device.step.gradients}
+    weights = {name: to_host(array) for name, array in weights.items()}
     device.close()
     device.mesh.close()
     model = device.step.models[0].config
@@ -95,8 +95,8 @@ def train(
         init_weights(model, whole, 3)
         own = kind(config, model, make_data(config), mesh, lambda what, share: None)
         own.step.gradients.flat[:] = np.nan
-        for name in own.step.weights:
-            own.step.weights[name][...] = part_of(name, whole[name], model, layout.tp, mesh.tp.rank)
+        for name, weight in own.step.with_frozen(own.step.weights).items():
+            weight[...] = part_of(name, whole[name], model, layout.tp, mesh.tp.rank)
         return run_to_its_end(own, steps, np.copy, context=20)
 
     return spawn(run, layout.ranks, timeout=200)

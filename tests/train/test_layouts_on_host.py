@@ -72,12 +72,14 @@ def make_device(
     init_weights(model, whole, 3)
     device = CudaDevice(config, model, make_data(config), mesh, lambda what, share: None)
     held, gradients = device.step.optimizer.weights, device.step.gradients
-    parts = Parameters(gradients.shapes, multiple=gradients.multiple)
+    parts = Parameters(gradients.shapes, multiple=gradients.multiple, counts=gradients.counts)
     for name in parts:
         parts[name][...] = part_of(name, whole[name], model, layout.tp, mesh.tp.rank)
     for part, local in held.parts():
         on_host(held.flat[local])[...] = parts.flat[part]
     device.step.optimizer.refresh_copy()
+    for name, weight in device.step.frozen.items():
+        on_host(weight)[...] = part_of(name, whole[name], model, layout.tp, mesh.tp.rank)
     return device
 
 

@@ -25,6 +25,7 @@ from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer,
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Shape
 from kos.train.ops.fixed_order import ORDER
+from kos.train.optim import by_axes
 
 _log = logging.getLogger(__name__)
 
@@ -119,6 +120,19 @@ def check_optimizer(found: Checkpoint, config: TrainConfig) -> None:
             f"{found.path}: expected the state of --optimizer {config.optimizer}, got that of {theirs}; "
             f"a new run with --init-from {found.path} takes its weights alone"
         ).about("optimizer")
+
+
+def check_frozen(found: Checkpoint, config: TrainConfig, model: LlamaConfig) -> None:
+    """Raise CheckpointError if a checkpoint has the state of other tensors: it was written with others frozen."""
+    with whole(found.path):
+        saved, ours = found.config.get("groups", []), by_axes(config.all_groups(model)).get((), set())
+        theirs = {name for group in saved if not group["axes"] for name in group["tensors"]}
+    if theirs != ours:
+        expected, got = ("frozen" if min(theirs ^ ours) in each else "trained" for each in (ours, theirs))
+        raise CheckpointError(
+            f"{found.path}: expected a run in which {min(theirs ^ ours)} is {expected}, got one in which it is {got}; "
+            f"a new run with --init-from {found.path} takes its weights alone"
+        )
 
 
 def check_data(found: Checkpoint, config: TrainConfig, fingerprint: str) -> None:

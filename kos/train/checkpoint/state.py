@@ -8,7 +8,7 @@ To be loaded, each rank reads the slices that it needs. Neither takes more host 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from kos.train.layers import Placement
 from kos.train.model.llama import LlamaConfig, Stages
 from kos.train.model.parameters import OwnedSlices, Parameters, Shape
 from kos.train.ops import Array
-from kos.train.parallel.data import DataParallel
+from kos.train.parallel.data import DataParallel, make_buckets
 from kos.train.parallel.mesh import Layout, Mesh
 
 State = Mapping[str, Container[str]]
@@ -38,14 +38,16 @@ class WritePlan:
     Megatron-LM's fully parallel saving shares the work so among data-parallel ranks.
 
     ``state`` names what the optimizer keeps, and of which tensors. Files hold fp32.  With ``compress`` each rank of dp
-    and cp, a replica, also keeps its residual.
+    and cp, a replica, also keeps its residual.  Tensors are written in the order of ``first``, then in the model's;
+    those of ``frozen`` have no residual.
     """
 
     def __init__(
-        self, model: LlamaConfig, layout: Layout, stages: Stages, state: State, compress: str = "none"
-    ) -> None:
-        self.state = state
-        self.shapes: Mapping[str, Shape] = model.parameter_shapes()
+        self, model: LlamaConfig, layout: Layout, stages: Stages, state: State, compress: str = "none",
+        first: Iterable[str] = (), frozen: Container[str] = (),
+    ) -> None:  # fmt: skip
+        self.state, shapes = state, model.parameter_shapes()
+        self.shapes: Mapping[str, Shape] = {name: shapes[name] for name in (*first, *shapes)}
         self.writers: dict[str, int] = {}
         several = layout.dp * layout.cp > 1 and compress != "none"
         self.residuals = [dict[str, int]() for _ in range(layout.dp * layout.cp * several)]
@@ -54,10 +56,11 @@ class WritePlan:
         for pp in range(layout.pp):
             names = model.placements(*model.parts(0, layout.tp, pp, stages))
             sizes = {name: math.prod(self.shapes[name]) for name in names if name not in self.writers}
-            first = layout.rank({"pp": pp})
-            self.writers |= _shared_out(sizes, first, layout.ranks // layout.pp)
+            start = layout.rank({"pp": pp})
+            self.writers |= _shared_out(sizes, start, layout.ranks // layout.pp)
             for replica, writers in enumerate(self.residuals):
-                writers |= _shared_out(sizes, first + replica * layout.tp, layout.tp)
+                of_replica = {name: size for name, size in sizes.items() if name not in frozen}
+                writers |= _shared_out(of_replica, start + replica * layout.tp, layout.tp)
         self.ranks = sorted(set(self.writers.values()))
         """The ranks that write any."""
 
@@ -77,7 +80,7 @@ class WritePlan:
             files[self.file("model", rank)] = shapes
             files[self.file("optimizer", rank)] = state_shapes(self.state, shapes)
         for replica, writers in enumerate(self.residuals):
-            mine = {name: shape for name, shape in self.shapes.items() if writers[name] == rank}
+            mine = {name: shape for name, shape in self.shapes.items() if writers.get(name) == rank}
             if mine:
                 file = f"{RESIDUAL}-{rank + 1:05}-of-{self._layout.ranks:05}.safetensors"
                 files[file] = residual_shapes(replica, mine)
@@ -131,18 +134,21 @@ class ShardedState:
     """The state of ``optimizer``, in the layout of ``parallel.gradients``: that of this rank's ``stages``.
 
     ``ops`` is the dialect of its arrays. ``arena``, idle between steps, takes a bucket in fp32, or two with ``tp``.
+    ``frozen`` are the weights that no optimizer has.
     """
 
     def __init__(
         self, mesh: Mesh, model: LlamaConfig, stages: Stages, optimizer: Any, parallel: DataParallel,
-        ops: Any, arena: Arena,
+        ops: Any, arena: Arena, frozen: Parameters | None = None,
     ) -> None:  # fmt: skip
         self.mesh, self.model, self.optimizer, self.parallel = mesh, model, optimizer, parallel
-        self.ops, self.arena = ops, arena
+        self.ops, self.arena, self.frozen = ops, arena, Parameters({}) if frozen is None else frozen
         self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, stages)
         self.placements = model.placements(*self.parts)
-        self.spans = parallel.gradients.spans
-        self.plan = WritePlan(model, mesh.layout, stages, optimizer.names_of_state, parallel.compress)
+        self.names = [*parallel.gradients, *self.frozen]
+        """The tensors, in the order in which they are read and written."""
+        kept, compress = optimizer.names_of_state, parallel.compress
+        self.plan = WritePlan(model, mesh.layout, stages, kept, compress, self.names, self.frozen)
 
     # --- to files ------------------------------------------------------------------------------------
 
@@ -152,7 +158,8 @@ class ShardedState:
         Their first dimension and the order of their elements are those of the tensor, not always their shape.
         """
         plan, residual = self.plan, self.parallel.residual
-        yield from self._gather(self.optimizer.weights, self.placements, plan.writers)
+        for held in (self.optimizer.weights, self.frozen):
+            yield from self._gather(held, self.placements, plan.writers)
         for kept, held in self.optimizer.state.items():
             yield from self._gather(held, plan.state[kept], plan.writers)
         if residual is not None:
@@ -166,7 +173,7 @@ class ShardedState:
         near = {name for name, rank in writers.items() if first <= rank < first + mesh.tp.size and name in names}
         tensor = np.empty(0, FLOAT32)
         for bucket, values, buffer in self._buckets(held):
-            for name, span in self.spans.items():
+            for name, span in held.spans.items():
                 start, stop = max(span.start, bucket.start), min(span.stop, bucket.stop)
                 if name not in near or start >= stop:
                     continue
@@ -194,20 +201,22 @@ class ShardedState:
 
     def _buckets(self, held: Parameters | OwnedSlices) -> Iterator[tuple[slice, Array, Array]]:
         """Bucket by bucket: where it lies in the layout, its values in fp32, and as much memory for those of ``tp``."""
-        parallel, ops, tp = self.parallel, self.ops, self.mesh.tp.size
-        largest = max(bucket.stop - bucket.start for bucket in parallel.buckets)
+        parallel, ops, tp, buckets = self.parallel, self.ops, self.mesh.tp.size, self.parallel.buckets
+        largest = max(bucket.stop - bucket.start for bucket in buckets)
+        if held is self.frozen:
+            buckets = make_buckets(held.flat.size if self.frozen else 0, 1, largest, largest)
         with ops.step(self.arena):
             whole = self.arena.take((largest,), FLOAT32)
             buffer = self.arena.take((max(largest, tp) if tp > 1 else 0,), FLOAT32)
-            for bucket in parallel.buckets:
+            for bucket in buckets:
                 values = whole[: bucket.stop - bucket.start]
                 if held is parallel.residual:  # of what other ranks keep, zeros
                     ops.zero(values)
                 for start, stop, at in self.held(held, bucket):
                     ops.copy(held.flat[at : at + stop - start], values[start - bucket.start : stop - bucket.start])
-                if parallel.sharded and held is not parallel.residual:
+                if parallel.sharded and held is not parallel.residual and held is not self.frozen:
                     parallel.all_gather(bucket, values)
-                    parallel.replicas.comm.synchronize()  # what waits for a GPU next knows no timeout
+                    parallel.synchronize()  # what waits for a GPU next knows no timeout
                 yield bucket, values, buffer
 
     # --- from files, or drawn ------------------------------------------------------------------------
@@ -220,13 +229,13 @@ class ShardedState:
 
         Calls ``show`` before each tensor, with the share that is done.
         """
-        sources = [(self.optimizer.weights, weights, "")]
+        sources = [(self.optimizer.weights, weights, ""), (self.frozen, weights, "")]
         if state is not None:
             sources += [(held, state, f"{kept}.") for kept, held in self.optimizer.state.items()]
         if residual is not None and self.parallel.residual is not None:
             sources.append((self.parallel.residual, residual, ""))
         parts = [
-            (source, name) for source in sources for name in self.placements
+            (source, name) for source in sources for name in source[0].spans
             if not source[2] or name in self.plan.state[source[2][:-1]]
         ]  # fmt: skip
         for index, ((held, tensors, prefix), name) in enumerate(parts):
@@ -236,8 +245,8 @@ class ShardedState:
 
     def _read(self, held: Parameters | OwnedSlices, tensors: Tensors, prefix: str, name: str) -> None:
         placement, dtype = self.placements[name], as_dtype(held.flat.dtype).numpy
-        first, row = self.spans[name].start, max(1, int(np.prod(placement.local[1:])))
-        for start, stop, at in self.held(held, self.spans[name]):
+        first, row = held.spans[name].start, max(1, int(np.prod(placement.local[1:])))
+        for start, stop, at in self.held(held, held.spans[name]):
             rows = range((start - first) // row, -(-(stop - first) // row))
             values = tensors.read(prefix + name, placement.rows(rows.start, rows.stop))
             flat = np.ascontiguousarray(values, dtype).reshape(-1)

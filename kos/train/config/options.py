@@ -23,9 +23,10 @@ from kos.train.data.token_files import KINDS
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.rope import Section
-from kos.train.optim import Group, LearningRate, UpdateRule, decay_matrices, state_of
+from kos.train.optim import Group, LearningRate, UpdateRule, by_axes, decay_matrices, state_of
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.muon import Muon
+from kos.train.parallel.mesh import DENSE
 
 DETERMINISTIC_MICRO_BATCHES = 8
 """``--deterministic`` splits the batch into at least this many micro-batches: any of 1, 2, 4, 8 ranks fit."""
@@ -339,9 +340,19 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         """What the optimizer does with a weight that no group has a rule for."""
         return OPTIMIZERS[self.optimizer].rule(self)
 
-    def groups(self, model: LlamaConfig, *parts: Local) -> list[Group]:
+    def all_groups(self, model: LlamaConfig, *parts: Local) -> list[Group]:
         """The parameter groups of a rank's parts of ``model``, or of the whole."""
         return OPTIMIZERS[self.optimizer].groups(self, model, parts)
+
+    def groups(self, model: LlamaConfig, *parts: Local) -> list[Group]:
+        """Those of ``all_groups`` that are trained."""
+        return [group for group in self.all_groups(model, *parts) if not group.frozen]
+
+    def describe_groups(self, model: LlamaConfig) -> dict[str, Any]:
+        """For config.json and checkpoints, the axes of groups, if not all are dense; frozen tensors have none."""
+        groups = by_axes(self.all_groups(model))
+        each = [{"axes": [*axes], "tensors": sorted(names)} for axes, names in groups.items()]
+        return {"groups": each} if groups.keys() != {DENSE} else {}
 
     def state_of(self, model: LlamaConfig) -> dict[str, set[str]]:
         """What the optimizer keeps of the whole ``model``, by name, and of which tensors."""

@@ -18,7 +18,7 @@ from kos.train.data.corpus import Show
 from kos.train.layers import Weights
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.model import Model, check_blocks, split_of
+from kos.train.model.model import Model, check_blocks, check_groups, split_of
 from kos.train.ops.fp8 import first_of
 from kos.train.parallel import schedules
 from kos.train.parallel.data import shard_batch
@@ -55,6 +55,7 @@ class Device(Runner):
         with raised_on_every_rank():
             split_of(config, model, mesh)  # raises where it does not fit the ranks
             check_blocks(config, model, mesh.layout)
+            check_groups(config, model)
             schedule = schedules.build(config.pp_schedule, mesh.pp.size, len(self.micro_batches))
             self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
         self.pipeline = Pipeline(mesh.pp, schedule)
@@ -234,7 +235,8 @@ class Device(Runner):
     def state(self) -> ShardedState:
         """The weights and the optimizer's state of this rank, to be read and saved."""
         step, model, stages = self.step, self.step.models[0], self.pipeline.schedule.stages_of_ranks
-        return ShardedState(self.mesh, model.config, stages, step.optimizer, step.parallel, model.ops, model.arena)
+        about = self.mesh, model.config, stages, step.optimizer, step.parallel, model.ops, model.arena
+        return ShardedState(*about, step.frozen)
 
     def read(
         self, weights: Tensors, state: Tensors | None = None, step: int = 0, residual: Tensors | None = None
@@ -248,7 +250,7 @@ class Device(Runner):
         """Draw this rank's initial weights; waits for no other rank."""
         share = (os.cpu_count() or 1) // self.mesh.world.local_size
         threads = max(1, min(share, len(os.sched_getaffinity(0))))
-        drawn = InitialWeights(self.step.models[0].config, self.config.seed, self.state.placements, threads)
+        drawn = InitialWeights(self.step.models[0].config, self.config.seed, self.state.names, threads)
         with contextlib.closing(drawn):
             self.read(drawn)
 
@@ -257,5 +259,5 @@ class Device(Runner):
         weights, parallel = self.step.weights, self.step.parallel
         if parallel.sharded:
             parallel.gather(weights).wait()
-            parallel.replicas.comm.synchronize()  # what waits for a GPU next knows no timeout
-        return weights
+            parallel.synchronize()  # what waits for a GPU next knows no timeout
+        return self.step.with_frozen(weights)

@@ -18,7 +18,6 @@ from kos.train.data.corpus import Show
 from kos.train.device import Device
 from kos.train.device.memory_plan import GIB, plan_buckets, plan_memory
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.numpy_attention import view_of_keys_and_values
@@ -69,10 +68,8 @@ class CpuDevice(Device):
         dry = Mesh.dry(mesh.layout, mesh.world.rank, mesh.local)
         plan = plan_memory(config, model, DryOps(), dry, schedule, sharing=self.comm.local_size)
         self.plan = together(self.comm, plan.check)
-        buckets = plan_buckets(config, model, parts, mesh.dense, reaches=False)
-        shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
-        weights = Parameters(shapes, self.dtype, groups, multiple=buckets.multiple)
-        gradients = weights.like()
+        buckets = plan_buckets(config, model, parts, mesh, reaches=False)
+        weights, gradients = (buckets.zeros(self.dtype) for _ in range(2))
         self.step = step = Step(
             config, model, parts, mesh, self.pipeline, numpy_ops, gradients, self.dtype, buckets
         )
@@ -81,8 +78,7 @@ class CpuDevice(Device):
         step.reports, step.report = reports, reports[0] if self.comm.size == 1 else np.zeros(reports.shape[1])
         step.optimizer = Optimizer(
             config.update_rule(), weights, groups=config.groups(model, *parts),
-            parts=step.parallel.parts() if buckets.sharded else None,
-            normed=step.parallel.own() if buckets.sharded else None, learning_rate=config.learning_rate(),
+            parts=step.parallel.parts(), normed=step.parallel.normed(), learning_rate=config.learning_rate(),
             grad_clip=config.grad_clip, skip_outliers=config.skip_outliers, counted=step.counted(),
             exact=model.num_parameters() if config.deterministic else 0, tp=mesh.tp, arena=step.models[0].arena,
         )  # fmt: skip

@@ -153,7 +153,7 @@ class CudaDevice(Device):
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
         self._reaches = _reaches(replicas)
         dry = Mesh.dry(mesh.layout, comm.rank, mesh.local)
-        buckets = plan_buckets(config, model, parts, dry.dense, self._reaches)
+        buckets = plan_buckets(config, model, parts, dry, self._reaches)
         shards = WritePlan(model, mesh.layout, schedule.stages_of_ranks, config.state_of(model), config.compress)
 
         def plan() -> MemoryPlan:
@@ -169,8 +169,7 @@ class CudaDevice(Device):
         self.ops, self.reachable_bytes = ops, 0  # of memory that other ranks reach into
         if not config.deterministic:
             ops.algorithms.update(self._search(model, accumulation_steps))
-        shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
-        gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, buckets.multiple)
+        gradients = buckets.zeros(config.grad_dtype, self._zeros)
         gradients.zeros = ops.zeros  # arrays made like these need not be visible to other ranks
         about = config, model, parts, mesh, self.pipeline, ops, gradients, DTYPES[config.compute_dtype], buckets
         self.step = step = Step(*about, HEAD_ROWS)
@@ -178,7 +177,7 @@ class CudaDevice(Device):
         dtype, copy = config.master_dtype, None
         master = OwnedSlices(gradients, step.parallel.parts(), dtype) if buckets.sharded else gradients.like(dtype)
         if buckets.sharded:
-            copy = Parameters(shapes, config.compute_dtype, groups, self._zeros, buckets.multiple)
+            copy = buckets.zeros(config.compute_dtype, self._zeros)
         elif config.compute_dtype != dtype:
             copy = gradients.like(config.compute_dtype)
         step.weights = master if copy is None else copy
@@ -187,7 +186,7 @@ class CudaDevice(Device):
             groups=config.groups(model, *parts), grad_clip=config.grad_clip, tp=mesh.tp, arena=step.models[0].arena,
             skip_outliers=config.skip_outliers, seed=config.seed,
             counted=step.counted() if step.parallel.others.size > 1 else None,
-            normed=step.parallel.own() if buckets.twice else None,
+            normed=step.parallel.normed(),
             places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),
             exact=sum(sizes.values()) if config.deterministic else 0,
         )  # fmt: skip

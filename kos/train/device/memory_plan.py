@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,15 +22,15 @@ from kos.train.data.batch import Batch
 from kos.train.machine import free_memory
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import Model
-from kos.train.model.parameters import OwnedSlices, Parameters
+from kos.train.model.parameters import OwnedSlices, Shape
 from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.ops.cuda.attention import MOST_HEAD_DIM
 from kos.train.ops.fp8 import store_bytes
-from kos.train.optim import BLOCK, MatrixRule, elements, state_of
+from kos.train.optim import BLOCK, MatrixRule, by_axes, elements, state_of
 from kos.train.optim.cuda import CHUNK
 from kos.train.optim.muon import BATCH
 from kos.train.parallel.data import Buckets, run_of, waiting_subtrees
-from kos.train.parallel.mesh import Mesh, Reduction
+from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Schedule
 from kos.train.train import REPORT, Step
@@ -86,27 +86,38 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_buckets(
-    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], reduction: Reduction, reaches: bool
+    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, reaches: bool
 ) -> Buckets:
     """The buckets of a rank with ``parts``; ``reaches``: ranks of a machine access each other's memory."""
-    ranks, nbytes = reduction.replicas.size, BUCKET_BYTES
+    reduction, groups, nbytes = mesh.dense, by_axes(config.groups(model)), BUCKET_BYTES
+    ranks = math.lcm(*(each.replicas.size for each in mesh.reductions(groups)))
     sharded = config.zero == 1 and ranks > 1
     uncut = frozenset(name for group in config.groups(model, *parts) if group.rule for name in group.names)
     twice = sharded and config.elastic is not None and reduction.batch.size == ranks and reduction.others.size == 1
+    lies, itemsize = _lay_out(model, parts, groups.values()), DTYPES[config.grad_dtype].itemsize
     if config.device == "cpu":
         blocks = 1 if config.compress == "none" else compression.BLOCK * reduction.host.size
         multiple = BLOCK * ranks if sharded else math.lcm(reduction.batch.size, blocks)
-        return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut, twice)
-    itemsize = DTYPES[config.grad_dtype].itemsize
+        return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut, twice, *lies)
     if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
-        nbytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
+        nbytes = max(BUCKET_BYTES, itemsize * sum(map(math.prod, lies[0].values())) // BUCKETS)
     multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
+    staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
     if ranks > 1 and config.compress != "none":
         staging = ENCODED * compression.FORMATS[config.compress].nbytes(nbytes // itemsize)
         staging += 2 * nbytes * (reduction.host.size > 1)  # terms of exact sums, and with ZeRO-1 their results
-        return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, staging)
-    staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
-    return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, staging)
+    return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, *lies, staging)
+
+
+def _lay_out(
+    model: LlamaConfig, parts: Sequence[Local], groups: Collection[Collection[str]]
+) -> tuple[dict[str, Shape], dict[str, tuple[str, ...]], list[int]]:
+    """``shapes``, ``stacked`` and ``counts`` of ``Buckets``: within a region, in the order of the backward."""
+    every = model.parameter_shapes(*parts)
+    regions = [{name: shape for name, shape in every.items() if name in names} for names in groups]
+    shapes = {name: shape for region in regions for name, shape in region.items()}
+    stacked = {name: each for name, each in model.fused_groups(*parts).items() if each[0] in shapes}
+    return shapes, stacked, [*map(len, regions)]
 
 
 class DryRun(Step):
@@ -122,12 +133,11 @@ class DryRun(Step):
     ) -> None:  # fmt: skip
         self.config, self.dry = config, dry
         self.parts = parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
-        buckets = plan_buckets(config, model, parts, mesh.dense, reaches=True)
+        buckets = plan_buckets(config, model, parts, mesh, reaches=True)
         counted = buckets.uncut or (config.dtype == "fp8" and buckets.sharded)  # memory depends on buckets
         if not (bucketed or counted):  # a model that fits on no machine would have too many buckets to list
             buckets = buckets._replace(nbytes=1 << 62, least=1 << 62)
-        shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
-        gradients = Parameters(shapes, config.grad_dtype, groups, dry.zeros, buckets.multiple)
+        gradients = buckets.zeros(config.grad_dtype, dry.zeros)
         self.weights, head_rows = gradients.like(config.compute_dtype), HEAD_ROWS if config.device == "cuda" else None
         pipeline, dtype = Pipeline(mesh.pp, schedule), dry.dtype(config.compute_dtype)
         super().__init__(config, model, parts, mesh, pipeline, ops or dry, gradients, dtype, buckets, head_rows)
@@ -138,7 +148,7 @@ class DryRun(Step):
         self._batch = Batch(self.tokens, self.tokens, document_starts=starts)
         self.micro_batch = lambda index: self._batch
         self.report = self.reports = dry.zeros((REPORT + schedule.micro_batches,), np.float64)
-        self.held = self.parallel.parts() if self.parallel.sharded else [slice(0, gradients.flat.size)]
+        self.held = self.parallel.parts()
         """The parts of the layout whose state this rank keeps."""
         self.state = state_of(config.update_rule(), config.groups(model, *parts), gradients.spans, self.held)
 
@@ -158,7 +168,7 @@ class DryRun(Step):
         """The most bytes that passes take from the scratch arena, and a micro-batch from its own."""
         arena = self.models[0].arena
         actions = [action for action in self.pipeline.actions if action.micro_batch == 0]
-        weights = self.as_read(self.weights)
+        weights = self.as_read(self.with_frozen(self.weights))
         for action, received in self.pipeline.inputs(actions):
             self.act(action, weights, received)
         message = Buffer(self.dry.zeros(*self.message))
@@ -184,7 +194,7 @@ def plan_memory(
     if model.head_dim > MOST_HEAD_DIM and not on_cpu:
         raise SettingError("--head-dim", f"at most {MOST_HEAD_DIM} on GPUs", model.head_dim)
     run = DryRun(config, model, mesh, schedule, ops if on_cpu else DryCudaOps(ops))
-    buckets, residual = plan_buckets(config, model, run.parts, mesh.dense, reaches), run.parallel.residual
+    buckets, residual = plan_buckets(config, model, run.parts, mesh, reaches), run.parallel.residual
     ranks, count, slots = mesh.dense.replicas.size, run.gradients.flat.size, len(run.stages.free)
     waiting = waiting_subtrees(run_of(run.micro_batches, mesh.dp.rank, mesh.dp.size)) if config.deterministic else 0
     lookups = 0 if run.sums.lookups is None else run.sums.lookups.gradients.flat.size
@@ -202,6 +212,7 @@ def plan_memory(
     in_flight = f", {slots} micro-batches in flight" * (slots > 1)
     uses = {
         f"weights, {dtype}": count * DTYPES[dtype].itemsize * has_copy,
+        f"frozen weights, {dtype}": sum(x.size for x in run.frozen.values()) * DTYPES[dtype].itemsize,
         f"{weights}{'' if on_cpu else share}": DTYPES[master].itemsize * held,
         "weights of layers, fp8, and transposed": store_bytes(run.store),
         f"{about}, {', '.join(dict.fromkeys(kept.dtype for kept in run.state.values()))}{share}": state,

@@ -20,7 +20,8 @@ LOOKUPS = "lookups"
 class Gradients(NamedTuple):
     """Where a backward puts the gradients of weights, whether it adds to them, and what it calls when one is final.
 
-    ``final`` takes the name of a tensor or of a group, in the order in which they lie in memory.
+    Frozen weights are not in ``of``. ``final`` takes the name of a tensor or of a group, in the order in which they lie
+    in memory.
     """
 
     of: Weights
@@ -61,8 +62,23 @@ class PassContext(NamedTuple):
     pending: list[Pending] | None = None
     """Takes the gradients of weights if they are deferred: until a pipeline has time for them."""
 
+    def trains(self, linear: Any) -> bool:
+        """Whether a backward computes the gradient of a ``Linear``'s matrix or bias: not if both are frozen."""
+        return linear.name in self.into.of or linear.bias in self.into.of
+
+    def gradient(self, name: str) -> Array:
+        """Where the gradient of a vector goes; that of a frozen one to scratch memory, which nothing reads."""
+        if name in self.into.of:
+            return self.into.of[name]
+        weight = self.weights[name]
+        unread = self.arena.take(weight.shape, weight.dtype)
+        self.ops.zero(unread)
+        return unread
+
     def weight_gradient(self, linear: Any, d_out: Array, x: Array) -> None:
         """Called where the gradient of a matrix can overlap a collective: computes it, unless it is deferred."""
+        if not self.trains(linear):
+            return
         pending = Pending(linear, d_out, x)
         if self.pending is None:
             pending.run(self)

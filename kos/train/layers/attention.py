@@ -120,10 +120,10 @@ class Attention(Sublayer):
         attend, raw, masks = self._record(ctx, saved, inner), saved.of_core.raw, ctx.masks.get(self.window)
         ctx.cp.attention_backward(attend, d_inner, d_columns, ctx.arena, masks)
         self._rotate(ctx, ctx.ops.rope_backward, d_columns, attend.length)
-        of, accumulate, final = ctx.into
+        _, accumulate, final = ctx.into
         for norm, heads in self._normed(ctx):
             norm_weight = ctx.weights[norm.name], norm.eps, heads
-            ctx.ops.head_norm_backward(raw, *norm_weight, d_columns, of[norm.name], accumulate, ctx.arena)
+            ctx.ops.head_norm_backward(raw, *norm_weight, d_columns, ctx.gradient(norm.name), accumulate, ctx.arena)
             final(norm.name)
 
     def _rotate(self, ctx: PassContext, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:

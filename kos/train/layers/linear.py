@@ -67,11 +67,12 @@ class Linear:
         return {self.name: split} | ({self.bias: split} if self.bias and self.dim == 0 else {})
 
     def weight_gradient(self, ctx: PassContext, d_out: Array, x: Array) -> None:
-        """Compute it, and report it as final."""
+        """Compute it, and report it as final. Nothing of what is frozen."""
         (of, accumulate, final), ops = ctx.into, ctx.ops
-        ops.linear_weight_gradient(d_out, x, ops.matrix(of, self.name), accumulate, ctx.arena)
-        final(self.name)
-        if self.bias:
+        if self.name in of:
+            ops.linear_weight_gradient(d_out, x, ops.matrix(of, self.name), accumulate, ctx.arena)
+            final(self.name)
+        if self.bias and self.bias in of:
             self._bias_gradient(ctx, d_out, ops.matrix(of, self.bias), accumulate)
             final(self.bias)
 

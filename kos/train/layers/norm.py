@@ -44,8 +44,8 @@ class Norm:
 
     def backward(self, ctx: PassContext, d_out: Array, x: Array, statistics: Array, dx: Array) -> None:
         """Add to ``dx``; overwrite ``d_out``."""
-        of, accumulate, final = ctx.into
-        weight, d_weight = ctx.weights[self.name], of[self.name]
+        _, accumulate, final = ctx.into
+        weight, d_weight = ctx.weights[self.name], ctx.gradient(self.name)
         ctx.ops.rms_norm_backward(d_out, x, weight, statistics, dx, d_weight, accumulate, ctx.arena)
         final(self.name)
 
@@ -67,8 +67,8 @@ class LayerNorm(Norm):
         ctx.ops.layer_norm(x_nD, weight, bias, self.eps, out_nD, statistics)
 
     def backward(self, ctx: PassContext, d_out: Array, x: Array, statistics: Array, dx: Array) -> None:
-        (of, accumulate, final), bias = ctx.into, bias_of(self.name)
-        weight, d_weight, d_bias = ctx.weights[self.name], of[self.name], of[bias]
+        (_, accumulate, final), bias = ctx.into, bias_of(self.name)
+        weight, d_weight, d_bias = ctx.weights[self.name], ctx.gradient(self.name), ctx.gradient(bias)
         ctx.ops.layer_norm_backward(d_out, x, weight, statistics, dx, d_weight, d_bias, accumulate, ctx.arena)
         final(self.name)
         final(bias)

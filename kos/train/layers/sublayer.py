@@ -97,7 +97,8 @@ class Sublayer:
 
     def quantized_gradient(self, ctx: PassContext, d_columns: Any) -> Any:
         """``LinearOps.gradient`` of the first product's output, whose halves are multiplied apart."""
-        return ctx.ops.gradient(d_columns, ctx.keep, len(ctx.tp.halves(d_columns.shape[0])))
+        keep = ctx.keep if ctx.trains(self.column) else None
+        return ctx.ops.gradient(d_columns, keep, len(ctx.tp.halves(d_columns.shape[0])))
 
     # --- forward -------------------------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ class Sublayer:
                 d_out_ND = self._branch_gradient(ctx, saved.branch, dx_nD)
             normed, inner = self._operands(ctx, saved)
             d_inner_NF = self.empty_inner(ctx, len(saved.columns_NW), dx_nD.dtype, arena)
-            d_out = ctx.ops.gradient(d_out_ND, ctx.keep)
+            d_out = ctx.ops.gradient(d_out_ND, ctx.keep if ctx.trains(self.row) else None)
             self.row.backward(ctx, d_out, d_inner_NF)
             d_columns = self.column_gradient(ctx, saved, inner, d_inner_NF)
             with arena.scope():
@@ -196,10 +197,11 @@ class Sublayer:
     def _operands(self, ctx: PassContext, saved: Saved) -> tuple[Callable[[], Any], Any]:
         """The inputs of both products, as they were saved or computed again; the first waits for all ranks' rows."""
         x_nD, statistics, normed, inner = saved.x_nD, saved.statistics_n, saved.normed_nD, saved.inner_NF
-        if normed is None and not saved.normed_8:
+        unread = not ctx.trains(self.column)
+        if normed is None and not (saved.normed_8 or unread):
             normed = self.norm.fused(ctx, x_nD, statistics)
             normed = self.norm.normed(ctx, x_nD, ctx.keep, statistics) if normed is None else normed
-        if saved.normed_8:
+        if saved.normed_8 or unread:
             gathered: Callable[[], Any] = lambda: saved.normed_8  # noqa: E731
         else:
             gathered = ctx.tp.start_gather(normed, ctx.tp.empty_rows(normed, ctx.keep))

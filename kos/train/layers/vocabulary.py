@@ -40,6 +40,8 @@ class Embedding:
         """The last gradient. ``with_head``: a tied head has written its term, unless lookups are summed apart."""
         of, accumulate, final = ctx.into
         name = LOOKUPS if LOOKUPS in of else self.name
+        if name not in of:
+            return
         adds = accumulate or (name != LOOKUPS and self.tied and with_head)
         first = None if ctx.tp.size == 1 else ctx.tp.first
         ctx.ops.embedding_backward(dx_ND, tokens_N, of[name], adds, ctx.arena, first)
@@ -65,11 +67,12 @@ class PositionEmbedding(Embedding):
 
     def backward(self, ctx: PassContext, tokens_N: Array, seq_len: int, dx_ND: Array, with_head: bool) -> None:
         of, accumulate, final = ctx.into
-        d_positions, samples = of[self.positions], dx_ND.reshape(len(dx_ND) // seq_len, -1)
-        if not accumulate:
-            ctx.ops.zero(d_positions[seq_len:])
-        ctx.ops.sum_rows(samples, d_positions[:seq_len].reshape(-1), accumulate, ctx.arena)
-        final(self.positions)
+        if self.positions in of:
+            d_positions, samples = of[self.positions], dx_ND.reshape(len(dx_ND) // seq_len, -1)
+            if not accumulate:
+                ctx.ops.zero(d_positions[seq_len:])
+            ctx.ops.sum_rows(samples, d_positions[:seq_len].reshape(-1), accumulate, ctx.arena)
+            final(self.positions)
         super().backward(ctx, tokens_N, seq_len, dx_ND, with_head)
 
 
@@ -166,24 +169,29 @@ class Head:
     def _gradients(
         self, ctx: PassContext, normed: Array, targets_N: Array, count: Array, losses_N: Array, d_normed: Array
     ) -> None:
-        """The losses, and the gradients of the matrix and of its input, chunk by chunk."""
+        """The losses, and the gradients of the matrix, unless it is frozen, and of its input, chunk by chunk."""
         (of, accumulate, _), ops, table = ctx.into, ctx.ops.of_head, ctx.ops.matrix(ctx.weights, self.name)
-        pieces, d_weight = self._chunks(ctx, len(targets_N)), of[self.name]
-        wide = ops.statistics_dtype(normed.dtype)
-        in_place = sum(map(len, pieces)) == 1 or d_weight.dtype == wide
-        sum_vD = d_weight if in_place else ctx.arena.take(d_weight.shape, wide)  # rounded once, not for each chunk
-        if accumulate and not in_place:
-            ops.copy(d_weight, sum_vD)
+        pieces, d_weight = self._chunks(ctx, len(targets_N)), of.get(self.name)
 
-        def of_piece(piece: int, d_table: Array) -> None:
-            d_matrix = ops.matrix({self.name: d_table}, self.name)
+        def of_piece(piece: int, d_table: Array | None) -> None:
             for number, rows in enumerate(pieces[piece]):
                 with ctx.arena.scope():
                     logits, add = self.logits(ctx, normed[rows]), accumulate or number > 0
                     self._cross_entropy(ctx, logits, targets_N[rows], losses_N[rows], count)
                     ops.linear_input_gradient(logits, table, d_normed[rows])
-                    ops.linear_weight_gradient(logits, normed[rows], d_matrix, add, ctx.arena)
+                    if d_table is not None:
+                        d_matrix = ops.matrix({self.name: d_table}, self.name)
+                        ops.linear_weight_gradient(logits, normed[rows], d_matrix, add, ctx.arena)
 
+        if d_weight is None:
+            for piece in range(len(pieces)):
+                of_piece(piece, None)
+            return
+        wide = ops.statistics_dtype(normed.dtype)
+        in_place = sum(map(len, pieces)) == 1 or d_weight.dtype == wide
+        sum_vD = d_weight if in_place else ctx.arena.take(d_weight.shape, wide)  # rounded once, not for each chunk
+        if accumulate and not in_place:
+            ops.copy(d_weight, sum_vD)
         ctx.ops.sum_pieces(of_piece, sum_vD)
         if not in_place:
             ops.copy(sum_vD, d_weight)

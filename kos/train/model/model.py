@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kos.comm.compression import BLOCK
-from kos.errors import SettingError
+from kos.errors import ConfigError, SettingError
 from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
@@ -31,8 +31,9 @@ from kos.train.ops import Array, fixed_order
 from kos.train.ops.fixed_order import LEAST_CHUNK, FixedOrder, Split
 from kos.train.ops.fp8 import Fp8Ops, check_sizes, linears
 from kos.train.ops.linear import LinearOps, Wrapper
+from kos.train.optim import by_axes
 from kos.train.parallel.context import ContextParallel, FixedContext, Masks
-from kos.train.parallel.mesh import Layout, Mesh
+from kos.train.parallel.mesh import DENSE, Layout, Mesh
 from kos.train.parallel.tensor import FixedTensorParallel, Half, TensorParallel
 
 
@@ -361,6 +362,28 @@ def check_blocks(config: TrainConfig, model: LlamaConfig, layout: Layout) -> Non
             axis, where = ("tp", "--tp") if layout.tp > 1 else ("pp", "--pp and a tied embedding")
             expected = f"tensors of a multiple of {BLOCK} elements with {where}"
             raise SettingError("--compress", expected, f"{name} of {size}", also=[axis])
+
+
+def check_groups(config: TrainConfig, model: LlamaConfig) -> None:
+    """ConfigError for parameter groups that miss a tensor, split a matrix, or cannot be summed over their axes."""
+    placements, groups = model.placements(), by_axes(every := config.all_groups(model))
+    at, trained = {name: axes for axes, names in groups.items() for name in names}, groups.keys() - {()}
+    if at.keys() != placements.keys() or sum(len(group.names) for group in every) != len(at) or not trained:
+        got = f"{[sorted(group.names) for group in every]}"
+        raise ConfigError(f"parameter groups: expected each tensor in one, and a tensor to train, got {got}")
+    for names in model.fused_groups().values():
+        if len(of_one := {at[name] for name in names}) > 1:
+            which = f"the same axes for {', '.join(names)}, one matrix"
+            raise ConfigError(f"parameter groups: expected {which}, got {of_one}")
+    split = [name for name, place in placements.items() if place.dim is not None and "tp" in at[name]]
+    if split or any({*axes} - {"tp"} != {*DENSE} for axes in trained):
+        got = f"{split[0]}, which they split" if split else f"{trained}"
+        raise ConfigError(f"parameter groups: expected axes dp, cp, and tp for what its ranks hold whole, got {got}")
+    with_zero, elastic = bool(config.optimizer == "muon" and config.zero), config.elastic is not None
+    refused = {"--deterministic": config.deterministic, "--compress": config.compress != "none", "--elastic": elastic,
+               "--optimizer muon with --zero 1": with_zero}  # fmt: skip
+    if trained != {DENSE} and (given := [*filter(refused.get, refused)]):
+        raise ConfigError(f"{given[0]}: expected parameter groups with the axes dp and cp alone, got {trained}")
 
 
 def check_fp8(config: TrainConfig, model: LlamaConfig, mesh: Mesh, parts: Sequence[Local]) -> None:

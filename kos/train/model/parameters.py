@@ -24,23 +24,28 @@ class Parameters(Mapping[str, np.ndarray]):
     name gives the tensors stacked along it, as a view (``qkv_proj`` for ``q_proj, k_proj, v_proj``).
     Iterating gives the tensors' own names only.  ``zeros(size, dtype)`` makes the flat array: NumPy's, or
     another kind that slices and reshapes like it (``kos.memory.array.Array``).  It is rounded up to a
-    ``multiple`` of elements, the rest of which stay 0.
+    ``multiple`` of elements, the rest of which stay 0; so is each of its ``regions``, of ``counts`` tensors.
     """
 
     def __init__(
         self, shapes: Mapping[str, Shape], dtype: Any = np.float32, groups: Mapping[str, Sequence[str]] | None = None,
-        zeros: Callable[[int, Any], Any] = np.zeros, multiple: int = 1,
+        zeros: Callable[[int, Any], Any] = np.zeros, multiple: int = 1, counts: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        self.shapes = dict(shapes)
+        self.shapes, self.counts = dict(shapes), counts or (len(shapes),)
         self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
         self.spans: dict[str, slice] = {}
-        offset = 0
-        for name, shape in self.shapes.items():
-            size = math.prod(shape)
-            self.spans[name] = slice(offset, offset + size)
-            offset += size
+        self.regions: list[slice] = []
+        offset, tensors = 0, iter(self.shapes.items())
+        for count in self.counts:
+            start = offset
+            for name, shape in itertools.islice(tensors, count):
+                size = math.prod(shape)
+                self.spans[name] = slice(offset, offset + size)
+                offset += size
+            offset = -(-max(offset, 1) // multiple) * multiple  # 1: a rank may have no such tensors
+            self.regions.append(slice(start, offset))
         self.zeros, self.multiple = zeros, multiple
-        self.flat = zeros(-(-offset // multiple) * multiple, dtype)
+        self.flat = zeros(offset, dtype)
         self._views = {name: self.flat[span].reshape(self.shapes[name]) for name, span in self.spans.items()}
         for group, members in self.groups.items():
             self._views[group] = self._stack(group, members)
@@ -58,7 +63,7 @@ class Parameters(Mapping[str, np.ndarray]):
     def like(self, dtype: Any = None) -> Parameters:
         """Zeros in the same layout, of the same dtype or another."""
         dtype = self.flat.dtype if dtype is None else dtype
-        return Parameters(self.shapes, dtype, self.groups, self.zeros, self.multiple)
+        return Parameters(self.shapes, dtype, self.groups, self.zeros, self.multiple, self.counts)
 
     def parts(self) -> list[tuple[slice, slice]]:
         """The parts of the layout that are held here, and their places in ``flat``: all of it."""

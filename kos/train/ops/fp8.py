@@ -168,7 +168,7 @@ class Fp8Ops(Wrapper):
     def reads_16(self, bias: str | None) -> bool:
         return bias is not None
 
-    def gradient(self, d_out: Any, keep: Arena, parts: int = 1) -> Quantized:
+    def gradient(self, d_out: Any, keep: Arena | None, parts: int = 1) -> Quantized:
         return self.quantized(d_out, GRADIENT, self.arena, keep, parts)
 
     def quantized(

@@ -75,8 +75,8 @@ class LinearOps(Wrapper):
         """Whether a gradient of weights, or of a ``bias``, reads its output's gradient itself."""
         return True
 
-    def gradient(self, d_out: Any, keep: Arena, parts: int = 1) -> Any:
-        """What both gradients take in place of ``d_out``; that of the weight reads memory of ``keep``.
+    def gradient(self, d_out: Any, keep: Arena | None, parts: int = 1) -> Any:
+        """What both gradients take in place of ``d_out``; that of the weight reads memory of ``keep``, if it is needed.
 
         ``parts``: in how many equal parts the gradient of the input takes its rows.
         """

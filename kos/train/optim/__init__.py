@@ -18,7 +18,7 @@ from kos.dtypes import DTYPES
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.model.parameters import OwnedSlices, Parameters, Shape, packed
-from kos.train.parallel.mesh import ALONE, Axis
+from kos.train.parallel.mesh import ALONE, DENSE, Axis
 
 BLOCK = 16_384  # elements: weights, gradients, two moments and one temporary are 320 KiB, within an L2
 CHUNKS = np.dtype([
@@ -87,13 +87,25 @@ class MatrixRule(UpdateRule):
 class Group(NamedTuple):
     """Tensors that are updated alike: their weight decay, and what multiplies the learning rate.
 
-    ``rule`` is that of matrices; None: the optimizer's own, the only one for single weights.
+    ``rule`` is that of matrices; None: the optimizer's own, the only one for single weights.  ``axes``: the ranks along
+    them hold the same weights, and their gradients are summed over these.  ``frozen`` tensors have no optimizer: no
+    gradient, no state, and they stay as they are.
     """
 
     names: Collection[str]
     decay: float = 0.0
     lr_scale: float = 1.0
     rule: MatrixRule | None = None
+    axes: tuple[str, ...] = DENSE
+    frozen: bool = False
+
+
+def by_axes(groups: Sequence[Group]) -> dict[tuple[str, ...], set[str]]:
+    """The tensors of ``groups`` by the axes over which their gradients are summed, dense ones first; (): frozen."""
+    found = dict[tuple[str, ...], set[str]]()
+    for group in sorted(groups, key=lambda group: group.axes != DENSE):
+        found.setdefault(() if group.frozen else group.axes, set()).update(group.names)
+    return found
 
 
 class Kept(NamedTuple):
@@ -303,13 +315,17 @@ def split(
     if len(group_of) != sum(len(group.names) for group in groups) or group_of.keys() != spans.keys():
         got = [sorted(group.names) for group in groups]
         raise InvalidArgument(f"parameter groups: expected each of {[*spans]} in one group, got {got}")
-    first_of, end = np.array([span.start for span in spans.values()]), [*spans.values()][-1].stop
+    first_of, stops = (np.array([getattr(each, at) for each in spans.values()], np.int64) for at in ("start", "stop"))
+    end = max(stops, default=0)
     starts = np.union1d(np.arange(0, end, size), first_of)
     tensors = np.searchsorted(first_of, starts, side="right") - 1
+    real = starts < stops[tensors]  # not between two regions of the layout
+    starts, tensors = starts[real], tensors[real]
     rows = np.zeros(len(starts), CHUNKS)
-    rows["start"], rows["length"], rows["index"] = starts, np.diff(starts, append=end), np.arange(len(starts))
-    rows["group"] = np.array([group_of[name] for name in spans])[tensors]
-    whole = first_of if places is None else np.array([places[name] for name in spans])
+    rows["start"], rows["index"] = starts, np.arange(len(starts))
+    rows["length"] = np.minimum(np.diff(starts, append=end), stops[tensors] - starts)
+    rows["group"] = np.array([group_of[name] for name in spans], np.int64)[tensors]
+    whole = first_of if places is None else np.array([places[name] for name in spans], np.int64)
     rows["place"] = starts + (whole - first_of)[tensors]
     mine = np.zeros(len(starts), bool)
     for part, local in parts:

@@ -74,7 +74,7 @@ class CudaOptimizer:
             Array.from_numpy(rows.view(np.uint8), ops.device, stream=ops.stream, label="optimizer's chunks")
             for rows in (chunks, of_norm, numbers)
         )
-        self.partial = ops.zeros((2 if exact else 1, len(self._starts)), np.float64)
+        self.partial = ops.zeros((2 if exact else 1, max(1, len(self._starts))), np.float64)
         self.largest = ops.zeros(1, np.int32)
 
     @property

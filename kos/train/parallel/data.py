@@ -27,15 +27,16 @@ that nothing of the state is lost with a rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kos.comm.work import Work
-from kos.train.model.parameters import OwnedSlices, Parameters
+from kos.train.model.parameters import OwnedSlices, Parameters, Shape
 from kos.train.ops import Array
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Axis, Reduction
@@ -159,10 +160,10 @@ def shard_batch(batch_size: int, micro_batch_size: int, rank: int, size: int) ->
     return [range(micro_batch_size * number, micro_batch_size * (number + 1)) for number in numbers]
 
 
-def make_buckets(total: int, multiple: int, largest: int, least: int) -> list[slice]:
-    """``total`` elements in buckets of ``largest``, rounded to ``multiple``; towards the end, where the backward ends,
-    of a quarter of what is left, down to ``least``: the sum of the last one overlaps nothing."""
-    buckets, start = [], 0
+def make_buckets(total: int, multiple: int, largest: int, least: int, start: int = 0) -> list[slice]:
+    """``total`` elements but those before ``start``, in buckets of ``largest``, rounded to ``multiple``; towards the
+    end, where the backward ends, of a quarter of what is left, down to ``least``: the last sum overlaps nothing."""
+    buckets = []
     while start < total:
         size = max(min(largest, (total - start) // 4), least)
         stop = min(start + max(1, size // multiple) * multiple, total)
@@ -198,14 +199,22 @@ class Buckets(NamedTuple):
     sharded: bool  # whether each rank holds a part of the optimizer's state (ZeRO-1)
     uncut: frozenset[str] = frozenset()  # tensors that one rank holds whole, if they are sharded
     twice: bool = False  # whether the next rank holds a rank's part too
+    shapes: Mapping[str, Shape] = MappingProxyType({})  # of the tensors that are trained, in the order of memory
+    stacked: Mapping[str, Sequence[str]] = MappingProxyType({})  # those that are read as one, by its name
+    counts: Sequence[int] = ()  # how many of them lie in each region, of groups with the same axes
     staging: int = 0  # bytes that a sum takes beside: its terms, as copy engines write them, or compressed
+
+    def zeros(self, dtype: Any, zeros: Callable[[int, Any], Any] = np.zeros) -> Parameters:
+        """Memory in this layout."""
+        return Parameters(self.shapes, dtype, self.stacked, zeros, self.multiple, self.counts)
 
 
 class DataParallel:
     """Sums the gradients of a parameter group over micro-batches and ranks, in place, in ``gradients.flat``.
 
-    ``reduction`` has the group's axes, ``ops`` is the dialect whose arrays they are.  With ``sharded`` (ZeRO-1) only
-    this rank's parts of the buckets, ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of the ranks.
+    ``reduction`` has the group's axes; ``more`` are those of groups in further regions of ``gradients``.  ``ops`` is
+    the dialect whose arrays they are.  With ``sharded`` (ZeRO-1) only this rank's parts of the buckets, ``parts()``,
+    hold the sum; ``gradients.flat`` is then a multiple of the ranks.
     ``uncut`` names tensors that one rank holds whole: its parts are then whole buckets. With ``twice`` a rank holds the
     parts of the rank before it too; ``own`` are those without them.
     ``compress`` names the format in which buckets are sent; ``residual`` is then what this rank has lost so far.
@@ -217,13 +226,19 @@ class DataParallel:
     def __init__(
         self, reduction: Reduction, gradients: Parameters, ops: Any = numpy_ops, *, in_order: int | None = None,
         bucket_bytes: int = 4 << 20, least_bytes: int | None = None, sharded: bool = False,
-        uncut: Collection[str] = (), compress: str = "none", twice: bool = False,
+        uncut: Collection[str] = (), compress: str = "none", twice: bool = False, more: Sequence[Reduction] = (),
     ) -> None:  # fmt: skip
         self.replicas, self.others, self.gradients, self.ops = reduction.replicas, reduction.others, gradients, ops
         self.host, self.rails, self.sharded, self.twice = reduction.host, reduction.rails, sharded, twice
-        total, spans = gradients.flat.size, gradients.spans
+        self.more, total, spans = more, gradients.flat.size, gradients.spans
         sizes = [size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes)]
-        self.buckets = even = make_buckets(total, gradients.multiple, *sizes)
+        first, *further = gradients.regions
+        self.buckets = even = make_buckets(first.stop, gradients.multiple, *sizes)
+        self._replicas: dict[int, Axis] = {}  # of buckets of further regions
+        for region, (replicas, *_) in zip(further, self.more, strict=True):
+            buckets = make_buckets(region.stop, gradients.multiple, sizes[0], sizes[1], region.start)
+            self._replicas |= dict.fromkeys((bucket.start for bucket in buckets), replicas)
+            self.buckets += buckets
         self._owners: dict[int, int] = {}  # of whole buckets
         if sharded and uncut:
             ranks = self.replicas.size
@@ -251,7 +266,7 @@ class DataParallel:
 
     def gradient_ready(self, name: str) -> None:
         """Called in the last micro-batch as the backward finishes each gradient: sums the buckets it completes."""
-        if self.replicas.size == 1:
+        if self.replicas.size == 1 and not self.more:
             return
         self._missing = self._missing or [set(names) for names in self._members]
         for bucket, missing in zip(self.buckets, self._missing, strict=True):
@@ -259,11 +274,17 @@ class DataParallel:
                 missing.remove(name)
                 if missing:
                     continue
-                self._in_flight.append((bucket, self._sum(bucket)))
+                if self.of(bucket).size > 1:
+                    self._in_flight.append((bucket, self._sum(bucket)))
+
+    def of(self, bucket: slice) -> Axis:
+        """The ranks that hold the same weights of a bucket."""
+        return self._replicas.get(bucket.start, self.replicas)
 
     def _sum(self, bucket: slice) -> Work:
         """Begin to sum a bucket over ranks."""
-        local, comm, form = self.host.size, self.rails.comm, None if self.compress == "none" else self.compress
+        local, comm = self.host.size, self._replicas.get(bucket.start, self.rails).comm
+        form = None if self.compress == "none" else self.compress
         x = self.gradients.flat[bucket] if local == 1 else self._sum_within_host(bucket)
         if self.residual is not None:
             comm.feed_back(x, self.residual.flat[bucket.start // local : bucket.stop // local], self.compress)
@@ -330,14 +351,28 @@ class DataParallel:
                 comm.send_recv(flat[self.part(bucket, rank)], flat[self.part(bucket, before)], after, before)
 
     def sum_shards(self, squares: Array) -> None:
-        """Sum over ``replicas`` what each has of its own shard; nothing if each has the whole."""
-        if self.sharded:
+        """Sum over ``replicas`` what each has of its own shard; not if ``others`` are all ranks."""
+        if self.sharded and not self.more:
             self.replicas.comm.all_reduce(squares)
+
+    def normed(self) -> list[slice] | None:
+        """The parts that count in this rank's part of the norm, each on one of the ranks that hold it; None: all."""
+        if self.more and not self.sharded:
+            return [bucket for bucket in self.buckets if self.of(bucket).rank == 0]
+        return self.own() if self.more or self.twice else None
+
+    def synchronize(self) -> None:
+        """Wait for all that was gathered."""
+        for replicas in {self.replicas, *self._replicas.values()}:
+            if replicas.size > 1:
+                replicas.comm.synchronize()
 
     # ZeRO-1.
 
     def parts(self) -> list[slice]:
-        """This rank's part of each bucket, in order; with ``twice`` that of the rank before it too."""
+        """All, or this rank's part of each bucket, in order; with ``twice`` that of the rank before it too."""
+        if not self.sharded:
+            return [slice(0, self.gradients.flat.size)]
         if not self.twice:
             return self.own()
         ranks = sorted({self.replicas.rank, (self.replicas.rank - 1) % self.replicas.size})
@@ -347,18 +382,21 @@ class DataParallel:
         """This rank's part of each bucket."""
         if self._owners:
             return [bucket for bucket in self.buckets if self._owners[bucket.start] == self.replicas.rank]
-        return [self.part(bucket, self.replicas.rank) for bucket in self.buckets]
+        return [*map(self._part, self.buckets)]
 
     def gather(self, weights: Parameters) -> GatheredWeights:
         """Start to gather the parts of ``weights``; the first read of a tensor waits for it."""
         works = {}
         for bucket in reversed(self.buckets):  # the forward goes through the layout from its end
-            works[bucket.start] = bucket, self.all_gather(bucket, weights.flat[bucket], async_op=True)
+            if self.of(bucket).size > 1:
+                works[bucket.start] = bucket, self.all_gather(bucket, weights.flat[bucket], async_op=True)
         return GatheredWeights(weights, works)
 
     def all_gather(self, bucket: slice, values: Array, async_op: bool = False) -> Any:
         """Complete the ``values`` of a bucket, of which each rank has its part."""
-        comm = self.replicas.comm
+        if self.of(bucket).size == 1:
+            return None
+        comm = self.of(bucket).comm
         if self._owners:
             return comm.broadcast(values, self._owners[bucket.start], async_op=async_op)
         part = self._part(bucket)
@@ -367,11 +405,11 @@ class DataParallel:
 
     def part(self, bucket: slice, rank: int, ranks: int = 0) -> slice:
         """The part of a bucket that ``rank`` updates; or its part among so many ``ranks``."""
-        length = (bucket.stop - bucket.start) // (ranks or self.replicas.size)
+        length = (bucket.stop - bucket.start) // (ranks or self.of(bucket).size)
         return slice(bucket.start + rank * length, bucket.start + (rank + 1) * length)
 
     def _part(self, bucket: slice) -> slice:
-        return self.part(bucket, self.replicas.rank)
+        return self.part(bucket, self.of(bucket).rank)
 
 
 class GatheredWeights(Mapping[str, Array]):

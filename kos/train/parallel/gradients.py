@@ -8,6 +8,7 @@ embedding tied to the head is also summed over both ends of the pipeline.
 from __future__ import annotations
 
 from collections import ChainMap
+from collections.abc import Container
 from functools import partial
 from typing import Any
 
@@ -21,17 +22,18 @@ class GradientSums:
     """The sums of a rank whose first stage is ``model``, with ``micro_batches`` per step.
 
     ``tied_apart``: this rank holds only one of a tied embedding and its head. ``lookups``: with ``--deterministic``,
-    the sum of the gradients of a tied embedding's lookups.
+    the sum of the gradients of a tied embedding's lookups.  ``over_tp``: tensors that ``parallel`` sums over tp.
     """
 
     def __init__(
         self, model: Model, parallel: DataParallel, pipeline: Pipeline, micro_batches: int, tied_apart: bool,
-        lookups: TreeSum | None = None,
+        lookups: TreeSum | None = None, over_tp: Container[str] = (),
     ) -> None:  # fmt: skip
         self.model, self.parallel, self.pipeline, self.micro_batches = model, parallel, pipeline, micro_batches
         self.gradients, self.tied_apart, self.lookups = parallel.gradients, tied_apart, lookups
         placements = model.config.placements(model.config.local(0, model.tensor.size))
-        self.replicated = {name for name in self.gradients if placements[name].dim is None}
+        whole = {name for name in self.gradients if placements[name].dim is None}
+        self.replicated = {name for name in whole if name not in over_tp}
         """Tensors that all ranks of tp hold whole; ``copied``: those of which several hold the same part."""
         self.copied = {name for name in self.gradients if placements[name].copies > 1}
 
@@ -48,7 +50,8 @@ class GradientSums:
     def _add_to_tree(self, micro_batch: int, name: str) -> None:
         tree = self.lookups if name == LOOKUPS else self.parallel.tree
         assert tree is not None
-        tree.add(name, micro_batch)
+        if name in tree.gradients:  # else it is frozen
+            tree.add(name, micro_batch)
 
     def _complete(self, name: str) -> None:
         """This rank's gradient of a tensor or a group is complete: the sums over other ranks begin."""

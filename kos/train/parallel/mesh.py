@@ -11,7 +11,7 @@ torchtitan order alike.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -19,6 +19,8 @@ from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, InvalidArgument, SettingError, plural
 
 AXES = ("pp", "dp", "cp", "tp")
+DENSE = ("dp", "cp")
+"""The axes whose ranks hold the same dense weights."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +160,21 @@ class Mesh:
     def dense(self) -> Reduction:
         return Reduction(self.replicas, self.dp, self.model_parallel, self.host, self.rails)
 
+    def reduction(self, axes: Collection[str] = DENSE) -> Reduction:
+        """That of a parameter group whose weights are the same on all ranks along ``axes``."""
+        if axes == DENSE:
+            return self.dense
+        replicas, batch = self._axis(*axes), self.dp if "dp" in axes else ALONE
+        return Reduction(replicas, batch, self._axis(*{*AXES}.difference(axes)), ALONE, replicas)
+
+    def reductions(self, groups: Iterable[Collection[str]]) -> list[Reduction]:
+        """Those of parameter groups with these axes.  Of several groups the norm is one sum over all ranks."""
+        found = [*map(self.reduction, groups)]
+        return found if len(found) == 1 else [each._replace(others=self._axis(*AXES)) for each in found]
+
     def _axis(self, *names: str) -> Axis:
         """These axes as one. A group of all ranks is the world itself; no group is split twice."""
-        names = tuple(name for name in names if getattr(self.layout, name) > 1)
+        names = tuple(name for name in AXES if name in names and getattr(self.layout, name) > 1)
         if not names:
             return Axis(0, 1, None)
         layout = Layout(**{name: getattr(self.layout, name) for name in names})

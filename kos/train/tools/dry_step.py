@@ -13,7 +13,7 @@ The step (``kos.train.train``) runs with operations and communicators that only 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, cast
 
 from kos.comm.communicator import Communicator
@@ -29,7 +29,7 @@ from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array
 from kos.train.optim import MatrixRule, UpdateRule, elements
-from kos.train.parallel.mesh import Axis, Layout, Mesh, ranks_of_a_host
+from kos.train.parallel.mesh import DENSE, Axis, Layout, Mesh, Reduction, ranks_of_a_host
 from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule
 from kos.train.tools.costs import GPUS, Rates, TimedOps, cost, update_bytes
@@ -225,7 +225,7 @@ class TimedMesh(Mesh):
     """The mesh of a rank whose axes are links."""
 
     def __init__(self, clock: Clock, job: Job, rank: int) -> None:
-        self._clock, self._of_a_host = clock, job.layout.ranks // job.network.hosts
+        self._clock, self._network, self._of_a_host = clock, job.network, job.layout.ranks // job.network.hosts
         super().__init__(cast(Communicator, Link(clock, "world", rank, job.layout.ranks)), job.layout, job.local)
         for name, of_mesh in AXES.items():
             axes = ("dp", "cp") if name == "gradients" else (name,)
@@ -241,6 +241,13 @@ class TimedMesh(Mesh):
 
     def copies(self, count: int) -> Axis:
         return self._link("tp", super().copies(count))
+
+    def reduction(self, axes: Collection[str] = DENSE) -> Reduction:
+        found = super().reduction(axes)
+        if axes == DENSE:
+            return found
+        replicas = self._link("gradients", found.replicas, self._network.local(self.layout, *axes))
+        return found._replace(replicas=replicas, rails=replicas)
 
 
 class TimedDryRun(DryRun):

@@ -28,7 +28,7 @@ from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.choose import layout_of, scope_of
 from kos.train.device.memory_plan import GIB, MemoryPlan
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.model import check_blocks, check_fp8
+from kos.train.model.model import check_blocks, check_fp8, check_groups
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES, build, simulate
 from kos.train.tools.costs import GPUS, Rates, cpu_rates, gpu_here, gpu_rates
@@ -92,6 +92,7 @@ def make_job(
     for rank in range(layout.pp):
         check_fp8(config, model, Mesh.dry(layout, layout.rank({"pp": rank})), job.parts(rank))
     check_blocks(config, model, layout)
+    check_groups(config, model)
     return job
 
 

@@ -1,0 +1,314 @@
+"""Parameter groups: gradients summed over other axes than those of dense weights, and tensors that are frozen.
+
+A group comes from an entry of ``OPTIMIZERS``, whose ``groups`` every part of the trainer asks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from kos.errors import CheckpointError, ConfigError
+from kos.testing import Fault
+from kos.train import checkpoint
+from kos.train.config.options import OPTIMIZERS, TrainConfig
+from kos.train.device.cpu import DryOps
+from kos.train.device.memory_plan import plan_memory
+from kos.train.model.llama import LlamaConfig
+from kos.train.ops import numpy as numpy_ops
+from kos.train.optim import Group
+from kos.train.parallel import schedules
+from kos.train.parallel.mesh import DENSE, Layout, Mesh
+from kos.train.tools.costs import cpu_rates
+from kos.train.tools.plan import make_job, predict
+from tests.train import elastic_runs, test_layouts, test_layouts_on_host, test_loop
+from tests.train.elastic_runs import no_dry_run
+from tests.train.sharded import tensors_of_run
+from tests.train.test_layouts import Precise
+from tests.train.test_layouts_on_host import HEAD_ALONE, emulated
+from tests.train.test_loop import text
+from tests.train.test_tensor_parallel import part_of
+
+__all__ = ["emulated", "no_dry_run", "text"]
+
+OVER_TP = (*DENSE, "tp")
+Kind = Callable[[str], dict[str, Any]]
+"""The fields of the group of a tensor; those with equal ones are one group."""
+
+
+def by_tensor(kind: Kind) -> Callable[[TrainConfig, LlamaConfig, Any], list[Group]]:
+    def groups(config: TrainConfig, model: LlamaConfig, parts: Any) -> list[Group]:
+        found: dict[str, tuple[dict[str, Any], list[str]]] = {}
+        for name in model.parameter_shapes():
+            found.setdefault(repr(kind(name)), (kind(name), []))
+        for name in model.parameter_shapes(*parts):
+            found[repr(kind(name))][1].append(name)
+        return [Group(names, **fields) for fields, names in found.values()]
+
+    return groups
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kind], None]:
+    def use_groups(kind: Kind) -> None:
+        monkeypatch.setitem(OPTIMIZERS, "adamw", OPTIMIZERS["adamw"]._replace(groups=by_tensor(kind)))
+
+    return use_groups
+
+
+def norms_over_tp(name: str) -> dict[str, Any]:
+    """Every rank of tp holds norms whole, and has the term of its own tokens."""
+    return {"axes": OVER_TP} if "norm" in name else {"decay": 0.1}
+
+
+def matrices_of_attention(name: str) -> dict[str, Any]:
+    """As when adapters train the MLPs: the tables, one norm of each layer and attention are frozen."""
+    frozen = "self_attn" in name or "embed" in name or "lm_head" in name or "input_layernorm" in name
+    return {"frozen": True} if frozen else {"decay": 0.1 * ("norm" not in name)}
+
+
+def all_but_the_mlp_of_one_layer(name: str) -> dict[str, Any]:
+    """Most stages of a pipeline have nothing to train."""
+    return {} if name.startswith("model.layers.0.mlp") else {"frozen": True}
+
+
+def both(name: str) -> dict[str, Any]:
+    frozen = matrices_of_attention(name)
+    return frozen if "frozen" in frozen else norms_over_tp(name)
+
+
+LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
+    (Layout(tp=2), {}), (Layout(tp=2), {"zero": 1}), (Layout(dp=2, tp=2), {"zero": 1}), (Layout(dp=2, tp=2), {}),
+    (Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v", "zero": 1}), (Layout(dp=2), {"zero": 1}),
+    (Layout(cp=2, tp=2), {"recompute": "norms"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "changes"), LAYOUTS, ids=str)
+def test_groups_on_different_axes(layout: Layout, changes: dict[str, Any], use: Callable[[Kind], None]) -> None:
+    """The same losses, norms and weights as one group on one rank, clipped by the norm of both groups."""
+    layers = 5 if layout.pp > 1 else 2
+    test_layouts.serial(Precise, layers, layout.dp == 2, test_layouts.STEPS)
+    use(norms_over_tp)
+    test_layouts.check(layout, Precise, layers, layout.dp == 2, **changes)
+
+
+FROZEN: list[tuple[Layout, dict[str, Any]]] = [
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "block"}), (Layout(cp=2), {}), (Layout(pp=3), {}),
+    (Layout(tp=2), {"deterministic": True, "batch_size": 16, "recompute": "block"}), *LAYOUTS,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "kind"),
+    [
+        pytest.param(*case, kind, id=f"{case}-{kind.__name__}", marks=() if quick else pytest.mark.slow)
+        for number, case in enumerate(FROZEN)
+        for kind in (matrices_of_attention, all_but_the_mlp_of_one_layer, both)
+        if not (kind is both and "deterministic" in case[1])
+        for quick in [number < 4 if kind is matrices_of_attention else case[0].pp > 1]
+    ],
+)
+def test_frozen_tensors(
+    layout: Layout, changes: dict[str, Any], kind: Kind, use: Callable[[Kind], None]
+) -> None:
+    """They stay as they are. The others are trained as where the frozen ones have a learning rate of 0."""
+    layers = 5 if layout.pp > 1 else 2
+    alike = {name: value for name, value in changes.items() if name in ("deterministic", "batch_size")}
+    how: dict[str, Any] = {"lr": 3e-3, "grad_clip": 0.0, **alike}
+
+    def still(name: str) -> dict[str, Any]:
+        return {"lr_scale": 0.0} if "frozen" in kind(name) else {"decay": kind(name).get("decay", 0.0)}
+
+    use(still)
+    (expected,) = test_layouts.train(Layout(), Precise, layers, True, **how)
+    use(lambda name: {"frozen": True} if "frozen" in kind(name) else still(name))
+    (alone,) = test_layouts.train(Layout(), Precise, layers, True, **how)
+    use(kind)
+    for rank, got in enumerate(test_layouts.train(layout, Precise, layers, True, **{**how, **changes})):
+        np.testing.assert_allclose(got["rows"], alone["rows"], rtol=1e-10)
+        np.testing.assert_allclose(got["rows"][:, 0], expected["rows"][:, 0], rtol=1e-10)
+        assert got["loss"] == pytest.approx(expected["loss"], rel=1e-10)
+        for name, value in got["weights"].items():
+            place = layout.tp, layout.coordinates(rank)["tp"]
+            wanted = part_of(name, expected["weights"][name], expected["model"], *place)
+            np.testing.assert_allclose(value, wanted, rtol=1e-9, atol=1e-9, err_msg=name)
+    assert (alone["rows"][:, 1] < expected["rows"][:, 1]).all(), "the norm is that of trained tensors alone"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
+def test_no_product_for_the_gradient_of_a_frozen_matrix(
+    schedule: str, use: Callable[[Kind], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each of 5 layers gate_up and down are trained; a pipeline's W computes these alone."""
+    shapes, whole = list[tuple[int, ...]](), numpy_ops.linear_weight_gradient
+
+    def product(d_out: Any, x: Any, d_weight: Any, *more: Any) -> None:
+        shapes.append(d_weight.shape)
+        whole(d_out, x, d_weight, *more)
+
+    monkeypatch.setattr(numpy_ops, "linear_weight_gradient", product)
+    use(matrices_of_attention)
+    test_layouts.train(Layout(pp=2), Precise, 5, True, 1, pp_schedule=schedule)
+    assert sorted(shapes) == sorted(5 * 8 * [(48, 16), (16, 24)])  # of 8 micro-batches
+
+
+def steps(text: Path, out: Path, ranks: int = 1, **changes: Any) -> np.ndarray:
+    how: dict[str, Any] = {"steps": 6, "eval_batches": 0, "sample_tokens": 0, "save_every": 3, "batch_size": 8}
+    rows = test_loop._train(text, out, ranks, **{**how, **changes})
+    return np.array([[row["loss"], row["grad_norm"]] for row in rows])
+
+
+RESHARDS = [
+    (both, {"tp": 2, "zero": 1}, {"pp": 2}), (both, {"pp": 2}, {"tp": 2, "zero": 1}),
+    (matrices_of_attention, {"zero": 1, "compress": "int8"}, {"zero": 0, "compress": "int8"}),
+    (norms_over_tp, {"tp": 2, "dp": 2, "zero": 1}, {"cp": 2, "zero": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "before", "after"), RESHARDS, ids=str)
+def test_a_checkpoint_resumes_in_another_layout(
+    kind: Kind, before: dict[str, Any], after: dict[str, Any], text: Path, tmp_path: Path, use: Callable[[Kind], None]
+) -> None:
+    use(kind)
+    whole = steps(text, tmp_path / "whole", 2, **after)
+    first = {"ranks": before.get("dp", 1) * before.get("tp", 1) if "dp" in before else 2, **before}
+    steps(text, tmp_path / "first", **first, steps=3)
+    resumed = steps(text, tmp_path / "second", 2, resume=str(tmp_path / "first"), **after)
+    np.testing.assert_allclose(resumed, whole[-len(resumed) :], rtol=2e-2 if "compress" in after else 1e-4)
+    found = checkpoint.find(tmp_path / "second")
+    assert found.step == 6
+    groups = {str(each["axes"]): each["tensors"] for each in found.config["groups"]}
+    frozen = groups.pop("[]", [])
+    assert set(groups) == {str([*kind(name).get("axes", DENSE)]) for each in groups.values() for name in each}
+    files = json.loads((found.path / "manifest.json").read_text())["files"]
+    state = {name for file in files if file.startswith("optimizer") for name in load_file(found.path / file)}
+    assert {name.partition(".")[2] for name in state} == {name for each in groups.values() for name in each}
+    assert not any(each.endswith(name) for each in state for name in frozen)
+    start, end = (tensors_of_run(tmp_path / run) for run in ("first", "second"))
+    assert frozen or kind is norms_over_tp
+    for name in frozen:
+        (key,) = (key for key in end if key.endswith(name))
+        assert end[key] == start[key]
+
+
+def test_a_checkpoint_with_other_frozen_tensors_is_refused(
+    text: Path, tmp_path: Path, use: Callable[[Kind], None]
+) -> None:
+    use(matrices_of_attention)
+    steps(text, tmp_path / "first", steps=3)
+    use(lambda name: {})
+    trained = "expected a run in which .*weight is trained, got one in which it is frozen"
+    with pytest.raises(CheckpointError, match=trained):
+        steps(text, tmp_path / "second", resume=str(tmp_path / "first"))
+    use(all_but_the_mlp_of_one_layer)
+    with pytest.raises(CheckpointError, match="is frozen, got one in which it is trained"):
+        steps(text, tmp_path / "third", resume=str(tmp_path / "first"))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_elastic_run_keeps_frozen_tensors(
+    zero: int, text: Path, tmp_path: Path, use: Callable[[Kind], None]
+) -> None:
+    """A rank is lost; the others have the frozen weights too, and go on with the same bits."""
+    use(matrices_of_attention)
+    plain = elastic_runs.train(text, tmp_path / "plain", elastic=None)
+    faults = [Fault("crash", 2, 4, call="all_to_all")]
+    assert elastic_runs.train(text, tmp_path / "hurt", faults, zero=zero) == plain
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("layout", "changes", "kind"),
+    [
+        (Layout(tp=2), {"zero": 1}, norms_over_tp),
+        (Layout(), {"dtype": "bfloat16"}, matrices_of_attention),
+        (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "layers": HEAD_ALONE}, matrices_of_attention),
+        pytest.param(Layout(dp=2, tp=2), {"zero": 1, "graph": False}, both, marks=pytest.mark.slow),
+        pytest.param(Layout(dp=2, tp=2), {}, both, marks=pytest.mark.slow),
+        pytest.param(Layout(pp=2), {}, all_but_the_mlp_of_one_layer, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_groups_on_an_emulated_gpu(
+    layout: Layout, changes: dict[str, Any], kind: Kind, use: Callable[[Kind], None]
+) -> None:
+    """As the CPU of one rank has it: the norm of all that is trained, the weights, and what is frozen as it was."""
+    layers = changes.pop("layers", 5 if layout.pp > 1 else 2)
+    alike = {name: value for name, value in changes.items() if name == "dtype"}
+    use(lambda name: {name: value for name, value in kind(name).items() if name != "axes"})
+    (alone,) = test_layouts_on_host.train(Layout(), layers, tied=False, **alike)
+    use(kind)
+    for rank, got in enumerate(test_layouts_on_host.train(layout, layers, tied=False, **changes)):
+        np.testing.assert_allclose(got["rows"], alone["rows"], rtol=3e-5, err_msg=f"rank {rank}")
+        for name, value in got["weights"].items():
+            place = layout.tp, layout.coordinates(rank)["tp"]
+            wanted = part_of(name, alone["weights"][name], alone["model"], *place)
+            np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def plan_of(config: TrainConfig, layout: Layout) -> Any:
+    model = config.model_config_for(40)
+    schedule = schedules.build(config.pp_schedule, layout.pp, 4)
+    return plan_memory(config, model, DryOps(), Mesh.dry(layout), schedule)
+
+
+def test_plans_count_groups(use: Callable[[Kind], None]) -> None:
+    """Frozen weights have no gradient and no moments. Groups on two axes send what each must over its own ranks."""
+    layout = Layout(dp=2, tp=2)
+    axes = {"dp": 2, "tp": 2}
+    config = TrainConfig.from_preset("tiny", **test_layouts.RUN, model={**test_layouts.SHAPE, "num_hidden_layers": 2},
+                                     device="cpu", **axes).for_world(2)  # fmt: skip
+    rates, model = cpu_rates(4), config.model_config_for(40)
+    plain, job = plan_of(config, layout), make_job(config, model, layout, rates)
+    sent = predict(job, plain).sent
+    sizes = {name: 4 * int(np.prod(shape)) for name, shape in model.parameter_shapes(model.local(0, 2)).items()}
+
+    use(matrices_of_attention)
+    frozen = sum(size for name, size in sizes.items() if "frozen" in matrices_of_attention(name))
+    some = plan_of(config, layout)
+    uses = {name.partition(",")[0]: size for name, size in some.uses.items()}
+    before = {name.partition(",")[0]: size for name, size in plain.uses.items()}
+    assert uses["frozen weights"] == frozen
+    assert before["weights"] - uses["weights"] == before["gradients"] - uses["gradients"] == frozen
+    assert before["both Adam moments"] - uses["both Adam moments"] == 2 * frozen
+    got = predict(make_job(config, model, layout, rates), some).sent
+    assert sent["gradients"] - got["gradients"] == frozen  # 2 (n - 1) / n of it, n = 2
+
+    use(norms_over_tp)
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    got = predict(make_job(config, model, layout, rates), plan_of(config, layout)).sent
+    assert got["gradients"] - sent["gradients"] == pytest.approx(norms / 2)  # 2 (4 - 1) / 4 in place of 1
+    assert sent["tp"] - got["tp"] == norms * 1
+
+
+BAD: dict[str, Kind] = {
+    "expected each tensor in one, and a tensor to train": lambda name: {"frozen": True},
+    "expected the same axes for .*q_proj.*, one matrix": lambda name: {"frozen": "q_proj" in name},
+    "expected .* tp for what its ranks hold whole, got .*weight, which they split": lambda name: {"axes": OVER_TP},
+    "expected axes dp, cp, and tp .*got .*'pp'": lambda name: {"axes": ("pp", *DENSE)},
+    "expected axes dp, cp, and tp .*got": lambda name: {"axes": ("dp",)},
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_groups_that_cannot_be_are_refused(said: str, text: Path, tmp_path: Path, use: Callable[[Kind], None]) -> None:
+    use(BAD[said])
+    with pytest.raises(ConfigError, match=f"parameter groups: {said}"):
+        steps(text, tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"deterministic": True}, {"compress": "int8"}, {"elastic": "1"}], ids=str)
+def test_several_axes_are_refused_by_name(
+    changes: dict[str, Any], text: Path, tmp_path: Path, use: Callable[[Kind], None]
+) -> None:
+    use(norms_over_tp)
+    (name,) = changes
+    with pytest.raises(ConfigError, match=f"--{name}: expected parameter groups with the axes dp and cp alone"):
+        steps(text, tmp_path, **changes)
