@@ -335,12 +335,14 @@ def compute(works: Sequence[Work[Any]]) -> None:
         results = [blocks[:, rank].reshape(-1) for rank in range(len(works))]
     else:
         results = [np.concatenate([each.send for each in works])] * len(works)
-    for work, result in zip(works, results, strict=True):
-        if (mine := work.prepared.operation).recv is not None:
-            if mine.reduction is None:
-                np.copyto(work.recv, result)
-            else:
-                mine.reduction.finish(result, work.recv)
+    for rank, (work, result) in enumerate(zip(works, results, strict=True)):
+        mine = work.prepared.operation
+        if mine.recv is None or (o.name == "broadcast" and rank == o.root):  # the array of the root may be read-only
+            continue
+        if mine.reduction is None:
+            np.copyto(work.recv, result)
+        else:
+            mine.reduction.finish(result, work.recv)
 
 
 def _reduced(name: str, works: Sequence[Work[Any]]) -> list[Array]:
