@@ -99,8 +99,8 @@ def test_without_enough_newcomers_the_communicator_is_as_it_was(backend: str) ->
     def body(comm: kos.Communicator) -> Any:
         while not comm.broadcast(np.array(comm.newcomers()), 0):
             time.sleep(0.01)
-        with pytest.raises(RendezvousError, match=r"world: grow 2: 1 of 2 newcomers joined at .* within 0.3 s$"):
-            comm.grow(2, timeout=0.3)
+        with pytest.raises(RendezvousError, match=r"world: grow 2: 1 of 2 newcomers joined at .* within 2 s$"):
+            comm.grow(2, timeout=2.0)  # in which all members come, also on a busy machine
         assert comm.failure is None and comm.timeout == 20.0
         comm.barrier()
         return check(comm.grow(1))
@@ -162,7 +162,7 @@ def test_a_member_that_is_lost_fails_a_grow_and_is_replaced() -> None:
         with pytest.raises(RankLost, match="world: grow: rank 1 is gone: it is dead"):
             comm.grow(1)
         with pytest.raises(RendezvousError, match="replace: 0 of 1 newcomers joined"):
-            comm.replace(timeout=0.2)
+            comm.replace(timeout=2.0)  # in which both come, also on a busy machine
         may_join.set()
         return check(comm.replace())
 

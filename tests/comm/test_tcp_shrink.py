@@ -77,10 +77,10 @@ def test_a_rank_that_lives_and_does_not_come(of_a_part: bool) -> None:
         if group.size == 1:
             return
         group.barrier()
-        group.timeout = 0.5
+        group.timeout = 2.0  # in which the others come, also on a busy machine
         if rendezvous.rank != rank:
             name = rf"ranks \[{rank}\]" + " of world" * of_a_part
-            with pytest.raises(RendezvousError, match=f"^shrink: {name} did not arrive within 0.5 s$") as caught:
+            with pytest.raises(RendezvousError, match=f"^shrink: {name} did not arrive within 2 s$") as caught:
                 group.shrink()
             assert caught.value.ranks == (rank,)
         refused.wait(20)

@@ -5,9 +5,10 @@ Both sections of a configuration use ``option``, a field that is also a flag, an
 
 from __future__ import annotations
 
+import re
 import reprlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,6 +23,24 @@ from kos.train.model.rope import RopeScaling, Section
 
 EXPECTED = {"path_type": "a path", "model_type": "a table of keys"}
 """Of the types of pydantic's errors that have no such word in their text."""
+
+
+_WEIGHTED = re.compile(r"(.+):(\d{0,9}\.?\d{1,9})", re.DOTALL)
+
+
+def weighted(data: str | Sequence[str]) -> dict[str, float]:
+    """The sources of ``--data`` and their weights.  Of several, the weight is what follows the last colon.
+
+    SettingError: one of several has no weight above 0, or is there twice."""
+    if isinstance(data, str):
+        return {data: 1.0}
+    sources = dict[str, float]()
+    for given in data:
+        match = _WEIGHTED.fullmatch(str(given))
+        if match is None or not float(match[2]) or match[1] in sources:
+            raise SettingError("data", "NAME:WEIGHT or PATH:WEIGHT for each of several, all different", repr(given))
+        sources[match[1]] = float(match[2])
+    return sources
 
 
 def option(default: Any = ..., unset: str = "", **constraints: Any) -> Any:

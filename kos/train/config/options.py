@@ -17,8 +17,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError, field_validator, model_validator
 
 from kos.errors import ConfigError, SettingError
-from kos.train.config import ModelSection, flatten, one_line, option, preset_values
-from kos.train.data.mixture import weighted
+from kos.train.config import ModelSection, flatten, one_line, option, preset_values, weighted
 from kos.train.data.token_files import KINDS
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig, Local

@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 
 from kos.errors import DataError, SettingError, plural
 from kos.files import OpenFile
+from kos.train.config import weighted
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.chat import read_chat_template
 from kos.train.data.corpus import Corpus, Show, read_corpus
 from kos.train.data.documents import Document, Lines
-from kos.train.data.mixture import Mixture, mix, weighted
+from kos.train.data.mixture import Mixture, mix
 from kos.train.data.packing import PackedTokens, Packing, pack
 from kos.train.data.permutation import permuted
 from kos.train.data.prepared import prepared

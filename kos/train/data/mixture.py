@@ -12,37 +12,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kos.errors import DataError, SettingError, plural
+from kos.errors import DataError, plural
 from kos.train.data.batch import Batch
 from kos.train.data.tokens import Tokens
 
 if TYPE_CHECKING:
     from kos.train.data.batches import Dataset
-
-_WEIGHTED = re.compile(r"(.+):(\d{0,9}\.?\d{1,9})", re.DOTALL)
-
-
-def weighted(data: str | Sequence[str]) -> dict[str, float]:
-    """The sources of ``--data`` and their weights.  Of several, the weight is what follows the last colon.
-
-    SettingError: one of several has no weight above 0, or is there twice."""
-    if isinstance(data, str):
-        return {data: 1.0}
-    sources = dict[str, float]()
-    for given in data:
-        match = _WEIGHTED.fullmatch(str(given))
-        if match is None or not float(match[2]) or match[1] in sources:
-            raise SettingError("data", "NAME:WEIGHT or PATH:WEIGHT for each of several, all different", repr(given))
-        sources[match[1]] = float(match[2])
-    return sources
-
 
 def terms_below(count: int, limit: float) -> int:
     """How many of the first ``count`` terms of the van der Corput sequence are below ``limit``.

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from kos.commands import mpirun, python
 from kos.errors import ConfigError, plural
 from kos.reporting import Parser
+from kos.train.config import weighted
 from kos.train.config.flags import add_plan, parse, read_command_line
 from kos.train.config.options import CUDA_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
 from kos.train.data.corpus import read_corpus
-from kos.train.data.mixture import weighted
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.choose import layout_of, scope_of
 from kos.train.device.memory_plan import GIB, MemoryPlan
