@@ -47,7 +47,7 @@ def test_on_ranks_that_meet_as_processes_do(size: int) -> None:
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             return run(world)
 
-    for broken in run_ranks(size, body, limit=8 * TIMEOUT):  # the whole suite, on a machine that may be busy
+    for broken in run_ranks(size, body, limit=3 * TIMEOUT):  # a busy machine takes 40 s for the whole suite
         assert not broken, "\n".join(broken.values())
 
 

@@ -120,6 +120,9 @@ def contributions(seed: int, step: Step, n: int) -> list[Array]:
     return [vector([seed, rank], length, step.dtype, step.values) for rank, length in enumerate(lengths(step, n))]
 
 
+_inputs = lru_cache(8)(contributions)
+
+
 def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
     """The parts of rank ``me``'s result, to be reduced or concatenated; None if it has no result."""
     n, root = len(xs), step.root % len(xs)
@@ -161,16 +164,11 @@ def result(step: Step, xs: list[Array], me: int) -> Array | None:
 @lru_cache(32)  # the forms of a call have the same inputs, and ranks may be threads
 def _known(step: Step, seed: int, n: int, me: int) -> tuple[Array, list[Array] | None, Array | None]:
     """What rank ``me`` gives, the parts of its result, and its result (an array of that size if it is not exact)."""
-    xs = _inputs(step, seed, n)
+    xs = _inputs(seed, step, n)
     mine = parts(step, xs, me)
     if step.is_exact or mine is None:
         return xs[me], mine, result(step, xs, me)
     return xs[me], mine, mine[0]
-
-
-@lru_cache(8)
-def _inputs(step: Step, seed: int, n: int) -> list[Array]:
-    return contributions(seed, step, n)
 
 
 def in_rank_order(xs: list[Array], op: ReduceOp = ReduceOp.SUM, factors: Sequence[float] = ()) -> Array:
