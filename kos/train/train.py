@@ -27,7 +27,6 @@ from kos.train.model.model import InFlight, Model, Result, make_stage
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array, Ops
 from kos.train.ops.fp8 import Fp8Weights, linear_names, weight_store
-from kos.train.optim import by_axes
 from kos.train.parallel.data import Buckets, DataParallel, TreeSum, make_buckets
 from kos.train.parallel.failures import Stop
 from kos.train.parallel.gradients import GradientSums
@@ -230,8 +229,7 @@ class Step:
         self.pipeline.make_buffers(lambda: ops.zeros(*self.message))
         steps, lookups = pipeline.schedule.micro_batches, None
         self.micro_batches = total = config.batch_size // config.micro_batch_size  # of all ranks
-        groups = by_axes(config.groups(model))
-        reduction, *more = mesh.reductions(groups)
+        reduction, *more = mesh.reductions(buckets.regions)
         self.parallel = DataParallel(
             reduction, gradients, ops, in_order=total if config.deterministic else None,
             bucket_bytes=buckets.nbytes, least_bytes=buckets.least, sharded=buckets.sharded, uncut=buckets.uncut,
@@ -251,7 +249,7 @@ class Step:
         self.store = weight_store(names, self.with_frozen(gradients), ops)
         """Memory for the weights of linear layers in 8 bits, if they are."""
         tied_apart = model.tie_word_embeddings and first != last
-        over_tp = {name for axes, names in groups.items() if "tp" in axes for name in names}
+        over_tp = {name for axes, names in buckets.regions.items() if "tp" in axes for name in names}
         self.sums = GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups, over_tp)
 
     def counted(self) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from kos.train.data.batch import Batch
 from kos.train.machine import free_memory
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import Model
-from kos.train.model.parameters import OwnedSlices, Shape
+from kos.train.model.parameters import OwnedSlices
 from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.ops.cuda.attention import MOST_HEAD_DIM
 from kos.train.ops.fp8 import store_bytes
@@ -89,35 +89,27 @@ def plan_buckets(
     config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, reaches: bool
 ) -> Buckets:
     """The buckets of a rank with ``parts``; ``reaches``: ranks of a machine access each other's memory."""
-    reduction, groups, nbytes = mesh.dense, by_axes(config.groups(model)), BUCKET_BYTES
-    ranks = math.lcm(*(each.replicas.size for each in mesh.reductions(groups)))
+    reduction, groups, nbytes = mesh.dense, config.groups(model), BUCKET_BYTES
+    regions, every = by_axes(groups), model.parameter_shapes(*parts)
+    shapes = {name: every[name] for names in regions.values() for name in every if name in names}
+    lies = shapes, {name: each for name, each in model.fused_groups(*parts).items() if each[0] in shapes}, regions
+    ranks = math.lcm(*(each.replicas.size for each in mesh.reductions(regions)))
     sharded = config.zero == 1 and ranks > 1
-    uncut = frozenset(name for group in config.groups(model, *parts) if group.rule for name in group.names)
+    uncut = frozenset(name for group in groups if group.rule for name in group.names if name in shapes)
     twice = sharded and config.elastic is not None and reduction.batch.size == ranks and reduction.others.size == 1
-    lies, itemsize = _lay_out(model, parts, groups.values()), DTYPES[config.grad_dtype].itemsize
     if config.device == "cpu":
         blocks = 1 if config.compress == "none" else compression.BLOCK * reduction.host.size
         multiple = BLOCK * ranks if sharded else math.lcm(reduction.batch.size, blocks)
         return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut, twice, *lies)
+    itemsize = DTYPES[config.grad_dtype].itemsize
     if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
-        nbytes = max(BUCKET_BYTES, itemsize * sum(map(math.prod, lies[0].values())) // BUCKETS)
+        nbytes = max(BUCKET_BYTES, itemsize * sum(map(math.prod, shapes.values())) // BUCKETS)
     multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
     staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
     if ranks > 1 and config.compress != "none":
         staging = ENCODED * compression.FORMATS[config.compress].nbytes(nbytes // itemsize)
         staging += 2 * nbytes * (reduction.host.size > 1)  # terms of exact sums, and with ZeRO-1 their results
     return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, *lies, staging)
-
-
-def _lay_out(
-    model: LlamaConfig, parts: Sequence[Local], groups: Collection[Collection[str]]
-) -> tuple[dict[str, Shape], dict[str, tuple[str, ...]], list[int]]:
-    """``shapes``, ``stacked`` and ``counts`` of ``Buckets``: within a region, in the order of the backward."""
-    every = model.parameter_shapes(*parts)
-    regions = [{name: shape for name, shape in every.items() if name in names} for names in groups]
-    shapes = {name: shape for region in regions for name, shape in region.items()}
-    stacked = {name: each for name, each in model.fused_groups(*parts).items() if each[0] in shapes}
-    return shapes, stacked, [*map(len, regions)]
 
 
 class DryRun(Step):

@@ -72,6 +72,9 @@ class Parameters(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         return self._views[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._views
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
 

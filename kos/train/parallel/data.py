@@ -201,12 +201,13 @@ class Buckets(NamedTuple):
     twice: bool = False  # whether the next rank holds a rank's part too
     shapes: Mapping[str, Shape] = MappingProxyType({})  # of the tensors that are trained, in the order of memory
     stacked: Mapping[str, Sequence[str]] = MappingProxyType({})  # those that are read as one, by its name
-    counts: Sequence[int] = ()  # how many of them lie in each region, of groups with the same axes
+    regions: Mapping[tuple[str, ...], Collection[str]] = MappingProxyType({})  # the tensors, by axes
     staging: int = 0  # bytes that a sum takes beside: its terms, as copy engines write them, or compressed
 
     def zeros(self, dtype: Any, zeros: Callable[[int, Any], Any] = np.zeros) -> Parameters:
         """Memory in this layout."""
-        return Parameters(self.shapes, dtype, self.stacked, zeros, self.multiple, self.counts)
+        counts = [len(self.shapes.keys() & names) for names in self.regions.values()]
+        return Parameters(self.shapes, dtype, self.stacked, zeros, self.multiple, counts)
 
 
 class DataParallel:
