@@ -77,7 +77,7 @@ def fill(state: ShardedState, whole: Whole) -> None:
     """Give a rank its part; what it need not hold of the weights is not a number."""
     for prefix, held in _held(state):
         flat = np.full(state.parallel.gradients.flat.size, np.nan, np.float32)
-        for name, span in state.spans.items():
+        for name, span in state.parallel.gradients.spans.items():
             flat[span] = expected_of(state, whole, prefix + name).ravel()
         held.flat[:] = np.nan
         parts = held.parts()
@@ -91,7 +91,7 @@ def assert_holds(state: ShardedState, whole: Whole) -> None:
     """Bit by bit; of weights that a rank keeps whole, all."""
     for prefix, held in _held(state):
         flat = np.zeros(state.parallel.gradients.flat.size, np.float32)
-        for name, span in state.spans.items():
+        for name, span in state.parallel.gradients.spans.items():
             flat[span] = expected_of(state, whole, prefix + name).ravel()
         for part, local in held.parts():
             assert held.flat[local].tobytes() == flat[part].tobytes(), (prefix, part, state.mesh.layout)
