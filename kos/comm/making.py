@@ -132,12 +132,13 @@ def _reasons(probes: dict[str, Probe]) -> str:
 def _for_gpus(
     rendezvous: Rendezvous, probes: dict[str, Probe], host: GroupBackend, undo: ExitStack, seen: bool = True
 ) -> list[DeviceBackend]:
-    """The backends for GPUs that all ranks can use beside ``host``; ``seen``: every rank sees a GPU.
+    """The backends of ``auto`` for GPUs, beside ``host``; ``seen``: every rank sees a GPU.
 
-    ``nccl`` is used wherever it can be, the others where a table has routes for them, or where no other one can be.
+    Of those that can run, it uses ``nccl`` always, and ``peer`` where a tuning table was measured.  It uses another one
+    where the table sends calls to it, or where no backend comes before it.
     """
     usable = [name for name, kind in BACKENDS.items() if kind.on_gpu and probes[name].usable]
-    if not seen:  # the probe of a backend for both kinds of memory may speak of host memory alone
+    if not seen:  # the probe of a backend for both kinds of memory may be about host memory alone
         usable = [name for name in usable if not BACKENDS[name].on_host]
     table = for_group(rendezvous, device_of(rendezvous).index) if set(usable) - {"nccl"} else None
     measured = set() if table is None else table.backends()
@@ -145,8 +146,7 @@ def _for_gpus(
         log.warning("the tuning table %s names backends that are not registered: %s", table.source, ", ".join(unknown))
     made: list[DeviceBackend] = []
     for name in usable:
-        wanted = name == "nccl" or (measured if name == "peer" else name in measured or not made)
-        if not wanted:
+        if not {"nccl": True, "peer": bool(measured)}.get(name, name in measured or not made):
             more = "" if name == "peer" else f" --with {name}"
             reason = f"{probes[name].reason}; auto uses it once it was measured here: python -m kos.tune{more}"
             probes[name] = Probe(True, reason)

@@ -6,7 +6,7 @@ For tests that run any operation, of any dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ NAMES = (*REDUCING, *MOVING[:-1], "barrier", "send_recv")
 class Step(model.Step):
     group: int = 0
     mode: str = "call"  # call, async, batch or persistent
-    values: str = field(default="whole", kw_only=True)
+    values: str = "whole"
 
 
 def inputs(seed: int, number: int, step: Step, members: list[int]) -> list[np.ndarray]:
