@@ -113,7 +113,7 @@ def test_the_page_of_commands_is_up_to_date() -> None:
     assert reference.renewed(page) == page, "python -m docs.hooks.reference"
     shown = reference.on_page_markdown(page, SimpleNamespace(file=SimpleNamespace(src_uri="reference/commands.md")))
     assert shown.count("\n## kos ") == page.count("\n## kos ") == len(COMMANDS)
-    assert "| `--data NAME or PATH` |" in shown and "| `--data" not in page
+    assert "| `--data NAME or PATH[:WEIGHT]` |" in shown and "| `--data" not in page
 
 
 def test_the_section_of_a_command_has_its_flags() -> None:

@@ -393,7 +393,7 @@ def test_the_second_part_is_planned(text: Path, tmp_path: Path) -> None:
 
     def state(**changes: Any) -> tuple[str, int]:
         config = config_of(text, tmp_path, zero=1, **changes).for_world(RANKS)
-        schedule = schedules.build("1f1b", 1, 2, None)
+        schedule = schedules.build("1f1b", 1, 2)
         plan = plan_memory(config, model, DryOps(), Mesh.dry(Layout(dp=RANKS)), schedule)
         return next((name, size) for name, size in plan.uses.items() if name.startswith("both Adam moments"))
 

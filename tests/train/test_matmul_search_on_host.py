@@ -87,10 +87,10 @@ def test_the_search_runs_on_values_like_those_of_a_first_step(emulated, text, tm
     """Its first pass has weights, also outside the initialized tensors, and tokens."""
     seen, real = [], Model.forward
 
-    def queue(self, weights, slot, batch, *others):
+    def queue(self, weights, slot, batch, *others, **how):
         if isinstance(self.ops, QueuedOps) and not seen:
             seen.extend([np.array(batch.tokens), {name: on_host(weights[name]).copy() for name in weights}])
-        return real(self, weights, slot, batch, *others)
+        return real(self, weights, slot, batch, *others, **how)
 
     monkeypatch.setattr(engine_module, "DRAWN", 1000)
     monkeypatch.setattr(Model, "forward", queue)

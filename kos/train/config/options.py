@@ -209,8 +209,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     @classmethod
     def _sources(cls, given: Any) -> Any:
         names = tuple(given) if isinstance(given, list | tuple) else (given,)
-        if not names or not all(isinstance(name, str) and name for name in names):
-            raise SettingError("data", "names or paths of at least 1 character", repr(given))
+        if wrong := [name for name in names if not (isinstance(name, str) and name)] or [given] * (not names):
+            raise SettingError("data", "names or paths of at least 1 character", repr(wrong[0]))
         return names if len(names) > 1 and weighted(names) else names[0]
 
     @field_validator("tracker", mode="before")

@@ -18,10 +18,10 @@ def suggestion(word: str, known: Iterable[str]) -> str:
         return f" (here: {here})"
     if any(f"{name}-".startswith(f"{none}-") for none in table["none"]["names"]):
         return f" (the trainer has none: {WITHOUT})"
-    return closest(word, known)
+    return closest(word, known, 0.75)
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """`` (closest: X)``, or nothing."""
-    near = get_close_matches(word, known, n=1, cutoff=0.75)
+def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`` (closest: X)``, or nothing if the similarity of all, from 0 to 1, is below ``cutoff``."""
+    near = get_close_matches(word, known, n=1, cutoff=cutoff)
     return f" (closest: {near[0]})" if near else ""

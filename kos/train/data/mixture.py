@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,6 @@ from kos.errors import DataError, plural
 from kos.train.data.batch import Batch
 from kos.train.data.tokens import Tokens
 
-if TYPE_CHECKING:
-    from kos.train.data.batches import Dataset
 
 def terms_below(count: int, limit: float) -> int:
     """How many of the first ``count`` terms of the van der Corput sequence are below ``limit``.
@@ -46,7 +44,7 @@ class Mixture:
     ``weights`` are of tokens, of which a source with padding has fewer in a sequence.
     """
 
-    def __init__(self, sources: Mapping[str, float], parts: Sequence[Dataset]) -> None:
+    def __init__(self, sources: Mapping[str, float], parts: Sequence[Any]) -> None:
         self.parts = dict(zip(sources, parts, strict=True))
         self.weights = np.array([*sources.values()]) / sum(sources.values())
         self.lengths = [part.seq_len * part.train.fill for part in parts]  # mean tokens of a sequence
@@ -81,8 +79,11 @@ class Mixture:
         return Batch(*(None if of[0] is None else np.concatenate(of)[order] for of in zip(*each, strict=True)))
 
 
-def mix(sources: Mapping[str, float], parts: Sequence[Dataset]) -> Dataset:
-    """The data of several sources, of each of which ``parts`` has its own.  DataError if their tokenizers differ."""
+def mix(sources: Mapping[str, float], parts: Sequence[Any]) -> Any:
+    """The ``Dataset`` (``kos.train.data.batches``) of several sources, of which ``parts`` are the datasets.
+
+    DataError if their tokenizers differ.
+    """
     first, names = parts[0], [*sources]
     for part, name in zip(parts, names, strict=True):
         if not part.tokenizer.is_like(first.tokenizer):
