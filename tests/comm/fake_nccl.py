@@ -57,6 +57,8 @@ def at(pointer: int, count: int, dtype: np.dtype) -> np.ndarray:
 class Group:
     """What the ranks of one communicator share."""
 
+    seconds = WAIT  # in which all ranks call
+
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size)
@@ -71,9 +73,9 @@ class Group:
 
     def swap(self, rank: int, value: Any) -> list[Any]:
         self.slots[rank] = value
-        self.barrier.wait(WAIT)
+        self.barrier.wait(self.seconds)
         values = list(self.slots)
-        self.barrier.wait(WAIT)
+        self.barrier.wait(self.seconds)
         return values
 
 

@@ -20,7 +20,7 @@ from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm import fake_nccl
-from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, Group
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group
 from tests.comm.ranks import on_hosts
 from tests.comm.tcp_ranks import run_ranks
 from tests.comm.test_hierarchical import HostRanks, Ways, communicator, filled, no_gpu
@@ -40,14 +40,16 @@ def run(body: Callable[[kos.Communicator], Any]) -> list[Any]:
         try:
             return body(comm)
         finally:
-            all_done.wait(3 * WAIT)  # outside of kos, which blames no rank that waits for others
+            all_done.wait(3 * Kernels.seconds)  # outside of kos, which blames no rank that waits for others
             comm.abort()
 
-    return run_ranks(4, rank)
+    return run_ranks(4, rank, limit=4 * Kernels.seconds)
 
 
 class Kernels(Group):
     """As kernels of NCCL: one that waits for a rank that never comes ends when its own rank aborts."""
+
+    seconds = 60.0  # in which another rank finds that it waits for too long, also on a busy machine
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -58,7 +60,7 @@ class Kernels(Group):
         try:
             return super().swap(rank, value)
         except threading.BrokenBarrierError:  # another rank has aborted
-            assert self.aborted[rank].wait(WAIT), "a kernel of NCCL hangs"
+            assert self.aborted[rank].wait(self.seconds), "a kernel of NCCL hangs"
             return [value] * self.size
 
 

@@ -218,14 +218,23 @@ def test_two_threads_close_the_last_two_groups(monkeypatch: pytest.MonkeyPatch) 
     assert freed == [shared]
 
 
-def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def closing(monkeypatch: pytest.MonkeyPatch) -> deque[Any]:
+    """The communicators of MPI that are to be freed, and the requests that tell when."""
+    queue = deque[Any]()
+    monkeypatch.setattr(mpi_job, "_closing", queue)
+    return queue
+
+
+def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(
+    closing: deque[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     freed, done = list[int](), set[int]()
 
     def comm(number: int) -> Any:
         request = SimpleNamespace(Test=lambda: number in done)
         return SimpleNamespace(Ibarrier=lambda: request, Free=lambda: freed.append(number))
 
-    monkeypatch.setattr(mpi_job, "_closing", deque())
     monkeypatch.setattr(mpi_job, "load_mpi", lambda: SimpleNamespace(Is_finalized=lambda: False, Exception=OSError))
     done.add(2)
     for number in (1, 2):
@@ -236,7 +245,7 @@ def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(monkeypatch: 
     assert freed == [2, 1]
 
 
-def test_another_thread_frees_communicators_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_frees_communicators_too(closing: deque[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """At each look at a communicator, another thread looks at all of them."""
     freed, looks = list[int](), iter(range(3))
 
@@ -245,8 +254,7 @@ def test_another_thread_frees_communicators_too(monkeypatch: pytest.MonkeyPatch)
             mpi_job.free_closed()
         return True
 
-    closing = deque((SimpleNamespace(Free=lambda n=n: freed.append(n)), n) for n in range(4))
-    monkeypatch.setattr(mpi_job, "_closing", closing)
+    closing.extend((SimpleNamespace(Free=lambda n=n: freed.append(n)), n) for n in range(4))
     monkeypatch.setattr(mpi_job, "is_over", lambda request: look())
     mpi_job.free_closed()
     assert sorted(freed) == [0, 1, 2, 3] and not closing
