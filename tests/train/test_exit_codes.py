@@ -25,7 +25,9 @@ MISSING = {
 EMPTY = [[word.replace("{missing}", "{empty}") for word in MISSING[name]] for name in ("data", "resume", "sample")]
 
 
-@pytest.mark.parametrize(("words", "code"), [*((each, 2) for each in [*MISSING.values(), EMPTY[0]]), *((each, 1) for each in EMPTY[1:])])
+@pytest.mark.parametrize(
+    ("words", "code"), [*((each, 2) for each in [*MISSING.values(), EMPTY[0]]), *((each, 1) for each in EMPTY[1:])]
+)
 def test_the_exit_code_of_what_is_missing(words: list[str], code: int, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     places = {name: str(tmp_path / name) for name in ("missing", "empty", "out")}

@@ -203,7 +203,8 @@ def _typed(key: str) -> str:
     field, flag = KEYS[key], flag_of(key)
     if isinstance(default := field.default, bool):
         return flag if default else flag.replace("--", "--no-", 1)
-    return f"{flag} {'…' if field.is_required() or default in (None, ()) or field.annotation in (str, str | tuple[str, ...]) else default}"
+    known_to_the_user = field.is_required() or default in (None, ()) or field.annotation in (str, str | tuple[str, ...])
+    return f"{flag} {'…' if known_to_the_user else default}"
 
 
 def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, Mapping[str, Any]]:
