@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from kos import _core
 from kos.bench.report import provenance, to_json
 from kos.comm.failures import FailureLog
 from kos.comm.host.shared import CallRing, open_segment
@@ -75,6 +76,8 @@ def main() -> None:
             check_writable(args.json)
         except InvalidArgument as error:
             raise SystemExit(f"kos: error: --json {error}") from None
+    if _core.unavailable:
+        raise SystemExit(f"kos: error: {_core.unavailable}")
     rows: list[dict[str, Any]] = []
     group = Group(Recorder(0, 1), "world", [0], 0, "mock")
     work, comm = example(group), SimpleNamespace(_collectives=itertools.count(), recorder=group.recorder)

@@ -25,6 +25,7 @@ from kos.bench.measure import Run
 from kos.bench.options import parse
 from kos.bench.ratios import lines, ratios
 from kos.cuda import driver
+from tests.comm.shared_ranks import needs_core
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 from tests.test_benchmark_cases import PLACES, Lazy
@@ -187,6 +188,7 @@ def test_a_missing_requirement_is_reported_in_one_line(
         assert re.fullmatch(f"kos: error: {said}", str(exit.value.code)) and told == ("", "")
 
 
+@needs_core
 def test_the_costs_of_the_recorder_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "RUNS", 1)
     for path in (tmp_path / "none" / "x.json", tmp_path / "x.json"):

@@ -95,7 +95,7 @@ def alone(call: str) -> Callable[[], Any]:
 
 
 def by_environment(**environ: str) -> Callable[[], Any]:
-    return lambda: env_rendezvous(0.2, {"MASTER_ADDR": "127.0.0.1", **environ})
+    return lambda: env_rendezvous(0.2, {"MASTER_ADDR": "127.0.0.1", "KOS_SECRET": "x", **environ})
 
 
 def at_a_used_port() -> None:

@@ -35,6 +35,7 @@ import pytest
 
 import kos
 import kos.testing
+from kos import _core
 from kos.comm.recorder import Recorder
 from kos.memory import Array
 from kos.testing import spawn
@@ -194,6 +195,8 @@ def test_commands(page: Path, slow: bool, tmp_path: Path) -> None:
             command, _, expected = session.partition("\n")
             if "mpirun" in command and not MPIRUN:
                 pytest.skip("mpirun was not found beside Python or in PATH")
+            if page.name == "04-failures.md" and _core.unavailable:
+                pytest.skip(f"shows what errors name with shared memory: {_core.unavailable}")
             shell, status = ("bash", "-o", "pipefail", "-c"), int(match["status"] or 0)
             printed = run(*shell, command, cwd=folder, env=env, status=status)
             where = f"{page.relative_to(ROOT)}:{line}: {command}"

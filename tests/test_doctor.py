@@ -58,7 +58,8 @@ def test_under_mpirun() -> None:
     report = json.loads(said)
     assert code == 0 and report["will_train"] and report["ranks"] == 2
     assert next(check for check in report["checks"] if check["name"] == "all_reduce")["ranks"] == [0, 1]
-    assert any(line.split()[:4] == ["all_reduce", "mpi", "shared", "memory"] for line in report["backends"])
+    row = next(line.split() for line in report["backends"] if line.startswith("all_reduce"))
+    assert row[:2] == ["all_reduce", "mpi"] and (row[2:4] == ["shared", "memory"]) == (not _core.unavailable)
 
 
 @needs_mpirun

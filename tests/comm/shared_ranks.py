@@ -21,6 +21,11 @@ TIMEOUT = 30.0  # seconds
 needs_core = pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
 
 
+def skip_without_core() -> None:
+    if _core.native is None:
+        pytest.skip(str(_core.unavailable))
+
+
 class SharedOnly(Backend):
     """Moves no messages: what does not go through shared memory fails."""
 
@@ -47,7 +52,8 @@ def shared_only(rendezvous: ThreadRendezvous) -> kos.Communicator:
 
 
 def run(fn: Callable[[kos.Communicator], Any], size: int, close: bool = True) -> list[Any]:
-    """The result of ``fn(comm)`` on each rank."""
+    """The result of ``fn(comm)`` on each rank.  Skips the test where the core cannot be used."""
+    skip_without_core()
 
     def body(rendezvous: ThreadRendezvous) -> Any:
         comm = shared_only(rendezvous)

@@ -33,7 +33,7 @@ from kos.memory.array import Array
 from kos.tune import measure as tune
 from tests.comm.fake_nccl import Comm, Group, captures
 from tests.comm.ranks import on_each_rank, on_threads
-from tests.comm.shared_ranks import SharedOnly, needs_core
+from tests.comm.shared_ranks import SharedOnly, needs_core, skip_without_core
 from tests.comm.test_tuning import GPU, LINK, changed
 
 pytestmark = pytest.mark.usefixtures("fake")
@@ -88,7 +88,9 @@ def run(
     timeout: float = 20.0,
     host: type[Backend] = ThreadTransport,
 ) -> None:
-    """Run ``body`` on every rank, with these parts."""
+    """Run ``body`` on every rank, with these parts.  Skips the test where ``host`` cannot be used."""
+    if host is SharedOnly:
+        skip_without_core()
     groups = {name: Group(SIZE) for name in parts.split()}
 
     def rank(rendezvous: ThreadRendezvous) -> None:

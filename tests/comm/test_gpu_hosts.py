@@ -23,6 +23,7 @@ from kos.comm.host.mpi import MPITransport
 from kos.comm.host.tcp import TCPTransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures, quiet
+from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import run_ranks
 from tests.comm.test_watchdog import DIFFERENCES, Heard, on_gpu
 
@@ -87,6 +88,7 @@ def all_raise(comm: kos.Communicator) -> str:
     return str(raised.value)
 
 
+@needs_core
 @pytest.mark.parametrize("hosts", [APART, PAIRS, TWO_AND_ONE], ids=str)
 @KINDS
 def test_a_mismatch_is_raised_on_all_ranks(run: Any, kind: Any, hosts: tuple[int, ...]) -> None:
@@ -104,6 +106,7 @@ def test_a_mismatch_is_raised_on_all_ranks(run: Any, kind: Any, hosts: tuple[int
         assert f"but rank {other} called all_reduce #3 of float32[11] by SUM: they differ in count 10 against" in text
 
 
+@needs_core
 @pytest.mark.parametrize("case", ["where it lies", "operation"])
 @pytest.mark.parametrize("hosts", [APART, TWO_AND_ONE], ids=str)
 def test_calls_of_auto_on_both_kinds_of_memory(run: Any, case: str, hosts: tuple[int, ...]) -> None:
@@ -164,6 +167,7 @@ def test_a_host_that_is_behind_is_no_mismatch(run: Any, kind: Any, hosts: tuple[
     assert all("not complete after 0.3 s" in text for text in run(body, hosts, kind))
 
 
+@needs_core
 @pytest.mark.parametrize(("calls", "wrong"), [(1000, 10), (1000, 999), (3000, 2100), (3000, 100)])
 def test_the_last_calls_are_compared(run: Any, calls: int, wrong: int) -> None:
     """The last 1,024."""
@@ -188,6 +192,7 @@ def test_the_last_calls_are_compared(run: Any, calls: int, wrong: int) -> None:
             assert f"#{wrong} of float32[{mine}]" in text and f"they differ in count {mine} against {theirs}" in text
 
 
+@needs_core
 @pytest.mark.parametrize("how", ["captured", "batch", "async", "persistent", "cached"])
 def test_every_way_to_call(run: Any, how: str) -> None:
     def body(comm: kos.Communicator) -> str:
@@ -214,6 +219,7 @@ def test_every_way_to_call(run: Any, how: str) -> None:
     assert all("against 11" in text for text in run(body))
 
 
+@needs_core
 def test_a_split_names_ranks_of_the_world(run: Any) -> None:
     def body(comm: kos.Communicator) -> str | None:
         part = comm.split(comm.rank % 2)
@@ -231,6 +237,7 @@ def test_a_split_names_ranks_of_the_world(run: Any) -> None:
     assert "rank 1 of world called" in last and "rank 3 of world called" in last
 
 
+@needs_core
 @KINDS
 @pytest.mark.parametrize("hosts", [APART, PAIRS], ids=str)
 def test_a_failure_reaches_the_other_hosts(run: Any, kind: Any, hosts: tuple[int, ...]) -> None:
@@ -250,6 +257,7 @@ def test_a_failure_reaches_the_other_hosts(run: Any, kind: Any, hosts: tuple[int
     assert all("rank 0 is gone: of the test" in text for text in run(body, hosts, kind)[1:])
 
 
+@needs_core
 def test_what_nccl_meets_is_explained_by_another_host(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL reports that another rank has gone before the notice of its host has come."""
 
@@ -272,6 +280,7 @@ def test_what_nccl_meets_is_explained_by_another_host(run: Any, monkeypatch: pyt
     assert "rank 0 is gone: of the test" in run(body)[1]
 
 
+@needs_core
 def test_one_rank_whose_time_is_up_asks_the_hosts_for_their_calls(run: Any) -> None:
     """Here the second of its host, while nobody else waits."""
 
@@ -289,6 +298,7 @@ def test_one_rank_whose_time_is_up_asks_the_hosts_for_their_calls(run: Any) -> N
     assert all("count 10 against 11" in text for text in run(body, PAIRS))
 
 
+@needs_core
 def test_many_hosts(run: Any) -> None:
     """All of them hear of a difference, also those whose calls are alike."""
 

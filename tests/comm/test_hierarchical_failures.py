@@ -22,6 +22,7 @@ from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, K
 from tests.comm import fake_nccl
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group
 from tests.comm.ranks import on_hosts
+from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import run_ranks
 from tests.comm.test_hierarchical import HostRanks, Ways, communicator, filled, no_gpu
 from tests.host_compiler import COMPILER
@@ -105,6 +106,7 @@ def raised_by(comm: Any, *calls: Callable[[], Any]) -> KosError:
     raise AssertionError("nothing was raised")
 
 
+@needs_core
 @pytest.mark.parametrize(
     ("name", "late", "connected"),
     [("all_reduce", 0, False), ("all_reduce", 3, True), ("all_gather", 0, True), ("broadcast", 3, True),
@@ -154,6 +156,7 @@ def test_survivors_work_in_phases_if_hosts_are_alike(no_gpu: None, dead: tuple[i
     HostRanks((2, 2, 2)).run_bare(body)
 
 
+@needs_core
 @pytest.mark.parametrize("ends", [0, 3])
 def test_a_rank_that_ends_is_named_on_all(kernels: None, ends: int) -> None:
     def body(comm: Any) -> str:
@@ -172,6 +175,7 @@ def test_a_rank_that_ends_is_named_on_all(kernels: None, ends: int) -> None:
     assert found == [f"({ends},)"] * 3
 
 
+@needs_core
 @pytest.mark.parametrize("differs", ["count", "operation"])
 @pytest.mark.parametrize("hosts", ["within a host", "between hosts"])
 def test_calls_that_differ_are_named_on_all(

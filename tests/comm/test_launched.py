@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import re
 import sys
@@ -64,9 +65,19 @@ assert process.exitcode == 7, process.exitcode
 }
 
 
+def skip_without_semaphores() -> None:
+    """Skip a test with a pool of multiprocessing where POSIX semaphores, files of /dev/shm, cannot be made."""
+    try:
+        multiprocessing.get_context("spawn").Lock()
+    except OSError as error:
+        pytest.skip(f"multiprocessing makes no semaphore: {error}")
+
+
 @needs_mpirun
 @pytest.mark.parametrize(("way", "all_ranks"), [*((way, True) for way in WAYS), ("subprocess", False)])
 def test_a_child_of_a_rank_of_mpi_is_refused(tmp_path: Path, way: str, all_ranks: bool) -> None:
+    if way == "spawn":
+        skip_without_semaphores()
     text = f"""{CHILD}
 if __name__ == "__main__":
     comm = kos.init(timeout=60)

@@ -22,6 +22,7 @@ from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks
 from tests.comm.ranks import on_each_rank
+from tests.comm.shared_ranks import needs_core
 from tests.comm.works import work_of
 
 SIZE = 3
@@ -60,6 +61,7 @@ def test_a_call_that_does_not_return_ends_in_time(gpu: Any, /, fake: FakeNCCL, m
         gpu.comm.all_reduce(x)
 
 
+@needs_core
 @pytest.mark.parametrize("wrong", [0, 9, 70, 1030, 2047])
 @on_each_rank(FakeRanks(SIZE).run)
 def test_calls_that_differ_are_told_later(gpu: Any, /, queued: FakeNCCL, wrong: int) -> None:
@@ -107,6 +109,7 @@ def test_work_that_does_not_end_is_aborted(gpu: Any, /, fake: FakeNCCL, monkeypa
         work.wait()
 
 
+@needs_core
 def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(
     queued: FakeNCCL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +159,7 @@ def test_communicators_split_from_one_that_is_aborted_end_with_it(
     assert len(aborted) >= 4 * SIZE and all(alone for _, alone in aborted), aborted
 
 
+@needs_core
 @pytest.mark.parametrize("how", ["abort", "killed"])
 @on_each_rank(FakeRanks(SIZE).run)
 def test_a_rank_that_goes_after_it_queued_what_others_wait_for(gpu: Any, /, queued: FakeNCCL, how: str) -> None:
@@ -176,6 +180,7 @@ def test_a_rank_that_goes_after_it_queued_what_others_wait_for(gpu: Any, /, queu
         comm.backend.wait_on_host(last, lambda: False, 1e4)
 
 
+@needs_core
 def test_a_rank_that_closed_may_end_while_others_still_wait(queued: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queued, "comm_destroy", lambda comm: None)
     closed = threading.Barrier(SIZE)
@@ -326,6 +331,7 @@ def test_errors_of_nccl_are_errors_of_kos(gpu: Any, /, fake: FakeNCCL, monkeypat
         gpu.comm.all_reduce(Array.zeros(3, np.float32, 0), kos.PremulSum(2.0))
 
 
+@needs_core
 @pytest.mark.parametrize("status", [2, 3, 6])  # what NCCL reports if a rank dies while it starts
 def test_an_error_of_nccl_is_explained_by_the_rank_that_is_gone(
     status: int, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ from kos.memory.windows import WindowMemory
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks, alone, captures
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
+from tests.comm.shared_ranks import needs_core
 from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     test_batch_and_persistent,
@@ -278,6 +279,7 @@ def test_a_captured_all_to_all_needs_no_connections_after_one_that_is_not(gpu: A
     assert not bounded
 
 
+@needs_core
 @on_each_rank(FakeRanks(2).run)
 def test_an_ordered_sum_of_windows_on_some_ranks_is_refused(gpu: Any, /, fake: FakeNCCL) -> None:
     """It gathers the arrays by NCCL's function."""
@@ -308,6 +310,7 @@ def test_what_goes_to_several_ranks_is_staged_once(gpu: Any, /, fake: FakeNCCL) 
     assert len({pointer for rank, pointer in sent if rank == gpu.rank} - {x.pointer}) == 1
 
 
+@needs_core
 @on_each_rank(FakeRanks(2).run)
 def test_windows_on_some_ranks_are_refused(gpu: Any, /, fake: FakeNCCL) -> None:
     """NCCL would start different kernels on the ranks, and hang."""

@@ -45,6 +45,7 @@ from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, meet, no
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.peer_storm import FLOAT
 from tests.comm.ranks import on_each_rank
+from tests.comm.shared_ranks import needs_core
 from tests.comm.works import work_of
 from tests.host_compiler import COMPILER
 
@@ -129,6 +130,7 @@ def test_cached_calls_of_all_to_all_v_whose_counts_disagree(ranks: ThreadRanks) 
     ranks.run(body)
 
 
+@needs_core
 @on_each_rank("ranks.run_bare")
 def test_ranks_wait_for_one_another_at_the_first_call_of_a_kernel(rendezvous: Rendezvous, /) -> None:
     """If a rank has several communicators: CUDA loads a kernel only when running kernels have ended."""
@@ -428,6 +430,7 @@ def test_errors_of_kernels_name_ranks_of_the_world(rendezvous: Rendezvous, /) ->
     comm.abort()
 
 
+@needs_core
 def test_whom_a_kernel_waits_for_is_shown(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the program is elsewhere: here in the launch, which on a GPU would return."""
     monkeypatch.setattr(watchdog, "TICK", 0.05)

@@ -10,6 +10,7 @@ from kos.testing.conformance.failures import GPU, SCENARIOS, Scenario
 from tests.comm.fake_nccl import FakeRanks, quiet
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.ranks import check_scenario
+from tests.comm.shared_ranks import needs_core
 from tests.host_compiler import COMPILER
 
 SIZE = 3
@@ -21,6 +22,7 @@ ALIKE = (
 )  # fmt: skip
 
 
+@needs_core
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_on_nccl(row: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
     with quiet(monkeypatch):
@@ -28,6 +30,7 @@ def test_on_nccl(row: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
         check_scenario(FakeRanks(SIZE).run, row)
 
 
+@needs_core
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=pytest.mark.slow) if row.program in ALIKE else row for row in ROWS], ids=str

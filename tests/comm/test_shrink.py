@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos._core import native
 from kos.comm.control import mpi_job
 from kos.comm.control.mpi import wait_for_all
 from kos.comm.control.threads import RANK_THREAD, ThreadGroup, ThreadRendezvous, ThreadWorld
@@ -26,6 +27,7 @@ from kos.comm.host.mpi import MPITransport
 from kos.errors import CollectiveError, CollectiveTimeout, RankLost, RendezvousError
 from kos.testing import spawn
 from tests.comm.ranks import MockRanks, on_each_rank, on_threads
+from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TCPRanks, run_processes
 from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import ULFM, job
@@ -169,6 +171,7 @@ def test_a_change_of_the_membership_ends_at_the_first_deadline_of_all_ranks(
 
     def body(comm: kos.Communicator) -> float:
         comm.barrier()
+        done.wait()  # over messages, a rank may still be in the barrier when another has left it
         began = time.monotonic()
         if comm.rank != 2:
             if comm.rank == early:
@@ -192,6 +195,7 @@ def test_a_change_has_one_deadline_though_rank_0_does_not_answer(monkeypatch: py
 
     def body(comm: kos.Communicator) -> tuple[float, str]:
         comm.barrier()
+        done.wait()  # over messages, a rank may still be in the barrier when another has left it
         began, result = 0.0, ""
         if comm.rank:
             if lost:
@@ -393,7 +397,7 @@ with kos.init("mpi", timeout=60) as comm:
         print(total[0], total[-1], part.backend.shares_memory, flush=True)
 """
     left = 6.0 - killed
-    assert job(tmp_path, 4, text, *ULFM) == [f"{left} {left} {shared}"] * 3
+    assert job(tmp_path, 4, text, *ULFM) == [f"{left} {left} {shared and native is not None}"] * 3
 
 
 @needs_mpirun
@@ -458,6 +462,7 @@ with kos.init("mpi", timeout=60) as comm:
     assert job(tmp_path, 4, text, *ULFM) == ["[0, 2] [2 2 2]"] * 2
 
 
+@needs_core
 @needs_mpirun
 def test_groups_of_one_host_make_no_communicator_of_mpi(tmp_path: Path) -> None:
     """In Open MPI 5.0.11 a rank may crash if another one dies while a communicator is created."""

@@ -14,6 +14,7 @@ from kos.comm.control.group import GRACE_SECONDS
 from kos.comm.control.mpi import look_for_lost
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.errors import RendezvousError
+from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import environment, free_port, run_processes
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
@@ -61,6 +62,7 @@ def check(output: str, way: str, stopped: int, errors: str = "") -> None:
     assert all(line.startswith(kind) for line in said), output
 
 
+@needs_core
 @pytest.mark.parametrize(("way", "stopped"), WAYS)
 def test_a_stopped_rank_on_tcp(way: str, stopped: int) -> None:
     began = time.monotonic()
@@ -69,6 +71,7 @@ def test_a_stopped_rank_on_tcp(way: str, stopped: int) -> None:
     assert time.monotonic() - began < 40
 
 
+@needs_core
 def test_a_stopped_hub_is_not_awaited_longer_than_another_rank() -> None:
     """A rank knows that the process of its hub is stopped: it does not wait for the hub's report of late ranks."""
     results = run_processes(STOPS.format(backend="tcp", way="rendezvous", stopped=0, timeout=1), 3)
@@ -78,6 +81,7 @@ def test_a_stopped_hub_is_not_awaited_longer_than_another_rank() -> None:
     assert output.count("ranks [0] were stopped by a signal or a debugger") == 2, output
 
 
+@needs_core
 @needs_mpirun
 @pytest.mark.parametrize(("way", "stopped"), WAYS)
 def test_a_stopped_rank_on_mpi(tmp_path: Path, way: str, stopped: int) -> None:

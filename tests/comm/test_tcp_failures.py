@@ -23,6 +23,7 @@ from kos.comm.host.tcp import TCPTransport
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm.ranks import on_each_rank, on_hosts, time_out_beside_others
+from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import SECRET, TIMEOUT, TCPRanks, free_port, run_processes, run_ranks, run_threads
 from tests.comm.test_message_failures import CALLS, fail_to_make_a_part, interrupt_a_launch
 from tests.comm.test_tcp_backend import LONG, _apart  # noqa: F401 -- a fixture of these tests too
@@ -470,6 +471,7 @@ print(f"{mapped() - before} left")
 """
 
 
+@needs_core
 def test_a_rank_frees_at_once_what_it_made_of_a_group_that_another_cannot_make() -> None:
     (_, other), (_, failing) = run_processes(FREED, 2, KOS_HOST="")
     assert other.split("\n")[:2] == ["RendezvousError", "0 left"], other

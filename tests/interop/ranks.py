@@ -20,6 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kos import _core
+
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = (
     "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
@@ -27,6 +29,8 @@ IMPORTED = (
     "torch.distributed.tensor.parallel", "torch._inductor.config",
     "kos.comm.gpu.auto", "kos.comm.host.tcp", "kos.interop.torch",
 )  # fmt: skip
+LATE = "still waiting for ranks [1]" if _core.unavailable else "ranks [1] did not arrive"
+"""What the error of a collective says on rank 0 if rank 1 is late."""
 LIMIT, GROUP_LIMIT = 250.0, 60.0  # seconds of a call, and of an operation
 
 

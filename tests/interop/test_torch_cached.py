@@ -17,7 +17,8 @@ from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument, RankLost
 from tests.comm.fake_nccl import FakeNCCL, captures, launching_alone, no_gpu
 from tests.comm.gpu_ranks import Prepared
-from tests.interop.ranks import run
+from tests.comm.shared_ranks import needs_core
+from tests.interop.ranks import LATE, run
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
@@ -175,6 +176,7 @@ def test_tensors_that_kos_copies(rank: OneRank) -> None:
     rank.cache(torch.nn.Parameter(ones()))
 
 
+@needs_core
 def test_tensors_that_kos_takes_as_they_are() -> None:
     from kos.interop.torch.tensors import is_plain
 
@@ -190,6 +192,7 @@ def test_tensors_that_kos_takes_as_they_are() -> None:
     assert not is_plain(x, 0), "of another device"
 
 
+@needs_core
 def test_a_cached_call_aside_leaves_the_current_stream(rank: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = ones(), ones()
     rank.cache(x, overlap=True)
@@ -450,5 +453,5 @@ def test_a_tensor_with_a_sign_to_be_applied_is_reduced_in_place():
 def test_failures_of_cached_calls_are_named():
     for rank, (mismatch, again, destroyed, *late) in enumerate(run(f"{PROGRAMS}:cached_errors")):
         assert "count 3 against 4" in mismatch and "failed before" in again and "is closed" in destroyed
-        assert all("timeout" in text and "not complete after 0.5 s; ranks [1] did not" in text for text in late)
+        assert all("timeout" in text and f"not complete after 0.5 s; {LATE}" in text for text in late)
         assert len(late) == 1 - rank

@@ -104,6 +104,7 @@ def run_part(backend: str, ranks: int, pattern: str, part: int, parts: int) -> d
             "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONHASHSEED": "0",  # reasons have sets of names: a repeated run writes the same file
             "PYTHONFAULTHANDLER": "1",  # a rank that crashes prints where
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else torch initializes the driver, which a forked rank may not use
             "TMPDIR": "/tmp",  # of sockets of multiprocessing, whose paths have at most 107 characters
         }  # fmt: skip
         if backend.startswith("kos as "):
