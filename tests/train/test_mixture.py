@@ -150,7 +150,7 @@ WRONG = "NAME:WEIGHT or PATH:WEIGHT for each of several, all different"
         (["a:1", "b:nan"], [], ["got 'b:nan'"]),
         (["a:1", ":2"], [], ["got ':2'"]),
         (["a:1", "a:2"], [], [f"--data: expected {WRONG}, got 'a:2'"]),
-        (["a:1", ""], [], ["--data: expected names or paths of at least 1 character", "got ['a:1', '']"]),
+        (["a:1", ""], [], ["--data: expected names or paths of at least 1 character, got ''"]),
         (["a:1", "b:2"], ["--epochs=2"], ["--epochs: expected none with several --data", "--steps", "got 2"]),
     ],
 )  # fmt: skip
