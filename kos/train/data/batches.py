@@ -99,8 +99,6 @@ class Dataset:
 
     def __post_init__(self) -> None:
         least = self.seq_len + 1
-        if self.mixture is not None:
-            return  # its sources have been checked
         for tokens, use in ((self.train, "train"), (self.val, "validate"))[: 2 if self.eval_batches else 1]:
             if len(tokens) < least and self.packing and tokens.size:
                 expected = f"a document of at most --seq-len = {self.seq_len} tokens to {use} on"
@@ -145,15 +143,10 @@ class Dataset:
 
     def in_order(self, numbers: NDArray[np.int64]) -> Batch:
         """The training sequences of these numbers if each comes once, in random order, and then each again."""
-        epochs, places = np.divmod(numbers, self.sequences)
+        epochs, places = np.divmod(numbers, count := self.sequences_in(self.train))
         for epoch in np.unique(epochs):
-            places[epochs == epoch] = permuted(places[epochs == epoch], self.sequences, self.seed, int(epoch))
+            places[epochs == epoch] = permuted(places[epochs == epoch], count, self.seed, int(epoch))
         return self.windows(self.train, places * self.seq_len)
-
-    @property
-    def sequences(self) -> int:
-        """How many sequences with their targets lie side by side in the training tokens."""
-        return self._windows(self.train)
 
     def _starts(self, step: int, rows: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Where the sequences of some rows start, and which of them only fill the last batch of an epoch."""
@@ -163,7 +156,7 @@ class Dataset:
             starts = draws % np.uint64((len(self.train) - self.seq_len - 1) // stride + 1) * np.uint64(stride)
             return starts[rows], np.zeros(len(rows), np.bool_)
         epoch, batch = divmod(step, self.steps_per_epoch)
-        places, last = batch * self.batch_size + rows, self._windows(self.train) - 1
+        places, last = batch * self.batch_size + rows, self.sequences_in(self.train) - 1
         return permuted(places.clip(max=last), last + 1, self.seed, epoch) * self.seq_len, places > last
 
     def fit_in_words(self) -> str:
@@ -205,18 +198,18 @@ class Dataset:
 
         Tokens at the end that fill no window are left out.
         """
-        return -(-self._windows(self.train) // self.batch_size)
+        return -(-self.sequences_in(self.train) // self.batch_size)
 
     def tokens_in(self, steps: int) -> int:
         """The tokens of the first ``steps`` batches, without the rows that only fill the last batch of an epoch."""
         rows = steps * self.batch_size
         if self.epochs is not None:
             epochs, rest = divmod(steps, self.steps_per_epoch)
-            windows = self._windows(self.train)
+            windows = self.sequences_in(self.train)
             rows = epochs * windows + min(rest * self.batch_size, windows)
         return rows * self.seq_len
 
-    def _windows(self, tokens: Tokens) -> int:
+    def sequences_in(self, tokens: Tokens) -> int:
         """How many sequences with their targets lie side by side in ``tokens``."""
         return (len(tokens) - 1) // self.seq_len
 
@@ -239,7 +232,7 @@ class Dataset:
         The windows are evenly spread over the validation tokens and do not overlap.  Every batch has ``eval_shape``, or
         as many sequences as there are windows.
         """
-        windows = max(1, self._windows(self.val))  # of which none may be needed
+        windows = max(1, self.sequences_in(self.val))  # of which none may be needed
         rows = min(eval_shape(self)[0], windows)
         batches = min(self.eval_batches, windows // rows)
         count = rows * batches

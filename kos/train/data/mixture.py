@@ -61,11 +61,12 @@ class Mixture:
 
     def in_words(self, steps: int, batch_size: int) -> str:
         """Lines for the log on each source in the first ``steps`` batches."""
-        seen = zip(self.weights, self.sequences(steps * batch_size), self.parts.values(), strict=True)
+        tokens, times = self.tokens(steps * batch_size), self.sequences(steps * batch_size)
+        counts = [part.sequences_in(part.train) for part in self.parts.values()]
         return "\n".join(
-            f"{name}: {weight:.1%} of the tokens, {tokens:,} in {plural(steps, 'step')}; each of "
-            f"{plural(part.sequences, 'sequence')} {times / part.sequences:.2g} times"
-            for (name, tokens), (weight, times, part) in zip(self.tokens(steps * batch_size).items(), seen, strict=True)
+            f"{name}: {self.weights[n]:.1%} of the tokens, {tokens[name]:,} in {plural(steps, 'step')}; each of "
+            f"{plural(counts[n], 'sequence')} {times[n] / counts[n]:.2g} times"
+            for n, name in enumerate(self.parts)
         )
 
     def rows(self, first: int, size: int, rows: Sequence[int]) -> Batch:
