@@ -27,7 +27,7 @@ from kos.train.parallel import schedules
 from kos.train.parallel.mesh import DENSE, Layout, Mesh
 from kos.train.tools.costs import cpu_rates
 from kos.train.tools.plan import make_job, predict
-from tests.train import elastic_runs, test_layouts, test_layouts_on_host, test_loop
+from tests.train import elastic_runs, test_elastic_joins, test_layouts, test_layouts_on_host, test_loop
 from tests.train.elastic_runs import no_dry_run
 from tests.train.sharded import tensors_of_run
 from tests.train.test_layouts import Precise
@@ -219,13 +219,15 @@ def test_a_checkpoint_with_other_frozen_tensors_is_refused(
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_an_elastic_run_keeps_frozen_tensors(
-    zero: int, text: Path, tmp_path: Path, use: Callable[[Kind], None]
+    zero: int, text: Path, tmp_path: Path, use: Callable[[Kind], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank is lost; the others have the frozen weights too, and go on with the same bits."""
+    """A rank is lost, or two join: they have the frozen weights too, and go on with the same bits."""
     use(matrices_of_attention)
     plain = elastic_runs.train(text, tmp_path / "plain", elastic=None)
     faults = [Fault("crash", 2, 4, call="all_to_all")]
     assert elastic_runs.train(text, tmp_path / "hurt", faults, zero=zero) == plain
+    assert elastic_runs.ranks_of(tmp_path / "hurt")[-1] == (3, 1)
+    test_elastic_joins.test_two_join_one(zero, text, tmp_path / "joined", plain, monkeypatch)
 
 
 @pytest.mark.usefixtures("emulated")
