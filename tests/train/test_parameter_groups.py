@@ -78,6 +78,10 @@ def all_but_the_mlp_of_one_layer(name: str) -> dict[str, Any]:
     return {} if name.startswith("model.layers.0.mlp") else {"frozen": True}
 
 
+def biases_alone(name: str) -> dict[str, Any]:
+    return {} if name.endswith("bias") else {"frozen": True}
+
+
 def both(name: str) -> dict[str, Any]:
     frozen = matrices_of_attention(name)
     return frozen if "frozen" in frozen else norms_over_tp(name)
@@ -124,6 +128,20 @@ def test_frozen_tensors(
     layout: Layout, changes: dict[str, Any], kind: Kind, use: Callable[[Kind], None]
 ) -> None:
     """They stay as they are. The others are trained as where the frozen ones have a learning rate of 0."""
+    check_frozen(layout, changes, kind, use)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"), [(Layout(tp=2), {}), (Layout(pp=2), {"pp_schedule": "zero-bubble-v"})], ids=str
+)
+def test_biases_of_frozen_matrices(
+    layout: Layout, changes: dict[str, Any], use: Callable[[Kind], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(test_layouts.SHAPE, "attention_bias", True)
+    check_frozen(layout, changes, biases_alone, use)
+
+
+def check_frozen(layout: Layout, changes: dict[str, Any], kind: Kind, use: Callable[[Kind], None]) -> None:
     layers = 5 if layout.pp > 1 else 2
     alike = {name: value for name, value in changes.items() if name in ("deterministic", "batch_size")}
     how: dict[str, Any] = {"lr": 3e-3, "grad_clip": 0.0, **alike}
