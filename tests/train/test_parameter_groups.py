@@ -27,7 +27,7 @@ from kos.train.parallel import schedules
 from kos.train.parallel.mesh import DENSE, Layout, Mesh
 from kos.train.tools.costs import cpu_rates
 from kos.train.tools.plan import make_job, predict
-from tests.train import elastic_runs, test_layouts, test_layouts_on_host, test_loop
+from tests.train import elastic_runs, test_elastic_joins, test_layouts, test_layouts_on_host, test_loop
 from tests.train.elastic_runs import no_dry_run
 from tests.train.sharded import tensors_of_run
 from tests.train.test_layouts import Precise
@@ -78,6 +78,10 @@ def all_but_the_mlp_of_one_layer(name: str) -> dict[str, Any]:
     return {} if name.startswith("model.layers.0.mlp") else {"frozen": True}
 
 
+def biases_alone(name: str) -> dict[str, Any]:
+    return {} if name.endswith("bias") else {"frozen": True}
+
+
 def both(name: str) -> dict[str, Any]:
     frozen = matrices_of_attention(name)
     return frozen if "frozen" in frozen else norms_over_tp(name)
@@ -124,6 +128,20 @@ def test_frozen_tensors(
     layout: Layout, changes: dict[str, Any], kind: Kind, use: Callable[[Kind], None]
 ) -> None:
     """They stay as they are. The others are trained as where the frozen ones have a learning rate of 0."""
+    check_frozen(layout, changes, kind, use)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"), [(Layout(tp=2), {}), (Layout(pp=2), {"pp_schedule": "zero-bubble-v"})], ids=str
+)
+def test_biases_of_frozen_matrices(
+    layout: Layout, changes: dict[str, Any], use: Callable[[Kind], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(test_layouts.SHAPE, "attention_bias", True)
+    check_frozen(layout, changes, biases_alone, use)
+
+
+def check_frozen(layout: Layout, changes: dict[str, Any], kind: Kind, use: Callable[[Kind], None]) -> None:
     layers = 5 if layout.pp > 1 else 2
     alike = {name: value for name, value in changes.items() if name in ("deterministic", "batch_size")}
     how: dict[str, Any] = {"lr": 3e-3, "grad_clip": 0.0, **alike}
@@ -219,13 +237,15 @@ def test_a_checkpoint_with_other_frozen_tensors_is_refused(
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_an_elastic_run_keeps_frozen_tensors(
-    zero: int, text: Path, tmp_path: Path, use: Callable[[Kind], None]
+    zero: int, text: Path, tmp_path: Path, use: Callable[[Kind], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank is lost; the others have the frozen weights too, and go on with the same bits."""
+    """A rank is lost, or two join: they have the frozen weights too, and go on with the same bits."""
     use(matrices_of_attention)
     plain = elastic_runs.train(text, tmp_path / "plain", elastic=None)
     faults = [Fault("crash", 2, 4, call="all_to_all")]
     assert elastic_runs.train(text, tmp_path / "hurt", faults, zero=zero) == plain
+    assert elastic_runs.ranks_of(tmp_path / "hurt")[-1] == (3, 1)
+    test_elastic_joins.test_two_join_one(zero, text, tmp_path / "joined", plain, monkeypatch)
 
 
 @pytest.mark.usefixtures("emulated")

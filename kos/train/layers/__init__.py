@@ -77,8 +77,6 @@ class PassContext(NamedTuple):
 
     def weight_gradient(self, linear: Any, d_out: Array, x: Array) -> None:
         """Called where the gradient of a matrix can overlap a collective: computes it, unless it is deferred."""
-        if not self.trains(linear):
-            return
         pending = Pending(linear, d_out, x)
         if self.pending is None:
             pending.run(self)

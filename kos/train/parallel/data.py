@@ -360,7 +360,7 @@ class DataParallel:
         """The parts that count in this rank's part of the norm, each on one of the ranks that hold it; None: all."""
         if self.more and not self.sharded:
             return [bucket for bucket in self.buckets if self.of(bucket).rank == 0]
-        return self.own() if self.more or self.twice else None
+        return self.own() if self.twice else None
 
     def synchronize(self) -> None:
         """Wait for all that was gathered."""
