@@ -96,7 +96,8 @@ def test_packed_completions_are_those_of_the_cpu(tmp_path):
     path.write_text("".join(f'{{"prompt": "{prompt}", "completion": "{answer}"}}\n' for prompt, answer in parts))
     for device in ("cpu", "cuda"):
         run(path, tmp_path / device, "--device", device, *FLOAT32, "--micro-batch-size", 8, "--steps", 20)
-    np.testing.assert_allclose(column(tmp_path / "cuda"), column(tmp_path / "cpu"), rtol=1e-5)
+    # Losses come near 0, where the rounding of logits in float32 is what is left of them.
+    np.testing.assert_allclose(column(tmp_path / "cuda"), column(tmp_path / "cpu"), rtol=1e-5, atol=1e-6)
     path.write_text(f'{{"prompt": "{"x" * 4000}", "completion": "yes"}}\n' * 2)
     for flags in ([], ["--no-graph"], ["--optimizer", "muon"]):
         out, how = tmp_path / "-".join(["long", *flags]), ["--save-every", 1, "--seq-len", 16, "--batch-size", 2]

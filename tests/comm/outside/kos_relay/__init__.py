@@ -159,7 +159,8 @@ class Relay(Backend):
             if copy.nbytes != nbytes:
                 raise CollectiveMismatch(f"expected {nbytes} bytes from rank {peer}, got {copy.nbytes}")
             copy.ready.hold(stream)
-            driver.call(driver.cu.cuMemcpyDtoDAsync, address, copy.address, nbytes, stream)
+            if nbytes:
+                driver.call(driver.cu.cuMemcpyDtoDAsync, address, copy.address, nbytes, stream)
             copy.copied = self._event(stream)
         for (peer, *_), copy in zip(sends, copies, strict=True):
             self._wait(lambda copy=copy: copy.copied is not None, peer)  # type: ignore[misc]
