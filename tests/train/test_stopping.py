@@ -31,7 +31,6 @@ from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel import failures, schedules
-from kos.train.parallel.data import Buckets
 from kos.train.parallel.failures import KILLED, Stop, Stopped, alone, together
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.run import Trainer
@@ -394,7 +393,7 @@ def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeyp
 def test_too_little_memory_is_an_error_before_any_is_taken(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     free = iter([1 << 40, 1 << 20])
     monkeypatch.setattr(memory_plan, "free_memory", lambda: next(free))
-    monkeypatch.setattr(Buckets, "zeros", None)
+    monkeypatch.setattr(cpu, "plan_buckets", None)
     expected = "expected at most 0.00 GiB, the memory free on this machine for each of 2 ranks, got .* use fewer ranks"
     with pytest.raises(ConfigError, match=expected):
         _train(text, tmp_path, 2)
