@@ -241,7 +241,7 @@ def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, s
 
 
 def find(path: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint:
-    """The checkpoint at ``path``, which is a ``step-N`` folder or the folder of a run, whose newest complete one it is."""
+    """The checkpoint at ``path``: a ``step-N`` folder, or the newest complete checkpoint in the folder of a run."""
     expected = f"{path}: expected a checkpoint or a run with one under checkpoints/"
     try:
         is_there = path.exists()

@@ -51,7 +51,7 @@ class WritePlan:
         self.writers: dict[str, int] = {}
         several = layout.dp * layout.cp > 1 and compress != "none"
         self.residuals = [dict[str, int]() for _ in range(layout.dp * layout.cp * several)]
-        """Per replica: tensor -> the rank that writes its residual, which is one of the ranks that hold a part of it."""
+        """Per replica: tensor -> the rank that writes its residual.  This rank holds a part of it."""
         self._layout = layout
         for pp in range(layout.pp):
             names = model.placements(*model.parts(0, layout.tp, pp, stages))
