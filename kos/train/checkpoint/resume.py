@@ -88,7 +88,6 @@ def warn_of_residuals(path: Path, found: Residuals | None, config: TrainConfig, 
         _log.warning("%s: the residuals of %d ranks are shared out over %d; their sum stays", path, saved, ranks)
 
 
-
 def check_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:
     """Raise CheckpointError if the shapes differ in fields that must be equal; the error names these fields.
 
