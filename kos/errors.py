@@ -1,8 +1,7 @@
 """The classes of all errors that kos raises on purpose.
 
-``sentence`` writes their texts; which ranks a failure names is decided in ``kos.comm.failures``.
-``KosError`` catches all of them.  Those that stand for a builtin condition also inherit the builtin (``ValueError``,
-``TimeoutError``).
+``sentence`` writes their texts.  ``kos.comm.failures`` decides which ranks a failure names.  All errors are subclasses
+of ``KosError``.  An error that corresponds to a builtin one also inherits from it (``ValueError``, ``TimeoutError``).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _PACKAGE, _PYTHON = Path(__file__).resolve().parent, Path(os.__file__).parent
 class KosError(RuntimeError):
     """Base of every error that kos raises on purpose.
 
-    The text of a failure of a communicator also comes in parts, for programs.  What is not known is None.
+    A failure of a communicator also has attributes for programs.  An attribute that is not known is None.
     """
 
     on_every_rank = False
@@ -35,9 +34,9 @@ class KosError(RuntimeError):
     """The call that failed, such as "world: all_reduce #3 of float32[4] by SUM"."""
     expected: Any = None
     got: Any = None
-    """What differs: between two ranks, the calls or messages of both."""
+    """What differs.  Between two ranks, these are the calls or messages of both."""
     cause: KosError | None = None
-    """The failure of another rank because of which this call failed; None on ranks that were only told of it."""
+    """The failure of another rank that made this call fail; None on ranks that only received a report of it."""
     settings: tuple[str, ...] = ()
     """The keys of a command's settings, of which other values can prevent the error."""
 
@@ -45,13 +44,13 @@ class KosError(RuntimeError):
         self, text: object = None, *, ranks: Iterable[int] = (), call: object = None, expected: str | None = None,
         got: str | None = None, cause: KosError | None = None,
     ) -> None:  # fmt: skip
-        """Without ``text``, that is ``expected …, got …``; the call comes before it."""
+        """The default of ``text`` is ``expected …, got …``.  The call is put before it."""
         super().__init__(sentence(call, f"expected {expected}, got {got}" if text is None else f"{text}"))
         self.ranks, self.expected, self.got, self.cause = tuple(ranks), expected, got, cause
         self.call = None if call is None else f"{call}"
 
     def copy(self, text: object = None, call: object = None, cause: KosError | None = None) -> Self:
-        """A copy without the traceback, whose frames hold arrays; with another text, of another call."""
+        """A copy without the traceback, whose frames hold arrays.  The arguments replace its text, call and cause."""
         new = type(self)(f"{self}" if text is None else text, ranks=self.ranks, call=call)
         new.expected, new.got, new.cause = self.expected, self.got, cause or self.cause
         new.call, new.orderly = new.call or self.call, self.orderly

@@ -1,8 +1,8 @@
-"""GroupBackend: what a Communicator calls.  It runs the operations of one group, by one or several backends.
+"""GroupBackend: the class that a Communicator calls.  It runs the operations of one group.
 
-``HostBackend`` (host/backend.py) runs every operation over a backend of the contract (``contract.py``) that moves host
-memory, ``LibraryBackend`` (gpu/library.py) over one that moves the memory of GPUs.  ``AutoBackend`` joins several.
-``nccl`` and ``peer`` subclass ``DeviceBackend`` (gpu/backend.py) themselves.
+``HostBackend`` (host/backend.py) runs every operation with a ``contract.Backend`` that moves host memory, and
+``LibraryBackend`` (gpu/library.py) with one that moves GPU memory.  ``AutoBackend`` combines several backends.  The
+backends ``nccl`` and ``peer`` subclass ``DeviceBackend`` (gpu/backend.py) directly.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class GroupBackend(ABC):
         return [flag for each in self.inner for flag in each.abort_flags]
 
     def signal_end(self, reason: str) -> None:  # noqa: B027
-        """Called before ``abort``, on several communicators before any of them ends: one end may wait for another."""
+        """Phase 1 of abort.  It runs on all communicators before any teardown, as teardowns may block each other."""
 
     def abort(self, reason: str) -> None:  # noqa: B027
         """End everything in flight without waiting for other ranks; notify them of the reason where possible."""
@@ -116,11 +116,11 @@ class GroupBackend(ABC):
         return np.empty(shape, dtype)
 
     def views(self, x: Buffer) -> list[Any]:
-        """Each rank's memory at the place of ``x``, an array of ``allocate`` or a part of one."""
+        """The memory of each rank that corresponds to ``x``, which is an array of ``allocate`` or a part of one."""
         raise BackendUnavailable(f"views: expected a backend whose ranks map all arrays of allocate, got {self.name}")
 
     def register(self, buffer: Buffer) -> Array:
-        """An array of the program's own memory, in which the backend moves it as that of ``allocate``.  Collective."""
+        """Register memory of the program, so that it is as fast as that of ``allocate``.  Collective."""
         raise InvalidArgument(f"register: expected a backend for GPUs, got {self.name}, which moves any host memory")
 
     @abstractmethod
@@ -160,11 +160,11 @@ class GroupBackend(ABC):
         return None
 
     def owns(self, work: Work[Any]) -> bool:
-        """Whether it started ``work``; splits share an engine."""
+        """Whether this backend started ``work``.  Splits share an engine."""
         return work.backend is self or work.backend in self.inner
 
     def refuse(self, work: Work[Any]) -> NoReturn:
-        """Raise the first failure of this communicator for ``work``, which is recorded already."""
+        """Raise the first failure of this communicator in ``work``, whose record exists already."""
         try:
             self.failures.refuse(work.name)
         except KosError as error:

@@ -132,10 +132,10 @@ def _reasons(probes: dict[str, Probe]) -> str:
 def _for_gpus(
     rendezvous: Rendezvous, probes: dict[str, Probe], host: GroupBackend, undo: ExitStack, seen: bool = True
 ) -> list[DeviceBackend]:
-    """The backends of ``auto`` for GPUs, beside ``host``; ``seen``: every rank sees a GPU.
+    """The backends that ``auto`` uses for GPUs, in addition to ``host``.  ``seen`` is True if every rank sees a GPU.
 
-    Of those that can run, it uses ``nccl`` always, and ``peer`` where a tuning table was measured.  It uses another one
-    where the table sends calls to it, or where no backend comes before it.
+    Of the backends that can run, ``auto`` always uses ``nccl``, and uses ``peer`` if there is a measured tuning table.
+    It uses another backend if the table routes calls to it, or if no earlier backend can run.
     """
     usable = [name for name, kind in BACKENDS.items() if kind.on_gpu and probes[name].usable]
     if not seen:  # the probe of a backend for both kinds of memory may be about host memory alone
@@ -165,10 +165,11 @@ def _for_gpus(
 def _agree(
     wanted: str, device: int | None, rendezvous: Rendezvous
 ) -> tuple[dict[str, Probe], str | None, list[bool], str]:
-    """The probes agreed on by all ranks, the first device requested, which ranks see a GPU, and what hosts prefer.
+    """Exchange the probes of all ranks.  If one rank cannot use a backend, it is unusable on all ranks.
 
-    The requested device is text that names its rank.  A backend that one rank cannot use is unusable on all ranks.
-    The backend that ``auto`` prefers for host memory is that of rank 0's tuning table, "" without one.
+    Returns the probes, the first device that a rank requested, which ranks see a GPU, and the backend that ``auto``
+    prefers for host memory.  The device is a text that names its rank.  The preferred backend is the one in the tuning
+    table of rank 0, or "" without a table.
     """
     if wrong := rendezvous.wrong_hosts():
         raise _on_every_rank(RendezvousError(wrong))

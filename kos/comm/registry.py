@@ -25,7 +25,7 @@ GROUP = "kos.backends"
 """The entry-point group in which installed packages register backends: ``name = "package.module:Class"``."""
 
 Kind = type[Backend] | type[NCCLBackend] | type[PeerBackend]
-"""A backend of the contract, or one of kos for GPUs."""
+"""A ``contract.Backend``, or one of the backends of kos for GPUs."""
 
 BACKENDS: dict[str, Kind] = {
     "mpi": MPITransport, "tcp": TCPTransport, "nccl": NCCLBackend, "peer": PeerBackend, "mock": ThreadTransport,
@@ -39,12 +39,12 @@ _installing = threading.RLock()  # reentrant: the import of a package may call `
 def register_backend(name: str, backend: type[Backend]) -> None:
     """Let ``kos.init(name)`` make a communicator of ``backend``, a subclass of ``kos.comm.contract.Backend``.
 
-    Every rank registers it before ``kos.init``.  ``auto`` uses it for host memory where the tuning table of hosts
-    prefers it, or where no backend of kos can run, and for GPUs likewise.  An installed package needs no call: it
-    names the class as an entry point of the group ``kos.backends``.
+    Every rank must register it before ``kos.init``.  ``auto`` uses it where a tuning table prefers it, or where no
+    backend of kos can run.  Host memory and GPU memory have separate tables.  An installed package need not call this
+    function, and can declare the class as an entry point of the group ``kos.backends`` instead.
 
-    Raises InvalidArgument for a ``name`` that is no identifier or is taken, and for any other class, such as one that
-    lacks a method that the contract requires.
+    Raises InvalidArgument if ``name`` is not an identifier or is taken, or if ``backend`` is not a subclass that
+    defines all methods that the contract requires.
 
         kos.register_backend("ring", Ring)
         comm = kos.init("ring")
@@ -63,7 +63,7 @@ def register_backend(name: str, backend: type[Backend]) -> None:
 
 
 def for_gpu(kind: Kind, rendezvous: Rendezvous, host: GroupBackend | None = None) -> DeviceBackend:
-    """The backend of a class in ``BACKENDS`` for the GPUs of a group, beside ``host``.  Collective."""
+    """Make a backend of a class in ``BACKENDS`` for the GPUs of a group that also has ``host``.  Collective."""
     if issubclass(kind, Backend):
         return LibraryBackend(rendezvous, kind, host=host)
     return kind(rendezvous, host=host)

@@ -1,8 +1,9 @@
-"""ScheduledCalls: every operation over a transport, which is a backend of the contract that moves host memory.
+"""ScheduledCalls: runs every operation over a transport, which is a ``contract.Backend`` for host memory.
 
-``HostBackend`` (``host/backend.py``) has one: ``tcp``, ``mpi``, ``mock``, or one of another package.  ScheduledCalls
-stages the reduction (16-bit floats accumulate in fp32), tries a native call of the transport, and otherwise runs a
-schedule over its messages.  So every transport has every operation, with the same semantics.
+The transport of a ``HostBackend`` (``host/backend.py``) is ``tcp``, ``mpi``, ``mock``, or a class of another package.
+ScheduledCalls stages the reduction (16-bit floats accumulate in fp32).  It then makes a native call of the transport if
+there is one, and otherwise runs a schedule of messages.  So every transport has every operation, with the same
+semantics.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class ScheduledCalls:
         yield from execute(schedule, self.rank, self.messages, spaces, combine, self.tag(work))
 
     def schedule(self, o: Operation, collective: str, nbytes: int) -> str:
-        """The schedule of a call: the one that the program or the transport chooses, else the usual one."""
+        """The schedule of a call: the choice of the program, or of the transport, or else the default."""
         if o.options.algorithm != AUTO:
             return o.options.algorithm
         if (chosen := self.transport.choose(o, collective, nbytes)) is not None:

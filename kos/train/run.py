@@ -407,10 +407,10 @@ class Newcomer(Trainer):
 
     Weights and state come from the run's ranks.
 
-    It reads the settings and the data as the run did, before it calls: the ranks wait for what is left alone. At the
-    boundary of a step they admit it, and tell it of the run (``kos.train.elastic``).
-    ConfigError if its settings or data are others than those of the run; RendezvousError if the run does not admit it;
-    Left if it was asked to stop before.
+    The process reads the settings and the data before it calls the run, so that the ranks of the run wait as short as
+    possible. They admit it between two steps, and send it the state of the run (``kos.train.elastic``).
+    Raises ConfigError if its settings or data differ from those of the run, RendezvousError if the run does not admit
+    it, and Left if it was asked to stop before.
     """
 
     def __init__(self, config: TrainConfig, stop: Stop | None = None) -> None:
@@ -438,7 +438,7 @@ class Newcomer(Trainer):
         return failure
 
     def _join(self) -> Communicator:
-        """Wait until the run admits this rank, or is over: a run writes the address file, and removes it at its end."""
+        """Wait until the run admits this rank, or ends.  The address file exists as long as the run."""
         where, timeout, limit = str(self.config.join), self.config.timeout, time.monotonic() + PATIENCE
         if os.sep in where and not os.path.isfile(where):
             self.console.say(f"waiting for {where}, which a run with --elastic writes")

@@ -128,9 +128,9 @@ def _next_pause(config: TrainConfig, step: int) -> int:
 
 
 class Stages:
-    """The stages of this rank, whose ``models`` are over the same operations: the one driver of their forwards.
+    """Runs the forwards of this rank's stages, for training, validation and sampling.
 
-    Training, validation and sampling differ in what becomes of a micro-batch after it.  ``free`` are what no
+    ``models`` are the stages, which all use the same operations.  ``free`` has the ``InFlight`` objects that no
     micro-batch uses.
     """
 
@@ -141,10 +141,10 @@ class Stages:
     def forward(
         self, action: Action, weights: Weights, received: Buffer | None, batch: Batch, result: Result | None = None
     ) -> Any:
-        """A stage's forward, whose input is received, or is the output of the previous chunk on this rank.
+        """The forward of a stage.  Its input is received, or is the output of the previous chunk on this rank.
 
-        The micro-batch then is in flight, until its backward.  With ``result`` it has none, and saves nothing: the last
-        stage returns ``result``, any other returns None.
+        Without ``result``, the micro-batch is in flight until its backward.  With ``result``, there is no backward, and
+        the forward saves nothing.  The last stage then returns ``result``; any other stage returns None.
         """
         model, micro_batch, chunk = self.models[action.chunk], action.micro_batch, action.chunk
         flight, x_nD = self.free.pop(0) if self.free else InFlight(model.ops.make_arena()), None
@@ -168,12 +168,12 @@ class Stages:
         return value
 
     def end(self, micro_batch: int, chunk: int) -> None:
-        """End a micro-batch's pass through a stage: another micro-batch may use its memory."""
+        """End the pass of a micro-batch through a stage, so that another micro-batch may use its memory."""
         self.free.append(flight := self.in_flight.pop((micro_batch, chunk)))
         flight.clear()
 
     def clear(self) -> None:
-        """Wait until every micro-batch that is in flight no more is sent."""
+        """Wait until the outputs of all finished micro-batches are sent."""
         for flight in self.free:
             flight.clear()
 
@@ -238,7 +238,7 @@ class Step:
         frozen = {name: shape for name, shape in model.parameter_shapes(*parts).items() if name not in gradients}
         stacked = {name: each for name, each in model.fused_groups(*parts).items() if each[0] in frozen}
         self.frozen = Parameters(frozen, dtype, stacked, ops.zeros)
-        """The weights that stay as they are."""
+        """The weights that are not trained."""
         in_order = config.deterministic and model.embedding in gradients
         if in_order and model.tie_word_embeddings and first:  # as on two ends of a pipeline
             table, multiple = {LOOKUPS: gradients[model.embedding].shape}, gradients.multiple
@@ -288,7 +288,7 @@ class Step:
         return self.as_read(self.with_frozen(weights))
 
     def with_frozen(self, weights: Weights) -> Weights:
-        """The weights of all tensors, where ``weights`` are those that are trained."""
+        """The weights of all tensors: ``weights``, which are trained, and the frozen ones."""
         return ChainMap[str, Any](weights, self.frozen) if self.frozen else weights  # type: ignore[arg-type]
 
     def norm(self) -> None:

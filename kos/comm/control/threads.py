@@ -119,14 +119,14 @@ class ThreadGroup:
         self.answered.notify_all()
 
     def report(self, record: Callable[[FailureLog], None]) -> None:
-        """Call ``record`` with the failure log of each rank, and wake them all."""
+        """Call ``record`` with the failure log of each rank, and wake all ranks."""
         with self.world.lock:
             for log in self.logs:
                 record(log)
             self.notify_all()
 
     def fail(self, failure: KosError) -> None:
-        """Make every rank raise the failure in its exchange, and in later ones; the first is kept."""
+        """Make every rank raise the failure in its current exchange and in later ones.  Only the first is kept."""
 
         def record(log: FailureLog) -> None:
             log.over = log.over or again(failure)
@@ -137,7 +137,7 @@ class ThreadGroup:
         self.world.notify(self.members)
 
     def ask(self, failures: FailureLog, sequence: int | None) -> None:
-        """Raise if every group has failed, or this one in that collective or before; None: in any."""
+        """Raise if all groups have failed, or this one in collective ``sequence`` (None: in any) or earlier."""
         if self.world.failure is not None:
             raise again(self.world.failure)
         if failures.reported is not None and (sequence is None or failures.reported[0] <= sequence):
@@ -218,10 +218,10 @@ class ThreadRendezvous(Rendezvous):
         self, call: str, newcomers: int | None = 0, whole: bool = False,
         terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
     ) -> Rendezvous:  # fmt: skip
-        """The first rank that finds all others here, and the newcomers, determines the outcome for all.
+        """The first rank that finds all other members and the newcomers here determines the outcome for all.
 
-        As on other backends, the deadline is the first one of all ranks here.  If the failures that the lowest one
-        knows name all ranks that are missing after half of its time, these are left out, except with ``whole``.
+        As on other backends, the earliest deadline of the ranks here counts.  After half of the time, the missing ranks
+        are left out if failures that the lowest rank knows name all of them.  With ``whole``, no rank is left out.
         """
         group, known = self.threads, (self.failures.first, self.failures.status.last)
         now = time.monotonic()
