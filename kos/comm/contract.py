@@ -1,6 +1,7 @@
 """The contract of a backend: the class by which kos runs its operations over a communication library.
 
-The class subclasses ``Backend``, sets ``name``, and defines ``probe`` and the methods for each memory that it moves:
+A backend is a subclass of ``Backend``. It sets ``name``, defines ``probe``, and for each kind of memory that it moves
+also these methods:
 
 =========================  ===================================  =======================================================
 memory                     the class must define                what kos builds of them

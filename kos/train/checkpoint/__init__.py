@@ -4,7 +4,7 @@
 and the tokenizer (all loadable by transformers; kos reads the tokenizer in ``kos_tokenizer.json``), optimizer state
 (``optimizer*.safetensors``), with ``--compress`` residuals (``residual*.safetensors``), and ``manifest.json``: step,
 layout, run configuration, the size and SHA-256 of every file.
-Tensors are whole in the files, whatever the layout. All is written under a temporary name, every file and folder is
+A file holds whole tensors, whatever the layout. All is written under a temporary name, every file and folder is
 fsynced, and one rename makes it appear; a kill of any rank at any moment leaves the checkpoints before it as they were.
 """
 

@@ -42,8 +42,8 @@ READ = 4 << 20  # bytes of a tensor that are read at once, if its rows are not n
 class StoredTensor(NamedTuple):
     """A tensor of a safetensors file (https://github.com/huggingface/safetensors), from byte ``start`` of ``file`` on.
 
-    The library safetensors maps files into memory. One that another program makes shorter would end the process by
-    SIGBUS.
+    kos reads the file instead of mapping it into memory, as the safetensors library does: if another program truncated
+    a mapped file, a signal (SIGBUS) would end this process.
     """
 
     file: OpenFile

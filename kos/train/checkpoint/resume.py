@@ -39,9 +39,9 @@ EXACT = (
 class Residuals:
     """The residual of replica ``rank`` of ``ranks``, from those of ``saved`` replicas in a checkpoint.
 
-    ``local`` neighbours, a host, share those of ``local`` replicas: each needs the sum over them of what it keeps.
-    Gradients are sums over the micro-batches of a step: in a run with ``scale`` times as many, what is missing of them
-    is as much larger.
+    The ``local`` replicas of a host share the residuals of ``local`` saved replicas: each reads the sum over them of
+    the part that it keeps. A gradient is the sum over the micro-batches of a step, and so is its residual. If this run
+    has ``scale`` times as many micro-batches, the residual is multiplied by ``scale``.
     """
 
     def __init__(self, files: TensorFiles, saved: int, rank: int, ranks: int, scale: float, local: int = 1) -> None:

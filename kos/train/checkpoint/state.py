@@ -33,9 +33,9 @@ RESIDUAL = "residual"
 class WritePlan:
     """``writers`` names the rank that writes each tensor; ``shapes`` are those of the whole tensors.
 
-    Tensors are whole in the files, so that a checkpoint is a Hugging Face folder and loads in any layout. Each tensor
-    has one writer. The ranks of a pipeline stage write its tensors side by side, about equally many bytes each.
-    Megatron-LM's fully parallel saving shares the work so among data-parallel ranks.
+    A file holds whole tensors, whatever the layout, so a checkpoint is a Hugging Face folder and loads in any layout.
+    One rank writes each tensor. The ranks of a pipeline stage share its tensors, about equally many bytes each, and write
+    at the same time, as the data-parallel ranks do in Megatron-LM's fully parallel saving.
 
     ``state`` names what the optimizer keeps, and of which tensors. Files hold fp32.  With ``compress`` each rank of dp
     and cp, a replica, also keeps its residual.  Tensors are written in the order of ``first``, then in the model's;

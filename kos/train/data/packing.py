@@ -42,11 +42,11 @@ NOTHING = np.int64(~0)  # what fills a sequence: a token that the loss does not 
 
 
 class PackedTokens(Tokens):
-    """Sequences of ``seq_len`` tokens, each with whole documents of ``tokens`` side by side, and then of padding.
+    """Sequences of ``seq_len`` tokens. Each holds whole documents of ``tokens`` side by side, followed by padding.
 
-    It is a row of the sequences, each of which starts at a multiple of ``seq_len``. ``plan`` has where each piece of
-    a document begins in ``tokens``, in the order of the sequences; the first of a sequence is ~begin. With ``skips``,
-    the documents that are longer than a sequence are not in it.
+    The sequences form one array: sequence i begins at ``i * seq_len``. ``plan`` lists, sequence by sequence, where each
+    piece of a document begins in ``tokens``. The first piece of a sequence is marked: its entry is ``~begin``. With
+    ``skips``, documents longer than a sequence are left out.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, plan: NDArray[np.int64], skips: bool) -> None:
@@ -141,9 +141,9 @@ def begins_of(tokens: Tokens) -> NDArray[np.int64]:
 
 
 def make_plan(tokens: Tokens, seq_len: int, seed: int, skips: bool) -> NDArray[np.int64]:
-    """The ``plan`` of ``PackedTokens``: by best fit, the longest first, of ``CHUNK`` documents in random order at once.
+    """The ``plan`` of ``PackedTokens``: best-fit decreasing over ``CHUNK`` documents at a time, in random order.
 
-    It is a function of the arguments alone, in integers, so the same on every machine.
+    The plan depends on the arguments alone and is computed in integers, so every machine makes the same one.
     """
     begins, plans = begins_of(tokens), [np.zeros(0, np.int64)]
     ends = np.append(begins[1:], tokens.size)
