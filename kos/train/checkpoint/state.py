@@ -34,8 +34,8 @@ class WritePlan:
     """``writers`` names the rank that writes each tensor; ``shapes`` are those of the whole tensors.
 
     A file holds whole tensors, whatever the layout, so a checkpoint is a Hugging Face folder and loads in any layout.
-    One rank writes each tensor. The ranks of a pipeline stage share its tensors, about equally many bytes each, and write
-    at the same time, as the data-parallel ranks do in Megatron-LM's fully parallel saving.
+    One rank writes each tensor. The ranks of a pipeline stage share its tensors, about equally many bytes each, and
+    write at the same time, as data-parallel ranks do in Megatron-LM's fully parallel saving.
 
     ``state`` names what the optimizer keeps, and of which tensors. Files hold fp32.  With ``compress`` each rank of dp
     and cp, a replica, also keeps its residual.  Tensors are written in the order of ``first``, then in the model's;
