@@ -1,10 +1,9 @@
-"""The contract of a backend: the class by which kos runs its operations over a communication library.
+"""The contract of a backend, the class through which kos runs its operations over a communication library.
 
-A backend is a subclass of ``Backend``. It sets ``name``, defines ``probe``, and for each kind of memory that it moves
-also these methods:
+A backend subclasses ``Backend``, sets ``name``, and defines ``probe`` and the methods for each memory that it moves:
 
 =========================  ===================================  =======================================================
-memory                     the class must define                what kos builds of them
+memory                     the class must define                what kos builds on them
 =========================  ===================================  =======================================================
 host (``on_host = True``)  ``isend``, ``irecv``, ``cancel``     every operation, by schedules of messages
                                                                 (``host/backend.py``)
@@ -20,9 +19,9 @@ Which thread calls which method:
 - The thread of the program that makes, splits or closes a communicator calls ``probe``, ``__init__``, ``open``,
   ``successor`` and ``close``.  The thread that calls ``Communicator.register`` or ``views`` calls these methods.
 - In host memory, any thread of the program that polls, and the thread ``kos-progress``, call the other methods, and
-  ``done()`` of a request.  Each of them holds ``Engine.lock``, so two calls never overlap.
-- On GPUs, the thread of the program that starts an operation calls ``native_on_gpu``, ``exchange`` and ``collect``.  It
-  may be capturing a graph.
+  ``done()`` of a request.  The caller holds ``Engine.lock``, so two calls never overlap.
+- On GPUs, the thread of the program that starts an operation calls ``native_on_gpu``, ``exchange`` and ``collect``.
+  This thread may be capturing a CUDA graph.
 - Any thread calls ``report_failure``, ``report_end`` and ``abort``, even while another thread is in a method.
 - The thread ``kos-watchdog`` calls ``find_failure``.
 """
@@ -63,36 +62,37 @@ class Request(Protocol):
     """A send or receive in flight.  If ``Backend.cancel`` passes it on, it also has the ``tag`` of its message."""
 
     def done(self) -> bool:
-        """Whether the array may be changed again (send), or holds the message (receive).  Never blocks.
+        """Whether a send no longer needs its array, or the array of a receive holds the message.  Never blocks.
 
-        It also advances all other messages of this rank, because kos may poll one request alone until that is done.  A
-        send is done only once its message arrives without further calls of this rank: the program may compute for a
-        long time.  Bytes that wait in a buffer of the backend are not sent yet.  Raises the failure of the group, and
-        CollectiveMismatch for a message of another length or dtype.
+        It also advances all other messages of this rank, because kos may poll one request until that one is done.  A
+        send is done only if its message will arrive without further calls of this rank, because the program may then
+        compute for a long time.  So a send whose bytes still wait in a buffer of the backend is not done.
+
+        Raises the failure of the group, and CollectiveMismatch if the message has another length or dtype.
         """
 
 
 class Backend(ABC):
-    """What moves the data of one group by one library.  Arrays are contiguous and 1-D; tags are whole numbers."""
+    """Moves the data of one group with one library.  Arrays are contiguous and 1-D; tags are integers."""
 
     name: str
-    """The name in errors and in ``Communicator.backend_name``."""
+    """The name of the backend in errors and in ``Communicator.backend_name``."""
     on_host: ClassVar[bool] = True
     """Whether it moves host memory."""
     on_gpu: ClassVar[bool] = False
-    """Whether it moves the memory of GPUs."""
+    """Whether it moves GPU memory."""
     processes: ClassVar[bool] = False
-    """Whether ranks are processes.  kos then moves data within a host in shared memory, where it can."""
+    """Whether ranks are processes.  If so, kos moves data within a host through shared memory where it can."""
 
     @classmethod
     @abstractmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
-        """Whether it can serve this group, as far as this rank can see.  Never raises."""
+        """Whether the backend can serve this group, as far as this rank can see.  Never raises."""
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine, device: int | None = None) -> None:
         """Connects the ranks of ``rendezvous``.  Collective.  Raises BackendUnavailable on all ranks, or on none.
 
-        ``device`` is the index in this process of the GPU whose memory it moves; None for host memory.
+        ``device`` is the index, in this process, of the GPU whose memory the backend moves, or None for host memory.
         """
         self.rank, self.size, self.failures, self.engine = rendezvous.rank, rendezvous.size, rendezvous.failures, engine
         self.ranks_per_host, self.device = rendezvous.ranks_per_host, device
@@ -117,7 +117,7 @@ class Backend(ABC):
     # Required for GPU memory.
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], stream: int) -> None:
-        """Queue these messages on a CUDA stream, given by its handle.  All progress together: none waits for another.
+        """Queue these messages on a CUDA stream, given by its handle.  No message may wait for another one to complete.
 
         Two ranks match the messages between them by their order.  A rank may send to itself.  A backend that waits for
         other ranks on the host, instead of on the stream, calls ``wait_until`` for that.
@@ -140,7 +140,7 @@ class Backend(ABC):
         self._lacks("arrived")
 
     def end_of(self, rank: int) -> KosError | None:
-        """The error of a receive from a rank that sends no more messages; None if it may send more.
+        """The error to raise in a receive from a rank that sends no more messages; None if it may send more.
 
         ``orderly`` of the error is True if the rank closed its communicator.
         """
@@ -149,18 +149,18 @@ class Backend(ABC):
     # Optional for host memory: how it runs.
 
     def open(self, backend: Any) -> None:  # noqa: B027
-        """Called once ``backend``, the HostBackend, has opened the shared memory of the host.  Collective."""
+        """kos calls this after ``backend``, the HostBackend, has opened the shared memory of the host.  Collective."""
 
     def idle(self) -> Any:
-        """How a wait polls or sleeps.
+        """An object that decides how a wait sleeps between two polls.
 
-        ``mark()`` of the result returns a token before a poll.  ``pause(mark, seconds)`` waits for an event since then,
-        for at most ``seconds`` (None: as long as it likes).
+        Before a poll, kos calls its method ``mark()``, which returns a token.  After the poll, ``pause(mark, seconds)``
+        waits until an event has occurred since that token, for at most ``seconds`` (None: without a limit).
         """
         return Backoff()
 
     def sleep(self, seconds: float | None) -> bool:
-        """Wait for an event of a message, for at most ``seconds``; False if the library has no events."""
+        """Wait until a message makes progress, for at most ``seconds``.  Returns False if the library cannot wait."""
         return False
 
     def check_threads(self) -> None:  # noqa: B027
@@ -186,11 +186,11 @@ class Backend(ABC):
         return False
 
     def launch(self, work: Work[Any], run: Callable[[Work[Any]], Steps]) -> Steps | None:
-        """Begin ``work`` and return its steps, which ``run(work)`` makes; None if it is complete."""
+        """Begin ``work``.  Returns its steps, which ``run(work)`` makes, or None if the work is already complete."""
         return run(work)
 
     def synchronize(self, backend: Any) -> None:  # noqa: B027
-        """Called when the program calls ``synchronize`` on ``backend``, the HostBackend."""
+        """kos calls this when the program calls ``synchronize`` on ``backend``, the HostBackend."""
 
     # Optional for host memory: which ranks are late, and whether calls match.
 
@@ -204,14 +204,14 @@ class Backend(ABC):
         return local
 
     def complete(self, work: Work[Any]) -> None:  # noqa: B027
-        """A collective that ``agree`` compared is complete on this rank."""
+        """kos calls this when a collective that ``agree`` compared is complete on this rank."""
 
     def absent(self, work: Work[Any]) -> list[int]:
         """The ranks that have not begun a collective, as far as this rank knows.  A timeout names them."""
         return []
 
     def awaited(self, tag: int) -> list[int]:
-        """The other ranks of the messages in flight with that tag.  A timeout names them."""
+        """The peers of the messages in flight with that tag.  A timeout names them."""
         return []
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
@@ -241,17 +241,17 @@ class Backend(ABC):
         self._lacks("register")
 
     def views(self, x: Buffer) -> list[Any]:
-        """See ``Communicator.views``; here of GPU memory."""
+        """See ``Communicator.views``.  ``x`` is in GPU memory."""
         self._lacks("views")
 
     def wait_until(self, over: Callable[[], bool]) -> None:
         """Wait on the host until ``over()`` is true.  Raises CollectiveTimeout, and failures of other ranks.
 
-        Not to be defined: kos assigns it, for use in ``exchange`` and ``collect``.
+        Do not define this method.  kos assigns it, and ``exchange`` and ``collect`` may call it.
         """
         raise NotImplementedError
 
-    # Optional: failures and the end.
+    # Optional: failures and teardown.
 
     def explain(self, work: Work[Any], error: Exception) -> Exception:
         """The error to raise for ``error``, which this backend raised during ``work``."""
@@ -271,18 +271,18 @@ class Backend(ABC):
         """
 
     def successor(self, rendezvous: Rendezvous) -> Callable[..., Backend]:
-        """What makes the backend of another group, with the arguments of ``__init__``.  Called on its members.
+        """The function that makes the backend of a new group; it takes the arguments of ``__init__``.
 
-        The group is a split of this one, or has the survivors of a failure.
+        kos calls this on the members of the new group, which is a split of this one, or the survivors of a failure.
         """
         return type(self)
 
     def abort(self, reason: str) -> str:
-        """End all messages without waiting for other ranks.  Returns the reason that ``report_end`` then gets."""
+        """End all messages without waiting for other ranks.  Returns the reason to pass to ``report_end``."""
         return reason
 
     def close(self, begun: int) -> None:  # noqa: B027
-        """Free the resources, together with the other ranks unless the group has failed.
+        """Free the resources.  Collective, unless the group has failed.
 
         ``begun`` is the number of collectives that this rank has begun.
         """
@@ -292,7 +292,7 @@ class Backend(ABC):
 
 
 REQUIRED = {"on_host": ("isend", "irecv", "cancel"), "on_gpu": ("exchange",)}
-"""What a class must define for each kind of memory."""
+"""The methods that a class must define for each kind of memory."""
 
 
 def lacking(kind: type[Backend]) -> list[str]:

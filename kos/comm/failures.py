@@ -1,12 +1,13 @@
-"""The failure log of a group: its first failure, which failure a rank raises, and which ranks an error names.
+"""The failure log of a group.  It decides which failure a rank raises, and which ranks an error names.
 
-Two rules decide which failure a rank raises.  Of several failures of a group, that of the earliest collective counts.
-A cause counts before its consequences: a rank that is closed, late or waiting because of another rank is not named.
-So every rank of a job names the ranks that failed first.
+Two rules decide which failure a rank raises.  If a group has several failures, the one in the earliest collective
+counts.  A cause takes precedence over its consequences: an error does not name a rank that is closed, late or waiting
+because of another rank.  So every rank of a job names the ranks that failed first.
 
-Whoever sees a failure **reports** it to the log: backends, transports, the watchdog, the control plane.  Whoever must
-raise **asks** the log.  Its *links* carry reports to the other ranks and have theirs: the shared memory of a host, a
-transport, the hub.  What ranks wait for, and their last failures in any group, are in ``peer_status.py``.
+Backends, transports, the watchdog and the control plane **report** failures to the log.  Code that may have to raise
+**asks** the log.  The *links* of the log carry reports to the other ranks, and receive theirs.  A link is the shared
+memory of a host, a transport, or the hub.  ``peer_status.py`` has what each rank waits for, and the last failure of
+each rank in any group.
 
 Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ranks`` holds them for programs.
 """
@@ -34,40 +35,41 @@ from kos.errors import (
 )
 
 RECENT_SECONDS = 10.0
-"""An older failure of a rank is not the reason why its process ended.  Added to the timeout of a wait, it is the same
-for a rank that is closed or late.
+"""A failure of a rank that is older than this, in seconds, is not the reason why its process ended.
+
+For a rank that is closed or late, the limit is the timeout of the wait plus this number.
 """
 
 
-_UNNAMED = (CollectiveMismatch, CollectiveTimeout, RankLost)  # transports raise these without knowing the call
+_UNNAMED = (CollectiveMismatch, CollectiveTimeout, RankLost)  # transports raise these without the name of the call
 
 SHOWN_CALLS = 4
-"""The most late ranks whose last call an error shows."""
+"""An error shows the last call of at most this many late ranks."""
 
 LOOK_SECONDS = 0.2
-"""Seconds between two checks for stopped ranks."""
+"""The least number of seconds between two checks for stopped ranks."""
 
 HOST_SECONDS = 0.05
-"""The longest wait for the ends of the other ranks of a lost rank's host."""
+"""When a rank is lost: how long to wait for the ends of the other ranks of its host, in seconds."""
 
 DEATHS = ("its connection was closed", "its process ended")
-"""The reasons for the loss of a rank whose process has ended without a word."""
+"""The reasons for the loss of a rank whose process ended without a report."""
 
 WHY_CLOSED = "it closed its communicator"
-"""The reason for the loss of a rank that has called ``close``: a failure only for a rank that waits for that rank."""
+"""The reason for the loss of a rank that called ``close``.  It is a failure only for a rank that waits for it."""
 
 
 class EndedEarly(RankLost):
-    """Work on a GPU ended because of a failure that another rank, or another thread, reports."""
+    """Work on a GPU ended early because of a failure that another rank or another thread reports."""
 
     unexplained: type[KosError] = RankLost
-    """What is raised where nobody does."""
+    """The error to raise if no such report arrives."""
 
 
 class StoppedRanks:
     """Finds the ranks of this host that a signal or a debugger has stopped for longer than the usual timeout.
 
-    A call whose own timeout is longer waits that long for a rank that computes, but not for a rank that is stopped.
+    A call with a longer timeout of its own waits for that timeout if a rank is computing, but not if it is stopped.
     """
 
     def __init__(self, failures: FailureLog, usual: float) -> None:
@@ -86,7 +88,7 @@ class StoppedRanks:
         return [rank for rank, since in self._since.items() if now - since > self._usual]
 
     def check(self, what: object) -> None:
-        """Raise if a rank is stopped, in an exchange of all ranks."""
+        """Raise RendezvousError if a rank is stopped.  For exchanges, in which all ranks take part."""
         if world := self.find(self._failures.world):
             late = [self._failures.world.index(rank) for rank in world]
             absent = timeouts.late(self._failures.names(late), within=self._usual)
@@ -94,26 +96,26 @@ class StoppedRanks:
 
 
 class Late(NamedTuple):
-    """The ranks that delay a call, as far as a backend knows."""
+    """What a backend knows of the ranks that delay a call."""
 
     ranks: Sequence[int] = ()
     words: str | None = None
-    """How they are late, or that they are not known: a text of ``timeouts.py``."""
+    """A text of ``timeouts.py`` that says how they are late, or that they are not known."""
     arrived: Sequence[int] = ()
-    """Ranks that have begun the call and may wait for a stream of a GPU, which no rank posts."""
+    """Ranks that have begun the call.  They may wait for a CUDA stream, and no rank reports such a wait."""
     elsewhere: Sequence[int] = ()
-    """Ranks of the world that this one waits for in other groups."""
+    """World ranks for which this rank waits in other groups."""
     others: Sequence[int] = ()
-    """The ranks of which any may be late if nothing else is known."""
+    """If nothing else is known: the ranks of which some are late."""
     one_suffices: bool = False
-    """Whether the call waits for one of ``ranks``, not for all."""
+    """Whether the call waits for any one of ``ranks``, and not for all of them."""
 
 
 class FailureLog:
     """The failures of one group, whose rank r is rank ``world[r]`` of the world.
 
-    If the two numbers differ, errors name a rank that failed ``rank 2 of world``, and a rank in the arguments of a call
-    ``rank 1 of the group``.
+    If the two numbers differ, an error calls a rank that failed ``rank 2 of world``, and a rank in the arguments of a
+    call ``rank 1 of the group``.
     """
 
     __slots__ = ("__dict__", "__weakref__", "first")  # the core reads it
@@ -124,23 +126,23 @@ class FailureLog:
         self.world, self.rank, self.timeout = list(world), rank, timeout
         self.status = status or PeerStatus(self.world[rank])
         self.first: KosError | None = None
-        """What further calls of this rank raise: it has failed, and the ranks are out of step."""
+        """The error that further calls of this rank raise, because a call failed and the ranks are out of step."""
         self.over: KosError | None = None
-        """What further exchanges of the control plane raise: one has failed, or the group is closed."""
+        """The error that further exchanges of the control plane raise, because one failed or the group is closed."""
         self.reported: tuple[int, KosError] | None = None
         """The earliest collective in which a rank is known to have failed, and its error."""
         self.ends: dict[int, tuple[int, str, KosError | None]] = {}  # rank -> first collective not begun, reason, cause
         self.ring: Any = None
         """The calls and reports in the shared memory of this rank's host (``CallRing``), if there is one."""
         self.links: list[Any] = []
-        """What carries reports to the other ranks: each has ``report_failure``, ``report_end`` and ``find_failure``."""
+        """The links to the other ranks.  Each has ``report_failure``, ``report_end`` and ``find_failure``."""
         self._told: int | None = None  # the earliest collective whose failure the links have carried
         self._lock = threading.RLock()  # the watchdog reports too; reentrant for the garbage collector
         self._alone: set[int] = set()  # lost ranks of hosts that have other ranks
 
     @property
     def group_suffix(self) -> str:
-        """What follows a rank of this group in the arguments of a call."""
+        """The text after a rank of this group in the arguments of a call."""
         return "" if self.world == list(range(len(self.world))) else " of the group"
 
     def in_world(self, ranks: Iterable[int]) -> list[int]:
@@ -160,19 +162,19 @@ class FailureLog:
     # Reports.
 
     def record(self, sequence: int, error: KosError) -> None:
-        """Record that a rank failed in that collective; the earliest counts."""
+        """Record that a rank failed in collective ``sequence``.  Only the earliest collective is kept."""
         with self._lock:
             if self.reported is None or sequence < self.reported[0]:
                 self.reported = sequence, error
 
     def record_end(self, rank: int, sequence: int, why: str, cause: KosError | None = None) -> None:
-        """Record that the rank begins no collective from ``sequence`` on."""
+        """Record that the rank begins neither collective ``sequence`` nor a later one."""
         self.ends.setdefault(rank, (sequence, why, cause))
 
     def report(self, work: Any, error: KosError, begun: int, lost: bool = False) -> None:
-        """Report to the other ranks that ``work`` failed, which ends the group; ``begun`` collectives were begun.
+        """Report to the other ranks that ``work`` failed, which ends the group.
 
-        ``lost``: the device of this rank is unusable.
+        ``begun`` is the number of collectives that this rank has begun.  ``lost`` is True if its device is unusable.
         """
         sequence = work.sequence if work.collective and work.sequence >= 0 else begun
         self.first = self.first or again(error)
@@ -185,7 +187,7 @@ class FailureLog:
                 link.report_failure(shared, sequence)
 
     def report_end(self, reason: str, sequence: int) -> None:
-        """Report to the other ranks that this one begins no collective from ``sequence`` on, and why."""
+        """Report to the other ranks that this one begins neither collective ``sequence`` nor a later one."""
         cause = self.cause()
         for link in self.links.copy():
             link.report_end(sequence, reason, cause)
@@ -202,16 +204,16 @@ class FailureLog:
                     raise self.lost(rank, why, what, cause)
 
     def refuse(self, what: object) -> None:
-        """Raise the first failure, if any, for the call ``what``, which comes after it."""
+        """Raise the first failure, if there is one, in a later call, ``what``."""
         if self.first is not None:
             raise again(self.first, sentence(what, f"{self.first}", "the communicator failed before: "))
 
     def find(self) -> KosError | None:
-        """The failure of this group, if it can be found without a call.  Called by the watchdog's thread."""
+        """The failure of this group, if it can be found without a call.  The watchdog's thread uses this."""
         return self.first or next(filter(None, (link.find_failure() for link in self.links.copy())), None)
 
     def cause(self) -> KosError | None:
-        """The failure because of which this rank closes the group: of this group, of any group, or a killed rank."""
+        """The failure because of which this rank closes the group: in this group, in any group, or a killed rank."""
         for known in (self.first, self.status.last):
             if known is not None and known.ranks:
                 return known
@@ -219,23 +221,23 @@ class FailureLog:
         return None if killed is None else self.ended(killed)
 
     def closing(self) -> KosError | None:
-        """The failure of this rank in any group, if it now closes a group without having made another call."""
+        """The last failure of this rank in any group.  It is the cause if the rank now closes a group."""
         last = self.status.last
         return last if last is not None and last.ranks else None
 
     def show_wait(self, late: Late | None) -> None:
-        """Show the ranks of this host for whom this one waits; None: for nobody."""
+        """Show the other ranks of this host which ranks this one waits for; None: it waits for no rank."""
         if late is None:
             return self.status.post_wait(None)
         known, others = self.in_world(late.ranks) or late.elsewhere, self.in_world(late.others)
-        # Any may be late: first those that do not wait, for few are shown.
+        # Few ranks are shown, so those that wait for no other rank come first.
         self.status.post_wait(known or sorted(others, key=lambda rank: self.status.awaited(rank) is not None))
         self.status.receive_notices()
 
     # Errors and their causes.
 
     def named(self, work: Any, error: Exception) -> KosError:
-        """The error of kos for ``error``, which names ``work``."""
+        """``error`` as an error of kos that names ``work``."""
         if not isinstance(error, KosError):
             named = CollectiveError(f"{work}: {type(error).__name__}: {error}")
             named.__cause__ = error
@@ -251,10 +253,10 @@ class FailureLog:
     def lost(
         self, rank: int, why: str, what: object = None, cause: KosError | None = None, window: float | None = None
     ) -> KosError:
-        """The error of ``what``, which waits for a lost rank: the failure that caused the loss, if known.
+        """The error of the call ``what``, which waits for a lost rank.  It names the cause of the loss, if known.
 
-        The cause is ``cause``, else a failure of that rank within the last ``window`` seconds.  An orderly close had no
-        other cause.
+        The cause is ``cause``, or else a failure of that rank within the last ``window`` seconds.  If the rank closed
+        its communicator in order, no earlier failure is the cause.
         """
         world = self.world[rank]
         cause = cause or self._failure_of(world, 0.0 if why == WHY_CLOSED else window)
@@ -266,9 +268,10 @@ class FailureLog:
         return lost
 
     def ended_with(self, rank: int, progress: Callable[[], None] = lambda: None) -> Sequence[int]:
-        """The ranks of the world that were lost with that rank: all of another host if they ended, else it alone.
+        """The world ranks that were lost together with that rank.
 
-        Waits for the others' ends for at most HOST_SECONDS; ``progress`` looks for them meanwhile.
+        If the rank is on another host and all ranks of that host ended, these are all of them.  Otherwise it is that
+        rank only.  Waits for the ends of the others for at most HOST_SECONDS, and calls ``progress`` meanwhile.
         """
         world, status = self.world[rank], self.status
         _, ranks = status.hosts.get(world, ("", (world,)))
@@ -281,13 +284,13 @@ class FailureLog:
                 return [world]
             time.sleep(0.001)
             progress()
-        first = all(self._failure_of(each) is None for each in ranks)  # none ended because of another one
+        first = all(self._failure_of(each) is None for each in ranks)  # no rank ended because of another one
         return ranks if first else [world]
 
     def overdue(
         self, late: Late, what: object, seconds: float | None = None, kind: type[KosError] = CollectiveTimeout
     ) -> KosError:
-        """The error of ``what``, whose time is up: it names the ranks that block those that are ``late``."""
+        """The error of the call ``what`` at its timeout.  It names the ranks that block those that are ``late``."""
         if late.others and not late.ranks and not late.elsewhere:
             error = self.overdue(Late(late.others), what, seconds, kind)
             if error.ranks and (len(error.ranks) < len(late.others) or all(map(self.status.halted, error.ranks))):
@@ -305,7 +308,7 @@ class FailureLog:
             absent = timeouts.late_for(names, self._ranks(waiting, True)) if waiting else timeouts.late(names)
         absent += self._where(culprits)
         calls = [self.status.last_call(rank) for rank in cycle if rank != self.world[self.rank]]
-        if cycle and (late.words is None or any(calls)):  # else the words say what is known
+        if cycle and (late.words is None or any(calls)):  # otherwise the words say what is known
             one_group = all(call and f"{what}".startswith(call.partition(" ")[0] + " ") for call in calls)
             absent += f"; {timeouts.cycle(self._ranks(cycle, True), one_group)}"
         for rank in culprits[:SHOWN_CALLS]:
@@ -318,7 +321,7 @@ class FailureLog:
         return kind(over + absent, ranks=culprits, call=what)
 
     def mismatch(self, group: str, *calls: tuple[int, str, dict[str, Any]]) -> CollectiveMismatch:
-        """The error of two different calls, each given as rank, text and fingerprint."""
+        """The error of two calls that differ.  A call is given as its rank, text and fingerprint."""
         (first, text, call), (second, other_text, other_call) = sorted(calls, key=lambda call: call[0])
         keys = [key for key in {**call, **other_call} if call.get(key) != other_call.get(key)]
         keys = keys[:1] if "operation" in keys else keys  # other differences follow from it
@@ -329,7 +332,7 @@ class FailureLog:
         return CollectiveMismatch(f"{both}: {differ}", ranks=ranks, call=group, expected=text, got=other_text)
 
     def _shared(self, failure: KosError, lost: bool, work: Any) -> KosError:
-        """The failure of ``work`` as the other ranks raise it; ``lost``: this rank's device is unusable.
+        """The failure of ``work`` as the other ranks raise it.  ``lost`` is True if this rank's device is unusable.
 
         The text of a send or receive names only the peer, so the name of this rank is put in front.
         """
@@ -355,7 +358,7 @@ class FailureLog:
         return None if known is None else known[0]
 
     def end(self, reason: str, cause: KosError | None) -> KosError:
-        """The failure that the other ranks raise if this one closes now, because of ``cause`` if that is given."""
+        """The failure that the other ranks raise if this one closes now, because of ``cause`` if there is one."""
         return self.lost(self.rank, reason, None, cause, 0.0)
 
     def suspects(self) -> list[int]:
@@ -365,9 +368,10 @@ class FailureLog:
         return gone + [rank for rank in others if rank not in gone and self._failure_of(self.world[rank]) is not None]
 
     def names(self, ranks: Sequence[int], several: bool = True) -> str:
-        """``ranks [1, 3]``, or ``rank 1`` if not ``several``: these ranks of the group, as ranks of the world.
+        """These ranks of the group in words, as ranks of the world: ``ranks [1, 3]``, or ``rank 1``.
 
-        ``host b (ranks [1, 3])`` if these are all ranks of a host, and several.
+        With ``several``, one rank is ``ranks [1]``.  If these are all ranks of a host that has more than one, the text
+        is ``host b (ranks [1, 3])``.
         """
         return self._names(self.in_world(ranks), several)
 
@@ -386,7 +390,7 @@ class FailureLog:
         return [name for name, _ in hosts] if whole else []
 
     def _where(self, world: Sequence[int]) -> str:
-        """``; rank 2 is on host b``: the hosts of ranks that are not named by their hosts; "" in a job of one host."""
+        """A text such as ``; rank 2 is on host b``; "" if the text already names the hosts, or the job has one host."""
         on = dict[str, list[int]]()
         for rank in () if self._whole_hosts(world) else world:
             if rank in self.status.hosts:

@@ -1,11 +1,12 @@
-"""Matching: receives whose sender or length is not known until a message arrives, and probes.
+"""Message matching: receives whose sender or length is unknown until a message arrives, and probes.
 
-A receive of an array from a named rank goes to the transport at once.  Any other receive waits here for an *envelope*:
-sender, dtype and length of the first message that has arrived and that no receive has taken (``Backend.arrived``).
-Then both are known, and it goes to the transport too, which delivers the message or raises its mismatch.
+A receive of an array from a named rank is passed to the transport at once.  Any other receive waits here for an
+*envelope*: the sender, dtype and length of the first message that has arrived and that no receive has taken
+(``Backend.arrived``).  With the envelope, sender and length are known, and the receive is passed to the transport.  The
+transport delivers the message, or raises its mismatch.
 
-Receives with one tag match in the order in which they were posted, as in MPI: one that is posted after a waiting
-receive, and that could take its message, waits behind it.  The caller holds the lock of the engine.
+Receives with the same tag match in the order in which they were posted, as in MPI.  So a receive waits behind an
+earlier one that could take the same message.  The caller of these functions holds the lock of the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BYTES = np.dtype(np.uint8)
 
 
 class Envelope(NamedTuple):
-    """What is known of a message before it is received: ``size`` elements of ``dtype`` from rank ``src``."""
+    """The properties of a message that has arrived: ``size`` elements of ``dtype`` from rank ``src``."""
 
     src: int
     dtype: np.dtype[Any]
@@ -40,13 +41,13 @@ class Envelope(NamedTuple):
 
 
 def envelope(src: int, nbytes: int, code: int) -> Envelope:
-    """The envelope of a message of so many bytes, from the code of its dtype."""
+    """The envelope of a message of ``nbytes`` bytes.  ``code`` is the code of its dtype."""
     dtype = dtype_of_code(code)
     return Envelope(src, dtype, nbytes // dtype.itemsize)
 
 
 class Matching:
-    """The receives of one rank of a group that wait for an envelope, by tag and in posted order."""
+    """The receives of one rank of a group that wait for an envelope, by tag and in the order of posting."""
 
     def __init__(self, rank: int, size: int, messages: Any, failures: FailureLog) -> None:
         """``messages`` has the methods of a Backend for host memory."""
@@ -56,7 +57,7 @@ class Matching:
         self._polled: dict[int, Expected] = {}  # by source, until a message or an end is found
 
     def receive(self, array: Array | None, src: int, tag: int) -> Any:
-        """The request of a receive from rank ``src`` or ANY; without an ``array``, of bytes of any length."""
+        """Post a receive from rank ``src`` or ANY.  Without an ``array``, it receives bytes of any length."""
         if array is not None and src != ANY and tag not in self.waiting:
             return self.messages.irecv(array, src, tag)
         receive = Receive(self, src, tag, array)
@@ -65,9 +66,9 @@ class Matching:
         return receive
 
     def poll(self, src: int, tag: int) -> Envelope | None:
-        """The envelope of the next message, None if none has arrived.  Raises if none can come."""
+        """The envelope of the next message; None if none has arrived.  Raises if no message can arrive any more."""
         expected = self._polled.setdefault(src, Expected(self, src, tag))
-        expected.tag = tag  # the polls after which the last messages have arrived count for all tags
+        expected.tag = tag  # the polls that wait for the last messages of a rank count for all tags
         try:
             if not expected.done():
                 return None
@@ -77,11 +78,11 @@ class Matching:
         return self._polled.pop(src).envelope
 
     def sources(self, src: int) -> Sequence[int]:
-        """The ranks that may send a message from ``src``; first the one after the last that was matched."""
+        """The ranks that ``src`` stands for.  For ANY, the rank after the last sender comes first."""
         return self._others if src == ANY else (src,)
 
     def match(self, tag: int) -> set[int]:
-        """Give arrived messages to the receives that wait; returns the ranks whose next message is for one of them."""
+        """Match waiting receives with arrived messages.  Returns the ranks whose next message a receive waits for."""
         taken: set[int] = set()
         for receive in list(self.waiting.get(tag, ())):
             if len(taken) == len(self._others):
@@ -94,12 +95,12 @@ class Matching:
         return taken
 
     def found(self, src: int) -> None:
-        """Prefer other ranks to ``src`` next, so that no rank waits for ever beside one that sends much."""
+        """Put ``src`` last in the order of ranks, so that a rank that sends a lot does not starve the others."""
         at = self._others.index(src) + 1
         self._others = self._others[at:] + self._others[:at]
 
     def awaits(self, rank: int, tag: int) -> bool:
-        """Whether a receive that waits may take the next message of that rank."""
+        """Whether a waiting receive may take the next message of that rank."""
         return any(rank in self.sources(receive.src) for receive in self.waiting.get(tag, ()))
 
     def cancel(self, requests: Sequence[Any]) -> None:
@@ -119,7 +120,7 @@ class Matching:
 
 
 class Expected:
-    """A message that has not arrived.  Alone it is a probe: it looks for the envelope, and takes nothing."""
+    """Waits for a message.  This base class is a probe: it finds the envelope, and leaves the message in place."""
 
     def __init__(self, matching: Matching, src: int, tag: int) -> None:
         self.matching, self.src, self.tag = matching, src, tag
@@ -128,7 +129,7 @@ class Expected:
         self._check_at, self._polls = time.monotonic() + messages.check_seconds, messages.last_polls
 
     def done(self) -> bool:
-        """Whether it has arrived.  Raises if it cannot come, because of a failure or the end of ranks."""
+        """Whether the message has arrived.  Raises if it cannot, because ranks failed or ended."""
         if self._look():
             return True
         end = self._end()
@@ -145,13 +146,13 @@ class Expected:
         return self.envelope is not None
 
     def _end(self) -> KosError | None:
-        """The failure of a rank that may send it, or the end of all of them."""
+        """The failure of a rank that could have sent the message, or the end of all such ranks."""
         messages, sources = self.matching.messages, self.matching.sources(self.src)
         if (now := time.monotonic()) < self._check_at:
             return None
         ends = {rank: end for rank in sources if (end := messages.end_of(rank)) is not None}
         failed = [end for end in ends.values() if not end.orderly]
-        if not failed and len(ends) < len(sources):  # others may send after a rank has closed the communicator
+        if not failed and len(ends) < len(sources):  # after a rank has closed, others may still send
             self._check_at = now + messages.check_seconds
             return None
         if self._polls:
@@ -165,7 +166,7 @@ class Expected:
 
 
 class Receive(Expected):
-    """A receive that waits for an envelope, or behind another one.  ``array`` is None until the length is known."""
+    """A receive that waits for an envelope or an earlier receive.  ``array`` is None until the length is known."""
 
     def __init__(self, matching: Matching, src: int, tag: int, array: Array | None) -> None:
         super().__init__(matching, src, tag)
@@ -185,7 +186,7 @@ class Receive(Expected):
         return self.request is not None or self._error is not None
 
     def begin(self, ranks: Sequence[int]) -> bool:
-        """Receive the first message of one of ``ranks``; False if it must arrive first."""
+        """Start to receive the first message from one of ``ranks``.  Returns False if none has arrived."""
         src, messages = self.src, self.matching.messages
         if self.array is None or src == ANY:
             self.envelope = messages.arrived(ranks, self.tag)
@@ -199,6 +200,6 @@ class Receive(Expected):
                 assert self.envelope is not None
                 self.array = np.empty(self.envelope.nbytes, BYTES)
             self.request = messages.irecv(self.array, src, self.tag)
-        except (KosError, MemoryError) as error:  # which its own ``done`` raises, not that of another receive
+        except (KosError, MemoryError) as error:  # raised by this receive's own ``done``
             self._error = error
         return True

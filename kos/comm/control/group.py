@@ -1,4 +1,4 @@
-"""A group of ranks that are connected by TCP: exchanges and notices through its hub, splits, shrinks, connections."""
+"""A group of ranks connected by TCP: its exchanges and notices through the hub, its splits and its changes."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ from kos.errors import BackendUnavailable, KosError, RendezvousError
 
 
 class TCPRendezvous(Rendezvous):
-    """A group of ranks connected to the hub on rank 0; ``network`` is how they reach each other."""
+    """A group whose ranks are connected to a hub on rank 0.  ``network`` says how ranks reach each other."""
 
-    is_job = False  # all ranks of a job: they may call before rank 0 listens, and learn their own addresses
+    is_job = False  # whether it has all ranks of a job, which may call before rank 0 listens
 
     def __init__(self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None) -> None:
         self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
@@ -76,20 +76,20 @@ class TCPRendezvous(Rendezvous):
         self._addresses: list[tuple[str, int]] = []  # of the listeners of all ranks
         self._hub: Hub | None = None  # on rank 0
         self.family = ""  # the same in all epochs of the group
-        self.join_secret = b""  # which newcomers prove to know; empty: that of ``load_secret``
+        self.join_secret = b""  # newcomers must know it; empty: see ``load_secret``
         self.joining = Newcomers()
         self.silent = set[Address]()  # the members that did not call in an earlier change
-        self.gone_newcomers = set[Address]()  # that an earlier change has lost
+        self.gone_newcomers = set[Address]()  # newcomers that were lost in an earlier change
         self.newer: tuple[int, list[Address]] | None = None  # a later epoch that this rank knows, and its members
         self.inbox, self._sending = Inbox(), threading.RLock()
-        self._channels = 0  # opened
+        self._channels = 0  # number of channels opened
         self._receiving = threading.Lock()
         if size == 1:
             self.threads = ThreadGroup(1)
 
     @property
     def epoch(self) -> int:
-        """How often the membership has changed before this group was made."""
+        """The number of changes of the membership before this group was made."""
         return self.network.epoch
 
     def _exchange(self, message: bytes) -> list[bytes]:
@@ -120,7 +120,7 @@ class TCPRendezvous(Rendezvous):
 
     def receive_notices(self, status: PeerStatus) -> None:
         world = self.failures.world
-        with self._receiving:  # not the inbox's lock, which is held while another thread waits in an exchange
+        with self._receiving:  # the inbox's lock is held while another thread waits in an exchange
             for rank, kind, what in self._channel(0).receive():
                 status.handle_notice(world[rank], kind, what)
             status.ends.update({world[rank]: why for rank, why in self.inbox.deaths.copy().items()})
@@ -147,7 +147,7 @@ class TCPRendezvous(Rendezvous):
         if child is not None and self.mpi is not None:
             child.mpi = self.mpi.of(ranks)
         try:
-            self.barrier()  # a rank that passes it knows that all ranks know the hubs, and can report there
+            self.barrier()  # now all ranks know the hubs, and can report there
             if child is not None:
                 child._join_at(hub_address, listener)
         except BaseException as error:
@@ -214,7 +214,7 @@ class TCPRendezvous(Rendezvous):
 
     @property
     def members(self) -> list[Address]:
-        """Where each rank listens, by an address that is the same for all."""
+        """The address at which each rank listens.  It is the same on all ranks."""
         if not self._addresses:  # a group of one
             self.network.secret = self.network.secret or os.urandom(32)
             self._listener = self.network.listen()
@@ -237,13 +237,13 @@ class TCPRendezvous(Rendezvous):
         return self.joining.count(self.failures.names([0], False), self.members[0])
 
     def load_join_secret(self) -> None:
-        """Load the secret that newcomers prove to know.  Raises RendezvousError if this process cannot have it."""
+        """Load the secret that newcomers must know.  Raises RendezvousError if this process has none."""
         self.join_secret = self.join_secret or load_secret(os.environ)
 
     def callers(self, seconds: float) -> Iterator[tuple[int, Connection, dict[str, Any]]]:
-        """Newcomers, of rank JOIN, and members that call within ``seconds`` to change the membership.
+        """Yields newcomers, with the rank JOIN, and members that call within ``seconds`` to change the membership.
 
-        Without the secret of newcomers, members alone are admitted: a shrink needs nobody else.
+        Without the secret of newcomers, only members are admitted, and these suffice for a shrink.
         """
         members, door = self.members, self.joining.door
         if door is None:
@@ -258,7 +258,7 @@ class TCPRendezvous(Rendezvous):
     def successor(
         self, plan: Mapping[str, Any], rank: int, connections: Mapping[int, Connection], hub: socket.socket | None
     ) -> TCPRendezvous:
-        """The group of the members of ``plan``; on its rank 0, ``hub`` is the listener of its hub."""
+        """The group of the members of ``plan``.  On its rank 0, ``hub`` is the listener of its hub."""
         members, mine = plan["members"], self.members
         network = replace(self.network, epoch=plan["epoch"], host=mine[self.rank][0])
         child = TCPRendezvous(rank, len(members), self.timeout, network, self._given_local_rank)
@@ -273,7 +273,7 @@ class TCPRendezvous(Rendezvous):
         self, plan: Mapping[str, Any], listener: socket.socket, connections: Mapping[int, Connection],
         hub: socket.socket | None = None,
     ) -> None:  # fmt: skip
-        """Begin the group of ``plan``; rank 0 has ``connections`` to the others, these have one to it."""
+        """Begin the group of ``plan``.  ``connections`` lead from rank 0 to all others, or from another rank to it."""
         self.call, self._listener = plan["call"], copied(listener)
         self._addresses = [(host, port) for host, port in plan["members"]]
         for connection in connections.values():
@@ -307,7 +307,7 @@ class TCPRendezvous(Rendezvous):
         return listener, json.dumps([self.network.host, listener.getsockname()[1], os.urandom(16).hex()])
 
     def _unjoined(self, ranks: list[int]) -> TCPRendezvous:
-        """The group of these ranks, which this rank has not joined yet."""
+        """The group of these ranks, before this rank joins it."""
         rank = ranks.index(self.rank)
         child = TCPRendezvous(rank, len(ranks), self.timeout, self.network, self._given_local_rank)
         child._failures, child.host = self.failures.of(ranks, rank), self.host

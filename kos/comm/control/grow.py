@@ -1,18 +1,18 @@
-"""Changes of a membership: lost ranks leave it, newcomers join it.  Shrink, grow and replace are one agreement.
+"""Changes of the membership of a group: ``shrink``, ``grow`` and ``replace`` all use the protocol in this file.
 
-A *view* is what a rank knows of the membership: its epoch, and the address at which each member listens.
+A *view* is what a rank knows of the membership: the epoch, and the address at which each member listens.
 
-1. The lowest live rank leads.  The other members call at its listener, and send their call and their view.  The newest
-   view counts: a member that is not in it is out.
-2. The leader waits for all live members, and admits newcomers until as many have come as are asked for.
-3. It sends the new view on these connections, which belong to the hub of the new group from then on.
-4. All ranks exchange their places through that hub.  Who has the answer knows that every rank has the new view.  If the
-   exchange fails, the members begin again, from the new view.  So do the ranks that had the answer, once they find that
-   a rank is lost: all continue with the same members.
+1. The lowest live rank leads.  The other members connect to its listener, and send their call and their view.  The
+   newest view counts, and a member that is not in it is out.
+2. The leader waits for all live members.  It admits newcomers until the requested number has come.
+3. The leader sends the new view on these connections.  From then on, they belong to the hub of the new group.
+4. All ranks exchange their places through that hub.  A rank that receives the answer knows that every rank has the new
+   view.  If the exchange fails, the members begin again, from the new view.  A rank that received the answer may find
+   later that a rank is lost.  It then begins again too, so all continue with the same members.
 
-If the leader dies its connections end, and the next live rank leads.  A rank that is stopped is left out after the
-timeout, one that the failure names after half of it.  When it wakes up, the others have a newer view, or do not answer,
-so it never continues alone.
+If the leader dies, its connections end, and the next live rank leads.  A stopped rank is left out after the timeout, or
+after half of it if the failure names this rank.  When a stopped rank wakes up, the others have a newer view or do not
+answer.  So it never continues alone.
 """
 
 from __future__ import annotations
@@ -44,24 +44,25 @@ from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost, 
 from kos.files import replace_file
 
 log = logging.getLogger(__name__)
-CALL_SECONDS = 2.0  # limit for the answer of a live host
-GRACE_SECONDS = 2.0  # added to the timeout for the report of the missing ranks
-CONFIRM_SECONDS = 5.0  # limit for the exchange that confirms a view: all ranks have just been heard
+CALL_SECONDS = 2.0  # limit for a live host to answer
+GRACE_SECONDS = 2.0  # added to the timeout, so that the leader can report missing ranks
+CONFIRM_SECONDS = 5.0  # limit for the exchange that confirms a view; all ranks have just answered
 _LEAST_SECONDS = 1.0  # limit for an attempt that begins at the end of the timeout
 POLL_SECONDS = 0.05
-_BEAT_SECONDS = 0.5  # between two signs of life of a leader
-_SHOWN = 8  # addresses at which newcomers call
+_BEAT_SECONDS = 0.5  # between two heartbeats of a leader
+_SHOWN = 8  # addresses that ``address`` offers to newcomers
 
 
 class Change:
     """One change of the membership of ``group``, on one of its ranks.
 
-    ``call`` is the program's call, the same on all members.  ``newcomers`` are how many join; None: as many as were
-    lost.  ``whole``: no member may be lost.  ``terms`` is what newcomers are told.  ``began`` is the time at which an
-    earlier attempt of the same call began, if there was one.
+    ``call`` is the program's call, which must be the same on all members.  ``newcomers`` is the number of ranks that
+    join; None means as many as were lost.  With ``whole``, no member may be lost.  ``terms`` is sent to newcomers.
+    ``began`` is the time at which an earlier attempt of the same call began, if there was one.
 
-    A call has one deadline, the timeout after its rank has called; that of the leader is the first one of all members
-    that have called.  Members that are to blame are awaited for half of the time: the other half is for what follows.
+    A call has one deadline: its rank's start of the call plus the timeout.  The leader uses the earliest deadline of
+    all members that have called.  It waits for members that the failure blames for half of the time only, and leaves
+    the other half to the rest of the protocol.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class Change:
         self.epoch: int
         self.members: list[Address]
         self.epoch, self.members = group.newer or (group.epoch, group.members)
-        self.came: dict[Address, Connection] = {}  # of the members that have called this leader
+        self.came: dict[Address, Connection] = {}  # members that have called this leader
         self._refused_before = len(group.joining.refused)
         self._probes: dict[Address, socket.socket] = {}
-        self._hub: socket.socket | None = None  # the listener of the new group's hub, on its rank 0
+        self._hub: socket.socket | None = None  # on the new rank 0: the listener of the new hub
         failures = group.failures.first, group.failures.status.last
         blamed = {rank for failure in failures if failure is not None for rank in failure.ranks}
         self.blamed = group.silent | self._addresses(blamed)
@@ -83,12 +84,12 @@ class Change:
         self.left_out = stopped | group.gone_newcomers
         self.began = time.monotonic() if began is None else began
         self.deadline = self.until = self.began + group.timeout
-        self.over = False  # whether newcomers, which had time ``until`` then, have no more
+        self.over = False  # whether the time for newcomers, ``until``, is over
         if began is not None:
             self._extend()
 
     def run(self) -> Any:
-        """The new group, whose ranks have exchanged their places."""
+        """Make the change.  Returns the new group, whose ranks have exchanged their places."""
         group = self.group
         while True:
             try:
@@ -115,13 +116,13 @@ class Change:
                     raise
 
     def _extend(self) -> None:
-        """Let the members come for another attempt, or to learn that the time is over."""
+        """Give the members time to call again, for another attempt or to learn that the time is over."""
         now = time.monotonic()
         self.over = now > self.until
         self.deadline = max(self.deadline, now + GRACE_SECONDS)
 
     def _leader(self) -> tuple[Address, socket.socket] | None:
-        """The lowest live rank, and a connection to it; None for this one."""
+        """The lowest live rank and a connection to it; None if it is this rank."""
         for address in self.members:
             if address == self.me:
                 return None
@@ -130,7 +131,7 @@ class Change:
                     return address, connect(*address, time.monotonic() + CALL_SECONDS)
         raise self._out(self.epoch)
 
-    # A member that does not lead.
+    # On members that do not lead.
 
     def _follow(self, leader: Address, sock: socket.socket) -> tuple[int, dict[str, Any], dict[int, Connection]]:
         group, answer = self.group, dict[str, Any]()
@@ -147,7 +148,7 @@ class Change:
             connection.post(json.dumps({**hello, "seconds": self.deadline - time.monotonic()}).encode())
             drive(connection.flush(), sock, until)
             while "plan" not in answer:
-                until = max(self.deadline, time.monotonic()) + GRACE_SECONDS  # for its report
+                until = max(self.deadline, time.monotonic()) + GRACE_SECONDS  # for the report of the leader
                 answer = json.loads(drive(connection.receive(), sock, until))
                 if "out" in answer:
                     raise self._out(answer["out"])
@@ -155,7 +156,7 @@ class Change:
                     raise from_record(answer["error"])
                 if "leads" in answer:
                     self._follow_again(as_address(answer["leads"]))
-        except HandshakeError as error:  # it waits for the data connections of ranks
+        except HandshakeError as error:  # the listener still waits for data connections
             sock.close()
             raise ConnectionError from error
         except TimeoutError as error:
@@ -170,7 +171,7 @@ class Change:
             raise
         return answer["rank"], answer["plan"], {0: connection}
 
-    # The leader.
+    # On the leader.
 
     def _lead(self) -> tuple[int, dict[str, Any], dict[int, Connection]]:
         group = self.group
@@ -179,7 +180,7 @@ class Change:
         try:
             while (missing := self._missing()) or not self._complete():
                 now = time.monotonic()
-                if now > beat:  # the others wait as long as this rank leads
+                if now > beat:  # a heartbeat: the others wait as long as this rank leads
                     self._post({})
                     beat = now + _BEAT_SECONDS
                 known = missing and not self.whole and self.blamed.issuperset(missing)
@@ -189,7 +190,7 @@ class Change:
                     self._leave_out(missing)
                 else:
                     raise self._too_few()
-            self._hub = group.listen()[0] if self.came or self._wanted() else None  # an error is for all members
+            self._hub = group.listen()[0] if self.came or self._wanted() else None  # an error goes to all members
             return self._send_plan(group.joining.take(self._wanted()))
         except ConnectionError:
             self._close_all()
@@ -202,25 +203,25 @@ class Change:
             raise
 
     def _missing(self) -> list[Address]:
-        """The live members that have not called."""
+        """The live members that have not called this leader."""
         for address in [each for each, connection in self.came.items() if connection.drain()]:
             self.came.pop(address).close()
         others = [each for each in self.members if each != self.me and each not in self.came]
         missing = [each for each in others if each not in self.left_out and self._lives(each)]
         gone = {*others}.difference(missing).intersection(self.group.members)
-        if self.whole and gone and not missing:  # now: all that live get this error
+        if self.whole and gone and not missing:  # raised now, so that all live members get this error
             rank = min(map(self.group.members.index, gone))
             raise self.group.failures.lost(rank, "its process ended", self.call)
         return missing
 
     def _wanted(self) -> int:
-        """How many newcomers join."""
+        """The number of newcomers that join."""
         if self.newcomers is not None:
             return self.newcomers
         return sum(each not in self.came and each != self.me for each in self.group.members)
 
     def _lives(self, address: Address) -> bool:
-        """Whether the member still listens: a connection to it ends with its process."""
+        """Whether the member still listens.  A connection to it ends when its process ends."""
         greeting, sock = b"", self._probes.get(address)
         try:
             if sock is not None and not (greeting := sock.recv(64)):
@@ -242,7 +243,7 @@ class Change:
         return True
 
     def _give_way(self, leader: Address) -> NoReturn:
-        """A lower rank that did not call before is there, and leads."""
+        """Follow a lower rank: it did not call before, but is alive now, and so it leads."""
         self._post({"leads": leader})
         self._follow_again(leader)
 
@@ -256,7 +257,7 @@ class Change:
             self._probes.popitem()[1].close()
 
     def _admit(self) -> None:
-        """Admit callers for a moment."""
+        """Admit callers for ``POLL_SECONDS``."""
         group = self.group
         for rank, connection, hello in group.callers(POLL_SECONDS):
             if rank == JOIN:
@@ -267,10 +268,10 @@ class Change:
                 self._admit_member(connection, hello)
 
     def _complete(self) -> bool:
-        """Whether as many newcomers as join are here, and ready; refuses those that do not fit."""
+        """Whether enough newcomers have come and are ready.  Refuses newcomers that do not fit."""
         joining = self.group.joining
         if self._wanted():
-            self.group.load_join_secret()  # all members have called, and get its error
+            self.group.load_join_secret()  # all members have called by now, so all get its error
         if self.over and self._wanted():
             raise self._too_few()
         for newcomer in joining:
@@ -300,13 +301,13 @@ class Change:
         self.left_out |= {each for each in _addresses(hello["left out"]) if each not in (self.me, *self.came)}
 
     def _leave_out(self, missing: Sequence[Address]) -> None:
-        """Continue without the missing ranks that are stopped, or are to blame; raise if there are others."""
+        """Leave out the missing ranks if each is stopped or blamed for the failure; raise if another one is missing."""
         if self.whole or (others := [each for each in missing if each not in self.blamed and not self._stopped(each)]):
             raise self._late(missing if self.whole else others)
         self.left_out.update(missing)
 
     def _send_plan(self, joining: Sequence[Newcomer]) -> tuple[int, Any, Any]:
-        """Send the new view to all ranks: they take no other from this leader."""
+        """Send the new view to all ranks.  They accept no other view from this leader."""
         group = self.group
         survivors = [each for each in self.members if each == self.me or each in self.came]
         members = [*survivors, *(as_address(each.hello["me"]) for each in joining)]
@@ -332,7 +333,7 @@ class Change:
             send_message(connection, message)
 
     def _addresses(self, world: Collection[int]) -> set[Address]:
-        """Those of these ranks of the world."""
+        """The addresses of these world ranks."""
         ranks = zip(self.group.failures.world, self.group.members, strict=True)
         return {each for rank, each in ranks if rank in world}
 
@@ -347,7 +348,7 @@ class Change:
     # Errors.
 
     def _names(self, addresses: Sequence[Address], several: bool = False) -> str:
-        """Members as ranks; newcomers of an attempt that failed have none."""
+        """The names of members in errors.  A newcomer of a failed attempt has no rank, so its address is given."""
         members = self.group.members
         ranks = [members.index(each) for each in addresses if each in members]
         names = [self.group.failures.names(ranks, several)] if ranks else []
@@ -374,12 +375,12 @@ class Change:
 
 
 def attempt_seconds(left: float) -> float:
-    """Limit for an attempt with newcomers in what is ``left`` of the timeout: a stalled one leaves time for another."""
+    """The time limit of an attempt with newcomers.  It leaves time for another attempt, if ``left`` seconds remain."""
     return max(left / 2, min(left, CONFIRM_SECONDS), _LEAST_SECONDS)
 
 
 def misfit(hello: Mapping[str, Any], terms: Mapping[str, Any]) -> str:
-    """Why a newcomer cannot be admitted, or ""."""
+    """The reason why a newcomer cannot be admitted; "" if it can."""
     for what, kind in (("kos", "version {} of kos"), ("backend", "backend {}")):
         theirs, ours = hello.get(what), terms.get(what)
         if theirs is not None and theirs != ours:
@@ -401,7 +402,7 @@ def publish(group: Any) -> None:
 
 
 def to_text(members: Sequence[Address]) -> str:
-    """The address at which newcomers call: the first members."""
+    """The address for newcomers: those of the first members."""
     return ",".join(place_name(host, port) for host, port in members[:_SHOWN])
 
 

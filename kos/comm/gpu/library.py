@@ -1,7 +1,7 @@
-"""LibraryBackend: runs the operations of a group on GPU memory over its ``library``, a backend of the contract.
+"""LibraryBackend: runs the operations of a group on GPU memory with its ``library``, a ``contract.Backend``.
 
-The library exchanges messages, and may offer calls of its own.  Between two exchanges, kernels of kos reduce in rank
-order (``ordered_sum``) and compress.
+The library exchanges messages, and may also have calls of its own for whole operations.  Between two exchanges, kernels
+of kos reduce in rank order (``ordered_sum``) or compress.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kos.memory.array import Array, Shape
 from kos.memory.windows import InWindows, Run
 
 Make = Callable[..., Backend]
-"""What makes the library of a group, from its rendezvous, engine and device."""
+"""A function that makes the library of a group from its rendezvous, engine and device."""
 
 
 class LibraryBackend(DeviceBackend):
-    """Runs the operations of a group over the library that ``make`` returns."""
+    """Runs the operations of a group on GPU memory with the library that ``make`` returns."""
 
     marks = 16
 
@@ -43,7 +43,7 @@ class LibraryBackend(DeviceBackend):
     ) -> None:
         super().__init__(rendezvous, device, host)
         self._aborted = False
-        self._together: dict[int, tuple[list[Message], list[Message]]] | None = None  # those of a batch, by stream
+        self._together: dict[int, tuple[list[Message], list[Message]]] | None = None  # messages of a batch, by stream
         try:
             self.library = make(rendezvous, self.engine, self.device)
         except BaseException:
@@ -83,12 +83,12 @@ class LibraryBackend(DeviceBackend):
         return partial(self.exchange, *exchange_of(o, self.rank, self.size))
 
     def _barrier(self, stream: int, send: int = 0, recv: int = 0) -> None:
-        """Queue a barrier: each rank sends a byte to all."""
+        """Queue a barrier, in which each rank sends one byte to every rank."""
         token = self.scratch(1 + self.size, stream)
         self.library.collect(token, token + 1, 1, stream)
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
-        """Pass the messages of a batch to the library in one exchange per stream, then queue the other calls."""
+        """Pass the messages of a batch to the library in one exchange per stream.  Then queue the other calls."""
         messages = [work for work in works if self._is_exchange(work)]
         if len(messages) < 2:
             return super().queue(works, stream)
@@ -128,11 +128,11 @@ class LibraryBackend(DeviceBackend):
     def views(self, x: Buffer) -> list[Any]:
         return self.library.views(x)
 
-    # Failures and the end.
+    # Failures and teardown.
 
     def _wait_until(self, over: Callable[[], bool]) -> None:
         last = self._last
-        assert last is not None  # ``exchange`` is part of a call
+        assert last is not None  # a call is in progress, because only calls use ``exchange``
         self.wait_on_host(last, over, last.operation.options.timeout)
 
     def inspect(self, o: Work[Any]) -> None:

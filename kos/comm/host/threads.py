@@ -1,9 +1,11 @@
-"""The mock transport: ranks are threads of one process, with real results and the checks of every backend.
+"""The mock transport: ranks are threads of one process.  Results are real, and every check of a backend is made.
 
-The rank that arrives last in a collective computes the results of all ranks (``compute``), in rank order.  Messages are
-copied into mailboxes, one per (source, destination, tag), in order.  They also carry the collectives that ``computes``
-excludes, by a schedule.  The ranks of a group share their state, so every check is exact: the second of two mismatched
-calls raises at once, a collective ends only when every rank has arrived, and lost ranks are always known.
+The rank that arrives last in a collective computes the results of all ranks, in rank order (``compute``).  Messages are
+copied into mailboxes.  There is one mailbox per (source, destination, tag), and it keeps the order of its messages.
+Collectives that ``computes`` excludes run by a schedule of such messages.
+
+The ranks of a group share their state, so every check is exact.  If two calls differ, the second one raises at once.  A
+collective completes only after every rank has arrived.  A lost rank is always known.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ _COMPUTED = (
     "all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "broadcast", "all_gather", "gather", "scatter",
     "all_to_all", "barrier", "split", "duplicate",
 )  # fmt: skip
-"""The collectives of ``compute``: those in which the pieces of all ranks have one length."""
+"""The collectives that ``compute`` supports: the pieces of all ranks have the same length."""
 
 
 class ThreadTransport(Backend):
-    """Mailboxes of a group whose ranks are threads of this process, or of a group of one.
+    """The mailboxes of a group whose ranks are threads of this process, or that has one rank.
 
-    A message is copied and complete at once.  A user's message larger than ``buffer_bytes`` of ``kos.testing.spawn``
-    is complete when it is received, as on other backends.
+    A send copies its message and is complete at once.  If the program sends more than ``buffer_bytes`` (an argument of
+    ``kos.testing.spawn``), the send is complete only when the message is received, as on other backends.
     """
 
     name = "mock"
@@ -68,7 +70,7 @@ class ThreadTransport(Backend):
             self._watch.opened(backend, self.group)
 
     def tag(self, sequence: int) -> int:
-        return COLLECTIVE_TAGS + sequence  # as on tcp: it says to which collective a message belongs
+        return COLLECTIVE_TAGS + sequence  # as on tcp, the tag identifies the collective
 
     def ask(self, tag: int) -> None:
         """Raise the failure that ends messages with that tag."""
@@ -119,7 +121,7 @@ class ThreadTransport(Backend):
             try:
                 self.ask(0)
                 _, why, cause = self.failures.ends.get(rank, (0, "", None))
-                if why == WHY_CLOSED:  # whatever followed
+                if why == WHY_CLOSED:  # even if a failure followed
                     return self.failures.lost(rank, why, None, cause)
                 self.group.raise_end(rank, self.failures)
             except KosError as error:
@@ -139,17 +141,17 @@ class ThreadTransport(Backend):
             remove(self._posted, lambda receive: receive.dst == self.rank and cancelled(receive))
             remove(self._sent, lambda m: m.src == self.rank and not m.complete and cancelled(m))
 
-    # How a wait sleeps: on this rank's condition, which every message and every change of the group notifies.
+    # A wait sleeps on this rank's condition.  Every message and every change of the group notifies it.
 
     def idle(self) -> Any:
         return self
 
     def mark(self) -> int:
-        """As in ``Backend.idle``."""
+        """See ``Backend.idle``."""
         return self.group.world.events[self._me]
 
     def pause(self, mark: int, seconds: float | None) -> None:
-        """As in ``Backend.idle``."""
+        """See ``Backend.idle``."""
         world = self.group.world
         active = self.engine.outstanding() if world.watch is not None else []
 
@@ -160,10 +162,10 @@ class ThreadTransport(Backend):
             if world.events[self._me] == mark:
                 world.wait(self._me, seconds, waits)
 
-    # How collectives run, and what a test watches and injects.
+    # Running collectives, and the hooks for tests that watch them or inject faults.
 
     def computes(self, o: Operation) -> bool:
-        """Whether the last rank computes a collective; else it is sent as messages, which a test may drop."""
+        """Whether the last rank computes the collective.  If not, it runs as messages, which a test may drop."""
         plain = o.name in _COMPUTED and o.options.algorithm == AUTO and not o.options.compress
         return plain and (self._watch is None or self._watch.plan.keeps_messages)
 
@@ -187,7 +189,7 @@ class ThreadTransport(Backend):
         return run(work) if prepared.waits else watch.guard(work, run)
 
     def _compute(self, work: Work[Any]) -> Steps | None:
-        """Run ``work`` on the ranks' memory; returns the wait for the other ranks, None if this rank is the last."""
+        """Compute ``work`` in the ranks' memory.  Returns the steps that wait for other ranks; None on the last."""
         try:
             all_arrived = self._arrive(work, compute)
             return None if all_arrived() else self._await(work, all_arrived)
@@ -198,13 +200,13 @@ class ThreadTransport(Backend):
         try:
             while not all_arrived():
                 yield
-        except BaseException:  # such as a timeout: nobody may write to its memory now
+        except BaseException:  # such as a timeout: no rank may write to its memory now
             with self.group.world.lock:
                 self._calls.get(work.sequence, {}).pop(self.rank, None)
             raise
 
     def _discard(self, tag: int, on_discard: Callable[[], None] | None) -> None:
-        """Discard messages with that tag from now on, and call ``on_discard`` for each; None: deliver them again."""
+        """Discard later messages with that tag, and call ``on_discard`` for each one; None: deliver them again."""
         self._discarded.pop(tag, None)
         if on_discard is not None:
             self._discarded[tag] = on_discard
@@ -219,7 +221,7 @@ class ThreadTransport(Backend):
         return self._arrive(work, lambda works: None)
 
     def _arrive(self, work: Work[Any], compute: Callable[[Sequence[Work[Any]]], None]) -> Callable[[], bool]:
-        """Compare the call with those of the other ranks; the last of these computes.  Returns as ``agree``."""
+        """Compare the call with those of the other ranks.  The last rank computes.  Returns what ``agree`` returns."""
         group, rank = self.group, self.rank
         with group.world.lock:
             group.ask(self.failures, work.sequence)
@@ -254,7 +256,7 @@ class ThreadTransport(Backend):
             return [rank for rank in range(self.size) if rank not in calls] if calls else []
 
     def unreceived(self) -> list[str]:
-        """The messages that were sent and not received."""
+        """The messages that were sent but not received, in words."""
         return [
             f"rank {src} sent {message.array.dtype}[{message.array.size}] to rank {dst} with tag {tag}"
             for (src, dst, tag), messages in self._sent.items() if tag < COLLECTIVE_TAGS
@@ -284,7 +286,7 @@ class ThreadTransport(Backend):
 
 
 class ThreadMessage:
-    """One end of a message; ``other`` is the rank at the other end."""
+    """The sending or receiving end of a message.  ``other`` is the rank at the other end."""
 
     __slots__ = ("_transport", "array", "complete", "dst", "error", "other", "src", "tag")
 
@@ -303,7 +305,7 @@ class ThreadMessage:
         else:  # only the receiver raises
             expected, got = ((each.nbytes, each.dtype) for each in (array, sent))
             self.error = wrong_message(self._transport.failures, self.dst, expected, self.src, got)
-        message.complete = True  # after the copy: the sender looks without the lock, and may then write to its array
+        message.complete = True  # after the copy: the sender reads it without the lock, and may then write
 
     def done(self) -> bool:
         if self.complete:
@@ -320,7 +322,7 @@ class ThreadMessage:
 
 
 def compute(works: Sequence[Work[Any]]) -> None:
-    """Compute a collective, of which rank r makes ``works[r]``, whose memory this thread reaches."""
+    """Compute a collective for all ranks.  ``works[r]`` is the call of rank r, whose memory this thread can access."""
     o = works[0].prepared.operation
     if o.name in ("barrier", "split", "duplicate"):
         return
@@ -344,7 +346,7 @@ def compute(works: Sequence[Work[Any]]) -> None:
 
 
 def _reduced(name: str, works: Sequence[Work[Any]]) -> list[Array]:
-    """The result of each rank before ``finish``, in memory of its own."""
+    """The result of a reduction on each rank, before ``finish``.  Each result has its own memory."""
     staged = [each.prepared.operation.reduction.stage(each.send, None) for each in works]
     combine = works[0].prepared.operation.reduction.combine
     sums = staged[:1]

@@ -1,11 +1,15 @@
 """Checkpoints that are either complete or absent.
 
-``step-N/`` holds the weights (``model.safetensors``, or one file of several ranks each and an index), ``config.json``
-and the tokenizer (all loadable by transformers; kos reads the tokenizer in ``kos_tokenizer.json``), optimizer state
-(``optimizer*.safetensors``), with ``--compress`` residuals (``residual*.safetensors``), and ``manifest.json``: step,
-layout, run configuration, the size and SHA-256 of every file.
-A file holds whole tensors, whatever the layout. All is written under a temporary name, every file and folder is
-fsynced, and one rename makes it appear; a kill of any rank at any moment leaves the checkpoints before it as they were.
+The folder ``step-N/`` holds:
+
+- the weights (``model.safetensors``, or one file per writing rank and an index), ``config.json`` and the tokenizer.
+  transformers loads all of these.  kos itself reads the tokenizer from ``kos_tokenizer.json``.
+- the optimizer state (``optimizer*.safetensors``), and with ``--compress`` the residuals (``residual*.safetensors``),
+- ``manifest.json``: the step, the layout, the configuration of the run, and the size and SHA-256 of every file.
+
+Tensors are whole in the files, whatever the layout. A checkpoint is written under a temporary name, every file and
+folder is fsynced, and one rename makes it visible. So a rank may be killed at any moment without damage to earlier
+checkpoints.
 """
 
 from __future__ import annotations
@@ -39,10 +43,10 @@ from kos.train.parallel.failures import alone
 
 FORMAT = 2
 FORMATS = (1, FORMAT)
-"""That can be read; in the first one rank wrote all."""
+"""The formats that can be read.  In format 1, one rank wrote all files."""
 OPTIMIZER = "optimizer"
 FILES = ("config.json", SAVED, "model", OPTIMIZER)
-"""Beginnings of the names of the files that a checkpoint must have."""
+"""A checkpoint must have a file whose name begins with each of these."""
 LARGEST, LARGEST_IN_ALL = 64 << 20, 256 << 20
 
 MANIFEST = "manifest.json"
@@ -68,7 +72,7 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint on disk whose files are those that its manifest lists, and the run's configuration then."""
+    """A verified checkpoint on disk, with the configuration of the run that wrote it."""
 
     path: Path
     step: int
@@ -76,7 +80,7 @@ class Checkpoint(NamedTuple):
 
 
 def state_files(path: Path, shapes: Mapping[str, Shape], state: State) -> huggingface.TensorFiles:
-    """What an optimizer keeps, by name, in a checkpoint of a model of these shapes: ``exp_avg.NAME``."""
+    """The optimizer state in a checkpoint of a model of these shapes.  Tensors have names such as ``exp_avg.NAME``."""
     with whole(path):
         files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
     files = (name for name in files if name.startswith(OPTIMIZER))
@@ -87,13 +91,15 @@ def save(
     folder: Path, state: ShardedState, *, step: int, tokenizer: Tokenizer, config: Mapping[str, Any], keep: int,
     before: int, run: str = "", extra: Extra = MappingProxyType({}), show: Show | None = lambda what, share: None,
 ) -> Saving:  # fmt: skip
-    """Begin to write ``folder/step-N``, and copy the state. ``Saving.finish`` waits for it. Collective.
+    """Copy the state, and begin to write it to ``folder/step-N``. ``Saving.finish`` waits until it is written.
 
-    Once it is there, all but the newest ``keep`` up to it are deleted. Those later than ``before``, the step that the
-    run saved or went on from last, are deleted too: the run went back behind them, or they are damaged. ``run`` is a
-    name that no other run on this folder has. ``extra`` are the files that ``read_extra`` read. This writes nearly all
-    before it returns, and shows its progress. With ``show=None`` it only copies the rank's part of the state to host
-    memory.
+    Collective. By default, nearly everything is written before this function returns, and ``show`` receives its
+    progress. With ``show=None`` the function only copies the rank's part of the state to host memory.
+
+    Once the checkpoint exists, older ones are deleted until ``keep`` remain, this one included. Checkpoints of steps
+    after ``before`` are deleted too; ``before`` is the step that the run last saved or resumed from. Such checkpoints
+    are damaged, or the run has gone back to an earlier step. ``run`` is a name that no other run in this folder has.
+    ``extra`` are the files that ``read_extra`` returned.
     """
     world, temporary = state.mesh.world, folder / f"{TEMPORARY}{run}"
     alone(world, lambda: _begin(folder, temporary))
@@ -132,7 +138,7 @@ def save(
 
 
 def _begin(folder: Path, temporary: Path) -> None:
-    """Make the folder to which ranks write, and remove any that an earlier run has left."""
+    """Make the folder to which the ranks write, and remove folders that earlier runs did not finish."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         sync(folder.parent)
@@ -174,9 +180,9 @@ def _remove_others(final: Path, keep: int, limit: int) -> None:
 
 
 def verify(path: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint:
-    """The checkpoint at ``path``, size and checksum of every file compared with the manifest.
+    """Check the size and checksum of every file against the manifest, and return the checkpoint at ``path``.
 
-    Files are read side by side; with ``weights_only`` those that only resuming needs are not looked at.
+    Files are read in parallel.  With ``weights_only``, the files that only a resumed run needs are not checked.
     """
     with whole(path):
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -216,9 +222,9 @@ def whole(path: Path) -> Iterator[None]:
 
 
 def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint | None:
-    """The newest complete checkpoint under ``folder``; damaged ones are skipped with a warning; None if there is none.
+    """The newest complete checkpoint under ``folder``, or None if there is no checkpoint.
 
-    CheckpointError where there are some and all are damaged.
+    Damaged checkpoints are skipped with a warning.  Raises CheckpointError if all of them are damaged.
     """
     named = steps_in(folder)
     for _, path in reversed(named):
@@ -235,7 +241,7 @@ def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, s
 
 
 def find(path: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint:
-    """The checkpoint that a user means: a ``step-N`` folder, or the newest whole one of a run's folder."""
+    """The checkpoint at ``path``: a ``step-N`` folder, or the newest complete checkpoint in the folder of a run."""
     expected = f"{path}: expected a checkpoint or a run with one under checkpoints/"
     try:
         is_there = path.exists()
@@ -251,7 +257,7 @@ def find(path: Path, weights_only: bool = False, show: Show = lambda what, share
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of each folder named like a checkpoint; of one step, the folder to be replaced comes first."""
+    """(step, path) of each folder with the name of a checkpoint, sorted.  Of one step, the replaced folder is first."""
     try:
         paths = list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
@@ -269,10 +275,12 @@ def read_extra(folder: Path) -> dict[str, bytes]:
     """The other files in the folder of ``--init-from``, which are copied into each checkpoint.
 
     Examples are ``generation_config.json``, ``chat_template.jinja``, ``special_tokens_map.json`` and a license. Keys of
-    ``config.json`` and ``tokenizer_config.json`` that kos does not write are kept too, and those of the
-    ``tokenizer_config.json`` of ``--tokenizer``, with its ``chat_template.jinja``.  Folders, hidden files, weights,
-    optimizer states, files of more than ``LARGEST`` bytes, and the largest files beyond ``LARGEST_IN_ALL`` bytes in all
-    are not copied.  CheckpointError if one cannot be read.
+    ``config.json`` and ``tokenizer_config.json`` that kos does not write are also kept.  If ``--tokenizer`` names a
+    folder, the same holds for its ``tokenizer_config.json`` and its ``chat_template.jinja``.
+
+    Folders, hidden files, weights, optimizer states, and files of more than ``LARGEST`` bytes are not copied.  If the
+    other files together exceed ``LARGEST_IN_ALL`` bytes, the largest of them are not copied either.  Raises
+    CheckpointError if a file cannot be read.
     """
 
     def is_kept(path: Path) -> bool:
@@ -290,7 +298,7 @@ def read_extra(folder: Path) -> dict[str, bytes]:
 
 
 def read_tokenizer_settings(tokenizer: str) -> dict[str, bytes]:
-    """The settings and the chat template beside the ``tokenizer.json`` that ``--tokenizer`` names, if there are any."""
+    """The settings and the chat template in the folder of ``tokenizer``, a value of ``--tokenizer``, if it has any."""
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     try:
         return {name: (folder / name).read_bytes() for name in BESIDE_TOKENIZER if (folder / name).is_file()}
@@ -310,16 +318,17 @@ def dropout(extra: Extra) -> list[str]:
 
 
 def merge_extra(written: Mapping[str, Any], extra: Extra, tokenizer: Tokenizer) -> dict[str, Any]:
-    """``written``, the JSON files of a checkpoint by name, together with ``extra``.
+    """Merge ``extra`` into ``written``, the JSON files of a checkpoint by name.
 
-    If the folder has a tokenizer, the run uses it, so the folder's special tokens replace those of ``written``.
+    If the folder of ``--init-from`` has a tokenizer, the run uses it.  The special tokens of this folder then replace
+    those in ``written``.
     """
     files = dict(written) | {name: extra[name] for name in extra_names(extra)}
     had_tokenizer, theirs = TOKENIZER in extra or SAVED in extra, _settings(extra, CONFIG)
     same_ids = had_tokenizer or tokenizer.kind == NumberTokenizer.kind
     theirs.pop("quantization_config", None)  # the weights are float32 now
     special = {key: theirs[key] for key in ("bos_token_id", "eos_token_id") if theirs.get(key) is not None}
-    none = {} if CONFIG in extra else {"pad_token_id": None}  # else transformers takes its default, maybe >= vocab_size
+    none = {} if CONFIG in extra else {"pad_token_id": None}  # the default of transformers may be >= vocab_size
     files[CONFIG] = none | theirs | written[CONFIG] | (special if same_ids else {})
     if tokenizer.kind == NumberTokenizer.kind and TOKENIZER in extra:  # else they could not be decoded
         files |= {name: extra[name] for name in (TOKENIZER, TOKENIZER_CONFIG) if name in extra}

@@ -34,16 +34,16 @@ from kos.train.model.rope import KEYS
 DTYPES = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
 }  # fmt: skip
-"""Safetensors' names of the dtypes that can be read, and NumPy's."""
+"""The dtypes that can be read: their names in safetensors, and in NumPy."""
 
-READ = 4 << 20  # bytes of a tensor that are read at once, if its rows are not needed as a whole
+READ = 4 << 20  # bytes read at once, if only some columns of a tensor are needed
 
 
 class StoredTensor(NamedTuple):
     """A tensor of a safetensors file (https://github.com/huggingface/safetensors), from byte ``start`` of ``file`` on.
 
-    kos reads the file instead of mapping it into memory, as the safetensors library does: if another program truncated
-    a mapped file, a signal (SIGBUS) would end this process.
+    kos reads the file itself.  The library safetensors maps files into memory, so a file that another program truncates
+    would end the process with SIGBUS.
     """
 
     file: OpenFile
@@ -52,7 +52,7 @@ class StoredTensor(NamedTuple):
     start: int
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """The tensor, or a slice of it.  OSError: the file cannot be read, or another program has changed it."""
+        """The tensor, or a slice of it.  Raises OSError if the file cannot be read, or another program changed it."""
         length, *row = self.shape
         rows, *columns = index or (slice(None),)
         start, stop, _ = rows.indices(length)

@@ -1,8 +1,9 @@
-"""What a run begins from: errors if weights or state do not fit, warnings if results will differ, and the residuals.
+"""Checks before a run resumes or takes weights: errors, warnings about other results, and the residuals.
 
-Residuals are what compressed gradients have lost so far (``--compress``), of each replica its own.  A replica is one of
-the ranks of dp and cp, which hold the same weights.  ``residual-*.safetensors`` have whole tensors, ``residual.0.NAME``
-those of the first.  Only their sum over replicas matters: another number of them shares it out.
+A residual is the compression error of gradients so far (``--compress``).  Each replica has its own.  A replica is one
+of the ranks of dp and cp, which hold the same weights.  The files ``residual-*.safetensors`` hold whole tensors; those
+of the first replica are named ``residual.0.NAME``.  Only the sum over the replicas matters, so a run with another
+number of replicas splits the sum among them.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ EXACT = (
     *("seed", "batch_size", "micro_batch_size", "seq_len", "documents", "fit", "long_documents"),
     *("deterministic", "device", "dtype", "master_weights", "grad_dtype", "compress", "compress_scope"),
 )
-"""Settings that must not change if a resumed run is to give the bits of an uninterrupted one."""
+"""A resumed run gives the same bits as an uninterrupted one only if these settings do not change."""
 
 
 class Residuals:
-    """The residual of replica ``rank`` of ``ranks``, from those of ``saved`` replicas in a checkpoint.
+    """The residual of replica ``rank`` of ``ranks``, computed from those of ``saved`` replicas in a checkpoint.
 
-    The ``local`` replicas of a host share the residuals of ``local`` saved replicas: each reads the sum over them of
-    the part that it keeps. A gradient is the sum over the micro-batches of a step, and so is its residual. If this run
-    has ``scale`` times as many micro-batches, the residual is multiplied by ``scale``.
+    Each host has ``local`` neighbouring replicas.  They share the residuals of ``local`` saved replicas: each of them
+    reads the sum over these, for the part of the tensors that it keeps.  Gradients are sums over the micro-batches of a
+    step.  A run with ``scale`` times as many micro-batches therefore needs residuals that are ``scale`` times as large.
     """
 
     def __init__(self, files: TensorFiles, saved: int, rank: int, ranks: int, scale: float, local: int = 1) -> None:
@@ -49,7 +50,7 @@ class Residuals:
         self._own = [each for each in range(saved) if each % ranks // local == rank // local]
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """A tensor, or a slice of it: the sum over this replica's share of those that are saved."""
+        """A tensor of the residual, or a slice of it: the sum over the saved replicas that this one takes over."""
         terms = [self._files.read(f"{RESIDUAL}.{replica}.{name}", index) for replica in self._own or [0]]
         total = terms[0] * (self._scale if self._own else 0)
         for term in terms[1:]:
@@ -60,7 +61,7 @@ class Residuals:
 def saved_residuals(
     path: Path, shapes: Mapping[str, Shape], config: TrainConfig, rank: int, ranks: int, local: int
 ) -> Residuals | None:
-    """Those in a checkpoint of a model of these shapes, for a run of ``config``; None if it has none."""
+    """The residuals in a checkpoint of a model of these shapes, for a run of ``config``; None if it has none."""
     with whole(path):
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files = [name for name in manifest["files"] if name.startswith(RESIDUAL)]
@@ -76,7 +77,7 @@ def saved_residuals(
 
 
 def warn_of_residuals(path: Path, found: Residuals | None, config: TrainConfig, ranks: int) -> None:
-    """Log what becomes of residuals if not each of so many replicas gets its own of the checkpoint at ``path``."""
+    """Log a warning unless each of the ``ranks`` replicas gets its own residual from the checkpoint at ``path``."""
     saved, keeps = 0 if found is None else found.saved, config.compress != "none" and ranks > 1
     if saved and not keeps:
         why = "--compress is none" if config.compress == "none" else "one rank sends no gradients"
@@ -85,7 +86,6 @@ def warn_of_residuals(path: Path, found: Residuals | None, config: TrainConfig, 
         _log.warning("%s: expected residuals of compressed gradients, got none: they begin as zeros", path)
     elif keeps and saved != ranks:
         _log.warning("%s: the residuals of %d ranks are shared out over %d; their sum stays", path, saved, ranks)
-
 
 
 def check_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:
@@ -123,7 +123,7 @@ def check_optimizer(found: Checkpoint, config: TrainConfig) -> None:
 
 
 def check_frozen(found: Checkpoint, config: TrainConfig, model: LlamaConfig) -> None:
-    """Raise CheckpointError if a checkpoint has the state of other tensors: it was written with others frozen."""
+    """Raise CheckpointError if a checkpoint lacks the state of a tensor, because other tensors were frozen then."""
     with whole(found.path):
         saved, ours = found.config.get("groups", []), by_axes(config.all_groups(model)).get((), set())
         theirs = {name for group in saved if not group["axes"] for name in group["tensors"]}
@@ -136,7 +136,7 @@ def check_frozen(found: Checkpoint, config: TrainConfig, model: LlamaConfig) -> 
 
 
 def check_data(found: Checkpoint, config: TrainConfig, fingerprint: str) -> None:
-    """Raise CheckpointError if the epochs of a resumed run are of other data, whose first steps would count as done."""
+    """Raise CheckpointError if a run with ``--epochs`` resumes with other data, which it has not trained on yet."""
     theirs = found.config.get("data_fingerprint", fingerprint)
     if config.epochs is None or theirs == fingerprint:
         return
@@ -149,7 +149,7 @@ def check_data(found: Checkpoint, config: TrainConfig, fingerprint: str) -> None
 
 
 def check_order(found: Checkpoint, config: TrainConfig) -> None:
-    """Raise CheckpointError if a deterministic run on CPUs was begun with another order of sums."""
+    """Raise CheckpointError if a deterministic run on CPUs began with another order of sums."""
     theirs = found.config.get("config", {}) | found.config.get("derived", {})
     if not (config.deterministic and theirs.get("deterministic")) or {config.device, theirs.get("device")} != {"cpu"}:
         return
@@ -176,7 +176,7 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     if other_layout:  # their defaults depend on the layout
         same = (name for name in ("micro_batch_size", "grad_dtype") if asked.get(name) == now["config"][name])
         ours |= {name: theirs.get(name) for name in same}
-    theirs["fit"], ours["fit"] = (each["fit"] or "cut" for each in (theirs, ours))  # None is that of text
+    theirs["fit"], ours["fit"] = (each["fit"] or "cut" for each in (theirs, ours))  # None means the default for text
     changed = [name for name in EXACT if theirs.get(name) != ours[name]]
     changed += ["order of sequences (--epochs)"] * ((theirs.get("epochs") is None) != (config.epochs is None))
     changed += ["ranks of a host"] * (not other_layout and before.get("local_replicas", 1) != now["local_replicas"])

@@ -23,23 +23,23 @@ from kos.train.parallel.data import DataParallel, make_buckets
 from kos.train.parallel.mesh import Layout, Mesh
 
 State = Mapping[str, Container[str]]
-"""What an optimizer keeps, by name, and the names of the tensors of which it does."""
+"""The names of an optimizer's arrays of state, each with the names of the tensors that it covers."""
 
 
 RESIDUAL = "residual"
-"""The beginning of the names of files that hold what compressed gradients have lost, and of the tensors in them."""
+"""The prefix of the files that hold compression errors of gradients, and of the tensors in these files."""
 
 
 class WritePlan:
-    """``writers`` names the rank that writes each tensor; ``shapes`` are those of the whole tensors.
+    """Which rank writes which tensor to which file.  ``writers`` maps a tensor to its rank, ``shapes`` to its shape.
 
-    A file holds whole tensors, whatever the layout, so a checkpoint is a Hugging Face folder and loads in any layout.
-    One rank writes each tensor. The ranks of a pipeline stage share its tensors, about equally many bytes each, and
-    write at the same time, as data-parallel ranks do in Megatron-LM's fully parallel saving.
+    Tensors are whole in the files, so that a checkpoint is a Hugging Face folder and loads in any layout. Each tensor
+    has one writer. The ranks of a pipeline stage write the tensors of this stage in parallel, each about equally many
+    bytes. Megatron-LM's fully parallel saving splits the work among data-parallel ranks in the same way.
 
-    ``state`` names what the optimizer keeps, and of which tensors. Files hold fp32.  With ``compress`` each rank of dp
-    and cp, a replica, also keeps its residual.  Tensors are written in the order of ``first``, then in the model's;
-    those of ``frozen`` have no residual.
+    ``state`` names the arrays of optimizer state and their tensors. Files hold fp32.  With ``compress``, each replica
+    (a rank of dp and cp) also has a residual, except of the tensors in ``frozen``.  Tensors are written in the order of
+    ``first``, and then in the order of the model.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class WritePlan:
         self.writers: dict[str, int] = {}
         several = layout.dp * layout.cp > 1 and compress != "none"
         self.residuals = [dict[str, int]() for _ in range(layout.dp * layout.cp * several)]
-        """The rank that writes each tensor of a replica's residual: one of those that hold a part of it."""
+        """Per replica: tensor -> the rank that writes its residual.  This rank holds a part of it."""
         self._layout = layout
         for pp in range(layout.pp):
             names = model.placements(*model.parts(0, layout.tp, pp, stages))
@@ -62,7 +62,7 @@ class WritePlan:
                 of_replica = {name: size for name, size in sizes.items() if name not in frozen}
                 writers |= _shared_out(of_replica, start + replica * layout.tp, layout.tp)
         self.ranks = sorted(set(self.writers.values()))
-        """The ranks that write any."""
+        """The ranks that write a file."""
 
     def names(self, rank: int) -> list[str]:
         """The tensors that a rank writes, in the order of the layout."""
@@ -93,7 +93,7 @@ class WritePlan:
         return {"metadata": {"total_size": size}, "weight_map": weight_map}
 
     def host_bytes(self, rank: int, all_at_once: bool) -> int:
-        """Host memory that a rank takes at most to save: a tensor, and either its part of the state or two more."""
+        """The most host memory to save on a rank: a tensor, and its part of the state or at most two more tensors."""
         files = self.contents(rank).values()
         sizes = [4 * math.prod(shape) for shapes in files for shape in shapes.values()]
         share, most = sum(sizes), max(sizes, default=0)
@@ -101,7 +101,7 @@ class WritePlan:
 
 
 def _shared_out(sizes: Mapping[str, int], first: int, ranks: int) -> dict[str, int]:
-    """Tensors by the rank that writes each, of so many from ``first`` on."""
+    """Tensor -> the rank that writes it, one of the ``ranks`` ranks from ``first`` on."""
     given, writers = [0] * ranks, dict[str, int]()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         rank = given.index(min(given))
@@ -111,12 +111,12 @@ def _shared_out(sizes: Mapping[str, int], first: int, ranks: int) -> dict[str, i
 
 
 def residual_shapes(replica: int, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The names in files of a replica's residual, ``residual.0.NAME``, and the shapes."""
+    """The tensors of a replica's residual, as files name them (``residual.0.NAME``), and their shapes."""
     return {f"{RESIDUAL}.{replica}.{name}": shape for name, shape in shapes.items()}
 
 
 def state_shapes(state: State, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The names in files of an optimizer's state, ``exp_avg.NAME``, and the shapes."""
+    """The tensors of an optimizer's state, as files name them (``exp_avg.NAME``), and their shapes."""
     return {f"{kept}.{name}": shape for kept, of in state.items() for name, shape in shapes.items() if name in of}
 
 
@@ -131,10 +131,11 @@ class Tensors(Protocol):
 
 
 class ShardedState:
-    """The state of ``optimizer``, in the layout of ``parallel.gradients``: that of this rank's ``stages``.
+    """Gathers weights and optimizer state into whole tensors, and scatters whole tensors to them.
 
-    ``ops`` is the dialect of its arrays. ``arena``, idle between steps, takes a bucket in fp32, or two with ``tp``.
-    ``frozen`` are the weights that no optimizer has.
+    The state of ``optimizer`` has the layout of ``parallel.gradients``, which covers this rank's ``stages``.  ``ops``
+    are the operations on its arrays. ``arena``, which is idle between steps, holds a bucket in fp32, or two with tensor
+    parallelism.  ``frozen`` are the weights that are not trained.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class ShardedState:
                     ops.copy(held.flat[at : at + stop - start], values[start - bucket.start : stop - bucket.start])
                 if parallel.sharded and held is not parallel.residual and held is not self.frozen:
                     parallel.all_gather(bucket, values)
-                    parallel.synchronize()  # what waits for a GPU next knows no timeout
+                    parallel.synchronize()  # the next wait for a GPU has no timeout
                 yield bucket, values, buffer
 
     # --- from files, or drawn ------------------------------------------------------------------------

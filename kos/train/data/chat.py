@@ -1,7 +1,7 @@
-"""Chats as text: their messages, rendered by the chat template in the folder of a tokenizer.
+"""Renders chats as text with the chat template in the folder of a tokenizer.
 
-Templates are Jinja, in the dialect of transformers (src/transformers/utils/chat_template_utils.py), but without
-``strftime_now``: data must not depend on the day.
+Templates are written in Jinja, with the extensions of transformers (src/transformers/utils/chat_template_utils.py). The
+function ``strftime_now`` is missing on purpose: training data must not depend on the date.
 """
 
 from __future__ import annotations
@@ -22,46 +22,58 @@ from kos.errors import ConfigError, DataError, install
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function": "tool"}
-"""Roles by ShareGPT's names, in messages with ``from`` and ``value``."""
+"""ShareGPT's names of roles, and ours.  ShareGPT's messages have the keys ``from`` and ``value``."""
 
 KNOWN = ("role", "content", "weight", "train", "name", "tool_call_id")
-"""Keys of a message that a template need not use."""
+"""Keys that a message may have even if the template does not use them."""
 
 COUNTING = ("weight", "train")
-"""Keys of an assistant's message, which the loss leaves out if one of them is 0 or false."""
+"""Keys of an assistant's message.  If one of them is 0 or false, the loss leaves the message out."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of one key, each of which a template may use."""
+"""Synonyms of one key.  A template may use any of them."""
 
 MARK = "\ud800"
-"""Half of a surrogate pair, which no text has: the texts of a template with it and without differ from there on."""
+"""Half of a surrogate pair, which no valid text contains.
+
+A message with this content shows where the template writes the content: the rendered texts differ from there on.
+"""
 
 Parts = list[tuple[str, bool]]
 _Rendered = tuple[str, list[tuple[int, int]]]
-"""A text, and where in it the ``{% generation %}`` blocks are."""
+"""A rendered text, and the (start, stop) of each ``{% generation %}`` block in it."""
 
 _Render = Callable[..., _Rendered]
 
 
 class ChatTemplate:
-    """The Jinja ``source`` of a template, from the file ``path``, and the special tokens by which it calls them."""
+    """A chat template: its Jinja ``source``, read from the file ``path``.
+
+    ``special`` maps the names that the template may use, such as ``eos_token``, to special tokens.
+    """
 
     def __init__(self, source: str, special: Mapping[str, str], path: Path) -> None:
         self.source, self.special, self.path = source, special, path
-        self._written: list[str] = []  # of the text that is being rendered
+        self._written: list[str] = []  # the pieces of the text that is being rendered
         self._spans: list[tuple[int, int]] = []
 
     def documents(self, line: Mapping[str, Any], messages: Any, where: str, split_turns: bool = False) -> list[Parts]:
-        """The text of a chat, in parts, and whether the loss counts each; with ``split_turns`` a text for each answer.
+        """Render a chat.  Returns a list of documents, each a list of parts: (text, whether the loss counts it).
 
-        The ``{% generation %}`` blocks of the template count.  If it has none, an assistant's turn counts: what the
-        text of the messages up to this one has after the text of those before it with the generation prompt, whichever
-        fields of the message that comes from.  An answer does not count if its message has ``weight`` 0 or ``train``
-        false.  A text of ``split_turns`` ends with the answer that counts in it.  The template also gets ``tools`` and
-        ``chat_template_kwargs`` of the line.
+        There is one document, or with ``split_turns`` one for each answer that counts.  Such a document ends with its
+        answer, and only this answer counts in it.
 
-        DataError, which begins with ``where``: no list of messages with a role and text or calls of tools, or none that
-        the template renders; a key or tools that the template leaves out; a turn that it changes for a later message.
+        If the template has ``{% generation %}`` blocks, the text in these blocks counts.  Otherwise the turns of the
+        assistant count.  To find a turn, the template renders the messages before it with the generation prompt, and
+        then the messages up to and including it.  What the second text adds to the first is the turn, whichever fields
+        of the message it comes from.  An answer whose message has ``weight`` 0 or ``train`` false does not count.  The
+        template also receives the fields ``tools`` and ``chat_template_kwargs`` of ``line``.
+
+        Raises DataError, whose text begins with ``where``, if
+
+        - ``messages`` is not a list of messages, each with a role and either text or tool calls,
+        - the template cannot render them, or does not use one of their keys or the tools, or
+        - the template has no blocks and renders a turn differently once later messages follow.
         """
         options = _options(line, where)
         if options["tools"] and not self.uses("tools"):
@@ -79,7 +91,7 @@ class ChatTemplate:
         return any(re.search(rf"\b{re.escape(name)}\b", self.source) for name in (key, *REASONING * (key in REASONING)))
 
     def _checked(self, number: int, given: Any, where: str) -> dict[str, Any]:
-        """A message with a role, text or an assistant's calls of tools, and keys that are used; None is no value."""
+        """Check one message, and return it with kos's names of keys and roles, without the keys that are None."""
         if isinstance(given, dict) and "from" in given and "role" not in given:
             given = {{"from": "role", "value": "content"}.get(key, key): value for key, value in given.items()}
             given["role"] = SHAREGPT.get(str(given["role"]), given["role"])
@@ -88,7 +100,8 @@ class ChatTemplate:
         if role == "assistant" and "content" not in message and isinstance(calls, list) and calls:
             known = all(isinstance(call, dict) for call in calls)
         else:
-            known = role is not None and isinstance(message.get("content"), str)
+            known = role is not None and isinstance(message.get("content"), str) and isinstance(calls or [], list)
+            known = known and all(isinstance(call, dict) for call in calls or ())
         if not known:
             raise DataError(f"{where}: expected messages with role and content, got {reprlib.repr(given)}")
         if role not in ROLES:
@@ -106,14 +119,14 @@ class ChatTemplate:
         return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
     def _parts(self, render: _Render, messages: Sequence[Any], counted: Collection[int], where: str) -> Parts:
-        """The parts of the text of ``messages``, of which the answers of the numbers ``counted`` count."""
+        """The text of ``messages`` in parts.  The answers in the messages with the numbers ``counted`` count."""
         whole, turns = render(messages)
         answers = _answers(messages)
         if not self._has_spans:
             turns = []
             for number in counted:
                 turns.append(self._turn(render, whole, messages, number, turns[-1][1] if turns else 0, where))
-        elif len(counted) < len(answers):  # the blocks of a message come after those of the messages before it
+        elif len(counted) < len(answers):  # blocks are in the order of messages
             ends = [len(render(messages[:number])[1]) for number in answers]
             if sorted(ends) != ends or ends[-1] != len(turns):
                 expected = f"{{% generation %}} blocks that no later message changes ({self.path})"
@@ -128,7 +141,10 @@ class ChatTemplate:
     def _turn(
         self, render: _Render, whole: str, messages: Sequence[Any], number: int, done: int, where: str
     ) -> tuple[int, int]:
-        """Where the turn of an assistant's message begins and ends in ``whole``, the text of all: after ``done``."""
+        """The (start, stop) of an assistant's turn in ``whole``, the text of all messages.
+
+        ``number`` is that of the message, and ``done`` is where the turn before it ends.
+        """
         earlier, first = messages[: number - 1], [{"role": "assistant", "content": MARK}, *messages[1:]]
         before = render(earlier)[0] if earlier else ""  # a template may not render an empty chat
         asked, _ = render(earlier, add_generation_prompt=True) if earlier else render(first)
@@ -170,7 +186,7 @@ class ChatTemplate:
             raise ConfigError(f"chat data: expected the package jinja2 for {self.path}, got none ({how})") from None
 
         class Generation(ext.Extension):
-            """``{% generation %}``: marks what an assistant says, where a template has it."""
+            """The tag ``{% generation %}``, by which a template marks what the assistant says."""
 
             tags = {"generation"}  # noqa: RUF012
 
@@ -199,12 +215,16 @@ class ChatTemplate:
 
 
 def _answers(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The numbers of an assistant's messages, counted from 1."""
+    """The numbers of the assistant's messages, counted from 1."""
     return [number for number, each in enumerate(messages, 1) if each["role"] == "assistant"]
 
 
 def _with_tables(render: _Render, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``chat``; its calls have tables of arguments if the template would put OpenAI's, JSON as text, into quotes."""
+    """``chat`` with the arguments of tool calls in the form that the template expects.
+
+    OpenAI's format has them as a string of JSON.  If the template would write this string in quotes, the calls get the
+    parsed object instead.
+    """
     calls = [call.get("function", call) for message in chat for call in message.get("tool_calls", ())]
     texts = [call["arguments"] for call in calls if isinstance(call, dict) and isinstance(call.get("arguments"), str)]
     with suppress(DataError):  # a template may expect a table
@@ -222,7 +242,7 @@ def _with_tables(render: _Render, chat: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def _options(line: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What a template gets beside the messages: as from transformers and, of the fields of a line, from TRL."""
+    """The variables of a template other than the messages.  The fields of the line have the names that TRL uses."""
     tools, others = line.get("tools"), line.get("chat_template_kwargs") or {}
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -235,7 +255,7 @@ def _options(line: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_chat_template(tokenizer: str) -> ChatTemplate | None:
-    """The template in the folder of ``tokenizer``, as ``--tokenizer`` names it; None if there is none."""
+    """The chat template in the folder that ``tokenizer``, a value of ``--tokenizer``, names; None if it has none."""
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     path, alone = folder / "tokenizer_config.json", folder / "chat_template.jinja"  # transformers writes the latter
     if tokenizer in ("bytes", "chars"):

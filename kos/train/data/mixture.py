@@ -1,10 +1,12 @@
-"""Several sources of data in one run (``--data PATH:WEIGHT``, repeated): which sequences of which source a step has.
+"""Data mixtures (``--data PATH:WEIGHT``, repeated): which source each sequence of a step comes from.
 
-The sources take turns by the van der Corput sequence in base 2: the n-th sequence of a run comes from the source in
-whose part of [0, 1) its n-th term lies. The first n terms are spread so evenly that each source has its share of them
-within about log2(n) sequences, and how many it has follows from n alone (Niederreiter, "Random Number Generation and
-Quasi-Monte Carlo Methods", 1992, chapter 3). A step has those of its sequences together that are of one source. Of each
-source, sequences come as with ``--epochs``: each once, in random order, then each again in another order.
+The interval [0, 1) is divided among the sources, in proportion to their shares of the sequences. The n-th sequence of a
+run comes from the source whose part contains the n-th term of the van der Corput sequence in base 2. These terms are
+spread evenly: after n sequences, each source is within about log2(n) sequences of its share. The counts depend on n
+alone (Niederreiter, "Random Number Generation and Quasi-Monte Carlo Methods", 1992, chapter 3).
+
+Within a step, the sequences of one source are next to each other. The sequences of a source come in the order of
+``--epochs``: each one once, in random order, then each one again in another order.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from kos.train.data.tokens import Tokens
 def terms_below(count: int, limit: float) -> int:
     """How many of the first ``count`` terms of the van der Corput sequence are below ``limit``.
 
-    The terms with even numbers are half of those of the whole sequence, and the ones after them a half more.
+    Terms are numbered from 0. Term 2k is half of term k, and term 2k + 1 is larger than term 2k by one half.
     """
     total = 0
     while count and 0 < limit < 1:
@@ -39,15 +41,16 @@ def terms_below(count: int, limit: float) -> int:
 
 
 class Mixture:
-    """The order of the sequences of sources, and the ``parts`` that they are, by their names.
+    """The order in which the sequences of several sources come.  ``parts`` maps the name of a source to its dataset.
 
-    ``weights`` are of tokens, of which a source with padding has fewer in a sequence.
+    ``weights`` are shares of the tokens, without padding.  A source with much padding has fewer tokens per sequence, so
+    it gets more sequences.
     """
 
     def __init__(self, sources: Mapping[str, float], parts: Sequence[Any]) -> None:
         self.parts = dict(zip(sources, parts, strict=True))
         self.weights = np.array([*sources.values()]) / sum(sources.values())
-        self.lengths = [part.seq_len * part.train.fill for part in parts]  # mean tokens of a sequence
+        self.lengths = [part.seq_len * part.train.fill for part in parts]  # mean number of tokens per sequence
         shares = np.cumsum(self.weights / self.lengths)
         self._limits = (shares / shares[-1]).tolist()
 
@@ -56,11 +59,11 @@ class Mixture:
         return np.diff([terms_below(count, limit) for limit in self._limits], prepend=0)
 
     def tokens(self, count: int) -> dict[str, int]:
-        """How many tokens of each source are in the first ``count`` sequences, if all have the mean of their source."""
+        """Estimated tokens of each source in the first ``count`` sequences, from the mean length of its sequences."""
         return dict(zip(self.parts, map(round, self.sequences(count) * self.lengths), strict=True))
 
     def in_words(self, steps: int, batch_size: int) -> str:
-        """Lines for the log on each source in the first ``steps`` batches."""
+        """One line per source for the log: its tokens, and how often it is seen, in the first ``steps`` batches."""
         tokens, times = self.tokens(steps * batch_size), self.sequences(steps * batch_size)
         counts = [part.sequences_in(part.train) for part in self.parts.values()]
         return "\n".join(
@@ -70,7 +73,7 @@ class Mixture:
         )
 
     def rows(self, first: int, size: int, rows: Sequence[int]) -> Batch:
-        """Some ``rows`` of the batch of ``size`` that begins with sequence ``first`` of the run."""
+        """These ``rows`` of a batch of ``size`` sequences, the first of which is sequence ``first`` of the run."""
         before = self.sequences(first)
         ends = np.cumsum(self.sequences(first + size) - before)
         sources = np.searchsorted(ends, rows, side="right")
@@ -81,15 +84,16 @@ class Mixture:
 
 
 def mix(sources: Mapping[str, float], parts: Sequence[Any]) -> Any:
-    """The ``Dataset`` (``kos.train.data.batches``) of several sources, of which ``parts`` are the datasets.
+    """One ``Dataset`` (``kos.train.data.batches``) that mixes several.  ``parts`` are the datasets of ``sources``.
 
-    DataError if their tokenizers differ.
+    Raises DataError if their tokenizers differ.
     """
     first, names = parts[0], [*sources]
     for part, name in zip(parts, names, strict=True):
-        if not part.tokenizer.is_like(first.tokenizer):
-            expected = f"the tokenizer of {names[0]}, {first.tokenizer.name}"
-            raise DataError(f"--data {name}: expected {expected}, got {part.tokenizer.name}").about("data", "tokenizer")
+        # Bare numbers are like any tokenizer, but their text may be of another.
+        if part.tokenizer.kind != first.tokenizer.kind or not part.tokenizer.is_like(first.tokenizer):
+            said = f"expected the tokenizer of {names[0]}, {first.tokenizer.name}, got {part.tokenizer.name}"
+            raise DataError(f"--data {name}: {said}; --tokenizer names that of all").about("data", "tokenizer")
     packs = any(part.packs for part in parts)
     mixture = Mixture(sources, [dataclasses.replace(part, packs=packs) for part in parts])
     about = json.dumps([*zip(mixture.weights, (part.fingerprint for part in parts), strict=True)])

@@ -1,9 +1,9 @@
-"""Whole documents in sequences (``--fit whole``), packed by best fit.
+"""Sequence packing (``--fit whole``): best-fit bin packing of whole documents into sequences.
 
-A plan says which documents lie in which sequence. It is made once, from the lengths of the documents, and kept in the
-folder of the run, so that every rank and every resumed run has the same sequences. Documents that are longer than a
-sequence are cut into pieces of its length, or left out; the rests are packed like other documents (Ding et al. 2024,
-"Fewer truncations improve language modeling", arXiv:2404.10830).
+A plan says which documents each sequence holds. It is computed once, from the lengths of the documents, and stored in
+the folder of the run. So every rank and every resumed run has the same sequences. A document that is longer than a
+sequence is split into pieces of the length of a sequence, or left out. The last piece, which may be shorter, is packed
+like any other document (Ding et al. 2024, "Fewer truncations improve language modeling", arXiv:2404.10830).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import logging
+import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
@@ -30,49 +31,48 @@ from kos.train.data.tokens import Tokens, unmasked
 _log = logging.getLogger(__name__)
 
 FILE = "packing.npy"
-"""The file in the folder of a run with the plans of its training and validation data."""
+"""The name of the file, in the folder of a run, that holds the plans of its training and validation data."""
 
 CHUNK = 1 << 16
-"""Documents that are packed at once: best fit leaves few tokens free, and its lists take little memory."""
+"""How many documents are packed together: enough for full sequences, and few enough to need little memory."""
 
 ORDER = 2**64 - 1
-"""The epoch whose permutation is the order in which documents are packed: no run has so many."""
+"""The number of an epoch that no run reaches.  Its permutation is the order in which documents are packed."""
 
-NOTHING = np.int64(~0)  # what fills a sequence: a token that the loss does not count
+NOTHING = np.int64(~0)  # padding: a token that the loss does not count
 
 
 class PackedTokens(Tokens):
-    """Sequences of ``seq_len`` tokens. Each holds whole documents of ``tokens`` side by side, followed by padding.
+    """Sequences of ``seq_len`` tokens.  Each holds whole documents of ``tokens`` side by side, and then padding.
 
-    The sequences form one array: sequence i begins at ``i * seq_len``. ``plan`` lists, sequence by sequence, where each
-    piece of a document begins in ``tokens``. The first piece of a sequence is marked: its entry is ``~begin``. With
-    ``skips``, documents longer than a sequence are left out.
+    The sequences follow one another, so each starts at a multiple of ``seq_len``. ``plan`` lists where each piece of a
+    document begins in ``tokens``, in the order of the sequences. The first piece of a sequence is stored as ~begin, the
+    bitwise complement. With ``skips``, the plan leaves out the documents that are longer than a sequence.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, plan: NDArray[np.int64], skips: bool) -> None:
         super().__init__(tokens.shards, tokens.documents)
         self.seq_len, self.stride, self.plan, self.skips = seq_len, seq_len, plan, skips
-        self._first = np.append(np.flatnonzero(plan < 0), len(plan))  # of each sequence, in the plan
+        self._first = np.append(np.flatnonzero(plan < 0), len(plan))  # where each sequence starts in the plan
         self._bounds = np.append(begins_of(tokens), self.size)
         lengths = np.diff(self._bounds)
         self.fill = int(lengths[(lengths <= seq_len) | (not skips)].sum()) / max(1, (len(self._first) - 1) * seq_len)
 
     def __len__(self) -> int:
-        """The tokens of all sequences, and one more, as the last target; 0 if there are none."""
+        """The number of tokens of all sequences, plus one for the last target; 0 if there are no sequences."""
         return (len(self._first) - 1) * self.seq_len + 1 if len(self.plan) else 0
 
     masked = True
-    dtype = np.dtype(np.int64)
 
     def _pieces(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the pieces of the sequence at ``start`` begin in the tokens, and where their documents end."""
+        """Where in the tokens the pieces of the sequence at ``start`` begin, and where their documents end."""
         number = start // self.seq_len
         begins = self.plan[self._first[number] : self._first[number + 1]]
         begins = np.where(begins < 0, ~begins, begins)
         return begins, self._bounds[np.searchsorted(self._bounds, begins, side="right")]
 
     def window(self, start: int, length: int) -> NDArray[np.int64]:
-        """The tokens of the sequence that starts at ``start``. The first of a document is no target, nor is padding."""
+        """The tokens of the sequence at ``start``. The first token of a document is not a target, nor is padding."""
         window, at = np.full(length, NOTHING), 0
         for begin, end in zip(*self._pieces(start), strict=True):
             count = min(end - begin, length - at)
@@ -82,14 +82,14 @@ class PackedTokens(Tokens):
         return window
 
     def document_starts(self, start: int, window: NDArray[Any]) -> NDArray[np.int32]:
-        """As of ``Tokens``; padding is a document of its own."""
+        """See ``Tokens``.  Padding counts as a document of its own."""
         begins, ends = self._pieces(start)
         lengths = np.minimum(ends - begins, len(window))
         starts = np.cumsum([0, *lengths])
         return np.repeat(starts, [*lengths, len(window) - starts[-1]]).astype(np.int32)
 
     def in_words(self, what: str) -> str:
-        """What the sequences hold, for the log; ``what`` a document is."""
+        """A summary of the sequences for the log.  ``what`` is the word for a document, such as "chat"."""
         begins, lengths = self._bounds[:-1], np.diff(self._bounds)
         kept, longer = (lengths <= self.seq_len) | (not self.skips), lengths > self.seq_len
         counted = self.counted(begins[kept] + 1, self._bounds[1:][kept])
@@ -109,7 +109,7 @@ class PackedTokens(Tokens):
         return f"{text}{which} cut into {number:,} pieces: {share} (--long-documents)"
 
     def counted(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> int:
-        """How many tokens the loss counts from ``starts`` to ``stops``, of parts that do not overlap."""
+        """How many tokens the loss counts in the ranges from ``starts`` to ``stops``, which do not overlap."""
         total = at = 0
         starts = np.minimum(starts, stops)
         for piece in (piece for shard in self.shards for piece in pieces(shard)):
@@ -123,7 +123,7 @@ class PackedTokens(Tokens):
 
 
 def with_begins(tokens: Tokens) -> Tokens:
-    """``tokens`` with the places where documents begin; all of them are one document where none is marked."""
+    """``tokens`` with the positions at which documents begin.  Without marks, all tokens are one document."""
     if isinstance(tokens.documents, np.ndarray):
         return tokens
     found, at = [np.zeros(1, np.int64)], 0
@@ -141,9 +141,11 @@ def begins_of(tokens: Tokens) -> NDArray[np.int64]:
 
 
 def make_plan(tokens: Tokens, seq_len: int, seed: int, skips: bool) -> NDArray[np.int64]:
-    """The ``plan`` of ``PackedTokens``: best-fit decreasing over ``CHUNK`` documents at a time, in random order.
+    """The ``plan`` of ``PackedTokens``.
 
-    The plan depends on the arguments alone and is computed in integers, so every machine makes the same one.
+    Documents are put into random order and packed in groups of ``CHUNK``. Within a group, best fit takes the longest
+    document first. The plan depends on the arguments alone, and is computed in integers, so it is the same on every
+    machine.
     """
     begins, plans = begins_of(tokens), [np.zeros(0, np.int64)]
     ends = np.append(begins[1:], tokens.size)
@@ -153,13 +155,13 @@ def make_plan(tokens: Tokens, seq_len: int, seed: int, skips: bool) -> NDArray[n
         if skips:
             kept = last - first <= seq_len
             first, last = first[kept], last[kept]
-        filled = (last - first) // seq_len  # sequences that a document fills alone
+        filled = (last - first) // seq_len  # how many sequences each document fills by itself
         numbers = np.arange(filled.sum()) - np.repeat(np.cumsum(filled) - filled, filled)
         plans.append(~(np.repeat(first, filled) + seq_len * numbers))
         first = first + filled * seq_len
         rests = last - first
         order = np.argsort(-rests, kind="stable")
-        order = order[rests[order] > (filled[order] > 0)]  # the last token of a sequence's document is its last target
+        order = order[rests[order] > (filled[order] > 0)]  # a rest of 1 token is the last target before it
         sequences = best_fit(rests[order].tolist(), seq_len)
         packed = first[order[[*chain.from_iterable(sequences)]]]
         packed[np.cumsum([0, *map(len, sequences)])[:-1]] ^= -1
@@ -168,8 +170,8 @@ def make_plan(tokens: Tokens, seq_len: int, seed: int, skips: bool) -> NDArray[n
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """The numbers of the ``lengths`` in each sequence: each goes where it leaves the fewest tokens free."""
-    sequences, with_free, free = list[list[int]](), defaultdict[int, list[int]](list), 0  # bit n: some have n free
+    """The indices of the ``lengths`` in each sequence.  Each length goes where it leaves the fewest tokens free."""
+    sequences, with_free, free = list[list[int]](), defaultdict[int, list[int]](list), 0  # bit n: a sequence has n free
     for number, length in enumerate(lengths):
         room, fitting = capacity, free >> length
         if fitting:
@@ -188,13 +190,13 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class Packing:
-    """The plans of a run's training and validation data, and the ``key`` of what they were made of."""
+    """The plans of a run's training and validation data.  ``key`` identifies the data and settings behind them."""
 
     def __init__(self, key: Sequence[Any], plans: Sequence[NDArray[np.int64]]) -> None:
         self.key, self.plans = json.dumps(key), plans
 
     def array(self) -> NDArray[np.int64]:
-        """What is in the file: a SHA-256 of the key and the rest, the size of the first plan, and both."""
+        """The content of the file: a SHA-256 of the key and of what follows, the size of the first plan, both plans."""
         rest = np.concatenate([[len(self.plans[0])], *self.plans]).astype("<i8")
         digest = hashlib.sha256(self.key.encode() + rest.tobytes()).digest()
         return np.concatenate([np.frombuffer(digest, "<i8"), rest])
@@ -210,7 +212,10 @@ class Packing:
 
     @classmethod
     def read(cls, folder: Path, key: Sequence[Any]) -> Packing | None:
-        """That in ``folder``; None if there is none, or, with a warning, one of other data or settings, or damaged."""
+        """The packing stored in ``folder``, or None if there is none.
+
+        It also returns None, and logs a warning, if the file is damaged or belongs to other data or settings.
+        """
         path = folder / FILE
         try:
             found = np.load(path, allow_pickle=False)
@@ -220,7 +225,7 @@ class Packing:
             got = "that of other data or settings, or a damaged file"
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, IndexError, TypeError, EOFError) as error:
+        except (OSError, ValueError, IndexError, TypeError, EOFError, OverflowError, zipfile.BadZipFile) as error:
             got = str(error)
         _log.warning("%s: expected the packing plan of this run, got %s; it is made again", path, got)
         return None
@@ -229,7 +234,10 @@ class Packing:
 def pack(
     train: Tokens, val: Tokens, fingerprint: str, seq_len: int, seed: int, skips: bool, folders: Sequence[Path]
 ) -> tuple[Tokens, Tokens, Packing]:
-    """Both in sequences of whole documents, by the plan in the first of ``folders`` that has one, else by a new one."""
+    """Pack the training and the validation data.
+
+    The plan is read from the first of ``folders`` that has it.  If none has it, a new plan is made.
+    """
     both = [with_begins(train), with_begins(val)]
     key = [fingerprint, seq_len, seed, skips, *(hashlib.sha256(begins_of(each).data).hexdigest() for each in both)]
     found = next((each for folder in folders if (each := Packing.read(folder, key))), None)

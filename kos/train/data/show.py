@@ -1,4 +1,4 @@
-"""Sequences as text, for the user to look at: with «» around the tokens that the loss counts."""
+"""Prints sequences as text (``--show-data``).  The marks «» enclose the tokens that the loss counts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Dataset, load_data
 
 _BEFORE, _SHOWN = 50, 110
-"""Characters of the line about the first sequence: before the first token that counts, and in all."""
+"""Lengths in ``first_line``, in characters: of the text before the first token that counts, and of all text."""
 
 
 def report(config: TrainConfig) -> str:
-    """The first ``config.show_data`` sequences of a run, each after a line with its place and its counts."""
+    """The first ``config.show_data`` sequences of a run.  A line before each one gives its place and its counts."""
     data, shown = load_data(config), []
     for number in range(config.show_data):
         step, row = divmod(number, config.batch_size)
@@ -23,16 +23,19 @@ def report(config: TrainConfig) -> str:
 
 
 def first_line(data: Dataset, step: int) -> str:
-    """A line for the log: some of the first sequence of ``step``, from shortly before the first token that counts."""
-    text, counts = sequence(data, step, 0)
+    """A line for the log: an excerpt of the first sequence of ``step``, around the first token that counts."""
+    text, counts = sequence(data, step, 0, _SHOWN)
     start = max(0, text.find("«") - _BEFORE)
     stop = start + _SHOWN
     shown = json.dumps(f"{'…' * (start > 0)}{text[start:stop]}{'…' * (stop < len(text))}", ensure_ascii=False)
     return f"the first sequence, of which {counts} of {data.seq_len} tokens count, in «»: {shown} (--show-data N)"
 
 
-def sequence(data: Dataset, step: int, row: int) -> tuple[str, int]:
-    """The text of a sequence with its last target, and how many of its targets count."""
+def sequence(data: Dataset, step: int, row: int, shown: int | None = None) -> tuple[str, int]:
+    """The text of a sequence, including its last target, and how many of its targets the loss counts.
+
+    With ``shown``, the text may end once that many characters follow the first token that the loss counts.
+    """
     batch = data.rows(step, [row])
     tokens, targets = batch.tokens[0].tolist(), batch.targets[0].tolist()
     counted = [False, *(target != LEFT_OUT for target in targets)]
@@ -40,7 +43,9 @@ def sequence(data: Dataset, step: int, row: int) -> tuple[str, int]:
     text, written, done = "", "", 0
     for counts, group in groupby(counted[: len(ids)]):
         done += len([*group])
-        whole = data.tokenizer.decode(ids[:done])  # a decoder may treat the first token in another way
+        whole = data.tokenizer.decode(ids[:done])  # a decoder may treat a first token differently
         text += f"«{whole[len(written) :]}»" if counts else whole[len(written) :]
         written = whole
+        if shown is not None and "«" in text and len(text) > text.index("«") + shown:
+            break
     return text, sum(counted)

@@ -1,8 +1,9 @@
-"""The rules by which transformers 5 encodes for some ``tokenizer_class``: they replace those in ``tokenizer.json``.
+"""Tokenizer rules that transformers 5 takes from the class, ``tokenizer_class``, and not from ``tokenizer.json``.
 
-A class of transformers (src/transformers/models, ``llama`` and ``qwen2``) takes the vocabulary, the merges and the
-special tokens of the file, and gives the rest.  LlamaTokenizer puts a space before a text alone, where a file with the
-normalizer Prepend, as of Llama 2 and TinyLlama, puts one after every special token as well.
+A tokenizer class of transformers (src/transformers/models, ``llama`` and ``qwen2``) reads the vocabulary, the merges
+and the special tokens from the file. The class itself defines the normalizer, the pre-tokenizer and the decoder. For
+example, the files of Llama 2 and TinyLlama have the normalizer Prepend, which puts a space at the start of the text and
+after every special token. LlamaTokenizer puts one at the start of the text only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 AS_IN_FILE = ("mistral", "olmo2")
-"""Values of ``model_type`` for which transformers follows the file."""
+"""Values of ``model_type`` for which transformers uses the rules in ``tokenizer.json``."""
 
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -20,9 +21,11 @@ _QWEN = (
 
 
 def by_class(tokenizer: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, str]:
-    """The content of a ``tokenizer.json`` with the rules of its class, and the name of the class if they are others.
+    """Apply the rules of the tokenizer's class to ``tokenizer``, the content of a ``tokenizer.json``.
 
-    ``settings`` and ``config`` are those of ``tokenizer_config.json`` and ``config.json`` beside it.
+    ``settings`` and ``config`` are the contents of ``tokenizer_config.json`` and ``config.json`` in the same folder.
+    Returns the new content and the name of the class.  If no class applies, or the file already has the rules of its
+    class, returns ``tokenizer`` unchanged and "".
     """
     named = str(settings.get("tokenizer_class") or config.get("tokenizer_class")).removesuffix("Fast")
     model_type, model = config.get("model_type"), tokenizer.get("model")
@@ -37,7 +40,7 @@ def by_class(tokenizer: Mapping[str, Any], settings: Mapping[str, Any], config: 
 
 
 def _splits(rule: Any) -> Any:
-    """A rule without what changes offsets alone."""
+    """A rule without the options that only affect offsets, not the tokens."""
     if isinstance(rule, list):
         return [*map(_splits, rule)]
     return {key: _splits(rule[key]) for key in rule.keys() - {"trim_offsets"}} if isinstance(rule, dict) else rule

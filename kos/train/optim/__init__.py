@@ -1,8 +1,9 @@
-"""Optimizers over flat fp32 arrays: parameter groups, state by name, the norm of gradients, the learning rate.
+"""Optimizers over flat fp32 arrays: parameter groups, named state, the gradient norm, and the learning rate.
 
-An ``UpdateRule``, such as ``AdamW``, names what it keeps of each weight. Checkpoints, memory plans, ZeRO-1 and resuming
-take names and dtypes from it. ``Optimizer`` runs it on a host, ``kos.train.optim.cuda.CudaOptimizer`` on a GPU. All
-passes over a block are made while the block lies in the cache: a step reads and writes each array of the state once.
+An ``UpdateRule``, such as ``AdamW``, declares the names and dtypes of its state. Checkpoints, memory plans, ZeRO-1 and
+resuming use this declaration. ``Optimizer`` runs the rule on a host, and ``kos.train.optim.cuda.CudaOptimizer`` runs it
+on a GPU. On a host, all passes over a block run while the block is in the cache, so a step reads and writes each array
+of the state once.
 """
 
 from __future__ import annotations
@@ -27,69 +28,69 @@ CHUNKS = np.dtype([
 ])  # fmt: skip
 
 Update = Callable[[np.ndarray, np.ndarray, Sequence[np.ndarray], np.ndarray], None]
-"""``update(weights, gradient, state, scratch)`` changes a block's weights and state; ``scratch`` is of its size."""
+"""``update(weights, gradient, state, scratch)`` updates a block in place.  ``scratch`` is as long as the block."""
 
 
 class UpdateRule:
-    """How an optimizer changes a weight, and what it keeps of it.
+    """How an optimizer updates weights, and which state it keeps for them.
 
-    On GPUs it is the kernel ``kernel`` of ``ops/cuda/kernels/KERNEL.cu``, which takes what ``CudaOps.update`` passes:
-    the state in the order of ``state``, and ``operands`` before the seed.
+    On GPUs, the update is the CUDA kernel named ``kernel`` in ``ops/cuda/kernels/KERNEL.cu``. ``CudaOps.update`` passes
+    its arguments: the state in the order of ``state``, and ``operands`` before the seed.
     """
 
     state: ClassVar[Mapping[str, str]]
-    """The names of the arrays that it keeps, in the layout of the weights, and their dtypes."""
+    """The names and dtypes of the arrays of state.  Each array has the layout of the weights."""
 
     about: ClassVar[str]
-    """The state in words, for memory plans."""
+    """A description of the state, for memory plans."""
 
     options: ClassVar[tuple[str, ...]]
-    """The settings of a run that it takes, and that are refused with optimizers that have no such rule."""
+    """The settings of a run that belong to this rule.  A run whose optimizer has no such rule refuses them."""
 
     kernel: ClassVar[str]
     operands: Sequence[Any] = ()
 
     betas: tuple[float, float] = (0.0, 0.0)
-    """Decays of the moments whose bias a step on a GPU corrects; 0: none."""
+    """The decay rates of the moments, for the bias correction on GPUs.  0 means no correction."""
 
     def step(self, number: int, lr: float, decay: float) -> Update:
-        """The update of step ``number``, counted from 1, on a host, with a learning rate and a weight decay."""
+        """The function that updates a block on a host in step ``number``, counted from 1."""
         raise NotImplementedError
 
     def state_bytes(self) -> int:
-        """Bytes that are kept of each weight."""
+        """Bytes of state per weight."""
         return sum(DTYPES[dtype].itemsize for dtype in self.state.values())
 
 
 class MatrixRule(UpdateRule):
-    """An update of whole matrices, which no ``parts`` cut (``kos.train.optim.muon``).  All take its state by name.
+    """A rule that updates whole matrices (``kos.train.optim.muon``), so no ``parts`` may split a matrix.
 
-    On GPUs its kernels are in ``ops/cuda/kernels/KERNEL.cu``.
+    On GPUs, its kernels are in ``ops/cuda/kernels/KERNEL.cu``.
     """
 
     def step_matrices(self, optimizer: Optimizer, gradients: Parameters, lr: float, decay: float, scale: float) -> None:
-        """The update on a host, of what is held of the state."""
+        """Update, on a host, the matrices whose state this rank holds."""
         raise NotImplementedError
 
     def queue_matrices(self, optimizer: Any, gradients: Parameters, lr_scale: float, decay: float) -> None:
-        """The update on the GPU of a ``CudaOptimizer``."""
+        """Queue the update on the GPU of a ``CudaOptimizer``."""
         raise NotImplementedError
 
     def batches(self, held: OwnedSlices, most: int) -> Iterator[Sequence[Any]]:
-        """The matrices of ``held``, a part of the state, that are updated at once: ``most`` elements, or one."""
+        """Batches of the matrices of ``held`` to update together: at most ``most`` elements each, or one matrix."""
         raise NotImplementedError
 
     def scratch_bytes(self, held: OwnedSlices, itemsize: int, most: int) -> int:
-        """What an update takes from the optimizer's arena at most."""
+        """The most bytes that an update takes from the optimizer's arena."""
         raise NotImplementedError
 
 
 class Group(NamedTuple):
-    """Tensors that are updated alike: their weight decay, and what multiplies the learning rate.
+    """A parameter group: tensors with one weight decay, and one factor on the learning rate (``lr_scale``).
 
-    ``rule`` is that of matrices; None: the optimizer's own, the only one for single weights.  ``axes``: the ranks along
-    them hold the same weights, and their gradients are summed over these.  ``frozen`` tensors have no optimizer: no
-    gradient, no state, and they stay as they are.
+    ``rule`` updates the tensors as whole matrices.  If it is None, the optimizer's own rule updates them element by
+    element.  ``axes`` are the axes of the mesh along which ranks hold the same weights; gradients are summed over these
+    ranks.  ``frozen`` tensors are not trained: they have no gradient and no optimizer state.
     """
 
     names: Collection[str]
@@ -101,7 +102,7 @@ class Group(NamedTuple):
 
 
 def by_axes(groups: Sequence[Group]) -> dict[tuple[str, ...], set[str]]:
-    """The tensors of ``groups`` by the axes over which their gradients are summed, dense ones first; (): frozen."""
+    """The tensors of ``groups`` by their axes, those of dense weights first.  Frozen tensors have the key ()."""
     found = dict[tuple[str, ...], set[str]]()
     for group in sorted(groups, key=lambda group: group.axes != DENSE):
         found.setdefault(() if group.frozen else group.axes, set()).update(group.names)
@@ -109,7 +110,7 @@ def by_axes(groups: Sequence[Group]) -> dict[tuple[str, ...], set[str]]:
 
 
 class Kept(NamedTuple):
-    """What an optimizer keeps under one name: its dtype, of which tensors, and the parts of the layout held here."""
+    """One named array of state: its dtype, its tensors, the slices of the layout held here, and its rule."""
 
     dtype: str
     names: set[str]
@@ -120,7 +121,7 @@ class Kept(NamedTuple):
 def state_of(
     rule: UpdateRule, groups: Sequence[Group], spans: Mapping[str, slice], parts: Sequence[slice]
 ) -> dict[str, Kept]:
-    """All that ``rule`` and those of groups keep of ``parts`` of a layout."""
+    """The state that ``rule``, and the rules of the groups, keep for ``parts`` of a layout, by name."""
     found: dict[str, Kept] = {}
     for each in [rule, *(group.rule for group in groups if group.rule)]:
         names = {name for group in groups if (group.rule or rule) is each for name in group.names}
@@ -142,24 +143,27 @@ def overlap(a: slice, b: slice) -> slice | None:
 
 
 def decay_matrices(shapes: Mapping[str, Shape], decay: float = 0.1) -> list[Group]:
-    """Matrices are decayed, vectors (norms, biases) are not."""
+    """Two groups: matrices, with weight decay, and vectors (norms and biases), without."""
     matrices = {name for name, shape in shapes.items() if len(shape) >= 2}
     return [Group(matrices, decay), Group(shapes.keys() - matrices)]
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """The factor for gradients of this norm, as in ``torch.nn.utils.clip_grad_norm_``; 0 turns clipping off."""
+    """The factor that clips a gradient of this norm, as in ``torch.nn.utils.clip_grad_norm_``; 0: no clipping."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
 class Optimizer:
-    """``rule`` over ``weights.flat``, on a host.  ``state`` has by name what the rules keep.
+    """Runs ``rule`` over ``weights.flat`` on a host.  ``state`` maps names to arrays of state.
 
-    With ``parts`` only those are updated, and have state (ZeRO-1).  ``normed``: those that count in this rank's part of
-    the norm, by default all.  ``groups``: default ``decay_matrices``.
-    ``counted`` names the tensors that count in this rank's part of the norm; None: all.  ``exact`` > 0, the elements of
-    the whole model: the norm has the same bits for every split into ranks and blocks.
-    ``tp`` has the shards of matrices; ``arena``, idle between steps, takes some of them.
+    - ``groups``: the parameter groups; by default ``decay_matrices``.
+    - ``parts``: the slices that this rank updates, and whose state it keeps (ZeRO-1); by default all.
+    - ``normed``: the slices whose squares this rank adds to the gradient norm; by default ``parts``.
+    - ``counted``: the tensors whose squares this rank adds to the gradient norm; by default all.
+    - ``exact``: 0, or the number of elements of the whole model.  If it is given, the norm has the same bits for every
+      split into ranks and blocks.
+    - ``tp``: the ranks that hold the other shards of matrices.
+    - ``arena``: memory that is idle between steps, which matrix updates may use.
     """
 
     def __init__(
@@ -173,7 +177,7 @@ class Optimizer:
         self.learning_rate, self.grad_clip, self.skip_outliers = learning_rate, grad_clip, skip_outliers
         self.counted, self.exact = weights.shapes.keys() if counted is None else counted, exact
         self.last_norm = self.last_lr = 0.0
-        """Of the last update: the norm of the gradient before clipping, and the learning rate."""
+        """The gradient norm before clipping, and the learning rate, of the last update."""
         self.groups = decay_matrices(weights.shapes) if groups is None else groups
         self.parts = weights.parts() if parts is None else packed(parts)
         held = state_of(rule, self.groups, weights.spans, [part for part, _ in self.parts])
@@ -181,7 +185,7 @@ class Optimizer:
             name: OwnedSlices(weights, kept.slices, np.promote_types(DTYPES[kept.dtype].numpy, weights.flat.dtype))
             for name, kept in held.items()
         }
-        """What the rules keep, by name; ``names_of_state``: of which tensors."""
+        """The state by name.  ``names_of_state`` has the tensors of each."""
         self.names_of_state = {name: kept.names for name, kept in held.items()}
         of_norm = self.parts if normed is None else packed(normed)
         rows, names, starts = split(weights, of_norm, BLOCK, self.groups)
@@ -201,10 +205,11 @@ class Optimizer:
         self, gradients: Parameters, sum_shards: Callable[[np.ndarray], object] | None = None, others: Axis = ALONE,
         find_largest: Callable[[np.ndarray], object] | None = None,
     ) -> None:  # fmt: skip
-        """The norm of the gradient of the whole model, for ``update``.
+        """Compute the gradient norm of the whole model, and store it for ``update``.
 
-        ``sum_shards`` adds the sums of squares over ranks with a shard each. ``others`` hold the rest of the model.
-        ``find_largest`` takes the maximum over all ranks; it is needed if the norm is ``exact``.
+        ``sum_shards`` adds up, in place, the squares of the ranks that hold one shard each.  ``others`` are the ranks
+        that hold the rest of the model.  ``find_largest`` takes the maximum over all ranks, in place; it is needed if
+        the norm is ``exact``.
         """
         if self.exact:
             largest = np.array([self.largest(gradients, self.counted)])
@@ -225,9 +230,10 @@ class Optimizer:
         self._root = math.sqrt(math.fsum(sums))
 
     def update(self, gradients: Parameters, micro_batches: float = 1, count: np.ndarray | None = None) -> None:
-        """One update with the mean over ``micro_batches``, clipped; none if the norm is not finite, or an outlier.
+        """Update the weights with the clipped mean gradient over ``micro_batches``.
 
-        Nor is there one if ``count`` (1,), the targets in a micro-batch (``Dataset.micro_batches``), is infinite.
+        The update is skipped if the norm is not finite or an outlier.  It is also skipped if ``count`` (1,), the
+        number of targets per micro-batch (``Dataset.micro_batches``), is infinite: then the batch has no targets.
         """
         self.last_norm, self.last_lr = norm, lr = self._root / micro_batches, self.learning_rate(self.step_count)
         masked = count is not None and math.isinf(count[0])
@@ -237,14 +243,17 @@ class Optimizer:
             self.step(gradients, lr, clip_coefficient(norm, self.grad_clip) / micro_batches)
 
     def agree(self, gradients: Parameters, report: np.ndarray, reports: np.ndarray) -> None:
-        """CollectiveMismatch unless all ranks report the same epoch and step (``kos.train.train.REPORT``)."""
+        """Raise CollectiveMismatch unless all ranks report the same epoch and step (``kos.train.train.REPORT``)."""
         if not (reports[:, 1:3] == report[1:3]).all():
             got = "; ".join(f"{step:.0f} of epoch {epoch:.0f}" for epoch, step in reports[:, 1:3])
             expected = f"step {report[2]:.0f} of epoch {report[1]:.0f} on every rank"
             raise CollectiveMismatch(f"the update: expected {expected}, got {got}")
 
     def squares(self, gradients: Parameters, counted: Container[str]) -> np.ndarray:
-        """The sum of squares of each block of the layout, fp32 within it; 0 for those of others and not ``counted``."""
+        """The sum of squares of each block of the layout, added in fp32 within a block.
+
+        It is 0 for the blocks of other ranks and of tensors that are not ``counted``.
+        """
         sums = np.zeros(self._count)
         for index, name, span in self._blocks:
             if name in counted:
@@ -253,16 +262,17 @@ class Optimizer:
         return sums
 
     def largest(self, gradients: Parameters, counted: Container[str]) -> float:
-        """The largest magnitude of ``counted`` gradients here; inf if one is not finite."""
+        """The largest magnitude of the ``counted`` gradients on this rank; inf if one is not finite."""
         tops = [float(np.abs(gradients.flat[span]).max()) for _, name, span in self._blocks if name in counted]
         return max((top if math.isfinite(top) else math.inf for top in tops), default=0.0)
 
     def exact_squares(self, gradients: Parameters, counted: Container[str], largest: float, count: int) -> np.ndarray:
-        """Two float64 that add up over ranks and blocks without rounding; together they are the sum of squares.
+        """The sum of squares as two float64, which can be added over ranks and blocks without rounding errors.
 
-        Squares are rounded to a multiple of a unit, and the remainders to a multiple of a smaller one.  So the sum of
-        ``count`` squares of numbers of at most ``largest`` fits in 53 bits, and its order does not matter (Demmel &
-        Nguyen 2013, "Fast reproducible floating-point summation").
+        Each square is rounded to a multiple of a unit, and its remainder to a multiple of a smaller unit.  The two
+        parts are summed separately.  No number is larger than ``largest``, so each sum of ``count`` parts fits in 53
+        bits, and the order of the additions does not matter (Demmel & Nguyen 2013, "Fast reproducible floating-point
+        summation").
         """
         bits = count.bit_length()
         unit = 2.0 ** (2 * math.frexp(largest)[1] + bits - 52)
@@ -279,9 +289,9 @@ class Optimizer:
         return sums
 
     def step(self, gradients: Parameters, lr: float, scale: float = 1.0) -> None:
-        """One update with ``scale * gradients``; the gradients are left scaled.
+        """One update with ``scale * gradients``.  The gradients remain scaled afterwards.
 
-        ``scale`` carries the average over micro-batches and the clipping in the one pass.
+        ``scale`` combines the mean over micro-batches and the clipping, so that both take no pass of their own.
         """
         self.step_count += 1
         rates = [lr * group.lr_scale for group in self.groups]
@@ -303,12 +313,17 @@ def split(
     layout: Parameters | OwnedSlices, parts: Sequence[tuple[slice, slice]], size: int, groups: Sequence[Group],
     places: Mapping[str, int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """Chunks of ``parts`` of at most ``size`` elements, each of one tensor; the tensor's name of each; all starts.
+    """Split ``parts`` of a layout into chunks of at most ``size`` elements, each within one tensor.
 
-    A chunk begins at a multiple of ``size`` or where a tensor begins, and so do the parts.  So ``index`` counts the
-    same chunks on all ranks.  ``start`` is a chunk's position in the layout, ``local`` in what this rank holds, and
-    ``place`` in the layout of the whole model, where tensors begin at ``places``.  ``group`` numbers its group.  Where
-    its state lies, ``kept``, is for the caller to change if that is not ``local``.
+    Returns the chunks (``CHUNKS``), the name of each chunk's tensor, and the starts of all chunks of the layout.
+    Chunks and parts begin at a multiple of ``size`` or where a tensor begins.  So all ranks number the same chunks in
+    the same way.  The fields of a chunk are:
+
+    - ``start``: its position in the layout; ``length``: its elements; ``index``: its number in the layout,
+    - ``local``: its position in what this rank holds,
+    - ``place``: its position in the layout of the whole model, where tensors begin at ``places``,
+    - ``group``: the number of its group,
+    - ``kept``: the position of its state.  It equals ``local``; callers change it if the state is elsewhere.
     """
     spans = layout.spans
     group_of = {name: number for number, group in enumerate(groups) for name in group.names}
@@ -319,7 +334,7 @@ def split(
     end = max(stops, default=0)
     starts = np.union1d(np.arange(0, end, size), first_of)
     tensors = np.searchsorted(first_of, starts, side="right") - 1
-    real = starts < stops[tensors]  # not between two regions of the layout
+    real = starts < stops[tensors]  # not in the gap between two regions of the layout
     starts, tensors = starts[real], tensors[real]
     rows = np.zeros(len(starts), CHUNKS)
     rows["start"], rows["index"] = starts, np.arange(len(starts))

@@ -1,27 +1,29 @@
 """Data parallelism: every rank holds the whole model and works on its shard of the batch.
 
-A step's batch is split into micro-batches, of which each rank works on a run. Runs are equally long if the ranks divide
-the batch, as they must at the start; with ``--elastic`` some may be longer by one later.
+A step's batch is split into micro-batches, and each rank works on consecutive ones. Every rank has the same number of
+them if the number of ranks divides the batch. At the start of a run it must; with ``--elastic``, some ranks may later
+have one more than others.
 
-*Default*: a rank adds up its own gradients over its micro-batches, and during the last one buckets of the flat
-gradient are summed over the ranks as the backward finishes them.
+*Default*: a rank adds up its own gradients over its micro-batches. During the backward of the last micro-batch, buckets
+of the flat gradient are summed over the ranks as soon as they are complete.
 
-*Compressed*: buckets are sent in fewer bits (``kos.comm.compression``).  A rank keeps what its terms lose by it, the
-residual, and adds it to those of the next step (error feedback).
+*Compressed*: buckets are sent in fewer bits (``kos.comm.compression``).  A rank keeps the compression error of its
+gradients, the residual, and adds it to its gradients of the next step (error feedback).
 
-*Compressed between hosts* (``--compress-scope hosts``): a bucket is reduce-scattered within each host, exactly and in
-rank order. Each rank then exchanges its piece, compressed, on its *rail*: with rank i of each other host. Sums, again
-compressed, are gathered within the host. So 2(h-1)/h of a compressed bucket leave a host of h, where compression among
-all ranks, l on each host, sends l times as much. The residual is of that piece alone.
+*Compressed between hosts* (``--compress-scope hosts``): a bucket is first reduce-scattered within each host, exactly
+and in rank order. Each rank then exchanges its piece in compressed form on its *rail*, which connects the ranks with
+the same number on all hosts. The sums, compressed again, are gathered within the host. With h hosts, 2(h-1)/h of the
+bytes of a compressed bucket leave each host. Compression among all ranks, l on each host, would send l times as much.
+The residual covers only the rank's piece.
 
-*Deterministic*: gradients are summed in one order for any number of ranks (``TreeSum``), after the backward.
+*Deterministic*: gradients are summed after the backward, in one order for any number of ranks (``TreeSum``).
 
 *ZeRO-1* (Rajbhandari et al. 2020, arXiv:1910.02054): each bucket is reduce-scattered, and a rank updates its part with
 its shard of the optimizer's state. The new weights are gathered while the next step begins, bucket by bucket in the
 order of the forward.
 
-*Held twice* (``--elastic``): the next rank receives a rank's reduced part too, and computes the same update of it, so
-that nothing of the state is lost with a rank.
+*Held twice* (``--elastic``): the next rank also receives a rank's reduced part, and computes the same update. So no
+part of the optimizer's state is lost when a rank is lost.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from kos.train.parallel.mesh import Axis, Reduction
 
 
 def run_of(total: int, rank: int, size: int) -> range:
-    """The micro-batches of ``rank``, of ``total``: a run, as long as any other or one longer or shorter."""
+    """The consecutive micro-batches of ``rank``, of ``total``.  The numbers of two ranks differ by at most one."""
     return range(rank * total // size, (rank + 1) * total // size)
 
 
@@ -80,13 +82,13 @@ def waiting_subtrees(run: range) -> int:
 class TreeSum:
     """Sums ``gradients`` over the ``total`` micro-batches of all ranks of ``axis``, as one binary tree.
 
-    ``--deterministic``: the sum has the same bits for any number of ranks, ``((g0 + g1) + (g2 + g3)) + …``. A rank adds
-    up the subtrees whose leaves it has, tensor by tensor. Once a step the ranks exchange these sums, and add the rest
-    of the tree. A subtree needs memory until its neighbour is complete: log2(micro-batches of a rank) copies of the
-    gradients. The exchange does not overlap the backward.
+    With ``--deterministic``, the sum ``((g0 + g1) + (g2 + g3)) + …`` has the same bits for any number of ranks. A rank
+    adds up the subtrees whose leaves it has, tensor by tensor. Once per step, the ranks exchange these sums and add up
+    the rest of the tree. A subtree needs memory until its neighbour is complete, in all log2(micro-batches of a rank)
+    copies of the gradients. The exchange does not overlap the backward.
 
-    Ranks have a run of them each (``run_of``).  The lengths of ``gradients.flat`` and of each bucket must be multiples
-    of the number of ranks.
+    Each rank has consecutive micro-batches (``run_of``).  The lengths of ``gradients.flat`` and of each bucket must be
+    multiples of the number of ranks.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class TreeSum:
         self._received = [zeros(longest, dtype) for _ in range(most if axis.size > 1 else 0)]
 
     def target(self, micro_batch: int) -> Parameters:
-        """Memory for the gradients of this rank's micro-batch of that number, which no waiting sum uses."""
+        """Memory for the gradients of this rank's micro-batch ``micro_batch``.  No waiting sum uses this memory."""
         return self._sums[self._places[micro_batch]]
 
     def add(self, name: str, micro_batch: int) -> None:
@@ -123,7 +125,7 @@ class TreeSum:
             return
         for bucket in self.buckets:
             length = (bucket.stop - bucket.start) // axis.size
-            for index, of_all in enumerate(self._received):  # a rank of fewer subtrees sends the last again
+            for index, of_all in enumerate(self._received):  # a rank with fewer subtrees sends its last one again
                 x = mine[min(index, len(mine) - 1)][bucket]
                 axis.comm.all_to_all(x, of_all[: axis.size * length])
             total = self._add([
@@ -137,7 +139,7 @@ class TreeSum:
                 axis.comm.all_gather(part, self.gradients.flat[bucket])
 
     def _add(self, terms: list[tuple[int, int, Array]]) -> Array:
-        """The sum, in the memory of the first term: first the halves of subtrees, then the rest from the last on."""
+        """The sum, in the memory of the first term.  Halves of subtrees are added first, then the rest from the end."""
         stack: list[tuple[int, int]] = []
         arrays: list[Array] = []
         for first, size, x in terms:
@@ -155,14 +157,17 @@ class TreeSum:
 
 
 def shard_batch(batch_size: int, micro_batch_size: int, rank: int, size: int) -> list[range]:
-    """The rows of the batch that ``rank`` works on, one range per micro-batch, which divides ``batch_size``."""
+    """The rows that ``rank`` works on, a range per micro-batch.  ``micro_batch_size`` must divide ``batch_size``."""
     numbers = run_of(batch_size // micro_batch_size, rank, size)
     return [range(micro_batch_size * number, micro_batch_size * (number + 1)) for number in numbers]
 
 
 def make_buckets(total: int, multiple: int, largest: int, least: int, start: int = 0) -> list[slice]:
-    """``total`` elements but those before ``start``, in buckets of ``largest``, rounded to ``multiple``; towards the
-    end, where the backward ends, of a quarter of what is left, down to ``least``: the last sum overlaps nothing."""
+    """Split the elements from ``start`` to ``total`` into buckets of about ``largest`` elements.
+
+    Sizes are rounded to ``multiple``.  Towards the end, a bucket has a quarter of the remaining elements, but not less
+    than ``least``.  The backward finishes the last bucket last, so its sum overlaps no computation and should be short.
+    """
     buckets = []
     while start < total:
         size = max(min(largest, (total - start) // 4), least)
@@ -173,7 +178,10 @@ def make_buckets(total: int, multiple: int, largest: int, least: int, start: int
 
 
 def cut_around(uncut: Collection[str], layout: Parameters, buckets: Sequence[slice], step: int) -> list[slice]:
-    """``buckets`` with ends moved a little, to multiples of ``step`` or of tensors: none cuts a tensor of ``uncut``."""
+    """``buckets`` with their ends moved a little, so that none splits a tensor of ``uncut``.
+
+    A bucket ends at a multiple of ``step`` or where a tensor begins.
+    """
     inside = [layout.spans[name] for name in uncut]
     ends = np.union1d(range(0, layout.flat.size + 1, step), [span.start for span in layout.spans.values()])
     ends = ends[~np.any([(span.start < ends) & (ends < span.stop) for span in inside], axis=0)]
@@ -182,7 +190,7 @@ def cut_around(uncut: Collection[str], layout: Parameters, buckets: Sequence[sli
 
 
 def share_out(buckets: Sequence[slice], ranks: int) -> dict[int, int]:
-    """The rank that holds each bucket, by where it begins: always the one that has least so far."""
+    """Start of each bucket -> the rank that holds it.  A bucket goes to the rank that holds the least so far."""
     owners, given = dict[int, int](), [0] * ranks
     for bucket in buckets:
         owners[bucket.start] = rank = given.index(min(given))
@@ -197,15 +205,15 @@ class Buckets(NamedTuple):
     nbytes: int  # of a bucket
     least: int  # bytes of the last buckets
     sharded: bool  # whether each rank holds a part of the optimizer's state (ZeRO-1)
-    uncut: frozenset[str] = frozenset()  # tensors that one rank holds whole, if they are sharded
-    twice: bool = False  # whether the next rank holds a rank's part too
-    shapes: Mapping[str, Shape] = MappingProxyType({})  # of the tensors that are trained, in the order of memory
-    stacked: Mapping[str, Sequence[str]] = MappingProxyType({})  # those that are read as one, by its name
-    regions: Mapping[tuple[str, ...], Collection[str]] = MappingProxyType({})  # the tensors, by axes
-    staging: int = 0  # bytes that a sum takes beside: its terms, as copy engines write them, or compressed
+    uncut: frozenset[str] = frozenset()  # tensors that sharding must not split
+    twice: bool = False  # whether the next rank also holds a rank's part
+    shapes: Mapping[str, Shape] = MappingProxyType({})  # of the trained tensors, in memory order
+    stacked: Mapping[str, Sequence[str]] = MappingProxyType({})  # name -> the tensors that are read as one
+    regions: Mapping[tuple[str, ...], Collection[str]] = MappingProxyType({})  # tensors by the axes of their group
+    staging: int = 0  # bytes of buffers that a sum needs, for copy engines or for compressed terms
 
     def zeros(self, dtype: Any, zeros: Callable[[int, Any], Any] = np.zeros) -> Parameters:
-        """Memory in this layout."""
+        """Allocate memory in this layout."""
         counts = [len(self.shapes.keys() & names) for names in self.regions.values()]
         return Parameters(self.shapes, dtype, self.stacked, zeros, self.multiple, counts)
 
@@ -213,15 +221,18 @@ class Buckets(NamedTuple):
 class DataParallel:
     """Sums the gradients of a parameter group over micro-batches and ranks, in place, in ``gradients.flat``.
 
-    ``reduction`` has the group's axes; ``more`` are those of groups in further regions of ``gradients``.  ``ops`` is
-    the dialect whose arrays they are.  With ``sharded`` (ZeRO-1) only this rank's parts of the buckets, ``parts()``,
-    hold the sum; ``gradients.flat`` is then a multiple of the ranks.
-    ``uncut`` names tensors that one rank holds whole: its parts are then whole buckets. With ``twice`` a rank holds the
-    parts of the rank before it too; ``own`` are those without them.
-    ``compress`` names the format in which buckets are sent; ``residual`` is then what this rank has lost so far.
-    ``reduction.host`` has several ranks only then.
-    ``in_order``, the number of all ranks' micro-batches, makes ``tree``, whose ``add`` is then called in place of
-    ``gradient_ready``.
+    - ``reduction``: the ranks over which the first region of ``gradients`` is summed.  A region holds the groups that
+      have the same axes.
+    - ``more``: the same for the further regions.
+    - ``ops``: the operations on the arrays of ``gradients``, such as those of NumPy.
+    - ``sharded``: ZeRO-1.  Only this rank's parts of the buckets, ``parts()``, hold the sum.  The length of
+      ``gradients.flat`` must then be a multiple of the number of ranks.
+    - ``uncut``: tensors that one rank must hold whole.  With ``sharded``, a rank's parts are then whole buckets.
+    - ``twice``: a rank also holds the parts of the rank before it.  ``own`` returns its parts without these.
+    - ``compress``: the format in which buckets are sent.  ``residual`` then holds the compression error of this rank
+      so far.  ``reduction.host`` has several ranks only with compression.
+    - ``in_order``: the number of micro-batches of all ranks, for a deterministic sum.  The caller then calls ``add`` of
+      ``tree`` in place of ``gradient_ready``.
     """
 
     def __init__(
@@ -235,12 +246,12 @@ class DataParallel:
         sizes = [size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes)]
         first, *further = gradients.regions
         self.buckets = even = make_buckets(first.stop, gradients.multiple, *sizes)
-        self._replicas: dict[int, Axis] = {}  # of buckets of further regions
+        self._replicas: dict[int, Axis] = {}  # of the buckets of further regions, by start
         for region, (replicas, *_) in zip(further, self.more, strict=True):
             buckets = make_buckets(region.stop, gradients.multiple, sizes[0], sizes[1], region.start)
             self._replicas |= dict.fromkeys((bucket.start for bucket in buckets), replicas)
             self.buckets += buckets
-        self._owners: dict[int, int] = {}  # of whole buckets
+        self._owners: dict[int, int] = {}  # start of a whole bucket -> its rank
         if sharded and uncut:
             ranks = self.replicas.size
             small = make_buckets(total, gradients.multiple, *(size // ranks for size in sizes))
@@ -258,7 +269,7 @@ class DataParallel:
             places = [place for bucket in self.buckets for place in self._on_rail(bucket)]
             self.residual = OwnedSlices(gradients, places, gradients.flat.dtype)
         self.tree = None if in_order is None else TreeSum(reduction.batch, in_order, gradients, even, ops)
-        self._missing: list[set[str]] = []  # of each bucket, in the last micro-batch
+        self._missing: list[set[str]] = []  # tensors without gradient, per bucket, in the last micro-batch
         self._in_flight: list[tuple[slice, Work]] = []
         self._staged: Any = None
         if sharded and self.host.size > 1:
@@ -266,7 +277,7 @@ class DataParallel:
             self._staged = gradients.zeros(longest // self.host.size, gradients.flat.dtype)
 
     def gradient_ready(self, name: str) -> None:
-        """Called in the last micro-batch as the backward finishes each gradient: sums the buckets it completes."""
+        """Called in the last micro-batch when a gradient is final.  Starts to sum each bucket that is now complete."""
         if self.replicas.size == 1 and not self.more:
             return
         self._missing = self._missing or [set(names) for names in self._members]
@@ -283,7 +294,7 @@ class DataParallel:
         return self._replicas.get(bucket.start, self.replicas)
 
     def _sum(self, bucket: slice) -> Work:
-        """Begin to sum a bucket over ranks."""
+        """Start to sum a bucket over the ranks."""
         local, comm = self.host.size, self._replicas.get(bucket.start, self.rails).comm
         form = None if self.compress == "none" else self.compress
         x = self.gradients.flat[bucket] if local == 1 else self._sum_within_host(bucket)
@@ -298,14 +309,14 @@ class DataParallel:
         return work
 
     def _on_rail(self, bucket: slice) -> list[slice]:
-        """What this rank's rail sums of a bucket: a piece or, with ZeRO-1, the parts of its ranks."""
+        """The slices of a bucket that this rank's rail sums: one piece, or with ZeRO-1 the parts of its ranks."""
         if not self.sharded:
             return [self.part(bucket, self.host.rank, self.host.size)]
         return [self.part(bucket, rank) for rank in range(self.host.rank, self.replicas.size, self.host.size)]
 
     def _sum_within_host(self, bucket: slice) -> Array:
-        """The sums over this host's ranks of what this rank's rail sums."""
-        self._wait()  # for the bucket before: a kernel of peer and one of NCCL could each hold what the other waits for
+        """Sum the slices of this rank's rail over the ranks of this host."""
+        self._wait()  # kernels of peer and NCCL that run at once could block each other
         flat, first = self.gradients.flat, self._on_rail(bucket)[0]
         if self._staged is None:
             self.host.comm.reduce_scatter(flat[bucket], flat[first], deterministic=True)
@@ -318,7 +329,7 @@ class DataParallel:
         return self._staged[: self.rails.size * length]
 
     def _wait(self) -> None:
-        """For the sums in flight."""
+        """Wait for the sums in flight."""
         for bucket, work in self._in_flight:
             work.wait()
             if self.host.size > 1 and not self.sharded:
@@ -328,7 +339,7 @@ class DataParallel:
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """A context for a step without effect: the residual stays as it is, and the kernel that adds it is loaded."""
+        """A context for a step that only warms up.  It keeps the residual, and loads the kernel that adds it."""
         kept, self.residual = self.residual, None
         if kept is not None:
             one, other = (self.gradients.zeros(1, self.gradients.flat.dtype) for _ in range(2))
@@ -337,9 +348,9 @@ class DataParallel:
         self.residual = kept
 
     def finish(self, *, whole: bool = False) -> None:
-        """Called after the last backward; ``gradients`` then hold the sum over all micro-batches.
+        """Called after the last backward.  Afterwards, ``gradients`` hold the sum over all micro-batches.
 
-        With ``whole`` the sums of a ``tree`` are whole even if they are ``sharded``.
+        With ``whole``, every rank has all sums of a ``tree``, even if they are ``sharded``.
         """
         if self.tree is not None:
             self.tree.finish(whole=whole or not self.sharded or bool(self._owners))
@@ -352,18 +363,18 @@ class DataParallel:
                 comm.send_recv(flat[self.part(bucket, rank)], flat[self.part(bucket, before)], after, before)
 
     def sum_shards(self, squares: Array) -> None:
-        """Sum over ``replicas`` what each has of its own shard; not if ``others`` are all ranks."""
+        """Add up the squares of the shards over ``replicas``; nothing if the norm is one sum over all ranks."""
         if self.sharded and not self.more:
             self.replicas.comm.all_reduce(squares)
 
     def normed(self) -> list[slice] | None:
-        """The parts that count in this rank's part of the norm, each on one of the ranks that hold it; None: all."""
+        """The slices whose squares this rank adds to the norm, so that each counts once; None: all of ``parts()``."""
         if self.more and not self.sharded:
             return [bucket for bucket in self.buckets if self.of(bucket).rank == 0]
         return self.own() if self.twice else None
 
     def synchronize(self) -> None:
-        """Wait for all that was gathered."""
+        """Wait for all gathers."""
         for replicas in {self.replicas, *self._replicas.values()}:
             if replicas.size > 1:
                 replicas.comm.synchronize()
@@ -371,7 +382,7 @@ class DataParallel:
     # ZeRO-1.
 
     def parts(self) -> list[slice]:
-        """All, or this rank's part of each bucket, in order; with ``twice`` that of the rank before it too."""
+        """The slices that this rank updates: all, or its part of each bucket (and with ``twice`` its neighbour's)."""
         if not self.sharded:
             return [slice(0, self.gradients.flat.size)]
         if not self.twice:
@@ -380,13 +391,13 @@ class DataParallel:
         return [self.part(bucket, rank) for bucket in self.buckets for rank in ranks]
 
     def own(self) -> list[slice]:
-        """This rank's part of each bucket."""
+        """This rank's part of each bucket, without those that it holds for another rank."""
         if self._owners:
             return [bucket for bucket in self.buckets if self._owners[bucket.start] == self.replicas.rank]
         return [*map(self._part, self.buckets)]
 
     def gather(self, weights: Parameters) -> GatheredWeights:
-        """Start to gather the parts of ``weights``; the first read of a tensor waits for it."""
+        """Start to gather ``weights`` from all ranks.  The first read of a tensor waits until it is complete."""
         works = {}
         for bucket in reversed(self.buckets):  # the forward goes through the layout from its end
             if self.of(bucket).size > 1:
@@ -394,7 +405,7 @@ class DataParallel:
         return GatheredWeights(weights, works)
 
     def all_gather(self, bucket: slice, values: Array, async_op: bool = False) -> Any:
-        """Complete the ``values`` of a bucket, of which each rank has its part."""
+        """Gather the ``values`` of a bucket, of which each rank has its part."""
         if self.of(bucket).size == 1:
             return None
         comm = self.of(bucket).comm
@@ -405,7 +416,7 @@ class DataParallel:
         return comm.all_gather(mine, values, async_op=async_op)
 
     def part(self, bucket: slice, rank: int, ranks: int = 0) -> slice:
-        """The part of a bucket that ``rank`` updates; or its part among so many ``ranks``."""
+        """The part of a bucket that ``rank`` updates.  ``ranks`` replaces the number of ranks that share it."""
         length = (bucket.stop - bucket.start) // (ranks or self.of(bucket).size)
         return slice(bucket.start + rank * length, bucket.start + (rank + 1) * length)
 
@@ -414,7 +425,7 @@ class DataParallel:
 
 
 class GatheredWeights(Mapping[str, Array]):
-    """Weights whose buckets are being gathered, by the names of ``Parameters``."""
+    """Weights whose buckets are being gathered.  Keys are the names of ``Parameters``."""
 
     def __init__(self, weights: Parameters, works: dict[int, tuple[slice, Work]]) -> None:
         self._weights, self._works = weights, works
@@ -430,7 +441,7 @@ class GatheredWeights(Mapping[str, Array]):
         return self._weights[name]
 
     def wait(self) -> None:
-        """For all of them."""
+        """Wait for all of them."""
         for name in self._weights:
             self[name]
 
