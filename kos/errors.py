@@ -45,7 +45,8 @@ class KosError(RuntimeError):
         got: str | None = None, cause: KosError | None = None,
     ) -> None:  # fmt: skip
         """The default of ``text`` is ``expected …, got …``.  The call is put before it."""
-        super().__init__(sentence(call, f"expected {expected}, got {got}" if text is None else f"{text}"))
+        differ = "" if expected is None else f"expected {expected}, got {got}"
+        super().__init__(sentence(call, differ if text is None else f"{text}"))
         self.ranks, self.expected, self.got, self.cause = tuple(ranks), expected, got, cause
         self.call = None if call is None else f"{call}"
 
@@ -53,7 +54,7 @@ class KosError(RuntimeError):
         """A copy without the traceback, whose frames hold arrays.  The arguments replace its text, call and cause."""
         new = type(self)(f"{self}" if text is None else text, ranks=self.ranks, call=call)
         new.expected, new.got, new.cause = self.expected, self.got, cause or self.cause
-        new.call, new.orderly = new.call or self.call, self.orderly
+        new.call, new.orderly = new.call or self.call, self.orderly and cause is None
         return new
 
     def about(self, *settings: str) -> Self:

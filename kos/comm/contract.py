@@ -23,7 +23,8 @@ Which thread calls which method:
 - On GPUs, the thread of the program that starts an operation calls ``native_on_gpu``, ``exchange`` and ``collect``.
   This thread may be capturing a CUDA graph.
 - Any thread calls ``report_failure``, ``report_end`` and ``abort``, even while another thread is in a method.
-- The thread ``kos-watchdog`` calls ``find_failure``.
+- The thread ``kos-watchdog``, and any thread that waits for a call, call ``find_failure``: on GPUs without a lock, and
+  perhaps at the same time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A run as its parts know it: settings, ranks, data, device, how far it is; its folder, and what rank 0 writes there.
 
-The folder is ``--out``, or one under ``runs/`` that no other run uses, and is locked during the run. Besides
+The folder is ``--out``, or a folder under ``runs/`` that no other run uses. The run locks it until its end. Besides
 checkpoints it has settings, metrics, what trackers write, and the address to join.
 """
 

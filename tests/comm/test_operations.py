@@ -8,6 +8,7 @@ import mmap
 import pickle
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -221,6 +222,20 @@ def on_gpu(device: int) -> tuple[Callable[..., Any], ...]:
         lambda array, values: array.copy_from(values),
         lambda array: array.numpy(),
     )
+
+
+def test_a_group_of_one_reduces_in_place() -> None:
+    """Without memory or time that depends on the size of the array."""
+    with kos.init("mock") as comm:
+        x = np.ones(1 << 22, np.float32)
+        comm.all_reduce(x)
+        tracemalloc.start()
+        try:
+            comm.all_reduce(x)
+            assert tracemalloc.get_traced_memory()[1] < x.nbytes // 16
+        finally:
+            tracemalloc.stop()
+        assert (x == 1).all()
 
 
 @on_each_rank("ranks.run")

@@ -106,6 +106,25 @@ def test_gpu_memory(gpus: None, group: list[Case]) -> None:
     on_ranks(body)
 
 
+def test_a_batch_has_collectives_and_other_messages_on_each_rank(gpus: None) -> None:
+    """The library matches messages by their order, which must not depend on how many messages a rank has."""
+
+    def body(comm: kos.Communicator) -> None:
+        x, sent, received = (
+            Array.from_numpy(np.full(4, value, np.float32), comm.device) for value in (comm.rank + 1, comm.rank, -1)
+        )
+        with comm.batch():
+            comm.all_reduce(x)
+            if comm.rank > 0:
+                comm.recv(received, comm.rank - 1)
+            if comm.rank < comm.size - 1:
+                comm.send(sent, comm.rank + 1)
+        assert x.numpy().tolist() == [comm.size * (comm.size + 1) / 2] * 4
+        assert received.numpy().tolist() == [comm.rank - 1] * 4
+
+    on_ranks(body)
+
+
 @needs_core
 def test_run_on_gpu_memory(gpus: None) -> None:
     assert on_ranks(lambda comm: run(comm, gpu=True, only="op, calls differ")) == [{}] * SIZE

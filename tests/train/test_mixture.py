@@ -122,6 +122,26 @@ def test_any_number_of_ranks_sees_the_same_batches(folder: Path) -> None:
 # --- settings -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("names", [("b.txt", "pairs.jsonl"), ("pairs.jsonl", "b.txt")], ids=str)
+def test_text_and_masked_pairs_may_come_in_any_order(folder: Path, names: tuple[str, str]) -> None:
+    """Text has no mask, and its numbers no sign."""
+    of_names = [word for name in names for word in ("--data", f"{folder / name}:1")]
+    data = load_data(parse([*of_names, "--seq-len=48", "--batch-size=1", "--steps=20"]))
+    counted = {bool((data.batch(step).targets == -1).any()) for step in range(20)}
+    assert counted == {False, True}
+
+
+def test_a_source_of_token_numbers_needs_the_tokenizer_of_the_others(folder: Path, tmp_path: Path) -> None:
+    np.arange(5000, dtype=np.uint16).tofile(path := tmp_path / "t.bin")
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, 5000
+    path.write_bytes(header.tobytes() + np.arange(5000, dtype=np.uint16).tobytes())
+    for names in ([folder / "b.txt", path], [path, folder / "b.txt"]):
+        of_names = [word for name in names for word in ("--data", f"{name}:1")]
+        with refused(DataError, "expected the tokenizer of ", "; --tokenizer names that of all"):
+            load_data(parse([*of_names, "--seq-len=48", "--batch-size=2", "--steps=2"]))
+
+
 def test_a_path_may_have_colons(folder: Path, tmp_path: Path) -> None:
     """Of several the weight is after the last colon; one alone is a path as it is. Weights need not have the sum 1."""
     alone = parse(["--data", str(folder / "a:0.5.txt"), "--seq-len=9"])

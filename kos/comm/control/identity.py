@@ -151,9 +151,17 @@ def release(group: Any) -> None:
     _remove_mark()
 
 
+def _held() -> bool:
+    while True:
+        try:
+            return bool([*_holders])
+        except RuntimeError:  # another thread has added a group meanwhile
+            continue
+
+
 def _remove_mark() -> None:
     MPI = sys.modules.get("mpi4py.MPI")
     mark = os.environ.get(MARK, "").split(" ")
-    if [*_holders] or mark[0] != str(os.getpid()) or (mark[3] == "mpi" and MPI is not None and MPI.Is_initialized()):
+    if _held() or mark[0] != str(os.getpid()) or (mark[3] == "mpi" and MPI is not None and MPI.Is_initialized()):
         return
     del os.environ[MARK]

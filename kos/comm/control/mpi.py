@@ -132,10 +132,11 @@ class MPIRendezvous(Rendezvous):
         self.mpi, self.rank, self.size, self.timeout = mpi, rank, len(mpi.ranks), timeout
         self._failures, self.host = failures, host
         self.without_tcp = ""  # why the ranks have no hub
+        self._name, self._splits = b"world", 0  # the name is the same on all ranks, and of no other group
 
     @property
     def mpi_comm(self) -> Any:
-        return self.mpi.comm(self, str(self.mpi.ranks).encode())
+        return self.mpi.comm(self, self._name)
 
     def deaths(self) -> dict[int, str]:
         failed = mpi_job.failed_ranks(self.mpi.shared)
@@ -150,11 +151,13 @@ class MPIRendezvous(Rendezvous):
         return [bytes(everyone[start:end]) for start, end in itertools.pairwise(ends)]
 
     def split(self, color: int | None, key: int = 0) -> MPIRendezvous | None:
+        self._splits += 1
         if not (ranks := self._alike(color, key)):
             return None
         rank = ranks.index(self.rank)
         child = MPIRendezvous(self.mpi.of(ranks), rank, self.timeout, self.failures.of(ranks, rank), self.host or "")
         child.without_tcp = self.without_tcp
+        child._name = b"%s.%d:%s" % (self._name, self._splits, str(ranks).encode())
         return child
 
     def check_change(self, call: str) -> None:

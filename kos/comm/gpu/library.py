@@ -27,7 +27,7 @@ from kos.cuda.kernels import resolved
 from kos.errors import InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape
-from kos.memory.windows import InWindows, Run
+from kos.memory.windows import Run
 
 Make = Callable[..., Backend]
 """A function that makes the library of a group from its rendezvous, engine and device."""
@@ -50,6 +50,7 @@ class LibraryBackend(DeviceBackend):
             self.shared.report_end(UNMADE)
             self.shared.close()
             raise
+        self.failures.links.append(self.library)
         self.name = self.library.name
         self.library.wait_until = self._wait_until  # type: ignore[method-assign]
         watchdog.add(self)
@@ -88,10 +89,14 @@ class LibraryBackend(DeviceBackend):
         self.library.collect(token, token + 1, 1, stream)
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
-        """Pass the messages of a batch to the library in one exchange per stream.  Then queue the other calls."""
-        messages = [work for work in works if self._is_exchange(work)]
-        if len(messages) < 2:
-            return super().queue(works, stream)
+        """Queue the collectives of a batch, then its messages in one exchange per stream.
+
+        The order must be the same on all ranks: the library matches the messages of two ranks by their order.
+        """
+        messages = [work for work in works if not work.collective]
+        super().queue([work for work in works if work.collective], stream)
+        if not messages:
+            return
         together = self._together = defaultdict[int, tuple[list[Message], list[Message]]](lambda: ([], []))
         try:
             super().queue(messages, stream)
@@ -99,12 +104,6 @@ class LibraryBackend(DeviceBackend):
             self._together = None
         for each, (sends, recvs) in together.items():
             self.library.exchange(sends, recvs, each)
-        super().queue([work for work in works if work not in messages], stream)
-
-    def _is_exchange(self, work: Work[Any]) -> bool:
-        launch: Any = work.prepared.route
-        launch = launch.launch if isinstance(launch, InWindows) else launch
-        return isinstance(launch, partial) and launch.func == self.exchange
 
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
         both = _messages(sends, arrays), _messages(recvs, arrays)
@@ -150,6 +149,8 @@ class LibraryBackend(DeviceBackend):
 
     def close(self) -> None:
         self.unwatch()
+        if self.library in self.failures.links:
+            self.failures.links.remove(self.library)
         try:
             self.library.close(0 if self.shared.calls is None else self.shared.calls.begun)
         finally:

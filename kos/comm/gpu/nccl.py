@@ -349,7 +349,7 @@ class NCCLBackend(DeviceBackend):
         """Launch NCCL's own operations as one group; the others follow one by one."""
         alone = [work for work in works if isinstance(_innermost(work), self.alone)]
         together = [work for work in works if work not in alone]
-        if len(together) < 2:
+        if not together or (not alone and len(together) < 2):  # with both kinds, all ranks need the same order
             return super().queue(works, stream)
 
         def launch() -> None:

@@ -24,6 +24,7 @@ from kos.comm.failures import WHY_CLOSED
 from kos.comm.matching import Envelope
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.records import again
+from kos.comm.reduction import ReduceOp
 from kos.comm.transport import remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
 from kos.errors import CollectiveMismatch, KosError, plural
@@ -166,7 +167,7 @@ class ThreadTransport(Backend):
 
     def computes(self, o: Operation) -> bool:
         """Whether the last rank computes the collective.  If not, it runs as messages, which a test may drop."""
-        plain = o.name in _COMPUTED and o.options.algorithm == AUTO and not o.options.compress
+        plain = o.name in _COMPUTED and o.options.algorithm == AUTO and not o.options.compress and self.size > 1
         return plain and (self._watch is None or self._watch.plan.keeps_messages)
 
     def is_native(self, collective: str, nbytes: int) -> bool:
@@ -346,17 +347,18 @@ def compute(works: Sequence[Work[Any]]) -> None:
 
 
 def _reduced(name: str, works: Sequence[Work[Any]]) -> list[Array]:
-    """The result of a reduction on each rank, before ``finish``.  Each result has its own memory."""
-    staged = [each.prepared.operation.reduction.stage(each.send, None) for each in works]
-    combine = works[0].prepared.operation.reduction.combine
-    sums = staged[:1]
-    for each in staged[1:]:
-        sums.append(sums[-1].copy())
-        combine(sums[-1], each)
+    """The result of a reduction on each rank, before ``finish``, in memory that no array of a rank shares."""
+    first = works[0].prepared.operation.reduction
+    total, sums = first.stage(works[0].send, None), list[Array]()
+    for each in works[1:]:
+        mine = each.prepared.operation.reduction
+        if name in ("scan", "exscan"):
+            sums.append(total.copy())
+        first.combine(total, each.send if mine.is_plain else mine.stage(each.send, None))
     if name == "scan":
-        return sums
+        return [*sums, total]
     if name == "exscan":
-        return [sums[0], *sums[:-1]]  # rank 0 has no result
+        return [total, *sums]  # rank 0 has no result
     if name == "reduce_scatter":
-        return np.split(sums[-1], len(works))
-    return [sums[-1].copy() for _ in works]
+        return np.split(total, len(works))
+    return [total.copy() if first.op is ReduceOp.AVG else total for _ in works]  # ``finish`` of AVG divides in place

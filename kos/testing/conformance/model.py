@@ -144,8 +144,8 @@ def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
 def result(step: Step, xs: list[Array], me: int) -> Array | None:
     """What rank ``me`` gets, as one vector; None if it has no result.
 
-    Reductions add in rank order, 16-bit and 8-bit floats in fp32, and round once.  Compressed data are decoded where
-    they arrive, and the sums of an all_reduce are compressed again.
+    Reductions add in rank order, 16-bit and 8-bit floats in fp32, and round once.  With compression, the
+    receiver decodes what arrives, and an all_reduce compresses the sums again before it sends them.
     """
     mine, n = parts(step, xs, me), len(xs)
     if mine is None:

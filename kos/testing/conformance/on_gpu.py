@@ -19,7 +19,8 @@ OPERATIONS = {
 class OnGPU:
     """A communicator whose operations take and give ndarrays and run on copies of them on the GPU.
 
-    Views of one ndarray are views of one copy, so that what is in place here is in place there.
+    Two views of the same ndarray become two views of the same copy. So a call that is in place on the host is in place
+    on the GPU too.
     """
 
     def __init__(self, comm: Communicator) -> None:

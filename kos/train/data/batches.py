@@ -98,6 +98,8 @@ class Dataset:
     """Whether documents have parts that the loss need not count: chats, prompts and completions, tokens with a mask."""
 
     def __post_init__(self) -> None:
+        if self.mixture is not None:
+            return  # each source has been checked
         least = self.seq_len + 1
         for tokens, use in ((self.train, "train"), (self.val, "validate"))[: 2 if self.eval_batches else 1]:
             if len(tokens) < least and self.packing and tokens.size:
@@ -217,8 +219,9 @@ class Dataset:
         """This rank's micro-batches of a step, and what sums of losses and gradients in each are divided by.
 
         That is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks,
-        so that their mean is the step's.  It is infinite if all targets are left out: sums are then 0, and optimizers
-        make no update.  Collective over ``dp`` if targets are masked.
+        so that their mean is the step's.  It is infinite if all targets are left out: gradients are then
+        0, and optimizers make no update. With ``compress``, what such a step sends of the residuals is lost. Collective
+        over ``dp`` if targets are masked.
         """
         own = [self.rows(step, each) for each in rows_of_each]
         count: float = self.tokens_in(step + 1) - self.tokens_in(step)
@@ -251,7 +254,8 @@ class Dataset:
         """The sequences that start at ``starts``."""
         starts = [*map(int, starts)]
         windows = np.stack([tokens.window(start, self.seq_len + 1) for start in starts])
-        targets = np.maximum(windows[:, 1:], LEFT_OUT) if tokens.masked else windows[:, 1:]
+        masked = windows.dtype.kind == "i"  # of several shards, some may have a mask
+        targets = np.maximum(windows[:, 1:], LEFT_OUT) if masked else windows[:, 1:]
         windows, documents = unmasked(windows), None
         if self.packs:
             each = zip(starts, windows[:, :-1], strict=True)
@@ -416,7 +420,8 @@ def _load_text(
         files: dict[str, Any] = {"several": max(len(corpus.train), len(corpus.val)) > 1, "masked": in_parts}
         rendered = all(isinstance(document, Document) and document.rendered for document in every)
         files["what"] = "chat" if rendered else "document"
-        files["fit"] = "whole" if all(isinstance(document, Document) for document in every) else "cut"
+        of_data = corpus.train if config.val_data else every  # --val-data does not decide how --data is read
+        files["fit"] = "whole" if all(isinstance(document, Document) for document in of_data) else "cut"
         files["between"] = "; chats as their template writes them" if rendered else f"; {encoder.separators()}"
         files |= {"dtype": encoder.dtype_of(masked).str, "counted": 0}
         for name, texts in (("train", corpus.train), ("val", corpus.val)):

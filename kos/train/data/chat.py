@@ -100,7 +100,8 @@ class ChatTemplate:
         if role == "assistant" and "content" not in message and isinstance(calls, list) and calls:
             known = all(isinstance(call, dict) for call in calls)
         else:
-            known = role is not None and isinstance(message.get("content"), str)
+            known = role is not None and isinstance(message.get("content"), str) and isinstance(calls or [], list)
+            known = known and all(isinstance(call, dict) for call in calls or ())
         if not known:
             raise DataError(f"{where}: expected messages with role and content, got {reprlib.repr(given)}")
         if role not in ROLES:

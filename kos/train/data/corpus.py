@@ -297,7 +297,8 @@ def _visible_files(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         ours = [name for name in folders if _is_run(Path(where, name)) or _is_checkpoint(Path(where, name))]
         if where == str(folder) and _is_run(folder):
-            ours += ["checkpoints", "config.json", "metrics.jsonl"]
+            ours += ["checkpoints", "config.json", "metrics.jsonl", "packing.npy"]
+            ours += [name for name in folders if re.fullmatch(r"source-\d+", name)]
         skipped += [path for name in ours if (path := Path(where, name)).exists()]
         folders[:] = [name for name in folders if name not in ours]
         found += [Path(where, name) for name in files if not name.startswith(".") and name not in ours]

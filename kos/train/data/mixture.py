@@ -90,9 +90,10 @@ def mix(sources: Mapping[str, float], parts: Sequence[Any]) -> Any:
     """
     first, names = parts[0], [*sources]
     for part, name in zip(parts, names, strict=True):
-        if not part.tokenizer.is_like(first.tokenizer):
-            expected = f"the tokenizer of {names[0]}, {first.tokenizer.name}"
-            raise DataError(f"--data {name}: expected {expected}, got {part.tokenizer.name}").about("data", "tokenizer")
+        # Bare numbers are like any tokenizer, but their text may be of another.
+        if part.tokenizer.kind != first.tokenizer.kind or not part.tokenizer.is_like(first.tokenizer):
+            said = f"expected the tokenizer of {names[0]}, {first.tokenizer.name}, got {part.tokenizer.name}"
+            raise DataError(f"--data {name}: {said}; --tokenizer names that of all").about("data", "tokenizer")
     packs = any(part.packs for part in parts)
     mixture = Mixture(sources, [dataclasses.replace(part, packs=packs) for part in parts])
     about = json.dumps([*zip(mixture.weights, (part.fingerprint for part in parts), strict=True)])

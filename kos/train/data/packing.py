@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import logging
+import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
@@ -62,7 +63,6 @@ class PackedTokens(Tokens):
         return (len(self._first) - 1) * self.seq_len + 1 if len(self.plan) else 0
 
     masked = True
-    dtype = np.dtype(np.int64)
 
     def _pieces(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where in the tokens the pieces of the sequence at ``start`` begin, and where their documents end."""
@@ -225,7 +225,7 @@ class Packing:
             got = "that of other data or settings, or a damaged file"
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, IndexError, TypeError, EOFError) as error:
+        except (OSError, ValueError, IndexError, TypeError, EOFError, OverflowError, zipfile.BadZipFile) as error:
             got = str(error)
         _log.warning("%s: expected the packing plan of this run, got %s; it is made again", path, got)
         return None

@@ -24,15 +24,18 @@ def report(config: TrainConfig) -> str:
 
 def first_line(data: Dataset, step: int) -> str:
     """A line for the log: an excerpt of the first sequence of ``step``, around the first token that counts."""
-    text, counts = sequence(data, step, 0)
+    text, counts = sequence(data, step, 0, _SHOWN)
     start = max(0, text.find("«") - _BEFORE)
     stop = start + _SHOWN
     shown = json.dumps(f"{'…' * (start > 0)}{text[start:stop]}{'…' * (stop < len(text))}", ensure_ascii=False)
     return f"the first sequence, of which {counts} of {data.seq_len} tokens count, in «»: {shown} (--show-data N)"
 
 
-def sequence(data: Dataset, step: int, row: int) -> tuple[str, int]:
-    """The text of a sequence, including its last target, and how many of its targets the loss counts."""
+def sequence(data: Dataset, step: int, row: int, shown: int | None = None) -> tuple[str, int]:
+    """The text of a sequence, including its last target, and how many of its targets the loss counts.
+
+    With ``shown``, the text may end once that many characters follow the first token that the loss counts.
+    """
     batch = data.rows(step, [row])
     tokens, targets = batch.tokens[0].tolist(), batch.targets[0].tolist()
     counted = [False, *(target != LEFT_OUT for target in targets)]
@@ -43,4 +46,6 @@ def sequence(data: Dataset, step: int, row: int) -> tuple[str, int]:
         whole = data.tokenizer.decode(ids[:done])  # a decoder may treat a first token differently
         text += f"«{whole[len(written) :]}»" if counts else whole[len(written) :]
         written = whole
+        if shown is not None and "«" in text and len(text) > text.index("«") + shown:
+            break
     return text, sum(counted)

@@ -160,16 +160,16 @@ class Device(Runner):
 
     def evaluate(self) -> dict[str, float]:
         """``val_loss``; of a mixture the mean of its sources' by their weights, and each as ``val_loss/SOURCE``."""
-        mixture, losses = self.data.mixture, [self._loss(data) for data in self.data.validated]
+        mixture, weights = self.data.mixture, self.step.as_read(self.whole_weights())
+        losses = [self._loss(data, weights) for data in self.data.validated]
         if mixture is None or len(losses) == 1:
             return {"val_loss": losses[0]}
         of_sources = {f"val_loss/{name}": loss for name, loss in zip(mixture.parts, losses, strict=True)}
         return {"val_loss": float(np.dot(mixture.weights, losses)), **of_sources}
 
-    def _loss(self, data: Dataset) -> float:
+    def _loss(self, data: Dataset, weights: Weights) -> float:
         """The mean loss over all targets of the validation windows that are not left out."""
-        weights, starts = self.step.as_read(self.whole_weights()), data.val_starts()
-        dp, first, stages = self.mesh.dp, self.step.models[0], self.step.stages
+        starts, dp, first, stages = data.val_starts(), self.mesh.dp, self.step.models[0], self.step.stages
         most, sums = len(self.micro_batches[0]), np.zeros(-(-len(starts) // dp.size))
         count, targets = float(starts.shape[1] * self.data.seq_len), 0
         pieces = [
