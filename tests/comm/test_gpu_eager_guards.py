@@ -281,11 +281,23 @@ def call_that_blocks(comm: Any, x: Any, over: threading.Event) -> float:
     return time.monotonic() - began
 
 
+def call_and_wait(comm: Any, x: Any) -> None:
+    comm.all_reduce(x)
+    comm.synchronize()
+
+
 def test_other_threads_run_while_a_launch_blocks(fake: FakeNCCL, blocking: None) -> None:
+    over = threading.Event()
+
     def body(gpu: Any) -> None:
-        comm, x, short, over = gpu.comm, on_gpu(np.array([LONG, 0])), on_gpu(np.array([0, 0])), threading.Event()
+        comm, x, short = gpu.comm, on_gpu(np.array([LONG, 0])), on_gpu(np.array([0, 0]))
         known(comm, short)
         comm.rendezvous.barrier()
+        if comm.rank == 1:  # the core leaves calls after another rank's failure to Python
+            assert over.wait(LONG)
+            with pytest.raises(KosError):
+                call_and_wait(comm, short)
+            return
         thread = threading.Thread(target=end_block, args=(threading.get_ident(), over))
         thread.start()
         with by(comm, 1):
