@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -29,7 +30,10 @@ WAITS = 4  # how often a line has run when the other rank begins: the call waits
 def _interrupts() -> Iterator[None]:
     """SIGINT raises KeyboardInterrupt, also where this process has inherited that it is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.collect()
+    gc.disable()  # a finalizer of an earlier test's garbage would swallow the interrupt
     yield
+    gc.enable()
     signal.signal(signal.SIGINT, before)
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,13 +125,17 @@ MISMATCHES: dict[str, tuple[Step, Step] | Callable[[Any, bool], Any]] = {
 """Calls by their difference, whose first word is in the error; ``other`` is true on the rank whose call differs."""
 
 
-def _call(comm: Any, program: str, culprit: int) -> None:
-    """Make the call that waits for the rank ``culprit``."""
+def _ready(comm: Any, program: str, culprit: int) -> Callable[[], Any]:
+    """The call that waits for the rank ``culprit``, with its arrays."""
     action = PROGRAMS[program]
     if isinstance(action, Step):
-        Trial(comm, replace(action, root=culprit), 0).start()
-    else:
-        action(comm, culprit)
+        return Trial(comm, replace(action, root=culprit), 0).start
+    return partial(action, comm, culprit)
+
+
+def _call(comm: Any, program: str, culprit: int) -> None:
+    """Make the call that waits for the rank ``culprit``."""
+    _ready(comm, program, culprit)()
 
 
 def _call_or_other(comm: Any, program: str, other: bool) -> None:
@@ -156,12 +161,13 @@ def _late(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
     part, culprit, message = comm.duplicate(), comm.size - 1, row.program in MESSAGES
     part.timeout = limit
     part.rendezvous.timeout = GRACE if _on_gpus(comm) else limit
+    call = _ready(part, row.program, culprit)  # making large arrays takes a while on a busy machine
     began = time.monotonic()  # before any rank begins the call
     comm.rendezvous.barrier()
     start, named = time.monotonic(), set[int]()
     if comm.rank != culprit:
         with raises(row.error, _words(comm, row, culprit)) as caught:
-            _call(part, row.program, culprit)
+            call()
             part.synchronize()
         assert limit <= time.monotonic() - began < limit + GRACE, "the error came early or late"
         named = set(caught[0].ranks)
