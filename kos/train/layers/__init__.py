@@ -62,6 +62,9 @@ class PassContext(NamedTuple):
     pending: list[Pending] | None = None
     """Takes the gradients of weights if they are deferred: until a pipeline has time for them."""
 
+    cache: Any = None
+    """The ``kos.train.layers.cache.Cache`` of a forward that generates."""
+
     def trains(self, linear: Any) -> bool:
         """Whether a backward computes the gradient of a ``Linear``'s matrix or bias: not if both are frozen."""
         return linear.name in self.into.of or linear.bias in self.into.of

@@ -33,6 +33,8 @@ class Rope:
 
         They are rows of a longer table: sampling uses every length, and a captured pass keeps reading its table.
         """
+        if ctx.cache is not None and seq_len == 1:
+            return ctx.cache.angles[self]
         cp, samples, tokens = ctx.cp, 1, seq_len
         if cp.pieces > 1:
             samples, tokens = rows // (seq_len * cp.pieces), rows
@@ -113,7 +115,10 @@ class Attention(Sublayer):
         for norm, heads in self._normed(ctx):
             ctx.ops.head_norm(qkv_NW, ctx.weights[norm.name], norm.eps, heads, raw)
         self._rotate(ctx, ctx.ops.rope, qkv_NW, attend.length)
-        ctx.cp.attention(attend, ctx.arena, masks)
+        if ctx.cache is not None:
+            ctx.cache.attention(self, ctx, attend, masks)
+        else:
+            ctx.cp.attention(attend, ctx.arena, masks)
 
     def core_backward(self, ctx: PassContext, saved: Saved, inner: Array, d_inner: Array, d_columns: Array) -> None:
         """The same backwards: d_qkv from the gradient of out, then through rope and norms, in place."""

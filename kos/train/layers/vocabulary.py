@@ -59,10 +59,16 @@ class PositionEmbedding(Embedding):
         return {self.positions: Placement((self.length, self.shape[1])), **super().placements(shard, shards)}
 
     def forward(self, ctx: PassContext, tokens_N: Array, seq_len: int, keep: Arena) -> Array:
-        x_ND = super().forward(ctx, tokens_N, seq_len, keep)
+        x_ND, table = super().forward(ctx, tokens_N, seq_len, keep), ctx.weights[self.positions]
+        if ctx.cache is not None and seq_len == 1:
+            with ctx.arena.scope():
+                learned_ND = ctx.arena.take(x_ND.shape, x_ND.dtype)
+                ctx.ops.embedding(ctx.cache.positions, table, learned_ND)
+                ctx.ops.add(x_ND, learned_ND, x_ND)
+            return x_ND
         for start in range(0, len(tokens_N), seq_len):
             sample = x_ND[start : start + seq_len]
-            ctx.ops.add(sample, ctx.weights[self.positions][:seq_len], sample)
+            ctx.ops.add(sample, table[:seq_len], sample)
         return x_ND
 
     def backward(self, ctx: PassContext, tokens_N: Array, seq_len: int, dx_ND: Array, with_head: bool) -> None:

@@ -25,6 +25,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.layers import Gradients, PassContext, Pending, Weights
 from kos.train.layers.attention import Attention
+from kos.train.layers.cache import Cache
 from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.ops import Array, fixed_order
@@ -108,7 +109,8 @@ class Model:
         self._ctx = PassContext(ops, self.arena, self.tensor, self.context)
         self.embedding, self.layers, self.head = config.embed(), config.layers(self.local.layers), config.make_head()
         self.head.rows = head_rows or self.head.rows
-        self.windows = {each.window for layer in self.layers for each in layer if isinstance(each, Attention)}
+        self.attentions = [each for layer in self.layers for each in layer if isinstance(each, Attention)]
+        self.windows = {each.window for each in self.attentions}
         self.holds_first, self.holds_last = self.local.first, self.local.last  # or another stage of this rank is that
         self.fp8: Fp8Ops | None = None  # the operations that compute products in 8 bits, if they are
 
@@ -124,20 +126,24 @@ class Model:
     # --- a rank's stage of the pipeline --------------------------------------------------------------------
 
     def forward(
-        self, weights: Weights, flight: InFlight, batch: Batch, x_nD: Array | None = None, saves: bool = True
-    ) -> Array:
+        self, weights: Weights, flight: InFlight, batch: Batch, x_nD: Array | None = None, saves: bool = True,
+        cache: Cache | None = None,
+    ) -> Array:  # fmt: skip
         """The output of this rank's stage for a micro-batch, whose tokens the first stage looks up.
 
         ``x_nD`` is what the stage before gave, in memory of ``flight``, which saves what ``backward`` needs.  If
-        ``saves`` is false, there is no backward: all layers use the same memory, and overwrite ``x_nD``.
+        ``saves`` is false, there is no backward: all layers use the same memory, and overwrite ``x_nD``. With a
+        ``cache`` the batch is one prompt, or the next token of each of its sequences.
         """
         keep = flight.arena if saves else self.arena
         flight.batch = batch.map(lambda field: self.ops.indices(field.reshape(-1), keep))
         flight.seq_len = batch.tokens.shape[1]
         flight.masks = self._masks(flight.batch.document_starts, batch.tokens.shape, keep)
-        ctx = self._ctx._replace(weights=weights, masks=flight.masks)
+        ctx = self._ctx._replace(weights=weights, masks=flight.masks, cache=cache)
         if x_nD is None:
             x_nD = self.embedding.forward(ctx, flight.batch.tokens, flight.seq_len, flight.arena)
+        if cache is not None and flight.seq_len == 1:
+            cache.turn(ctx, {each.rope for each in self.attentions if each.rope is not None}, x_nD.dtype)
         after = [flight.arena.take(x_nD.shape, x_nD.dtype) if saves else x_nD for _ in self.layers]
         *flight.inputs, flight.out_nD = x_nD, *after
         if saves and self.recompute != "block":
@@ -198,15 +204,27 @@ class Model:
         logits = self._of_whole(weights, Batch(tokens), partial(Model.logits_of, rows=slice(0, tokens.size)))
         return logits.reshape(*tokens.shape, -1)
 
-    def next_logits(self, weights: Weights, tokens: Array) -> Array:
-        """The logits (V,) of the token that follows ``tokens`` (1, T), on the host; of the whole model."""
-        last = slice(tokens.shape[1] - 1, tokens.shape[1])
-        return self._of_whole(weights, Batch(tokens), partial(Model.logits_of, rows=last))[0]
+    def next_logits(self, weights: Weights, tokens: Array, cache: Cache | None = None) -> Array:
+        """The logits (V,) of the token that follows ``tokens`` (1, T), on the host; of the whole model.
 
-    def _of_whole(self, weights: Weights, batch: Batch, result: Result) -> Any:
+        A ``cache`` of one sequence keeps their keys and values.
+        """
+        last = slice(tokens.shape[1] - 1, tokens.shape[1])
+        return self._of_whole(weights, Batch(tokens), partial(Model.logits_of, rows=last), cache)[0]
+
+    def queue_next_logits(self, weights: Weights, tokens: Array, cache: Cache, out: Array) -> None:
+        """out (B, V), float32, = the logits that follow ``tokens`` (B, 1), the next one of each sequence of ``cache``.
+
+        All arrays are the dialect's own, so that a GPU can capture it in a graph.
+        """
+        with self.ops.step(self.arena):
+            self.forward(weights, flight := InFlight(self.arena), Batch(tokens), saves=False, cache=cache)
+            self.ops.copy(self._logits(weights, flight, slice(0, len(out))), out)
+
+    def _of_whole(self, weights: Weights, batch: Batch, result: Result, cache: Cache | None = None) -> Any:
         """``result`` of a forward of a model that is one stage."""
         with self.ops.step(self.arena):
-            self.forward(weights, flight := InFlight(self.arena), batch, saves=False)
+            self.forward(weights, flight := InFlight(self.arena), batch, saves=False, cache=cache)
             return result(self, weights, flight)
 
     def loss_of(self, weights: Weights, flight: InFlight, count: float | None = None) -> float:
@@ -221,8 +239,11 @@ class Model:
 
     def logits_of(self, weights: Weights, flight: InFlight, rows: slice) -> Array:
         """This rank's part of the logits of some rows of the last stage's output, on the host."""
+        return self.ops.to_host(self._logits(weights, flight, rows))
+
+    def _logits(self, weights: Weights, flight: InFlight, rows: slice) -> Array:
         ctx = self._ctx._replace(weights=weights)
-        return self.ops.to_host(self.head.logits(ctx, self.head.normed(ctx, flight.out_nD)[rows]))
+        return self.head.logits(ctx, self.head.normed(ctx, flight.out_nD)[rows])
 
     # --- the driver ----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ written, so outputs may start as NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -164,6 +164,9 @@ class Ops(Protocol):
 
     one_scale: bool
     """Whether products take one scale for a whole matrix in 8 bits, and not one for each block."""
+
+    few_rows: int
+    """Up to so many rows ``linear_few`` computes. On CPUs 1: a product's bits depend on its number of rows."""
 
     overlap_rows: int | None
     """The fewest rows of a product for which it pays to split one in two, so that collectives overlap. None: never."""
@@ -331,6 +334,32 @@ class Ops(Protocol):
         To others: ADDS to the heads of q in ``d_qkv``; writes ``d_kv``, of the shape of ``kv``, 0 outside of the keys.
         ``out`` and ``log_sum_exp`` are merged over all keys; ``d_qkv`` and ``d_kv`` are of the statistics' dtype.
         """
+
+    def empty_cache(self, sequences: int, kv_heads: int, head_dim: int, capacity: int, dtype: Any) -> Array:
+        """Memory for the keys and values of a layer, in the dialect's own order; the first dimension is ``sequences``.
+
+        A sequence has up to ``capacity`` tokens.
+        """
+
+    def append_to_cache(self, attend: Attend, cache: Array, positions: Array) -> None:
+        """Write k and v of ``attend.qkv`` to ``cache``: a sequence's first token to its place in ``positions`` (B,)."""
+
+    def attention_to_cache(
+        self, attend: Attend, cache: Array, positions: Array, window: int | None, arena: Arena
+    ) -> None:
+        """Write ``out``: attention of one query a sequence, that at ``positions``, to the cached keys up to its own.
+
+        With a ``window`` to the last ``window`` keys. ``log_sum_exp`` is not written. A result has the same bits
+        whatever the other sequences are.
+        """
+
+    def linear_few(
+        self, x: Array, weight: Array, out: Array, residual: Array | None = None, bias: Array | None = None
+    ) -> None:
+        """``linear`` of up to ``few_rows`` rows: a row's result has the same bits whatever the other rows are."""
+
+    def replayable(self, work: Callable[[], None]) -> Callable[[], None]:
+        """A function that does ``work`` again, on the same arrays: on a GPU one CUDA graph.  Does it once."""
 
     def keys_and_values(self, attend: Attend, arena: Arena) -> Array:
         """k and v of ``qkv``, contiguous, N x 2 K d in the dialect's own order: what a rank sends to another.

@@ -81,3 +81,13 @@ class LinearOps(Wrapper):
         ``parts``: in how many equal parts the gradient of the input takes its rows.
         """
         return d_out
+
+
+class FewRows(LinearOps):
+    """A dialect whose products have up to ``few_rows`` rows, each with the same bits whatever the others are."""
+
+    def linear(
+        self, x: Array, weight: Any, out: Array, residual: Array | None = None, bias: Array | None = None
+    ) -> None:
+        """``Ops.linear_few``."""
+        self.inner.linear_few(x, weight, out, residual, bias)

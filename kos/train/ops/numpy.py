@@ -9,7 +9,7 @@ the cache.  Nothing is allocated: outputs are given, and scratch memory comes fr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,12 @@ from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Scaled
 from kos.train.ops.numpy_attention import add_keys_and_values as add_keys_and_values
+from kos.train.ops.numpy_attention import append_to_cache as append_to_cache
 from kos.train.ops.numpy_attention import attention as attention
 from kos.train.ops.numpy_attention import attention_backward as attention_backward
 from kos.train.ops.numpy_attention import attention_mask as attention_mask
+from kos.train.ops.numpy_attention import attention_to_cache as attention_to_cache
+from kos.train.ops.numpy_attention import empty_cache as empty_cache
 from kos.train.ops.numpy_attention import keys_and_values as keys_and_values
 from kos.train.ops.numpy_blocks import Array, blocks, columns, multiply, take_block
 from kos.train.ops.numpy_blocks import add_tree as add_tree
@@ -37,6 +40,7 @@ from kos.train.ops.numpy_blocks import scaled_product as scaled_product
 from kos.train.ops.numpy_blocks import sum_rows as sum_rows
 
 IGNORE = -1  # the target that is left out of the loss
+few_rows = 1
 one_scale = False
 overlap_rows: int | None = None  # collectives of CPUs take the cores that compute
 
@@ -55,6 +59,11 @@ def step(arena: Arena) -> Iterator[None]:
             yield
         finally:
             arena.release(0)
+
+
+def replayable(work: Callable[[], None]) -> Callable[[], None]:
+    work()
+    return work
 
 
 def statistics_dtype(dtype: Any) -> Any:
@@ -127,6 +136,9 @@ def linear(x: Array, weight: Array, out: Array, residual: Array | None = None, b
     for more in (bias, residual):
         if more is not None:
             np.add(out, more, out=out)
+
+
+linear_few = linear  # of one row
 
 
 def linear_input_gradient(d_out: Array, weight: Array, dx: Array) -> None:

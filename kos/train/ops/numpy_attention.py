@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -74,6 +75,29 @@ def view_of_keys_and_values(qkv: Array, heads: int, kv_heads: int) -> Array:
 
 def add_keys_and_values(d_kv: Array, d_qkv: Array) -> None:
     of_rows(d_qkv)[-len(d_kv) :] += d_kv
+
+
+def empty_cache(sequences: int, kv_heads: int, head_dim: int, capacity: int, dtype: Any) -> Array:
+    """(B, 2, K, d, capacity): products read long contiguous rows."""
+    return np.empty((sequences, 2, kv_heads, head_dim, capacity), dtype)
+
+
+def append_to_cache(a: Attend, cache: Array, positions: Array) -> None:
+    sequences, length = len(cache), a.length
+    kv = view_of_keys_and_values(a.qkv, a.heads, a.kv_heads).reshape(2, a.kv_heads, a.head_dim, sequences, length)
+    for b, start in enumerate(positions):
+        cache[b, ..., start : start + length] = kv[..., b, :]
+
+
+def attention_to_cache(a: Attend, cache: Array, positions: Array, window: int | None, arena: Arena) -> None:
+    for b, at in enumerate(positions.tolist()):
+        k, v = cache[b, ..., max(0, at + 1 - (window or at + 1)) : at + 1]
+        q = a.qkv[b, : a.heads * a.head_dim].reshape(a.kv_heads, -1, a.head_dim) * a.qkv.dtype.type(a.scale)
+        scores = q @ k
+        scores -= scores.max(axis=2, keepdims=True)
+        np.exp(scores, out=scores)
+        scores /= scores.sum(axis=2, keepdims=True)
+        a.out[b] = (scores @ v.swapaxes(1, 2)).reshape(-1)
 
 
 def _queries(a: Attend) -> slice:

@@ -10,8 +10,9 @@ Shapes that a kernel can unroll over are constants of its compilation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
+from kos.cuda.graphs import capture
 from kos.cuda.kernels import load_kernel
 from kos.dtypes import DTYPES, DType
 from kos.memory.arena import Arena
@@ -42,6 +44,8 @@ class CudaOps(NormOps):
     """
 
     one_scale = False
+
+    few_rows = 16
 
     overlap_rows: int | None = 2048
     """Products of fewer rows leave multiprocessors idle: a thread block computes up to 256 rows and 128 columns."""
@@ -104,6 +108,12 @@ class CudaOps(NormOps):
 
     def zeros(self, shape: Any, dtype: Any) -> Array:
         return Array.zeros(shape, dtype, self.device, stream=self.stream)
+
+    def replayable(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()  # loads kernels, and takes the memory that replays use
+        with capture(self.stream) as graph:
+            work()
+        return partial(graph.replay, self.stream)
 
     def statistics_dtype(self, dtype: Any) -> DType:
         return FLOAT32
@@ -229,6 +239,17 @@ class CudaOps(NormOps):
     ) -> None:
         self.matmul(x, weight, out, transpose_b=True, c=residual, bias=bias)
 
+    def linear_few(
+        self, x: Array, weight: Array, out: Array, residual: Array | None = None, bias: Array | None = None
+    ) -> None:
+        rows, columns = x.shape
+        features, width = len(weight), access_width(columns, x, weight)
+        more = (0 if each is None else each for each in (bias, residual))
+        self.launch(
+            "linear_few.cu", "linear_few", -(-features // 4), 128, x, weight, *more, out, columns, features,
+            DTYPE=x.dtype.name, WIDTH=width, ROWS=rows,
+        )  # fmt: skip
+
     def linear_input_gradient(self, d_out: Array, weight: Array, dx: Array) -> None:
         self.matmul(d_out, weight, dx)
 
@@ -301,6 +322,35 @@ class CudaOps(NormOps):
 
     def attention(self, attend: Attend, arena: Arena) -> None:
         attention.attention(attend, self)
+
+    def empty_cache(self, sequences: int, kv_heads: int, head_dim: int, capacity: int, dtype: Any) -> Array:
+        """(B, 2, K, capacity, d)."""
+        shape = (sequences, 2, kv_heads, capacity, head_dim)
+        return Array.empty(shape, dtype, self.device, stream=self.stream, label="the KV cache")
+
+    def append_to_cache(self, attend: Attend, cache: Array, positions: Array) -> None:
+        qkv, (_, _, kv_heads, capacity, head_dim) = attend.qkv, cache.shape
+        keys = qkv.pointer + attend.heads * head_dim * qkv.dtype.itemsize
+        width = access_width(math.gcd(head_dim, qkv.shape[1]), qkv, cache)
+        packs = len(qkv) * 2 * kv_heads * head_dim // width
+        more = (keys, cache, positions, kv_heads, attend.length, capacity, packs)
+        self._cache("append", -(-packs // BLOCK), BLOCK, attend, *more, WIDTH=width)
+
+    def attention_to_cache(
+        self, attend: Attend, cache: Array, positions: Array, window: int | None, arena: Arena
+    ) -> None:
+        (_, _, kv_heads, capacity, head_dim), heads, rows = cache.shape, attend.heads, len(cache) * attend.heads
+        chunks, sizes = -(-capacity // attention.CHUNK), (heads, kv_heads, capacity, window or 0)
+        with arena.scope():
+            partial = arena.take((rows, chunks, head_dim + 2), FLOAT32)
+            operands = (attend.qkv, cache, positions, partial)
+            self._cache("attend", (chunks, rows), attention.CHUNK, attend, *operands, *sizes)
+            self._cache("merge", rows, 128, attend, partial, positions, attend.out, heads, chunks, window or 0)
+
+    def _cache(self, name: str, grid: Any, block: int, attend: Attend, *arguments: Any, **defines: int) -> None:
+        every: dict[str, Any] = attention.macros(attend.qkv.dtype.name, attend.head_dim)
+        every |= {"WIDTH": 1, "ROW": attend.qkv.shape[1], "CHUNK": attention.CHUNK, **defines}
+        self.launch("cache.cu", name, grid, block, *arguments, **every)
 
     def attention_backward(
         self, attend: Attend, d_out: Array, d_qkv: Array, arena: Arena, d_kv: Array | None = None

@@ -33,6 +33,7 @@ KERNELS = Path(__file__).parent / "kernels"
 FAMILIES = ("hopper", "mma", "simple")
 _TENSOR_CORE_HEAD_DIMS = (64, 128)
 MOST_HEAD_DIM = 256  # of attention_simple.cu
+CHUNK = 128  # keys of a block of cache.cu
 _PAD = 128  # tokens: PAD of attention.cuh
 _BLOCK = 128  # rows that a block of threads owns
 _ALIGNMENT = 1024  # bytes: what a swizzled tile starts on
