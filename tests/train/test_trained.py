@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -113,3 +114,16 @@ def test_wrong_targets_are_named(run: Path) -> None:
         model.generate(temperature=-1)
     with pytest.raises(AttributeError, match=r"module 'kos.train' has no attribute 'lode'"):
         kos.train.lode  # noqa: B018
+
+
+def test_metrics_are_read_from_what_open_takes(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    rows = read_metrics(path)
+    assert len(rows) == 3
+    for given in (str(path), bytes(path), run, str(run), bytes(run), os.open(path, os.O_RDONLY)):
+        assert kos.train.read_metrics(given) == rows, given
+    reader, writer = os.pipe()
+    os.write(writer, path.read_bytes())
+    os.close(writer)
+    assert kos.train.read_metrics(reader) == rows
+    assert kos.train.read_metrics(bytes(run / "nothing")) == []

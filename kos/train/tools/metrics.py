@@ -60,17 +60,21 @@ def as_line(row: Mapping[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def read_metrics(path: str | os.PathLike[str], last: int = 0) -> list[dict[str, Any]]:
+def read_metrics(path: str | bytes | os.PathLike[Any] | int, last: int = 0) -> list[dict[str, Any]]:
     """The rows of a ``metrics.jsonl``, or of that in the folder of a run: a dict for each step.
 
-    An unfinished last line is left out.  A file that is missing has no rows.  ``last``: the rows in the last so many
+    ``path`` is what ``open`` takes: text, bytes, a path, or the descriptor of an open file, which is then closed.  An
+    unfinished last line is left out.  A file that is missing has no rows.  ``last``: the rows in the last so many
     bytes; 0: all.
     """
-    file = Path(path, METRICS) if os.path.isdir(path) else Path(path)
-    if not file.exists():
-        return []
-    with file.open("rb") as opened:
-        opened.seek(max(0, opened.seek(0, os.SEEK_END) - last) if last else 0)
+    file: Any = path
+    if not isinstance(path, int):
+        file = Path(os.fsdecode(path), METRICS) if os.path.isdir(path) else Path(os.fsdecode(path))
+        if not file.exists():
+            return []
+    with open(file, "rb") as opened:
+        if last:
+            opened.seek(max(0, opened.seek(0, os.SEEK_END) - last))
         text = opened.read().decode(errors="replace")
     rows = []
     for line in text.splitlines():
