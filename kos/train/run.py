@@ -36,6 +36,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
 from kos.train.device.choose import choose_device, layout_of, make_device, scope_of
 from kos.train.elastic import PATHS, Elastic, logged_epoch
+from kos.train.generate import sample_text
 from kos.train.machine import limit_threads
 from kos.train.parallel.failures import (
     PATIENCE,
@@ -68,7 +69,6 @@ from kos.train.tools.console import Console, by_source
 from kos.train.tools.metrics import METRICS
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import Runner, StepResult, train
-from kos.train.trained import sample_text
 
 LEAVES = "this rank leaves after"
 

@@ -7,42 +7,85 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from kos.commands import program
-from kos.errors import ConfigError, KosError
+from kos.errors import ConfigError, InvalidArgument, KosError
 from kos.files import printing
 from kos.reporting import exit_status
 
+FLAGS: dict[str, tuple[Any, str]] = {
+    "temperature": (0.8, "0 takes the likeliest"),
+    "top_k": (40, "draw among the k likeliest; 0: all"),
+    "top_p": (1.0, "draw among the fewest likeliest whose probabilities sum to P; 1: all"),
+    "min_p": (0.0, "draw among those at least P times as likely as the likeliest; 0: all"),
+    "repetition_penalty": (1.0, "divides the logits of tokens that the text has already; 1: none"),
+    "seed": (0, "of the random numbers; each prompt is sampled as if it were alone"),
+}
+"""The settings of ``Sampling``, whose module needs packages of the extra: their defaults, and what they do."""
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("kos.train.sample"),
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+
+def make_parser(module: str, doc: str, tokens: int) -> argparse.ArgumentParser:
+    """The flags that ``kos sample`` and ``kos chat`` have in common."""
+    show = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(prog=program(module), description=doc.partition("\n")[0], formatter_class=show)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, of a checkpoint or of Hugging Face")
-    parser.add_argument("--prompt", default="", help="text to continue")
-    parser.add_argument("--tokens", type=int, default=500, help="tokens to generate")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
-    parser.add_argument("--top-k", type=int, default=40, help="draw among the k likeliest; 0: all")
-    parser.add_argument("--seed", type=int, default=0, help="of the random numbers")
-    arguments = parser.parse_args(argv)
-    options = {name: getattr(arguments, name) for name in ("seed", "temperature", "top_k")}
+    parser.add_argument("--tokens", type=int, default=tokens, help="tokens to generate, at most")
+    for name, (default, what) in FLAGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=what)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    return parser
+
+
+def run(arguments: argparse.Namespace, use: Callable[[Any, Mapping[str, Any]], None]) -> int:
+    """Load the model and ``use`` it with the settings of ``stream``; the exit status.  An error is one line."""
+    options = {name: getattr(arguments, name) for name in ("tokens", "stop", *FLAGS)}
     try:
-        for name, value in {"tokens": arguments.tokens, **options}.items():
-            if not value >= 0:
-                raise ConfigError(f"--{name.replace('_', '-')}: expected 0 or more, got {value}")
         from kos.train import load  # of which packages may be missing
 
-        text = load(arguments.run).generate(arguments.prompt, arguments.tokens, **options)
+        use(load(arguments.run, arguments.device), options)
     except KosError as error:
+        name, _, said = str(error).partition(": ")
+        if isinstance(error, InvalidArgument) and (name in options or name == "prompt"):  # by its flag
+            error = ConfigError(f"--{name.replace('_', '-')}: {said}")
         print(f"kos: error: {error}", file=sys.stderr)
         return exit_status(error) if arguments.run.exists() else 2
-    with printing():
-        print(text)
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser("kos.train.sample", __doc__ or "", 500)
+    parser.add_argument("--prompt", action="append", help="text to continue; several make a batch")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a file with a prompt a line, more of the batch")
+    arguments = parser.parse_args(argv)
+
+    def say(model: Any, options: Mapping[str, Any]) -> None:
+        prompts = [*(arguments.prompt or []), *_lines(arguments.prompts)] or [""]
+        pieces = model.stream(prompts, **options)
+        with printing():
+            if len(prompts) == 1:
+                print(prompts[0], end="", flush=True)
+                for _, piece in pieces:
+                    print(piece, end="", flush=True)
+                print()
+                return
+            texts = [*prompts]
+            for index, piece in pieces:
+                texts[index] += piece
+            for number, text in enumerate(texts, 1):
+                print(f"--- {number} ---\n{text}")
+
+    return run(arguments, say)
+
+
+def _lines(file: Path | None) -> list[str]:
+    try:
+        return [] if file is None else file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts: expected a file of text, got {error}") from None
 
 
 if __name__ == "__main__":

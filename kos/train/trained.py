@@ -1,89 +1,52 @@
-"""A trained model in Python: logits, loss and text of a checkpoint, on the CPU in float32, without MPI.
+"""A trained model in Python: logits, loss, text and chats of a checkpoint, without MPI.
 
-``sample_text`` takes any model, such as that of a run at its end.
+It computes on the CPU in float32, or on a GPU in bfloat16.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kos.errors import InvalidArgument, TrainingError
+from kos.errors import CheckpointError, ConfigError, InvalidArgument, install
 from kos.train import checkpoint
 from kos.train.checkpoint import MANIFEST, huggingface
 from kos.train.data.batch import Batch
+from kos.train.data.chat import ChatTemplate, read_chat_template
+from kos.train.data.documents import Document
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
+from kos.train.generate import Decoder, Sampling, continue_texts, prompt_ids
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 
-NextLogits = Callable[[np.ndarray], np.ndarray]
-"""The logits (V,) of the token after (1, T)."""
-
-
-def generate(
-    next_logits: NextLogits, context: int, prompt: Sequence[int], count: int, *, seed: int,
-    temperature: float = 0.8, top_k: int = 0, stop: int | None = None, stopped: Callable[[], bool] = lambda: False,
-) -> Iterator[int]:  # fmt: skip
-    """Up to ``count`` token ids that follow ``prompt``, drawn from softmax(logits / temperature).
-
-    Temperature 0 takes the likeliest; ``top_k`` > 0 draws among the k likeliest. The model sees the last ``context``
-    tokens. Ends early at token ``stop``, or when ``stopped`` returns True.
-    """
-    rng = np.random.default_rng(seed)
-    ids = list(prompt)
-    for _ in range(count):
-        seen = np.asarray([ids[-context:]], np.int32)
-        token = _draw(next_logits(seen), temperature, top_k, rng)
-        if token == stop or stopped():
-            return
-        ids.append(token)
-        yield token
-
-
-def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:
-    if not np.isfinite(top := logits.max()):
-        raise TrainingError(f"sampling: expected finite logits, got {top}: the weights are not usable")
-    if temperature == 0:
-        return int(np.argmax(logits))
-    with np.errstate(over="ignore"):  # at most 0, however small the temperature
-        scores = (logits.astype(np.float64) - top) / temperature
-    if 0 < top_k < scores.size:
-        scores[scores < np.partition(scores, -top_k)[-top_k]] = -np.inf
-    odds = np.exp(scores)
-    return int(rng.choice(scores.size, p=odds / odds.sum()))
-
-
-def sample_text(
-    next_logits: NextLogits, context: int, tokenizer: Tokenizer, prompt: str, count: int, **options: Any
-) -> str:
-    """``prompt`` and up to ``count`` generated tokens, as text; ``options`` are those of ``generate``."""
-    ids = tokenizer.encode_prompt(prompt)
-    tokens = [*generate(next_logits, context, ids, count, stop=tokenizer.eos, **options)]
-    if not prompt:
-        return tokenizer.decode(tokens)
-    before = tokenizer.decode(ids)
-    whole = tokenizer.decode([*ids, *tokens])  # with the space between prompt and sample
-    return prompt + (whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(tokens))
+Message = Mapping[str, Any]
+"""Of a chat: ``role`` and ``content``."""
 
 
 class TrainedModel:
-    """A model that ``load`` has read, on the CPU in float32.
+    """A model that ``load`` has read.
 
-    ``config`` has its shape, ``tokenizer`` its tokenizer, ``weights`` its arrays by Hugging Face's names.
+    ``config`` has its shape, ``tokenizer`` its tokenizer, ``weights`` its arrays by Hugging Face's names, ``ends`` the
+    tokens that end a text.
     """
 
-    def __init__(self, config: LlamaConfig, weights: Parameters, tokenizer: Tokenizer) -> None:
-        self.config, self.weights, self.tokenizer = config, weights, tokenizer
-        self._model = Model(config, numpy_ops)
+    def __init__(
+        self, config: LlamaConfig, weights: Parameters, tokenizer: Tokenizer, *, folder: Path = Path(),
+        ends: Sequence[int] = (), ops: Any = numpy_ops,
+    ) -> None:  # fmt: skip
+        self.config, self.weights, self.tokenizer, self.ends = config, weights, tokenizer, tuple(ends)
+        self._model, self._folder, self._ops = Model(config, ops), folder, ops
 
     def __repr__(self) -> str:
         return f"<TrainedModel of {sum(x.size for x in self.weights.values()):,} parameters, {self.config}>"
@@ -97,7 +60,7 @@ class TrainedModel:
             InvalidArgument: no tokens, more than the context, or one outside the vocabulary.
         """
         ids = self._ids(tokens)
-        rows = self._model.logits(self.weights, np.atleast_2d(ids))
+        rows = np.asarray(self._model.logits(self.weights, np.atleast_2d(ids)), np.float32)
         return rows.reshape(*ids.shape, self.config.vocab_size)
 
     def loss(self, tokens: str | ArrayLike, targets: ArrayLike | None = None) -> float:
@@ -119,21 +82,85 @@ class TrainedModel:
             raise InvalidArgument(f"loss: expected {expected}, got {got}")
         return self._model.loss(self.weights, Batch(ids, wanted.astype(np.int32)).map(np.ascontiguousarray))
 
-    def generate(
-        self, prompt: str = "", tokens: int = 200, *, temperature: float = 0.8, top_k: int = 40, seed: int = 0
-    ) -> str:
+    @overload
+    def generate(self, prompt: str = "", tokens: int = 200, **options: Any) -> str: ...
+    @overload
+    def generate(self, prompt: Sequence[str], tokens: int = 200, **options: Any) -> list[str]: ...
+    def generate(self, prompt: str | Sequence[str] = "", tokens: int = 200, **options: Any) -> str | list[str]:
         """``prompt`` and up to ``tokens`` sampled tokens, as one text, as ``kos sample`` prints it.
 
-        ``temperature`` 0 takes the most likely token.  ``top_k`` limits the choice to the k most likely tokens; 0: no
-        limit.  Raises InvalidArgument for negative values.
+        Several prompts give a list of texts, each the text that its prompt gives alone.  ``options`` are those of
+        ``stream``.  Raises InvalidArgument as ``stream`` does.
         """
-        for name, value in {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}.items():
-            if not value >= 0:
-                raise InvalidArgument(f"{name}: expected 0 or more, got {value}")
-        return sample_text(
-            partial(self._model.next_logits, self.weights), self.config.max_position_embeddings, self.tokenizer, prompt,
-            tokens, temperature=temperature, top_k=top_k, seed=seed,
-        )  # fmt: skip
+        prompts = [prompt] if isinstance(prompt, str) else [*prompt]
+        texts = [*prompts]
+        for index, piece in self.stream(prompts, tokens, **options):
+            texts[index] += piece
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def stream(
+        self, prompts: Sequence[str], tokens: int = 200, *, stop: Sequence[str] = (), **sampling: Any
+    ) -> Iterator[tuple[int, str]]:
+        """The texts that follow ``prompts``, piece by piece as they are generated: (number of the prompt, text).
+
+        A text ends after ``tokens`` tokens, at a token of ``ends``, or before a text of ``stop``.  ``sampling``:
+        ``temperature`` (0.8; 0 takes the most likely token), ``top_k`` (40; 0: no limit), ``top_p`` (1), ``min_p``
+        (0), ``repetition_penalty`` (1) and ``seed`` (0), as ``kos.train.generate.Sampling`` describes them.  A text
+        that outgrows the context is continued from its last half, which a warning of ``logging`` reports once.
+
+        Raises:
+            InvalidArgument: a setting out of range, or a prompt of more tokens than the context.
+            DataError: a prompt that the tokenizer cannot encode.
+        """
+        ids = [prompt_ids(self.tokenizer, prompt) for prompt in prompts]
+        if (longest := max(map(len, ids), default=0)) > (most := self.config.max_position_embeddings):
+            raise InvalidArgument(f"prompt: expected at most {most} tokens, the model's context, got {longest}")
+        return self._stream(ids, tokens, stop, sampling)
+
+    def chat(
+        self, messages: Sequence[Message], tokens: int = 1000, *, on_text: Callable[[str], object] = lambda text: None,
+        stop: Sequence[str] = (), **sampling: Any,
+    ) -> str:  # fmt: skip
+        """The assistant's answer to ``messages``, each a dict of ``role`` and ``content``.
+
+        The model's chat template makes the prompt.  ``on_text`` gets the answer piece by piece; the other options are
+        those of ``stream``.  A chat that is longer than the context is continued from its last half.
+
+        Raises:
+            ConfigError: the model has no chat template, or jinja2 is not installed.
+            DataError: the template cannot render the messages.
+            InvalidArgument: a setting out of range.
+        """
+        (prompt, after), answer = self.chat_prompt(messages), ""
+        rendered = Document(((prompt, True),), rendered=True)
+        ids = np.concatenate([part for _, part, _ in self.tokenizer.encode_documents([rendered], False)]).tolist()
+        stops = [*stop, *filter(None, [after.strip()])]
+        for _, piece in self._stream([ids], tokens, stops, sampling):
+            answer += piece
+            on_text(piece)
+        return answer
+
+    def _stream(
+        self, prompts: Sequence[Sequence[int]], tokens: int, stop: Sequence[str], sampling: Mapping[str, Any]
+    ) -> Iterator[tuple[int, str]]:
+        if not tokens >= 0:
+            raise InvalidArgument(f"tokens: expected 0 or more, got {tokens}")
+        if isinstance(stop, str) or not all(stop):
+            raise InvalidArgument(f"stop: expected a list of texts that are not empty, got {stop!r}")
+        context, how = self.config.max_position_embeddings, Sampling(**sampling)
+        capacity = min(context, max(map(len, prompts), default=0) + tokens + 1)
+        decoder = Decoder(self.config, self._ops, self.weights, len(prompts), capacity)
+        return continue_texts(decoder, context, self.tokenizer, prompts, tokens, how, ends=self.ends, stop=stop)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """The text that ``chat`` continues, and what the template writes after an answer.  Raises as ``chat`` does."""
+        return self._template.prompt(messages, "chat")
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        if (found := read_chat_template(str(self._folder))) is None:
+            raise ConfigError(f"chat: expected a chat template in {self._folder}, got none")
+        return found
 
     def _ids(self, tokens: str | ArrayLike, more: int = 0) -> NDArray[np.int32]:
         given = np.asarray(self.tokenizer.encode(tokens) if isinstance(tokens, str) else tokens)
@@ -147,20 +174,53 @@ class TrainedModel:
         return np.ascontiguousarray(given, np.int32)
 
 
-def load(folder: str | os.PathLike[str]) -> TrainedModel:
+def load(folder: str | os.PathLike[str], device: str = "cpu") -> TrainedModel:
     """Read the model in ``folder``: that of a run, of a checkpoint, or of Hugging Face.
 
     A run stands for its newest complete checkpoint.  A Hugging Face folder without tokenizer.json gets a tokenizer
-    whose texts are token numbers.
+    whose texts are token numbers.  ``device``: ``cpu``, with weights in float32; ``cuda`` or ``cuda:N``, in bfloat16.
 
     Raises:
         CheckpointError: the folder has no model, or a damaged one, or one of an unknown type.
+        ConfigError: another device, or packages for it are missing.
+        BackendUnavailable: there is no GPU that can be used.
     """
+    ops, dtype = _ops_of(device)
     path = Path(folder)
     if (path / MANIFEST).exists() or not any(path.glob("*.safetensors")):
         path = checkpoint.find(path, weights_only=True).path
     config = huggingface.read_config(path)
-    weights = Parameters(config.parameter_shapes(), groups=config.fused_groups())
-    huggingface.read_weights(path, weights)
+    weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups(), ops.zeros)
+    huggingface.read_weights(path, weights, lambda source, out: ops.copy(np.ascontiguousarray(source, dtype), out))
     tokenizer = make_tokenizer(str(path)) if has_tokenizer(path) else NumberTokenizer(config.vocab_size)
-    return TrainedModel(config, weights, tokenizer)
+    return TrainedModel(config, weights, tokenizer, folder=path, ends=_ends(path, tokenizer), ops=ops)
+
+
+def _ops_of(device: str) -> tuple[Any, np.dtype]:
+    """The operations of a device, and the dtype of weights there."""
+    if device == "cpu":
+        return numpy_ops, np.dtype(np.float32)
+    name, _, number = device.partition(":")
+    if name != "cuda" or not (number.isdecimal() or device == "cuda"):
+        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
+    try:
+        from kos.cuda import device_info
+        from kos.train.ops.cuda import CudaOps
+
+        return CudaOps(device_info(int(number or 0)).index), np.dtype(ml_dtypes.bfloat16)
+    except ImportError as error:
+        raise ConfigError(f"device {device}: expected its packages ({install('cuda')}), got: {error}") from error
+
+
+def _ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end a text: the tokenizer's, and those of generation_config.json, which transformers takes."""
+    path, found = folder / "generation_config.json", [tokenizer.eos]
+    if path.is_file():
+        try:
+            given = json.loads(path.read_text("utf-8")).get("eos_token_id")
+            found += given if isinstance(given, list) else [given]
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path}: expected JSON with eos_token_id, got {error}") from None
+        if wrong := [each for each in found if not isinstance(each, int | None)]:
+            raise CheckpointError(f"{path}: expected token numbers as eos_token_id, got {reprlib.repr(wrong[0])}")
+    return [each for each in found if each is not None]

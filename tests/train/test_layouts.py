@@ -16,12 +16,12 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, Tokens
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.device.cpu import CpuDevice
+from kos.train.generate import Sampling, Uncached, generate
 from kos.train.model.initial import init_weights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES
-from kos.train.trained import generate
 from tests.train.test_tensor_parallel import part_of
 
 STEPS = 5
@@ -65,7 +65,9 @@ def run_to_its_end(device: Any, steps: int, to_host: Callable[[Any], np.ndarray]
         result = device.finish_step(step)
         rows.append((result.loss, result.norm))
     loss, next_logits = device.evaluate()["val_loss"], device.sampler()
-    text = None if next_logits is None else [*generate(next_logits, context, [1, 2, 3], 8, seed=1)]
+    text = None
+    if next_logits is not None:
+        text = [*generate(Uncached(next_logits), context, [[1, 2, 3]], 8, Sampling(top_k=0, seed=1))]
     weights = device.whole_weights()
     weights = {name: to_host(array) for name, array in weights.items()}
     device.close()

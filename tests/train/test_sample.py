@@ -16,7 +16,7 @@ import pytest
 from kos.errors import CheckpointError, TrainingError
 from kos.train import checkpoint, sample
 from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer, Tokenizer
-from kos.train.trained import generate, sample_text
+from kos.train.generate import Sampling, Uncached, generate, sample_text
 from tests.forked import python
 from tests.train.test_loop import _train, text
 
@@ -41,7 +41,13 @@ class Fixed:
 
 
 def _draw(count: int, logits: np.ndarray = LOGITS, seed: int = 11, **settings: Any) -> list[int]:
-    return list(generate(Fixed(logits).next_logits, LONGEST, [0], count, seed=seed, **settings))
+    return _generated(Fixed(logits), [0], count, seed=seed, **settings)
+
+
+def _generated(model: Any, prompt: list[int], count: int, stop: int | None = None, **settings: Any) -> list[int]:
+    ends, sampling = () if stop is None else (stop,), Sampling(**{"top_k": 0, **settings})
+    source = Uncached(model.next_logits)
+    return [token for _, token in generate(source, LONGEST, [prompt], count, sampling, ends=ends)]
 
 
 def _odds(temperature: float, among: list[int]) -> np.ndarray:
@@ -99,12 +105,16 @@ def test_a_stop_token_ends_it() -> None:
     assert _draw(400, seed=2, stop=6) == endless and len(endless) == 400
 
 
-def test_the_context_is_the_last_tokens() -> None:
+@pytest.mark.parametrize("length", [4, 9])
+def test_a_text_that_outgrows_the_context_goes_on_from_its_last_half(length: int, caplog: Any) -> None:
+    """Which is said once, also if the prompt is too long itself."""
     model: Any = Fixed()
-    prompt = [7, 6, 5, 4]
-    drawn = list(generate(model.next_logits, LONGEST, prompt, 6, seed=0))
-    whole = prompt + drawn
-    assert model.contexts == [whole[max(0, end - LONGEST) : end] for end in range(4, 10)]
+    prompt = [7, 6, 5, 4, 3, 2, 1, 0, 7][:length]
+    whole = prompt + _generated(model, prompt, 9, seed=0)
+    starts = {4: [0, 0, 4, 4, 4, 4, 8, 8, 8], 9: [7, 7, 7, 7, 11, 11, 11, 11, 15]}[length]
+    assert model.contexts == [whole[start:end] for start, end in zip(starts, range(length, length + 9), strict=True)]
+    said = "the text is longer than the context of 5 tokens: the model sees the last 2, then more"
+    assert caplog.messages == [said]
 
 
 @pytest.fixture(scope="module")

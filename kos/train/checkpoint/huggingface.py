@@ -237,11 +237,18 @@ def shape_as_saved(name: str, shape: Shape) -> Shape:
     return tuple(shape)[::-1] if name.endswith(TRANSPOSED) else tuple(shape)
 
 
-def read_weights(directory: Path, weights: Parameters) -> None:
-    """Fill ``weights`` (converted to their dtype) from the safetensors of ``directory``, whole or sharded."""
+def _assign(source: np.ndarray, out: np.ndarray) -> None:
+    out[...] = source
+
+
+def read_weights(directory: Path, weights: Parameters, copy: Callable[[np.ndarray, Any], None] = _assign) -> None:
+    """Fill ``weights`` (converted to their dtype) from the safetensors of ``directory``, whole or sharded.
+
+    ``copy(source, out)`` writes an array of the host to a weight, and converts it.
+    """
     files = weight_files(directory, weights.shapes)
     for name, target in weights.items():
-        target[...] = files.read(name)
+        copy(files.read(name), target)
 
 
 def check_weights(directory: Path) -> None:

@@ -87,6 +87,16 @@ class ChatTemplate:
             return [self._parts(render, chat[:number], [number], where) for number in counted]
         return [self._parts(render, chat, counted, where)]
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, str]:
+        """The text that the assistant continues, and what the template writes after an answer.
+
+        Raises DataError as ``documents`` does.
+        """
+        chat, options = [self._checked(*each, where) for each in enumerate(messages, 1)], _options({}, where)
+        prompt, _ = self._render(options, where, chat, add_generation_prompt=True)
+        answered, _ = self._render(options, where, [*chat, {"role": "assistant", "content": MARK}])
+        return prompt, answered.rpartition(MARK)[2]
+
     def uses(self, key: str) -> bool:
         return any(re.search(rf"\b{re.escape(name)}\b", self.source) for name in (key, *REASONING * (key in REASONING)))
 

@@ -1,0 +1,70 @@
+"""Chat with a trained model, by its chat template: ``python -m kos.train.chat RUN``.
+
+A line is a message. ``/reset`` begins a new chat; ``/exit`` or Ctrl-D ends the program, Ctrl-C ends an answer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from kos.errors import DataError
+from kos.files import printing
+from kos.train.sample import make_parser, run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser("kos.train.chat", __doc__ or "", 1000)
+    parser.add_argument("--system", metavar="TEXT", help="a message of the system, before the first")
+    parser.epilog = "A line is a message. /reset begins a new chat. /exit or Ctrl-D ends it, Ctrl-C ends an answer."
+    arguments = parser.parse_args(argv)
+    with suppress(ImportError):
+        import readline  # noqa: F401 (input gets a line editor with a history)
+
+    def talk(model: Any, options: Mapping[str, Any]) -> None:
+        beginning = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+        model.stream([""], **options)  # wrong settings, and a model without a template, are refused before the first
+        model.chat_prompt([*beginning, {"role": "user", "content": "?"}])
+        messages = [*beginning]
+        while (text := _ask()) is not None:
+            if text == "/reset":
+                messages = [*beginning]
+            elif text:
+                messages = _reply(model, [*messages, {"role": "user", "content": text}], options)
+
+    return run(arguments, talk)
+
+
+def _ask() -> str | None:
+    """The user's next line; None at the end."""
+    try:
+        text = input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return None
+    return None if text == "/exit" else text
+
+
+def _reply(model: Any, messages: list[dict[str, str]], options: Mapping[str, Any]) -> list[dict[str, str]]:
+    """``messages`` with the answer, which is printed as it comes.  Without the last one if it cannot be encoded."""
+    pieces = list[str]()
+
+    def say(piece: str) -> None:
+        pieces.append(piece)
+        print(piece, end="", flush=True)
+
+    try:
+        with printing():
+            with suppress(KeyboardInterrupt):
+                model.chat(messages, on_text=say, **options)
+            print()
+    except DataError as error:
+        print(f"kos: error: {error}", file=sys.stderr)
+        return messages[:-1]
+    return [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""Text from a model: the sampler, the sequences that are continued together, and their text as it comes.
+
+A *source* of logits has ``prefill(index, tokens)`` and ``step(tokens)``: ``Decoder`` with a KV cache, ``Uncached``
+without. Each prompt gets the text that it would get alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from kos.errors import InvalidArgument, TrainingError
+from kos.train.data.tokenizers import Tokenizer
+from kos.train.layers import Weights
+from kos.train.layers.cache import make_cache
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.model import Model
+from kos.train.ops.linear import FewRows
+
+CONTEXT = 8  # tokens of the prompt with which new tokens are decoded: the space before a word depends on what precedes
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from logits.  InvalidArgument for values out of range.
+
+    The settings apply in the order of their fields, as in transformers: the penalty (Keskar et al. 2019,
+    arXiv:1909.05858), the temperature, then the limits on which tokens can be drawn (top-p: Holtzman et al. 2020,
+    arXiv:1904.09751; min-p: Nguyen et al. 2024, arXiv:2407.01082).
+    """
+
+    repetition_penalty: float = 1.0
+    """Divides the logit of each token that is in the text already, or multiplies it if it is negative; 1: none."""
+    temperature: float = 0.8
+    """Divides logits; 0 takes the most likely token."""
+    top_k: int = 40
+    """Draw among the k most likely tokens; 0: no limit."""
+    top_p: float = 1.0
+    """Draw among the fewest most likely tokens whose probabilities sum to top_p; 1: no limit."""
+    min_p: float = 0.0
+    """Draw among the tokens at least min_p times as likely as the most likely one; 0: no limit."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        p, penalty = self.top_p, self.repetition_penalty
+        for name, expected, valid in (
+            ("repetition_penalty", "more than 0", 0 < penalty < math.inf),
+            ("top_p", "more than 0, at most 1", 0 < p <= 1), ("min_p", "0 to 1", 0 <= self.min_p <= 1),
+            *((name, "0 or more", getattr(self, name) >= 0) for name in ("temperature", "top_k", "seed")),
+        ):  # fmt: skip
+            if not valid:
+                raise InvalidArgument(f"{name}: expected {expected}, got {getattr(self, name)}")
+
+    def draw(self, logits: np.ndarray, before: Sequence[int], rng: np.random.Generator) -> int:
+        """The token that follows the tokens ``before``, by its ``logits`` (V,)."""
+        if not np.isfinite(top := logits.max()):
+            raise TrainingError(f"sampling: expected finite logits, got {top}: the weights are not usable")
+        scores = logits.astype(np.float64)
+        if self.repetition_penalty != 1:
+            seen = np.unique(before)
+            scores[seen] *= np.where(scores[seen] < 0, self.repetition_penalty, 1 / self.repetition_penalty)
+        if self.temperature == 0:
+            return int(np.argmax(scores))
+        with np.errstate(over="ignore"):  # at most 0, however small the temperature
+            scores = (scores - scores.max()) / self.temperature
+        if 0 < self.top_k < scores.size:
+            scores[scores < np.partition(scores, -self.top_k)[-self.top_k]] = -np.inf
+        odds = np.exp(scores)
+        if self.top_p < 1:
+            order = np.argsort(-odds, kind="stable")
+            sums = np.cumsum(odds[order])
+            odds[order[np.searchsorted(sums, self.top_p * sums[-1]) + 1 :]] = 0
+        odds[odds < self.min_p * odds.max()] = 0
+        return int(rng.choice(scores.size, p=odds / odds.sum()))
+
+
+class Source(Protocol):
+    """Gives the logits of what follows each of several sequences."""
+
+    def prefill(self, index: int, tokens: Sequence[int]) -> np.ndarray:
+        """Begin sequence ``index`` anew with ``tokens``; the logits (V,) of the next."""
+
+    def step(self, tokens: Mapping[int, int]) -> Mapping[int, np.ndarray]:
+        """By the index of a sequence, its next token; the logits (V,) of the one after that."""
+
+
+class Uncached:
+    """A source that computes all tokens again for each; ``next_logits`` (1, T) -> (V,)."""
+
+    def __init__(self, next_logits: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._next_logits, self._tokens = next_logits, dict[int, list[int]]()
+
+    def prefill(self, index: int, tokens: Sequence[int]) -> np.ndarray:
+        self._tokens[index] = [*tokens]
+        return self._next_logits(np.array([tokens], np.int32))
+
+    def step(self, tokens: Mapping[int, int]) -> Mapping[int, np.ndarray]:
+        return {index: self.prefill(index, [*self._tokens[index], token]) for index, token in tokens.items()}
+
+
+class Decoder:
+    """A source with a KV cache, of ``sequences`` of at most ``capacity`` tokens.
+
+    A step is one forward of all sequences, on a GPU one CUDA graph; on CPUs a forward of each (``Ops.few_rows``).
+    """
+
+    def __init__(self, config: LlamaConfig, ops: Any, weights: Weights, sequences: int, capacity: int) -> None:
+        self._ops, self._weights, self._together = ops, weights, ops.few_rows > 1
+        self._prompts = Model(config, ops)
+        self._steps = Model(config, FewRows(ops) if sequences <= ops.few_rows or not self._together else ops)
+        self._beginning = ops.zeros((1,), np.dtype(np.int32))
+        self._inputs = ops.zeros((2, sequences), np.dtype(np.int32))
+        self._next = np.zeros((2, sequences), np.int32)
+        """Each sequence's next token and its position, on the host; ``_inputs`` has them where the model is."""
+        dtype = weights[config.final_norm].dtype
+        self._cache = make_cache(ops, self._prompts.attentions, self._inputs[1], capacity, dtype)
+        self._logits = ops.zeros((sequences, config.vocab_size), np.dtype(np.float32))
+        self._replay: Callable[[], None] | None = None
+
+    def prefill(self, index: int, tokens: Sequence[int]) -> np.ndarray:
+        cache = self._cache.of(slice(index, index + 1), self._beginning)
+        logits = self._prompts.next_logits(self._weights, np.array([tokens], np.int32), cache)
+        self._next[1, index] = len(tokens)
+        return np.asarray(logits, np.float32)
+
+    def step(self, tokens: Mapping[int, int]) -> Mapping[int, np.ndarray]:
+        for index, token in tokens.items():
+            self._next[0, index] = token
+        self._ops.copy(self._next, self._inputs)
+        if not self._together:
+            for index in tokens:
+                self._queue(slice(index, index + 1))
+        elif self._replay is None:
+            self._replay = self._ops.replayable(lambda: self._queue(slice(0, self._next.shape[1])))
+        else:
+            self._replay()
+        self._next[1, [*tokens]] += 1
+        np.minimum(self._next[1], self._cache.capacity - 1, out=self._next[1])  # those that have ended stay within
+        logits = self._ops.to_host(self._logits)
+        return {index: logits[index] for index in tokens}
+
+    def _queue(self, which: slice) -> None:
+        cache = self._cache.of(which, self._cache.positions[which])
+        tokens = self._inputs[0][which].reshape(-1, 1)
+        self._steps.queue_next_logits(self._weights, tokens, cache, self._logits[which])
+
+
+def generate(
+    source: Source, context: int, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, *,
+    ends: Collection[int] = (), ended: set[int] | None = None, stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[int, int]]:  # fmt: skip
+    """Up to ``count`` token ids that follow each of ``prompts``, with the prompt's index, by turns.
+
+    A prompt's tokens end at a token of ``ends``, once the caller adds its index to ``ended``, or when ``stopped()``.  A
+    text that fills the ``context``, in tokens, is continued from its last half.
+    """
+    ended, ids, warned = set[int]() if ended is None else ended, [[*prompt] for prompt in prompts], False
+    random = [np.random.default_rng(sampling.seed) for _ in prompts]
+    held, logits = [0] * len(ids), dict[int, np.ndarray]()  # tokens that the source has of a text
+
+    for number in range(count):
+        tokens = {index: each[-1] for index, each in enumerate(ids) if index not in ended}
+        for index in [*tokens]:
+            if number and held[index] < context:
+                held[index] += 1
+                continue
+            del tokens[index]
+            if len(seen := ids[index]) > context:
+                seen = seen[-max(1, context // 2) :]
+                if not warned:
+                    said = "the text is longer than the context of %d tokens: the model sees the last %d, then more"
+                    _log.warning(said, context, len(seen))
+                warned = True
+            held[index], logits[index] = len(seen), source.prefill(index, seen)
+        if tokens:
+            logits |= source.step(tokens)
+        for index in range(len(ids)):
+            if index in ended:
+                continue
+            token = sampling.draw(logits[index], ids[index], random[index])
+            if stopped():
+                return
+            if token in ends:
+                ended.add(index)
+                continue
+            ids[index].append(token)
+            yield index, token
+
+
+class _Text:
+    """The text of a prompt's new tokens, in pieces that do not change any more; it ends before a text of ``stop``."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop, self._tokens, self._said = tokenizer, stop, list[int](), 0
+        self._prompt = [*prompt[-CONTEXT:]]
+        self._before, self.stopped = tokenizer.decode(self._prompt), False
+
+    def add(self, *tokens: int, last: bool = False) -> str:
+        """The text that is final now; if these are the ``last`` tokens, all of it."""
+        self._tokens += tokens
+        text = self._tokenizer.decode([*self._prompt, *self._tokens])  # with the space between prompt and sample
+        new = text.startswith(self._before) and bool(self._prompt)
+        text = text.removeprefix(self._before) if new else self._tokenizer.decode(self._tokens)
+        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        ready = len(text) if last else len(text.rstrip("\ufffd")) - self._withheld(text)
+        if found:
+            ready, self.stopped = min(found), True
+        piece, self._said = text[self._said : ready], max(self._said, ready)
+        return piece
+
+    def _withheld(self, text: str) -> int:
+        """The length of the longest end of ``text`` with which a text of ``stop`` begins."""
+        ends = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        return max(ends, default=0)
+
+
+def continue_texts(
+    source: Source, context: int, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], count: int,
+    sampling: Sampling, *, ends: Collection[int] = (), stop: Sequence[str] = (),
+    stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[int, str]]:  # fmt: skip
+    """The texts that follow ``prompts``, of token ids, piece by piece, with the prompt's index.  [] begins a text."""
+    texts, ended = [_Text(tokenizer, prompt, stop) for prompt in prompts], set[int]()
+    given = [[*prompt] or tokenizer.encode_prompt("") for prompt in prompts]
+    for index, token in generate(source, context, given, count, sampling, ends=ends, ended=ended, stopped=stopped):
+        if piece := texts[index].add(token):
+            yield index, piece
+        if texts[index].stopped:
+            ended.add(index)
+    for index, text in enumerate(texts):
+        if not text.stopped and (piece := text.add(last=True)):
+            yield index, piece
+
+
+def sample_text(
+    next_logits: Callable[[np.ndarray], np.ndarray], context: int, tokenizer: Tokenizer, prompt: str, count: int, *,
+    stopped: Callable[[], bool] = lambda: False, **sampling: Any,
+) -> str:  # fmt: skip
+    """``prompt`` and up to ``count`` tokens, as text; ``next_logits`` gives the logits (V,) of what follows (1, T)."""
+    ids, ends = prompt_ids(tokenizer, prompt), () if tokenizer.eos is None else (tokenizer.eos,)
+    pieces = continue_texts(
+        Uncached(next_logits), context, tokenizer, [ids], count, Sampling(**sampling), ends=ends, stopped=stopped
+    )
+    return prompt + "".join(piece for _, piece in pieces)
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Those of ``Tokenizer.encode_prompt``, but none of an empty prompt, of whose text nothing is written."""
+    return tokenizer.encode_prompt(prompt) if prompt else []

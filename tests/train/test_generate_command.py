@@ -1,0 +1,187 @@
+"""``kos sample`` with several prompts and limits, ``kos chat``, and what a model's folder says of ends and chats."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kos.train
+from kos.errors import CheckpointError, DataError
+from kos.train import chat, checkpoint, sample
+from kos.train.data.tokenizers import ByteTokenizer
+from tests.forked import python
+from tests.train.test_loop import _train, text
+
+__all__ = ["text"]
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run") / "out"
+    _train(text, out, steps=2, tokenizer="bytes", seq_len=128)
+    return out
+
+
+@pytest.fixture
+def folder(run: Path) -> Any:
+    """The run's checkpoint, with a chat template while a test runs."""
+    found = checkpoint.find(run).path
+    (found / "chat_template.jinja").write_text(TEMPLATE)
+    yield found
+    for name in ("chat_template.jinja", "generation_config.json"):
+        (found / name).unlink(missing_ok=True)
+
+
+def test_several_prompts(run: Path, tmp_path: Path, capsys: Any) -> None:
+    model = kos.train.load(run)
+    (tmp_path / "prompts.txt").write_text("the ring\none é\n")
+    flags = [str(run), "--prompt", "a", "--prompt=b", "--prompts", str(tmp_path / "prompts.txt"), "--tokens", "9"]
+    capsys.readouterr()
+    assert sample.main([*flags, "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.2", "--seed", "4"]) == 0
+    texts = model.generate(
+        ["a", "b", "the ring", "one é"], 9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=4
+    )  # fmt: skip
+    assert capsys.readouterr().out == "".join(f"--- {number} ---\n{each}\n" for number, each in enumerate(texts, 1))
+
+
+def test_a_text_ends_before_a_stop(run: Path, capsys: Any) -> None:
+    whole = kos.train.load(run).generate("ring", 30, temperature=0)
+    stop = whole[10:12]
+    capsys.readouterr()
+    assert sample.main([str(run), "--prompt=ring", "--tokens=30", "--temperature=0", "--stop=no", "--stop", stop]) == 0
+    assert capsys.readouterr().out == "ring" + whole[4 : whole.index(stop, 4)] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--top-p", "0"], "--top-p: expected more than 0, at most 1, got 0.0"),
+        (["--min-p", "2"], "--min-p: expected 0 to 1, got 2.0"),
+        (["--repetition-penalty", "-1"], "--repetition-penalty: expected more than 0, got -1.0"),
+        (["--stop", ""], "--stop: expected a list of texts that are not empty, got ['']"),
+        (["--device", "tpu"], "device: expected cpu, cuda or cuda:N, got 'tpu'"),
+        (["--device", "cuda:x"], "device: expected cpu, cuda or cuda:N, got 'cuda:x'"),
+        (["--prompt", "r" * 129], "--prompt: expected at most 128 tokens, the model's context, got 129"),
+        (["--prompts", "nowhere.txt"], "--prompts: expected a file of text, got "),
+    ],
+)
+def test_what_is_refused_in_one_line(run: Path, capsys: Any, flags: list[str], expected: str) -> None:
+    capsys.readouterr()
+    assert sample.main([str(run), *flags]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"kos: error: {expected}") and said.err.count("\n") == 1 and not said.out
+
+
+def test_a_gpu_that_is_not_there(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    command = [*python(), "-m", "kos.train.sample", str(run), "--device", "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("kos: error: ") and done.stderr.count("\n") == 1
+
+
+def test_end_tokens_are_those_of_generation_config(folder: Path) -> None:
+    """Beside the tokenizer's; a damaged file is refused by its name."""
+    model = kos.train.load(folder)
+    ids = list(ByteTokenizer().encode(model.generate("ring", 30, temperature=0)))
+    assert model.ends == ()
+    for given in (int(ids[9]), [int(ids[9]), 300]):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+        again = kos.train.load(folder)
+        expected = ids[: ids.index(ids[9], 4)]
+        assert list(ByteTokenizer().encode(again.generate("ring", 30, temperature=0))) == expected
+    (folder / "generation_config.json").write_text("{}")
+    assert kos.train.load(folder).ends == ()
+    for bad in ("[", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [[]]}'):
+        (folder / "generation_config.json").write_text(bad)
+        with pytest.raises(CheckpointError, match="generation_config.json: expected "):
+            kos.train.load(folder)
+
+
+def test_a_chat_is_what_follows_the_template(folder: Path) -> None:
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    model, pieces = kos.train.load(folder), list[str]()
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    messages.append({"role": "user", "content": "three"})
+    prompt = "<user>one</s>\n<assistant>two</s>\n<user>three</s>\n<a>"
+    assert model.chat_prompt(messages) == (prompt, "</s>\n")
+    answer = model.chat(messages, 12, temperature=0, on_text=pieces.append)
+    assert answer == model.generate(prompt, 12, temperature=0)[len(prompt) :].partition("</s>")[0] == "".join(pieces)
+    stop = answer[3:5]
+    assert model.chat(messages, 12, temperature=0, stop=[stop]) == answer.partition(stop)[0]
+    for wrong in ({"role": "nobody", "content": "x"}, {"role": "user"}):
+        with pytest.raises(DataError, match="chat: expected "):
+            model.chat([wrong])
+
+
+def test_a_turn_that_the_template_ends_ends_the_answer(folder: Path) -> None:
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("</s>", "e"))  # which the model says
+    model = kos.train.load(folder)
+    question = [{"role": "user", "content": "the ring"}]
+    prompt, _ = model.chat_prompt(question)
+    for seed in range(5):
+        whole = model.generate(prompt, 40, seed=seed, top_k=0)[len(prompt) :]
+        assert model.chat(question, 40, seed=seed, top_k=0) == whole.partition("e")[0]
+
+
+def test_a_long_chat_goes_on_from_its_last_half(folder: Path, caplog: Any) -> None:
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    assert kos.train.load(folder).chat([{"role": "user", "content": "ring " * 40}], 5)
+    said = "the text is longer than the context of 128 tokens: the model sees the last 64, then more"
+    assert caplog.messages == [said]
+
+
+def test_the_command_chats(folder: Path) -> None:
+    """Several turns, a new chat, an empty line, the end of the input."""
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    model = kos.train.load(folder)
+    system, said = [{"role": "system", "content": "s"}], []
+    for line in ("ring", "one", "/reset", "ring"):
+        if line == "/reset":
+            system = system[:1]
+            continue
+        system.append({"role": "user", "content": line})
+        said.append(model.chat(system, 7, temperature=0))
+        system.append({"role": "assistant", "content": said[-1]})
+    command = [*python(), "-m", "kos", "chat", str(folder), "--tokens=7", "--temperature=0", "--system=s"]
+    lines = "ring\none\n\n/reset\nring\n"
+    for ending in ("/exit\nmore", ""):
+        done = subprocess.run(command, input=lines + ending, capture_output=True, text=True, timeout=200)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.replace("> ", "").rstrip("\n").split("\n") == "\n".join(said).rstrip("\n").split("\n")
+
+
+def test_a_line_that_the_tokenizer_refuses(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left out of the chat, which goes on."""
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    expected = kos.train.load(folder).chat([{"role": "user", "content": "ring"}], 7, temperature=0)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ud800\nring\n"))
+    capsys.readouterr()
+    assert chat.main([str(folder), "--tokens=7", "--temperature=0"]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("kos: error: tokenizer bytes: expected text, got") and said.err.count("\n") == 1
+    assert said.out.replace("> ", "").rstrip("\n") == expected.rstrip("\n")
+
+
+def test_chats_that_cannot_begin(run: Path, folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    capsys.readouterr()
+    assert chat.main([str(folder), "--top-p", "7"]) == 2
+    assert capsys.readouterr().err == "kos: error: --top-p: expected more than 0, at most 1, got 7.0\n"
+    (folder / "chat_template.jinja").unlink()
+    assert chat.main([str(run)]) == 2
+    said = capsys.readouterr()
+    assert said.err == f"kos: error: chat: expected a chat template in {folder}, got none\n" and not said.out
+    assert chat.main([str(run / "nowhere")]) == 2 and "expected a checkpoint or a run" in capsys.readouterr().err

@@ -1,0 +1,110 @@
+"""Greedy tokens and limits of sampling beside transformers: 20 random models of all families, in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.train.checkpoint import huggingface
+from kos.train.generate import Sampling, Uncached
+from kos.train.model.families import FAMILIES
+from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.model import Model
+from kos.train.ops import numpy as numpy_ops
+from tests.train.models import tensors_of
+from tests.train.test_generate import GREEDY, decoder, tokens_of
+
+REASON = "the reference needs transformers and torch (pip install transformers torch)"
+transformers = pytest.importorskip("transformers", reason=REASON)
+torch = pytest.importorskip("torch", reason=REASON)
+
+from tests.train.test_families import CASES, random_weights  # noqa: E402 (needs transformers)
+
+GPT2 = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}  # fmt: skip
+MODELS: dict[str, LlamaConfig] = {
+    **CASES,
+    "gpt2": GPT2Config(**GPT2, tie_word_embeddings=True),
+    "llama, one kv head": LlamaConfig(**{**GPT2, "num_key_value_heads": 1, "head_dim": 16}),
+}
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [1], [*range(20, 4, -1), 39]]
+
+
+def model_of(config: LlamaConfig, weights: Any) -> Any:
+    """transformers' model with these weights, in float32."""
+    settings = json.loads(json.dumps(huggingface.to_huggingface(config)))
+    made = transformers.AutoConfig.for_model(**settings, pad_token_id=None)
+    model = transformers.AutoModelForCausalLM.from_config(made).float()
+    state = {name: torch.tensor(array) for name, array in tensors_of(weights).items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model.eval()
+
+
+def test_there_are_twenty_of_all_families() -> None:
+    assert len(MODELS) == 20 and {config.model_type for config in MODELS.values()} == {*FAMILIES}
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
+def test_greedy_tokens(config: LlamaConfig, rng: np.random.Generator) -> None:
+    """With and without the cache, of prompts of several lengths at once."""
+    weights = random_weights(config, rng, np.float32)
+    theirs, expected = model_of(config, weights), []
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            out = theirs.generate(
+                torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0,
+                attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
+            )  # fmt: skip
+        expected.append(out[0, len(prompt) :].tolist())
+    assert {len(tokens) for tokens in expected} == {24}
+    model = Model(config, numpy_ops)
+    assert tokens_of(Uncached(lambda x: model.next_logits(weights, x)), config, PROMPTS, 24, GREEDY) == expected
+    assert tokens_of(decoder(config, weights, len(PROMPTS)), config, PROMPTS, 24, GREEDY) == expected
+
+
+def scores_of(logits: np.ndarray) -> Any:
+    return torch.tensor(logits)[None].clone()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "settings",
+    [{"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.1}, {"repetition_penalty": 1.7}, {"repetition_penalty": 0.5},
+     {"repetition_penalty": 1.3, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05}],
+    ids=str,
+)  # fmt: skip
+def test_the_odds_of_tokens(settings: dict[str, float], seed: int) -> None:
+    """Those of the processors and warpers of transformers, in their order."""
+    rng = np.random.default_rng(seed)
+    logits, before = rng.normal(0, 2, 50).astype(np.float32), rng.integers(0, 50, 12).tolist()
+    how = Sampling(**{"temperature": 1.0, "top_k": 0, **settings})  # type: ignore[arg-type]
+    process = transformers.generation.logits_process
+    steps = [process.RepetitionPenaltyLogitsProcessor(how.repetition_penalty)]
+    steps += [process.TemperatureLogitsWarper(how.temperature)]
+    for made, value in (("TopK", how.top_k), ("TopP", how.top_p), ("MinP", how.min_p)):
+        if value not in (0, 1):
+            steps.append(getattr(process, f"{made}LogitsWarper")(value))
+    scores = scores_of(logits)
+    for step in steps:
+        scores = step(torch.tensor([before]), scores)
+    expected = torch.softmax(scores, -1)[0].numpy()
+    taken: list[np.ndarray] = []
+
+    class Draws:
+        """The generator of random numbers, which keeps the odds."""
+
+        def choice(self, size: int, p: np.ndarray) -> int:
+            taken.append(p)
+            return 0
+
+    how.draw(logits, before, Draws())  # type: ignore[arg-type]
+    np.testing.assert_allclose(taken[0], expected, rtol=1e-4, atol=1e-7)
+    greedy, penalized = dataclasses.replace(how, temperature=0), steps[0](torch.tensor([before]), scores_of(logits))
+    assert greedy.draw(logits, before, rng) == int(penalized.argmax())
