@@ -29,7 +29,7 @@ from tests.train.host_kernels.engine import DeviceComm, host_engine
 from tests.train.test_dry_step import SHAPE, SLOW, D, V
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-MEMORY_PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "memory.md").read_text()
+MEMORY_PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "layouts.md").read_text()
 
 
 def planned(ranks, *flags, speed=SLOW):
