@@ -74,9 +74,9 @@ def test_the_api_page_names_every_dtype() -> None:
 
 
 def test_the_findings_of_the_doctor_are_its_own() -> None:
-    table = (FOLDER / "troubleshooting.md").read_text().partition("| the doctor prints |")[2].partition("\n\n")[0]
+    table = (FOLDER / "errors.md").read_text().partition("| the doctor prints |")[2].partition("\n\n")[0]
     quoted = re.findall(r"`(?:no|bad) ([^`]+)`", table)
     sources = literals(ROOT / "kos" / "doctor")
     parts = [part.strip() for each in quoted for part in re.split(r"[…()]|(?<=kos) |(?<=pid) |(?<=ipc) ", each)]
     missing = [part for part in parts if part and part not in sources]
-    assert len(quoted) > 8 and not missing, f"troubleshooting.md: kos/doctor does not print {missing}"
+    assert len(quoted) > 8 and not missing, f"errors.md: kos/doctor does not print {missing}"
