@@ -34,26 +34,24 @@ def faster(axes: Any, ours: dict[int, float], theirs: dict[int, float], name: st
 
 
 def latency() -> Any:
-    """For README: an all_reduce of 2 ranks on a host, and on GPUs in a graph and eager, beside peers."""
-    figure, [panels] = new(3.1, columns=3)
+    """For README: an all_reduce of 2 ranks on a host, and on GPUs in a graph, beside peers."""
+    figure, [panels] = new(3.4, columns=2)
     host = {name: measured.on_host(2, name) for name in measured.HOST_LINES if name != "kos, persistent"}
     draw(panels[0], host, f"2 ranks on {measured.cores(2)}, float32")
-    names = (*GPU_NAMES, "torch one-shot")
-    for axes, mode, title in ((panels[1], "graph", "in a CUDA graph"), (panels[2], "eager", "eager")):
-        lines = {name: measured.on_gpus(2, name, mode=mode) for name in names}
-        draw(axes, {name: series for name, series in lines.items() if series}, f"{measured.on(2)}, bfloat16, {title}")
+    lines = {name: measured.on_gpus(2, name) for name in (*GPU_NAMES, "torch one-shot")}
+    draw(panels[1], lines, f"{measured.on(2)}, bfloat16, in a CUDA graph")
     panels[0].set_ylabel("microseconds (lower is better)")
     return figure
 
 
 def draw(axes: Any, lines: dict[str, dict[int, float]], title: str) -> None:
-    """Up to 1 MB, where latency counts."""
+    """Up to 1 MB, where latency counts; the legend is below."""
     for name, series in lines.items():
         line(axes, name, {nbytes: time for nbytes, time in series.items() if nbytes <= 1 << 20})
     sizes_along(axes, [nbytes for nbytes in next(iter(lines.values())) if nbytes <= 1 << 20], apart=4)
     times_up(axes)
     axes.set_title(title)
-    axes.legend(fontsize=6)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
     low, high = axes.get_ylim()
     axes.set_yticks([tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100) if low <= tick <= high])
 
@@ -78,11 +76,11 @@ def training_types() -> Any:
                 place, width = at + 0.28 * (index - (len(lines) - 1) / 2), 0.26
                 drawn = axes.bar(place, row["tokens_per_second"] / speed, width, color=colors[index],
                                  label=title if title not in axes.get_legend_handles_labels()[1] else None)  # fmt: skip
-                axes.bar_label(drawn, [f"{row['tokens_per_second']:,.0f}"], padding=1, fontsize=5.5)
+                axes.bar_label(drawn, [f"{row['tokens_per_second'] / 1e3:.3g}k"], padding=1, fontsize=6.5)
         axes.set_xticks(range(len(models)), [row.label.replace(", ", "\n", 1) for row in models])
-        axes.set(title=f"training on {gpus(file)}, tokens a second", ylim=(0, 1.6))
+        axes.set(title=f"training on {gpus(file)}, tokens per second", ylim=(0, 1.6))
         axes.legend(loc="upper left", ncols=2)
-    panels[0].set_ylabel("part of kos in bfloat16")
+    panels[0].set_ylabel("speed of kos in bfloat16 = 1")
     return figure
 
 
@@ -147,31 +145,26 @@ def collectives() -> Any:
 
 def training() -> Any:
     """Tokens per second and GPU of kos and compiled PyTorch, by model and number of GPUs."""
-    figure, panels = new(3.9, columns=len(measured.MODELS), sharey=False)
+    figure, [[axes]] = new(5.6)
     every = [measured.trained(ranks) for ranks in measured.TRAINED_ON]
-    widest = max(2.0, len(every)) + 0.2  # the same in all panels
-    for axes, (*_, label) in zip(panels[0], measured.MODELS, strict=True):
+    at, names = 0.0, list[tuple[float, str]]()
+    for *_, label in measured.MODELS:
         rows = [row for rows in every for row in rows if row.label == label]
-        speeds = {
-            "kos": [row.kos["tokens_per_second"] / row.ranks / 1e3 for row in rows],
-            "PyTorch, torch.compile": [row.torch["tokens_per_second"] / row.ranks / 1e3 for row in rows],
-        }
-        bars(
-            axes,
-            [gpus(newest("train", row.ranks)).replace(" ", "\n") for row in rows],
-            speeds,
-            [KOS, PEER],
-            texts=False,
-        )
-        top = max(max(values) for values in speeds.values())
-        for at, row in enumerate(rows):
-            axes.text(at, top * 1.02, f"{row.ratio:.2f}x", ha="center", fontsize=6)
-        axes.tick_params(axis="x", labelsize=7)
-        axes.set(title=label.replace(", ", "\n", 1), ylim=(0, top * 1.12),
-                 xlim=(len(rows) / 2 - 0.5 - widest / 2, len(rows) / 2 - 0.5 + widest / 2))  # fmt: skip
-    panels[0][0].set_ylabel("thousand tokens a second and GPU (higher is better)")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2)
+        axes.text(0.5, at - 0.85, f"{label.replace(',', ':', 1)} tokens per GPU", va="center", fontsize=7.5)
+        for row in rows:
+            names.append((at, gpus(newest("train", row.ranks))))
+            for shift, part, color in ((-0.2, row.kos, KOS), (0.2, row.torch, PEER)):
+                speed = part["tokens_per_second"] / row.ranks
+                share = 100 * part["tokens_per_second"] / row.kos["tokens_per_second"]
+                axes.barh(at + shift, share, 0.38, color=color)
+                axes.text(share + 0.7, at + shift, f"{speed:,.0f}", va="center", fontsize=6.5)
+            at += 1
+        at += 0.9
+    axes.set_yticks([at for at, _ in names], [name for _, name in names])
+    axes.set(ylim=(at - 0.8, -1.5), xlim=(0, 112), xlabel="percent of the speed of kos (higher is better)",
+             title="Training speed. The numbers are tokens per second and GPU")  # fmt: skip
+    axes.grid(axis="y", visible=False)
+    figure.legend(axes.containers[:2], ["kos", "PyTorch, torch.compile"], loc="outside lower center", ncols=2)
     return figure
 
 
@@ -184,8 +177,8 @@ def loss_curve() -> Any:
     checks = [(0, load("train-tiny-epyc-2")["val_loss_before"])]
     checks += [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
     axes.plot(*zip(*checks, strict=True), color=KOS, marker="o", label="validation loss")
-    for step, loss in (checks[0], checks[-1]):
-        axes.annotate(f"{loss:.2f}", (step, loss), textcoords="offset points", xytext=(5, 6))
+    for (step, loss), shift in ((checks[0], 5), (checks[-1], -12)):
+        axes.annotate(f"{loss:.2f}", (step, loss), textcoords="offset points", xytext=(shift, 6))
     axes.set(title="make train: a LLaMA of 820,352 parameters on Python's sources, 2 ranks", xlabel="step",
              ylabel="nats a byte", ylim=(1, None), xlim=(-5, 625))  # fmt: skip
     axes.legend()

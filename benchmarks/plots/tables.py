@@ -49,35 +49,32 @@ def provenance(*names: str | tuple[str, int]) -> str:
 def readme() -> str:
     """The figures of README."""
     rows = []
-    for ranks, nbytes, kind, mode, how in (
-        (2, 1 << 10, "symmetric", "graph", "in a CUDA graph"), (2, 1 << 20, "any", "graph", "in a CUDA graph"),
-        (2, 1 << 10, "symmetric", "eager", "without a graph"), (8, 1 << 10, "symmetric", "graph", "in a CUDA graph"),
-    ):  # fmt: skip
-        ours = measured.on_gpus(ranks, f"kos, {kind} buffers", mode=mode)[nbytes]
-        name = "NCCL" if kind == "any" else "NCCL, symmetric windows"
-        theirs = measured.on_gpus(ranks, name, mode=mode)[nbytes]
-        rows.append([f"all_reduce of {size(nbytes)}, {measured.on(ranks)}, {kind} buffers, µs {how}", us(ours),
-                     f"{us(theirs)} ({name})", ratio(theirs / ours),
-                     link(f"{newest('collectives', ranks)}.json")])  # fmt: skip
     host, mpi = (measured.on_host(2, name) for name in ("kos", "Open MPI"))
     for nbytes in (8, 1 << 20):
-        rows.append([f"all_reduce of {size(nbytes)}, 2 ranks on {measured.cores(2)}, µs", us(host[nbytes]),
+        rows.append([f"microseconds to sum {size(nbytes)} over 2 processes on {measured.cores(2)}", us(host[nbytes]),
                      f"{us(mpi[nbytes])} (Open MPI)", ratio(mpi[nbytes] / host[nbytes]),
                      link("host-calls-2.json")])  # fmt: skip
-    for ranks, label, preset in ((1, "124m, 32 x 1,024", "124m"), (8, "8b, 2 x 8,192", "8b")):
+    for ranks, nbytes, kind in ((2, 1 << 10, "symmetric"), (2, 1 << 20, "any"), (8, 1 << 10, "symmetric")):
+        ours = measured.on_gpus(ranks, f"kos, {kind} buffers")[nbytes]
+        name = "NCCL" if kind == "any" else "NCCL, symmetric windows"
+        theirs = measured.on_gpus(ranks, name)[nbytes]
+        rows.append([f"microseconds to sum {size(nbytes)} over {measured.on(ranks)}", us(ours),
+                     f"{us(theirs)} ({name})", ratio(theirs / ours),
+                     link(f"{newest('collectives', ranks)}.json")])  # fmt: skip
+    for ranks, label, parameters in ((1, "124m, 32 x 1,024", "124 million"), (8, "8b, 2 x 8,192", "8 billion")):
         file = newest("train", ranks)
         row = next(row for row in measured.trained(ranks) if row.label == label)
         how = "compiled" + ", FSDP2" * ("fsdp" in row.torch["variant"])
-        rows.append([f"training {preset} on {gpus(file)}, tokens/s", training.tokens(row.kos),
+        rows.append([f"tokens per second, training {parameters} parameters on {gpus(file)}", training.tokens(row.kos),
                      f"{training.tokens(row.torch)} (PyTorch, {how})", ratio(row.ratio),
                      link(f"{file}.json")])  # fmt: skip
     kos, torch = (
         max(row["tokens_per_second"] for row in load("train-epyc-zen4-2")["rows"] if row["implementation"] == name)
         for name in ("kos", "torch")
     )
-    rows.append(["training `tiny`, 2 ranks on 2 EPYC cores, tokens/s", f"{kos:,.0f}", f"{torch:,.0f} (PyTorch, DDP)",
+    rows.append(["tokens per second, `make train` on 2 EPYC cores", f"{kos:,.0f}", f"{torch:,.0f} (PyTorch, DDP)",
                  ratio(kos / torch), link("train-epyc-zen4-2.json")])  # fmt: skip
-    return table(["measured", "kos", "compared with", "speedup", "results"], rows)
+    return table(["what is measured", "kos", "compared with", "times as fast", "file"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -56,7 +56,7 @@ def recorded() -> Recorder:
 
 def copies_in_8_bits() -> str:
     recorder = recorded()
-    picture = Picture("The tensors of a linear layer, their copies in 8 bits, and the three products",
+    picture = Picture("The tensors of a linear layer, their copies in 8 bits, and the three matmuls",
                       "N tokens, D features in, F out; sums run along the rows of both operands")  # fmt: skip
     top, step, places = picture.top + 8, 40, dict[tuple[str, str], float]()
     for index, (copy, made) in enumerate(recorder.copies.items()):

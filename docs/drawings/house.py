@@ -1,14 +1,13 @@
-"""The packages of kos and their imports, from the syntax trees."""
+"""The packages of kos as a house, from the imports in their syntax trees: each imports only what is below it."""
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from docs.drawings.svg import GREY, INK, WIDTH, Picture
+from docs.drawings.svg import GREY, WIDTH, Picture
 
 KOS = Path(__file__).resolve().parents[2] / "kos"
 Graph = dict[str, set[str]]
@@ -52,13 +51,6 @@ def _below(graph: Graph, node: str) -> set[str]:
     return {node}.union(*(_below(graph, each) for each in graph[node]))
 
 
-def reduced(graph: Graph) -> Iterator[tuple[str, str]]:
-    """The arrows that do not follow from others."""
-    for node, into in graph.items():
-        yield from ((node, each) for each in sorted(into)
-                    if not any(each in _below(graph, other) for other in into - {each}))  # fmt: skip
-
-
 def rows_of(graph: Graph) -> list[list[str]]:
     """The nodes by level, each below all that import it.  CycleError where there is a circle."""
     level = dict.fromkeys(graph, 0)
@@ -68,37 +60,44 @@ def rows_of(graph: Graph) -> list[list[str]]:
     return [sorted(node for node in graph if level[node] == row) for row in range(max(level.values(), default=-1) + 1)]
 
 
+ROOM_WIDTH, ROOM_HEIGHT, GAP, ACROSS = 92, 20, 8, 5
+"""Of the boxes of rooms, and how many stand side by side."""
+
+
 def house(folder: Path = KOS) -> str:
-    """Boxes are packages, in them their rooms; arrows are imports, without those that follow from others."""
+    """Floors of packages, and in each package its rooms.  No floor imports one above it."""
     packages, rooms = imports(folder)
-    picture = Picture("Packages of kos", "arrows: what imports what, without the arrows that follow from others")
+    picture = Picture("The packages of kos", "each imports only packages on floors below; "
+                      "inside a package, most imports go to later parts")  # fmt: skip
     inside = {name: {room: into for room, into in rooms.items() if room.startswith(f"{name}/")} for name in packages}
-    at = dict[str, tuple[float, float, float, float]]()
-    room_width, room_height, y = 92, 20, float(picture.top)
-    arrows = [*reduced(packages)]
+    order = {name: [room for row in rows_of(inside[name]) for room in row] for name in packages}
+    y = float(picture.top)
     for row in rows_of(packages):
-        plans = {name: rows_of(inside[name]) for name in row}
-        widths = {name: max(110, (room_width + 10) * max(map(len, plan), default=0) + 10)
-                  for name, plan in plans.items()}  # fmt: skip
-        bottom = y + max(24 + (room_height + 16) * len(plan) for plan in plans.values())
-        above = [at[upper][0] + at[upper][2] / 2 for upper, lower in arrows if lower in row]
-        x = (sum(above) / len(above) if above else WIDTH / 2) - (sum(widths.values()) + 16 * (len(row) - 1)) / 2
+        size = {name: _size(len(order[name])) for name in row}
+        high = max(height for _, height in size.values())
+        picture.rect(0, y, WIDTH, high + 2 * GAP, "#f5f7fa")
+        x = (WIDTH - sum(width for width, _ in size.values()) - 2 * GAP * (len(row) - 1)) / 2
         for name in row:
-            width, height = widths[name], 24 + (room_height + 16) * len(plans[name])
-            at[name] = x, bottom - height, width, height
-            for level, here in enumerate(plans[name]):
-                left = x + (width - (room_width + 10) * len(here) + 10) / 2
-                for i, room in enumerate(here):
-                    down = bottom - height + 24 + level * (room_height + 16)
-                    at[room] = left + i * (room_width + 10), down, room_width, room_height
-            x += width + 16
-        y = bottom + 24
-    for name, (left, top, wide, high) in at.items():
-        picture.rect(left, top, wide, high, "#ffffff" if name in rooms else "#eef4fb", GREY)
-        picture.text(left + wide / 2, top + 15, name.split("/")[-1], bold=name not in rooms)
-    for graph, colour in [(packages, INK), *((each, GREY) for each in inside.values() if each)]:
-        for upper, lower in reduced(graph):
-            (x1, y1, w1, h1), (x2, y2, w2, _) = at[upper], at[lower]
-            start = min(max(x2 + w2 / 2, x1 + 8), x1 + w1 - 8)
-            picture.line(start, y1 + h1, min(max(start, x2 + 8), x2 + w2 - 8), y2, colour, head=True)
-    return picture.svg(y - 12)
+            width, height = size[name]
+            _package(picture, name, order[name], (x, y + GAP + high - height, width, height))
+            x += width + 2 * GAP
+        y += high + 2 * GAP + 4
+    return picture.svg(y - 4)
+
+
+def _size(rooms: int) -> tuple[float, float]:
+    """The width and height of a package."""
+    across, down = min(rooms, ACROSS), -(-rooms // ACROSS)
+    return max(120, across * (ROOM_WIDTH + GAP) + GAP), 24 + down * (ROOM_HEIGHT + GAP)
+
+
+def _package(picture: Picture, name: str, rooms: list[str], box: tuple[float, float, float, float]) -> None:
+    left, top, width, height = box
+    picture.rect(left, top, width, height, "#dcebf8", GREY)
+    picture.text(left + width / 2, top + 16, name, bold=True)
+    for i, room in enumerate(rooms):
+        inner = min(len(rooms), ACROSS) * (ROOM_WIDTH + GAP) - GAP
+        x = left + (width - inner) / 2 + i % ACROSS * (ROOM_WIDTH + GAP)
+        y = top + 24 + i // ACROSS * (ROOM_HEIGHT + GAP)
+        picture.rect(x, y, ROOM_WIDTH, ROOM_HEIGHT, "#ffffff", GREY)
+        picture.text(x + ROOM_WIDTH / 2, y + 14, room.split("/")[-1])

@@ -40,7 +40,7 @@ def core() -> str:
         (0, 1, "all_reduce(x)"), (1, 2, "fingerprint, data, stamp"), (3, 2, "fingerprint, data, stamp"),
         (2, 1, "stamp of rank 1: same call"), (1, 0, "x"),
         (0, 1, "all_reduce(y)"), (1, 2, "fingerprint, data, stamp"), (3, 3, "killed"), (1, 0, "after 10 ms: a Work"),
-        (0, 0, "process of rank 1 ended"), (0, 1, "fail(call)"), (1, 2, "failure word"), (1, 0, "FAILED: RankLost"),
+        (0, 0, "process of rank 1 ended"), (0, 1, "fail(call)"), (1, 2, "failure flag"), (1, 0, "FAILED: RankLost"),
     ])  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def core_gpu() -> str:
         (0, 1, "all_reduce(x)"), (1, 1, "guards as they were"), (1, 2, "fingerprint"),
         (1, 3, "launch, without the GIL"), (1, 0, "x"),
         (0, 1, "all_reduce(y), another stream"), (1, 0, "a guard has changed"), (0, 3, "event, wait, launch"),
-        (0, 1, "every 64th all_reduce(x)"), (1, 0, "Python's turn"), (0, 2, "compares the fingerprints so far"),
+        (0, 1, "every 64th all_reduce(x)"), (1, 0, "back to Python"), (0, 2, "compares the fingerprints so far"),
     ])  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def replacement() -> str:
         (1, 1, "RankLost: no update"),
         (0, 1, "shrink: applied 7"),
         (1, 0, "shrink: applied 6"),
-        (1, 1, "update 7, own sums"),
+        (1, 1, "update 7, kept sums"),
         (0, 0, "epoch 1: 2 ranks"),
         (3, 0, "join"),
         (0, 1, "step 8, 1 newcomer"),
@@ -92,11 +92,11 @@ def replacement() -> str:
 
 def watchdog() -> str:
     """``kos.comm.watchdog``, ``kos.comm.gpu.backend`` and ``kos/comm/gpu/kernels/channel.cuh``."""
-    return exchange("The watchdog", f"a thread of each process; it looks every {TICK:g} s",
+    return exchange("The watchdog", f"a thread of each process; it checks every {TICK:g} s",
                     ["program", "GPU", "watchdog", "other ranks"], [
         (0, 1, "all_reduce, queued"), (0, 0, "waits for the stream"), (1, 1, "kernel waits for rank 2"),
-        (2, 3, "is a process gone?"), (2, 1, "which rank is awaited?"), (2, 3, "posts: this GPU waits for 2"),
-        (1, 1, "deadline in the kernel"), (1, 3, "notifies all kernels"), (1, 0, "stream drains"),
+        (2, 3, "is a process gone?"), (2, 1, "which rank is awaited?"), (2, 3, "publishes: waits for 2"),
+        (1, 1, "deadline in the kernel"), (1, 3, "notifies all kernels"), (1, 0, "stream ends"),
         (2, 2, "records CollectiveTimeout"), (2, 0, "next call raises: rank 2"),
     ])  # fmt: skip
 

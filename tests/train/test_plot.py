@@ -66,6 +66,27 @@ def test_many_steps_are_smoothed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [len(panel) for panel in panels] == [2, 1, 2, 2]
 
 
+def test_many_runs_differ_and_the_legend_covers_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve runs: each looks different in the legend, which is beside the panels; no step is drawn alone."""
+    from matplotlib.figure import Figure
+
+    figures: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+    folders = [_run(tmp_path / f"run-{i}", 100, val_loss=[2.0]) for i in range(12)]
+    assert plot.main([*map(str, folders), "-o", str(tmp_path / "all.png")]) == 0
+    (figure,) = figures
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        *(folder.name for folder in folders), "training loss", "validation loss"
+    ]  # fmt: skip
+    looks = [(line.get_color(), line.get_linestyle()) for line in legend.get_lines()[:12]]
+    assert len(set(looks)) == 12
+    assert [len(axes.lines) for axes in figure.axes] == [24, 12, 12, 12]
+    box = legend.get_window_extent()
+    assert not any(axes.get_window_extent().overlaps(box) or axes.get_legend() for axes in figure.axes)
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:

@@ -19,7 +19,9 @@ from kos.errors import DataError, KosError
 from kos.files import check_picture
 from kos.train.tools.metrics import METRICS, read_metrics
 
-COLORS = ("#1f5fa8", "#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#5f3dc4", "#0b7285", "#5c4813")
+COLORS = ("#1f5fa8", "#d9480f", "#2b8a3e", "#862e9c", "#e0a100", "#c2255c", "#12a5b8", "#8a5a2b", "#7b8794", "#111111")
+LINES = ("-", ":", "-.")
+"""How runs are drawn whose colours repeat."""
 PANELS = {
     "loss": "loss",
     "lr": "learning rate",
@@ -27,7 +29,9 @@ PANELS = {
     "tokens_per_second": "tokens/s",
 }
 SMOOTHED = 100
-"""Steps of a run from which on a panel shows a moving average over a fiftieth of them; each step is pale then."""
+"""Steps of a run from which on a panel shows a moving average over a fiftieth of them."""
+PALE = 3
+"""Runs up to which each step is also drawn, in a pale colour."""
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -48,27 +52,31 @@ def read_runs(folders: Sequence[Path]) -> Runs:
 def draw(runs: Runs, path: Path) -> None:
     """A panel for each of ``PANELS``, a colour for each run.  The format follows from the ending of ``path``."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullLocator
 
     figure = Figure(figsize=(11, 6.6), layout="constrained")
     grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1))
     places = (grid[0, :], grid[1, 0], grid[1, 1], grid[1, 2])
+    looks = [{"color": COLORS[i % len(COLORS)], "linestyle": LINES[i // len(COLORS) % len(LINES)]}
+             for i in range(len(runs))]  # fmt: skip
+    checked: dict[str, Any] = {"marker": "o", "markerfacecolor": "white", "linestyle": "--", "linewidth": 1.2}
+    legend = [Line2D([], [], label=name, **look) for name, look in zip(runs, looks, strict=True)]
+    legend += [Line2D([], [], color="#555555", label="training loss"),
+               Line2D([], [], color="#555555", label="validation loss", **checked)]  # fmt: skip
+    figure.legend(handles=legend, loc="outside right upper", fontsize=9, frameon=False)
     for (key, title), place in zip(PANELS.items(), places, strict=True):
         axes = figure.add_subplot(place)
-        for number, (name, rows) in enumerate(runs.items()):
-            color = COLORS[number % len(COLORS)]
-            _line(axes, rows, key, color, f"{name}: training" if key == "loss" else "")
+        for look, (name, rows) in zip(looks, runs.items(), strict=True):
+            _line(axes, rows, key, {**look, "label": f"{name}: training"}, pale=len(runs) <= PALE)
             if key == "loss" and (points := _values(rows, "val_loss"))[0].size:
-                style: dict[str, Any] = {"marker": "o", "markerfacecolor": "white", "linestyle": "--", "linewidth": 1.2}
-                axes.plot(*points, color=color, label=f"{name}: validation", **style)
+                axes.plot(*points, color=look["color"], label=f"{name}: validation", **checked)
         axes.set_title(title, fontsize=11, loc="left")
         axes.set_xlabel("step", fontsize=9)
         axes.tick_params(labelsize=9)
         axes.grid(color="#dddddd", linewidth=0.7)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.01)
-        if key == "loss":
-            axes.legend(fontsize=9, frameon=False)
         if key == "tokens_per_second":
             axes.set_ylim(bottom=0)
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -83,14 +91,15 @@ def draw(runs: Runs, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _line(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, color: str, label: str) -> None:
+def _line(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, look: dict[str, str], pale: bool) -> None:
     steps, values = _values(rows, key)
     if len(values) >= SMOOTHED and key != "lr":
-        axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+        if pale:
+            axes.plot(steps, values, color=look["color"], alpha=0.25, linewidth=0.8)
         sums, index, half = np.cumsum([0.0, *values]), np.arange(len(values)), len(values) // 100
         first, end = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
         values = (sums[end] - sums[first]) / (end - first)
-    axes.plot(steps, values, color=color, linewidth=1.6, label=label, zorder=3)
+    axes.plot(steps, values, linewidth=1.6, zorder=3, **look)
 
 
 def _values(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
