@@ -13,7 +13,8 @@ from docs.hooks.fences import CODE
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [*(ROOT / each for each in ("README.md", "CHANGELOG.md", "examples/README.md", "benchmarks/notebook.md")), *DOCS]
+OUTSIDE = ("README.md", "CHANGELOG.md", "examples/README.md", "benchmarks/notebook.md")
+PAGES = [*(ROOT / each for each in OUTSIDE), *DOCS]
 LINK = re.compile(r"\]\(\s*([^)\s]+)|^\[[^\]\n]+\]:\s*(\S+)|<(?:a|img)\b[^>]*?\b(?:href|src)=\"([^\"]+)", re.M)
 HEADING = re.compile(r"^#{1,6} +(.+?)[ #]*$", re.M)
 
