@@ -265,8 +265,8 @@ class Operations:
         """Reduce ``x`` over all ranks; every rank gets the result.
 
         ``x`` has the same dtype and number of elements on all ranks.  ``op`` must be valid for the dtype.  The
-        result replaces ``x``, or goes to ``out`` of x's shape and dtype.  ``out`` is ``x`` or does not overlap it.
-        Returns the array with the result.
+        result replaces ``x``, or is written to ``out``, which has the shape and dtype of ``x``.  ``out`` is ``x``, or
+        does not overlap it.  Returns the array that holds the result.
 
             comm.all_reduce(gradients, ReduceOp.AVG)
         """
@@ -282,7 +282,8 @@ class Operations:
                deterministic: bool = False) -> Any:
         """Reduce ``x`` over all ranks; rank ``root`` gets the result.
 
-        As ``all_reduce`` by ``op``, but the ranks other than ``root`` keep their ``x``, ignore ``out``, and get None.
+        It works as ``all_reduce`` by ``op``, but the ranks other than ``root`` keep their ``x``, ignore ``out``, and
+        get None.
 
             total = comm.reduce(losses, root=0)          # on rank 0: losses itself
         """
@@ -323,10 +324,10 @@ class Operations:
                          compress: str | None = None) -> Any:
         """``reduce_scatter`` by ``op`` with shards of different sizes: ``counts[r]`` elements for rank r.
 
-        ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements; it does not
-        overlap ``x``, or is exactly this rank's shard of it.  Contributions are always added in rank order.  Returns
-        ``out``, or a new 1-D array, whatever the shape of ``x``.  ``counts=None`` on all ranks, which pass ``out``: the
-        sizes of ``out`` travel first (see ``all_gather_v``).
+        ``counts`` is the same on all ranks and sums to ``x.size``.  ``out`` has ``counts[rank]`` elements.  It does not
+        overlap ``x``, or is exactly this rank's shard of it.  Terms are always added in rank order.  Returns ``out``,
+        or a new 1-D array, whatever the shape of ``x``.  With ``counts=None`` on all ranks, all ranks pass ``out``, and
+        first exchange its sizes (see ``all_gather_v``).
 
             mine = comm.reduce_scatter_v(gradients, [3, 5])
         """
@@ -352,8 +353,8 @@ class Operations:
              timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r; rank r gets the result (MPI_Scan).
 
-        As ``all_reduce``, in place without ``out``.  Contributions are always added in rank order.  ``op`` may not be
-        AVG.
+        The arguments are those of ``all_reduce``: without ``out``, the result replaces ``x``.  Terms are always added
+        in rank order.  ``op`` may not be AVG.
 
             ends = comm.scan(np.array([len(tokens)]))            # of each rank's part of a whole
         """
@@ -366,7 +367,7 @@ class Operations:
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r - 1; rank r gets the result (MPI_Exscan).
 
-        As ``scan`` by ``op``, but rank 0 has no result: its ``x`` and ``out`` do not change, and it gets None.
+        It works as ``scan`` by ``op``, but rank 0 has no result: its ``x`` and ``out`` do not change, and it gets None.
 
             start = comm.exscan(np.array([len(tokens)]))         # of this rank's part of a whole
         """
@@ -426,9 +427,9 @@ class Operations:
                   timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Send the ``x`` of rank ``root`` to every rank.
 
-        ``x`` has the same dtype and number of elements on all ranks; the data replaces it, or goes to ``out`` of x's
-        shape.  With ``out``, ``x`` may be None on ranks other than ``root``.  Only the root's ``x`` may be read-only.
-        Returns the array that holds the data.
+        ``x`` has the same dtype and number of elements on all ranks.  The data replaces ``x``, or is written to
+        ``out``, which has the shape of ``x``.  With ``out``, ``x`` may be None on ranks other than ``root``.  Only the
+        root's ``x`` may be read-only.  Returns the array that holds the data.
 
             comm.broadcast(weights, root=0)
         """
@@ -474,10 +475,10 @@ class Operations:
         it does not overlap ``x``, or ``x`` is exactly this rank's shard of it.  Returns ``out``, or a new 1-D array,
         whatever the shape of ``x``.
 
-        ``counts=None`` on all ranks: the sizes travel first, by host memory, and the host waits for them, also with
-        ``async_op=True``.  In host memory that is an operation with a number of its own.  If a size is wrong, or arrays
-        overlap otherwise, every rank raises InvalidArgument that names its rank.  In a batch, for a persistent
-        operation and in a CUDA graph ``counts`` must be given.
+        With ``counts=None`` on all ranks, the ranks first exchange the sizes through host memory, and the host waits
+        for them, also with ``async_op=True``.  In host memory, the exchange is an operation with a number of its own.
+        If a size is wrong, or arrays overlap in another way, every rank raises InvalidArgument, which names that rank.
+        In a batch, for a persistent operation and in a CUDA graph, ``counts`` must be given.
 
             tokens = comm.all_gather_v(mine, [3, 5])
         """
@@ -515,11 +516,12 @@ class Operations:
                      timeout: float | None = None, compress: str | None = None) -> Any:
         """``all_to_all`` of different sizes: ``send_counts[j]`` elements for rank j, ``recv_counts[i]`` from rank i.
 
-        Counts are this rank's own: ``recv_counts[i]`` equals ``send_counts[rank]`` of rank i.  They sum to
-        ``x.size`` and to the size of ``out``, which does not overlap ``x``.  Returns ``out``, or a new 1-D array,
-        whatever the shape of ``x``.  Raises CollectiveMismatch if the counts of two ranks disagree.
-        ``recv_counts=None`` on all ranks: the counts travel first (see ``all_gather_v``).  ``send_counts`` may not be
-        None.  With ``compress`` on GPUs, counts that disagree within one block of 64 elements are not found.
+        Each rank passes its own counts: ``recv_counts[i]`` equals ``send_counts[rank]`` of rank i.  ``send_counts`` sum
+        to ``x.size``, and ``recv_counts`` to the size of ``out``, which does not overlap ``x``.  Returns ``out``, or a
+        new 1-D array, whatever the shape of ``x``.  Raises CollectiveMismatch if the counts of two ranks disagree.
+        With ``recv_counts=None`` on all ranks, the ranks exchange the counts first (see ``all_gather_v``).
+        ``send_counts`` may not be None.  With ``compress`` on GPUs, counts that disagree within one block of 64
+        elements are not found.
 
             routed = comm.all_to_all_v(tokens, to_each, from_each)
         """
@@ -552,7 +554,8 @@ class Operations:
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Gather all ranks' ``x``, in rank order, on rank ``root``.
 
-        As ``all_gather``, but only ``root`` may pass ``out``.  Returns the array on ``root``, None elsewhere.
+        It works as ``all_gather``, but only ``root`` may pass ``out``.  Returns the array on ``root``, and None on
+        other ranks.
 
             rows = comm.gather(mine, root=0)
         """
@@ -570,9 +573,9 @@ class Operations:
                  stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``gather`` of different sizes: ``counts[r]`` elements from rank r.
 
-        ``x`` and ``counts`` are as in ``all_gather_v``, but only ``root`` may pass ``out``.
-        Returns ``out``, or a new 1-D array of ``sum(counts)`` elements whatever the shape of ``x``, on ``root``; None
-        elsewhere.
+        ``x`` and ``counts`` are as in ``all_gather_v``, but only ``root`` may pass ``out``.  On ``root``, returns
+        ``out``, or a new 1-D array of ``sum(counts)`` elements, whatever the shape of ``x``.  On other ranks, returns
+        None.
 
             tokens = comm.gather_v(mine, [3, 5], root=0)
         """
@@ -616,7 +619,7 @@ class Operations:
         ``counts`` is the same on all ranks.  On ``root``, ``x`` has ``sum(counts)`` elements of out's dtype.  ``out``
         has ``counts[rank]`` elements.  What ``x`` is on other ranks, and where ``out`` may lie: see ``scatter``.
         Returns ``out``.
-        ``counts=None`` on all ranks: the sizes of ``out`` travel first (see ``all_gather_v``).
+        With ``counts=None`` on all ranks, the ranks first exchange the sizes of ``out`` (see ``all_gather_v``).
 
             comm.scatter_v(tokens if comm.rank == 0 else None, [3, 5], mine)
         """
@@ -726,9 +729,10 @@ class Operations:
              timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst``, another rank, which calls ``recv`` with the same ``tag``.
 
-        ``x`` may be changed once the call (or its Work) is done, or has failed.  Messages between two ranks with one
-        tag arrive in order; ``tag`` is from 0 to 1,048,575, and 0 on a GPU.  In host memory a message may be complete
-        before it is received.  A message that is not received within the timeout breaks the communicator.
+        The program may change ``x`` once the call (or its Work) is done, or has failed.  Messages between two ranks
+        with the same tag arrive in order.  ``tag`` is from 0 to 1,048,575, and 0 on a GPU.  In host memory, the call
+        may return before the message is received.  A message that is not received within the timeout breaks the
+        communicator.
 
             comm.send(activations, dst=comm.rank + 1)
         """
@@ -744,11 +748,11 @@ class Operations:
              timeout: float | None = None) -> Any:
         """Receive a message of rank ``src``, another rank, with ``tag`` into ``x``; returns ``x``.
 
-        Dtype and number of elements equal those of the sent array; otherwise both ranks raise CollectiveMismatch.
-        ``src=None``: the next message with ``tag`` from any rank; returns ``(x, src)`` with the rank that sent it.
-        Receives with one tag match in the order in which they were called.  Only backends for host memory receive from
-        any rank, others raise BackendUnavailable.  It raises RankLost when a rank is lost, or when all have closed the
-        communicator.
+        ``x`` must have the dtype and number of elements of the array that was sent; otherwise both ranks raise
+        CollectiveMismatch.  With ``src=None``, receives the next message with ``tag`` from any rank, and returns ``(x,
+        src)`` with the rank that sent it.  Receives with the same tag match in the order in which they were called.
+        Only backends for host memory receive from any rank; others raise BackendUnavailable.  A receive from any rank
+        raises RankLost when a rank is lost, or when all others have closed the communicator.
 
             comm.recv(activations, src=comm.rank - 1)
             gradients, worker = comm.recv(gradients)
@@ -790,8 +794,8 @@ class Operations:
                    timeout: float | None = None) -> Any:
         """Send ``data``, bytes of any length, to rank ``dst``, another rank, which calls ``recv_bytes``.
 
-        A ``send`` of an array of uint8 with ``tag``: it has its order and its limits.  ``data`` is bytes, a bytearray
-        or a memoryview.  Raises BackendUnavailable on backends for GPUs.
+        This is a ``send`` of an array of uint8 with ``tag``, with the same order and the same limits.  ``data`` is
+        bytes, a bytearray or a memoryview.  Raises BackendUnavailable on backends for GPUs.
 
             comm.send_bytes(json.dumps(results).encode(), dst=0)
         """
@@ -806,8 +810,9 @@ class Operations:
                    timeout: float | None = None) -> Any:
         """Receive a message of ``send_bytes`` with ``tag``, of any length, from rank ``src``; returns the bytes.
 
-        ``src=None``: from any rank; returns ``(data, src)``.  As ``recv``, also in its errors: CollectiveMismatch if
-        the message is an array of another dtype than uint8.  Not in a batch.
+        With ``src=None``, receives from any rank, and returns ``(data, src)``.  It works as ``recv``, and raises the
+        same errors: CollectiveMismatch if the message is an array of another dtype than uint8.  It may not be in a
+        batch.
 
             data, src = comm.recv_bytes()
         """
@@ -820,8 +825,8 @@ class Operations:
         """Wait for a message from rank ``src`` (None: any rank) with ``tag``, without receiving it.
 
         Returns its envelope: ``src``, ``dtype``, ``size`` in elements, and ``nbytes``.  The next receive from that
-        rank with that tag gets the message.  Receives that were called before, and that wait, come first.
-        ``wait=False``: returns None at once if no message has arrived.  Raises as ``recv``.  Not in a batch.
+        rank with that tag gets the message.  Receives that were called before and still wait come first.  With
+        ``wait=False``, returns None at once if no message has arrived.  Raises as ``recv``.  It may not be in a batch.
 
             envelope = comm.probe()
             x = comm.recv(np.empty(envelope.size, envelope.dtype), envelope.src)

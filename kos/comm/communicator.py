@@ -208,11 +208,11 @@ class Communicator(Groups):
     def allocate(self, shape: Shape, dtype: Any) -> Any:
         """An uninitialised array in the memory that the backend moves fastest.  Collective; ranks pass the same size.
 
-        ``shape`` is in elements of ``dtype``: of NumPy, of torch, or a name such as "bfloat16".
-        With nccl it lies in a symmetric window on this rank's GPU.  If one rank passes such an array to a reduction,
-        all_gather, all_to_all or broadcast, all ranks must, else that call raises CollectiveMismatch.
-        With host memory it is an ndarray, in memory that the ranks share if they are on one host.  ``views`` gives the
-        parts of the other ranks.  Raises InvalidArgument for a wrong shape or dtype; CollectiveMismatch if the ranks
+        ``shape`` is in elements.  ``dtype`` is one of NumPy or torch, or a name such as "bfloat16".
+        With nccl, the array lies in a symmetric window on this rank's GPU.  If one rank passes such an array to a
+        reduction, all_gather, all_to_all or broadcast, all ranks must do so, else that call raises CollectiveMismatch.
+        With host memory, it is an ndarray, in memory that the ranks share if they are on one host.  ``views`` gives the
+        arrays of the other ranks.  Raises InvalidArgument for a wrong shape or dtype; CollectiveMismatch if the ranks
         pass different ones; OutOfMemory, CollectiveTimeout, RankLost.
 
             gradients = comm.allocate((1024, 1024), "bfloat16")
@@ -232,11 +232,11 @@ class Communicator(Groups):
     def views(self, x: Any) -> list[Any]:
         """Every rank's memory at the place of ``x``, an array of ``allocate`` or ``register``, or a part of one.
 
-        Element r of the list has the shape and dtype of ``x`` and lies in the memory of rank r.  To write it is a put,
-        to read it a get.  Nothing is sent, and no other rank takes part: a ``barrier`` between the writes of one rank
-        and the accesses of another orders them, on a GPU ``barrier(stream=)``.  The views are ndarrays, or
+        Element r of the list has the shape and dtype of ``x``, and lies in the memory of rank r.  Writing to it is a
+        put, and reading from it is a get.  No other rank takes part.  A ``barrier`` (on a GPU ``barrier(stream=)``)
+        orders the writes of one rank and the later accesses of another.  The views are ndarrays, or
         ``kos.memory.Array`` on the stream of ``x``, also if ``x`` is of another library, such as a tensor of torch.  On
-        a GPU they are invalid after ``close``.
+        a GPU, they are invalid after ``close``.
 
         Raises InvalidArgument for other arrays, BackendUnavailable on ``nccl`` and between hosts.
 
@@ -250,12 +250,12 @@ class Communicator(Groups):
     def register(self, x: Any) -> Array:
         """Let the backend move the memory of ``x`` where it lies, as that of ``allocate``.  Collective.
 
-        ``x`` is an array on this rank's GPU that the program has allocated, of the same number of bytes on all ranks.
-        Returns a ``kos.memory.Array`` of that memory: the registration lasts as long as that array does, and until the
-        last captured graph that uses it is destroyed; the array keeps ``x`` alive.  Calls on either are as fast.
-        nccl requires memory of ncclMemAlloc or cuMemCreate, peer memory of cudaMalloc.  Waits for the operations in
-        flight.  Raises InvalidArgument, on all ranks, for other memory, such as expandable segments of torch, and on
-        backends for host memory; PeerMemoryError where CUDA's IPC cannot map it.
+        ``x`` is an array on this rank's GPU that the program has allocated.  It has the same number of bytes on all
+        ranks.  Returns a ``kos.memory.Array`` of the same memory, which keeps ``x`` alive.  The registration lasts
+        until this array, and the last captured graph that uses it, are gone.  Calls on ``x`` and on this array are
+        equally fast.  nccl requires memory of ncclMemAlloc or cuMemCreate, and peer requires memory of cudaMalloc.
+        Waits for the operations in flight.  Raises InvalidArgument on all ranks for other memory, such as expandable
+        segments of torch, and on backends for host memory; PeerMemoryError if CUDA's IPC cannot map the memory.
 
             buffer = comm.register(gradients)
         """
@@ -273,11 +273,11 @@ class Communicator(Groups):
     def on_failure(self, callback: Callable[[KosError], None]) -> None:
         """Call ``callback(error)`` once when this communicator has failed, at once if it has failed already.
 
-        The watchdog's thread calls it within half a second, whatever the program does meanwhile.  On GPUs the
-        operations in flight have been aborted by then, and their results are undefined.  In host memory the next call
-        or wait ends them.  A rank is lost when its process ends, unless it has closed the communicator before.  On
-        ``mpi`` the loss of a rank of another host is reported only after the next call.  ``callback`` must return
-        soon, and of this communicator it may use only ``abort``.  Raises InvalidArgument if ``callback`` is not
+        The watchdog's thread calls it within half a second, whatever the program does meanwhile.  On GPUs, the
+        operations in flight have been aborted by then, and their results are undefined.  In host memory, the next call
+        or wait ends them.  A rank counts as lost when its process ends, unless it has closed the communicator before.
+        On ``mpi``, the loss of a rank of another host is reported only after the next call.  ``callback`` must return
+        soon, and may use nothing of this communicator but ``abort``.  Raises InvalidArgument if ``callback`` is not
         callable.
 
             comm.on_failure(lambda error: print(f"lost: {error.ranks}"))

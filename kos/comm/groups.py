@@ -177,14 +177,16 @@ class Groups(Operations):
         """The communicator of the surviving ranks, in their order, after some were lost; all survivors call it.
 
         This communicator and the groups split from it are aborted.  Ranks that still wait in one of their operations
-        raise RankLost.  Split the result to have the groups again.  The launcher must let survivors live (mpirun:
-        ``--with-ft ulfm``); ranks of MPI continue over tcp.  A rank that is stopped is left out too if it does not call
-        within the timeout, one that the failure names within half of it.  When it wakes up, its next call raises.
-        ``timeout`` in seconds, counted from the first survivor's call, replaces the communicator's own for this call.
+        raise RankLost.  To have the groups again, split the result.  The launcher must let survivors live (mpirun:
+        ``--with-ft ulfm``).  Ranks of MPI continue over tcp.  A rank that is stopped is left out too if it does not
+        call within the timeout, or within half of it if the failure names this rank.  When it wakes up, its next call
+        raises.  ``timeout`` is in seconds, and is counted from the first survivor's call.  None is the communicator's
+        own.
 
-        Raises BackendUnavailable under mpirun on hosts that do not reach each other by TCP, RendezvousError if another
-        survivor does not call it within the timeout: the program may then call it again.  RankLost on a rank that the
-        others have left out.  An unreachable rank counts as lost: if a network partitions, both groups continue.
+        Raises BackendUnavailable under mpirun on hosts that do not reach each other by TCP.  Raises RendezvousError if
+        another survivor does not call it within the timeout; the program may then call it again.  Raises RankLost on a
+        rank that the others have left out.  A rank that cannot be reached counts as lost, so if a network splits in
+        two, both parts continue.
 
             try:
                 comm.all_reduce(x)
@@ -196,14 +198,14 @@ class Groups(Operations):
     def grow(self, n: int, *, timeout: float | None = None) -> Self:
         """The communicator of all ranks of this one, in their order, and of ``n`` newcomers after them.
 
-        Collective; the newcomers call ``kos.join`` with ``address``, before or after.  The result is a world of its
-        own: errors name its ranks.  This communicator and the groups split from it are aborted, but only once the new
-        one is complete: arrays of ``allocate`` are then invalid on GPUs.  Ranks of MPI continue over tcp.  ``timeout``
-        in seconds replaces the communicator's own for this call.
+        Collective.  The newcomers call ``kos.join`` with ``address``, before or after.  The result is a world of its
+        own: errors name ranks by their numbers in it.  This communicator and the groups split from it are aborted when
+        the new one is complete.  On GPUs, arrays of ``allocate`` are then invalid.  Ranks of MPI continue over tcp.
+        ``timeout`` is in seconds; None is the communicator's own.
 
-        Raises InvalidArgument for an ``n`` below 1; RankLost if a rank is lost; RendezvousError, which says how many
-        newcomers came, at the timeout; BackendUnavailable, as in ``shrink``, or where the newcomers cannot use the
-        backend.  After an error this communicator is as it was.
+        Raises InvalidArgument for an ``n`` below 1; RankLost if a rank is lost; RendezvousError at the timeout, which
+        says how many newcomers came; BackendUnavailable as in ``shrink``, or if the newcomers cannot use the backend.
+        After an error, this communicator is as it was.
 
             comm = comm.grow(2, timeout=600)
         """
@@ -215,11 +217,11 @@ class Groups(Operations):
     def replace(self, n: int | None = None, *, timeout: float | None = None) -> Self:
         """``shrink`` and ``grow`` in one agreement: the surviving ranks, in their order, and newcomers after them.
 
-        All survivors call it; ``n`` newcomers call ``kos.join``, by default as many as ranks were lost.  This
-        communicator and the groups split from it are aborted first, as in ``shrink``.  ``timeout`` and the result are
-        as in ``grow``.
+        All survivors call it, and ``n`` newcomers call ``kos.join``.  By default, ``n`` is the number of lost ranks.
+        This communicator and the groups split from it are aborted first, as in ``shrink``.  ``timeout`` and the result
+        are as in ``grow``.
 
-        Raises InvalidArgument for an ``n`` below 0, and the errors of ``shrink`` and ``grow``.  After RendezvousError
+        Raises InvalidArgument for an ``n`` below 0, and the errors of ``shrink`` and ``grow``.  After RendezvousError,
         the program may call ``shrink`` or ``replace`` again.
 
             try:
@@ -234,8 +236,8 @@ class Groups(Operations):
     def address(self) -> str:
         """Where newcomers call with ``kos.join``: the first ranks, as "host:port", with commas.  Not collective.
 
-        A job on a loopback address can be joined on its host.  It changes with the membership, unless rank 0 stays.
-        "" where ranks cannot join: under mpirun on hosts that do not reach each other by TCP.
+        If it is a loopback address, newcomers must be on this host.  It changes with the membership, unless rank 0
+        stays.  It is "" if ranks cannot join, which is so under mpirun on hosts that do not reach each other by TCP.
 
             print(comm.address)
         """
@@ -244,8 +246,8 @@ class Groups(Operations):
     def newcomers(self) -> int:
         """How many newcomers wait at this rank for ``grow`` or ``replace``.  Not collective; does not wait.
 
-        A newcomer calls at the first 8 ranks.  Its handshake takes three calls of this.  Raises CollectiveError if the
-        communicator is closed.
+        Newcomers connect to one of the first 8 ranks.  A newcomer is counted after three calls of this method, which
+        its handshake needs.  Raises CollectiveError if the communicator is closed.
 
             joining = comm.broadcast(np.array(comm.newcomers()), 0)
         """
