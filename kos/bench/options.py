@@ -72,23 +72,23 @@ def _parser() -> Parser:
     add("-e", "--max-bytes", type=parse_size, metavar="SIZE", help="largest size (default 64M)")
     add("-f", "--factor", type=int, metavar="N", help="each size is N times the one before (default 4)")
     add("--sizes", type=parse_sizes, metavar="SIZES", help="sizes such as 8,1K,1M, instead of -b, -e and -f")
-    add("-d", "--dtype", default="float32", help=f"element type, of {_names(MEASURED)} (default %(default)s)")
+    add("-d", "--dtype", default="float32", help=f"element type: one of {_names(MEASURED)} (default %(default)s)")
     add("-o", "--op", default="sum", choices=REDUCE_OPS, help="reduce operation (default %(default)s)")
-    add("--backend", help=f"only these, of {_names([*HOST_BACKENDS, *GPU_BACKENDS])}")
-    add("--algorithm", default="auto", help="of ours, by name, or deterministic (default %(default)s)")
+    add("--backend", help=f"measure only these: some of {_names([*HOST_BACKENDS, *GPU_BACKENDS])}")
+    add("--algorithm", default="auto", help="an algorithm of kos, or deterministic (default %(default)s)")
     add("--mode", help="some of graph (GPUs), eager, single_shot (default: all)")
-    add("--place", choices=("in", "out", "both"), default="both", help="in place, out of place (default %(default)s)")
-    add("--device", choices=("host", "gpu"), help="where the arrays lie (default: gpu where there is one)")
-    about = "timed calls of a row, with --arrays of a batch, fewer if large (default %(default)s)"
+    add("--place", choices=("in", "out", "both"), default="both", help="in place or out of place (default %(default)s)")
+    add("--device", choices=("host", "gpu"), help="the memory of the arrays (default: gpu if there is one)")
+    about = "timed calls for each row, or with --arrays for each batch; large sizes take fewer (default %(default)s)"
     add("-n", "--iterations", type=int, default=200, metavar="N", help=about)
-    about = "untimed calls before them, in whole batches (default %(default)s)"
+    about = "untimed calls before these, in whole batches (default %(default)s)"
     add("-w", "--warmup", type=int, default=1, metavar="N", help=about)
-    about = "hosts: call again and again on so many arrays, such as 1,100; with async calls, noise, and MPI from C"
+    about = "hosts: measure calls on so many arrays in turn, such as 1,100; adds async calls, noise, and MPI from C"
     add("--arrays", metavar="N,N", help=about)
-    add("--ranks", type=int, default=2, help="threads, where no mpirun has started ranks (default %(default)s)")
-    add("--seed", type=int, default=0, help="of the values that are sent (default %(default)s)")
+    add("--ranks", type=int, default=2, help="threads to use if no mpirun has started ranks (default %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the values that are sent (default %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the rows, with what they were measured on")
-    where = "where to draw latency and bus bandwidth over size (default: beside --json, or bench-*.png)"
+    where = "the picture of latency and bus bandwidth by size (default: beside --json, or bench-*.png)"
     add("--plot", type=Path, metavar="FILE", help=where)
     add("--no-plot", action="store_true", help="draw no picture")
     return parser

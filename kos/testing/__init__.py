@@ -56,7 +56,7 @@ def spawn(
 
     - ``buffer_bytes``: a larger message is complete when it is received, so two ranks that both send first deadlock.
       The default is that of the strictest backend: on ``nccl`` the first message between two ranks waits for any size.
-      ``mpi`` and ``tcp`` buffer messages of up to 128 KiB between ranks of a host; ``float("inf")`` buffers every one.
+      ``mpi`` and ``tcp`` buffer messages of up to 64 KiB between ranks of a host; ``float("inf")`` buffers every one.
     - ``check_deadlock``: when every rank waits and none can continue, all raise ``Deadlock`` at once.  It names the
       rank and the operation that each rank waits for.  Ranks that compute, sleep, or wait with their own timeout can
       continue, and so can a program with threads that started after ``spawn``.

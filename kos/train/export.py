@@ -1,4 +1,4 @@
-"""A folder for Hugging Face from a checkpoint, in bfloat16 or float32: ``python -m kos.train.export RUN OUT``.
+"""Write a folder for Hugging Face from a checkpoint, in bfloat16 or float32: ``python -m kos.train.export RUN OUT``.
 
 RUN is a run's folder (its newest complete checkpoint is taken) or a checkpoint's. One process, no MPI. OUT gets the
 weights, config.json, the tokenizer, and the files that the run has kept of the folder of --init-from.
@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run or of a checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write: a new or an empty one")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the weights")
     arguments = parser.parse_args(argv)
     try:
         parameters = export(arguments.run, arguments.out, arguments.dtype)

@@ -323,9 +323,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog=program("kos.tune"), description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--largest", type=_bytes, default=GB, metavar="SIZE", help="measure up to this size (1G)")
     parser.add_argument(
-        "--with", dest="others", action="append", default=[], metavar="NAME", help="a backend of another package, too"
+        "--with", dest="others", action="append", default=[], metavar="NAME", help="also a backend of another package"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it (default: the user's cache)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the file to write (default: in the user's cache)")
     try:
         options = parser.parse_args(arguments)
     except ConfigError as error:

@@ -1,6 +1,6 @@
-"""Loss, learning rate, gradient norm and tokens/s of one or several runs: ``python -m kos.train.tools.plot RUN…``.
+"""Draw the loss, learning rate, gradient norm and tokens/s of runs: ``python -m kos.train.tools.plot RUN…``.
 
-RUN is a run's folder. The figures are those of its metrics.jsonl, also while it goes on.
+RUN is the folder of a run. Its metrics.jsonl is drawn, also while the run goes on.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _values(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np
 def main(argv: Sequence[str] | None = None) -> int:
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog=program("kos.train.tools.plot"), description=about)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="A run's folder.")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="The folder of a run.")
     about = "The picture, .png or .svg. Default: plot.png in the folder of the first run."
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help=about)
     arguments = parser.parse_args(argv)
