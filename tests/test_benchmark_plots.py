@@ -203,7 +203,7 @@ def test_the_command_checks_and_writes(
     monkeypatch.setattr(sys, "argv", ["plots", "--check"])
     assert command.main() == 1 and "page.md: tables differ" in capsys.readouterr().out
     page.write_text(tables.renewed(page.read_text(), page))
-    assert command.main() == 0 and "ms a step" in page.read_text()
+    assert command.main() == 0 and "ms per step" in page.read_text()
 
 
 def test_a_run_becomes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def routing() -> str:
         [f"{nbytes // 14336:,}", *(f"{us(times[nbytes])} µs, {rates[nbytes]:.0f} GB/s" for times, rates in lines)]
         for nbytes in sorted(lines[0][0], reverse=True)
     ]
-    return table([f"tokens a rank, {measured.on(2)}", *names], rows)
+    return table([f"tokens per rank, {measured.on(2)}", *names], rows)
 
 
 def compressed() -> str:
@@ -192,4 +192,4 @@ def torch_steps() -> str:
         if steps := load(measured.torch_file()).get(key):
             interval = "{:.3f} to {:.3f}".format(*steps["interval"]) if "interval" in steps else ""
             rows.append([label, f"{steps['kos']:.2f}", f"{steps['nccl']:.2f}", f"{steps.get('ratio', '')}", interval])
-    return table(["ms a step", "over kos", "over NCCL", "kos / NCCL", "95% interval"], rows)
+    return table(["ms per step", "over kos", "over NCCL", "kos / NCCL", "95% interval"], rows)

@@ -29,7 +29,7 @@ def training() -> str:
                 gib(row.torch), measured.variant(row.torch), ratio(row.ratio),
             ])  # fmt: skip
     return table(
-        ["GPUs", "model, sequences x tokens of a GPU", "kos, tokens/s", "MFU", "GiB", "PyTorch, tokens/s", "GiB",
+        ["GPUs", "model, sequences x tokens per GPU", "kos, tokens/s", "MFU", "GiB", "PyTorch, tokens/s", "GiB",
          "PyTorch's variant", "kos / PyTorch"],
         rows,
     )  # fmt: skip
@@ -104,19 +104,19 @@ def power() -> str:
     rows = []
     for row in select("power-h200-1")[::6]:
         if "product" in row:
-            what = "product " + " x ".join(str(each) for each in row["product"])
+            what = "matmul " + " x ".join(str(each) for each in row["product"])
             speeds = [f"{row['tflops_first_50ms']:.0f}", f"{row['tflops_last_second']:.0f}"]
         else:
             words = re.search(r"--preset (\S+)(?: --num-hidden-layers (\d))?.* --batch-size (\d+)", row["command"])
             assert words
             layers = f"{words[2]} layers of " * bool(words[2])
-            what, speeds = f"training {layers}{words[1]}, {words[3]} sequences a step", ["", ""]
+            what, speeds = f"training {layers}{words[1]}, {words[3]} sequences per step", ["", ""]
         rows.append([what, *speeds, f"{row['sm_mhz'][1]:,.0f}", f"{row['at_power_limit']:.0%}"])
     return table(["what runs", "TFLOP/s, first 50 ms", "last second", "median MHz", "at 700 W"], rows)
 
 
 GROUPS = [
-    ("matrix products", "linear"),
+    ("matmuls", "linear"),
     ("attention, forward", "attention(_to)?$"),
     ("attention, backward", "attention(_to)?_backward"),
     ("optimizer and norm", f"{OPTIMIZER}|adamw|squares|finish_norm"),  # in older files, kernels
@@ -160,7 +160,7 @@ def layouts() -> str:
         memory = gib(row) if row.get("peak_memory_bytes") else ""
         predicted = f"{row['predicted_ms']:,.0f}" if "predicted_ms" in row else ""
         rows.append([row["preset"], row["layout"], on, tokens(row), f"{row['step_ms']:,.0f}", mfu, memory, predicted])
-    return table(["model", "layout", "on", "tokens/s", "ms a step", "MFU", "GiB", "`--plan` predicted, ms"], rows)
+    return table(["model", "layout", "on", "tokens/s", "ms per step", "MFU", "GiB", "`--plan` predicted, ms"], rows)
 
 
 def layouts_of_four() -> str:
@@ -171,7 +171,7 @@ def layouts_of_four() -> str:
         idle = f"{row['stages']['idle']:.1%}" if "stages" in row else ""
         rows.append([row["preset"], row["layout"], batch, tokens(row), f"{row['step_ms']:,.0f}",
                      f"{row['mfu_causal']:.1%}", idle, gib(row)])  # fmt: skip
-    head = ["model", "layout", "tokens a step", "tokens/s", "ms a step", "MFU", "idle", "GiB"]
+    head = ["model", "layout", "tokens per step", "tokens/s", "ms per step", "MFU", "idle", "GiB"]
     return table(head, rows)
 
 
@@ -187,7 +187,7 @@ def layouts_peers() -> str:
         for row in theirs:
             slower = ratio(row["step_ms"] / ours["step_ms"])
             rows.append(["", "", "", "", names[row["variant"]], tokens(row), gib(row), slower])
-    head = ["model", "layout", "tokens a step", "on", "library", "tokens/s", "GiB", "kos / library"]
+    head = ["model", "layout", "tokens per step", "on", "library", "tokens/s", "GiB", "kos / library"]
     return table(head, rows)
 
 
