@@ -58,8 +58,9 @@ def draw(runs: Runs, path: Path) -> None:
     figure = Figure(figsize=(11, 6.6), layout="constrained")
     grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1))
     places = (grid[0, :], grid[1, 0], grid[1, 1], grid[1, 2])
-    looks = [{"color": COLORS[i % len(COLORS)], "linestyle": LINES[i // len(COLORS) % len(LINES)]}
-             for i in range(len(runs))]  # fmt: skip
+    looks: list[dict[str, Any]] = [
+        {"color": COLORS[i % len(COLORS)], "linestyle": LINES[i // len(COLORS) % len(LINES)]} for i in range(len(runs))
+    ]
     checked: dict[str, Any] = {"marker": "o", "markerfacecolor": "white", "linestyle": "--", "linewidth": 1.2}
     legend = [Line2D([], [], label=name, **look) for name, look in zip(runs, looks, strict=True)]
     legend += [Line2D([], [], color="#555555", label="training loss"),
@@ -91,7 +92,7 @@ def draw(runs: Runs, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _line(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, look: dict[str, str], pale: bool) -> None:
+def _line(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, look: dict[str, Any], pale: bool) -> None:
     steps, values = _values(rows, key)
     if len(values) >= SMOOTHED and key != "lr":
         if pale:
