@@ -63,7 +63,7 @@ def test_every_variable_that_kos_reads_is_on_the_page() -> None:
 def test_every_variable_of_kos_that_a_page_names_is_on_the_page() -> None:
     pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").iterdir(), ROOT / "README.md", ROOT / "Makefile"]
     for path in pages:
-        if path.is_file():
+        if path.is_file() and path.parent.name != "releases":  # which say what is gone
             missing = {*re.findall(r"\bKOS_[A-Z_]*[A-Z]\b", path.read_text())} - listed().keys()
             assert not missing, f"{path.relative_to(ROOT)} names {missing}, which the page lacks"
 
