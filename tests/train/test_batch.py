@@ -63,8 +63,10 @@ def test_all_fields_arrive(
         data.append(Full(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}))
         return data[-1]
 
-    def forward(self: Model, weights: Any, slot: Any, batch: Batch, x_nD: Any = None, saves: bool = True) -> Any:
-        out = run_forward(self, weights, slot, batch, x_nD, saves)
+    def forward(
+        self: Model, weights: Any, slot: Any, batch: Batch, x_nD: Any = None, saves: bool = True, **more: Any
+    ) -> Any:
+        out = run_forward(self, weights, slot, batch, x_nD, saves, **more)
         if self.local.last and slot.batch.document_starts is not None and not isinstance(self.ops, DRY):
             (arrived if saves else evaluated).append(_elements(slot.batch))
         return out
