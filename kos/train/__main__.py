@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             note = overrides(arguments, getattr(error, "settings", ()))
         rank = rank if trainer is None else trainer.comm.rank  # others may have been lost
         if stop.listens:
-            Stop.ignore()
+            stop.ignore()
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
         _fail(error, rank, note, "--debug" in arguments or debugging(), begun)
     return 0

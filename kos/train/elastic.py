@@ -44,7 +44,6 @@ from kos.train.checkpoint.state import FLOAT32, ShardedState
 from kos.train.config import flatten
 from kos.train.config.options import flag_of
 from kos.train.device import Device
-from kos.train.device.choose import make_device
 from kos.train.machine import limit_threads
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.parallel.failures import Left, gather_json, on_every_rank
@@ -76,7 +75,7 @@ class Elastic(Runner):
     lag = 0
 
     def __init__(self, run: RunContext) -> None:
-        self.run, self._began = run, run.step if run.epoch >= 0 else 1 << 62
+        self.run, self._began = run, run.steps_done if run.epoch >= 0 else 1 << 62
         """The last step that this rank has begun: all that belongs to those before it is over."""
         self._last: tuple[int, StepResult] | None = None  # the last step that is over, and its result
         self._kept: Kept | None = None  # until all ranks have loaded it
@@ -167,7 +166,7 @@ class Elastic(Runner):
         if joined := now - (before - len(left | lost)):
             what.append(f"{plural(joined, 'rank')} joined")
         if what:  # else newcomers were refused
-            then = f"after step {self.run.step}: {plural(now, 'rank')} now, {seconds:.2f} s later"
+            then = f"after step {self.run.steps_done}: {plural(now, 'rank')} now, {seconds:.2f} s later"
             self.run.console.say(f"{' and '.join(what)} {then}")
 
     def _regroup(self) -> None:
@@ -198,7 +197,7 @@ class Elastic(Runner):
         if unfinished:  # what belongs to the last step, such as a validation
             number, last = next(each["last"] for each in every if each["last"] and each["last"][0] == applied - 1)
             self._last = number, StepResult(*last)._replace(leaving=(), joining=0)
-        run.step = applied - unfinished
+        run.steps_done = applied - unfinished
         run.saved_step = max(each["saved"] for each in every)
         run.untrained = next((each["untrained"] for each in every if each["untrained"]), {})
         kept.check(present)
@@ -375,7 +374,7 @@ def facts_of(run: RunContext) -> dict[str, Any]:
         "settings": run.asked, "chosen": run.config.to_json(), "out": str(run.out), "source": run.source,
         "data": run.data_in_words, "name": run.name, "row": run.row,
         "start": run.start, "skipped": sorted(run.skipped), "last_finite": run.last_finite,
-        "description": run.description,
+        "description": run.description, "batches": run.own.state(),
     }  # fmt: skip
 
 
@@ -398,7 +397,9 @@ def take_facts(newcomer: RunContext, facts: dict[str, Any]) -> None:
     newcomer.out, newcomer.skipped = Path(facts["out"]), set(facts["skipped"])
     for name in ("source", "name", "row", "start", "last_finite", "description"):
         setattr(newcomer, name, facts[name])
-    newcomer.console = Console(newcomer.comm.rank, newcomer.config.steps)
+    if newcomer.brings_batches:
+        newcomer.own.load_state(["all", [facts["batches"]]], 0, 1)
+    newcomer.console = Console(newcomer.comm.rank if newcomer.verbose else -1, newcomer.config.steps)
 
 
 def move_to(run: RunContext, comm: Communicator, epoch: int) -> None:
@@ -417,9 +418,8 @@ def move_to(run: RunContext, comm: Communicator, epoch: int) -> None:
         publish_address(run)
         if run.metrics is None:
             take_output(run)
-    run.device = make_device(run.config, run.model_config, run.data, run.mesh, run.console.progress)
+    run.make_device()
     run.device.epoch = epoch
-    run.device.check_stop(lambda: run.stop.wish)
 
 
 def logged_epoch(run: RunContext) -> int:

@@ -56,10 +56,14 @@ def announce(run: RunContext) -> None:
     if config.grad_dtype != (asked := run.asked["grad_dtype"]):
         why = f"a rank adds up {len(run.device.micro_batches)} micro-batches of a step, which {asked} would round"
         say(f"--grad-dtype {asked}: gradients are {config.grad_dtype}, since {why}")
-    say("; ".join(filter(None, (run.data.trained_on, run.data.held_out))))
+    if lines := "; ".join(filter(None, (run.data.trained_on, run.data.held_out))):
+        say(lines)
+    if run.loss is not None:
+        no_graph = run.asked["graph"] != run.config.graph
+        say(f"the loss is that of the program{', so there is no CUDA graph' * no_graph}")
     if run.data.mixture is not None:
         say(run.data.mixture.in_words(config.steps, config.batch_size))
-    if run.comm.rank == 0:
+    if run.comm.rank == 0 and not run.brings_batches:
         if fit := run.data.fit_in_words():
             say(fit)
         say(first_line(run.data, run.start))
@@ -67,7 +71,7 @@ def announce(run: RunContext) -> None:
         say(run.data.note)
     say(run.device.describe())
     _report_settings(run)
-    if run.trains and (seconds := run.device.dry_run()) is not None:
+    if run.trains and not run.of_program and (seconds := run.device.dry_run()) is not None:
         step, validation = seconds
         every, steps = config.eval_every or config.steps, config.steps - run.start
         validations = (run.start == 0) + -(-config.steps // every) - run.start // every
@@ -112,14 +116,15 @@ def _report_settings(run: RunContext) -> None:
 
 def conclude(run: RunContext, text: str) -> None:
     """Where checkpoint and metrics are, the ``text`` sampled at the end, and what to type next."""
-    say, out, config, step = run.console.say, run.out, run.config, run.step
+    say, out, config, step = run.console.say, run.out, run.config, run.steps_done
     if run.skipped:
         done = plural(step - run.start, "step")
         say(f"{len(run.skipped)} of {done} left out (--skip-outliers {config.skip_outliers:g})")
     if run.without_targets:
         say(f"{run.without_targets} of {plural(step - run.start, 'step')}: {NO_TARGETS}")
     if early := step < config.steps:
-        say(f"stopped on request after step {step}; resume with: {resume(out, run.comm.size)}")
+        why = "the batches ended" if run.ended else "stopped on request"
+        say(f"{why} after step {step}{resuming(run)}")
     elif text:
         say(f"--- a sample ---\n{text}\n----------------")
     say(f"checkpoint: {run.checkpoints / f'step-{step}'}")
@@ -128,7 +133,7 @@ def conclude(run: RunContext, text: str) -> None:
         say(f"plot:       {command}")
     if not early:
         say(f"more text:  {sample(out, config)}")
-        if step > run.start:  # else config.json is that of another run, perhaps of another layout
+        if step > run.start and not run.of_program:  # else config.json may be that of another run, of another layout
             say(f"more steps: {more_steps(out, run.comm.size, config)}")
 
 
@@ -143,6 +148,13 @@ def resume(out: Path, ranks: int, *flags: str) -> str:
     elif ranks > 1:
         return f"start the {ranks} ranks as before, with: {shlex.join(words)}"
     return shlex.join(words)
+
+
+def resuming(run: RunContext) -> str:
+    """How to resume the run, to be added to a line."""
+    if run.of_program:
+        return "; resume with resume='auto' in the program's TrainConfig"
+    return f"; resume with: {resume(run.out, run.comm.size)}"
 
 
 def mpirun_ends_all() -> bool:

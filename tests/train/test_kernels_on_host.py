@@ -361,3 +361,8 @@ def test_adamw_without_master_weights(ops):
     on_models.test_adamw_without_master_weights(ops)
     on_models.test_weights_are_rounded_at_random(ops)
     on_models.test_weights_that_are_lost_stay_so(ops)
+
+
+@pytest.mark.parametrize("columns", [1, 300])
+def test_scale_rows(ops, side, rng, columns):
+    on_loss.test_scale_rows(ops, side, rng, columns)

@@ -94,6 +94,9 @@ class Dataset:
     mixture: Mixture | None = None
     """The sources and the order of their sequences; None: one source."""
 
+    ahead = True
+    """Whether the batch of the next step may be read before a step is over."""
+
     in_parts: bool = False
     """Whether documents have parts that the loss need not count: chats, prompts and completions, tokens with a mask."""
 

@@ -112,7 +112,7 @@ class CpuDevice(Device):
         """All of it."""
         began, self._number, program = time.perf_counter(), step, self.step
         program.report[:REPORT] = wish, self.epoch, step + 1, self.newcomers
-        whole, program.count[0] = self.data.micro_batches(step, self.micro_batches, self.mesh.dp)
+        whole, program.count[0] = self.source.micro_batches(step, self.micro_batches, self.mesh.dp)
         self._batches = [*map(program.models[0].context.take, whole)]
         program.run()
         norm, lr = program.optimizer.last_norm, program.optimizer.last_lr

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kos.memory.arena import Arena
+from kos.train.data.batch import Batch
 from kos.train.ops import Array
 from kos.train.parallel.context import ContextParallel, Masks
 from kos.train.parallel.tensor import TensorParallel
@@ -64,6 +65,9 @@ class PassContext(NamedTuple):
 
     cache: Any = None
     """The ``kos.train.layers.cache.Cache`` of a forward that generates."""
+
+    batch: Batch | None = None
+    """The micro-batch, with fields (N,), for the loss."""
 
     def trains(self, linear: Any) -> bool:
         """Whether a backward computes the gradient of a ``Linear``'s matrix or bias: not if both are frozen."""

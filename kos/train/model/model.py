@@ -169,7 +169,9 @@ class Model:
         """
         assert flight.batch is not None and flight.out_nD is not None  # there was a forward
         keep, pending = (flight.arena, flight.pending) if deferred else (self.arena, None)
-        ctx = self._ctx._replace(weights=weights, into=into, keep=keep, masks=flight.masks, pending=pending)
+        ctx = self._ctx._replace(
+            weights=weights, into=into, keep=keep, masks=flight.masks, pending=pending, batch=flight.batch
+        )
         if self.local.last:
             assert loss is not None
             self.head.backward(ctx, flight.out_nD, flight.batch.targets, dx_nD, loss, count, self.holds_first)
@@ -234,7 +236,8 @@ class Model:
         if count is not None:
             divisor = self.arena.take((1,), ops.statistics_dtype(flight.out_nD.dtype))
             ops.copy(np.full_like(ops.to_host(divisor), count), divisor)
-        self.head.loss(self._ctx._replace(weights=weights), flight.out_nD, flight.batch.targets, loss, divisor)
+        ctx = self._ctx._replace(weights=weights, batch=flight.batch)
+        self.head.loss(ctx, flight.out_nD, flight.batch.targets, loss, divisor)
         return float(ops.to_host(loss)[0])
 
     def logits_of(self, weights: Weights, flight: InFlight, rows: slice) -> Array:

@@ -24,6 +24,7 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
+from kos.train.data.batch import Batch
 
 Array = Any  # a dialect's own: numpy's ndarray, a device tensor
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -391,6 +392,12 @@ class Ops(Protocol):
         With ``count`` (1,) they become the gradient of sum(losses) / count.
         """
 
+    def scale_rows(self, x: Array, targets: Array, weights: Array | None, count: Array | None) -> None:
+        """x[i] *= weights[i] / count, of x (N, C); 0 where the target is ignored. None stands for ones."""
+
+    def own_loss(self, loss: Any, logits: Array, batch: Batch, losses: Array, backward: bool) -> None:
+        """losses (N,), those of a ``Loss``; if ``backward``, ``logits`` become the gradient of their sum."""
+
     def logit_statistics(self, logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:
         """Of ``logits`` (N, v), a part of a vocabulary from row ``first`` on: what a loss needs of it.
 
@@ -415,3 +422,37 @@ class Ops(Protocol):
 
     def mean_loss(self, losses: Array, count: Array, out: Array) -> None:
         """out (1,), float64, = sum(losses) / count."""
+
+
+class CudaLoss(NamedTuple):
+    """A loss of one's own for GPUs, as a kernel in CUDA C++.  It runs within the step's CUDA graph.
+
+    ``source`` defines ``extern "C" __global__ void loss(DTYPE* logits, const int* targets, const float* weights,
+    float* losses, int vocabulary)``.  Block i, of ``threads`` threads, computes token i: it writes ``losses[i]``, and
+    overwrites the ``vocabulary`` logits from ``logits[i * vocabulary]`` on with the gradient of ``losses[i]``.
+    ``weights`` is null if the batch has none.  ``DTYPE`` is ``float32`` or ``bfloat16``, as activations are:
+    ``widen(x)`` is an element as a float, and ``narrow(value, x)`` stores one.
+
+    The first step compiles the kernel, and raises CompileError with the compiler's messages.
+    """
+
+    source: str
+    threads: int = 256
+
+
+Loss = Callable[[Any, Batch], tuple[Any, Any]] | CudaLoss
+"""A loss of one's own: a ``CudaLoss``, or a function ``(losses, gradient) = loss(logits, batch)``.
+
+``logits`` (n, V) and the fields of ``batch``, (n,) each, are those of any n tokens of a micro-batch: NumPy's arrays on
+CPUs, ``kos.memory.Array`` on GPUs.  ``losses`` (n,) are the losses of these tokens, and ``gradient`` (n, V) is that of
+their sum; it may be ``logits``, overwritten.  On GPUs both are arrays with ``__dlpack__``.  What a loss gives for a
+target of -1 counts as 0.
+"""
+
+
+def of_function(own: Any, losses: Array, gradient: Array) -> tuple[Any, Any]:
+    """What a loss of one's own returned.  InvalidArgument unless it has the shapes of ``losses`` and ``gradient``."""
+    got = [tuple(getattr(each, "shape", ())) for each in own] if isinstance(own, tuple) else type(own).__name__
+    if got != (shapes := [tuple(losses.shape), tuple(gradient.shape)]):
+        raise InvalidArgument(f"loss: expected losses and their gradient, of shapes {shapes}, got {got}")
+    return own

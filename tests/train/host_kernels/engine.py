@@ -113,6 +113,7 @@ COLUMN_MAJOR = {
 MEMORY_OF = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "copy", "to_host", "zero"}
 OPERATIONS = {name for name in vars(Ops) if not name.startswith("_")} - MEMORY_OF - {"rope_tables"}
 OPERATIONS -= {"keys_and_values", "add_keys_and_values"}  # the kernels': their arrays lie otherwise than numpy's
+OPERATIONS -= {"own_loss"}  # the device's, of the program's arrays or kernel
 
 
 class QueuedOps(HostOps):
