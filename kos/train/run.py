@@ -202,7 +202,7 @@ class Trainer(RunContext):
     def _residuals(self, path: Path) -> Residuals | None:
         """What this rank gets of the residuals in a checkpoint."""
         replicas, every = self.mesh.replicas, self.model_config.parameter_shapes()
-        shapes = {name: every[name] for group in self.config.groups(self.model_config) for name in group.names}
+        shapes = {name: every[name] for group in self.config.trained_groups(self.model_config) for name in group.names}
         return saved_residuals(path, shapes, self.config, replicas.rank, replicas.size, self.mesh.local)
 
     def _check_source(self) -> None:

@@ -113,7 +113,8 @@ _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # ends of
 
 def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
     """The ``config.json`` of this model."""
-    kind, settings = config.model_type, dataclasses.asdict(config)  # their names are a LLaMA's
+    kind, settings = config.model_type, dataclasses.asdict(config.base)  # their names are a LLaMA's
+    del settings["lora"]
     if kind == "gpt2":
         settings = {theirs: settings[ours] for theirs, ours in _GPT2.items()}
     else:

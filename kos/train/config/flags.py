@@ -36,12 +36,15 @@ from kos.train.config.other_names import suggestion
 METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
     "data": "NAME|PATH[:WEIGHT]", "val_data": "NAME|PATH", "tokenizer": "NAME|PATH",
-    "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE",
+    "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE", "freeze": "PATTERN",
 }  # fmt: skip
 
 
 FINE_TUNING_LR = 2e-5
 """The peak learning rate with ``--init-from``.  Source: Stanford Alpaca (tatsu-lab/stanford_alpaca)."""
+
+ADAPTERS_LR = 2e-4
+"""The same with ``--lora``.  Source: QLoRA (Dettmers et al. 2023, arXiv:2305.14314), for models of up to 13b."""
 
 FINE_TUNING_SEQ_LEN = 1024
 """The largest default of ``--seq-len`` with ``--init-from``. A model's context may be 131,072 tokens, for which few
@@ -51,9 +54,12 @@ PATHS = ("data", "val_data", "tokenizer", "init_from")
 NAMES = (None, "stdlib", "tinyshakespeare", "auto", "bytes", "chars")
 """Values of ``PATHS`` that are no paths."""
 
+SEVERAL = ("data", "tracker", "lora_targets", "freeze")
+"""Flags that can be repeated."""
+
 GROUPS = {
     "preset": "Model", "data": "Data", "device": "Ranks and layout", "steps": "Length and output",
-    "optimizer": "Optimizer", "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
+    "optimizer": "Optimizer", "lora": "Adapters and frozen weights", "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
     "log_every": "Logging", "micro_batch_size": "Performance", "show_data": "Debugging",
     "model.model_type": "Shape of the model (a preset or --init-from gives it)",
 }  # fmt: skip
@@ -124,7 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if field.annotation is not bool:
             metavar = METAVARS.get(key, {int: "N", float: "X", Path: "DIR"}.get(_type_of(field), "NAME"))
-            action = {"tracker": "append", "data": "append", "val_data": _Once}.get(key, "store")
+            action = {**dict.fromkeys(SEVERAL, "append"), "val_data": _Once}.get(key, "store")
             kind = {"metavar": metavar, "type": functools.partial(_value, field), "action": action}
             kind |= {"nargs": "?", "const": "1"} if key == "elastic" else {}
         group.add_argument(flag_of(key), dest=key, help=_help(field, attrgetter(key)(defaults)), **kind)
@@ -151,7 +157,7 @@ def fine_tuning(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[s
     if merged.get("init_from") is None:
         return []
     steps, context = merged.get("steps"), merged.get("model.max_position_embeddings")
-    values: dict[str, Any] = {"lr": FINE_TUNING_LR}
+    values: dict[str, Any] = {"lr": FINE_TUNING_LR if merged.get("lora") is None else ADAPTERS_LR}
     if merged.get("epochs") is not None:  # of which the data say how many steps they are
         values["warmup_steps"] = None
     elif isinstance(steps, int):  # else refused by ``build``
