@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from kos.commands import program
 from kos.errors import CheckpointError, ConfigError
 from kos.reporting import Parser
+from kos.train.checkpoint import adapter
 from kos.train.checkpoint.huggingface import read_config
 from kos.train.config import PRESETS, flatten, preset_values
 from kos.train.config.options import (
@@ -221,14 +222,23 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
     run = folder / "checkpoints"
     if os.path.isdir(run):  # else read_config says why not
         raise ConfigError(f"--init-from: expected a folder of weights, as {run / 'step-N'}, got the run {folder}")
+    adapters = dict[str, Any]()
     try:
+        if adapter.is_folder(folder):
+            (rank, alpha, targets), base = adapter.read(folder, trains=True)
+            adapter.model_of(folder)  # raises for targets that it has not
+            adapters, folder = {"lora": rank, "lora_alpha": alpha, "lora_targets": targets}, base
         model = read_config(folder)
     except CheckpointError as error:
         raise ConfigError(f"--init-from: {error}") from None
     shape: dict[str, Any] = {"model_type": model.model_type, **vars(model)}
+    del shape["lora"]
     shape["rope_scaling"] = model.rope_scaling and model.rope_scaling.model_dump()
     given = {key: (source, got) for source, values in layers for key, got in flatten(source, values).items()}
     for key, (source, got) in given.items():
+        if got is not None and key in adapters and _plain(got) != _plain(adapters[key]):
+            where = flag_of(key) if source == "flags" else f"{source}: {key}"
+            raise ConfigError(f"{where}: expected {adapters[key]}, which the adapters have, got {got}")
         name = key.removeprefix("model.")
         if name not in shape or got is None:
             continue
@@ -239,7 +249,14 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
             where = flag_of(key) if source == "flags" else f"{source}: {key}"
             wanted = _unset(KEYS[key]) if expected is None else expected
             raise ConfigError(f"{where}: expected {wanted}, which the model in {folder} has, got {got}")
-    return str(folder / "config.json"), {"model": shape}
+    return str(folder / "config.json"), {"model": shape, **adapters}
+
+
+def _plain(value: Any) -> Any:
+    """A setting of adapters to be compared: names of targets in any order, given in one text or several."""
+    if isinstance(value, int | float):
+        return float(value)
+    return sorted(",".join([value] if isinstance(value, str) else value).replace(" ", "").split(","))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
