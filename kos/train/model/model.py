@@ -392,7 +392,8 @@ def check_blocks(config: TrainConfig, model: LlamaConfig, layout: Layout) -> Non
 def check_groups(config: TrainConfig, model: LlamaConfig) -> None:
     """ConfigError for parameter groups that miss a tensor, split a matrix, or cannot be summed over their axes."""
     placements, groups = model.placements(), by_axes(every := config.all_groups(model))
-    at, trained = {name: axes for axes, names in groups.items() for name in names}, groups.keys() - {()}
+    at = {name: axes for axes, names in groups.items() for name in names}
+    trained = {axes for axes in at.values() if axes}
     if at.keys() != placements.keys() or sum(len(group.names) for group in every) != len(at) or not trained:
         got = f"{[sorted(group.names) for group in every]}"
         raise ConfigError(f"parameter groups: expected each tensor in one, and a tensor to train, got {got}")
