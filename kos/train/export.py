@@ -59,12 +59,12 @@ def _write(found: Path, folder: Path, dtype: str, merge: bool) -> int:
 
     ``merge``: write the weights of its base, to the names of the base's files, with its adapters added.
     """
-    from kos.train.checkpoint import CONFIG, MANIFEST, adapter, described, huggingface, saving
+    from kos.train.checkpoint import CONFIG, MANIFEST, adapter, huggingface, saving
 
     settings = json.loads((found / CONFIG).read_text(encoding="utf-8"))
     saving.write_json(folder / CONFIG, settings | dict.fromkeys(("dtype", "torch_dtype"), dtype))
     if merge:
-        weights: Any = (merged := adapter.Merged(found, described(found)))
+        weights: Any = (merged := adapter.Merged(found))
         shapes, by_file = merged.model.parameter_shapes(), merged.weights.by_file()
     elif adapter.is_folder(found):
         shapes = adapter.shapes_of(model := adapter.model_of(found))

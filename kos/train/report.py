@@ -86,14 +86,14 @@ def _announce_frozen(run: RunContext) -> None:
     trained = sum(math.prod(shapes[name]) for group in config.trained_groups(model) for name in group.names)
     if (whole := model.num_parameters()) == trained:
         return
-    adapters = ""
-    if model.lora is not None and run.base is not None:
-        adapters = f": adapters of rank {model.lora.rank}, alpha {model.lora.alpha:g}, of {', '.join(model.lora.targets)}"
+    adapters, lora = "", model.lora
+    if lora is not None and run.base is not None:
+        adapters = f": adapters of rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}"
         adapters += f"; the base is {run.base['path']} ({run.base['sha256'][:12]})"
     say(f"{trained:,} of {whole:,} parameters are trained ({trained / whole:.2%}){adapters}")
     if config.pp > 1 and config.pp_schedule == "zero-bubble-v":
-        say("--pp-schedule zero-bubble-v: its passes for gradients of weights (W) have nothing to do for frozen matrices"
-            + "; the gradients of adapters are computed in the passes before" * (model.lora is not None))  # fmt: skip
+        before = "; gradients of adapters are computed in the passes before" * (lora is not None)
+        say(f"--pp-schedule zero-bubble-v: passes for gradients of weights (W) leave out frozen matrices{before}")
 
 
 def without_effect(config: TrainConfig, asked: Mapping[str, Any]) -> list[str]:

@@ -103,7 +103,7 @@ class Trainer(RunContext):
         try:
             self.source, self.start, self.saved_step, self._resumes, fit = alone(comm, self._find_source)
             self.config = config = config.model_copy(update={"fit": config.fit or fit})
-            self.base = alone(comm, lambda: adapter.find_base(config, self.console.progress))
+            self.base = alone(comm, lambda: adapter.find_base(config))
             self.data = self._load_data()
             self.config = config = config.model_copy(update={"fit": "whole" if self.data.packing else config.fit})
             if config.epochs is not None:
@@ -429,7 +429,7 @@ class Newcomer(Trainer):
         try:
             with self.stop.at_once():
                 self.data = load_data(config, self.console.progress, adapter.tokenizer_folder(config.init_from))
-                self.base = adapter.find_base(config, self.console.progress)
+                self.base = adapter.find_base(config)
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             self.console.close()
             self.comm = self._join()

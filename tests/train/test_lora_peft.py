@@ -100,7 +100,8 @@ def test_peft_loads_what_a_run_has_saved(base: Path, tmp_path: Path) -> None:
     flags = [f"--init-from={base}", f"--data={data}", "--lora=3", "--steps=3", "--batch-size=4", "--seq-len=32",
              "--lr=1e-2", "--eval-batches=0", "--sample-tokens=0", "--device=cpu"]  # fmt: skip
     out = tmp_path / "run"
-    spawn(lambda comm: Trainer(parse([*flags, f"--out={out}", "--dp=2" if base.name == "gpt2" else "--pp=2"]), comm).run(), 2, timeout=100)
+    config = parse([*flags, f"--out={out}", "--dp=2" if base.name == "gpt2" else "--pp=2"])
+    spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
     saved = out / "checkpoints" / "step-3"
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(model, saved)

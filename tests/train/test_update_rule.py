@@ -225,6 +225,7 @@ def test_plans_count_its_state_and_its_work(name: str, monkeypatch: pytest.Monke
     run = TimedDryRun(make_job(config, config.model_config_for(256), Layout(), SLOW_RATES), 0)
     model, rule = config.model_config_for(256), rule_of(name)
     sizes = {tensor: int(np.prod(shape)) for tensor, shape in model.parameter_shapes().items()}
-    rules = [(group.rule or rule, sum(sizes[tensor] for tensor in group.names)) for group in config.trained_groups(model)]
+    groups = config.trained_groups(model)
+    rules = [(group.rule or rule, sum(sizes[tensor] for tensor in group.names)) for group in groups]
     assert sum(moved) == sum(count * (3 * 4 + 2 * each.state_bytes()) for each, count in rules)
     assert sum(moved) <= run.clock.spent["seconds"] * SLOW_RATES.memory

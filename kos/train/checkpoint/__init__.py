@@ -231,14 +231,6 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
     return Checkpoint(path, step, config)
 
 
-def described(path: Path) -> dict[str, Any] | None:
-    """What the manifest of a checkpoint says of its run; None if ``path`` is no checkpoint."""
-    if not (path / MANIFEST).exists():
-        return None
-    with whole(path):
-        return dict(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["config"])
-
-
 @contextmanager
 def whole(path: Path) -> Iterator[None]:
     """A context that raises CheckpointError for any error caused by a damaged checkpoint."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,17 +25,13 @@ from kos.train.layers.lora import A, B, Lora, is_adapter
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Shape
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-REFUSED = {
-    "lora_dropout": 0, "bias": "none", "init_lora_weights": True,
-    **dict.fromkeys((
-        "modules_to_save", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform",
-        "layer_replication", "lora_bias", "target_parameters", "trainable_token_indices", "exclude_modules",
-        "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config",
-        "monteclora_config",
-    ), None),
-}  # fmt: skip
-"""Settings of peft of which kos has this value alone; None stands for whatever is false."""
+CONFIG, WEIGHTS = huggingface.ADAPTER_CONFIG, "adapter_model.safetensors"
+REFUSED = """
+    modules_to_save use_dora use_rslora rank_pattern alpha_pattern layers_to_transform layer_replication lora_bias
+    target_parameters trainable_token_indices exclude_modules use_qalora use_bdlora alora_invocation_tokens arrow_config
+    kasa_config velora_config monteclora_config
+""".split()  # noqa: SIM905
+"""Settings of peft that kos does not have: they must be false."""
 
 
 class Found(NamedTuple):
@@ -47,7 +43,7 @@ class Found(NamedTuple):
 
 def is_folder(folder: Path) -> bool:
     """Whether ``folder`` is one of peft."""
-    return (folder / CONFIG).is_file()
+    return os.path.isfile(folder / CONFIG)
 
 
 def read(folder: Path, trains: bool = False) -> Found:
@@ -65,13 +61,13 @@ def read(folder: Path, trains: bool = False) -> Found:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         got = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path}: expected the settings of LoRA adapters, got {got}") from error
-    if (kind := settings.get("peft_type")) != "LORA":
-        raise CheckpointError(f"{path}: peft_type: expected LORA, got {kind}")
-    for name, expected in REFUSED.items():
-        got = settings.get(name, expected)
-        like = got in (True, False, "gaussian") if name == "init_lora_weights" else got == expected or not (got or expected)
-        if not like and (trains or name != "lora_dropout"):
-            raise CheckpointError(f"{path}: {name}: expected {'none' if expected is None else expected}, got {got!r}")
+    fixed: dict[str, tuple[Any, ...]] = {
+        "peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian"),
+        **dict.fromkeys(["lora_dropout"] * trains, (0,)), **dict.fromkeys(REFUSED, ("none", None, False, [], {}, "")),
+    }  # fmt: skip
+    for name, values in fixed.items():
+        if (got := settings.get(name, values[0])) not in values:
+            raise CheckpointError(f"{path}: {name}: expected {values[0]}, got {got!r}")
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
         raise CheckpointError(f"{path}: target_modules: expected a list of names, got {targets!r}")
     if not isinstance(base, str) or not os.path.isdir(base):
@@ -82,11 +78,8 @@ def read(folder: Path, trains: bool = False) -> Found:
 
 def model_of(folder: Path) -> LlamaConfig:
     """The model with the adapters in ``folder``."""
-    (rank, alpha, targets), base = read(folder)
-    try:
-        return huggingface.read_config(base).adapted(rank, alpha, targets)
-    except SettingError as error:
-        raise CheckpointError(f"{folder / CONFIG}: target_modules: {error}") from None
+    lora, base = read(folder)
+    return huggingface.read_config(base).adapted(*lora)
 
 
 def to_peft(model: LlamaConfig, base: str) -> dict[str, Any]:
@@ -106,10 +99,9 @@ def shapes_of(model: LlamaConfig) -> dict[str, Shape]:
 
 def files_of(folder: Path, model: LlamaConfig) -> huggingface.TensorFiles:
     """The adapters in ``folder``, checked to be those of ``model``."""
-    def rename(name: str, shapes: Mapping[str, Shape]) -> str:
-        return name.removeprefix(huggingface.PEFT)
-
-    return huggingface.TensorFiles(folder, [WEIGHTS], shapes_of(model), rename)
+    return huggingface.TensorFiles(
+        folder, [WEIGHTS], shapes_of(model), lambda name, shapes: name.removeprefix(huggingface.PEFT)
+    )
 
 
 # --- the base -------------------------------------------------------------------------------------------
@@ -129,7 +121,7 @@ def tokenizer_folder(init_from: str | None) -> str | None:
     return str(read(folder).base)
 
 
-def find_base(config: TrainConfig, show: Callable[[str, float], object]) -> dict[str, str] | None:
+def find_base(config: TrainConfig) -> dict[str, str] | None:
     """The ``path`` of the base of a run, and the ``sha256`` of its weights; None without adapters.
 
     SettingError without ``--init-from``.
@@ -139,26 +131,22 @@ def find_base(config: TrainConfig, show: Callable[[str, float], object]) -> dict
     if config.init_from is None:
         raise SettingError("--lora", "--init-from with the folder of the model to adapt", "none").about("lora")
     folder = base_of(Path(config.init_from))
-    return {"path": os.path.abspath(folder), "sha256": fingerprint(folder, show)}
+    return {"path": os.path.abspath(folder), "sha256": fingerprint(folder)}
 
 
-def fingerprint(folder: Path, show: Callable[[str, float], object] = lambda what, share: None) -> str:
+def fingerprint(folder: Path) -> str:
     """The SHA-256 of those of the files of weights in ``folder``, in their order."""
-    huggingface.check_weights(folder)
-    names, found = huggingface.shards(folder), list[bytes]()
 
     def digest(name: str) -> bytes:
         with open(folder / name, "rb") as file:
             return hashlib.file_digest(file, "sha256").digest()
 
+    huggingface.check_weights(folder)
     try:
         with ThreadPoolExecutor() as pool:
-            for number, each in enumerate(pool.map(digest, names), 1):
-                found.append(each)
-                show("reading the base", number / len(names))
+            return hashlib.sha256(b"".join(pool.map(digest, huggingface.shards(folder)))).hexdigest()
     except OSError as error:
         raise CheckpointError(f"{folder}: expected weights that can be read, got {error}") from error
-    return hashlib.sha256(b"".join(found)).hexdigest()
 
 
 def check_base(path: Path, described: Mapping[str, Any], sha256: str, base: str | Path) -> None:
@@ -186,14 +174,15 @@ class Joined:
 class Merged:
     """The tensors of the base in ``folder``'s settings, with the adapters in ``folder`` added: W + alpha / rank B A."""
 
-    def __init__(self, folder: Path, described: Mapping[str, Any] | None = None) -> None:
-        """``described``: the run, if it is a checkpoint, whose base is checked then."""
+    def __init__(self, folder: Path) -> None:
+        """CheckpointError if ``folder`` is a checkpoint, and the base is another than that of its run."""
         model, self.base = model_of(folder), read(folder).base
         assert model.lora is not None
         self.model, self._scale, self._adapters = model.base, model.lora.scale, files_of(folder, model)
         self._adapted = {name.removesuffix(A) + "weight" for name in shapes_of(model) if name.endswith(A)}
-        if described is not None:
-            check_base(folder, described, fingerprint(self.base), self.base)
+        if (manifest := folder / "manifest.json").exists():
+            run = json.loads(manifest.read_text(encoding="utf-8"))["config"]
+            check_base(folder, run, fingerprint(self.base), self.base)
         self.weights = huggingface.weight_files(self.base, self.model.parameter_shapes())
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:

@@ -83,8 +83,8 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 INDEX = "model.safetensors.index.json"
-PEFT = "base_model.model."
-"""What the library peft writes before the name of an adapter's tensor."""
+ADAPTER_CONFIG, PEFT = "adapter_config.json", "base_model.model."
+"""The library peft's file of settings, and what it writes before the name of an adapter's tensor."""
 HEAD = "lm_head.weight"
 _GPT2 = {  # their settings and ours
     "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_inner": "intermediate_size", "n_layer": "num_hidden_layers",
@@ -220,7 +220,8 @@ def read_config(directory: Path) -> LlamaConfig:
     """The model that ``directory/config.json`` describes."""
     path = directory / "config.json"
     try:
-        if (found := sorted(each.name for each in directory.glob("adapter_model.*"))) and not path.exists():
+        is_checkpoint = path.exists() and (directory / ADAPTER_CONFIG).exists()
+        if not is_checkpoint and (found := sorted(each.name for each in directory.glob("adapter_model.*"))):
             raise CheckpointError(f"{directory}: expected a whole model, got the adapter {found[0]}")
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

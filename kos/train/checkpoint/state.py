@@ -38,9 +38,9 @@ class WritePlan:
     has one writer. The ranks of a pipeline stage write the tensors of this stage in parallel, each about equally many
     bytes. Megatron-LM's fully parallel saving splits the work among data-parallel ranks in the same way.
 
-    Of a model with adapters, these are all that is written. ``state`` names the arrays of optimizer state and their tensors. Files hold fp32.  With ``compress``, each replica
+    ``state`` names the arrays of optimizer state and their tensors. Files hold fp32.  With ``compress``, each replica
     (a rank of dp and cp) also has a residual, except of the tensors in ``frozen``.  Tensors are written in the order of
-    ``first``, and then in the order of the model.
+    ``first``, and then in the order of the model.  Of a model with adapters, these are all that is written.
     """
 
     def __init__(

@@ -60,7 +60,8 @@ SEVERAL = ("data", "tracker", "lora_targets", "freeze")
 
 GROUPS = {
     "preset": "Model", "data": "Data", "device": "Ranks and layout", "steps": "Length and output",
-    "optimizer": "Optimizer", "lora": "Adapters and frozen weights", "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
+    "optimizer": "Optimizer", "lora": "Adapters and frozen weights",
+    "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
     "log_every": "Logging", "micro_batch_size": "Performance", "show_data": "Debugging",
     "model.model_type": "Shape of the model (a preset or --init-from gives it)",
 }  # fmt: skip
@@ -225,9 +226,8 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
     adapters = dict[str, Any]()
     try:
         if adapter.is_folder(folder):
-            (rank, alpha, targets), base = adapter.read(folder, trains=True)
-            adapter.model_of(folder)  # raises for targets that it has not
-            adapters, folder = {"lora": rank, "lora_alpha": alpha, "lora_targets": targets}, base
+            lora, folder = adapter.read(folder, trains=True)
+            adapters = dict(zip(("lora", "lora_alpha", "lora_targets"), lora, strict=True))
         model = read_config(folder)
     except CheckpointError as error:
         raise ConfigError(f"--init-from: {error}") from None
@@ -236,9 +236,9 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
     shape["rope_scaling"] = model.rope_scaling and model.rope_scaling.model_dump()
     given = {key: (source, got) for source, values in layers for key, got in flatten(source, values).items()}
     for key, (source, got) in given.items():
-        if got is not None and key in adapters and _plain(got) != _plain(adapters[key]):
+        if got is not None and key in adapters and (tuple(got) if isinstance(got, list) else got) != adapters[key]:
             where = flag_of(key) if source == "flags" else f"{source}: {key}"
-            raise ConfigError(f"{where}: expected {adapters[key]}, which the adapters have, got {got}")
+            raise ConfigError(f"{where}: expected {adapters[key]} of the adapters in --init-from, got {got}")
         name = key.removeprefix("model.")
         if name not in shape or got is None:
             continue
@@ -250,13 +250,6 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
             wanted = _unset(KEYS[key]) if expected is None else expected
             raise ConfigError(f"{where}: expected {wanted}, which the model in {folder} has, got {got}")
     return str(folder / "config.json"), {"model": shape, **adapters}
-
-
-def _plain(value: Any) -> Any:
-    """A setting of adapters to be compared: names of targets in any order, given in one text or several."""
-    if isinstance(value, int | float):
-        return float(value)
-    return sorted(",".join([value] if isinstance(value, str) else value).replace(" ", "").split(","))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -371,7 +371,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     def all_groups(self, model: LlamaConfig, *parts: Local) -> list[Group]:
         """The parameter groups of a rank's parts of ``model``, or of the whole."""
-        groups = [part for each in OPTIMIZERS[self.optimizer].groups(self, model, parts) for part in self._split(each)]
+        groups = OPTIMIZERS[self.optimizer].groups(self, model, parts)
+        groups = [part for each in groups for part in self._split(each)] if self.groups else groups
         frozen = [name for name in model.parameter_shapes(*parts) if self.is_frozen(name)]
         return [*groups, Group(frozen, frozen=True)] if frozen or self.lora or self.freeze else groups
 

@@ -120,8 +120,7 @@ class Sublayer:
         widths = (self.column, self.column.columns), (self.row, self.row.columns // ctx.tp.size)
         eight = [ctx.ops.empty_transposed((tokens, f), cheap) if cheap and not linear.adapters else None
                  for linear, f in widths]  # fmt: skip
-        lows = [linear.adapters.empty(ctx, tokens, dtype, arena) if linear.adapters else ()
-                for linear in (self.column, self.row)]  # fmt: skip
+        lows = [each.adapters.empty(ctx, tokens, dtype, arena) if each.adapters else () for each, _ in widths]
         of_normed, of_inner = (None if made else cheap for made in eight)
         of_inner, columns = of_inner if self.cheap else arena, self._empty_columns(ctx, tokens, dtype, arena)
         inner = self.inner_of(ctx, columns) or (of_inner and self.empty_inner(ctx, tokens, dtype, of_inner))
@@ -130,7 +129,7 @@ class Sublayer:
             branch = Branch(arena.take(x_nD.shape, dtype), self.after.statistics(ctx, x_nD, arena))
         return Saved(
             x_nD, self.norm.statistics(ctx, x_nD, arena), of_normed and self.norm.empty(x_nD, of_normed), columns,
-            inner, self.save_core(ctx, tokens, seq_len, dtype, arena), *eight, branch, *lows,
+            inner, self.save_core(ctx, tokens, seq_len, dtype, arena), eight[0], eight[1], branch, lows[0], lows[1],
         )  # fmt: skip
 
     def _empty_columns(self, ctx: PassContext, tokens: int, dtype: Any, arena: Arena) -> Array:

@@ -160,7 +160,7 @@ def low_rank(
     with arena.scope():
         fresh = arena.take(out.shape, out.dtype) if accumulate else out
         if accumulate and out.strides[0] < out.strides[1]:  # of ``empty_columns``
-            fresh = empty_columns(arena, *out.shape, out.dtype)
+            fresh = empty_columns(arena, len(out), out.shape[1], out.dtype)
         np.matmul(x, weight, out=fresh)
         if factor != 1:
             fresh *= factor
