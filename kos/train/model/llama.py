@@ -301,8 +301,8 @@ class LlamaConfig:
     def flops_per_token(self, seq_len: int) -> FlopsPerToken:
         """6 N + 6 L A T (causal) and 6 N + 12 L A T; N counts what multiplies: no lookup, no norms.
 
-        With adapters it is 4 N of the other weights, of which no gradient is computed.  A layer with a sliding window of
-        W < T tokens counts W (2 - W / T) instead of T in the first, W in the second.
+        With adapters it is 4 N of the other weights, of which no gradient is computed.  A layer with a sliding window
+        of W < T tokens counts W (2 - W / T) instead of T in the first, W in the second.
         """
         shapes = self.parameter_shapes()
         each = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in self.tables}

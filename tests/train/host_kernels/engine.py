@@ -441,10 +441,7 @@ def _freed():
 def on_host(array):
     """The memory of an Array of the emulated device as an ndarray."""
     if isinstance(array, Columns):
-        whole = Array(array.pointer, (len(array) - 1, array.row), array.dtype, array.device)
-        memory = (ctypes.c_byte * (whole.nbytes + array[:1].nbytes)).from_address(array.pointer)
-        flat = np.frombuffer(memory, array.dtype.numpy)
-        return np.lib.stride_tricks.as_strided(flat, array.shape, (array.row * flat.itemsize, flat.itemsize))
+        return emulator.of_columns(array)
     memory = (ctypes.c_byte * array.nbytes).from_address(array.pointer)
     return np.frombuffer(memory, array.dtype.numpy).reshape(array.shape)
 
