@@ -62,7 +62,7 @@ class Columns(Array):
     def __getitem__(self, index: Any) -> Array:
         start, stop, _ = index.indices(self.shape[0])
         first = self.pointer + (start * self.row - self.start) * self.dtype.itemsize
-        rows = Array(first, (stop - start, self.row), self.dtype, self.device, owner=self.owner, stream=self.stream)
+        rows = self._view(first, (stop - start, self.row), self.dtype)
         return Columns(rows, slice(self.start, self.start + self.shape[1]))
 
 
