@@ -88,8 +88,8 @@ def _announce_frozen(run: RunContext) -> None:
         return
     adapters, lora = "", model.lora
     if lora is not None and run.base is not None:
-        adapters = f": adapters of rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}"
-        adapters += f"; the base is {run.base['path']} ({run.base['sha256'][:12]})"
+        adapters = f": adapters of rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}; the base is "
+        adapters += f"{run.base['path']} ({run.base['sha256'][:12]})"
     say(f"{trained:,} of {whole:,} parameters are trained ({trained / whole:.2%}){adapters}")
     if config.pp > 1 and config.pp_schedule == "zero-bubble-v":
         before = "; gradients of adapters are computed in the passes before" * (lora is not None)

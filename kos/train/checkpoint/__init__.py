@@ -143,16 +143,14 @@ def save(
 
 def _one_file(folder: Path, files: Files) -> Files:
     """Join the files of adapters of all ranks to one, as peft has it; returns all files."""
-    parts = sorted(name for name in files if name.startswith("adapter_model"))
-    if parts != [adapter.WEIGHTS]:
-        tensors = {name: each for part in parts for name, each in huggingface.stored_tensors(folder / part).items()}
+    parts = sorted(name for name in files if name.startswith("adapter_model") and name != adapter.WEIGHTS)
+    tensors = {name: each for part in parts for name, each in huggingface.stored_tensors(folder / part).items()}
+    if parts:
         shapes = {name: each.shape for name, each in tensors.items()}
-        joined = write_tensors(folder / adapter.WEIGHTS, shapes, (each.read() for each in tensors.values()))
-        files = {name: each for name, each in files.items() if name not in parts} | {adapter.WEIGHTS: joined}
-        del tensors
-        for part in parts:
-            (folder / part).unlink()
-    return files
+        files[adapter.WEIGHTS] = write_tensors(folder / adapter.WEIGHTS, shapes, (x.read() for x in tensors.values()))
+    for part in parts:
+        (folder / part).unlink()
+    return {name: each for name, each in files.items() if name not in parts}
 
 
 def _begin(folder: Path, temporary: Path) -> None:

@@ -129,18 +129,15 @@ class ColumnLinear(Linear):
         weight, adapters = self._weight(ctx), self.adapters
         if ctx.tp.size == 1:
             ctx.ops.linear_input_gradient(d_out_NF, weight, dx_nD)
-            if adapters and ctx.tp.in_order:  # of several members the sum is added, as below
-                ctx.tp.add_own(dx_nD, partial(adapters.input_gradient, ctx, d_lows), ctx.arena)
-            elif adapters:
+            if adapters and not ctx.tp.in_order:
                 adapters.input_gradient(ctx, d_lows, dx_nD, slice(0, len(dx_nD)))
-            return lambda: None
-        term_ND, waits = ctx.tp.empty_rows(dx_nD, ctx.arena), []
-        for half in ctx.tp.halves(len(term_ND)):
+        term_ND, waits = ctx.tp.empty_rows(dx_nD, ctx.arena), list[Callable[[], None]]()
+        for half in ctx.tp.halves(len(term_ND)) if ctx.tp.size > 1 else ():
             ctx.ops.linear_input_gradient(d_out_NF[half.rows], weight, term_ND[half.rows])
             if adapters and not ctx.tp.in_order:
                 adapters.input_gradient(ctx, d_lows, term_ND[half.rows], half.rows)
             waits.append(ctx.tp.start_sum(term_ND, dx_nD, [half]))
-        if adapters and ctx.tp.in_order:
+        if adapters and ctx.tp.in_order:  # of several members the sum is added
             ctx.tp.add_own(dx_nD, partial(adapters.input_gradient, ctx, d_lows), ctx.arena)
         return lambda: [wait() for wait in waits]
 
