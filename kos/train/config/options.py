@@ -11,23 +11,23 @@ import fnmatch
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import ValidationError, field_validator, model_validator
 
 from kos.errors import ConfigError, SettingError
 from kos.train.config import GroupSection, ModelSection, flatten, one_line, option, preset_values, weighted
+from kos.train.config.optimizers import OPTIMIZERS as OPTIMIZERS
+from kos.train.config.optimizers import not_of as not_of
 from kos.train.data.token_files import KINDS
 from kos.train.layers import Placement
 from kos.train.layers.lora import is_adapter
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.rope import Section
-from kos.train.optim import Group, LearningRate, UpdateRule, by_axes, decay_matrices, state_of
-from kos.train.optim.adamw import AdamW
-from kos.train.optim.muon import Muon
+from kos.train.optim import Group, LearningRate, UpdateRule, by_axes, state_of
 from kos.train.parallel.mesh import DENSE
 
 DETERMINISTIC_MICRO_BATCHES = 8
@@ -422,49 +422,6 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 def matching(names: Iterable[str], pattern: str) -> list[str]:
     """The names that match: * stands for any characters, ? for one, [ab] for one of these."""
     return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-
-
-def matrices_decayed(config: TrainConfig, model: LlamaConfig, parts: Sequence[Local]) -> list[Group]:
-    """One rule for all weights."""
-    return decay_matrices({name: at.local for name, at in config.trained(model, parts).items()}, config.weight_decay)
-
-
-def hidden_matrices_by_muon(config: TrainConfig, model: LlamaConfig, parts: Sequence[Local]) -> list[Group]:
-    """Muon's are the matrices of layers."""
-    placements = config.trained(model, parts)
-    matrices = {name: at for name, at in placements.items() if len(at.shape) == 2}
-    hidden = {name: at for name, at in matrices.items() if name not in (*model.tables, model.head)}
-    rule = Muon(hidden, model.stacked, config.momentum)
-    return [
-        Group(hidden, config.weight_decay, (config.muon_lr or config.lr) / config.lr, rule),
-        Group(matrices.keys() - hidden, config.weight_decay), Group(placements.keys() - matrices),
-    ]  # fmt: skip
-
-
-def adamw(config: TrainConfig) -> AdamW:
-    return AdamW((config.beta1, config.beta2), config.eps)
-
-
-class Chosen(NamedTuple):
-    """What a value of ``--optimizer`` stands for."""
-
-    rule: Callable[[TrainConfig], UpdateRule]
-    groups: Callable[[TrainConfig, LlamaConfig, Sequence[Local]], list[Group]]
-    options: tuple[str, ...]
-    """Those of its rules."""
-
-
-OPTIMIZERS = {
-    "adamw": Chosen(adamw, matrices_decayed, AdamW.options),
-    "muon": Chosen(adamw, hidden_matrices_by_muon, AdamW.options + Muon.options),
-}
-
-
-def not_of(optimizer: Any) -> set[str]:
-    """The options that only other optimizers have."""
-    of_all = {name for each in OPTIMIZERS.values() for name in each.options}
-    known = isinstance(optimizer, str) and optimizer in OPTIMIZERS
-    return of_all.difference(OPTIMIZERS[optimizer].options if known else of_all)
 
 
 KEYS = {
