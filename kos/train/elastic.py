@@ -203,6 +203,9 @@ class Elastic(Runner):
         kept.check(present)
         move_to(run, comm, run.epoch + 1)
         kept.load(run.device, comm, present)
+        if run.base is not None:
+            run.device.state.read_frozen(run.base_weights())
+            run.device.loaded()
         gather_json(comm, None)
         self._commit()
 
@@ -343,9 +346,13 @@ class Kept:
 
 
 def _arrays(device: Device) -> dict[str, Parameters | OwnedSlices]:
-    """What the optimizer holds, by name; the weights are ``weights``, and ``frozen`` those that it does not have."""
-    optimizer = device.step.optimizer
-    return {"weights": optimizer.weights, "frozen": device.step.frozen, **optimizer.state}
+    """What the optimizer holds, by name; the weights are ``weights``, and ``frozen`` those that it does not have.
+
+    The base of adapters is not there: each rank reads it from its files.
+    """
+    optimizer, frozen = device.step.optimizer, device.step.frozen
+    kept = {} if device.step.models[0].config.lora else {"frozen": frozen}
+    return {"weights": optimizer.weights, **kept, **optimizer.state}
 
 
 def _whole(held: Parameters | OwnedSlices) -> slice:
@@ -382,6 +389,9 @@ def misfit(newcomer: RunContext, facts: dict[str, Any]) -> str:
     """Why a newcomer's settings or data differ from the run's ``facts``, or ""."""
     mine, theirs = flatten("", newcomer.asked), flatten("", facts["settings"])
     mine["data in words"], theirs["data in words"] = newcomer.data_in_words, facts["data"]
+    expected = facts["description"].get("base", {}).get("sha256", "")
+    if (base := newcomer.base) and expected and expected != base["sha256"]:
+        return f"--init-from: expected the base that the run adapts ({expected[:12]}), got another, {base['path']}"
     for name in mine:
         if name not in PATHS | CHOSEN | NO_NUMBERS and mine[name] != theirs.get(name):
             flag = flag_of(name.partition(" ")[0])

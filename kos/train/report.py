@@ -6,6 +6,7 @@ Commands are to be run in the folder where the run was started.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shlex
 import sys
@@ -41,6 +42,7 @@ def announce(run: RunContext) -> None:
         f"{f' between {parallel.rails.size} hosts' * (parallel.host.size > 1)}, "
         f"{config.batch_size} x {config.seq_len} tokens a step{epochs}"
     )
+    _announce_frozen(run)
     if config.elastic is not None:
         ranks, joins = config.elastic.replace(":", " to "), f"--join {run.out / ADDRESS} or {run.comm.address}"
         say(f"--elastic: {ranks} ranks; others join with the flags of this run and {joins}")
@@ -79,6 +81,23 @@ def announce(run: RunContext) -> None:
         if config.eval_batches:
             about += f", {plural(validations, 'validation')} of {duration(validation)} (--eval-batches 0: none)"
         say(f"about {duration(steps * step + validations * validation)} in all: {about}")
+
+
+def _announce_frozen(run: RunContext) -> None:
+    """How much is trained, if it is not all, and what becomes of a pipeline's passes for gradients of weights."""
+    config, model, say = run.config, run.model_config, run.console.say
+    shapes = model.parameter_shapes()
+    trained = sum(math.prod(shapes[name]) for group in config.trained_groups(model) for name in group.names)
+    if (whole := model.num_parameters()) == trained:
+        return
+    adapters, lora = "", model.lora
+    if lora is not None and run.base is not None:
+        adapters = f": adapters of rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}; the base is "
+        adapters += f"{run.base['path']} ({run.base['sha256'][:12]})"
+    say(f"{trained:,} of {whole:,} parameters are trained ({trained / whole:.2%}){adapters}")
+    if config.pp > 1 and config.pp_schedule == "zero-bubble-v":
+        before = "; gradients of adapters are computed in the passes before" * (lora is not None)
+        say(f"--pp-schedule zero-bubble-v: passes for gradients of weights (W) leave out frozen matrices{before}")
 
 
 def without_effect(config: TrainConfig, asked: Mapping[str, Any]) -> list[str]:

@@ -33,7 +33,7 @@ from kos.errors import (
     plural,
 )
 from kos.train import checkpoint, report
-from kos.train.checkpoint import huggingface, resume
+from kos.train.checkpoint import adapter, huggingface, resume
 from kos.train.checkpoint.resume import Residuals, saved_residuals, warn_of_residuals
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
@@ -151,6 +151,7 @@ class Trainer(RunContext):
         try:
             self.source, self.start, self.saved_step, self._resumes, fit = alone(comm, self._find_source)
             self.config = config = config.model_copy(update={"fit": config.fit or fit})
+            self.base = alone(comm, lambda: adapter.find_base(config))
             self.data = self._load_data()
             self.config = config = config.model_copy(update={"fit": "whole" if self.data.packing else config.fit})
             if config.epochs is not None:
@@ -183,7 +184,8 @@ class Trainer(RunContext):
             return together(self.comm, lambda: own_data(self.config, self.source if self._resumes else None))
         first = self.comm.local_rank == 0
         initialized = self._resumes and self.config.init_from is not None
-        weights = self.source if initialized else None  # the checkpoint: the folder of ``init_from`` may be gone
+        # Of a resumed run the checkpoint's: the folder of ``init_from`` may be gone.
+        weights = self.source if initialized else adapter.tokenizer_folder(self.config.init_from)
         runs = [Path(str(self.source)).parent.parent] if self._resumes else []  # with the plan that it began with
 
         @self.stop.at_once()
@@ -230,7 +232,7 @@ class Trainer(RunContext):
         if self._found is None:
             check_free(self, 0, -1)
             if config.init_from is not None:
-                huggingface.check_weights(Path(config.init_from))
+                huggingface.check_weights(adapter.base_of(Path(config.init_from)))
             return config.init_from, 0, -1, False, None
         path, step, _ = self._found
         saved_step = step if path.parent.resolve() == self.checkpoints.resolve() else -1
@@ -250,13 +252,17 @@ class Trainer(RunContext):
             if self.source is None:
                 return self.device.draw_weights()
             path, model = Path(self.source), self.model_config
+            if self.base is not None and not adapter.is_folder(path):
+                return self.device.draw_weights(self.base_weights())
             shapes, kept = model.parameter_shapes(), self.config.state_of(model)
             if not path.is_dir():
                 got = f"got none on rank {self.comm.rank}"
                 raise CheckpointError(f"{path}: expected a folder that all ranks see, {got}")
             state = checkpoint.state_files(path, shapes, kept) if self._resumes else None
             residual = self._residuals(path) if self._resumes else None
-            self.device.read(huggingface.weight_files(path, shapes), state, self.start, residual)
+            weights: Any = adapter.files_of(path, model) if self.base else huggingface.weight_files(path, shapes)
+            weights = adapter.Joined(self.base_weights(), weights) if self.base else weights
+            self.device.read(weights, state, self.start, residual)
 
         together(self.comm, begin)
         self.console.close()
@@ -264,7 +270,7 @@ class Trainer(RunContext):
     def _residuals(self, path: Path) -> Residuals | None:
         """What this rank gets of the residuals in a checkpoint."""
         replicas, every = self.mesh.replicas, self.model_config.parameter_shapes()
-        shapes = {name: every[name] for group in self.config.groups(self.model_config) for name in group.names}
+        shapes = {name: every[name] for group in self.config.trained_groups(self.model_config) for name in group.names}
         return saved_residuals(path, shapes, self.config, replicas.rank, replicas.size, self.mesh.local)
 
     def _check_source(self) -> None:
@@ -276,9 +282,11 @@ class Trainer(RunContext):
         resume.check_tokenizer(source, self.data.tokenizer)
         if self._found is not None:
             resume.check_data(self._found, self.config, self.data.fingerprint)
+            resume.check_adapters(self._found, self.config, self.model_config, self.base)
             resume.check_frozen(self._found, self.config, self.model_config)
             resume.warn_of_changes(self._found, self.config, self.description)
-        resume.check_model(source, huggingface.read_config(source), self.model_config)
+        of_model = source if self.base is None else Path(self.base["path"])
+        resume.check_model(of_model, huggingface.read_config(of_model), self.model_config.base)
         if self._found is not None:
             warn_of_residuals(source, self._residuals(source), self.config, self.mesh.replicas.size)
 
@@ -568,7 +576,11 @@ class Newcomer(Trainer):
         self.start = 0
         try:
             with self.stop.at_once():
-                self.data = own_data(config) if self.brings_batches else load_data(config, self.console.progress)
+                if self.brings_batches:
+                    self.data = own_data(config)
+                else:
+                    self.data = load_data(config, self.console.progress, adapter.tokenizer_folder(config.init_from))
+                self.base = adapter.find_base(config)
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             self.console.close()
             self.comm = self._join()

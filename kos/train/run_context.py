@@ -25,6 +25,8 @@ from kos.errors import ConfigError, InvalidArgument, SettingError
 from kos.files import replace_file
 from kos.train import checkpoint
 from kos.train.checkpoint import Extra, read_extra, read_tokenizer_settings
+from kos.train.checkpoint.adapter import shapes_of
+from kos.train.checkpoint.huggingface import TensorFiles, weight_files
 from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.checkpoint.state import state_shapes
 from kos.train.config.options import TrainConfig
@@ -106,6 +108,8 @@ class RunContext:
         self.stop: Stop = stop or Stop()
         self.metrics: MetricsLog | None = None  # on rank 0
         self.extra: Extra = {}
+        self.base: dict[str, str] | None = None
+        """With ``--lora``, the path of the model that is adapted, and the SHA-256 of its weights."""
         self.skipped: set[int] = set()  # steps left out, of those of this run
         self.without_targets = 0  # steps of this run in which the loss counted nothing
         self.last_finite: int | None = None  # the last step whose gradients were finite
@@ -136,6 +140,7 @@ class RunContext:
         about |= {"order_of_sums": ORDER} if self.config.deterministic else {}
         about |= {"own_loss": True} if self.loss is not None else {}
         about |= self.config.describe_groups(self.model_config)
+        about |= {"base": self.base} if self.base else {}
         return {"config": config, "derived": derived, **about, **provenance(self.comm)}
 
     @property
@@ -158,6 +163,11 @@ class RunContext:
         if self.watched:
             self.device.lag = 0  # callbacks see the weights of their step
         self.device.check_stop(lambda: self.stop.wish)
+
+    def base_weights(self) -> TensorFiles:
+        """The weights of the base of adapters."""
+        assert self.base is not None
+        return weight_files(Path(self.base["path"]), self.model_config.base.parameter_shapes())
 
     def train(self, device: Runner) -> bool:
         """Train on the device from the current step; returns whether a stop was requested. Collective."""
@@ -215,7 +225,7 @@ def open_output(run: RunContext) -> None:
         out.mkdir(parents=True, exist_ok=True)
         lock_folder(out, run.held)
         checkpoint.remove_unfinished(run.checkpoints)
-        shapes = run.model_config.parameter_shapes()
+        shapes = run.model_config.parameter_shapes() if run.base is None else shapes_of(run.model_config)
         files = [*shapes.values(), *state_shapes(config.state_of(run.model_config), shapes).values()]
         if run.device.step.parallel.residual is not None:
             files += [*shapes.values()] * run.mesh.replicas.size

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kos.errors import CheckpointError, ConfigError, InvalidArgument, install
 from kos.train import checkpoint
-from kos.train.checkpoint import MANIFEST, huggingface
+from kos.train.checkpoint import MANIFEST, adapter, huggingface
 from kos.train.data.batch import Batch
 from kos.train.data.chat import ChatTemplate, read_chat_template
 from kos.train.data.documents import Document
@@ -179,6 +179,7 @@ def load(folder: str | os.PathLike[str], device: str = "cpu") -> TrainedModel:
 
     A run stands for its newest complete checkpoint.  A Hugging Face folder without tokenizer.json gets a tokenizer
     whose texts are token numbers.  ``device``: ``cpu``, with weights in float32; ``cuda`` or ``cuda:N``, in bfloat16.
+    Adapters, of a run with ``--lora`` or of the library peft, are added to their base.
 
     Raises:
         CheckpointError: the folder has no model, or a damaged one, or one of an unknown type.
@@ -189,9 +190,19 @@ def load(folder: str | os.PathLike[str], device: str = "cpu") -> TrainedModel:
     path = Path(folder)
     if (path / MANIFEST).exists() or not any(path.glob("*.safetensors")):
         path = checkpoint.find(path, weights_only=True).path
-    config = huggingface.read_config(path)
+    merged = adapter.Merged(path) if adapter.is_folder(path) else None
+    config = huggingface.read_config(path) if merged is None else merged.model
     weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups(), ops.zeros)
-    huggingface.read_weights(path, weights, lambda source, out: ops.copy(np.ascontiguousarray(source, dtype), out))
+
+    def copy(source: np.ndarray, out: Any) -> None:
+        ops.copy(np.ascontiguousarray(source, dtype), out)
+
+    if merged is None:
+        huggingface.read_weights(path, weights, copy)
+    else:
+        for name, weight in weights.items():
+            copy(merged.read(name), weight)
+    path = Path(adapter.tokenizer_folder(str(path)) or path)
     tokenizer = make_tokenizer(str(path)) if has_tokenizer(path) else NumberTokenizer(config.vocab_size)
     return TrainedModel(config, weights, tokenizer, folder=path, ends=_ends(path, tokenizer), ops=ops)
 

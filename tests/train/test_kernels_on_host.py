@@ -68,6 +68,11 @@ def test_random_shapes(ops, side, rng, arena, check):
     on_ops.test_random_shapes(ops, side, rng, arena, check, shape)
 
 
+@shapes(["n", "f", "rank"], [(13, 9, 3), (57, 32, 16)])
+def test_low_rank(ops, side, rng, arena, n, f, rank):
+    on_ops.test_low_rank(ops, side, rng, arena, n, f, rank)
+
+
 def test_embedding_of_one_token_only(ops, side, arena):
     for n in (1, 32, 33, 1025):
         on_ops.test_embedding_of_one_token_only(ops, side, arena, n)

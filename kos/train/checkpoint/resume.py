@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kos.errors import CheckpointError
-from kos.train.checkpoint import MANIFEST, Checkpoint, whole
+from kos.train.checkpoint import MANIFEST, Checkpoint, adapter, whole
 from kos.train.checkpoint.huggingface import TensorFiles
 from kos.train.checkpoint.state import RESIDUAL, residual_shapes
 from kos.train.config.options import TrainConfig
@@ -133,6 +133,22 @@ def check_frozen(found: Checkpoint, config: TrainConfig, model: LlamaConfig) -> 
             f"{found.path}: expected a run in which {min(theirs ^ ours)} is {expected}, got one in which it is {got}; "
             f"a new run with --init-from {found.path} takes its weights alone"
         )
+
+
+def check_adapters(found: Checkpoint, config: TrainConfig, model: LlamaConfig, base: Mapping[str, str] | None) -> None:
+    """Raise CheckpointError if a checkpoint has other adapters than ``model``, none where it has some, or another base.
+    """
+    theirs = adapter.read(found.path).lora if adapter.is_folder(found.path) else None
+    ours = model.lora and model.lora._replace(targets=tuple(sorted(model.lora.targets)))
+    if theirs != ours:
+        expected, got = (
+            "all weights" if each is None
+            else f"--lora {each.rank} --lora-alpha {each.alpha:g} --lora-targets {','.join(each.targets)}"
+            for each in (ours, theirs)
+        )  # fmt: skip
+        raise CheckpointError(f"{found.path}: expected a run that trains {expected}, got one with {got}").about("lora")
+    if base is not None:
+        adapter.check_base(found.path, found.config, base["sha256"], base["path"])
 
 
 def check_data(found: Checkpoint, config: TrainConfig, fingerprint: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.train.checkpoint.adapter import Joined
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
@@ -18,6 +19,7 @@ from kos.train.data.batches import LEFT_OUT, Dataset, counted, sum_over
 from kos.train.data.corpus import Show
 from kos.train.data.own import OwnBatches, Rows
 from kos.train.layers import Weights
+from kos.train.layers.lora import is_adapter
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model, Result, check_blocks, check_groups, split_of
@@ -285,13 +287,14 @@ class Device(Runner):
         self.state.read(weights, state, step, partial(self.show, what), residual)
         self.loaded()
 
-    def draw_weights(self) -> None:
-        """Draw this rank's initial weights; waits for no other rank."""
+    def draw_weights(self, base: Tensors | None = None) -> None:
+        """Draw this rank's initial weights, or the adapters of those of ``base``; waits for no other rank."""
         share = (os.cpu_count() or 1) // self.mesh.world.local_size
         threads = max(1, min(share, len(os.sched_getaffinity(0))))
-        drawn = InitialWeights(self.step.models[0].config, self.config.seed, self.state.names, threads)
+        names = [name for name in self.state.names if base is None or is_adapter(name)]
+        drawn = InitialWeights(self.step.models[0].config, self.config.seed, names, threads)
         with contextlib.closing(drawn):
-            self.read(drawn)
+            self.read(drawn if base is None else Joined(base, drawn))
 
     def whole_weights(self) -> Weights:
         """The weights that passes read; with ZeRO-1 each rank's are gathered first."""

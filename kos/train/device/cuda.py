@@ -185,8 +185,8 @@ class CudaDevice(Device):
         step.weights = master if copy is None else copy
         step.optimizer = CudaOptimizer(
             config.update_rule(), ops, master, copy, config.learning_rate(),
-            groups=config.groups(model, *parts), grad_clip=config.grad_clip, tp=mesh.tp, arena=step.models[0].arena,
-            skip_outliers=config.skip_outliers, seed=config.seed,
+            groups=config.trained_groups(model, *parts), grad_clip=config.grad_clip, tp=mesh.tp,
+            arena=step.models[0].arena, skip_outliers=config.skip_outliers, seed=config.seed,
             counted=step.counted() if step.parallel.others.size > 1 else None,
             normed=step.parallel.normed(),
             places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),

@@ -225,6 +225,17 @@ class Ops(Protocol):
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer."""
 
+    def columns_of(self, x: Array, columns: slice) -> Array:
+        """A view of some columns of x (N, F), as ``low_rank`` and ``linear_weight_gradient`` take it."""
+
+    def low_rank(
+        self, x: Array, weight: Array, out: Array, transposed: bool, factor: float, accumulate: bool, arena: Arena
+    ) -> None:
+        """out = factor x weight, or factor x weight^T if ``transposed``; added to ``out`` if ``accumulate``.
+
+        A product with A or B of an adapter. x (N, K) and out (N, F) may be of ``columns_of``.
+        """
+
     def quantize(self, x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         """rows (N, F) = x in 8 bits, of x (N, F), and columns (F, N) the same transposed; either may be None.
 

@@ -150,6 +150,25 @@ def linear_weight_gradient(d_out: Array, x: Array, d_weight: Array, accumulate: 
     multiply(d_out.T, x, d_weight, accumulate, arena)
 
 
+def columns_of(x: Array, columns: slice) -> Array:
+    return x[:, columns]
+
+
+def low_rank(
+    x: Array, weight: Array, out: Array, transposed: bool, factor: float, accumulate: bool, arena: Arena
+) -> None:
+    weight = weight.T if transposed else weight
+    with arena.scope():
+        fresh = arena.take(out.shape, out.dtype) if accumulate else out
+        if accumulate and out.strides[0] < out.strides[1]:  # of ``empty_columns``
+            fresh = empty_columns(arena, len(out), out.shape[1], out.dtype)
+        np.matmul(x, weight, out=fresh)
+        if factor != 1:
+            fresh *= factor
+        if accumulate:
+            np.add(out, fresh, out=out)
+
+
 # --- rope --------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend, Ops
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import attention
+from kos.train.ops.cuda.cublaslt import Columns
 from kos.train.optim import CHUNKS, LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.cuda import SCALARS, SHAPES
@@ -110,7 +111,8 @@ COLUMN_MAJOR = {
     for name in ("rope", "attention", "swiglu", "gelu", "quantize_swiglu")
     for backward in ("", "_backward")
 }  # fmt: skip
-MEMORY_OF = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "copy", "to_host", "zero"}
+MEMORY_OF = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "copy", "to_host", "zero",
+             "columns_of"}  # fmt: skip
 OPERATIONS = {name for name in vars(Ops) if not name.startswith("_")} - MEMORY_OF - {"rope_tables"}
 OPERATIONS -= {"keys_and_values", "add_keys_and_values"}  # the kernels': their arrays lie otherwise than numpy's
 OPERATIONS -= {"own_loss"}  # the device's, of the program's arrays or kernel
@@ -439,6 +441,8 @@ def _freed():
 
 def on_host(array):
     """The memory of an Array of the emulated device as an ndarray."""
+    if isinstance(array, Columns):
+        return emulator.of_columns(array)
     memory = (ctypes.c_byte * array.nbytes).from_address(array.pointer)
     return np.frombuffer(memory, array.dtype.numpy).reshape(array.shape)
 

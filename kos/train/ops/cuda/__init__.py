@@ -30,7 +30,7 @@ from kos.memory.array import Array
 from kos.train.data.batch import Batch
 from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Attend, CudaLoss, Mask, Scaled, of_function
 from kos.train.ops.cuda import attention, fp8
-from kos.train.ops.cuda.cublaslt import Matmul
+from kos.train.ops.cuda.cublaslt import Columns, Matmul
 from kos.train.ops.cuda.norms import BLOCK, FLOAT32, NormOps, access_width
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -258,6 +258,14 @@ class CudaOps(NormOps):
 
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
+
+    def columns_of(self, x: Array, columns: slice) -> Array:
+        return Columns(x, columns)
+
+    def low_rank(
+        self, x: Array, weight: Array, out: Array, transposed: bool, factor: float, accumulate: bool, arena: Arena
+    ) -> None:
+        self.matmul(x, weight, out, transpose_b=transposed, c=out if accumulate else None, alpha=factor)
 
     def quantize(self, x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         fp8.quantize(self, x, None, rows, columns, arena)
