@@ -373,7 +373,7 @@ def facts_of(run: RunContext) -> dict[str, Any]:
     """What a newcomer is told of the run, of JSON's types."""
     return {
         "settings": run.asked, "chosen": run.config.to_json(), "out": str(run.out), "source": run.source,
-        "data": run.data_in_words, "name": run.name, "row": run.row,
+        "data": run.data_in_words, "packed": run.data.packed, "name": run.name, "row": run.row,
         "start": run.start, "skipped": sorted(run.skipped), "last_finite": run.last_finite,
         "description": run.description,
     }  # fmt: skip
@@ -382,6 +382,9 @@ def facts_of(run: RunContext) -> dict[str, Any]:
 def misfit(newcomer: RunContext, facts: dict[str, Any]) -> str:
     """Why a newcomer's settings or data differ from the run's ``facts``, or ""."""
     mine, theirs = flatten("", newcomer.asked), flatten("", facts["settings"])
+    if newcomer.data.packed != facts["packed"]:  # such as that of a run that is older than --fit
+        expected, got = ("whole" if packed else "cut" for packed in (facts["packed"], newcomer.data.packed))
+        return f"--fit: expected {expected}, which the run has, got {got}; add --fit {expected}"
     mine["data in words"], theirs["data in words"] = newcomer.data_in_words, facts["data"]
     for name in mine:
         if name not in PATHS | CHOSEN | NO_NUMBERS and mine[name] != theirs.get(name):
