@@ -379,7 +379,7 @@ def facts_of(run: RunContext) -> dict[str, Any]:
     """What a newcomer is told of the run, of JSON's types."""
     return {
         "settings": run.asked, "chosen": run.config.to_json(), "out": str(run.out), "source": run.source,
-        "data": run.data_in_words, "name": run.name, "row": run.row,
+        "data": run.data_in_words, "packed": run.data.packed, "name": run.name, "row": run.row,
         "start": run.start, "skipped": sorted(run.skipped), "last_finite": run.last_finite,
         "description": run.description, "batches": run.own.state(),
     }  # fmt: skip
@@ -388,6 +388,9 @@ def facts_of(run: RunContext) -> dict[str, Any]:
 def misfit(newcomer: RunContext, facts: dict[str, Any]) -> str:
     """Why a newcomer's settings or data differ from the run's ``facts``, or ""."""
     mine, theirs = flatten("", newcomer.asked), flatten("", facts["settings"])
+    if newcomer.data.packed != facts["packed"]:  # such as that of a run that is older than --fit
+        expected, got = ("whole" if packed else "cut" for packed in (facts["packed"], newcomer.data.packed))
+        return f"--fit: expected {expected}, which the run has, got {got}; add --fit {expected}"
     mine["data in words"], theirs["data in words"] = newcomer.data_in_words, facts["data"]
     expected = facts["description"].get("base", {}).get("sha256", "")
     if (base := newcomer.base) and expected and expected != base["sha256"]:

@@ -19,9 +19,9 @@ import kos
 from kos.comm.communicator import Communicator
 from kos.errors import (
     CheckpointError,
+    ConfigError,
     CollectiveError,
     CompileError,
-    ConfigError,
     CudaError,
     DataError,
     InvalidArgument,
@@ -219,16 +219,9 @@ class Trainer(RunContext):
         config = self.config
         check_unlocked(self.out)
         trackers.check(config.tracker)
-        if config.resume == "auto":
-            self._found = checkpoint.latest(self.checkpoints, show=self.console.progress)
-            if self._found is None:
-                self.console.say(f"no checkpoint in {self.checkpoints}: starting a new run")
-        elif config.resume is not None:
-            try:
-                self._found = checkpoint.find(Path(config.resume), show=self.console.progress)
-            except CheckpointError as error:
-                kind = CheckpointError if os.path.exists(config.resume) else ConfigError
-                raise kind(f"--resume: {error}").about("resume") from error
+        self._found = resume.find(config, self.checkpoints, self.console.progress)
+        if self._found is None and config.resume:
+            self.console.say(f"no checkpoint in {self.checkpoints}: starting a new run")
         if self._found is None:
             check_free(self, 0, -1)
             if config.init_from is not None:
@@ -241,8 +234,7 @@ class Trainer(RunContext):
         resume.check_order(self._found, config)
         theirs = huggingface.read_config(path)
         resume.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
-        settings = self._found.config.get("config", {}) | self._found.config.get("derived", {})
-        return str(path), step, saved_step, True, settings.get("fit", "cut")
+        return str(path), step, saved_step, True, resume.fit_of(self._found)
 
     def _load(self) -> None:
         """Give the device its weights: of the ``source`` each rank reads its part; or all draw them together."""

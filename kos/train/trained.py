@@ -133,7 +133,7 @@ class TrainedModel:
         """
         (prompt, after), answer = self.chat_prompt(messages), ""
         rendered = Document(((prompt, True),), rendered=True)
-        ids = np.concatenate([part for _, part, _ in self.tokenizer.encode_documents([rendered], False)]).tolist()
+        ids = np.concatenate([part.tokens for part in self.tokenizer.encode_documents([rendered], False)]).tolist()
         stops = [*stop, *filter(None, [after.strip()])]
         for _, piece in self._stream([ids], tokens, stops, sampling):
             answer += piece

@@ -63,7 +63,11 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     val_data: str | None = option(None, "a part that is held out of --data", min_length=1)
     """Validate on other data: the same NAMEs and PATHs as --data."""
     text_field: str = option("text", min_length=1)
-    """Field of a line of a .jsonl file that holds its text."""
+    """Field or column that holds the text of a line of a .jsonl file, or of a row of a table."""
+    encoding: str = option("utf-8", min_length=1)
+    """Encoding of text files, tables and JSON, such as utf-16 or latin-1."""
+    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = option(None, "llm.c's header")
+    """Numbers in .bin files without a header: uint16 in those of nanoGPT."""
     loss_on: Literal["completion", "all"] = option("completion")
     """Tokens that the loss counts: completion (a .jsonl file's completions, or an assistant's turns; what the masks of
     token files count), or all."""
@@ -236,6 +240,16 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     def _names(cls, given: Any) -> tuple[str, ...]:
         words = given if isinstance(given, list | tuple) else [given]
         return tuple(dict.fromkeys(name.strip() for word in words for name in str(word).split(",")))
+
+    @field_validator("encoding")
+    @classmethod
+    def _known(cls, given: str) -> str:
+        try:
+            if "a".encode(given).decode(given) != "a":
+                raise LookupError
+        except (LookupError, UnicodeError):
+            raise SettingError("encoding", "an encoding of text, such as utf-16", repr(given)) from None
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

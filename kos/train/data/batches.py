@@ -8,12 +8,10 @@ easy as 1, 2, 3", SC11). With ``--epochs`` windows lie side by side, and each ep
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kos.errors import DataError, SettingError, plural
-from kos.files import OpenFile
 from kos.train.config import weighted
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.chat import read_chat_template
 from kos.train.data.corpus import Corpus, Show, read_corpus
-from kos.train.data.documents import Document, Lines
+from kos.train.data.documents import Lines
 from kos.train.data.mixture import Mixture, mix
 from kos.train.data.packing import PackedTokens, Packing, pack
 from kos.train.data.permutation import permuted
 from kos.train.data.prepared import prepared
-from kos.train.data.token_files import BEGINS, FileArray, MaskedTokens, beyond_vocabulary, check_mask, pieces
+from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary, check_mask, pieces
+from kos.train.data.tokenized import CorpusDocuments, check_shards, fingerprint, read_manifest, read_rows, tokenize
 from kos.train.data.tokenizers import (
     NumberTokenizer,
     Tokenizer,
@@ -47,8 +45,8 @@ from kos.train.parallel.mesh import Axis
 EVAL_BATCH_TOKENS = 16_384
 """Most tokens in a validation batch."""
 
-HASHED_BYTES = 64 << 20
-"""Larger shards are fingerprinted by this many bytes of each end."""
+_BEGINS = ("train.npy", "val.npy")
+"""The files in what is kept of token files that hold where documents begin."""
 
 LEFT_OUT = -1  # a target that no loss counts
 
@@ -69,7 +67,7 @@ class Dataset:
     seq_len: int
     eval_batches: int
     fingerprint: str
-    """SHA-256 of the tokens (of very large shards: of their ends), compared when resuming."""
+    """SHA-256 of the tokens, compared when resuming."""
     held_out: str = ""
     """A line for the log: which data is held out for validation, and the special tokens between documents."""
     trained_on: str = ""
@@ -91,7 +89,7 @@ class Dataset:
     what: str = "document"
     """What a document is, for the log."""
 
-    mixture: Mixture | None = None
+    mixture: Mixture[Dataset] | None = None
     """The sources and the order of their sequences; None: one source."""
 
     ahead = True
@@ -118,6 +116,11 @@ class Dataset:
     def parts(self) -> list[Dataset]:
         """The data of each source."""
         return [self] if self.mixture is None else [*self.mixture.parts.values()]
+
+    @property
+    def packed(self) -> bool:
+        """Whether whole documents are packed into sequences, of any source."""
+        return any(part.packing is not None for part in self.parts)
 
     @property
     def validated(self) -> list[Dataset]:
@@ -283,12 +286,14 @@ def eval_shape(settings: TrainConfig | Dataset) -> tuple[int, int]:
 
 
 def load_data(
-    config: TrainConfig, show: Show = lambda what, share: None, weights: str | None = None, runs: Sequence[Path] = ()
-) -> Dataset:
+    config: TrainConfig, show: Show = lambda what, share: None, weights: str | None = None, runs: Sequence[Path] = (),
+    reads_val: bool = True,
+) -> Dataset:  # fmt: skip
     """Read the data that ``config.data`` names, and encode text; or use the tokens of an earlier run.
 
     For text, ``--tokenizer auto`` is the tokenizer in the folder ``weights``, by default ``config.init_from``.  Whole
-    documents are packed as in the first of the folders ``runs`` that has a plan for them.
+    documents are packed as in the first of the folders ``runs`` that has a plan for them.  Without ``reads_val``, there
+    is no validation data.
     DataError: data or tokenizer unreadable, empty, binary, or shorter than a sequence; a token beyond the vocabulary;
     no target that counts; a prompt that the tokenizer cannot encode.  ConfigError: data or tokenizer missing; a
     tokenizer that does not fit the data.
@@ -297,13 +302,16 @@ def load_data(
         sources, parts = weighted(config.data), list[Dataset]()
         for number, name in enumerate(sources, 1):
             folders = [run / f"source-{number}" for run in runs]
-            parts.append(load_data(config.model_copy(update={"data": name}), show, weights, folders))
+            own_val = config.val_data is None or number == 1  # --val-data is that of all sources
+            changes = {"data": name, "eval_batches": config.eval_batches if own_val else 0}
+            parts.append(load_data(config.model_copy(update=changes), show, weights, folders, own_val))
         return mix(sources, parts)
     weights = weights or config.init_from
-    template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
-    lines = Lines(config.text_field, template, config.split_turns)
-    corpus = read_corpus(config.data, show, val_data=config.val_data, lines=lines)
-    load = _load_text if corpus.vocab_size is None else _load_tokens
+    corpus = read_corpus(config.data, show, val_data=config.val_data, lines=lines_of(config, weights))
+    if not reads_val:
+        whole = corpus
+        corpus = replace(whole, read=lambda: whole.splits._replace(val=[]), flags=[whole.flags[0]] * 2)
+    load = _load_tokenized if corpus.tokenized else _load_text if corpus.vocab_size is None else _load_tokens
     train, val, tokenizer, about = load(corpus, config, weights, show)
     between, several = about["between"], about["several"]
     if tokenizer.rules:
@@ -332,6 +340,12 @@ def load_data(
     )  # fmt: skip
 
 
+def lines_of(config: TrainConfig, weights: str | None = None) -> Lines:
+    """How files are read with these settings."""
+    template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
+    return Lines(config.text_field, template, config.split_turns, config.encoding, config.token_dtype)
+
+
 def _load_tokens(
     corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
 ) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
@@ -344,25 +358,35 @@ def _load_tokens(
         shards, val_shards = ([getattr(shard, "tokens", shard) for shard in each] for each in (shards, val_shards))
 
     def make(folder: Path) -> dict[str, Any]:
-        every, found, counts = [*shards, *val_shards], False, 0
-        flags = ["--data"] * len(shards) + ["--val-data" if config.val_data else "--data"] * len(val_shards)
+        every, counts = [*shards, *val_shards], 0
+        flags = [corpus.flags[number >= len(shards)][0] for number in range(len(every))]
         for flag, shard in zip(flags, every, strict=True):
             check_mask(flag, shard)
+        at, begins = [0, 0], [[np.zeros(1, np.int64)], [np.zeros(1, np.int64)]]  # of train and val
         for number, piece in _pieces(every, show):
-            tokens = unmasked(piece)
+            tokens, of = unmasked(piece), int(number >= len(shards))
             if tokens.max() >= tokenizer.vocab_size:
                 raise beyond_vocabulary(flags[number], every[number], tokenizer.vocab_size)
-            found = found or (separator is not None and bool((tokens == separator.token).any()))
-            counts += int(np.count_nonzero(piece >= 0)) if masked and number < len(shards) else 0
+            if separator is not None:
+                begins[of].append(np.flatnonzero(tokens == separator.token) + at[of] + separator.ends)
+            at[of] += len(piece)
+            counts += int(np.count_nonzero(piece >= 0)) if masked and not of else 0
+        found = any(map(len, (*begins[0][1:], *begins[1][1:])))
+        for of, name in enumerate(_BEGINS):
+            places = np.unique(np.concatenate(begins[of]))
+            np.save(folder / name, places[places < at[of]])
         between = "; no documents are marked"
         if separator is not None and found:
             between = f"; documents {'end' if separator.ends else 'begin'} with token {separator.token}"
         about = {"held_out": held_out, "trained_on": trained_on, "several": found, "between": between}
-        return {"sha256": _fingerprint(every), "masked": masked, "counted": counts, **about}
+        return {"sha256": fingerprint([shard] for shard in every), "masked": masked, "counted": counts, **about}
 
-    how = ["tokens", tokenizer.vocab_size, separator, config.loss_on, corpus.below]
-    with prepared(corpus.files, how, make, corpus.val_files) as (_, about):
-        return Tokens(shards, separator), Tokens(val_shards, separator), tokenizer, about
+    how = ["tokens", tokenizer.vocab_size, separator, config.loss_on, corpus.below, config.token_dtype]
+    how += [corpus.other_val]
+    with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
+        whole = config.fit == "whole"  # else places are not needed in memory
+        documents: list[Any] = [np.load(folder / name) if whole else separator for name in _BEGINS]
+    return Tokens(shards, documents[0]), Tokens(val_shards or [shards[0][:0]], documents[1]), tokenizer, about
 
 
 def _tokenizer_of_tokens(config: TrainConfig, corpus: Corpus) -> Tokenizer:
@@ -381,7 +405,7 @@ def _separator_of_tokens(tokenizer: Tokenizer, corpus: Corpus) -> Separator | No
         return Separator(before[0], False) if before else Separator(after[-1], True)
     size = corpus.vocab_size or 0
     padded = range(size, -(-size // 128) * 128 + 1)  # rows of an embedding, of which some are no tokens
-    return Separator(BEGINS[size], False) if tokenizer.vocab_size in padded else None
+    return Separator(BEGINS[size], False) if size in BEGINS and tokenizer.vocab_size in padded else None
 
 
 def _pieces(shards: Shards, show: Show) -> Iterator[tuple[int, NDArray[Any]]]:
@@ -405,51 +429,53 @@ def _load_text(
     corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
 ) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
     """Training and validation tokens, in files, their tokenizer, and the JSON that ``prepared`` keeps."""
+    how, make = tokenizing(corpus, config, weights, show)
+    with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
+        return *read_rows(folder, about), tokenizer_from_json(about["tokenizer"]), about
+
+
+def tokenizing(
+    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
+) -> tuple[list[Any], Callable[..., dict[str, Any]]]:
+    """What the tokens of text depend on beside its files, and ``make(folder, key)``, which writes them to a folder."""
     spec = _tokenizer_of_text(config, weights)
     tokenizer = None if spec == "chars" else make_tokenizer(spec)
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
     how += [config.split_special_tokens, config.text_field, config.loss_on, config.split_turns, corpus.below]
-    how += [template.source, template.special] if template else []
+    how += [corpus.other_val, config.encoding, *([template.source, template.special] if template else [])]
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
     how += [name for name, files in sources if not files]  # others are known by their files
 
-    def make(folder: Path) -> dict[str, Any]:
-        every = [*corpus.train, *corpus.val]
-        encoder = tokenizer or make_tokenizer(spec, text=every)
-        total, done = sum(map(len, every)), 0
-        in_parts = any(isinstance(document, Document) for document in every)
-        masked = in_parts and config.loss_on == "completion"
-        files: dict[str, Any] = {"several": max(len(corpus.train), len(corpus.val)) > 1, "masked": in_parts}
-        rendered = all(isinstance(document, Document) and document.rendered for document in every)
-        files["what"] = "chat" if rendered else "document"
-        of_data = corpus.train if config.val_data else every  # --val-data does not decide how --data is read
-        files["fit"] = "whole" if all(isinstance(document, Document) for document in of_data) else "cut"
-        files["between"] = "; chats as their template writes them" if rendered else f"; {encoder.separators()}"
-        files |= {"dtype": encoder.dtype_of(masked).str, "counted": 0}
-        for name, texts in (("train", corpus.train), ("val", corpus.val)):
-            show("tokenizing the data", done / total)
-            size = 0
-            with (folder / name).open("wb") as file, (folder / f"{name}_documents").open("wb") as documents:
-                for length, tokens, begins in encoder.encode_documents(texts, config.split_special_tokens, masked):
-                    file.write(tokens.data)
-                    files["counted"] += int(np.count_nonzero(tokens >= 0)) if name == "train" else 0
-                    documents.write((size + begins).data)
-                    size, done = size + len(tokens), done + length
-                    show("tokenizing the data", done / total)
-        shards = [_kept(folder / name, np.dtype(files["dtype"])) for name in ("train", "val")]
-        files |= {"held_out": corpus.splits.held_out, "trained_on": corpus.splits.trained_on}
-        texts = chain(corpus.train, corpus.val) if config.split_special_tokens else ()
-        files["spelled_out"] = encoder.spelled_out(texts)
-        return {"tokenizer": encoder.to_json(), "sha256": _fingerprint(shards), **files}
+    def make(folder: Path, key: str = "") -> dict[str, Any]:
+        return tokenize(
+            folder, corpus, tokenizer or make_tokenizer(spec, text=CorpusDocuments(corpus)), key=key, show=show,
+            split_special_tokens=config.split_special_tokens, loss_on=config.loss_on,
+        )  # fmt: skip
 
-    with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
-        tokenizer, dtype = tokenizer or tokenizer_from_json(about["tokenizer"]), np.dtype(about["dtype"])
-        train, val = (
-            Tokens([_kept(folder / name, dtype)], np.asarray(_kept(folder / f"{name}_documents", np.dtype(np.int64))))
-            for name in ("train", "val")
-        )
-    return train, val, tokenizer, about
+    return how, make
+
+
+def _load_tokenized(
+    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
+) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
+    """As ``_load_text``, of a folder of ``kos tokenize``, whose checksums are compared once."""
+    source = corpus.tokenized
+    assert source is not None
+    about = read_manifest(source)
+    tokenizer = tokenizer_from_json(about["tokenizer"])
+    if config.tokenizer not in ("auto", "chars") and not tokenizer.is_like(named := make_tokenizer(config.tokenizer)):
+        raise SettingError("--tokenizer", f"{tokenizer.name}, that of {source}, or auto", named.name)
+    if about["masked"] and config.loss_on != about["loss_on"]:
+        expected = f"{about['loss_on']}, with which {source} was written"
+        raise SettingError("--loss-on", expected, config.loss_on)
+
+    def make(folder: Path) -> dict[str, Any]:
+        check_shards(source, about["shards"], show)
+        return {}
+
+    with prepared(corpus.files, ["tokenized"], make):
+        return *read_rows(source, about), tokenizer, about
 
 
 def _note(spelled_out: dict[str, int]) -> str:
@@ -458,18 +484,3 @@ def _note(spelled_out: dict[str, int]) -> str:
     most = [f"{token} {count:,}" for token, count in Counter(spelled_out).most_common(3)]
     found = f"special tokens spelled out in the text and read as text: {sum(spelled_out.values()):,} ({', '.join(most)}"
     return f"{found}{', …' * (len(spelled_out) > 3)}); --no-split-special-tokens reads them as special tokens"
-
-
-def _kept(path: Path, dtype: np.dtype[Any]) -> FileArray:
-    return FileArray(OpenFile(path), dtype, 0, path.stat().st_size // dtype.itemsize)
-
-
-def _fingerprint(shards: Shards) -> str:
-    digest = hashlib.sha256()
-    for shard in shards:
-        digest.update(f"{shard.dtype.str} {len(shard)} ".encode())
-        half = HASHED_BYTES // shard.itemsize
-        ends = [shard] if len(shard) <= 2 * half else [shard[:half], shard[-half:]]
-        for piece in chain.from_iterable(map(pieces, ends)):
-            digest.update(np.ascontiguousarray(piece).data)
-    return digest.hexdigest()
