@@ -37,12 +37,12 @@ from typing import Any
 
 import kos
 from kos.bench.report import provenance, to_json
-from kos.comm.gpu.backend import DeviceBackend
 from kos.commands import program
 from kos.cuda import create_stream, driver
 from kos.errors import BackendUnavailable, KosError
 from kos.files import check_writable
 from kos.memory import Array
+from kos.memory.windows import InWindows
 
 HERE = Path(__file__).parent
 Call = Callable[[], Any]
@@ -111,13 +111,13 @@ class Timer:
     def _launch(self, run: Call) -> tuple[Any, Any] | None:
         """The launch of a call by Python, and its Work, which has the addresses and the stream."""
         backend = self._comm.backend
-        parts = [each for each in (backend, *backend.inner) if isinstance(each, DeviceBackend)]
-        for each in parts:
-            each._last = None
+        backend._last = None
         run()
-        part = next(each for each in parts if each._last is not None)
-        known = self._comm._eager is not None and part.launch_words(part._last.prepared)
-        return (known, part._last) if known else None
+        work = backend._last
+        run = work.prepared.run
+        bare = run.launch if isinstance(run, InWindows) else run
+        known = self._comm._eager is not None and work.prepared.route.launch_words(bare)
+        return (known[0], work) if known else None
 
     def row(self, make: Callable[..., Call], *arrays: Any) -> dict[str, Any]:
         """The figures of one call.  Collective."""

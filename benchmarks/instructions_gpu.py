@@ -16,7 +16,7 @@ from typing import Any
 import kos
 from kos.comm import watchdog
 from kos.comm.gpu import nccl_binding
-from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -121,12 +121,12 @@ def run_calls(library: ctypes.CDLL, count: Callable[[str, int, Any, Callable[[],
 
     def rank(rendezvous: Any, name: str, group: Any) -> None:
         host = HostBackend(rendezvous, ThreadTransport)
-        made = {
-            "nccl": lambda: NCCLBackend(rendezvous, 0, Comm(group, rendezvous.rank), host),
-            "peer": lambda: PeerBackend(rendezvous, 0, host),
+        made: dict[str, Callable[[], Any]] = {
+            "nccl": lambda: NCCLBackend(rendezvous, host.engine, 0, Comm(group, rendezvous.rank)),
+            "peer": lambda: PeerBackend(rendezvous, host.engine, 0),
         }
-        gpus = [made[each]() for each in name.split("+")]
-        backend = AutoBackend(rendezvous, host, gpus) if gpus[1:] else gpus[0]
+        names = name.split("+")
+        backend = GPUBackend(rendezvous, [made[each]() for each in names], host if names[1:] else None)
         with kos.Communicator(backend, rendezvous, {}, LIMIT) as comm:
             for operation in OPERATIONS if rendezvous.rank == 0 else ():
                 form, _, rest = operation.partition(f", {name}")

@@ -24,7 +24,7 @@ import pytest
 
 import kos
 from kos.comm.control.threads import ThreadRendezvous
-from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -157,12 +157,11 @@ def on_gpus(*names: str) -> dict[str, Path_]:
 
     def rank(rendezvous: ThreadRendezvous) -> None:
         host = HostBackend(rendezvous, ThreadTransport)
-        made = {
-            "nccl": lambda: NCCLBackend(rendezvous, 0, Comm(group, rendezvous.rank), host),
-            "peer": lambda: PeerBackend(rendezvous, 0, host),
+        made: dict[str, Callable[[], Any]] = {
+            "nccl": lambda: NCCLBackend(rendezvous, host.engine, 0, Comm(group, rendezvous.rank)),
+            "peer": lambda: PeerBackend(rendezvous, host.engine, 0),
         }
-        gpus = [made[name]() for name in names]
-        backend = AutoBackend(rendezvous, host, gpus) if gpus[1:] else gpus[0]
+        backend = GPUBackend(rendezvous, [made[name]() for name in names], host if names[1:] else None)
         with kos.Communicator(backend, rendezvous, {}, WAIT) as comm:
             results.append(of_all_reduce(comm))
 

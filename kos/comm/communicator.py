@@ -297,7 +297,7 @@ class Communicator(Groups):
         for name, probe in self.probes.items():
             chosen = "in use" if name in self.backend_name.split("+") else "yes" if probe.usable else "no"
             rows.append((name, chosen, probe.reason))
-        return "\n".join([*_columns([*rows, *self.backend.details()]), *_columns(self.backend.routes())])
+        return "\n".join([*_columns([*rows, *self.backend.details()]), *_columns(self.backend.route_table())])
 
     def close(self) -> None:
         """Wait for the operations in flight and free all resources.  Collective; a second call does nothing.

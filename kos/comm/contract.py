@@ -8,11 +8,15 @@ memory                     the class must define                what kos builds 
 host (``on_host = True``)  ``isend``, ``irecv``, ``cancel``     every operation, by schedules of messages
                                                                 (``host/backend.py``)
 GPU (``on_gpu = True``)    ``exchange``                         every operation, by exchanges and by kernels of kos
-                                                                (``gpu/library.py``)
+                                                                (``gpu/backend.py``)
 =========================  ===================================  =======================================================
 
 All other methods are optional.  Their defaults do nothing, leave the work to kos, or raise an error that names the
 method and the backend.  kos makes one instance per group and kind of memory, so each instance moves one kind.
+
+``mpi``, ``tcp`` and ``mock`` are such classes for host memory, ``nccl`` and ``peer`` for GPUs.  A communicator has one
+``GPUBackend`` for its GPU.  It queues the calls, orders the streams, watches the other ranks and ends what is in flight
+after a failure.  The backends of this contract are its routes: for each signature it chooses one of them.
 
 Which thread calls which method:
 
@@ -20,11 +24,11 @@ Which thread calls which method:
   ``successor`` and ``close``.  The thread that calls ``Communicator.register`` or ``views`` calls these methods.
 - In host memory, any thread of the program that polls, and the thread ``kos-progress``, call the other methods, and
   ``done()`` of a request.  The caller holds ``Engine.lock``, so two calls never overlap.
-- On GPUs, the thread of the program that starts an operation calls ``native_on_gpu``, ``exchange`` and ``collect``.
-  This thread may be capturing a CUDA graph.
+- On GPUs, the thread of the program that starts an operation calls the methods that prepare or queue it.  This thread
+  may be capturing a CUDA graph.
 - Any thread calls ``report_failure``, ``report_end`` and ``abort``, even while another thread is in a method.
-- The thread ``kos-watchdog``, and any thread that waits for a call, call ``find_failure``: on GPUs without a lock, and
-  perhaps at the same time.
+- The thread ``kos-watchdog``, and any thread that waits for a call, call ``find_failure``, ``inspect``,
+  ``kernel_waits`` and ``last_wait``: on GPUs without a lock, and perhaps at the same time.
 """
 
 from __future__ import annotations
@@ -32,21 +36,33 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 
 from kos.comm.control.base import Rendezvous
 from kos.comm.matching import Envelope
-from kos.comm.operation import COLLECTIVE_TAGS, Operation
+from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
+from kos.comm.tuning import Table
 from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work
-from kos.errors import BackendUnavailable, KosError
+from kos.cuda import Kernel, load_kernel
+from kos.errors import BackendUnavailable, InvalidArgument, KosError
+from kos.memory import Array as GPUArray
 from kos.memory import Buffer
+from kos.memory.windows import Run
 
 Array = np.ndarray[Any, Any]
 Message = tuple[int, int, int]
 """A message in GPU memory: the other rank, the address, and the number of bytes, which is not 0."""
+Piece = tuple[Any, int]
+"""Address and bytes of a part of GPU memory; the address may be an ``Address``, of an array of a launch."""
+Resolved = tuple[Run, str | None, bool]
+"""How a route runs calls of one signature on a GPU: the function that queues one; the kernel, if it depends on more
+than the arguments and must be the same on all ranks; whether later calls may use it."""
+Guard = tuple[Any, str, Any]
+"""An object, the name of a slot, and its value while the compiled core may make a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +113,8 @@ class Backend(ABC):
         """
         self.rank, self.size, self.failures, self.engine = rendezvous.rank, rendezvous.size, rendezvous.failures, engine
         self.ranks_per_host, self.device = rendezvous.ranks_per_host, device
+        self.backend: Any = None
+        """The GPUBackend whose route this is: kos assigns it before ``open``.  None for host memory."""
 
     # Required for host memory.
 
@@ -147,10 +165,13 @@ class Backend(ABC):
         """
         return None
 
-    # Optional for host memory: how it runs.
-
     def open(self, backend: Any) -> None:  # noqa: B027
-        """kos calls this after ``backend``, the HostBackend, has opened the shared memory of the host.  Collective."""
+        """kos calls this once ``backend``, which runs the operations, has opened the shared memory of the host.
+
+        It is a HostBackend or a GPUBackend.  Collective.
+        """
+
+    # Optional for host memory: how it runs.
 
     def idle(self) -> Any:
         """An object that decides how a wait sleeps between two polls.
@@ -222,7 +243,7 @@ class Backend(ABC):
         """
         return receives
 
-    # Optional for GPU memory.
+    # Optional for GPU memory: how it runs.
 
     def native_on_gpu(self, o: Operation) -> Callable[[int, int, int], None] | None:
         """The function that queues operations like ``o`` by the library's own call, or None to use ``exchange``.
@@ -237,7 +258,12 @@ class Backend(ABC):
         sends = [(rank, send, nbytes) for rank in range(self.size)]
         self.exchange(sends, [(rank, recv + rank * nbytes, nbytes) for rank in range(self.size)], stream)
 
-    def register(self, buffer: Buffer) -> Any:
+    def allocate(self, shape: Any, dtype: Any) -> GPUArray:
+        """See ``Communicator.allocate``."""
+        assert self.device is not None
+        return GPUArray.empty(shape, dtype, self.device)
+
+    def register(self, buffer: Buffer) -> GPUArray:
         """See ``Communicator.register``."""
         self._lacks("register")
 
@@ -251,6 +277,102 @@ class Backend(ABC):
         Do not define this method.  kos assigns it, and ``exchange`` and ``collect`` may call it.
         """
         raise NotImplementedError
+
+    # Optional for GPU memory: kernels, and the choice between routes.  ``nccl`` and ``peer`` define these.
+
+    table: Table | None = None
+    """The measured table by which ``auto`` chooses a route, if this backend knows one."""
+    watched: ClassVar[bool] = True
+    """Whether kos watches the deadlines of its calls.  False if its kernels have deadlines of their own."""
+    serial: bool = False
+    """Whether each call launches kernels of kos that must follow those of the call before, whatever their streams."""
+    failed: Sequence[int] = (0,)
+    """Memory whose first word is not 0 once a kernel has ended early, and the address of that word (0: none)."""
+    failed_word: int = 0
+    by_capture: ClassVar[tuple[str, ...]] = ()
+    """The operations that run differently in a CUDA graph."""
+
+    @property
+    def abort_flags(self) -> list[int]:
+        """The addresses of its flags for ``Communicator.abort_flags``."""
+        return []
+
+    def carries(self, o: Operation) -> bool:
+        """Whether a tuning table may choose this backend for ``o``; the same on all ranks."""
+        return True
+
+    def is_symmetric(self, o: Operation) -> bool:
+        """Whether the backend reaches all buffers of the operation where they lie, on every rank."""
+        return False
+
+    def overlapped(self, o: Operation) -> bool:
+        """Whether the backend carries an overlapped operation without multiprocessors."""
+        return False
+
+    def route_of(self, name: str, nbytes: int, symmetric: bool, graph: bool) -> str:
+        """The text of ``Communicator.explain`` for calls with inputs of ``nbytes``."""
+        return self.name
+
+    def details(self) -> list[tuple[str, str, str]]:
+        """More rows for ``Communicator.explain``: a resource, whether it is used, and why."""
+        return []
+
+    def set_timeout(self, seconds: float) -> None:  # noqa: B027
+        """Follow the communicator's timeout."""
+
+    def resolve(self, o: Operation) -> Resolved | None:
+        """How calls like ``o``, whose buffers have no memory, run here.  None: kos builds them on ``exchange``."""
+        if o.options.algorithm != AUTO:
+            raise InvalidArgument(f"algorithm: expected 'auto' on {self.name}, got {o.options.algorithm!r}")
+        ordered = o.options.deterministic and o.reduction is not None
+        launch = None if o.options.compress or ordered else self.native_on_gpu(o)
+        return None if launch is None else (launch, None, True)
+
+    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run | None:
+        """A launch that sends piece j to rank j and receives piece j from it.  None: kos uses ``exchange``."""
+        return None
+
+    def load(self, path: Path, name: str, **macros: Any) -> Kernel:
+        """A kernel of kos for this GPU."""
+        assert self.device is not None
+        return load_kernel(path, name, self.device, **macros)
+
+    def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
+        """Queue Works of this route together on ``stream``, or each on its own stream."""
+        self.backend.queue_each(works, stream)
+
+    def entered(self, stream: int) -> None:  # noqa: B027
+        """kos calls this before a launch that it has ordered behind earlier ones: it is the first on this stream."""
+
+    def launch_words(self, run: Run) -> tuple[bytes, list[Guard]] | None:
+        """A ``kos_launch`` of ``core.h`` if ``run`` queues nothing else, and what is equal while it is valid.
+
+        The compiled core then makes such calls.
+        """
+        return None
+
+    def launch_error(self, run: Run, status: int) -> Exception:
+        """The error of such a launch that has failed with ``status``."""
+        raise NotImplementedError
+
+    def inspect(self, work: Work[Any]) -> None:
+        """Raise what the library, or a kernel, has found wrong, as an error of ``work``.  Never waits."""
+        if (failure := self.find_failure()) is not None:
+            raise failure
+
+    def kernel_waits(self) -> list[int]:
+        """The ranks that a kernel has waited for since the last look, as far as known."""
+        return []
+
+    def last_wait(self) -> str:
+        """End the waits of kernels, and return what the last one waited for; a timeout names it."""
+        return ""
+
+    def drained(self, final: bool) -> None:  # noqa: B027
+        """kos calls this after ``abort``, when the GPU is idle or cannot become idle.
+
+        ``final``: the communicator is aborted.  Otherwise it has failed, and ``close`` or another ``abort`` follows.
+        """
 
     # Optional: failures and teardown.
 
@@ -278,8 +400,18 @@ class Backend(ABC):
         """
         return type(self)
 
+    def split(self, rendezvous: Rendezvous | None, color: int | None, key: int) -> Callable[..., Backend] | None:
+        """As ``successor``, but kos calls it on every rank of this group.  ``rendezvous`` is None on other ranks.
+
+        Define it instead of ``successor`` if the library splits groups itself.  Host memory does not use it.
+        """
+        return None if rendezvous is None else self.successor(rendezvous)
+
     def abort(self, reason: str) -> str:
-        """End all messages without waiting for other ranks.  Returns the reason to pass to ``report_end``."""
+        """End all messages without waiting for other ranks.  Returns the reason to pass to ``report_end``.
+
+        On GPUs it begins to end what is queued, without waiting for the GPU, and kos may call it more than once.
+        """
         return reason
 
     def close(self, begun: int) -> None:  # noqa: B027

@@ -1,8 +1,8 @@
 """GroupBackend: the class that a Communicator calls.  It runs the operations of one group.
 
-``HostBackend`` (host/backend.py) runs every operation with a ``contract.Backend`` that moves host memory, and
-``LibraryBackend`` (gpu/library.py) with one that moves GPU memory.  ``AutoBackend`` combines several backends.  The
-backends ``nccl`` and ``peer`` subclass ``DeviceBackend`` (gpu/backend.py) directly.
+``HostBackend`` (host/backend.py) runs every operation with a ``contract.Backend`` that moves host memory.
+``GPUBackend`` (gpu/backend.py) runs them with one or several that move the memory of a GPU, its routes, and with a
+HostBackend if the communicator moves host memory too.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class GroupBackend(ABC):
         """The backend and algorithm of an operation on float32; ``nbytes`` is the size of each rank's input."""
         return self.name
 
-    def routes(self, place: str = "") -> list[tuple[str, ...]]:
+    def route_table(self, place: str = "") -> list[tuple[str, ...]]:
         """The routes of the usual operations as the rows of a table, for ``Communicator.explain``."""
         rows: list[tuple[str, ...]] = [(f"float32{place}", *_SHOWN_BYTES)]
         for name in _SHOWN if self.size > 1 else ():

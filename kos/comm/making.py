@@ -14,20 +14,19 @@ from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from kos.comm.contract import Probe
+from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import Rendezvous
-from kos.comm.gpu.auto import AutoBackend
-from kos.comm.gpu.backend import DeviceBackend
+from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.devices import device_of
-from kos.comm.gpu.hierarchical import NAME as PHASES
 from kos.comm.gpu.hierarchical import HierarchicalBackend
+from kos.comm.gpu.routes import PHASES
 from kos.comm.group_backend import UNMADE, GroupBackend
 from kos.comm.host.backend import HostBackend
-from kos.comm.registry import BACKENDS, for_gpu, probe_all
+from kos.comm.registry import BACKENDS, probe_all
 from kos.comm.tuning import for_group, preferred_on_hosts
 from kos.comm.versions import check as check_versions
 from kos.comm.versions import versions
-from kos.comm.work import ProgressThread
+from kos.comm.work import Engine, ProgressThread
 from kos.cuda.devices import visible_devices
 from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError, RendezvousError
 
@@ -97,20 +96,27 @@ def _make(
         raise _on_every_rank(BackendUnavailable(f"{backend}: {probes[backend].reason}"))
     log.info("backend %s: %s", chosen, probes[chosen].reason)
     rendezvous.name_hosts()
-    kind: Any = BACKENDS[chosen]
+    kind = BACKENDS[chosen]
+    host: HostBackend | None = None
+    if kind.on_host:
+        with rendezvous.reporting():
+            host = HostBackend(rendezvous, kind)
+        undo.push(partial(_end, host.close, partial(host.abort, UNMADE)))
+        if progress_thread:
+            host.check_threads()
     with rendezvous.reporting():
-        made: GroupBackend = HostBackend(rendezvous, kind) if kind.on_host else for_gpu(kind, rendezvous)
-    undo.push(partial(_end, made.close, partial(made.abort, UNMADE)))
-    if progress_thread:
-        made.check_threads()
-    with rendezvous.reporting():
-        gpus: list[DeviceBackend] = []
+        routes: list[Backend] = []
+        engine = Engine() if host is None else host.engine
         if backend == "auto":
-            gpus = _for_gpus(rendezvous, probes, made, undo, all(sees))
-        elif kind.on_host and kind.on_gpu and all(sees):
-            gpus.append(for_gpu(kind, rendezvous, made))
-            undo.callback(gpus[0].abort, UNMADE)
-        made = AutoBackend(rendezvous, made, gpus) if gpus else made
+            routes = _for_gpus(rendezvous, probes, engine, undo, all(sees))
+        elif kind.on_gpu and (host is None or all(sees)):
+            routes.append(kind(rendezvous, engine, device_of(rendezvous).index))
+            undo.callback(routes[0].abort, UNMADE)
+        made: Any = GPUBackend(rendezvous, routes, host) if routes else host
+    if host is None:
+        undo.push(partial(_end, made.close, partial(made.abort, UNMADE)))
+    elif routes:
+        undo.callback(made.abort_routes, UNMADE)
     if backend == "auto" and made.device is None:
         why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
         if requested is not None:
@@ -130,9 +136,9 @@ def _reasons(probes: dict[str, Probe]) -> str:
 
 
 def _for_gpus(
-    rendezvous: Rendezvous, probes: dict[str, Probe], host: GroupBackend, undo: ExitStack, seen: bool = True
-) -> list[DeviceBackend]:
-    """The backends that ``auto`` uses for GPUs, in addition to ``host``.  ``seen`` is True if every rank sees a GPU.
+    rendezvous: Rendezvous, probes: dict[str, Probe], engine: Engine, undo: ExitStack, seen: bool = True
+) -> list[Backend]:
+    """The routes that ``auto`` uses for GPUs.  ``seen`` is True if every rank sees a GPU.
 
     Of the backends that can run, ``auto`` always uses ``nccl``, and uses ``peer`` if there is a measured tuning table.
     It uses another backend if the table routes calls to it, or if no earlier backend can run.
@@ -144,7 +150,7 @@ def _for_gpus(
     measured = set() if table is None else table.backends()
     if table is not None and (unknown := measured - {*BACKENDS, PHASES}) and rendezvous.rank == 0:
         log.warning("the tuning table %s names backends that are not registered: %s", table.source, ", ".join(unknown))
-    made: list[DeviceBackend] = []
+    made: list[Backend] = []
     for name in usable:
         if not {"nccl": True, "peer": bool(measured)}.get(name, name in measured or not made):
             more = "" if name == "peer" else f" --with {name}"
@@ -153,9 +159,10 @@ def _for_gpus(
             continue
         between_hosts = name == "nccl" and rendezvous.local_size < rendezvous.size
         try:
-            made.append(for_gpu(HierarchicalBackend if between_hosts else BACKENDS[name], rendezvous, host))
-            made[-1].table = made[-1].table or table
-            undo.callback(made[-1].abort, UNMADE)
+            for kind in (BACKENDS[name], HierarchicalBackend)[: 1 + between_hosts]:
+                made.append(kind(rendezvous, engine, device_of(rendezvous).index))
+                undo.callback(made[-1].abort, UNMADE)
+                made[-1].table = made[-1].table or table
         except BackendUnavailable as error:  # on all ranks: bytes did not move as the driver promised
             probes[name] = Probe(False, str(error))
         log.info("backend %s for arrays on a GPU: %s", name, probes[name].reason)

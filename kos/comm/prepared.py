@@ -52,6 +52,7 @@ class Prepared:
         "name",
         "operation",
         "route",
+        "run",
         "text",
         "values",
         "waits",
@@ -59,15 +60,16 @@ class Prepared:
     )  # fmt: skip
 
     def __init__(
-        self, operation: Operation, backend: Any, launch: Callable[[Any], Steps | None], route: Any = None,
-        kernel: str | None = None, lasting: bool = True,
+        self, operation: Operation, backend: Any, launch: Callable[[Any], Steps | None], run: Any = None,
+        kernel: str | None = None, lasting: bool = True, route: Any = None,
     ) -> None:  # fmt: skip
         """``launch`` begins a Work: it returns the steps that are left, or None if the Work is complete or queued."""
         self.operation, self.name, self.collective = operation, operation.name, operation.name not in POINT_TO_POINT
-        self.backend = backend
-        """The backend that runs it; under ``auto``, one of its backends."""
-        self.launch, self.route, self.kernel = launch, route, kernel
-        """``route`` is the backend's own.  ``kernel``, if any, must be the same on all ranks."""
+        self.backend, self.route = backend, route or backend
+        """The backend that runs it, and which of its routes."""
+        self.launch, self.run, self.kernel = launch, run, kernel
+        """``run`` is the backend's own; on a GPU it queues the call on a stream and two addresses.  ``kernel``, if any,
+        must be the same on all ranks."""
         self.work, self.gets = backend.work, operation.recv is not None
         """The class of its Works, and whether this rank has a result."""
         self.lasting = lasting
@@ -75,7 +77,7 @@ class Prepared:
         self.fixed = True
         """Whether calls take the same route inside and outside a graph."""
         self.waits = not operation.options.overlap
-        self.values = _values(operation, backend.name, kernel)
+        self.values = _values(operation, self.route.name, kernel)
         """What must be equal on all ranks."""
         self.arguments = _arguments(operation, backend.group_suffix)
         """`` of float32[4] by SUM``: what follows the number of a call in texts."""

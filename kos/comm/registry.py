@@ -9,11 +9,8 @@ from typing import Any
 
 from kos.comm.contract import REQUIRED, Backend, Probe, lacking
 from kos.comm.control.base import Rendezvous
-from kos.comm.gpu.backend import DeviceBackend
-from kos.comm.gpu.library import LibraryBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.group_backend import GroupBackend
 from kos.comm.host.mpi import MPITransport
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
@@ -24,10 +21,7 @@ log = logging.getLogger(__name__)
 GROUP = "kos.backends"
 """The entry-point group in which installed packages register backends: ``name = "package.module:Class"``."""
 
-Kind = type[Backend] | type[NCCLBackend] | type[PeerBackend]
-"""A ``contract.Backend``, or one of the backends of kos for GPUs."""
-
-BACKENDS: dict[str, Kind] = {
+BACKENDS: dict[str, type[Backend]] = {
     "mpi": MPITransport, "tcp": TCPTransport, "nccl": NCCLBackend, "peer": PeerBackend, "mock": ThreadTransport,
 }  # fmt: skip
 """All backends by name, in the order in which ``auto`` prefers them for host memory."""
@@ -62,13 +56,6 @@ def register_backend(name: str, backend: type[Backend]) -> None:
     BACKENDS[name] = backend
 
 
-def for_gpu(kind: Kind, rendezvous: Rendezvous, host: GroupBackend | None = None) -> DeviceBackend:
-    """Make a backend of a class in ``BACKENDS`` for the GPUs of a group that also has ``host``.  Collective."""
-    if issubclass(kind, Backend):
-        return LibraryBackend(rendezvous, kind, host=host)
-    return kind(rendezvous, host=host)
-
-
 def register_installed() -> None:
     """Register the backends of installed packages, once; a failed import makes a backend unusable, with its reason."""
     global _installed
@@ -92,7 +79,7 @@ def _load(entry: EntryPoint) -> Any:
         return type("Unusable", (Backend,), {**methods, "probe": classmethod(lambda kind, rendezvous: probe)})
 
 
-def probe_all(backends: dict[str, Kind], rendezvous: Rendezvous) -> dict[str, Probe]:
+def probe_all(backends: dict[str, type[Backend]], rendezvous: Rendezvous) -> dict[str, Probe]:
     """The probe of each backend for this group on this rank."""
     probes = {}
     for name, kind in backends.items():

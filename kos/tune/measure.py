@@ -28,9 +28,9 @@ from kos.comm import Communicator, init
 from kos.comm.control.identity import launched_rank
 from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
-from kos.comm.gpu.hierarchical import NAME as PHASES
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.launches import KernelConfig, Launches, pick
+from kos.comm.gpu.routes import PHASES
 from kos.comm.tuning import Route, Table, key, machine, parse, user_path
 from kos.commands import program
 from kos.cuda import capture, create_stream, driver, set_device, streams
@@ -200,8 +200,9 @@ class Tuner:
 
     @property
     def _peer(self) -> PeerBackend:
-        assert isinstance(self.peer.backend, PeerBackend)
-        return self.peer.backend
+        route = self.peer.backend.routes[0]
+        assert isinstance(route, PeerBackend)
+        return route
 
     def route(self, operation: str, wide: bool, symmetric: bool, graph: bool, larger: Times) -> tuple[Route, Times]:
         """The faster backend by size, and the times.  ``larger``: the times of sizes that are not measured again."""
@@ -252,12 +253,12 @@ class TunerBetweenHosts(Tuner):
     first = PHASES
 
     def table(self, say: Callable[[str], None]) -> Table:
-        part = self.peer.backend.inner[1]
-        assert isinstance(part, HierarchicalBackend)
+        backend = self.peer.backend
+        part = next(route for route in backend.routes if isinstance(route, HierarchicalBackend))
         if part.table is None:
-            raise InvalidArgument(f"tune: {part.hierarchy}")
+            raise InvalidArgument(f"tune: {part.reason}")
         names = {operation: key(operation, False, False, True) for operation in CARRIED}
-        part.use(replace(part.table, routes=dict.fromkeys(names.values(), ((None, PHASES),))))
+        backend.use(replace(part.table, routes=dict.fromkeys(names.values(), ((None, PHASES),))))
         routes = {}
         for operation, name in names.items():
             routes[name], _ = self.route(operation, False, False, True, {})

@@ -24,12 +24,17 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import watchdog
+from kos.comm import contract, watchdog
+from kos.comm.contract import Resolved
+from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
 from kos.comm.gpu import compressed, devices, memory, nccl, nccl_binding, nccl_staging, routes, shared, works
+from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.host.backend import HostBackend
 from kos.comm.reduction import ReduceOp, resolve
+from kos.comm.work import Engine
 from kos.cuda import driver, graphs, kernels, streams
 from kos.cuda.kernels import Address, resolved
 from kos.dtypes import DTYPES
@@ -425,7 +430,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     monkeypatch.setattr(device, "create_stream", lambda index, **_: SimpleNamespace(handle=99))
     for module in (nccl, memory):
         monkeypatch.setattr(module, "Scratch", Memory)
-    monkeypatch.setattr(device, "load_kernel", _load_kernel)
+    monkeypatch.setattr(contract, "load_kernel", _load_kernel)
     info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
     for module in (compressed, devices):
         monkeypatch.setattr(module, "device_info", lambda index: info)
@@ -445,7 +450,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     """As ``no_gpu``: calls queue nothing, the GPU ends nothing of it, and the watchdog looks often."""
 
-    def nothing(backend: NCCLBackend, o: Any) -> routes.Route:
+    def nothing(route: NCCLBackend, o: Any) -> Resolved:
         return routes.nothing, None, True
 
     monkeypatch.setattr(watchdog, "TICK", 0.01)
@@ -464,8 +469,12 @@ def _load_kernel(path: Path, name: str, index: int, **defines: Any) -> Any:
 
 def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WAIT) -> kos.Communicator:
     """A communicator of the nccl backend whose ranks are threads."""
-    backend = NCCLBackend(rendezvous, 0, Comm(group, rendezvous.rank))
-    return kos.Communicator(backend, rendezvous, {}, timeout)
+    return kos.Communicator(of_nccl(rendezvous, Comm(group, rendezvous.rank)), rendezvous, {}, timeout)
+
+
+def of_nccl(rendezvous: Rendezvous, comm: Any = None, host: HostBackend | None = None, device: int = 0) -> GPUBackend:
+    """A backend whose route is ``nccl``, with this communicator of NCCL if it has one already."""
+    return GPUBackend(rendezvous, [NCCLBackend(rendezvous, Engine(), device, comm)], host)
 
 
 def launching_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,13 @@ import kos
 from kos.comm import tuning
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.peer import backend as peer
 from kos.comm.gpu.peer import copies as peer_copies
 from kos.comm.gpu.peer import engine, record
 from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.host.backend import HostBackend
+from kos.comm.work import Engine
 from kos.cuda import driver
 from kos.errors import RankLost
 from kos.memory.array import Array
@@ -99,7 +102,12 @@ class ConcurrentKernelsOfThreads:
 
 def communicator(rendezvous: Rendezvous, timeout: float = WAIT) -> kos.Communicator:
     """A communicator of the peer backend whose ranks are threads."""
-    return kos.Communicator(PeerBackend(rendezvous, 0), rendezvous, {}, timeout)
+    return kos.Communicator(of_peer(rendezvous), rendezvous, {}, timeout)
+
+
+def of_peer(rendezvous: Rendezvous, host: HostBackend | None = None, device: int = 0) -> GPUBackend:
+    """A backend whose route is ``peer``."""
+    return GPUBackend(rendezvous, [PeerBackend(rendezvous, Engine(), device)], host)
 
 
 def meet(rendezvous: ThreadRendezvous) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import kos
 from kos import ReduceOp
+from kos.comm.gpu.routes import PHASES
 from kos.comm.operation import AUTO
 from kos.testing.conformance.on_gpu import OnGPU
 from tests.comm.ranks import SUMS_IN_16_BITS
@@ -46,8 +47,8 @@ def noting_who_adds(comm: kos.Communicator) -> Iterator[None]:
             if o.name.endswith("scan"):
                 SUMS_IN_16_BITS.set(False)
             elif o.reduction is not None and o.reduction.op not in (ReduceOp.MIN, ReduceOp.MAX):
-                native = work.backend.name == "nccl" and o.options.algorithm == AUTO and not o.options.deterministic
-                SUMS_IN_16_BITS.set(native)
+                native = work.prepared.route.name in ("nccl", PHASES) and not o.options.deterministic
+                SUMS_IN_16_BITS.set(native and o.options.algorithm == AUTO)
         yield
 
     comm._tracing = noting

@@ -15,18 +15,18 @@ import pytest
 
 import kos
 from kos.comm import making
-from kos.comm.contract import Backend, Probe
+from kos.comm.contract import Backend, Probe, Resolved
 from kos.comm.control.threads import ThreadRendezvous
-from kos.comm.gpu import auto
-from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu import routes
+from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.routes import Route
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.operation import Operation, Options
 from kos.comm.tuning import parse, read
+from kos.comm.work import Engine
 from kos.errors import BackendUnavailable, CollectiveError, InvalidArgument, PeerMemoryError
 from kos.memory import as_buffer
 from kos.memory.array import Array
@@ -63,22 +63,22 @@ class Peer(NCCLBackend):
     def is_symmetric(self, o: Operation) -> bool:
         return self.symmetric
 
-    def resolve(self, o: Operation) -> Route:
-        queue, _, lasting = super().resolve(o)
-        return queue, "a kernel", lasting
+    def resolve(self, o: Operation) -> Resolved:
+        run, _, lasting = super().resolve(o)
+        return run, "a kernel", lasting
 
 
 KINDS: dict[str, type[NCCLBackend]] = {"nccl": NCCLBackend, "peer": Peer}
 
 
 class Log(list[str]):
-    """The backend that started each operation of a rank."""
+    """The route of each operation that a rank started."""
 
     def __init__(self, comm: kos.Communicator) -> None:
         comm._tracing = self._noting
 
     def _noting(self, works: Sequence[Any], batch: bool, _: bool) -> AbstractContextManager[None]:
-        self.extend(work.backend.name for work in works if not batch)
+        self.extend(work.prepared.route.name for work in works if not batch)
         return nullcontext()
 
 
@@ -95,8 +95,10 @@ def run(
 
     def rank(rendezvous: ThreadRendezvous) -> None:
         memory = HostBackend(rendezvous, host)
-        gpus = [KINDS[name](rendezvous, 0, Comm(group, rendezvous.rank), memory) for name, group in groups.items()]
-        comm = kos.Communicator(AutoBackend(rendezvous, memory, gpus), rendezvous, {}, timeout)
+        made = [
+            KINDS[name](rendezvous, memory.engine, 0, Comm(group, rendezvous.rank)) for name, group in groups.items()
+        ]
+        comm = kos.Communicator(GPUBackend(rendezvous, made, memory), rendezvous, {}, timeout)
         body(comm, Log(comm))
 
     on_threads(SIZE, rank, timeout, lambda: [group.barrier.abort() for group in groups.values()])
@@ -132,9 +134,9 @@ def test_routes_by_operation_size_and_dtype(comm: kos.Communicator, log: Log, /)
 
 
 def way(comm: kos.Communicator, name: str, count: int, **options: Any) -> str:
-    """The backend that carries an operation in place."""
+    """The route of an operation in place."""
     x = comm_buffer(zeros(count))
-    return comm.backend.choose_backend(Operation(name, comm.rank, Options(**options), x, x))[0].name
+    return comm.backend.choices.of(Operation(name, comm.rank, Options(**options), x, x))[0].name
 
 
 @on_each_rank(run)
@@ -163,7 +165,7 @@ def test_routes_of_symmetric_buffers_and_graphs(monkeypatch: pytest.MonkeyPatch)
         state.asked += 1
         return bool(state.captured)
 
-    monkeypatch.setattr(auto, "is_captured", is_captured)
+    monkeypatch.setattr(routes, "is_captured", is_captured)
 
     def body(comm: kos.Communicator, log: Log) -> None:
         if comm.rank:
@@ -216,7 +218,7 @@ def test_a_batch_is_launched_backend_by_backend(comm: kos.Communicator, log: Log
             comm.all_reduce(x)
         comm.all_reduce(host)
     assert all((x.numpy() == 3).all() for x in xs) and (host == 3).all()
-    assert [work.backend.name for work in batch.works] == ["nccl", "peer", "nccl", "peer", "mock"]
+    assert [work.prepared.route.name for work in batch.works] == ["nccl", "peer", "nccl", "peer", "mock"]
     assert [work.operation.send.count for work in batch.works] == [*counts, 3]
 
 
@@ -225,7 +227,7 @@ def test_a_batch_is_launched_backend_by_backend(comm: kos.Communicator, log: Log
 def test_a_batch_starts_its_backends_in_one_order(comm: kos.Communicator, log: Log, /) -> None:
     """In the order of their numbers, whichever backend carries a call: ranks compare how far each has come."""
     calls, node = comm.backend.host.calls, comm.backend.host.node
-    assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)
+    assert comm.backend.shared.calls is calls
     begun: list[int] = []
     announce, core = calls.announce, node._core
     calls.announce = lambda o: (begun.append(o.sequence), announce(o))[1]
@@ -236,7 +238,7 @@ def test_a_batch_starts_its_backends_in_one_order(comm: kos.Communicator, log: L
         with comm.batch() as batch:
             for array in (zeros(8), np.zeros(3), zeros(5000), zeros(8)):
                 comm.all_reduce(array)
-        assert [work.backend.name for work in batch.works] == ["peer", "shared-only", "nccl", "peer"]
+        assert [work.prepared.route.name for work in batch.works] == ["peer", "shared-only", "nccl", "peer"]
         assert begun == list(range(4 * turn + 4))
 
 
@@ -247,8 +249,8 @@ def test_host_arrays_go_through_the_core(comm: kos.Communicator, log: Log, /) ->
     backend: Any = comm.backend
     backend.host.transport.launch = None
     confirmed: list[int] = []
-    confirm = backend.gpus[0].confirm
-    backend.gpus[0].confirm = lambda work: (confirmed.append(work.sequence), confirm(work))[1]
+    confirm = backend.confirm
+    backend.confirm = lambda work: (confirmed.append(work.sequence), confirm(work))[1]
     x = np.full(3, comm.rank + 1.0)
     assert (comm.all_reduce(x) == 3).all() and (comm.all_reduce(x, async_op=True).wait() == 6).all()
     assert (comm.all_reduce_init(x).start().wait() == 12).all()
@@ -256,7 +258,7 @@ def test_host_arrays_go_through_the_core(comm: kos.Communicator, log: Log, /) ->
     with comm.batch():
         comm.all_reduce(x)
     assert (x == 24).all() and list(dict.fromkeys(confirmed)) == [0, 1, 2, 3, 4]
-    backend.gpus[-1].failures.first = CollectiveError("all_reduce #9: rank 1 did not arrive")
+    backend.failures.first = CollectiveError("all_reduce #9: rank 1 did not arrive")
     with pytest.raises(CollectiveError, match="rank 1 did not arrive"):
         comm.all_reduce(x)
 
@@ -267,10 +269,10 @@ def test_a_persistent_call_has_the_route_of_other_calls_in_a_graph(comm: kos.Com
     for graph in (nullcontext, captures, nullcontext):
         part = "peer" if graph is captures else "nccl"
         with graph():
-            assert persistent.start().backend.name == part
+            assert persistent.start().prepared.route.name == part
             with comm.batch() as batch:
                 persistent.start()
-            assert batch.works[0].backend.name == part
+            assert batch.works[0].prepared.route.name == part
     assert log == ["nccl", "peer", "nccl"]  # batches are not logged
     comm.close()
     comm.backend.prepare = None
@@ -307,25 +309,17 @@ def test_a_single_backend_carries_all_operations(parts: str) -> None:
 @on_each_rank(run)
 def test_splits_use_both_backends(comm: kos.Communicator, log: Log, /) -> None:
     backend = comm.backend
-    for part in backend.gpus:
-        kind = type(part)
-        part.split = lambda rendezvous, color, key, host, kind=kind: kind(rendezvous, 0, Comm(Group(1), 0), host)
+    for route in backend.routes:
+        route.split = lambda *_, kind=KINDS[route.name]: partial(kind, comm=Comm(Group(1), 0))
     child = comm.split(comm.rank)
     assert child is not None and child.backend_name == "nccl+peer+mock"
     assert child.all_reduce(Array.from_numpy(np.ones(5000, np.float16), 0)).numpy().tolist() == [1] * 5000
 
 
 @on_each_rank(run)
-def test_the_backends_overlap_on_one_stream(comm: kos.Communicator, log: Log, /) -> None:
-    backend = comm.backend
-    assert backend.gpus[0]._side is backend.gpus[1]._side is not None
-
-
-@on_each_rank(run)
 def test_calls_with_different_routes_are_a_mismatch(comm: kos.Communicator, log: Log, /) -> None:
-    backend = comm.backend
-    o = comm.all_reduce_init(zeros(8))._checked[0]
-    assert [part.prepare(o).values["backend"] for part in backend.gpus] == ["nccl", "peer"]
+    operations = [comm.all_reduce_init(zeros(count))._checked[0] for count in (5000, 8)]
+    assert [comm.backend.prepare(o).values["backend"] for o in operations] == ["nccl", "peer"]
 
 
 @pytest.mark.parametrize(
@@ -341,7 +335,7 @@ def test_peer_takes_part_where_it_was_measured(
     monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], broken: str, taken: list[str], why: str
 ) -> None:
     class Some(NCCLBackend):
-        def __init__(self, rendezvous: Any, host: Any) -> None:
+        def __init__(self, rendezvous: Any, engine: Any, device: int) -> None:
             if self.name == "peer" and broken:
                 raise BackendUnavailable(broken)
 
@@ -358,14 +352,15 @@ def test_peer_takes_part_where_it_was_measured(
 @pytest.mark.parametrize("local_size", [1, 2, 4])
 def test_between_hosts_calls_may_go_in_phases(monkeypatch: pytest.MonkeyPatch, local_size: int) -> None:
     class Made(NCCLBackend):
-        def __init__(self, rendezvous: Any, host: Any) -> None: ...
+        def __init__(self, rendezvous: Any, engine: Any, device: int) -> None: ...
 
-    phases = type("Phases", (Made,), {"name": "nccl"})
+    phases = type("Phases", (Made,), {})
+    monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, "nccl": Made})
     monkeypatch.setattr(making, "HierarchicalBackend", phases)
     probes, ranks = {"mock": Probe(True, ""), "nccl": Probe(True, "")}, SimpleNamespace(size=4, local_size=local_size)
-    (made,) = making._for_gpus(ranks, probes, None, ExitStack())  # type: ignore[arg-type]
-    assert type(made) is (Made if local_size == 4 else phases)
+    made = making._for_gpus(ranks, probes, None, ExitStack())  # type: ignore[arg-type]
+    assert [*map(type, made)] == [Made, phases][: 1 + (local_size < 4)]
 
 
 def test_explain_describes_the_routes() -> None:
@@ -383,7 +378,7 @@ def test_explain_describes_the_routes() -> None:
     engine: Any = SimpleNamespace(launches=Peer.table.launches, possible=lambda launch, *_: launch)
     engine.pick = partial(PeerEngine.pick, engine)
     for nbytes, way in ((65536, "peer two_shot"), (65537, "peer push")):
-        assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True) == way
+        assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True, False) == way
 
 
 def test_tuning_measures_every_operation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -403,8 +398,9 @@ def test_tuning_measures_every_operation(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     def rank(rendezvous: ThreadRendezvous) -> Any:
         nccl, peer = (
-            kos.Communicator(kind(rendezvous, 0, Comm(groups[name], rendezvous.rank)), rendezvous, {}, 20)
+            kos.Communicator(GPUBackend(rendezvous, [route]), rendezvous, {}, 20)
             for name, kind in KINDS.items()
+            for route in [kind(rendezvous, Engine(), 0, Comm(groups[name], rendezvous.rank))]
         )
         tuner = tune.Tuner(peer, nccl, 4096)
         return tuner.table(lambda text: None), tuner.measured

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import pytest
@@ -31,8 +30,8 @@ def test_each_backend_is_closed_if_the_close_of_another_fails(comm: kos.Communic
         ended.append(name)
         raise CollectiveError(name)
 
-    for part in (*backend.gpus, backend.host):
-        part.close = partial(fails, part.name)
+    for part in (*backend.routes, backend.host):
+        part.close = lambda *_, name=part.name: fails(name)
     with pytest.raises(CollectiveError):
         comm.close()
     assert ended == ["nccl", "peer", "mock"]
@@ -52,19 +51,17 @@ def test_a_failure_on_the_host_ends_the_calls_on_gpus(parts: str) -> None:
     run(body, parts)
 
 
-@pytest.mark.parametrize("failing", ["nccl", "peer"])
-def test_a_failure_of_one_backend_breaks_the_communicator(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_a_failure_of_a_call_ends_all_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
-    monkeypatch.setattr(NCCLBackend, "signal_abort", lambda self: ended.append(f"waits of {self.name}"))
-    monkeypatch.setattr(NCCLBackend, "abort_device", lambda self: ended.append(self.name))
+    monkeypatch.setattr(NCCLBackend, "abort", lambda self, reason: ended.append(f"waits of {self.name}"))
+    monkeypatch.setattr(NCCLBackend, "drained", lambda self, final: ended.append(self.name))
 
     def body(comm: kos.Communicator, log: Log) -> None:
         if comm.rank:
             return
         backend = comm.backend
-        part = next(gpu for gpu in backend.gpus if gpu.name == failing)
-        call = work_of("all_reduce", part, sequence=7)
-        part.to_error(call, CollectiveTimeout("all_reduce #7: rank 1 did not arrive"))
+        call = work_of("all_reduce", backend, sequence=7)
+        backend.to_error(call, CollectiveTimeout("all_reduce #7: rank 1 did not arrive"))
         # Ending nccl may wait for kernels of peer, and ending peer for all that the GPU does.
         assert ended == ["waits of nccl", "waits of peer", "nccl", "peer"]
         for x in (zeros(1), zeros(1 << 20), np.zeros(1)):
@@ -104,19 +101,20 @@ def test_a_failure_on_the_host_breaks_calls_on_gpus(comm: kos.Communicator, log:
 @on_each_rank(run)
 def test_an_abort_is_reported_before_it_waits(comm: kos.Communicator, log: Log, /) -> None:
     backend = comm.backend
-    for part in (*backend.gpus, backend.host):
-        part.abort = lambda reason, name=part.name: log.append(f"{name}: {reason}")
-    for gpu in backend.gpus:
-        gpu.signal_abort = lambda name=gpu.name: log.append(f"waits of {name}")
+    backend.host.abort = lambda reason: log.append(f"mock: {reason}")
+    for route in backend.routes:
+        route.abort = lambda reason, name=route.name: log.append(f"waits of {name}")
+        route.drained = lambda final, name=route.name: log.append(f"{name}: {final}")
     backend.abort("enough")
-    assert log == ["waits of nccl", "waits of peer", "mock: enough", "nccl: enough", "peer: enough"]
+    waits = ["waits of nccl", "waits of peer"]
+    assert log == [*waits, "mock: enough", *waits, "nccl: True", "peer: True"]
 
 
 @needs_core
 @on_each_rank(run, host=SharedOnly)
 def test_an_abort_reaches_ranks_that_wait_for_a_gpu(comm: kos.Communicator, log: Log, /, queued: FakeNCCL) -> None:
     comm.all_reduce(zeros(5000))
-    part = comm.backend.gpus[0]
+    part = comm.backend
     comm.rendezvous.barrier()
     if comm.rank:
         comm.abort(reason="enough")

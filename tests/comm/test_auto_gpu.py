@@ -82,7 +82,7 @@ def test_backends_alternate_on_one_stream(ranks: GPURanks, seed: int) -> None:
         counts = rng.integers(1, 1 << 20, 40)
         x = Array.from_numpy(np.full(1 << 20, 1, np.int32), comm.device)
         cuda.synchronize(comm.device)
-        turns = itertools.cycle(comm.backend.gpus)
+        turns = itertools.cycle(comm.backend.routes)
 
         def calls() -> None:
             for count in counts:

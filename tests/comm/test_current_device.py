@@ -18,12 +18,11 @@ import pytest
 
 import kos
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
-from kos.comm.gpu.nccl import NCCLBackend
 from kos.cuda import driver, streams
 from kos.dtypes import DTYPES
 from kos.memory.array import Array
 from kos.memory.dlpack import CUDA, export_capsule
-from tests.comm.fake_nccl import WAIT, Comm, Group, Memory, no_gpu
+from tests.comm.fake_nccl import WAIT, Comm, Group, Memory, no_gpu, of_nccl
 
 DEVICE = 1  # of the communicator; the thread's own is 0
 
@@ -75,7 +74,7 @@ def comm(monkeypatch: pytest.MonkeyPatch) -> Iterator[kos.Communicator]:
         monkeypatch.setattr(driver, "is_current", lambda index: devices.stack[-1] == index)
         monkeypatch.setattr(driver, "device_of", lambda pointer: DEVICE)
         rendezvous = ThreadRendezvous(ThreadGroup(1), 0, WAIT)
-        comm = kos.Communicator(NCCLBackend(rendezvous, DEVICE, Comm(Group(1), 0)), rendezvous, {}, WAIT)
+        comm = kos.Communicator(of_nccl(rendezvous, Comm(Group(1), 0), device=DEVICE), rendezvous, {}, WAIT)
         yield comm
         assert devices.stack == [0]  # kos has left the thread's current device as it was
         comm.close()

@@ -17,7 +17,7 @@ import pytest
 import kos
 from kos import PremulSum, ReduceOp
 from kos.comm.failures import EndedEarly
-from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.backend import HostBackend
@@ -67,9 +67,9 @@ def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
     def rank(rendezvous: Any, body: Callable[..., None], fake: Any) -> None:
         host = HostBackend(rendezvous, ThreadTransport)
-        gpus = [NCCLBackend(rendezvous, 0, Comm(group, 0), host)] if kind != "peer" else []
-        gpus += [PeerBackend(rendezvous, 0, host)] if kind != "nccl" else []
-        backend: Any = AutoBackend(rendezvous, host, gpus) if kind == "auto" else gpus[0]
+        routes: list[Any] = [NCCLBackend(rendezvous, host.engine, 0, Comm(group, 0))] if kind != "peer" else []
+        routes += [PeerBackend(rendezvous, host.engine, 0)] if kind != "nccl" else []
+        backend = GPUBackend(rendezvous, routes, host if kind == "auto" else None)
         with kos.Communicator(backend, rendezvous, {}, WAIT) as comm:
             body(comm, fake.driver)
 

@@ -22,7 +22,7 @@ import pytest
 import kos
 from kos import ReduceOp
 from kos.comm.gpu import nccl_binding
-from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.launches import Occupancy
@@ -48,7 +48,7 @@ def test_whatever_a_launch_depends_on(gpu_run: Run, monkeypatch: pytest.MonkeyPa
         known(comm, x)
         changes: list[tuple[Any, str, Any]] = [(backend.shared.streams, "current", backend.shared.streams.NONE)]
         if backend.name == "peer":
-            changes.append((backend, "_at", -1))
+            changes.append((backend.order, "stream", -1))
         for where, name, value in changes:
             setattr(where, name, value)
             with by(comm, 0):
@@ -74,12 +74,12 @@ def test_other_communicators_leave_too_little_room(monkeypatch: pytest.MonkeyPat
         for _ in range(3):
             other.all_reduce(x)
         known(comm, x)
-        room = comm.backend._occupancy
+        room = comm.backend.routes[0]._occupancy
         for less in (Occupancy(room.blocks - 1, room.blocks_per_sm), Occupancy(room.blocks, room.blocks_per_sm + 1)):
-            comm.backend._occupancy = less
+            comm.backend.routes[0]._occupancy = less
             with by(comm, 0):
                 comm.all_reduce(x)
-        comm.backend._occupancy = Occupancy(room.blocks + 1, room.blocks_per_sm - 1)
+        comm.backend.routes[0]._occupancy = Occupancy(room.blocks + 1, room.blocks_per_sm - 1)
         with by(comm, 1):
             comm.all_reduce(x)
         other.close()
@@ -115,7 +115,7 @@ def test_python_makes_calls_with_more_guards_than_the_core_compares(
                 call()
         assert x.numpy().tolist() == [2.0**6] * 4
 
-    monkeypatch.setattr(NCCLBackend, "guards", lambda self, work: [(self.failures, "first", None)] * 9)
+    monkeypatch.setattr(GPUBackend, "guards", lambda self, work, run: [(self.failures, "first", None)] * 9)
     FakeRanks(2).run(body)
 
 
@@ -164,7 +164,7 @@ def test_an_early_end_of_a_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
         comm, x = gpu.comm, on_gpu([1.0])
         known(comm, x)
         comm.rendezvous.barrier()
-        comm.backend._engine.record.words[fake_peer.record.FAILED] = 1
+        comm.backend.routes[0]._engine.record.words[fake_peer.record.FAILED] = 1
         with pytest.raises(CollectiveError), by(comm, 0):
             comm.all_reduce(x)
 
@@ -344,13 +344,14 @@ def test_of_two_backends_python_orders_each_turn(monkeypatch: pytest.MonkeyPatch
 
     def rank(rendezvous: Any) -> None:
         host = HostBackend(rendezvous, ThreadTransport)
-        gpus = [NCCLBackend(rendezvous, 0, Comm(group, rendezvous.rank), host), PeerBackend(rendezvous, 0, host)]
-        with kos.Communicator(AutoBackend(rendezvous, host, gpus), rendezvous, {}, WAIT) as comm:
+        nccl = NCCLBackend(rendezvous, host.engine, 0, Comm(group, rendezvous.rank))
+        routes = [nccl, PeerBackend(rendezvous, host.engine, 0)]
+        with kos.Communicator(GPUBackend(rendezvous, routes, host), rendezvous, {}, WAIT) as comm:
             x, ways = on_gpu(np.ones(4, np.float32)), [{}, {"deterministic": True}]
             parts = set()
             for options in ways:
                 known(comm, x, **options)
-                parts.add(comm.backend._last_part.name)
+                parts.add(comm.backend.order.party.name)
             assert parts == {"nccl", "peer"}
             for options in (*ways, *ways):
                 with by(comm, 0):

@@ -16,13 +16,11 @@ import pytest
 
 import kos
 from kos.comm.control.base import Rendezvous
-from kos.comm.gpu.auto import AutoBackend
-from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.mpi import MPITransport
 from kos.comm.host.tcp import TCPTransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures, quiet
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures, of_nccl, quiet
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import run_ranks
 from tests.comm.test_watchdog import DIFFERENCES, Heard, on_gpu
@@ -39,13 +37,13 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def nccl(rendezvous: Rendezvous) -> kos.Communicator:
-    backend = NCCLBackend(rendezvous, 0, Comm(Group(1), 0))
+    backend = of_nccl(rendezvous, Comm(Group(1), 0))
     return kos.Communicator(backend, rendezvous, {}, TIMEOUT)
 
 
 def auto(rendezvous: Rendezvous) -> kos.Communicator:
     host = HostBackend(rendezvous, TCPTransport if rendezvous.mpi_comm is None else MPITransport)
-    backend = AutoBackend(rendezvous, host, [NCCLBackend(rendezvous, 0, Comm(Group(1), 0), host)])
+    backend = of_nccl(rendezvous, Comm(Group(1), 0), host)
     return kos.Communicator(backend, rendezvous, {}, TIMEOUT)
 
 
@@ -70,7 +68,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
 def is_stuck(comm: kos.Communicator) -> Any:
     """The part of ``comm`` whose GPU ends nothing from now on, as a library's kernels that wait for other ranks."""
-    part: Any = comm.backend.gpus[0] if isinstance(comm.backend, AutoBackend) else comm.backend
+    part: Any = comm.backend
     part.is_idle = lambda *_: False
     return part
 
@@ -126,7 +124,7 @@ def test_calls_of_auto_on_both_kinds_of_memory(run: Any, case: str, hosts: tuple
         is_stuck(comm)
         with contextlib.suppress(CollectiveMismatch):  # a call on host memory waits, and raises it itself
             DIFFERENCES[case][hosts[comm.rank]](comm, on_gpu)
-            comm.backend.gpus[0].synchronize(timeout=0.3)
+            comm.backend.synchronize(timeout=0.3)
         error = heard.wait()
         comm.rendezvous.barrier()
         return str(error)
@@ -137,7 +135,7 @@ def test_calls_of_auto_on_both_kinds_of_memory(run: Any, case: str, hosts: tuple
 
 def look(comm: kos.Communicator) -> None:
     """Look at the calls so far, once a look that has begun is over: ``watch`` alone would leave it to that one."""
-    part = comm.backend.gpus[0] if isinstance(comm.backend, AutoBackend) else comm.backend
+    part = comm.backend
     with part.shared.lock:
         part.watch()
 

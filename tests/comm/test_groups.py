@@ -136,12 +136,13 @@ def on_nccl(size: int, fn: Callable[[int, Callable[..., kos.Communicator]], Any]
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread is a rank with a GPU of its own, all of which are stand-ins."""
+    from kos.comm import making
     from kos.comm.contract import Probe
-    from kos.comm.gpu import backend, nccl
+    from kos.comm.gpu import nccl
 
     with no_gpu(monkeypatch):
         monkeypatch.setattr(nccl.NCCLBackend, "probe", classmethod(lambda cls, rendezvous: Probe(True, "a stand-in")))
-        monkeypatch.setattr(backend, "device_of", lambda rendezvous: SimpleNamespace(index=0))
+        monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
         yield
 
 
@@ -153,7 +154,7 @@ def test_options_reach_nccl_and_its_groups(gpus: None) -> None:
             part = comm.group([1], nccl={"cta_policy": 2})
             with same, fewer:
                 comms = [comm, same, fewer, *([part] if part is not None else [])]
-                options = [each.backend._comm.options for each in comms]
+                options = [each.backend.routes[0]._comm.options for each in comms]
                 if part is not None:
                     part.close()
         return options

@@ -186,7 +186,7 @@ def grow_on_gpus(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = NCCLBackend if backend == "nccl" else PeerBackend
     monkeypatch.setattr(kind, "probe", classmethod(lambda kind, rendezvous: Probe(True, "a stand-in")))
     monkeypatch.setattr(making, "visible_devices", lambda: [SimpleNamespace(uuid="a stand-in")])
-    monkeypatch.setattr("kos.comm.gpu.backend.device_of", lambda rendezvous: SimpleNamespace(index=0))
+    monkeypatch.setattr("kos.comm.making.device_of", lambda rendezvous: SimpleNamespace(index=0))
 
     def use(comm: kos.Communicator) -> tuple[int, int]:
         assert comm.backend_name == backend and comm.device == 0

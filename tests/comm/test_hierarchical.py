@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from kos import ReduceOp
 from kos.comm.compression import FORMATS
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu import hierarchical
-from kos.comm.gpu.auto import AutoBackend
-from kos.comm.gpu.hierarchical import CARRIED, NAME, HierarchicalBackend
+from kos.comm.gpu.backend import GPUBackend
+from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
 from kos.comm.gpu.links import NETWORK, network_rate, predicted
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.launches import DEFAULT
+from kos.comm.gpu.routes import PHASES
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.tuning import Table, key, parse, user_path
@@ -37,7 +39,7 @@ from kos.testing.conformance.model import Step
 from kos.testing.conformance.values import ALL_DTYPES, REDUCTIONS
 from kos.tune import measure as tune
 from tests.comm import test_nccl
-from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, FakeNCCL, Group, captures
+from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, FakeNCCL, Group, captures, of_nccl
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import OnGPU, noting_who_adds
 from tests.host_compiler import COMPILER
@@ -46,7 +48,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LAYOUTS = [(2, 2), (2, 2, 2), (3, 3)]
-ALWAYS = {key(name, False, False, True): ((None, NAME),) for name in CARRIED}
+ALWAYS = {key(name, False, False, True): ((None, PHASES),) for name in CARRIED}
 
 
 class HostRanks(ThreadRanks):
@@ -85,11 +87,12 @@ def communicator(
     rendezvous: Rendezvous, host: HostBackend, flat: Group, timeout: float = WAIT, routes: Any = ALWAYS
 ) -> kos.Communicator:
     """That of ``auto`` between hosts; ``routes`` None are those that it predicts."""
-    gpu = HierarchicalBackend(rendezvous, 0, Comm(flat, rendezvous.rank), host)
-    comm = kos.Communicator(AutoBackend(rendezvous, host, [gpu]), rendezvous, {}, timeout)
-    if routes is not None and gpu.table is not None:
-        gpu.use(replace(gpu.table, routes=routes))
-    return comm
+    nccl = NCCLBackend(rendezvous, host.engine, 0, Comm(flat, rendezvous.rank))
+    phases = HierarchicalBackend(rendezvous, host.engine, 0)
+    backend = GPUBackend(rendezvous, [nccl, phases], host)
+    if routes is not None and phases.table is not None:
+        backend.use(replace(phases.table, routes=routes))
+    return kos.Communicator(backend, rendezvous, {}, timeout)
 
 
 @pytest.fixture
@@ -167,18 +170,17 @@ def filled(comm: Any, count: int, dtype: Any = np.float32) -> Array:
 
 
 class Ways(list[str]):
-    """How each call of ``comm`` goes: the kernel of its route."""
+    """The route of each call of ``comm``."""
 
     def __init__(self, comm: kos.Communicator) -> None:
-        part: Any = comm.backend.inner[1]
-        resolve, self._store = part.resolve, comm.backend.store
+        backend: Any = comm.backend
+        self._store = backend.store
+        for route in backend.routes:
+            route.resolve = partial(self._resolve, route.name, route.resolve)
 
-        def noting(o: Any) -> Any:
-            route = resolve(o)
-            self.append(route[1] or "nccl")
-            return route
-
-        part.resolve = noting
+    def _resolve(self, name: str, resolve: Callable[[Any], Any], o: Any) -> Any:
+        self.append(name)
+        return resolve(o)
 
     def of(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
         """How that call goes, on a communicator that forgets the calls before."""
@@ -201,7 +203,7 @@ def test_in_a_capture_and_on_several_streams(ranks: HostRanks) -> None:
             works = [comm.all_reduce(x, stream=5 + i, async_op=i == 2) for i, x in enumerate(xs)]
             works[2].wait()
             assert all((x.numpy() == total).all() for x in xs)
-        assert set(ways) == {NAME}
+        assert set(ways) == {PHASES}
 
     ranks.run(body)
 
@@ -262,18 +264,19 @@ def test_what_stays_with_nccl(ranks: HostRanks) -> None:
 
     def body(gpu: Any) -> None:
         comm = gpu.comm
-        part, ways = comm.backend.gpus[0], Ways(comm)
-        assert ways.of(comm.all_reduce, filled(comm, 600)) == NAME
-        assert ways.of(comm.all_reduce, filled(comm, 600), algorithm=NAME) == NAME
+        backend, ways = comm.backend, Ways(comm)
+        assert ways.of(comm.all_reduce, filled(comm, 600)) == PHASES
+        assert ways.of(comm.all_reduce, filled(comm, 600), algorithm=PHASES) == PHASES
         for options in ({"deterministic": True}, {"compress": "int8"}):
             assert ways.of(comm.all_reduce, filled(comm, 600), **options) == "nccl"
         assert ways.of(comm.all_reduce, filled(comm, 600, ml_dtypes.float8_e4m3fn)) == "nccl"
         assert ways.of(comm.reduce, filled(comm, 600)) == "nccl"
-        part.use(replace(part.table, routes={key("all_reduce", False, False, True): ((4000, "nccl"), (None, NAME))}))
+        routes = {key("all_reduce", False, False, True): ((4000, "nccl"), (None, PHASES))}
+        backend.use(replace(backend.choices.table, routes=routes))
         assert ways.of(comm.all_reduce, filled(comm, 1000)) == "nccl"
-        assert ways.of(comm.all_reduce, filled(comm, 1000), algorithm=NAME) == NAME
-        assert ways.of(comm.all_reduce, filled(comm, 1001)) == NAME
-        assert part.route_of("all_reduce", 4000) == "nccl" and part.route_of("all_reduce", 4004) == NAME
+        assert ways.of(comm.all_reduce, filled(comm, 1000), algorithm=PHASES) == PHASES
+        assert ways.of(comm.all_reduce, filled(comm, 1001)) == PHASES
+        assert [backend.route_of("all_reduce", nbytes) for nbytes in (4000, 4004)] == ["nccl", PHASES]
 
     ranks.run(body)
 
@@ -316,7 +319,7 @@ def test_the_prediction() -> None:
     """Beside hand-made figures: where phases send fewer bytes, and the links within a host are faster by enough."""
     routes = predicted(2, 8, 50e9, 450e9)
     gain = (2 * 15 / 16 - 1) / 50e9 - 2 * 7 / 8 / 450e9
-    assert routes[key("all_reduce", False, False, True)] == ((round(20e-6 / gain), "nccl"), (None, NAME))
+    assert routes[key("all_reduce", False, False, True)] == ((round(20e-6 / gain), "nccl"), (None, PHASES))
     assert predicted(2, 2, 50e9, 20e9)[key("all_reduce", False, False, True)] == ((None, "nccl"),)
     slow = predicted(4, 8, 1.25e9, 450e9)
     for name in ("all_reduce", "reduce_scatter", "all_gather"):
@@ -356,7 +359,7 @@ def test_a_measured_table_is_preferred(
         assert (str(path) if measured else "predicted: 3 GB/s out of a host, 20 GB/s of each GPU") in text
         assert "2 hosts of 2 ranks" in text
         rows = [line.split() for line in text.splitlines() if line.startswith("all_reduce ")]
-        assert rows[0][1:] == ([NAME] * 5 if measured else ["nccl"] * 2 + [NAME] * 3)
+        assert rows[0][1:] == ([PHASES] * 5 if measured else ["nccl"] * 2 + [PHASES] * 3)
 
     HostRanks((2, 2), None).run(body)
 
@@ -367,7 +370,7 @@ def test_calls_on_other_streams_follow(no_gpu: None, kinds: tuple[str, str], mon
 
     def body(gpu: Any) -> None:
         comm, followed = gpu.comm, list[tuple[int, int]]()
-        streams = comm.backend.gpus[0].streams
+        streams = comm.backend.streams
         follow = streams.follow
 
         def noting(stream: int, before: int, capture: int) -> None:
@@ -418,7 +421,7 @@ def test_first_calls_are_bounded_and_name_the_call(no_gpu: None) -> None:
 
     def body(gpu: Any) -> None:
         comm, found = gpu.comm, list[str]()
-        rail = comm.backend.gpus[0].rail
+        rail = comm.backend.routes[0].rail
         usual = rail.bounded
 
         def bounded(run: Any, timeout: Any, what: str) -> Any:
@@ -443,10 +446,10 @@ def test_tuning_measures_phases(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -
     def body(rendezvous: Any) -> tuple[Table, Any]:
         flat = rendezvous.threads.shared("groups", lambda: [Group(4), Group(4)])
         phases = communicator(rendezvous, HostBackend(rendezvous, ThreadTransport), flat[0], routes=None)
-        nccl = kos.Communicator(NCCLBackend(rendezvous, 0, Comm(flat[1], rendezvous.rank)), rendezvous, {}, WAIT)
+        nccl = kos.Communicator(of_nccl(rendezvous, Comm(flat[1], rendezvous.rank)), rendezvous, {}, WAIT)
         ways, tuner = Ways(phases), tune.TunerBetweenHosts(phases, nccl, 4096)
         table = tuner.table(lambda text: None)
-        assert set(ways) == {NAME}
+        assert set(ways) == {PHASES}
         return table, tuner.measured
 
     found = HostRanks((2, 2)).run_bare(body)

@@ -13,8 +13,9 @@ import pytest
 import kos
 from kos.comm import watchdog
 from kos.comm.gpu import shared
-from kos.comm.gpu.hierarchical import CARRIED, NAME, HierarchicalBackend
-from kos.comm.gpu.routes import nothing
+from kos.comm.gpu.backend import GPUBackend
+from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
+from kos.comm.gpu.routes import PHASES, nothing
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
@@ -134,7 +135,7 @@ def test_a_rank_that_does_not_come_is_named_on_all(
     assert found == [f"({late},)"] * 3
 
 
-@pytest.mark.parametrize(("dead", "way"), [((4, 5), NAME), ((0, 1), NAME), ((5,), "nccl")], ids=str)
+@pytest.mark.parametrize(("dead", "way"), [((4, 5), PHASES), ((0, 1), PHASES), ((5,), "nccl")], ids=str)
 def test_survivors_work_in_phases_if_hosts_are_alike(no_gpu: None, dead: tuple[int, ...], way: str) -> None:
     def body(rendezvous: Any) -> None:
         flat = rendezvous.threads.shared("group", lambda: Group(6))
@@ -145,8 +146,8 @@ def test_survivors_work_in_phases_if_hosts_are_alike(no_gpu: None, dead: tuple[i
             return rendezvous.threads.world.end(rendezvous.rank, "it is dead")
         rest = comm.shrink()
         x = filled(rest, 100)
-        if way == NAME:
-            assert Ways(rest).of(rest.all_reduce, x, algorithm=NAME) == NAME
+        if way == PHASES:
+            assert Ways(rest).of(rest.all_reduce, x, algorithm=PHASES) == PHASES
         else:
             assert "expected hosts with the same number of ranks" in rest.explain()
             rest.all_reduce(x)
@@ -182,8 +183,8 @@ def test_calls_that_differ_are_named_on_all(
     kernels: None, monkeypatch: pytest.MonkeyPatch, differs: str, hosts: str
 ) -> None:
     """As calls that no phases carry: the parts of what is compared are those of the caller's call."""
-    monkeypatch.setattr(HierarchicalBackend, "resolve", lambda part, o: (nothing, NAME, True))
-    monkeypatch.setattr(HierarchicalBackend, "is_idle", lambda part, *_: False)
+    monkeypatch.setattr(HierarchicalBackend, "resolve", lambda route, o: (nothing, PHASES, True))
+    monkeypatch.setattr(GPUBackend, "is_idle", lambda backend, *_: False)
 
     def body(comm: Any) -> str:
         other = comm.rank > 1 if hosts == "between hosts" else comm.rank == 3
@@ -191,7 +192,7 @@ def test_calls_that_differ_are_named_on_all(
             comm.all_reduce(filled(comm, 10))
         x = filled(comm, 10 + other * (differs == "count"))
         call = comm.broadcast if other and differs == "operation" else comm.all_reduce
-        compare = comm.backend.gpus[0].synchronize  # once all have called, however busy the machine is
+        compare = comm.backend.synchronize  # once all have called, however busy the machine is
         error = raised_by(comm, lambda: call(x), comm.rendezvous.barrier, lambda: compare(timeout=0.3))
         assert type(error) is CollectiveMismatch, error
         return str(error)

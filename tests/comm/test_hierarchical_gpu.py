@@ -24,11 +24,13 @@ pytestmark = [
 
 PHASES = START + """
 from dataclasses import replace
-from kos.comm.gpu.hierarchical import CARRIED, NAME
+from kos.comm.gpu.hierarchical import CARRIED
+from kos.comm.gpu.routes import PHASES
 from kos.comm.tuning import key
-part = comm.backend.inner[1]
-print(part.hierarchy, flush=True)
-part.use(replace(part.table, routes={{key(name, False, False, True): ((None, NAME),) for name in CARRIED}}))
+backend = comm.backend
+print(backend.routes[0].reason, flush=True)
+routes = {{key(name, False, False, True): ((None, PHASES),) for name in CARRIED}}
+backend.use(replace(backend.choices.table, routes=routes))
 n, me, total = comm.size, comm.rank, comm.size * (comm.size + 1) / 2
 """
 

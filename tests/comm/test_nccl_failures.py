@@ -14,13 +14,12 @@ import pytest
 
 import kos
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
-from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
 from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, of_nccl
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
 from tests.comm.works import work_of
@@ -150,7 +149,7 @@ def test_communicators_split_from_one_that_is_aborted_end_with_it(
         world = gpu.comm
         half = world.duplicate()
         groups = [world, half, half.split(0), world.split(0)]
-        running[world.rank].update(each.backend._handle for each in groups)
+        running[world.rank].update(each.backend.routes[0]._handle for each in groups)
         world.rendezvous.barrier()
         end(world)
         assert all(each._closed for each in groups)
@@ -232,7 +231,7 @@ def test_the_first_call_waits_until_all_have_joined(fake: FakeNCCL, monkeypatch:
     monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: may_join.wait(20) and join(*arguments))
 
     def body(gpu: Any) -> None:
-        comm = kos.Communicator(NCCLBackend(gpu.comm.rendezvous, 0), gpu.comm.rendezvous, {}, 20)
+        comm = kos.Communicator(of_nccl(gpu.comm.rendezvous), gpu.comm.rendezvous, {}, 20)
         comm.backend.inspect(work_of("a test"))
         comm.rendezvous.barrier()  # all are here, and none has joined
         may_join.set()
@@ -249,7 +248,7 @@ def test_ranks_that_do_not_join_in_time(fake: FakeNCCL, monkeypatch: pytest.Monk
     monkeypatch.setattr(fake, "comm_abort", lambda comm: pytest.fail("there is nothing to abort"))
 
     def body(gpu: Any) -> None:
-        comm = kos.Communicator(NCCLBackend(gpu.comm.rendezvous, 0), gpu.comm.rendezvous, {}, 0.1)
+        comm = kos.Communicator(of_nccl(gpu.comm.rendezvous), gpu.comm.rendezvous, {}, 0.1)
         comm.backend.timeout = 0.1
         for _ in range(2):
             with pytest.raises(CollectiveTimeout, match=r"nccl: init: not begun by all ranks after 0.1 s"):
@@ -263,20 +262,21 @@ def test_ranks_that_do_not_join_in_time(fake: FakeNCCL, monkeypatch: pytest.Monk
 def test_who_joins_after_the_end_is_not_used(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     joins = threading.Event()
     monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: joins.wait(20) and "late")
-    backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
-    begun = backend._begin(lambda: backend._comm, "a first message")
+    backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+    nccl: Any = backend.routes[0]
+    begun = nccl._begin(lambda: nccl._comm, "a first message")
     with pytest.raises(CollectiveTimeout):
-        backend._finish(begun, "a first message", 0.1)
+        nccl._finish(begun, "a first message", 0.1)
     backend.abort_device()
     joins.set()
-    assert backend._finish(begun, "a first message", 20) is backend._comm is None
+    assert nccl._finish(begun, "a first message", 20) is nccl._comm is None
 
 
 def test_a_communicator_that_nothing_needed_is_closed_without_it(
     fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: time.sleep(0.5))
-    backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
+    backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
     backend.timeout = 0.1
     backend.close()
     assert "rank 0: nccl: init: not begun by all ranks after 0.1 s" in caplog.text
@@ -295,16 +295,17 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, mon
     free = lambda pointer: log.append(str(pointer))  # noqa: E731
     for name, function in (("comm_window_deregister", deregister), ("comm_destroy", destroy), ("mem_free", free)):
         monkeypatch.setattr(fake, name, function)
-    backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
-    assert backend._comm is not None
-    monkeypatch.setattr(backend._token, "close", lambda: log.append("freed"))
+    backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+    nccl: Any = backend.routes[0]
+    assert nccl._comm is not None
+    monkeypatch.setattr(nccl._token, "close", lambda: log.append("freed"))
     for number in range(2):
-        backend._windows.memories[number] = WindowMemory(number, 1, "window")
-        backend._windows.release(number)
+        nccl._windows.memories[number] = WindowMemory(number, 1, "window")
+        nccl._windows.release(number)
     with pytest.raises(CollectiveError, match="destroy") as caught:
         backend.close()
     assert str(caught.value.__context__) == "window"
-    assert log == ["0", "destroyed", "1", "freed"] and backend._comm is None
+    assert log == ["0", "destroyed", "1", "freed"] and nccl._comm is None
 
 
 @on_each_rank(FakeRanks(1).run)

@@ -22,7 +22,7 @@ from kos.cuda import driver
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, alone, captures
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, alone, captures, of_nccl
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
@@ -86,8 +86,9 @@ def test_a_group_of_one_copies(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.
 def waits_that_are_bounded(comm: kos.Communicator) -> list[str]:
     """Record the launches made on a thread with a timeout, since they may wait for other ranks."""
     found: list[str] = []
-    usual = comm.backend.bounded
-    comm.backend.bounded = lambda run, timeout, what: (found.append(what), usual(run, timeout, what))[1]
+    nccl: Any = comm.backend.routes[0]
+    usual = nccl.bounded
+    nccl.bounded = lambda run, timeout, what: (found.append(what), usual(run, timeout, what))[1]
     return found
 
 
@@ -133,7 +134,7 @@ def test_scratch_memory_does_not_grow_with_the_streams(gpu: Any, /, fake: FakeNC
 def test_windows_wait_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: 1 // 0)
     monkeypatch.setattr(fake, "mem_alloc", lambda nbytes: pytest.fail("nobody frees it"))
-    backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
+    backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
     with pytest.raises(ZeroDivisionError):
         backend.allocate(3, np.int32)
 
@@ -368,7 +369,7 @@ def test_a_window_outlives_the_graphs_that_captured_it(gpu: Any, /) -> None:
     with captures() as graph:
         comm.all_reduce(x)
     comm.all_reduce(other)  # or the last operation keeps its array
-    windows, pointer = comm.backend._windows.memories, x.pointer
+    windows, pointer = comm.backend.routes[0]._windows.memories, x.pointer
     del x
     for ends in ([], [1], [0, 2]):
         alive = any(window.pointer == pointer for window in windows.values())

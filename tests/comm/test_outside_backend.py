@@ -21,7 +21,6 @@ import kos
 from kos.comm import making, registry
 from kos.comm.contract import Probe
 from kos.comm.control.threads import ThreadRendezvous
-from kos.comm.gpu import backend as device
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.operation import Operation
 from kos.comm.tuning import parse
@@ -66,8 +65,7 @@ def gpus(installed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each rank is a thread with a GPU that is a stand-in."""
     with no_gpu(monkeypatch):
         monkeypatch.setattr(making, "sees_gpu", lambda: True)
-        for module in (making, device):
-            monkeypatch.setattr(module, "device_of", lambda rendezvous: SimpleNamespace(index=0))
+        monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
         yield
 
 
@@ -233,8 +231,8 @@ def auto(monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], nccl: bool) ->
     group = FakeGroup(SIZE)
 
     class NCCL(NCCLBackend):
-        def __init__(self, rendezvous: Any, host: Any) -> None:
-            super().__init__(rendezvous, 0, Comm(group, rendezvous.rank), host)
+        def __init__(self, rendezvous: Any, engine: Any, device: int) -> None:
+            super().__init__(rendezvous, engine, device, Comm(group, rendezvous.rank))
 
         @classmethod
         def probe(cls, rendezvous: Any) -> Probe:
@@ -248,7 +246,7 @@ def auto(monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], nccl: bool) ->
         for count in (8, 4096):
             x = Array.from_numpy(np.ones(count, np.float32), 0)
             work = comm.all_reduce(x, async_op=True)
-            used.append(work.backend.name)
+            used.append(work.prepared.route.name)
             work.synchronize()
             assert (x.numpy() == SIZE).all()
         return used, comm.backend_name, comm.probes["relay"].reason

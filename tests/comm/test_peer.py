@@ -105,14 +105,14 @@ def test_blocks_of_one_role_each(gpu: Any, /, seed: int, dtype: np.dtype, op: Re
     """``specialized``, in place and out of place, from one vector to several tiles a block, chunks that end early
     included; between them push, in another grid."""
     comm, me = gpu.comm, gpu.rank
-    launches = comm.backend._engine.launches
+    launches = comm.backend.routes[0]._engine.launches
     mixed = KernelConfig("specialized", tile=512), KernelConfig("push", 2), KernelConfig("specialized", tile=1024)
     x, out = (comm.allocate(LARGE // 8 * 16 // dtype.itemsize, dtype) for _ in range(2))
     for turn, vectors in enumerate((1, 9, 8 * gpu.size, 1001, LARGE // 8)):
         count = vectors * 16 // dtype.itemsize
-        assert gpu.size == 1 or comm.backend._engine._roles(16 * vectors)
+        assert gpu.size == 1 or comm.backend.routes[0]._engine._roles(16 * vectors)
         for launch in mixed:
-            comm.backend.use(Launches(*[((None, launch),)] * 2))
+            comm.backend.routes[0].use(Launches(*[((None, launch),)] * 2))
             xs = inputs(seed + turn, gpu.size, count, dtype)
             expected = in_turn(xs, op, "rank order")
             x[:count].copy_from(xs[me])
@@ -123,7 +123,7 @@ def test_blocks_of_one_role_each(gpu: Any, /, seed: int, dtype: np.dtype, op: Re
             assert_bits(out[:count].numpy(), expected, f"{launch} of {count}")
             assert_bits(x[:count].numpy(), expected, f"{launch} of {count} in place")
             assert (out[count:].numpy().view(np.uint8) == 255).all(), f"{launch} of {count}: wrote beyond its end"
-    comm.backend.use(launches)
+    comm.backend.routes[0].use(launches)
 
 
 @pytest.mark.parametrize("algorithm", ["two_shot", "push"])
@@ -138,8 +138,8 @@ def test_parts_of_any_size_go_by_one_kernel(
 ) -> None:
     """By packets and by direct writes, in one or several batches, with empty and unaligned parts."""
     comm, n, me, guard = gpu.comm, gpu.size, gpu.rank, 24
-    launches = comm.backend._engine.launches
-    comm.backend.use(Launches(*[((None, KernelConfig(algorithm, threads=64)),)] * 2))
+    launches = comm.backend.routes[0]._engine.launches
+    comm.backend.routes[0].use(Launches(*[((None, KernelConfig(algorithm, threads=64)),)] * 2))
     for turn, sizes in enumerate(((64, 16, 32), (1001, 0, 7), (0, LARGE // 2 + 3, 2), (33, 33, 33), (16, 16, 16))):
         counts = [sizes[rank % 3] for rank in range(n)]
         begin, total = sum(counts[:me]), sum(counts)
@@ -149,7 +149,7 @@ def test_parts_of_any_size_go_by_one_kernel(
             x, around = on_gpu(comm, np.concatenate([xs[me][:start], xs[me]])), on_gpu(comm, poison(100 + LARGE, dtype))
             x, out = x[start:], around[guard + start : guard + start + counts[me]]
             before = around.numpy()
-            launch = comm.reduce_scatter_v_init(x, counts, out, op)._work.prepared.route
+            launch = comm.reduce_scatter_v_init(x, counts, out, op)._work.prepared.run
             assert n == 1 or not isinstance(launch.args[0], OrderedReduction)
             for counted in (True, False) if len(set(counts)) == 1 else (True,):
                 comm.reduce_scatter_v(x, counts, out, op) if counted else comm.reduce_scatter(x, out, op)
@@ -158,7 +158,7 @@ def test_parts_of_any_size_go_by_one_kernel(
             after = around.numpy()
             after[guard + start : guard + start + counts[me]] = before[guard + start : guard + start + counts[me]]
             assert_bits(after, before, f"{counts} from {start}: wrote beyond its end")
-    comm.backend.use(launches)
+    comm.backend.routes[0].use(launches)
 
 
 @pytest.mark.parametrize(("dtype", "op"), [(np.dtype(np.float32), ReduceOp.SUM), (BF16, ReduceOp.AVG)], ids=str)
@@ -379,7 +379,7 @@ def test_windows_are_freed_once_no_rank_uses_them(gpu: Any, /) -> None:
         assert (comm.all_reduce(x).numpy() == turn * comm.size).all()
         if turn != 2 or comm.rank:
             del x
-    assert len(backend._windows.memories) == 3  # kept, the one that rank 0 held on to, and the last
+    assert len(backend.routes[0]._windows.memories) == 3  # kept, the one that rank 0 held on to, and the last
     comm.close()
     kept.fill_bytes(0)  # outlives the communicator
     assert (kept.numpy() == 0).all()

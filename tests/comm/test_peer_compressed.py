@@ -108,7 +108,7 @@ def test_what_finds_no_place_is_exchanged(ranks: ThreadRanks, seed: int) -> None
     data = [rng.standard_normal(5000).astype(np.float32) for _ in range(ranks.size)]
 
     def body(gpu: Any) -> None:
-        engine = gpu.comm.backend._engine
+        engine = gpu.comm.backend.routes[0]._engine
         usual, engine.staging = engine.staging, 1 << 10
         x = Array.from_numpy(data[gpu.rank], 0)
         gpu.comm.all_reduce(x, compress="int8")

@@ -22,7 +22,6 @@ from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu import shared as gpu_shared
 from kos.comm.gpu.peer import record as peer_record
-from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig
 from kos.comm.gpu.peer.record import CAUSE, FAILED, PEER
@@ -41,7 +40,7 @@ from kos.errors import (
     RendezvousError,
 )
 from kos.memory.array import Array
-from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, meet, no_gpus
+from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, meet, no_gpus, of_peer
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.peer_storm import FLOAT
 from tests.comm.ranks import on_each_rank
@@ -142,8 +141,9 @@ def test_ranks_wait_for_one_another_at_the_first_call_of_a_kernel(rendezvous: Re
     comms[1].timeout = rendezvous.timeout = 0.5
     if rendezvous.rank < SIZE - 1:
         backend: Any = comms[1].backend
-        backend.invalidate_order()
-        order = backend._concurrent.order = Mock(side_effect=backend._concurrent.order)
+        route = backend.routes[0]
+        route.invalidate_order()
+        order = route._concurrent.order = Mock(side_effect=route._concurrent.order)
         with pytest.raises(CollectiveTimeout, match=rf"not complete after 0.5 s; .*\b{SIZE - 1}\b.* did not arrive"):
             comms[1].all_reduce(x, ReduceOp.MAX)
         assert not order.called, "it would be taken for idle while it waits"
@@ -234,7 +234,7 @@ def test_a_rank_that_cannot_prepare_its_kernels(
         if isinstance(broken, KeyboardInterrupt):
             kind, told = (KeyboardInterrupt, "^$") if rank == 1 else (RendezvousError, "rank 1 by KeyboardInterrupt")
         with pytest.raises(kind, match=told), rendezvous.reporting():
-            PeerBackend(rendezvous, 0)
+            of_peer(rendezvous)
         if kind is BackendUnavailable:
             here.rank = -1
             comm = communicator(rendezvous, 20.0)
@@ -272,7 +272,7 @@ def test_a_rank_that_cannot_take_the_tuning_table(
         rank = here.rank = rendezvous.rank
         told = f"a rank could not {what}: rank {failing}: " * (rank != failing) + "format: expected 1, got 2"
         with pytest.raises(BackendUnavailable, match=f"^peer: {told}$"), rendezvous.reporting():
-            PeerBackend(rendezvous, 0)
+            of_peer(rendezvous)
         rendezvous.barrier()
 
     ranks.run_bare(body)
@@ -308,7 +308,7 @@ def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous: Rendezvous, /,
 def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezvous: Rendezvous, /) -> None:
     """Of its calls the communicator knows nothing, and it runs to its end."""
     comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
-    looks, engine = iter((False, True)), comm.backend._engine
+    looks, engine = iter((False, True)), comm.backend.routes[0]._engine
     x = Array.zeros(4, np.float32, 0)
     comm.all_reduce(x)
     comm.synchronize(until=lambda: next(looks))
@@ -469,7 +469,7 @@ def test_what_ends_a_kernel_is_what_is_raised(rendezvous: Rendezvous, /) -> None
 
     def ended_meanwhile() -> bool:
         backend.to_error(call, RankLost("all_reduce #0: rank 1 is gone: its process ended", ranks=[1]))
-        backend._engine.record.words[[CAUSE, PEER, FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
+        backend.routes[0]._engine.record.words[[CAUSE, PEER, FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
         return False
 
     if rank == 0:
@@ -490,7 +490,7 @@ def test_a_kernel_that_ended_early_fails_the_next_call(rendezvous: Rendezvous, /
         comm.all_reduce(x)
     rendezvous.barrier()
     before, peer = x.numpy().copy(), (rendezvous.rank + 1) % SIZE
-    backend._engine.record.words[[CAUSE, PEER, FAILED]] = 3, peer, 1  # the kernel of the peer ended
+    backend.routes[0]._engine.record.words[[CAUSE, PEER, FAILED]] = 3, peer, 1  # the kernel of the peer ended
     with pytest.raises(KosError, match="all_reduce #3"):
         comm.all_reduce(x)
     assert backend.failures.first is not None and (x.numpy() == before).all()

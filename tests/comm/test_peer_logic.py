@@ -20,7 +20,6 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.peer import bind as peer_bind
 from kos.comm.gpu.peer import engine as peer_engine
 from kos.comm.gpu.peer import exchange as peer_exchange
-from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
@@ -33,7 +32,7 @@ from kos.testing.conformance.model import Step
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_nccl import WAIT, FakeNCCL
-from tests.comm.fake_peer import HostMemory, ThreadRanks, no_gpus
+from tests.comm.fake_peer import HostMemory, ThreadRanks, no_gpus, of_peer
 from tests.comm.host_kernel import HostKernel
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
@@ -74,7 +73,7 @@ def test_a_process_that_drives_two_gpus(no_gpu: None) -> None:
     def body(rendezvous: Rendezvous) -> None:
         child = rendezvous.split(0)
         assert child is not None
-        comms = [Communicator(PeerBackend(each, i), each, {}, WAIT) for i, each in enumerate((rendezvous, child))]
+        comms = [Communicator(of_peer(each, device=i), each, {}, WAIT) for i, each in enumerate((rendezvous, child))]
         arrays = [Array.from_numpy(np.full(100, comm.rank + comm.device, np.float32), comm.device) for comm in comms]
         for comm, other, mine, foreign in zip(comms, comms[::-1], arrays, arrays[::-1], strict=True):
             assert (comm.all_reduce(mine).numpy() == SIZE * (SIZE - 1) / 2 + SIZE * comm.device).all()
@@ -344,10 +343,10 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -
 
     def body(gpu: Any) -> None:
         comm, backend = gpu.comm, gpu.comm.backend
-        staging, launches = backend._engine.staging, backend._engine.launches
+        staging, launches = backend.routes[0]._engine.staging, backend.routes[0]._engine.launches
         try:
-            backend._engine.staging = 1 << 12
-            backend.use(table)
+            backend.routes[0]._engine.staging = 1 << 12
+            backend.routes[0].use(table)
             for nbytes, way in (16 * 100, "specialized"), (16 * 5000, "push"):
                 x = comm.allocate(nbytes // 4, np.float32)
                 assert backend.route_of("all_reduce", nbytes, True) == f"peer {way}"
@@ -355,8 +354,8 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -
                 scaled = comm.all_reduce_init(x, PremulSum(2.0))._work.prepared.kernel
                 assert "'two_shot'" in scaled and scaled.endswith("at []")
         finally:
-            backend._engine.staging = staging
-            backend.use(launches)
+            backend.routes[0]._engine.staging = staging
+            backend.routes[0].use(launches)
 
     ranks.run(body)
 

@@ -102,11 +102,11 @@ def test_views_put_and_get(ranks: ThreadRanks) -> None:
             assert [view.shape for view in comm.views(empty)] == [(0, 2)] * SIZE
         del empty
         comm.allocate(2, np.float32)  # frees windows that no rank uses
-        windows = len(comm.backend._windows.memories)
+        windows = len(comm.backend.routes[0]._windows.memories)
         del x, ends
         comm.barrier()
         comm.allocate(2, np.float32)
-        assert len(comm.backend._windows.memories) == windows, "freed, although there are views of it"
+        assert len(comm.backend.routes[0]._windows.memories) == windows, "freed, although there are views of it"
 
     ranks.run(body)
     while views:
@@ -129,7 +129,7 @@ def test_cached_routes_are_dropped_with_their_window(gpu: Any, /, monkeypatch: p
     monkeypatch.setattr(peer_backend, "SymmetricMemory", lambda *arguments: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         comm.allocate(4, np.float32)
-    assert not comm.backend._windows.memories and not len(comm.backend.store)
+    assert not comm.backend.routes[0]._windows.memories and not len(comm.backend.store)
 
 
 @on_each_rank("ranks.run")
@@ -138,7 +138,8 @@ def test_ranks_compare_where_large_buffers_lie(gpu: Any, /) -> None:
     comm = gpu.comm
     # Packets are as for ordinary memory.
     symmetric = (1000, KernelConfig("one_shot", threads=64)), (None, KernelConfig("direct"))
-    comm.backend.use(Launches(symmetric, ((1000, KernelConfig("one_shot")), (None, KernelConfig("two_shot")))))
+    ordinary = (1000, KernelConfig("one_shot")), (None, KernelConfig("two_shot"))
+    comm.backend.routes[0].use(Launches(symmetric, ordinary))
     ordinary, symmetric = Array.zeros(1 << 18, np.float32, 0), comm.allocate(1 << 18, np.float32)
     other = comm.allocate(1 << 18, np.float32)
     ways, names = {}, ("ordinary", "symmetric", "shifted", "another")
@@ -154,7 +155,7 @@ def test_ranks_compare_where_large_buffers_lie(gpu: Any, /) -> None:
     for _ in range(2):
         comm.all_reduce(other)
     assert not prepared.by(lambda: comm.all_reduce(other))
-    comm.backend.use(comm.backend._engine.launches)
+    comm.backend.routes[0].use(comm.backend.routes[0]._engine.launches)
     assert prepared.by(lambda: comm.all_reduce(other)), "as before, and perhaps not on all ranks"
     comm.barrier()  # else the last operation would hold its array, whose memory is freed
     assert len({tuple(data) for data in comm.rendezvous.allgather(str(sorted(ways.items())).encode())}) == 1
@@ -172,8 +173,8 @@ def test_buffers_that_only_the_root_has_do_not_choose_the_route(gpu: Any, /) -> 
         comm.broadcast_init(ordinary if root else symmetric, out=symmetric if root else None),
         comm.scatter_init(ordinary if root else None, part),
     ):
-        assert comm.backend.is_symmetric(each._work.operation), each
-    assert not comm.backend.is_symmetric(comm.all_reduce_init(symmetric, out=ordinary)._work.operation)
+        assert comm.backend.routes[0].is_symmetric(each._work.operation), each
+    assert not comm.backend.routes[0].is_symmetric(comm.all_reduce_init(symmetric, out=ordinary)._work.operation)
 
 
 @on_each_rank("ranks.run")
@@ -184,7 +185,7 @@ def test_windows_keep_their_numbers_when_others_are_freed(gpu: Any, /) -> None:
     early = comm.all_reduce_init(x)
     del freed
     comm.allocate(1, np.float32)
-    assert len(comm.backend._windows.memories) == 2
+    assert len(comm.backend.routes[0]._windows.memories) == 2
     assert comm.all_reduce_init(x)._work.prepared.kernel == early._work.prepared.kernel
 
 
@@ -220,7 +221,7 @@ def test_repeated_calls_on_windows(gpu: Any, /, name: str) -> None:
         out.fill_bytes(255)
         persistent.start().wait()
         assert out.numpy().tolist() == expected.tolist()
-        windows = comm.backend._windows
+        windows = comm.backend.routes[0]._windows
         assert not any(memory.in_graphs() for memory in windows.memories.values())
         with captures() as graph:
             assert call()

@@ -56,7 +56,7 @@ def plan(comm: kos.Communicator, rng: np.random.Generator, places: list[Any], st
 
     def run(stream: Any) -> None:
         if kind == "launch":
-            bind = comm.backend._engine.bind_all_reduce
+            bind = comm.backend.routes[0]._engine.bind_all_reduce
             bind(source.pointer, target.pointer, count, dtype, ReduceOp.SUM, launch=launch)(stream)
         elif kind == "all_reduce":
             comm.all_reduce(source, out=target, stream=stream)

@@ -24,7 +24,7 @@ from kos.comm.schedules import algorithms
 from kos.errors import BackendUnavailable, CollectiveTimeout, InvalidArgument, RendezvousError
 from kos.testing import spawn
 from kos.testing.conformance import cases
-from tests.comm.fake_nccl import no_gpu
+from tests.comm.fake_nccl import no_gpu, of_nccl
 from tests.comm.ranks import MockRanks, MPIRanks, on_hosts
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TCPRanks, environment, free_port, run_processes, run_ranks, run_threads
@@ -378,7 +378,7 @@ def test_nccl_is_told(monkeypatch: pytest.MonkeyPatch, given: str | None) -> Non
     with no_gpu(monkeypatch):
         for host in ("", "a"):
             rendezvous = ThreadRendezvous(ThreadGroup(1), 0, host=host)
-            NCCLBackend(rendezvous, 0).close()
+            of_nccl(rendezvous).close()
             expected = rendezvous.host_identity if host else None
             assert os.environ.get("NCCL_HOSTID") == given or expected
     assert given or rendezvous.host_identity.endswith(" a")

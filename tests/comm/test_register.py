@@ -196,7 +196,7 @@ def test_the_kernels_of_peer_reach_it_where_it_lies(monkeypatch: pytest.MonkeyPa
 
     def body(rendezvous: Any) -> None:
         comm = peer_communicator(rendezvous)
-        engine, memory = comm.backend._engine, Memory(4096 + 16)
+        engine, memory = comm.backend.routes[0]._engine, Memory(4096 + 16)
         x = Array(memory.pointer, (1024,), np.float32, 0, owner=memory)
         assert not engine.is_symmetric(x.pointer, x.nbytes)
         buffer = comm.register(x)

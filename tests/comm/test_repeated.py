@@ -359,7 +359,7 @@ def test_a_repeated_call_queries_the_capture_at_most_once(
 ) -> None:
     function, queries = driver.cu.cuStreamIsCapturing, list[int]()
     monkeypatch.setattr(driver.cu, "cuStreamIsCapturing", lambda stream: queries.append(stream) or function(stream))
-    monkeypatch.setattr(NCCLBackend, "marks", 0)  # else the watchdog marks a call, which queries again
+    monkeypatch.setattr(NCCLBackend, "watched", False)  # else the watchdog marks a call, which queries again
     monkeypatch.setattr(EagerCalls, "remember", lambda *_: None)  # else the core makes the call, and asks the driver
 
     def body(comm: kos.Communicator, log: test_auto.Log) -> None:

@@ -134,7 +134,7 @@ def test_a_cycle_of_communicators_is_named(mpi_world: kos.Communicator, world: k
     groups = [world.split(0, world.rank) for _ in range(2)]
     for each in groups:
         assert each is not None
-        each.backend._engine.multiprocessors = 0  # type: ignore[attr-defined]
+        each.backend.routes[0]._engine.multiprocessors = 0  # type: ignore[attr-defined]
         each.timeout = 3.0
     stream = [cuda.create_stream(world.device) for _ in groups]
     x = [Array.from_numpy(np.ones(1000, np.float32), world.device, stream=each) for each in stream]

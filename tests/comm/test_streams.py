@@ -362,7 +362,7 @@ def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch: pytest.
         )
         table = Launches(((None, KernelConfig("one_shot", 32)),), ((None, KernelConfig("one_shot", 32)),))
         for comm in comms:
-            comm.backend.use(table)  # type: ignore[attr-defined]
+            comm.backend.routes[0].use(table)  # type: ignore[attr-defined]
         for turn in range(3):
             for comm, stream in zip(comms[:4], many, strict=False):
                 reduce(comm, stream, 200_000)

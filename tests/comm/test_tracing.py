@@ -13,15 +13,13 @@ import pytest
 
 import kos
 from kos.comm.control.threads import ThreadRendezvous
-from kos.comm.gpu.auto import AutoBackend
-from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver, streams
 from kos.errors import BackendUnavailable, CollectiveMismatch
 from kos.memory.array import Array
 from kos.testing import spawn
-from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group, captures, no_gpu
+from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group, captures, no_gpu, of_nccl
 from tests.comm.ranks import on_each_rank, on_threads
 
 SIDE = 99  # the communicator's own stream, in ``fake_nccl``
@@ -160,8 +158,7 @@ def test_operations_on_a_host_have_no_duration(clock: Clock, batch: bool) -> Non
 
     def body(rendezvous: ThreadRendezvous) -> None:
         host = HostBackend(rendezvous, ThreadTransport)
-        gpus = [NCCLBackend(rendezvous, 0, Comm(Group(1), 0), host)]
-        with kos.Communicator(AutoBackend(rendezvous, host, gpus), rendezvous, {}, WAIT) as comm:
+        with kos.Communicator(of_nccl(rendezvous, Comm(Group(1), 0), host), rendezvous, {}, WAIT) as comm:
             with comm.batch() if batch else nullcontext():
                 comm.broadcast(np.ones(2))
                 comm.all_reduce(Array.zeros(4, np.float32, 0), kos.PremulSum(2.0))

@@ -110,7 +110,7 @@ def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(
             each.all_reduce(on_gpu())
         comm.rendezvous.barrier()
         if comm.rank == 0:
-            gpus = [each.backend.gpus[0] for each in (comm, other)]
+            gpus = [each.backend for each in (comm, other)]
             both = threading.Event()
 
             def drain(gpu: Any) -> None:
@@ -118,7 +118,7 @@ def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(
                     both.set()
                 both.wait(2 * TIMEOUT)
 
-            monkeypatch.setattr(device.DeviceBackend, "_drain", drain)
+            monkeypatch.setattr(device.GPUBackend, "_drain", drain)
             monkeypatch.setattr(watchdog, "_watched", InOrder.fromkeys(gpus))  # the world first
             heard = [Heard(each) for each in (comm, other)]
             if finder == "a call":
@@ -148,7 +148,7 @@ def test_graphs_of_another_communicator_do_not_hold_the_gpu(
             each.all_reduce(on_gpu())
         comm.rendezvous.barrier()
         if comm.rank == 0:
-            gpus = [each.backend.gpus[0] for each in (comm, graphs)]
+            gpus = [each.backend for each in (comm, graphs)]
             ended = threading.Event()
 
             def drain(gpu: Any) -> None:
@@ -156,7 +156,7 @@ def test_graphs_of_another_communicator_do_not_hold_the_gpu(
                     ended.set()
                 ended.wait(TIMEOUT)
 
-            monkeypatch.setattr(device.DeviceBackend, "_drain", drain)
+            monkeypatch.setattr(device.GPUBackend, "_drain", drain)
             monkeypatch.setattr(type(gpus[1].failures.status), "halted", lambda *_: rank_is == "stopped")
             gpus[1].timeout = 0.6 if rank_is == "late" else 1000.0
             heard, began = Heard(graphs), time.monotonic()
@@ -192,7 +192,7 @@ def test_a_rank_that_does_not_come_where_no_call_is_marked(
     """Of many calls in a row a few have events: of the last ones the host knows who has made them."""
     if comm.rank == 0:
         heard = Heard(comm)
-        comm.backend.gpus[0]._marks.free.clear()
+        comm.backend._marks.free.clear()
         comm.all_reduce(on_gpu(), timeout=0.1)
         assert "ranks [1] did not arrive" in str(heard.wait())
     comm.rendezvous.barrier()
@@ -210,7 +210,7 @@ def test_a_call_that_waits_behind_one_without_a_mark(monkeypatch: pytest.MonkeyP
         comm.rendezvous.barrier()
         if comm.rank == 0:
             heard = Heard(comm)
-            comm.backend.gpus[0].watch()
+            comm.backend.watch()
             comm.all_reduce(x, timeout=0.1)
             assert "ranks [1] did not arrive" in str(heard.wait())
         comm.rendezvous.barrier()
@@ -233,8 +233,7 @@ def test_an_error_of_nccl_is_found_behind_our_back(
 @on_each_rank(run, host=SharedOnly)
 def test_a_failure_that_a_call_found_is_reported_once_too(comm: kos.Communicator, log: Any, /) -> None:
     heard = Heard(comm)
-    comm.backend.gpus[0].unwatch()
-    comm.backend.gpus[1].unwatch()
+    comm.backend.unwatch()
     comm.all_reduce(on_gpu(6 + comm.rank))
     with pytest.raises(CollectiveMismatch):
         comm.barrier()
@@ -246,31 +245,29 @@ def test_a_failure_that_a_call_found_is_reported_once_too(comm: kos.Communicator
 
 @on_each_rank(run, host=SharedOnly)
 def test_a_communicator_that_is_closed_is_not_looked_after(comm: kos.Communicator, log: Any, /) -> None:
-    gpus = comm.backend.gpus
-    assert all(gpu in watchdog._watched for gpu in gpus)
+    assert comm.backend in watchdog._watched
     comm.abort()
-    assert not any(gpu in watchdog._watched for gpu in gpus)
+    assert comm.backend not in watchdog._watched
 
 
 @on_each_rank(run, host=SharedOnly)
 def test_a_wait_for_a_part_that_carried_nothing_keeps_the_diagnosis(comm: kos.Communicator, log: Any, /) -> None:
     """The wait is no call, and is compared with none."""
     comm.all_reduce(np.zeros(3))
-    nothing_yet = comm.backend.gpus[0]
     if comm.rank == 0:
         with pytest.raises(CollectiveTimeout, match=r"synchronize .*not complete after 0.1 s"):
-            nothing_yet.synchronize(0.1, 7, lambda: False)
+            comm.backend.synchronize(0.1, 7, lambda: False)
 
 
 @on_each_rank(run, host=SharedOnly)
 def test_who_timed_out_waiting_for_the_dead_names_them(comm: kos.Communicator, log: Any, /) -> None:
-    part = comm.backend.gpus[0]
+    part = comm.backend
     part.unwatch()
     comm.all_reduce(on_gpu())
     comm.rendezvous.barrier()
     if comm.rank == 0:
         kill(comm, 1)
-        error = part.to_error(part._last or comm.backend.gpus[1]._last, CollectiveTimeout("rank 1 did not arrive"))
+        error = part.to_error(part._last, CollectiveTimeout("rank 1 did not arrive"))
         assert isinstance(error, RankLost) and "rank 1 is gone: its process ended" in str(error)
     comm.rendezvous.barrier()
 
@@ -280,7 +277,7 @@ def test_a_wait_on_the_host_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device.cu, "cuStreamQuery", lambda stream: (600,))
 
     def body(comm: kos.Communicator, log: Any) -> None:
-        part = comm.backend.gpus[0]
+        part = comm.backend
         status = part.failures.status
         if comm.rank == 0:
             comm.all_reduce(on_gpu())
@@ -312,7 +309,7 @@ def test_a_queue_that_waits_is_shown_while_the_program_does_something_else() -> 
     began = threading.Event()
 
     def body(comm: kos.Communicator, log: Any) -> None:
-        status = comm.backend.gpus[0].failures.status
+        status = comm.backend.failures.status
         if comm.rank == 0:
             comm.all_reduce(on_gpu())
             assert eventually(lambda: status.queued and list(status.queued.values()) == [(1,)])
@@ -339,7 +336,7 @@ def test_what_nccl_meets_is_explained_by_the_rank_that_died(
     comm: kos.Communicator, log: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL reports that another rank has gone before the watchdog knows which."""
-    part = comm.backend.gpus[0]
+    part = comm.backend
     part.unwatch()
     comm.all_reduce(on_gpu())
     comm.rendezvous.barrier()
@@ -383,8 +380,7 @@ def test_calls_of_auto_that_differ_raise_by_the_next_one(
     comm: kos.Communicator, log: Any, /, case: str, next_call: str
 ) -> None:
     """Which in host memory waits for all ranks: nobody comes out of it without the error."""
-    for gpu in comm.backend.gpus:
-        gpu.unwatch()  # which finds it too, a little later
+    comm.backend.unwatch()  # it finds it too, a little later
 
     def calls() -> None:
         DIFFERENCES[case][comm.rank](comm, on_gpu)

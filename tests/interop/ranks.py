@@ -27,7 +27,7 @@ IMPORTED = (
     "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
     "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel", "torch._inductor.config",
-    "kos.comm.gpu.auto", "kos.comm.host.tcp", "kos.interop.torch",
+    "kos.comm.gpu.backend", "kos.comm.host.tcp", "kos.interop.torch",
 )  # fmt: skip
 LATE = "still waiting for ranks [1]" if _core.unavailable else "ranks [1] did not arrive"
 """What the error of a collective says on rank 0 if rank 1 is late."""

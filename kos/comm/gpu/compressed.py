@@ -7,15 +7,15 @@ The exchanges are those of the backend; ``kos.comm.compressed`` does the same on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from kos.comm.compressed import parts
 from kos.comm.compression import FORMATS, Format
+from kos.comm.contract import Backend
 from kos.comm.gpu.devices import FLOAT8
-from kos.comm.gpu.memory import InScratch, up
+from kos.comm.gpu.memory import InScratch, collect, exchange, up
 from kos.comm.operation import Operation
 from kos.cuda import driver
 from kos.cuda.devices import device_info
@@ -30,23 +30,22 @@ THREADS = 128
 _MOST_BLOCKS = 2048
 
 
-def feed_back(backend: Any, x: Buffer, residual: Buffer, compress: str) -> None:
+def feed_back(route: Backend, x: Buffer, residual: Buffer, compress: str) -> None:
     """Queue ``Communicator.feed_back`` on the stream of ``x``."""
-    form, count = check_float8(backend, compress), x.count
+    form, count = check_float8(route, compress), x.count
     if not count:
         return
     with relaxed_capture():
-        kernel = backend.load(KERNELS, "feed_back", RANKS=1, DTYPE=x.dtype.name, OP="SUM", **{form.name.upper(): 1})
+        kernel = route.load(KERNELS, "feed_back", RANKS=1, DTYPE=x.dtype.name, OP="SUM", **{form.name.upper(): 1})
         run = kernel.bind(_grid(count, 1), THREADS, x.address, residual.address, count)
-    with driver.on_device(backend.device):
+    with driver.on_device(route.backend.device):
         run(x.stream)
 
 
-def check_float8(backend: Any, compress: str) -> Format:
+def check_float8(route: Backend, compress: str) -> Format:
     """The format of that name; raises InvalidArgument if the GPU has no kernels for it."""
-    if compress == "fp8" and device_info(backend.device).compute_capability < FLOAT8:
-        name = device_info(backend.device).name
-        raise InvalidArgument(f"compress: expected a GPU of compute capability 8.9 for fp8, got {name}")
+    if compress == "fp8" and (gpu := device_info(route.backend.device)).compute_capability < FLOAT8:
+        raise InvalidArgument(f"compress: expected a GPU of compute capability 8.9 for fp8, got {gpu.name}")
     return FORMATS[compress]
 
 
@@ -64,15 +63,15 @@ class CompressedOperation(InScratch):
 
     source = KERNELS
 
-    def __init__(self, backend: Any, o: Operation) -> None:
+    def __init__(self, route: Backend, o: Operation) -> None:
         assert o.send is not None
-        super().__init__(backend)
-        self._form, self._name = check_float8(backend, o.options.compress), o.name
+        super().__init__(route)
+        self._form, self._name = check_float8(route, o.options.compress), o.name
         self._send: Any = o.send.pointer
         self._recv: Any = self._send if o.recv is None else o.recv.pointer
         self._itemsize = o.send.dtype.itemsize
-        self._counts, self._last = parts(o, backend.size)
-        self._mine = self._counts[backend.rank] if o.reduction is not None else 0
+        self._counts, self._last = parts(o, route.size)
+        self._mine = self._counts[route.rank] if o.reduction is not None else 0
         macros = {
             "DTYPE": o.send.dtype.name, "OP": "SUM" if o.reduction is None else o.reduction.op.name,
             self._form.name.upper(): 1,
@@ -83,12 +82,12 @@ class CompressedOperation(InScratch):
         for name in ("encode", *(sums if self._reduces else ["decode"])):
             self._load(name, **macros)  # compiled and loaded before anything is sent
         # Two ranks send each other all pieces, as many bytes as in two exchanges, and both add all.
-        self._adds_all = o.name == "all_reduce" and backend.size == 2
+        self._adds_all = o.name == "all_reduce" and route.size == 2
         own = max(map(self._nbytes, self._last), default=0)
-        out, arrived = sum(map(self._nbytes, self._counts)), backend.size * self._nbytes(self._mine)
+        out, arrived = sum(map(self._nbytes, self._counts)), route.size * self._nbytes(self._mine)
         if self._adds_all:
             out, arrived = 2 * own, 4 * own
-        last = sum(map(self._nbytes, self._last)) + backend.size * up(own)
+        last = sum(map(self._nbytes, self._last)) + route.size * up(own)
         self._divide(out, arrived, own, last)
 
     def _nbytes(self, count: int) -> int:
@@ -98,24 +97,24 @@ class CompressedOperation(InScratch):
     def _bind(self, parts: Sequence[int]) -> list[Run]:
         """Encode, exchange, add, exchange, decode; each leaves its results in a part of scratch memory."""
         out, arrived, own, last = parts
-        backend, rank, size = self._backend, self._backend.rank, self._backend.size
+        route, rank, size = self._route, self._route.rank, self._route.size
         if not self._counts:  # an all_gather
             count = self._last[rank]
             return [*self._encode(self._send, [count], own), *self._spread(own, last)]
         runs = self._encode(self._send, self._counts, out)
         if not self._reduces:
             sends, recvs = self._pieces(out, self._counts), self._pieces(last, self._last)
-            return [*runs, partial(backend.exchange, sends, recvs), *self._decode(last, self._last)]
+            return [*runs, exchange(route, sends, recvs), *self._decode(last, self._last)]
         if self._adds_all:
             stride = self._nbytes(max(self._counts))
-            runs += [partial(backend.collect, out, arrived, 2 * stride)] if stride else []
+            runs += [collect(route, out, arrived, 2 * stride)] if stride else []
             for piece, count in enumerate(self._counts):
                 place = piece * stride
                 runs += self._launch("add_encoded", count, arrived + place, 2 * stride, last + place, count, 1)
             return [*runs, *self._decode(last, self._last)]
         stride = self._nbytes(self._mine)
         recvs = [(arrived + r * stride, stride) for r in range(size)]
-        runs.append(partial(backend.exchange, self._pieces(out, self._counts), recvs))
+        runs.append(exchange(route, self._pieces(out, self._counts), recvs))
         if self._name != "all_reduce":
             return [*runs, *self._launch("add_encoded", self._mine, arrived, stride, self._recv, self._mine, 0)]
         runs += self._launch("add_encoded", self._mine, arrived, stride, own, self._mine, 1)
@@ -123,13 +122,13 @@ class CompressedOperation(InScratch):
 
     def _spread(self, own: int, last: int) -> list[Run]:
         """Send this rank's encoded piece to every rank, and decode all."""
-        backend, counts = self._backend, self._last
+        route, counts = self._route, self._last
         longest = self._nbytes(max(counts, default=0))
         if self._name != "all_gather_v":  # pieces of an all_reduce are equal but for the last ones
-            runs: list[Run] = [partial(backend.collect, own, last, longest)] if longest else []
+            runs: list[Run] = [collect(route, own, last, longest)] if longest else []
             return [*runs, *self._decode(last, counts)]
-        sends = [(own, self._nbytes(counts[backend.rank]))] * backend.size
-        return [partial(backend.exchange, sends, self._pieces(last, counts)), *self._decode(last, counts)]
+        sends = [(own, self._nbytes(counts[route.rank]))] * route.size
+        return [exchange(route, sends, self._pieces(last, counts)), *self._decode(last, counts)]
 
     def _pieces(self, address: int, counts: Sequence[int]) -> list[tuple[int, int]]:
         """Address and bytes of each encoded piece."""
@@ -162,4 +161,4 @@ class CompressedOperation(InScratch):
         """A launch that handles ``count`` elements."""
         if not count:
             return []
-        return [self._load(name, **self._macros).bind(_grid(count, self._backend.size), THREADS, *arguments)]
+        return [self._load(name, **self._macros).bind(_grid(count, self._route.size), THREADS, *arguments)]

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from kos._core import native
+from kos.comm.contract import Guard
 from kos.comm.gpu.routes import is_copy
+from kos.comm.prepared import Prepared
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Work
 from kos.cuda import driver
@@ -22,10 +24,7 @@ from kos.cuda.streams import LEGACY, PER_THREAD, is_captured
 from kos.memory import windows
 from kos.memory.array import Array
 from kos.memory.libraries import library_of, may_close, may_die
-from kos.memory.windows import InWindows
-
-Guard = tuple[Any, str, Any]
-"""An object, the name of a slot or a method, and its value or result while the core may make the call."""
+from kos.memory.windows import InWindows, Run
 
 _APART = (1 << 64) - 1
 _MOST_STREAMS = 16
@@ -43,7 +42,7 @@ if native is not None:
 
 
 class EagerCalls:
-    """What a native Group asks for the calls of ``comm``, which are carried by the backends that share ``shared``."""
+    """What a native Group asks for the calls of ``comm``, whose backend is ``backend``."""
 
     def __init__(self, comm: Any, shared: Any, backend: Any) -> None:
         self._comm, self._shared, self._backend = comm, shared, backend
@@ -106,8 +105,8 @@ class EagerCalls:
         others = (x for x in arguments if _address(x) is not None)
         if not ignores_out and any(not any(x is each for each in ends) for x in others):
             return False
-        used, plan = [_place(x, arguments) for x in (*ends, result)], self._plan(work)
-        if plan is None or (None in used and not persistent):
+        used, planned = [_place(x, arguments) for x in (*ends, result)], self._plan(work)
+        if planned is None or (None in used and not persistent):
             return False
         if not persistent:  # whose owner keeps its stream
             self._limit_streams([work.queue, stream, *(x.stream for x in arguments if type(x) is Array)])
@@ -116,7 +115,8 @@ class EagerCalls:
         objects, works = (*map(_identity, arguments), *keywords), lasting
         if persistent:
             objects, works, used = (work.send, work.recv, None), (work.again(), work.again()), [0, 1, -1]
-        guards, backend = self._guards(lasting), prepared.backend
+        (plan, guards), backend = planned, prepared.backend
+        guards = [*self._guards(lasting), *guards]
         known = plan, prepared, prepared.description, works, not persistent
         return *known, *used, objects, guards, backend, self._shared
 
@@ -128,27 +128,30 @@ class EagerCalls:
             self._core.forget()
         self._streams |= new
 
-    def _plan(self, work: Work[Any]) -> bytearray | None:
-        """What the core queues, as it reads it; None if the call is more than one launch on a stream that is kept."""
+    def _plan(self, work: Work[Any]) -> tuple[bytearray, list[Guard]] | None:
+        """What the core queues, as it reads it, and the guards of the route.
+
+        None if the call is more than one launch on a stream that is kept.
+        """
         prepared, stream = work.prepared, work.stream
         backend, o = prepared.backend, prepared.operation
         if o.options.purpose or work.convert is not None or (type(work.queue) is int and stream > LEGACY):
             return None
-        copies = backend.size == 1 and is_copy(prepared.route)
-        launch = _packed_copy(work) if copies else backend.launch_words(prepared)
+        route, copies = prepared.route, backend.size == 1 and is_copy(prepared.run)
+        launch, guards = (_packed_copy(work), []) if copies else route.launch_words(_bare(prepared)) or (None, [])
         queues = launch is not None and any(launch[:8])  # calls a function
         if launch is None or int.from_bytes(launch[16:24], "little") > native.MOST_WORDS:
             return None
-        sizes = [0 if end is None else end.nbytes for end in (o.send, o.recv)]
+        sizes = [0 if end is None else end.count * end.dtype.itemsize for end in (o.send, o.recv)]
         overlap = work.send and work.recv and -sizes[0] < work.send - work.recv < sizes[1]
         distance = (work.send - work.recv) % (1 << 64) if overlap else _APART
-        needs_context = queues and (copies or (stream <= PER_THREAD and backend.failed_word))  # NCCL finds its GPU
+        needs_context = queues and (copies or (stream <= PER_THREAD and route.failed_word))  # NCCL finds its GPU
         context = int(driver.primary_context(backend.device)) if needs_context else 0
-        asks = queues and stream > LEGACY and (isinstance(prepared.route, InWindows) or not prepared.fixed)
+        asks = queues and stream > LEGACY and (isinstance(prepared.run, InWindows) or not prepared.fixed)
         captured = driver.address("cuStreamIsCapturing") if asks else 0
         current = driver.address("cuCtxGetCurrent") if context else 0
-        numbers = prepared.fingerprint, stream, backend.failed_word, context, current, captured, *sizes, distance
-        return bytearray(native.PLAN_AT) + struct.pack("=9Q", *numbers) + launch
+        numbers = prepared.fingerprint, stream, route.failed_word, context, current, captured, *sizes, distance
+        return bytearray(native.PLAN_AT) + struct.pack("=9Q", *numbers) + launch, guards
 
     def _guards(self, work: Work[Any]) -> list[Guard]:
         shared, guards = self._shared, list[Guard]()
@@ -162,9 +165,13 @@ class EagerCalls:
     def launch_failed(self, work: Work[Any], status: int) -> None:
         """Raise the error of a launch that the core could not make."""
         prepared, backend = work.prepared, work.backend
-        if is_copy(prepared.route):
+        if is_copy(prepared.run):
             backend._raise(work, driver.error_of("cuMemcpyDtoDAsync", driver.cu.CUresult(status)))
-        backend._raise(work, backend.launch_error(prepared, status))
+        backend._raise(work, prepared.route.launch_error(_bare(prepared), status))
+
+
+def _bare(prepared: Prepared) -> Run:
+    return prepared.run.launch if isinstance(prepared.run, InWindows) else prepared.run
 
 
 def _packed_copy(work: Work[Any]) -> bytes:

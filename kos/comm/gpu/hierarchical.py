@@ -1,4 +1,4 @@
-"""HierarchicalBackend: NCCL between hosts with several GPUs each, whose large collectives go in phases.
+"""HierarchicalBackend: large collectives between hosts with several GPUs each, in phases.
 
 Within a host ``peer`` carries them (``node``), between hosts NCCL does, on *rails* (``rail``): rank i of each host with
 rank i of the others.  An all_reduce is a reduce-scatter within each host, an all_reduce of the shards on the rails and
@@ -8,40 +8,35 @@ an all-gather within each host.  So 2(h-1)/h of the data leave a host of h, wher
 The phases of a call follow each other on one stream.  They are not pipelined: a kernel of ``peer`` and one of NCCL side
 by side would each wait for other GPUs, on which the other one may hold the multiprocessors.
 
-``deterministic=True`` stays on NCCL's exchange of all ranks (``ordered_sum``): rank order, (x0 + x1) + x2, is the order
-of no sum of hosts' sums, x01 + x23.  Compressed calls stay there too, and so does what no tuning table, measured or
-predicted by ``links``, finds faster in phases.
+It is a route beside ``nccl``, which carries what phases do not.  ``deterministic=True`` stays on NCCL's exchange of all
+ranks (``ordered_sum``): rank order, (x0 + x1) + x2, is the order of no sum of hosts' sums, x01 + x23.  Compressed calls
+stay there too, and so does what no tuning table, measured or predicted by ``links``, finds faster in phases.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from kos.comm import watchdog
+from kos.comm.contract import Backend, Probe, Resolved
 from kos.comm.control.base import Rendezvous
-from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.links import table_between
 from kos.comm.gpu.nccl import NCCLBackend
-from kos.comm.gpu.order import Order
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.gpu.peer.launches import pick
-from kos.comm.gpu.routes import Route, nothing
-from kos.comm.group_backend import UNMADE, GroupBackend
-from kos.comm.operation import AUTO, Operation, Options
+from kos.comm.gpu.routes import PHASES, nothing
+from kos.comm.group_backend import UNMADE
+from kos.comm.operation import Operation, Options
 from kos.comm.reduction import ReduceOp, resolve
-from kos.comm.tuning import Table
-from kos.comm.work import Work
+from kos.comm.work import Engine, Work
 from kos.cuda.kernels import Address
 from kos.errors import BackendUnavailable, KosError
 from kos.memory import Buffer
 from kos.memory.symmetric import on_all
-from kos.memory.windows import Run, in_windows
+from kos.memory.windows import Run
 
-NAME = "hierarchical"
 CARRIED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 SEND, RECV, SCRATCH = range(3)
 Place = tuple[int, int, int]
@@ -54,10 +49,10 @@ class Phases:
     Of L ranks on each of h hosts, rank l of host k is rank k * L + l.
     """
 
-    def __init__(self, backend: Any, o: Operation) -> None:
+    def __init__(self, backend: Any, node: Backend, rail: Backend, o: Operation) -> None:
         assert o.recv is not None
         self._backend, self._o, self._like = backend, o, o.send or o.recv
-        self._node, self._rail, self._hosts = backend.node, backend.rail, backend.rail.size
+        self._node, self._rail, self._hosts = node, rail, rail.size
         self._sent, self._received = self._like.count, o.recv.count
         self._scratch = 0  # elements
         self._launches: list[tuple[Run, int, int, int, int]] = []  # each with array and bytes of what it reads, writes
@@ -65,13 +60,10 @@ class Phases:
         getattr(self, f"_{o.name}")()
 
     def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
-        backend = self._backend
-        backend.follow_others((stream,))
-        self._node._last = self._rail._last = backend._last
-        starts = send, recv, backend.scratch(self._scratch * self._like.dtype.itemsize, stream)
+        nbytes = self._scratch * self._like.dtype.itemsize  # apart from the scratch memory of the phases themselves
+        starts = send, recv, self._backend.scratch(nbytes, stream, PHASES)
         for run, source, offset, target, place in self._launches:
             run(stream, starts[source] + offset, starts[target] + place)
-        backend.streams.mark(stream)
 
     def _all_reduce(self) -> None:
         whole = self._sent
@@ -141,10 +133,10 @@ class Phases:
         sizes: dict[str, Any] = {"recv_counts" if name == "all_gather" else "send_counts": counts}
         name += "_v" if counts else ""
         options = Options(timeout=self._o.options.timeout)
-        queue, _, lasting = part.resolve(Operation(name, part.rank, options, source, target, reduction, root, **sizes))
+        run, _, lasting = part.resolve(Operation(name, part.rank, options, source, target, reduction, root, **sizes))
         self.lasting &= lasting
         itemsize, (array, start, _) = self._like.dtype.itemsize, send or recv
-        self._launches.append((queue, array, start * itemsize, recv[0], recv[1] * itemsize))
+        self._launches.append((run, array, start * itemsize, recv[0], recv[1] * itemsize))
 
     def _buffer(self, number: int, array: int, start: int, count: int) -> Buffer:
         """Those elements, as array ``number`` of a launch."""
@@ -154,146 +146,135 @@ class Phases:
         return replace(self._like, count=count, shape=(count,), pointer=pointer)
 
 
-class HierarchicalBackend(NCCLBackend):
-    """NCCL, and phases over ``node`` and ``rail`` where the hosts have ranks alike and a table finds phases faster.
+class HierarchicalBackend(Backend):
+    """Phases over ``node`` and ``rail`` between hosts that have ranks alike.
 
-    Creation is collective.  The backends of the phases share its state: what fails in one of them ends all of them.
+    Creation is collective.  Where no phases are possible, it carries no operation, and ``details`` says why.
     """
 
+    name = PHASES
+    on_host, on_gpu = False, True
     node: PeerBackend | None = None
     rail: NCCLBackend | None = None
-    alone = (*NCCLBackend.alone, Phases)
-    inner: Sequence[DeviceBackend] = ()
-    _groups: Sequence[Rendezvous] = ()
 
-    def __init__(
-        self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None, host: GroupBackend | None = None
-    ) -> None:
-        super().__init__(rendezvous, device, comm, host)
-        self._between = Order()
+    @classmethod
+    def probe(cls, rendezvous: Rendezvous) -> Probe:
+        return Probe(rendezvous.local_size < rendezvous.size, "phases between hosts")
+
+    def __init__(self, rendezvous: Rendezvous, engine: Engine, device: int | None = None) -> None:
+        super().__init__(rendezvous, engine, device)
+        self._parts: tuple[Backend, ...] = ()
+        self._groups: tuple[Rendezvous, ...] = ()
         try:
-            self._divide(rendezvous, host)
+            self._divide(rendezvous)
         except BackendUnavailable as error:  # on all ranks
-            self.hierarchy = str(error)
-            """Between which hosts calls go in phases, or why none does."""
+            self.reason = str(error)  # between which hosts calls go in phases, or why none does
 
-    def _divide(self, rendezvous: Rendezvous, host: GroupBackend | None) -> None:
+    def _divide(self, rendezvous: Rendezvous) -> None:
         """Make ``node`` and ``rail``; raises BackendUnavailable, on all ranks, if any host is not fit for it."""
         hosts = hosts_of(rendezvous)
         mine, place = divmod(self.rank, len(hosts[0]))
         self._local = hosts[mine]
         with ExitStack() as undo:
-            groups: list[Any] = [rendezvous.split(mine, place), rendezvous.split(place, mine)]
-            made: list[DeviceBackend] = []
-
-            def make(kind: type[DeviceBackend], group: Rendezvous) -> None:
-                made.append(kind(group, self.device, host=host))
-                undo.callback(made[-1].abort, UNMADE)
-
-            for group in groups:
+            of_node, of_rail = rendezvous.split(mine, place), rendezvous.split(place, mine)
+            assert of_node is not None and of_rail is not None
+            for group in (of_node, of_rail):
                 undo.callback(group.abort, None)
                 group.nccl = rendezvous.nccl
+
+            made: list[PeerBackend] = []
+
+            def make_node() -> None:
+                made.append(PeerBackend(of_node, self.engine, self.device))
+                undo.callback(made[0].abort, UNMADE)
+
             try:
-                on_all(rendezvous, "map the memory of its host's ranks", lambda: make(PeerBackend, groups[0]))
+                on_all(rendezvous, "map the memory of its host's ranks", make_node)
             except KosError as error:
                 if rendezvous.failures.over is not None:
                     raise
                 raise BackendUnavailable(str(error)) from error
-            make(NCCLBackend, groups[1])
+            rail = NCCLBackend(of_rail, self.engine, self.device)
+            undo.callback(rail.abort, UNMADE)
+            assert self.device is not None
             self.table = table_between(rendezvous, self.device, len(hosts))
             undo.pop_all()
-        for part in made:
-            watchdog.remove(part)
-            part.shared.close()
-            part.shared, part.failures = self.shared, self.failures
-        self._groups, self.inner, self._failure = groups, made, made[0]._failure
-        self.set_timeout(self.timeout)
-        self.node, self.rail = made  # type: ignore[assignment]
-        self.hierarchy = f"{len(hosts)} hosts of {len(self._local)} ranks"
+        self.node, self.rail, node = made[0], rail, made[0]
+        self._groups, self._parts = (of_node, of_rail), (node, rail)
+        for part in self._parts:
+            part.failures = self.failures
+        self.serial, self.failed, self.failed_word = True, node.failed, node.failed_word
+        self.reason = f"{len(hosts)} hosts of {len(self._local)} ranks"
+
+    def open(self, backend: Any) -> None:
+        for part in self._parts:
+            part.backend = backend
+            part.open(backend)
+        self.set_timeout(backend.timeout)
+
+    def set_timeout(self, seconds: float) -> None:
+        for part in self._parts:
+            part.set_timeout(seconds)
 
     # Which calls go in phases.
 
     def carries(self, o: Operation) -> bool:
         """Whether phases can carry it with the results that kos promises; the same on all ranks."""
         options, buffer = o.options, o.send or o.recv
-        if self.node is None or o.name not in CARRIED or buffer is None or options.algorithm not in (AUTO, NAME):
+        if self.node is None or o.name not in CARRIED or buffer is None:
             return False
         rounds_twice = o.reduction is not None and buffer.dtype.name.startswith("float8")
         return not (options.deterministic or options.compress or rounds_twice)
 
-    def is_faster(self, name: str, nbytes: int) -> bool:
-        """Whether the table finds phases faster; ``nbytes`` of each rank's input."""
-        return self.table is not None and pick(self.table.route(name, False, False, True), nbytes) == NAME
-
-    def use(self, table: Table) -> None:
-        """Choose by this table from now on.  Collective, with the same."""
-        self.table = table
-        self.store.clear()
-
-    def resolve(self, o: Operation) -> Route:
+    def resolve(self, o: Operation) -> Resolved:
         buffer = o.send or o.recv
-        chosen = o.options.algorithm == NAME or (buffer is not None and self.is_faster(o.name, buffer.nbytes))
-        if buffer is None or not chosen or not self.carries(o):
-            return super().resolve(o)
+        assert buffer is not None and self.node is not None and self.rail is not None
         if not buffer.count:
-            return nothing, NAME, True
-        phases = Phases(self, o)
-        ends = [end.pointer for end in (o.send, o.recv) if end is not None]
-        return in_windows(phases, ends), NAME, phases.lasting
+            return nothing, PHASES, True
+        phases = Phases(self.backend, self.node, self.rail, o)
+        return phases, PHASES, phases.lasting
 
-    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
-        return NAME if name in CARRIED and self.is_faster(name, nbytes) else self.name
+    def entered(self, stream: int) -> None:
+        for part in self._parts:
+            part.entered(stream)
 
     def details(self) -> list[tuple[str, str, str]]:
-        return [*super().details(), (NAME, "no" if self.node is None else "in use", self.hierarchy)]
-
-    # How they are queued.
-
-    def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
-        """Behind what is queued on other streams: kernels of NCCL and of ``peer`` wait for other ranks, and do not fit
-        side by side."""
-        streams = {work.stream if stream is None else stream for work in works} if self.node is not None else ()
-        if streams:
-            self.follow_others(streams)
-        super().queue(works, stream)
-        for each in streams:
-            self.streams.mark(each)
-
-    def follow_others(self, streams: Collection[int]) -> None:
-        """Order what is queued next on ``streams`` behind what was queued last."""
-        self._between.enter(frozenset(streams), streams, self.streams)
+        return [(PHASES, "no" if self.node is None else "in use", self.reason)]
 
     # Failures, and the end.
 
-    def inspect(self, o: Work[Any]) -> None:
-        super().inspect(o)
+    def inspect(self, work: Work[Any]) -> None:
         if self.node is not None and self.rail is not None:
-            self.node.inspect(o, self._local)
-            self.rail.inspect(o)
+            self.node.inspect(work, self._local)
+            self.rail.inspect(work)
+
+    @property
+    def abort_flags(self) -> list[int]:
+        return [flag for part in self._parts for flag in part.abort_flags]
 
     def kernel_waits(self) -> list[int]:
         return [] if self.node is None else [self._local[rank] for rank in self.node.kernel_waits()]
 
-    def signal_abort(self) -> None:
-        super().signal_abort()
-        for part in self.inner:
-            part.signal_abort()
+    def split(self, rendezvous: Rendezvous | None, color: int | None, key: int) -> Callable[..., Backend] | None:
+        return None if rendezvous is None or rendezvous.local_size == rendezvous.size else HierarchicalBackend
 
-    def abort(self, reason: str) -> None:
-        super().abort(reason)
-        for part in self.inner:
+    def abort(self, reason: str) -> str:
+        for part in self._parts:
             part.abort(reason)
-        for group in self._groups:
+        return reason
+
+    def drained(self, final: bool) -> None:
+        for part in self._parts:
+            part.drained(final)
+        for group in self._groups if final else ():
             group.abort(None)
 
-    def close(self) -> None:
-        self.unwatch()
+    def close(self, begun: int) -> None:
         with ExitStack() as rest:  # runs all steps even if one fails
             for group in self._groups:
                 rest.callback(group.close)
-            rest.callback(super().close)
-            for part in self.inner:
-                rest.callback(part.close)
+            for part in self._parts:
+                rest.callback(part.close, begun)
 
 
 def hosts_of(rendezvous: Rendezvous) -> list[list[int]]:

@@ -10,10 +10,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
+from kos.comm.contract import Backend, Message, Piece
 from kos.comm.control.base import Rendezvous
 from kos.comm.operation import Operation
 from kos.cuda import Kernel, driver
 from kos.cuda.driver import call, cu, relaxed_capture
+from kos.cuda.kernels import resolved
 from kos.cuda.streams import capture_of
 from kos.dtypes import DType
 from kos.errors import InvalidArgument
@@ -24,8 +26,6 @@ from kos.memory.windows import Run, Window, WindowMemory
 _LEAST_BYTES = 1 << 20
 _BOUND = 16
 """The largest number of pieces of scratch memory, one per stream, whose launches are cached."""
-Piece = tuple[Any, int]
-"""Address and bytes; the address may refer to an array of a launch."""
 NONE: Piece = (0, 0)
 
 
@@ -63,6 +63,33 @@ def _parts(buffer: Buffer | None, counts: Sequence[int] | None, size: int) -> li
         parts.append((at, count * buffer.dtype.itemsize))
         at += parts[-1][1]
     return parts
+
+
+def messages_of(pieces: Sequence[Piece], arrays: Sequence[int]) -> list[Message]:
+    """The pieces for each rank, or from it, as messages on the arrays of a launch."""
+    return [(rank, resolved(place, arrays), nbytes) for rank, (place, nbytes) in enumerate(pieces) if nbytes]
+
+
+def exchange(route: Backend, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
+    """A launch that sends piece j to rank j and receives piece j from it, this rank's own included; none where empty.
+
+    Addresses are those of this rank's GPU, or refer to the arrays of the launch.
+    """
+
+    def run(stream: int, *arrays: int) -> None:
+        route.exchange(messages_of(sends, arrays), messages_of(recvs, arrays), stream)
+
+    return route.bind_exchange(sends, recvs) or run
+
+
+def collect(route: Backend, send: Any, recv: Any, nbytes: int) -> Run:
+    """A launch of an all-gather of ``nbytes`` from each rank; addresses as in ``exchange``."""
+
+    def run(stream: int, *arrays: int) -> None:
+        route.collect(resolved(send, arrays), resolved(recv, arrays), nbytes, stream)
+
+    recvs = [(recv + rank * nbytes, nbytes) for rank in range(route.size)]
+    return route.bind_exchange([(send, nbytes)] * route.size, recvs) or run
 
 
 class Scratch:
@@ -133,14 +160,13 @@ class InScratch(ABC):
     source: ClassVar[Path]  # of its kernels
     kernels: tuple[Any, ...]
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
+    def __init__(self, route: Backend) -> None:
+        self._route = route
         self._bound: dict[int, list[Run]] = {}  # the steps in order, by the address of their scratch memory
 
     def _load(self, kernel: str, **macros: Any) -> Kernel:
         with relaxed_capture():
-            loaded: Kernel = self._backend.load(self.source, kernel, RANKS=self._backend.size, **macros)
-        return loaded
+            return self._route.load(self.source, kernel, RANKS=self._route.size, **macros)
 
     def _divide(self, *sizes: int) -> None:
         """Divide scratch memory into parts of so many bytes, one for each step that needs it."""
@@ -151,14 +177,13 @@ class InScratch(ABC):
         """The steps, bound to the parts of scratch memory at these addresses."""
 
     def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
-        backend = self._backend
-        scratch = backend.scratch(self._parts[-1], stream)
+        scratch = self._route.backend.scratch(self._parts[-1], stream)
         if scratch not in self._bound:
             if len(self._bound) == _BOUND:
                 self._bound.clear()
             with relaxed_capture():
                 self._bound[scratch] = self._bind([scratch + start for start in self._parts[:-1]])
-        with driver.on_device(backend.device):
+        with driver.on_device(self._route.backend.device):
             for run in self._bound[scratch]:
                 run(stream, send, recv)
 

@@ -15,37 +15,32 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
-from kos.comm import timeouts, watchdog
-from kos.comm.contract import Probe
+from kos.comm import timeouts
+from kos.comm.contract import Backend, Guard, Message, Probe, Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import EndedEarly, Late
 from kos.comm.gpu import nccl_binding as binding
-from kos.comm.gpu.backend import DeviceBackend
-from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.devices import device_of
-from kos.comm.gpu.memory import InScratch, Piece, Scratch, Windows, exchange_of
+from kos.comm.gpu.memory import InScratch, Scratch, Windows
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM, native_call, native_launch, packed
 from kos.comm.gpu.nccl_staging import MESSAGES, Copy, as_messages, copy, stage, windows_of
-from kos.comm.gpu.ordered_sum import OrderedReduction
-from kos.comm.gpu.routes import Route, nothing
+from kos.comm.gpu.routes import nothing
 from kos.comm.gpu.works import unstarted
-from kos.comm.group_backend import GroupBackend
 from kos.comm.operation import AUTO, Operation
-from kos.comm.prepared import Prepared
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.waits import start_in_thread
-from kos.comm.work import Work
+from kos.comm.work import Engine, Work
 from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture
-from kos.cuda.kernels import resolved
 from kos.dtypes import DTYPES, DType
 from kos.errors import (
     BackendUnavailable,
@@ -75,28 +70,26 @@ _NARROW = (DTYPES["float16"], DTYPES["bfloat16"])
 _BYTES = {ReduceOp.MIN: MIN, ReduceOp.BAND: MIN, ReduceOp.MAX: MAX, ReduceOp.BOR: MAX}
 
 
-class NCCLBackend(DeviceBackend):
+class NCCLBackend(Backend):
     """Serves a group whose ranks have a GPU each."""
 
     name = "nccl"
-    marks = 16
+    on_host, on_gpu = False, True
     by_capture = MESSAGES
-    alone: ClassVar[tuple[type, ...]] = (InScratch,)
-    """The launches that no group of NCCL may hold: they launch kernels of kos too."""
+    device: int
 
-    def __init__(
-        self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None, host: GroupBackend | None = None
-    ) -> None:
-        super().__init__(rendezvous, device, host)
+    def __init__(self, rendezvous: Rendezvous, engine: Engine, device: int | None = None, comm: Any = None) -> None:
+        """``comm`` is the communicator of NCCL, if it has one already."""
+        super().__init__(rendezvous, engine, device)
         self._nccl = binding.library()
         self._handle = comm
         self._joining = self._join(rendezvous) if comm is None else None
         self._ending: Future[Any] | None = None  # the abort of the communicator, once begun
+        self._lock = threading.RLock()  # of that; reentrant: the garbage collector may run meanwhile
         self._connected: set[_Kind | tuple[int, frozenset[_Kind]]] = set()  # for batches: number of calls, and kinds
         self._token = Scratch(4, self.device)
         self._windows = Windows(rendezvous, self.device, self._free_window, self._has_ended)
         self._afterwards: list[tuple[list[Copy], int, int]] | None = None  # copies after ncclGroupEnd; None if no group
-        watchdog.add(self)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -125,7 +118,7 @@ class NCCLBackend(DeviceBackend):
         """NCCL's communicator, once all ranks have joined it; None after its end."""
         joining = self._joining
         if joining is not None:
-            comm = self._named(lambda: self._finish(joining, "nccl: init", self.timeout), "nccl: init")
+            comm = self._named(lambda: self._finish(joining, "nccl: init", self.backend.timeout), "nccl: init")
             if self._joining is joining:  # else it has ended since
                 self._comm = comm
         return self._handle
@@ -166,20 +159,21 @@ class NCCLBackend(DeviceBackend):
         text = f"{what}: {timeouts.unbegun(timeout)}" if late else ""
         if late and self.size == 1:
             raise CollectiveTimeout(text)
-        self.shared.confirm()
-        last = self.shared.last or unstarted(what, self)
+        backend = self.backend
+        backend.shared.confirm()
+        last = backend.shared.last or unstarted(what, backend)
         if late:
-            known = self.late(last)
+            known = backend.late(last)
             raise self.failures.overdue(Late(known.ranks or known.others), text)
-        self.failures.show_wait(self.late(last))
+        self.failures.show_wait(backend.late(last))
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
         """The result of a call of NCCL that may wait for other ranks, for at most ``timeout`` seconds."""
         return self._finish(self._begin(function, what), what, timeout)
 
     def _bounded(self, function: Callable[[], Any], what: str) -> Any:
-        """As ``bounded``, for at most this backend's timeout; NCCL's errors become errors of kos."""
-        return self._named(lambda: self.bounded(function, self.timeout, what), what)
+        """As ``bounded``, for at most the communicator's timeout; NCCL's errors become errors of kos."""
+        return self._named(lambda: self.bounded(function, self.backend.timeout, what), what)
 
     def _named(self, function: Callable[[], Any], what: str) -> Any:
         """The result of ``function()``; NCCL's errors become errors of kos that name ``what``."""
@@ -190,27 +184,23 @@ class NCCLBackend(DeviceBackend):
             if named is None:
                 raise
             if isinstance(named, EndedEarly):
-                named = self.shared.cause(unstarted(what, self), named)
+                named = self.backend.shared.cause(unstarted(what, self.backend), named)
             raise named from error
 
-    def split(
-        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: GroupBackend | None = None
-    ) -> NCCLBackend | None:
-        if self._comm is None:  # aborted: the remaining ranks make a new one
-            return None if rendezvous is None else type(self)(rendezvous, self.device, None, host)
-        options = {} if rendezvous is None else rendezvous.nccl
-        comm = self._bounded(lambda: binding.split(self._comm, color, key, "kos", options), "nccl: init")
-        return None if rendezvous is None else type(self)(rendezvous, self.device, comm, host)
+    def split(self, rendezvous: Rendezvous | None, color: int | None, key: int) -> Callable[..., Backend] | None:
+        comm = self._comm
+        if comm is not None:  # else it is aborted, and the remaining ranks make a new one
+            options = {} if rendezvous is None else rendezvous.nccl
+            comm = self._bounded(lambda: binding.split(comm, color, key, "kos", options), "nccl: init")
+        return None if rendezvous is None else partial(type(self), comm=comm)
 
-    def close(self) -> None:
-        self.unwatch()
+    def close(self, begun: int) -> None:
         try:
             comm = self._comm
         except KosError as error:  # no call has needed it
             log.warning("rank %d: %s", self.rank, error)
             comm = None
         with ExitStack() as rest:  # runs all steps even if one fails
-            rest.callback(super().close)
             rest.callback(self._token.close)
             rest.callback(self._free_own_unused)
             if comm is not None:
@@ -219,21 +209,20 @@ class NCCLBackend(DeviceBackend):
             rest.callback(setattr, self, "_comm", None)
             self._free_own_unused()
 
-    def signal_abort(self) -> None:
+    def abort(self, reason: str) -> str:
         """Begin to abort the communicator, on a thread.
 
         An abort frees memory, for which CUDA waits for the kernels of every communicator of the GPU.
         """
-        super().signal_abort()
-        with self.shared.lock:
+        with self._lock:
             comm, self._comm = self._handle, None
             if comm is not None:
                 self._ending = self._begin(partial(self._nccl.comm_abort, comm), "nccl: abort")
                 self._ending.add_done_callback(self._aborted)
+        return reason
 
-    def abort_device(self) -> None:
-        """Also wait for NCCL to free its memory, but only briefly: NCCL waits for all graphs that hold its kernels."""
-        super().abort_device()
+    def drained(self, final: bool) -> None:
+        """Wait for NCCL to free its memory, but only briefly: NCCL waits for all graphs that hold its kernels."""
         if self._ending is not None:
             wait([self._ending], _FREE_SECONDS)
 
@@ -248,15 +237,15 @@ class NCCLBackend(DeviceBackend):
         """Whether NCCL no longer uses memory of this communicator."""
         return self._handle is None and (self._ending is None or self._ending.done())
 
-    def inspect(self, o: Work[Any]) -> None:
+    def inspect(self, work: Work[Any]) -> None:
         problem = binding.async_error(self._handle) if self._handle is not None else None
         if problem is not None:
-            error = EndedEarly(f"{o}: {problem}")  # mostly: another rank is gone
+            error = EndedEarly(f"{work}: {problem}")  # mostly: another rank is gone
             error.unexplained = CollectiveError
             raise error
 
-    def to_error(self, work: Work[Any], error: Exception) -> KosError:
-        return super().to_error(work, binding.error_of(error, str(work)) or error)
+    def explain(self, work: Work[Any], error: Exception) -> Exception:
+        return binding.error_of(error, str(work)) or error
 
     # Registered memory.
 
@@ -295,9 +284,9 @@ class NCCLBackend(DeviceBackend):
     def _free_unused(self) -> None:
         """Free the windows that no rank uses, once queued work has run.  Collective."""
         if unused := self._windows.unused_everywhere():
-            self.synchronize()
+            self.backend.synchronize()
             self._windows.free(unused)
-        self.forget_routes()
+        self.backend.forget_routes()
 
     def _free_own_unused(self) -> None:
         if self._handle is not None or self._has_ended():
@@ -314,13 +303,14 @@ class NCCLBackend(DeviceBackend):
 
     # The operations.
 
-    def resolve(self, o: Operation) -> Route:
+    def resolve(self, o: Operation) -> Resolved:
         if o.options.algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected 'auto' for {o.name} on nccl, got {o.options.algorithm!r}")
-        choose = self._movement if o.reduction is None else self._reduction
-        launch, how = (self._compressed if o.options.compress else choose)(o)
+        if o.options.compress:
+            launch, how = self._by_exchanges(o), o.options.compress
+        else:
+            launch, how = (self._movement if o.reduction is None else self._reduction)(o)
         buffer, message = o.send or o.recv, o.message
-        launch = self.in_windows(launch, o)
         # NCCL connects ranks at the first call of a kind, which depends on size and peer.
         sent = "messages" if o.name in MESSAGES else how  # by its own function and by kos over the same connections
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{sent} {o.root} {message.dst} {message.src}"
@@ -330,51 +320,56 @@ class NCCLBackend(DeviceBackend):
 
     def _first_call(self, kind: _Kind, timeout: float | None, launch: Run, stream: int, send: int, recv: int) -> None:
         """The first launch of its kind: NCCL may connect to the other ranks, and wait for them."""
-        if kind not in self._connected:
-            self.bounded(lambda: launch(stream, send, recv), timeout, str(self._last))
-            self._connected.add(kind)
-        else:
-            launch(stream, send, recv)
+        if kind in self._connected or self._afterwards is not None:  # a group connects all of its kinds
+            return launch(stream, send, recv)
+        self.bounded(lambda: launch(stream, send, recv), timeout, str(self.backend._last))
+        self._connected.add(kind)
 
-    def launch_words(self, prepared: Prepared) -> bytes | None:
-        launch: Any = prepared.route.launch if isinstance(prepared.route, InWindows) else prepared.route
-        native = isinstance(launch, partial) and launch.func is native_launch
-        return packed(*launch.args[1:]) if native else None
+    def launch_words(self, run: Any) -> tuple[bytes, list[Guard]] | None:
+        native = isinstance(run, partial) and run.func is native_launch
+        return (packed(*run.args[1:]), []) if native else None
 
-    def launch_error(self, prepared: Prepared, status: int) -> Exception:
+    def launch_error(self, run: Run, status: int) -> Exception:
         error: Exception = self._nccl.NCCLError(status)
         return error
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
-        """Launch NCCL's own operations as one group; the others follow one by one."""
-        alone = [work for work in works if isinstance(_innermost(work), self.alone)]
+        """Launch NCCL's own operations as one group; those that launch kernels of kos too follow one by one."""
+        alone = [work for work in works if isinstance(self._innermost(work), InScratch)]
         together = [work for work in works if work not in alone]
         if not together or (not alone and len(together) < 2):  # with both kinds, all ranks need the same order
-            return super().queue(works, stream)
+            return self.backend.queue_each(works, stream)
 
         def launch() -> None:
             afterwards = self._afterwards = list[tuple[list[Copy], int, int]]()
             self._nccl.group_start()
             try:
                 for work in together:
-                    _bare(work)(work.stream if stream is None else stream, work.send, work.recv)
+                    work.prepared.run(work.stream if stream is None else stream, work.send, work.recv)
             finally:
                 self._afterwards = None
                 self._nccl.group_end()
             for each in afterwards:
                 copy(*each)
 
-        routes = (work.prepared.route for work in together)
-        kinds = frozenset(route.args[0] for route in routes if _is_first(route))
+        kinds = frozenset(run.args[0] for run in map(_bare, together) if self._is_first(run))
         if kinds and (len(together), kinds) not in self._connected:
             self.bounded(launch, together[0].operation.options.timeout, str(together[0]))
             self._connected.add((len(together), kinds))
         else:
             launch()
-        super().queue(alone, stream)
+        self.backend.queue_each(alone, stream)
 
-    def _compressed(self, o: Operation) -> tuple[Run, str]:
-        return CompressedOperation(self, o), o.options.compress
+    def _is_first(self, run: Any) -> bool:
+        return isinstance(run, partial) and run.func == self._first_call
+
+    def _innermost(self, work: Work[Any]) -> Any:
+        run = _bare(work)
+        return run.args[-1] if self._is_first(run) else run
+
+    def _by_exchanges(self, o: Operation) -> Run:
+        run: Run = self.backend.by_exchanges(self, o)[0]
+        return run
 
     def _reduction(self, o: Operation) -> tuple[Run, str]:
         """The launch of a reduction, and what runs it."""
@@ -385,7 +380,7 @@ class NCCLBackend(DeviceBackend):
         if o.options.deterministic and reduction.dtype.kind in ("float", "complex"):
             native = None
         if native is None:
-            return (OrderedReduction(self, o), "ordered") if send.count else (nothing, "")
+            return self._by_exchanges(o), "ordered"
         count = recv.count if o.name == "reduce_scatter" and recv is not None else send.count
         if count == 0:
             return nothing, ""
@@ -428,25 +423,21 @@ class NCCLBackend(DeviceBackend):
             case _:
                 by_messages = True
         if by_messages:
-            return partial(self.exchange, *exchange_of(o, self.rank, self.size)), "exchange"
+            return self._by_exchanges(o), "exchange"
         return (native_call(o.name, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
 
-    # The interface for InScratch.
-
-    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
-        """Send piece j to rank j and receive piece j from it, including this rank; empty pieces are skipped."""
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], stream: int) -> None:
+        """Also within the group of a batch: the copies out of staging memory then follow the group."""
         nccl, comm = self._nccl, self._comm
-        sends, recvs = ([(resolved(p, arrays), nbytes) for p, nbytes in pieces] for pieces in (sends, recvs))
         part = 1 + len(self._afterwards or ())
-        places = self._windows, self._scratch, part
+        places = self._windows, self.backend.scratch, part
         sends, recvs, before, after = stage(sends, recvs, self.rank, *places, stream)
         copy(before, self.device, stream)
         nccl.group_start()
         try:
-            for call, pieces in ((nccl.send, sends), (nccl.recv, recvs)):
-                for peer, (pointer, nbytes) in enumerate(pieces):
-                    if nbytes:
-                        call(pointer, nbytes, BYTE, peer, comm, stream)
+            for call, messages in ((nccl.send, sends), (nccl.recv, recvs)):
+                for peer, pointer, nbytes in messages:
+                    call(pointer, nbytes, BYTE, peer, comm, stream)
         finally:
             nccl.group_end()
         if self._afterwards is None:
@@ -454,9 +445,8 @@ class NCCLBackend(DeviceBackend):
         else:
             self._afterwards.append((after, self.device, stream))
 
-    def collect(self, send: Any, recv: Any, nbytes: int, stream: int, *arrays: int) -> None:
-        """All-gather of ``nbytes`` from each rank."""
-        self._nccl.all_gather(resolved(send, arrays), resolved(recv, arrays), nbytes, BYTE, self._comm, stream)
+    def collect(self, send: int, recv: int, nbytes: int, stream: int) -> None:
+        self._nccl.all_gather(send, recv, nbytes, BYTE, self._comm, stream)
 
 
 @functools.cache
@@ -480,15 +470,6 @@ def _real_type(dtype: DType) -> DType:
     return DTYPES[f"float{4 * dtype.itemsize}"] if dtype.kind == "complex" else dtype
 
 
-def _is_first(route: Any) -> bool:
-    return isinstance(route, partial) and getattr(route.func, "__func__", None) is NCCLBackend._first_call
-
-
 def _bare(work: Work[Any]) -> Any:
-    route = work.prepared.route
-    return route.args[-1] if _is_first(route) else route
-
-
-def _innermost(work: Work[Any]) -> Any:
-    launch = _bare(work)
-    return launch.launch if isinstance(launch, InWindows) else launch
+    run = work.prepared.run
+    return run.launch if isinstance(run, InWindows) else run

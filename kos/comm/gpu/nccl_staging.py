@@ -9,11 +9,12 @@ registered memory is always sent from, and received into, memory of cudaMalloc, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from mmap import PAGESIZE
 
+from kos.comm.contract import Message
 from kos.comm.gpu import nccl_binding as binding
-from kos.comm.gpu.memory import Piece, ScratchPool, Windows, up
+from kos.comm.gpu.memory import Windows, up
 from kos.comm.operation import Operation
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
@@ -54,13 +55,13 @@ def as_messages(o: Operation, windows: Windows) -> bool:
 
 
 def stage(
-    sends: Sequence[Piece], recvs: Sequence[Piece], rank: int, windows: Windows, scratch: ScratchPool, part: int,
-    stream: int,
-) -> tuple[Sequence[Piece], Sequence[Piece], list[Copy], list[Copy]]:  # fmt: skip
+    sends: Sequence[Message], recvs: Sequence[Message], rank: int, windows: Windows, scratch: Callable[..., int],
+    part: int, stream: int,
+) -> tuple[Sequence[Message], Sequence[Message], list[Copy], list[Copy]]:  # fmt: skip
     """Replace registered memory by staging memory: new sends and recvs, the copies before the exchange and after it.
 
-    Staging memory is region ``part`` of ``scratch``; each graph has its own.  What ``rank`` sends to itself is not
-    staged: NCCL copies it correctly.
+    Staging memory is region ``part`` of what ``scratch`` returns; each graph has its own.  What ``rank`` sends to
+    itself is not staged: NCCL copies it correctly.
     """
     capture = capture_of(stream)
     if not capture and not windows.memories:
@@ -69,11 +70,11 @@ def stage(
         (each.pointer // PAGESIZE * PAGESIZE, -(-(each.pointer + each.nbytes) // PAGESIZE) * PAGESIZE)
         for each in list(windows.memories.values()) if each.handle
     ]  # fmt: skip
-    sides: tuple[list[Piece], list[Piece]] = [*sends], [*recvs]
-    places, end = (dict[Piece, int](), dict[Piece, int]()), 0
-    for pieces, found in zip(sides, places, strict=True):
-        for other, (pointer, nbytes) in enumerate(pieces):
-            if not nbytes or other == rank or (pointer, nbytes) in found:
+    sides: tuple[list[Message], list[Message]] = [*sends], [*recvs]
+    places, end = (dict[tuple[int, int], int](), dict[tuple[int, int], int]()), 0
+    for messages, found in zip(sides, places, strict=True):
+        for other, pointer, nbytes in messages:
+            if other == rank or (pointer, nbytes) in found:
                 continue
             in_window = any(begin <= pointer < stop for begin, stop in registered)
             if in_window or (capture and binding.is_virtual(pointer)):
@@ -81,11 +82,11 @@ def stage(
                 end += up(nbytes)
     if not end:
         return sends, recvs, [], []
-    start = scratch.address(end, stream, (capture, part))
-    for pieces, found in zip(sides, places, strict=True):
-        pieces[:] = [
-            (start + found[piece], piece[1]) if piece in found and other != rank else piece
-            for other, piece in enumerate(pieces)
+    start = scratch(end, stream, (capture, part))
+    for messages, found in zip(sides, places, strict=True):
+        messages[:] = [
+            (other, start + found[piece] if other != rank and (piece := (at, nbytes)) in found else at, nbytes)
+            for other, at, nbytes in messages
         ]
     sent, received = places
     before = [(start + at, pointer, nbytes) for (pointer, nbytes), at in sent.items()]

@@ -107,41 +107,49 @@ class Streams:
 
 
 class Order:
-    """Orders work after work that another party has queued, on any streams.
+    """Orders the work of several parties that take turns, on any of the ``streams``.
 
     Captured work and eager work cannot wait for each other.  So each capture has an order of its own, and eager work
     follows the last eager work, regardless of captures in between.
     """
 
-    def __init__(self) -> None:
-        self._last: dict[int, tuple[Any, Collection[int], Streams]] = {}  # by capture: the last party and its streams
+    __slots__ = ("_last", "_streams", "party", "stream")  # the core reads party and stream
 
-    def enter(self, party: Any, mine: Collection[int], held: Streams) -> bool:
-        """Order the next work of ``party``, on the streams ``mine``, which are held in ``held``.
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._last: dict[int, tuple[Any, Collection[int]]] = {}  # by capture: the last party and its streams
+        self.party: Any = None
+        """The last party, which may queue more on ``stream`` without another call of ``enter``; -1 for no stream."""
+        self.stream = -1
 
-        Returns whether it may queue more there without another call, until another party enters.
+    def enter(self, party: Any, mine: Collection[int], serial: bool) -> None:
+        """Order the next work of ``party``, on the streams ``mine``, behind the last work of other parties.
+
+        Behind its own work too if it is ``serial``.
         """
+        held, self.stream, self.party = self._streams, -1, party
         captures: dict[int, list[int]] = {}
         for stream in mine:
             captures.setdefault(capture_of(stream), []).append(stream)
         for capture, here in captures.items():
-            former, last, holding = self._last.get(capture, (party, (), held))
-            if former != party or not all(map(holding.is_kept, last)):
+            former, last = self._last.get(capture, (party, ()))
+            if serial or former is not party or not all(map(held.is_kept, last)):
                 for stream, before in product(here, last):
-                    holding.follow(stream, before, capture)
+                    held.follow(stream, before, capture)
             if capture and capture not in self._last:
                 self._follow_started_capture(here, capture)
-            self._last[capture] = party, here, held
+            self._last[capture] = party, here
         for ended in sorted(each for each in self._last if each)[:-_MANY]:
             del self._last[ended]
-        return captures.keys() == {0} and all(map(held.is_kept, mine))
+        if captures.keys() == {0} and len(mine) == 1 and all(map(held.is_kept, mine)):
+            self.stream = next(iter(mine))
 
     def _follow_started_capture(self, here: Collection[int], capture: int) -> None:
         """Follow work queued without a new ``enter`` on a stream that is being captured now."""
         if 0 not in self._last:
             return
-        _, last, holding = self._last[0]
+        held, (_, last) = self._streams, self._last[0]
         for stream, before in product(here, last):
-            kept = before in holding.keepers and holding.is_kept(before)
+            kept = before in held.keepers and held.is_kept(before)
             if kept and before != stream and capture_of(before) == capture:
-                holding.follow(stream, before, capture)
+                held.follow(stream, before, capture)

@@ -10,14 +10,13 @@ reductions, and uses this for the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kos.comm.gpu.backend import DeviceBackend
-from kos.comm.gpu.memory import InScratch, Piece
+from kos.comm.contract import Backend, Piece
+from kos.comm.gpu.memory import InScratch, collect, exchange
 from kos.comm.operation import Operation
 from kos.dtypes import DTYPES
 from kos.memory.windows import Run
@@ -35,10 +34,10 @@ class OrderedReduction(InScratch):
 
     source = KERNELS
 
-    def __init__(self, backend: DeviceBackend, o: Operation) -> None:
+    def __init__(self, route: Backend, o: Operation) -> None:
         assert o.send is not None and o.reduction is not None
-        super().__init__(backend)
-        size, rank = backend.size, backend.rank
+        super().__init__(route)
+        size, rank = route.size, route.rank
         name, op, per = o.reduction.element.name, o.reduction.op.name, o.reduction.parts
         self.kernels = name, op  # the dtype and operation that select the kernels
         self._name, self._root, self._factor = o.name, o.root, o.reduction.factor
@@ -91,7 +90,7 @@ class OrderedReduction(InScratch):
         if self._recv:
             target = self._recv
             if self._name in ("all_reduce", "reduce") and not self._whole:
-                target += self._starts[self._backend.rank] * self._result
+                target += self._starts[self._route.rank] * self._result
         if self._mine:
             runs.append(self._reduce.bind(blocks(self._mine), THREADS, gathered, self._mine, target, self._mine))
         if not self._whole and self._name in ("all_reduce", "reduce"):
@@ -99,36 +98,35 @@ class OrderedReduction(InScratch):
         return runs
 
     def _exchange(self, source: Any, gathered: int) -> Run:
-        backend, size = self._backend, self._itemsize
+        route, size = self._route, self._itemsize
         if self._whole:
-            return partial(backend.collect, source, gathered, self._count * size)
+            return collect(route, source, gathered, self._count * size)
         parts = zip(self._starts, self._counts, strict=True)
         sends = [(source + start * size, count * size) for start, count in parts]
         nbytes = self._mine * size
-        recvs = [(gathered + r * nbytes, nbytes) for r in range(backend.size)]
-        return partial(backend.exchange, sends, recvs)
+        return exchange(route, sends, [(gathered + r * nbytes, nbytes) for r in range(route.size)])
 
     def _distribute(self, target: Any) -> Run:
         """Send the parts of an all_reduce to all ranks, those of a reduce to the root."""
-        backend, size = self._backend, self._result
-        if self._name == "all_reduce" and self._count % backend.size == 0:
-            return partial(backend.collect, target, self._recv, self._mine * size)
+        route, size = self._route, self._result
+        if self._name == "all_reduce" and self._count % route.size == 0:
+            return collect(route, target, self._recv, self._mine * size)
         mine, none = (target, self._mine * size), (0, 0)
         recvs = self._parts_of_result()
-        sends = [mine if self._root in (None, r) else none for r in range(backend.size)]
-        sends[backend.rank] = recvs[backend.rank] = none  # already in place
-        return partial(backend.exchange, sends, recvs)
+        sends = [mine if self._root in (None, r) else none for r in range(route.size)]
+        sends[route.rank] = recvs[route.rank] = none  # already in place
+        return exchange(route, sends, recvs)
 
     def _distribute_rows(self, target: int, exclusive: int) -> Run:
         """Send row r of the part to rank r."""
         nbytes = self._mine * self._result
-        sends = [(target + r * nbytes, nbytes if r >= exclusive else 0) for r in range(self._backend.size)]
-        return partial(self._backend.exchange, sends, self._parts_of_result())
+        sends = [(target + r * nbytes, nbytes if r >= exclusive else 0) for r in range(self._route.size)]
+        return exchange(self._route, sends, self._parts_of_result())
 
     def _parts_of_result(self) -> list[Piece]:
         """The places of the parts of the result on this rank; none if it has no part."""
         if not self._recv:
-            return [(0, 0)] * self._backend.size
+            return [(0, 0)] * self._route.size
         parts = zip(self._starts, self._counts, strict=True)
         return [(self._recv + start * self._result, count * self._result) for start, count in parts]
 

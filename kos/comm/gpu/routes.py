@@ -1,25 +1,105 @@
-"""How calls of one signature run on a GPU, and those of a group of one rank on any backend."""
+"""The routes of a communicator on GPUs: the choice for each signature, and the launch in a group of one rank.
+
+A route is a ``contract.Backend``: ``nccl``, ``peer``, a backend of another package, or phases between hosts
+(``hierarchical.py``).  All ranks choose alike: they share one tuning table, and choose by arguments that are equal on
+all ranks.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from functools import partial
 
+from kos.comm.contract import Backend, Resolved
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp
+from kos.comm.tuning import Table, merged
 from kos.cuda import driver, streams
 from kos.cuda.driver import call, cu
-from kos.memory.windows import InWindows, Run, in_windows
+from kos.cuda.streams import is_captured
+from kos.dtypes import DTYPES, DType
+from kos.memory.windows import InWindows, Run
 
-Route = tuple[Run, str | None, bool]
-"""How a backend for GPUs runs calls of one signature: what queues one; the kernel, if it depends on more than the
-arguments and must be the same on all ranks; whether later calls may use it."""
+PHASES = "hierarchical"
+"""The name of phases between hosts in tuning tables, as an algorithm and as a route."""
+
+_UNEVEN = frozenset({"all_to_all_v", "gather_v", "scatter_v", "send", "recv", "send_recv"})
+"""Operations whose sizes differ between ranks: they all take the route of ``_UNEVEN_BYTES``."""
+_UNEVEN_BYTES = 1 << 20
+_BY_OUTPUT = frozenset({"scatter", "all_gather_v"})
+"""Operations whose outputs, not inputs, have the same size on all ranks."""
+
+Choice = Backend | dict[tuple[bool, bool], Backend]
+"""A route, or routes by (both buffers symmetric, within a graph)."""
+
+
+class Choices:
+    """The choice between routes for the calls of one communicator."""
+
+    def __init__(self, routes: Sequence[Backend], table: Table | None) -> None:
+        self.table, self._by_name = table, {route.name: route for route in routes}
+        kernels = (self._by_name[name] for name in ("peer", "nccl") if name in self._by_name)
+        self.ordered = next(kernels, routes[0])
+        """The route that adds in rank order (``peer`` in its kernels), allocates, and runs what no table chooses."""
+        self._choices: dict[tuple[str, DType], tuple[list[int], list[Choice]]] = {}
+
+    def use(self, table: Table) -> None:
+        """Choose by this table from now on."""
+        self.table = table
+        self._choices.clear()
+
+    def of(self, o: Operation) -> tuple[Backend, bool]:
+        """The route of ``o``, and whether it is the same inside and outside a graph."""
+        buffer, phases = o.send or o.recv, self._by_name.get(PHASES)
+        if buffer is None:
+            return self.ordered, True
+        if o.options.algorithm != AUTO:
+            named = phases is not None and o.options.algorithm == PHASES and phases.carries(o)
+            return self._by_name[PHASES] if named else self.ordered, True
+        if o.options.deterministic or o.options.compress or (o.options.overlap and self.ordered.overlapped(o)):
+            return self.ordered, True
+        limits, choices = self._of_operation(o.name, buffer.dtype)
+        if o.name in _BY_OUTPUT and o.recv is not None:
+            buffer = o.recv
+        choice = choices[bisect_left(limits, buffer.count)]
+        if not isinstance(choice, dict):
+            return choice if choice is not phases or choice.carries(o) else self.ordered, True
+        if o.name in _UNEVEN:
+            return choice[False, False], True
+        symmetric = self.ordered.is_symmetric(o)
+        eager, graph = choice[symmetric, False], choice[symmetric, True]
+        return eager if eager is graph or not is_captured(buffer.stream) else graph, eager is graph
+
+    def _of_operation(self, operation: str, dtype: DType) -> tuple[list[int], list[Choice]]:
+        """Size limits in elements, and the choice up to each; one more choice for all larger sizes."""
+        if (known := self._choices.get((operation, dtype))) is not None:
+            return known
+        limits, names = ([], [{}]) if self.table is None else merged(self.table, operation, dtype.itemsize > 2)
+        choices: list[Choice] = []
+        for each in names:
+            # A table may name a backend that cannot be used here.
+            parts = {kind: self._by_name.get(name, self.ordered) for kind, name in each.items()}
+            alike = set(parts.values()) or {self.ordered}
+            choices.append(alike.pop() if len(alike) == 1 else parts)
+        if operation in _UNEVEN:
+            limits, choices = [], [choices[bisect_left(limits, _UNEVEN_BYTES)]]
+        self._choices[operation, dtype] = [limit // dtype.itemsize for limit in limits], choices
+        return self._choices[operation, dtype]
+
+    def route_of(self, name: str, nbytes: int, symmetric: bool, graph: bool) -> str:
+        """The route of an operation on float32, as ``Communicator.explain`` shows it."""
+        limits, choices = self._of_operation(name, DTYPES["float32"])
+        choice = choices[bisect_left(limits, nbytes // 4)]
+        route = choice[symmetric, graph] if isinstance(choice, dict) else choice
+        return route.route_of(name, nbytes, symmetric, graph)
 
 
 def nothing(stream: int, send: int = 0, recv: int = 0) -> None:
     """The launch of an operation that moves no elements."""
 
 
-def alone(o: Operation, device: int) -> Route | None:
+def alone(o: Operation, device: int) -> Resolved | None:
     """In a group of one: a copy, or nothing.  None for an operation with a factor or a chosen algorithm: it runs as
     in other groups."""
     send, recv, reduction = o.send, o.recv, o.reduction
@@ -27,7 +107,7 @@ def alone(o: Operation, device: int) -> Route | None:
         return None
     if send is None or recv is None or send is recv:
         return partial(_copy, device, 0), None, True
-    return in_windows(partial(_copy, device, recv.nbytes), [send.pointer, recv.pointer]), None, True
+    return partial(_copy, device, recv.nbytes), None, True
 
 
 def _copy(device: int, nbytes: int, stream: int, send: int, recv: int) -> None:
@@ -39,6 +119,6 @@ def _copy(device: int, nbytes: int, stream: int, send: int, recv: int) -> None:
         call(cu.cuMemcpyDtoDAsync, recv, send, nbytes, stream)
 
 
-def is_copy(route: Run) -> bool:
-    """Whether calls of ``route``, in a group of one, only copy or do nothing."""
-    return getattr(route.launch if isinstance(route, InWindows) else route, "func", None) is _copy
+def is_copy(run: Run) -> bool:
+    """Whether calls of ``run``, in a group of one, only copy or do nothing."""
+    return getattr(run.launch if isinstance(run, InWindows) else run, "func", None) is _copy

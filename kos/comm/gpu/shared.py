@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,13 +37,13 @@ _DEAD_SECONDS = 0.5
 
 
 class CommState:
-    """The state of one communicator on one GPU, whichever of its backends carries a call."""
+    """The comparison of calls, and the failure, of one communicator on one GPU, whichever route carries a call."""
 
     __slots__ = ("__dict__", "__weakref__", "last")  # the core writes it
 
     def __init__(self, rendezvous: Rendezvous, failures: FailureLog, backend: Any, host: GroupBackend | None) -> None:
         self.failures = failures
-        self.backends: Sequence[Any] = (backend,)  # what fails together, in the order in which it is ended
+        self._backend = backend
         self.streams = Streams(backend.device)
         self.lock = threading.RLock()  # the user's thread or the watchdog reports a failure
         self.calls: CallRing | None = None
@@ -162,7 +161,7 @@ class CommState:
         others = [rank for rank in range(len(self.failures.world)) if rank != me]
         ranks = (
             missing
-            or [rank for backend in self.backends for rank in backend.awaited]
+            or self._backend.awaited
             or sorted({rank for rank in (message.src, message.dst) if rank not in (None, me)})
             or (self.missing(self.last) if self.last is not None else [])
         )
@@ -171,7 +170,7 @@ class CommState:
             return Late(ranks, arrived=[rank for rank in arrived if rank not in missing])
         # Those that other communicators of this GPU wait for: kernels run one after another.
         queued = list(self.failures.status.queued.items())
-        elsewhere = sorted({rank for backend, each in queued if backend not in self.backends for rank in each})
+        elsewhere = sorted({rank for backend, each in queued if backend is not self._backend for rank in each})
         return Late((), words, elsewhere=elsewhere, others=others)
 
     # What the watchdog looks at.
@@ -204,16 +203,15 @@ class CommState:
         if known is not None and self._lost is not None:
             raise again(self._lost, f"{latest}: {self._lost}")
 
-    def last_of(self, backend: GroupBackend) -> Work[Any] | None:
-        """The last collective, if ``backend`` carries it and it does not end before all ranks have arrived."""
+    def last_on_gpu(self) -> Work[Any] | None:
+        """The last collective, if it is on the GPU and does not end before all ranks have arrived."""
         o = self.last
-        mine = o is not None and o.backend is backend and o.operation.root is None
-        return o if mine else None
+        return o if o is not None and o.backend is self._backend and o.operation.root is None else None
 
-    def look_for_the_late(self, now: float, backend: GroupBackend) -> None:
-        """Raise CollectiveTimeout where ranks of this host did not begin the last call, one of ``backend``, in time."""
-        o = self.last_of(backend)
-        if o is None:
+    def look_for_the_late(self, now: float) -> None:
+        """Raise CollectiveTimeout where ranks of this host did not begin the last call in time."""
+        o = self.last_on_gpu()
+        if o is None or not o.prepared.route.watched:  # else its kernel has a deadline of its own
             return
         timeout = o.operation.options.timeout
         if self._seen[0] != o.sequence:

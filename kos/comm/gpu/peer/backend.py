@@ -24,84 +24,76 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from kos.comm import watchdog
-from kos.comm.contract import Probe
+from kos.comm.contract import Backend, Guard, Message, Piece, Probe, Resolved
 from kos.comm.control.base import Rendezvous
-from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.devices import device_of
-from kos.comm.gpu.eager import Guard
-from kos.comm.gpu.memory import InScratch, Piece, Windows
-from kos.comm.gpu.order import Order
+from kos.comm.gpu.memory import NONE, InScratch, Windows
+from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer.bind import bind, bind_messages, by_copies
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.exchange import MAX_RANKS
 from kos.comm.gpu.peer.launches import PACKETS, Launches, Occupancy
-from kos.comm.gpu.routes import Route, is_copy
 from kos.comm.gpu.works import unstarted
-from kos.comm.group_backend import GroupBackend
 from kos.comm.operation import AUTO, NO_MESSAGE, Operation
-from kos.comm.prepared import Prepared
-from kos.comm.records import again
 from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import for_group
-from kos.comm.work import Work
+from kos.comm.work import Engine, Work
 from kos.cuda import Kernel, driver
 from kos.cuda.kernels import BoundKernel
-from kos.cuda.streams import PER_THREAD
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.libraries import expandable
 from kos.memory.symmetric import MappedPart, SymmetricMemory
-from kos.memory.windows import InWindows, Run, WindowMemory
+from kos.memory.windows import Run, WindowMemory
 
 log = logging.getLogger(__name__)
 
 _VECTOR = 16
 """Bytes that a kernel moves at once."""
-_MOST_EXCHANGES = 4096
-"""Exchanges of ordered reductions whose launches are kept."""
+_NO_ROOM = Occupancy(0, 1 << 30)
+"""Every launch takes more."""
 _IDLE_SECONDS = 1.0
 """Seconds that a rank waits for other communicators of its GPU to be idle before it loads a kernel."""
 
 
-class PeerBackend(DeviceBackend):
+class PeerBackend(Backend):
     """Carries a group of at most 8 ranks of one machine.
 
     Creation is collective and moves real bytes between every two ranks; raises BackendUnavailable on all of them
     if any pair cannot.
     """
 
-    __slots__ = ("_at", "_occupancy")  # the core reads them
+    __slots__ = ("_occupancy",)  # the core reads it
     name = "peer"
-    _engine: PeerEngine
+    on_host, on_gpu = False, True
+    watched, serial = False, True
+    device: int
 
-    def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: GroupBackend | None = None) -> None:
-        super().__init__(rendezvous, device, host)
+    def __init__(self, rendezvous: Rendezvous, engine: Engine, device: int | None = None) -> None:
+        super().__init__(rendezvous, engine, device)
         self._rendezvous = rendezvous
         self._unmapped = False  # whether no rank maps another's windows any more
         self._windows = Windows(
             rendezvous, self.device, self._free_window, lambda: self._unmapped or self.failures.first is not None
         )
-        self._at = -1  # the stream of the last operation, if more may go there without a new order,
-        self._occupancy = Occupancy(0, 0)  # up to this occupancy
-        self._order = Order()
+        self._recorded = False  # whether ``_concurrent`` knows the stream of the next launch
+        self._occupancy = _NO_ROOM  # the largest that may go there without another look
         self._concurrent = _concurrent.setdefault(self.device, ConcurrentKernels())
-        self._exchanges: dict[tuple[Any, ...], Run] = {}
         try:
             self.table = for_group(rendezvous, self.device)
             launches = self.table.launches
-            self._engine = PeerEngine(rendezvous, self.device, timeout=self.timeout, launches=launches)
-        except BaseException as error:
-            super().close()
-            if not isinstance(error, KosError) or rendezvous.failures.over is not None:
+            self._engine = PeerEngine(rendezvous, self.device, timeout=rendezvous.timeout, launches=launches)
+        except KosError as error:
+            if rendezvous.failures.over is not None:
                 raise
             raise BackendUnavailable(f"peer: {error}") from error  # on all ranks: see on_all
-        self._failure, self.failed_word = self._engine.record.failure, self._engine.record.failed_address
+        self.failed, self.failed_word = self._engine.record.failure, self._engine.record.failed_address
         self._engine.before_load = self._wait_for_idle
+
+    def open(self, backend: Any) -> None:
         self._concurrent.add(self)
-        watchdog.add(self)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -119,13 +111,13 @@ class PeerBackend(DeviceBackend):
         return Probe(True, f"own kernels over peer memory on {device.name}")
 
     def set_timeout(self, seconds: float) -> None:
-        super().set_timeout(seconds)
         self._engine.record.timeout = seconds
 
-    def split(
-        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: GroupBackend | None = None
-    ) -> PeerBackend | None:
-        return None if rendezvous is None else PeerBackend(rendezvous, self.device, host)
+    @property
+    def streams(self) -> Streams:
+        """The streams of the communicator's callers."""
+        streams: Streams = self.backend.streams
+        return streams
 
     # Memory that all ranks map.
 
@@ -136,7 +128,7 @@ class PeerBackend(DeviceBackend):
         """
         shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype)
         self._windows.free(self._windows.unused_everywhere())
-        self.forget_routes()
+        self.backend.forget_routes()
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         memory = SymmetricMemory(self._rendezvous, nbytes, self.device)
         self._engine.register(memory)
@@ -159,7 +151,7 @@ class PeerBackend(DeviceBackend):
         elif buffer.pointer % _VECTOR:
             obstacle = f"expected an address that is a multiple of {_VECTOR}, got 0x{buffer.pointer:x}"
         self._windows.free(self._windows.unused_everywhere())
-        self.forget_routes()
+        self.backend.forget_routes()
 
         def make() -> SymmetricMemory:
             memory = SymmetricMemory(self._rendezvous, buffer.nbytes, self.device, buffer.pointer)
@@ -189,7 +181,7 @@ class PeerBackend(DeviceBackend):
     def overlapped(self, o: Operation) -> bool:
         return by_copies(self._engine, o)
 
-    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+    def route_of(self, name: str, nbytes: int, symmetric: bool, graph: bool) -> str:
         if name != "all_reduce":
             return self.name
         launch = self._engine.pick(nbytes, symmetric)
@@ -198,13 +190,11 @@ class PeerBackend(DeviceBackend):
     def use(self, launches: Launches) -> None:
         """Launch the all-reduces that are prepared from now on so.  Collective, with the same."""
         self._engine.launches = launches
-        self.store.clear()
+        self.backend.forget_routes()
 
-    def close(self) -> None:
-        self.unwatch()
+    def close(self, begun: int) -> None:
         with ExitStack() as rest:  # where one step fails, the others are taken all the same
             rest.callback(self._concurrent.remove, self)
-            rest.callback(super().close)
             rest.callback(self._engine.close)
             rest.callback(lambda: self._windows.free(self._windows.unused()))
             rest.callback(setattr, self, "_unmapped", True)
@@ -213,45 +203,45 @@ class PeerBackend(DeviceBackend):
 
     # How it is aborted.
 
-    def abort(self, reason: str) -> None:
-        super().abort(reason)
-        self._concurrent.remove(self)
-
     @property
     def abort_flags(self) -> list[int]:
         record = self._engine.record
         return [record.abort_address, record.failed_address]
 
-    def signal_abort(self) -> None:
+    def abort(self, reason: str) -> str:
         """The slab lives as long as this object: graphs that are replayed find the abort flag in it."""
         self._engine.record.abort()
+        return reason
 
-    def inspect(self, o: Work[Any], ranks: Sequence[int] = ()) -> None:
-        """``ranks``: the numbers of this backend's ranks in the group whose call is ``o``, if they are others."""
+    def drained(self, final: bool) -> None:
+        if final:
+            self._concurrent.remove(self)
+
+    def inspect(self, work: Work[Any], ranks: Sequence[int] = ()) -> None:
+        """``ranks``: the numbers of this backend's ranks in the group whose call is ``work``, if they are others."""
         if self._engine.record.has_failed:
             others = sorted({each.group for each in self._concurrent.others(self)} - {self.group})
             beside = f"; other communicators of this GPU: {', '.join(others)}" if others else ""
-            arrived = self.late(o).arrived
+            arrived = self.backend.late(work).arrived
             arrived = [ranks.index(rank) for rank in arrived if rank in ranks] if ranks else arrived
-            self._engine.record.check(str(o), arrived, beside)
+            self._engine.record.check(str(work), arrived, beside)
 
     def kernel_waits(self) -> list[int]:
         return self._engine.record.waits_for()
 
-    def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
-        """Ends the wait on the GPU, so that the kernel reports what it waited for."""
-        error = super().timed_out(work, seconds)
+    def last_wait(self) -> str:
+        """End the wait on the GPU, so that the kernel reports what it waited for."""
         self._engine.record.abort()
-        return again(error, f"{error}; {self._engine.record.last_wait(1.0)}")
+        return self._engine.record.last_wait(1.0)
 
     # How operations are carried.
 
-    def resolve(self, o: Operation) -> Route:
+    def resolve(self, o: Operation) -> Resolved:
         named = o.options.algorithm
         if named != AUTO and (o.name != "all_reduce" or named not in PACKETS):
             own = ", ".join(("'auto'", *PACKETS)) if o.name == "all_reduce" else "'auto'"
             raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {named!r}")
-        deadline = None if o.options.timeout == self.timeout else o.options.timeout
+        deadline = None if o.options.timeout == self.backend.timeout else o.options.timeout
         with self._engine.within(deadline):
             run, kernel = bind(self, self._engine, o)
         occupancy = self._engine.occupancy
@@ -261,63 +251,43 @@ class PeerBackend(DeviceBackend):
             run = run if deadline is None else partial(self._within, deadline, run)
         first, exclusive = self._engine.first_use(), self._engine.exclusive
         if o.options.overlap and o.message is not NO_MESSAGE:
-            launch = partial(self._launch_overlapped, run)
+            # A message that overlaps may wait for what its other rank computes, which may take kernels of other
+            # communicators on this GPU: it goes beside them.  It holds few multiprocessors (``OVERLAPPED_BLOCKS``).
+            launch = run
         elif exclusive:
             launch = partial(self._launch_exclusive, run)
         else:
             launch = partial(self._launch, run, occupancy)
             launch = partial(self._launch_when_loaded, launch, set()) if first else launch
-        return self.in_windows(launch, o), kernel, True
+        return launch, kernel, True
 
     def _within(self, deadline: float, run: Run, stream: int, send: int, recv: int) -> None:
         """For what is bound at its launch."""
         with self._engine.within(deadline):
             run(stream, send, recv)
 
-    def _launch_exclusive(self, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
-        """Queue it behind the last operation, wherever that was queued: the kernels share the slab.
+    def entered(self, stream: int) -> None:
+        self._recorded, self._occupancy = False, _NO_ROOM
 
-        A launch on a default stream goes to the current device.  On another stream it goes to the device of the stream.
-        """
-        if stream == self._at and (stream > PER_THREAD or driver.is_current(self.device)):
-            return run(stream, send, recv)
-        with driver.on_device(self.device):
-            with _lock:
-                self._at = stream if self._order.enter(stream, (stream,), self.streams) else -1
-                self._concurrent.record(self, stream)
-            run(stream, send, recv)
-            self.streams.mark(stream)
+    def _launch_exclusive(self, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
+        """Queue it where no other communicator uses the GPU."""
+        if not self._recorded:
+            self._concurrent.record(self, stream)
+            self._recorded = True
+        run(stream, send, recv)
 
     def _launch(self, run: Run, occupancy: Occupancy, stream: int, send: int = 0, recv: int = 0) -> None:
-        """As ``_launch_exclusive``, and behind the kernels of other communicators if it does not fit beside them."""
-        if stream == self._at and (stream > PER_THREAD or driver.is_current(self.device)):
-            blocks, blocks_per_sm = self._occupancy
-            if occupancy[0] <= blocks and occupancy[1] >= blocks_per_sm:
-                return run(stream, send, recv)
-        with driver.on_device(self.device):
-            with _lock:
-                self._order.enter(stream, (stream,), self.streams)
-                multiprocessors = self._engine.multiprocessors
-                self._occupancy, is_ordered = self._concurrent.order(self, stream, occupancy, multiprocessors)
-                self._at = stream if is_ordered else -1
-            try:
-                run(stream, send, recv)
-            finally:
-                self._concurrent.launched(self)
-            self.streams.mark(stream)
-
-    def _launch_overlapped(self, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
-        """Queue a message behind the last operation of this communicator alone.
-
-        It may wait for what its other rank computes, which may take kernels of other communicators on this GPU.  It
-        holds few multiprocessors (``OVERLAPPED_BLOCKS``), so that those find a place.
-        """
-        with driver.on_device(self.device):
-            with _lock:
-                self._order.enter(stream, (stream,), self.streams)
-                self._at = -1
+        """Queue it behind the kernels of other communicators, if it does not fit beside them."""
+        blocks, blocks_per_sm = self._occupancy
+        if occupancy[0] <= blocks and occupancy[1] >= blocks_per_sm:
+            return run(stream, send, recv)
+        with _lock:
+            total, lasts = self._concurrent.order(self, stream, occupancy, self._engine.multiprocessors)
+            self._occupancy = total if lasts else _NO_ROOM
+        try:
             run(stream, send, recv)
-            self.streams.mark(stream)
+        finally:
+            self._concurrent.launched(self)
 
     def _launch_when_loaded(self, launch: Run, loaded: set[bool], stream: int, send: int, recv: int) -> None:
         """Launch a kernel; the first time, wait on the host until all ranks have begun the call and so have loaded it.
@@ -325,8 +295,9 @@ class PeerBackend(DeviceBackend):
         CUDA loads no kernel while another kernel runs.  Without this wait, the kernel could wait for a rank that cannot
         load it: there the kernel of another communicator runs, which may wait for this rank.
         """
-        if not loaded and (last := self._last) is not None:
-            self.wait_on_host(last, lambda: not self.shared.missing(last), last.operation.options.timeout)
+        backend = self.backend
+        if not loaded and (last := backend._last) is not None:
+            backend.wait_on_host(last, lambda: not backend.shared.missing(last), last.operation.options.timeout)
             loaded.add(True)
         launch(stream, send, recv)
 
@@ -342,14 +313,15 @@ class PeerBackend(DeviceBackend):
         def is_idle() -> bool:
             waited = time.monotonic() - began
             with driver.on_device(self.device):
-                mine = waited > self.timeout / 2 or self._concurrent.is_idle(self)
+                mine = waited > self.backend.timeout / 2 or self._concurrent.is_idle(self)
                 return mine and (waited > _IDLE_SECONDS or self._concurrent.is_idle())
 
-        self.wait_on_host(self._last or unstarted("load", self), is_idle, None)
+        self.backend.wait_on_host(self.backend._last or unstarted("load", self.backend), is_idle, None)
 
     def invalidate_order(self) -> None:
         """Make the next launch ask for its order among those of other communicators."""
-        self._at = -1
+        self.backend.order.stream = -1
+        self.entered(-1)
 
     def set_exclusive(self, exclusive: bool) -> bool:
         """Set whether this is the only communicator of this process on the GPU; returns whether that has changed.
@@ -359,7 +331,7 @@ class PeerBackend(DeviceBackend):
         """
         changed, self._engine.exclusive = self._engine.exclusive != exclusive, exclusive
         if changed:
-            self.forget_routes()
+            self.backend.forget_routes()
             self.invalidate_order()
         return changed
 
@@ -372,69 +344,53 @@ class PeerBackend(DeviceBackend):
     @property
     def group(self) -> str:
         """The name of the communicator, as its last call gave it."""
-        return "a communicator without calls" if self._last is None else self._last.group
+        last = self.backend._last
+        return "a communicator without calls" if last is None else str(last.group)
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Messages in a row go together: none waits for another one of the batch."""
         for (kind, at), several in groupby(works, lambda work: (work.collective, stream or work.stream)):
             together = list(several)
             if kind or len(together) == 1:
-                super().queue(together, stream)
-            else:
-                with self._engine.within(None):
-                    run = bind_messages(self._engine, together)
-                if self._engine.exclusive:
-                    self._launch_exclusive(run, at)
-                else:
-                    self._launch(run, self._engine.occupancy, at)
+                self.backend.queue_each(together, stream)
+                continue
+            with self._engine.within(None):
+                run = bind_messages(self._engine, together)
+            exclusive, occupancy = self._engine.exclusive, self._engine.occupancy
+            launch = partial(self._launch_exclusive, run) if exclusive else partial(self._launch, run, occupancy)
+            self.backend.queue_run(self, launch, at)
 
-    def launch_words(self, prepared: Prepared) -> bytes | None:
-        kernel = self._kernel_of(prepared)
-        return None if kernel is None else kernel.packed()
-
-    def launch_error(self, prepared: Prepared, status: int) -> Exception:
-        kernel = self._kernel_of(prepared)
-        assert kernel is not None
-        return kernel.error(status)
-
-    def _kernel_of(self, prepared: Prepared) -> BoundKernel | None:
-        """The kernel, if such a call queues nothing else, and all ranks have loaded it."""
-        launch = _bare(prepared)
-        if not isinstance(launch, partial):  # nothing is queued
+    def launch_words(self, run: Any) -> tuple[bytes, list[Guard]] | None:
+        launch = self._loaded(run)
+        if launch is None or not isinstance(launch.args[0], BoundKernel):
             return None
-        if launch.func == self._launch_when_loaded and launch.args[1]:
-            launch = launch.args[0]
-        run = launch.args[0] if launch.func in (self._launch, self._launch_exclusive) else None
-        return run if isinstance(run, BoundKernel) else None
+        return launch.args[0].packed(), [(self, "_occupancy", tuple(each)) for each in launch.args[1:]]
 
-    def guards(self, work: Work[Any]) -> list[Guard]:
-        launch = _bare(work.prepared)
-        if self.size == 1 and is_copy(launch):
-            return []
-        launch = launch.args[0] if launch.func == self._launch_when_loaded else launch
-        return [(self, "_at", work.stream), *((self, "_occupancy", tuple(each)) for each in launch.args[1:])]
+    def launch_error(self, run: Run, status: int) -> Exception:
+        launch: Any = self._loaded(run)
+        error: Exception = launch.args[0].error(status)
+        return error
 
-    # What InScratch requires.
+    def _loaded(self, run: Any) -> partial[None] | None:
+        """The launch of kernels that all ranks have loaded; None for others, and if nothing is queued."""
+        if isinstance(run, partial) and run.func == self._launch_when_loaded and run.args[1]:
+            run = run.args[0]
+        known = isinstance(run, partial) and run.func in (self._launch, self._launch_exclusive)
+        return run if known else None
 
     def load(self, path: Path, name: str, **macros: Any) -> Kernel:
         self._engine.wait_before_load(path, name, **macros)
         return super().load(path, name, **macros)
 
-    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
-        key = self._engine.deadline, *sends, *recvs
-        if key not in self._exchanges:
-            if len(self._exchanges) == _MOST_EXCHANGES:
-                self._exchanges.clear()
-            self._exchanges[key] = self._engine.bind_exchange(sends, recvs)
-        self._exchanges[key](stream, *arrays)
+    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
+        return self._engine.bind_exchange(sends, recvs)
 
-    def collect(self, send: Any, recv: Any, nbytes: int, stream: int, *arrays: int) -> None:
-        pieces = [(send, nbytes)] * self.size, [(recv + r * nbytes, nbytes) for r in range(self.size)]
-        self.exchange(*pieces, stream, *arrays)
-
-
-def _bare(prepared: Prepared) -> Any:
-    return prepared.route.launch if isinstance(prepared.route, InWindows) else prepared.route
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], stream: int) -> None:
+        pieces = [[NONE] * self.size, [NONE] * self.size]
+        for side, messages in zip(pieces, (sends, recvs), strict=True):
+            for rank, address, nbytes in messages:
+                side[rank] = address, nbytes
+        self.bind_exchange(*pieces)(stream)
 
 
 _lock = threading.Lock()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kos.comm.gpu.backend import DeviceBackend
+from kos.comm.contract import Backend, Piece
 from kos.comm.gpu.compressed import CompressedOperation, check_float8
-from kos.comm.gpu.memory import NONE, Piece, exchange_of, whole
+from kos.comm.gpu.memory import NONE, exchange_of, whole
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.peer.compressed import bind_compressed
 from kos.comm.gpu.peer.copies import OVERLAPPED
@@ -30,15 +30,15 @@ Bound = tuple[Run, str | None]
 """The launch, and the kernel, if it depends on more than the arguments and must be the same on all ranks."""
 
 
-def bind(backend: DeviceBackend, engine: PeerEngine, o: Operation) -> Bound:
-    """The launch of calls like ``o``; ``backend`` exchanges the parts of reductions without a kernel of their own."""
+def bind(route: Backend, engine: PeerEngine, o: Operation) -> Bound:
+    """The launch of calls like ``o``; ``route`` exchanges the parts of reductions without a kernel of their own."""
     if o.name == "barrier":
         return engine.bind_barrier(), None
     if o.options.compress:
-        return _bind_compressed(backend, engine, o), None
+        return _bind_compressed(route, engine, o), None
     if o.name == "all_reduce":
-        return _bind_all_reduce(backend, engine, o)
-    return _bind_move(engine, o) if o.reduction is None else _bind_reduction(backend, engine, o)
+        return _bind_all_reduce(route, engine, o)
+    return _bind_move(engine, o) if o.reduction is None else _bind_reduction(route, engine, o)
 
 
 def by_copies(engine: PeerEngine, o: Operation) -> bool:
@@ -55,11 +55,11 @@ def by_copies(engine: PeerEngine, o: Operation) -> bool:
     return all(each is not None and engine.is_symmetric(each.pointer, each.nbytes) for each in several)
 
 
-def _bind_all_reduce(backend: DeviceBackend, engine: PeerEngine, o: Operation) -> Bound:
+def _bind_all_reduce(route: Backend, engine: PeerEngine, o: Operation) -> Bound:
     assert o.send is not None and o.recv is not None and o.reduction is not None
     dtype, op, nbytes, ends = o.reduction.element, o.reduction.op, o.send.nbytes, (o.send.pointer, o.recv.pointer)
     if not nbytes or dtype.kind == "complex":
-        return _bind_reduction(backend, engine, o)
+        return _bind_reduction(route, engine, o)
     launch = None if o.options.algorithm == AUTO else KernelConfig(o.options.algorithm, threads=128)
     launch = engine.choose(*ends, nbytes, op, OVERLAPPED if by_copies(engine, o) else launch)
     reached = () if launch.algorithm in PACKETS else ends[launch.algorithm == "push" :]
@@ -68,17 +68,17 @@ def _bind_all_reduce(backend: DeviceBackend, engine: PeerEngine, o: Operation) -
     return run, engine.route(launch, nbytes, *reached)
 
 
-def _bind_compressed(backend: DeviceBackend, engine: PeerEngine, o: Operation) -> Run:
+def _bind_compressed(route: Backend, engine: PeerEngine, o: Operation) -> Run:
     """One kernel for an all_reduce and a reduce_scatter; otherwise kernels around the exchange of what is encoded."""
-    form, run = check_float8(backend, o.options.compress), None
+    form, run = check_float8(route, o.options.compress), None
     if o.reduction is not None and o.send is not None and o.name in ("all_reduce", "reduce_scatter"):
         recv = o.send.pointer if o.recv is None else o.recv.pointer
         ends = o.send.pointer, recv, o.send.count
         run = bind_compressed(engine, o.name, *ends, DTYPES[o.send.dtype.name], o.reduction.op, form)
-    return run or CompressedOperation(backend, o)
+    return run or CompressedOperation(route, o)
 
 
-def _bind_reduction(backend: DeviceBackend, engine: PeerEngine, o: Operation) -> Bound:
+def _bind_reduction(route: Backend, engine: PeerEngine, o: Operation) -> Bound:
     """reduce, reduce_scatter, reduce_scatter_v, scan and exscan."""
     assert o.reduction is not None and o.send is not None
     if not o.send.count:
@@ -97,7 +97,7 @@ def _bind_reduction(backend: DeviceBackend, engine: PeerEngine, o: Operation) ->
         launch = engine.pick(o.send.nbytes)
         if launch.algorithm in PACKETS:
             run = engine.bind_all_reduce(*ends, count, dtype, op, factor=factor, launch=launch)
-    return run or OrderedReduction(backend, o), kernel
+    return run or OrderedReduction(route, o), kernel
 
 
 def _bind_move(engine: PeerEngine, o: Operation) -> Bound:

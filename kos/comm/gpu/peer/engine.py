@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm.contract import Piece
 from kos.comm.control.base import Rendezvous
-from kos.comm.gpu.memory import Piece
 from kos.comm.gpu.peer.copies import OVERLAPPED_REDUCE_SCATTER, Copies
 from kos.comm.gpu.peer.exchange import BOX_PACKETS, MAX_RANKS, PACKET_BYTES, SHARE, broadcast_pieces, exchange_launch
 from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, KernelConfig, Launches, Occupancy

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kos.comm.gpu.memory import NONE, Piece
+from kos.comm.contract import Piece
+from kos.comm.gpu.memory import NONE
 
 MAX_RANKS = 8
 

@@ -147,7 +147,7 @@ class Node:
         broadcasts = o.name == "broadcast"
         puts = send is not None and (not broadcasts or o.root == o.rank)
         gets = recv is not None and (not broadcasts or o.root != o.rank or send is not recv)
-        prepared.route = call, puts, gets
+        prepared.run = call, puts, gets
 
     def start(self, work: Work[Any], left: Any = None) -> Steps | None:
         """Begin a call, or go on with what the core has ``left`` of it; returns its steps, None if it is complete."""
@@ -156,7 +156,7 @@ class Node:
                 prepared = work.prepared
                 if self.waiting and self._waits(prepared.operation.message):
                     return prepared.backend.launch(work)
-                call, puts, gets = prepared.route
+                call, puts, gets = prepared.run
                 if self.asked and self.asked == get_ident():
                     self.asked, self._last = 0, (self.asked, work)
                 elif self._last is not None and self._last[0] == get_ident():
@@ -217,7 +217,7 @@ class Node:
             return None
         if returns and (self._engine.thread is not None or work.convert is not None):
             return None
-        call, puts, gets = prepared.route
+        call, puts, gets = prepared.run
         known = call, prepared, prepared.description, prepared.work, not returns
         result = work.array if returns else result
         args: tuple[Any, ...] = (work.send, work.recv) if persistent else (*positional, *keywords.values())

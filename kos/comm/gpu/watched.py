@@ -1,0 +1,297 @@
+"""WatchedBackend: the part of a GPUBackend that waits for the GPU on the host, and ends what is in flight.
+
+The host waits only where the program asks for that (``Work.wait(timeout)``, ``Work.synchronize``,
+``Communicator.synchronize``, ``barrier``, ``close``).  Failures are found there, at the next call, and by the watchdog
+(``kos.comm.watchdog``).  All routes of a communicator fail together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, NoReturn
+
+from kos.comm import watchdog
+from kos.comm.contract import Backend
+from kos.comm.control.base import Rendezvous
+from kos.comm.failures import Late
+from kos.comm.gpu.aborts import ENDED, lost, raise_if_stuck, wait_for_idle
+from kos.comm.gpu.memory import ScratchPool
+from kos.comm.gpu.order import Streams
+from kos.comm.gpu.shared import CommState
+from kos.comm.gpu.works import Marks, unstarted
+from kos.comm.group_backend import UNMADE, GroupBackend
+from kos.comm.records import again
+from kos.comm.waits import Backoff
+from kos.comm.work import Work
+from kos.cuda import driver
+from kos.cuda.driver import relaxed_capture
+from kos.errors import CollectiveError, CudaError, KosError
+
+_SHOW_EVERY = 0.02
+"""Seconds of waiting on the host after which a rank shows the others for whom it waits."""
+_MARKS = 16
+"""Calls in flight whose deadline the watchdog looks at."""
+
+
+class WatchedBackend(GroupBackend):
+    """The state of one communicator on the GPU ``device``, while its ``routes`` queue work there.
+
+    ``host`` is the backend that carries the same communicator's host memory, if there is one.
+    """
+
+    __slots__ = ("_last",)  # the core writes it
+    device: int
+
+    def __init__(self, rendezvous: Rendezvous, routes: Sequence[Backend], host: GroupBackend | None) -> None:
+        super().__init__(rendezvous, routes[0].engine if host is None else host.engine)
+        self.routes, self.host = tuple(routes), host
+        """What may carry a call.  ``nccl`` is ended before ``peer``, which waits for the whole GPU."""
+        assert routes[0].device is not None
+        self.device = routes[0].device
+        self.shared = CommState(rendezvous, self.failures, self, host)
+        self._last: Work[Any] | None = None
+        self._in_flight: deque[list[Any]] = deque()  # whose arrays must live until the GPU is done with them
+        self._watches_deadlines = any(route.watched for route in routes)
+        self._marks = Marks(self.device, _MARKS if self._watches_deadlines else 0)
+        self._scratch = ScratchPool(self.device)
+        self._failed: Sequence[int] = next((route.failed for route in routes if route.failed_word), (0,))
+        self._closing = False
+        self.awaited: list[int] = []  # by kernels, at the watchdog's last look
+        self._seen = -1  # the last collective at that look
+
+    @property
+    def streams(self) -> Streams:
+        """The streams of the communicator's callers, for all its routes."""
+        return self.shared.streams
+
+    def idle(self) -> Any:
+        return Backoff() if self.host is None else self.host.idle()
+
+    # Waiting on the host.
+
+    def check(self, o: Work[Any]) -> None:
+        """Raise for what is known to have gone wrong: calls that differ, ranks that are gone, the library's errors."""
+        self.shared.confirm()
+        self.inspect(o)
+
+    def inspect(self, o: Work[Any]) -> None:
+        """Raise for what a library, or a kernel, has found wrong."""
+        for route in self.routes:
+            route.inspect(o)
+
+    def confirm(self, o: Work[Any]) -> None:
+        """Compare the calls so far with those of the other ranks, before ``o``, a call on host memory."""
+        try:
+            if self.failures.first is None:
+                self.shared.confirm()
+        except Exception as error:
+            self._raise(o, error)
+
+    def wait_on_host(self, o: Work[Any], over: Callable[[], bool], timeout: float | None) -> None:
+        """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
+        began, idle = time.monotonic(), Backoff()
+        show_at = first = began + _SHOW_EVERY
+        try:
+            while not over():
+                self.check(o)
+                if self.failures.first is not None:  # the watchdog was first: of a rank that died it alone knows
+                    raise again(self.failures.first)
+                now = time.monotonic()
+                if timeout is not None and now - began > timeout:
+                    raise self._expired(o, timeout)
+                if now > show_at:
+                    self.failures.show_wait(self.late(o))
+                    show_at = now + _SHOW_EVERY
+                idle.pause(0, None)
+            self.check(o)  # what is over was begun by all ranks: they are known to have agreed, or not
+            if self.failures.first is not None:
+                raise again(self.failures.first)
+        except Exception as error:
+            self._raise(o, error)
+        finally:  # after its failure is posted: a rank that does neither is to blame
+            if show_at > first:
+                self.failures.show_wait(None)
+
+    def _expired(self, o: Work[Any], timeout: float) -> KosError:
+        """Fail ``o``, whose time is up: not while the watchdog does, which would take what ends here for the cause."""
+        with self.shared.lock:
+            known = self.failures.first
+            return self.to_error(o, self.timed_out(o, timeout) if known is None else again(known))
+
+    def synchronize(
+        self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
+    ) -> None:
+        """Wait on the host for what this communicator has queued, for all on ``stream``, or ``until`` that is true."""
+        self.failures.refuse("synchronize")
+        last = self._last or unstarted("synchronize", self)
+        if until is not None:
+            return self.wait_on_host(last, until, timeout or self.timeout)
+        several = self.streams.keepers.copy() if stream is None else {stream: None}
+        for each, keeper in several.items():
+            self.wait_on_host(last, partial(self.is_idle, each, keeper), timeout or self.timeout)
+        last.record_end(time.time_ns())
+        for each in several:
+            self.streams.forget(each)
+        if stream is None:
+            self._in_flight.clear()
+            self._scratch.trim()
+
+    def is_idle(self, stream: int, keeper: Any) -> bool:
+        """Whether everything that was queued on the stream has run."""
+        with driver.on_device(self.device):
+            return self.streams.over(stream, keeper)
+
+    # Who is late.
+
+    def late(self, work: Work[Any]) -> Late:
+        return self.shared.late(work, super().late(work).words)
+
+    def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
+        """The error of a call whose time is up.  Kernels of its route end their wait, and report it."""
+        error = self.failures.overdue(self.late(work), work, seconds)
+        for route in self.routes:
+            if route is work.prepared.route and (waited := route.last_wait()):
+                error = again(error, f"{error}; {waited}")
+        return error
+
+    # Failures.
+
+    def watch(self) -> None:
+        """Look at the other ranks, at the library's errors, and at the deadlines of what is queued."""
+        shared = self.shared
+        if not shared.lock.acquire(blocking=False):  # another thread is ending it, which may wait until the GPU is idle
+            return
+        try:  # what is closed or aborted meanwhile must not be touched
+            if shared.ended or self._closing:
+                return
+            latest = self._last or shared.last or unstarted("watchdog", self)
+            try:
+                if self.failures.first is not None:  # of calls on host memory, or of an exchange
+                    raise again(self.failures.first)
+                shared.look_for_the_lost(latest)
+                with driver.on_device(self.device), relaxed_capture():
+                    self.inspect(latest)
+                    if self._watches_deadlines:
+                        self._look_at_deadlines(time.monotonic())
+                self._show_queue()
+            except Exception as error:
+                self.to_error(latest, again(error, f"{error}; {ENDED}") if isinstance(error, KosError) else error)
+        finally:
+            shared.lock.release()
+
+    def _look_at_deadlines(self, now: float) -> None:
+        """Raise CollectiveTimeout for a call that the GPU began too long ago, or that a rank did not begin."""
+        if (overdue := self._marks.overdue(now)) is not None:
+            late = overdue[0] or self._last or unstarted("watchdog", self)
+            raise self.timed_out(late, overdue[1])
+        if not self._marks.running and not self._marks.captured:
+            self.shared.look_for_the_late(now)
+        raise_if_stuck(self, now)
+        self.streams.current = self.streams.NONE  # the next call is marked again
+
+    def _show_queue(self) -> None:
+        """Show the other ranks for whom the GPU waits: the program may wait for a stream, and not within kos."""
+        late = self.awaited = [rank for route in self.routes for rank in route.kernel_waits()]
+        last = self.shared.last_on_gpu()
+        if not late and last is not None:
+            late = self.shared.missing(last) if last.sequence == self._seen else []
+            self._seen = last.sequence
+        if late or self in self.failures.status.queued:
+            self.failures.status.post_queued(self, [self.failures.world[rank] for rank in late])
+
+    def to_error(self, work: Work[Any], error: Exception) -> KosError:
+        """Also ends what is in flight, and reports the failure to the other ranks."""
+        shared, failures = self.shared, self.failures
+        for route in self.routes:
+            error = route.explain(work, error)
+        with shared.lock:
+            if shared.ended:  # of which ``error`` is a consequence
+                launching = not isinstance(error, KosError)  # during a launch the watchdog ended the communicator
+                text = f"{work}: the communicator failed before: {failures.first}" if launching else None
+                assert failures.first is not None
+                return failures.named(work, again(failures.first, text))
+            if isinstance(error, KosError) and not lost(self, error):  # the other ranks of the host may know it better
+                error = shared.cause(work, error)
+            failure = failures.named(work, error)
+            work.record_failure(failure)
+            begun = 0 if shared.calls is None else shared.calls.begun
+            failures.report(work, failure, begun, lost(self, failure))
+            shared.ended = True
+            failures.status.post_queued(self, ())
+            self.abort_device()
+            return failure
+
+    def _raise(self, work: Work[Any], error: Exception) -> NoReturn:
+        raise self.to_error(work, error)
+
+    @property
+    def abort_flags(self) -> list[int]:
+        """As ``Communicator.abort_flags``; kernels that can end early set a flag of their own."""
+        of_routes = (flag for route in self.routes for flag in route.abort_flags)
+        return [*super().abort_flags, self.shared.abort_flag, *of_routes]
+
+    def signal_abort(self) -> None:
+        """Let all that waits for other ranks end, without waiting for that."""
+        self.shared.mark_ended()
+        for route in self.routes:
+            route.abort(str(self.failures.first or UNMADE))
+
+    def abort_device(self, final: bool = False) -> None:
+        """Abort what is in flight on the GPU, without the other ranks, and wait until the GPU is idle."""
+        self.signal_abort()  # of all routes before any is ended: that may wait for the whole GPU
+        wait_for_idle(self, self._drain)
+        for route in self.routes:
+            route.drained(final)
+
+    def _drain(self) -> None:
+        with suppress(CudaError), relaxed_capture():  # a broken context runs nothing any more
+            driver.synchronize(self.device)
+
+    def unwatch(self) -> None:
+        """End the watchdog's looks; waits for one that has begun."""
+        with self.shared.lock:
+            self._closing = True
+            self.failures.status.post_queued(self, ())
+        watchdog.remove(self)
+
+    def signal_end(self, reason: str) -> None:
+        """Report the end to the other ranks, and let waiting kernels end, before anything is freed."""
+        self.unwatch()
+        if self.host is None:
+            self.shared.report_end(reason)
+        elif self.streams.keepers:
+            self.shared.post_end(reason)
+        self.signal_abort()
+
+    def abort(self, reason: str) -> None:
+        self.signal_end(reason)
+        if self.host is not None:  # first: it reports to the other ranks at once
+            self.host.abort(reason)
+        self.abort_routes(reason)
+
+    def abort_routes(self, reason: str) -> None:
+        """End all but the backend for host memory."""
+        self.unwatch()
+        self.shared.report_end(reason)
+        with self.shared.lock:
+            self.failures.first = self.failures.first or CollectiveError(reason)
+            self.shared.ended = True  # no rank hears of what fails next
+            self.shared.close()
+            self.abort_device(final=True)
+
+    def close(self) -> None:
+        self.unwatch()
+        calls, links = self.shared.calls, self.failures.links
+        with ExitStack() as rest:  # closes all, from the last line to the first, even if one fails
+            if self.host is not None:
+                rest.callback(self.host.close)  # it reports the end
+            rest.callback(self._scratch.close)
+            rest.callback(self.shared.close)
+            for route in reversed(self.routes):
+                if route in links:
+                    links.remove(route)
+                rest.callback(route.close, 0 if calls is None else calls.begun)
