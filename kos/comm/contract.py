@@ -410,7 +410,7 @@ class Backend(ABC):
     def abort(self, reason: str) -> str:
         """End all messages without waiting for other ranks.  Returns the reason to pass to ``report_end``.
 
-        On GPUs it begins to end what is queued, without waiting for the GPU, and kos may call it more than once.
+        On GPUs it begins to end what is queued, without waiting for the GPU.
         """
         return reason
 

@@ -104,15 +104,16 @@ def _make(
         undo.push(partial(_end, host.close, partial(host.abort, UNMADE)))
         if progress_thread:
             host.check_threads()
-    with rendezvous.reporting():
+    with rendezvous.reporting(), ExitStack() as unmade:
         routes: list[Backend] = []
         engine = Engine() if host is None else host.engine
         if backend == "auto":
-            routes = _for_gpus(rendezvous, probes, engine, undo, all(sees))
+            routes = _for_gpus(rendezvous, probes, engine, unmade, all(sees))
         elif kind.on_gpu and (host is None or all(sees)):
             routes.append(kind(rendezvous, engine, device_of(rendezvous).index))
-            undo.callback(routes[0].abort, UNMADE)
+            unmade.callback(routes[0].abort, UNMADE)
         made: Any = GPUBackend(rendezvous, routes, host) if routes else host
+        unmade.pop_all()
     if host is None:
         undo.push(partial(_end, made.close, partial(made.abort, UNMADE)))
     elif routes:

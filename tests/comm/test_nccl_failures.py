@@ -267,7 +267,7 @@ def test_who_joins_after_the_end_is_not_used(fake: FakeNCCL, monkeypatch: pytest
     begun = nccl._begin(lambda: nccl._comm, "a first message")
     with pytest.raises(CollectiveTimeout):
         nccl._finish(begun, "a first message", 0.1)
-    backend.abort_device()
+    backend.abort_device("a test")
     joins.set()
     assert nccl._finish(begun, "a first message", 20) is nccl._comm is None
 

@@ -23,7 +23,7 @@ from kos.comm.gpu.memory import ScratchPool
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.shared import CommState
 from kos.comm.gpu.works import Marks, unstarted
-from kos.comm.group_backend import UNMADE, GroupBackend
+from kos.comm.group_backend import GroupBackend
 from kos.comm.records import again
 from kos.comm.waits import Backoff
 from kos.comm.work import Work
@@ -59,7 +59,7 @@ class WatchedBackend(GroupBackend):
         self._marks = Marks(self.device, _MARKS if self._watches_deadlines else 0)
         self._scratch = ScratchPool(self.device)
         self._failed: Sequence[int] = next((route.failed for route in routes if route.failed_word), (0,))
-        self._closing = False
+        self._closing = self._aborted = False
         self.awaited: list[int] = []  # by kernels, at the watchdog's last look
         self._seen = -1  # the last collective at that look
 
@@ -222,7 +222,7 @@ class WatchedBackend(GroupBackend):
             failures.report(work, failure, begun, lost(self, failure))
             shared.ended = True
             failures.status.post_queued(self, ())
-            self.abort_device()
+            self.abort_device(str(failure))
             return failure
 
     def _raise(self, work: Work[Any], error: Exception) -> NoReturn:
@@ -234,15 +234,17 @@ class WatchedBackend(GroupBackend):
         of_routes = (flag for route in self.routes for flag in route.abort_flags)
         return [*super().abort_flags, self.shared.abort_flag, *of_routes]
 
-    def signal_abort(self) -> None:
+    def signal_abort(self, reason: str) -> None:
         """Let all that waits for other ranks end, without waiting for that."""
         self.shared.mark_ended()
-        for route in self.routes:
-            route.abort(str(self.failures.first or UNMADE))
+        if not self._aborted:
+            self._aborted = True
+            for route in self.routes:
+                route.abort(reason)
 
-    def abort_device(self, final: bool = False) -> None:
+    def abort_device(self, reason: str, final: bool = False) -> None:
         """Abort what is in flight on the GPU, without the other ranks, and wait until the GPU is idle."""
-        self.signal_abort()  # of all routes before any is ended: that may wait for the whole GPU
+        self.signal_abort(reason)  # of all routes before any is ended: that may wait for the whole GPU
         wait_for_idle(self, self._drain)
         for route in self.routes:
             route.drained(final)
@@ -265,7 +267,7 @@ class WatchedBackend(GroupBackend):
             self.shared.report_end(reason)
         elif self.streams.keepers:
             self.shared.post_end(reason)
-        self.signal_abort()
+        self.signal_abort(reason)
 
     def abort(self, reason: str) -> None:
         self.signal_end(reason)
@@ -281,7 +283,7 @@ class WatchedBackend(GroupBackend):
             self.failures.first = self.failures.first or CollectiveError(reason)
             self.shared.ended = True  # no rank hears of what fails next
             self.shared.close()
-            self.abort_device(final=True)
+            self.abort_device(reason, final=True)
 
     def close(self) -> None:
         self.unwatch()
