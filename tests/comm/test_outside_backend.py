@@ -19,7 +19,7 @@ import pytest
 
 import kos
 from kos.comm import making, registry
-from kos.comm.contract import Probe
+from kos.comm.contract import Backend, Probe, lacking
 from kos.comm.control.threads import ThreadRendezvous
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.operation import Operation
@@ -166,6 +166,31 @@ def test_messages_of_a_batch_go_at_once(gpus: None) -> None:
         assert total.numpy().tolist() == [SIZE, SIZE]
 
     on_ranks(body)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in registry.BACKENDS.items() if kind.on_gpu])
+def test_the_backends_of_kos_for_gpus_are_of_the_contract(name: str) -> None:
+    kind = registry.BACKENDS[name]
+    assert issubclass(kind, Backend) and not lacking(kind) and not kind.on_host
+
+
+def test_an_abort_reaches_the_library_once_with_its_reason(gpus: None) -> None:
+    reasons: list[str] = []
+
+    class Ends(Relay):
+        name = "ends"
+
+        def abort(self, reason: str) -> str:
+            reasons.extend([reason] * (self.device is not None))
+            return super().abort(reason)
+
+    def body(comm: kos.Communicator) -> None:
+        comm.all_reduce(Array.from_numpy(np.ones(4, np.float32), 0))
+        comm.abort(reason="enough")
+
+    kos.register_backend("ends", Ends)
+    on_ranks(body, "ends", size=1)
+    assert len(reasons) == 1 and "enough" in reasons[0]
 
 
 def test_what_the_contract_lacks_is_named(gpus: None) -> None:

@@ -196,10 +196,6 @@ class GPUBackend(WatchedBackend):
         party: list[Guard] = [(order, "party", prepared.route)] if len(self.routes) > 1 else []
         return [*party, (order, "stream", work.stream)]
 
-    def forget_routes(self) -> None:
-        """An address may be another window's from now on."""
-        self.store.clear()
-
     # Launching.
 
     def launch(self, work: Work[Any]) -> None:
@@ -274,7 +270,8 @@ class GPUBackend(WatchedBackend):
         """Queue Works of one route on ``stream``, or each on its own; a library that can makes one launch of them."""
         route = works[0].prepared.route
         self._last = works[-1]
-        if self.order is not None and not route.serial and not (self.size == 1 and is_copy(works[0].prepared.run)):
+        waits = self.size > 1 or not all(is_copy(work.prepared.run) for work in works)  # for other ranks
+        if self.order is not None and not route.serial and waits:
             self._enter(route, {work.stream for work in works} if stream is None else (stream,))
         messages = [work for work in works if not work.collective]
         if len(works) == 1 or not messages or type(route).queue is not Backend.queue:
@@ -323,17 +320,19 @@ class GPUBackend(WatchedBackend):
             for each in works:
                 held.hold(each.stream, each.queue)
             alone = all(each.stream == first.stream for each in works)
-            if not alone:
-                self.queue(works, None)
-            elif first.prepared.route.watched:
-                self._marks.queue(works, first.stream, self.queue)
-            else:
-                self.queue(works, first.stream)
+            self._queue_marked(works, first.stream if alone else None)
             held.current = first.queue if alone and held.is_kept(first.stream) else held.NONE
             for each in works:
                 if type(each.queue) is int:  # nothing keeps the stream: where the call ends is recorded
                     held.mark(each.stream)
                 self._hold_array(each)
+
+    def _queue_marked(self, works: Sequence[Work[Any]], stream: int | None) -> None:
+        """As ``queue``, marked for the watchdog if they are on one stream, and have no deadline of their own."""
+        if stream is None or not works[0].prepared.route.watched:
+            self.queue(works, stream)
+        else:
+            self._marks.queue(works, stream, self.queue)
 
     def _hold_array(self, o: Work[Any]) -> None:
         """Hold an array until the call has ended, if its library does not free memory in stream order."""
@@ -361,10 +360,7 @@ class GPUBackend(WatchedBackend):
             for stream in several:
                 call(cu.cuEventRecord, event.handle, stream)
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
-            if works[0].prepared.route.watched:
-                self._marks.queue(works, side, self.queue)
-            else:
-                self.queue(works, side)
+            self._queue_marked(works, side)
             call(cu.cuEventRecord, event.handle, side)
         for each in works:
             each.event = event
@@ -409,5 +405,5 @@ class GPUBackend(WatchedBackend):
 
     def _registered(self, route: Backend, buffer: Buffer) -> Array:
         registered = route.register(buffer)
-        self.forget_routes()
+        self.store.clear()  # an address may be a window's from now on
         return registered

@@ -286,7 +286,7 @@ class NCCLBackend(Backend):
         if unused := self._windows.unused_everywhere():
             self.backend.synchronize()
             self._windows.free(unused)
-        self.backend.forget_routes()
+        self.backend.store.clear()
 
     def _free_own_unused(self) -> None:
         if self._handle is not None or self._has_ended():

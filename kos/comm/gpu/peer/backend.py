@@ -128,7 +128,7 @@ class PeerBackend(Backend):
         """
         shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype)
         self._windows.free(self._windows.unused_everywhere())
-        self.backend.forget_routes()
+        self.backend.store.clear()
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         memory = SymmetricMemory(self._rendezvous, nbytes, self.device)
         self._engine.register(memory)
@@ -151,7 +151,7 @@ class PeerBackend(Backend):
         elif buffer.pointer % _VECTOR:
             obstacle = f"expected an address that is a multiple of {_VECTOR}, got 0x{buffer.pointer:x}"
         self._windows.free(self._windows.unused_everywhere())
-        self.backend.forget_routes()
+        self.backend.store.clear()
 
         def make() -> SymmetricMemory:
             memory = SymmetricMemory(self._rendezvous, buffer.nbytes, self.device, buffer.pointer)
@@ -190,7 +190,7 @@ class PeerBackend(Backend):
     def use(self, launches: Launches) -> None:
         """Launch the all-reduces that are prepared from now on so.  Collective, with the same."""
         self._engine.launches = launches
-        self.backend.forget_routes()
+        self.backend.store.clear()
 
     def close(self, begun: int) -> None:
         with ExitStack() as rest:  # where one step fails, the others are taken all the same
@@ -331,7 +331,7 @@ class PeerBackend(Backend):
         """
         changed, self._engine.exclusive = self._engine.exclusive != exclusive, exclusive
         if changed:
-            self.backend.forget_routes()
+            self.backend.store.clear()
             self.invalidate_order()
         return changed
 
