@@ -32,7 +32,7 @@ from kos.testing.conformance.model import Step
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_nccl import WAIT, FakeNCCL
-from tests.comm.fake_peer import HostMemory, ThreadRanks, no_gpus, of_peer
+from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, no_gpus, of_peer
 from tests.comm.host_kernel import HostKernel
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
@@ -407,3 +407,40 @@ def test_a_thread_that_loads_a_kernel_delays_only_loads_on_its_gpu(monkeypatch: 
         finally:
             free.set()
         assert slow.result(20) == ("slow", 0)
+
+
+def test_exchanges_of_a_product_overlap_nothing_beside_another_communicator(
+    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that started early would occupy multiprocessors that the kernels of the other one may need."""
+    launched, bind, info = set[bool](), HostKernel.bind, peer_engine.device_info
+
+    def noting(kernel: HostKernel, *arguments: Any, overlap: bool = False, **options: Any) -> Any:
+        run = bind(kernel, *arguments, **options)
+        return lambda *given: (launched.add(overlap), run(*given))
+
+    monkeypatch.setattr(HostKernel, "bind", noting)
+
+    def of_rank(device: int) -> SimpleNamespace:  # on a GPU that ranks share, no kernel overlaps another one
+        return SimpleNamespace(**{**vars(info(device)), "uuid": threading.get_ident()})
+
+    monkeypatch.setattr(peer_engine, "device_info", of_rank)
+
+    def body(rendezvous: Rendezvous) -> None:
+        comm, x = communicator(rendezvous), Array.from_numpy(np.ones(4, np.complex64), 0)
+        comm.all_reduce(x, ReduceOp.PROD)  # an exchange, and a kernel that multiplies
+        rendezvous.barrier()
+        assert True in launched
+        child = rendezvous.split(0)
+        assert child is not None
+        other = communicator(child)
+        rendezvous.barrier()
+        launched.clear()
+        rendezvous.barrier()
+        comm.all_reduce(x, ReduceOp.PROD)
+        rendezvous.barrier()
+        assert launched == {False}
+        for each in (other, comm):
+            each.close()
+
+    ranks.run_bare(body)
