@@ -49,9 +49,7 @@ class GroupBackend(ABC):
     name: str
     """The name in errors and in ``Communicator.backend_name``."""
     on_gpu: ClassVar[bool] = False
-    """Whether it accepts arrays on GPUs, and no others."""
-    on_host: ClassVar[bool] = True
-    """Whether it accepts arrays in host memory."""
+    """Whether what it starts runs on a GPU."""
     gpu_array_hint = "nccl, peer and auto support it"
     """The end of the error for an array on a GPU, if the backend does not accept such arrays."""
     device: int | None = None
