@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ import kos
 from kos.comm import making
 from kos.comm.contract import Backend, Probe, Resolved
 from kos.comm.control.threads import ThreadRendezvous
-from kos.comm.gpu import routes
+from kos.comm.gpu import routes, works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -240,6 +242,72 @@ def test_a_batch_starts_its_backends_in_one_order(comm: kos.Communicator, log: L
                 comm.all_reduce(array)
         assert [work.prepared.route.name for work in batch.works] == ["peer", "shared-only", "nccl", "peer"]
         assert begun == list(range(4 * turn + 4))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_deadline_of_a_call_begins_behind_the_call_that_it_follows(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Of another route on another stream, where much of the program's own work may be queued."""
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        done, streams = list[str](), comm.backend.streams
+        queue, follow = works.Marks.queue, streams.follow
+        monkeypatch.setattr(works.Marks, "queue", lambda *given: (done.append("begin"), queue(*given)))
+        comm.all_reduce(zeros(8), stream=5)
+        done.clear()
+        streams.follow = lambda *given: (done.append("follow"), follow(*given))
+        comm.all_reduce(zeros(5000), stream=6, async_op=overlap)
+        assert done == ["follow", "begin"] and log == ["peer", "nccl"]
+
+    alone_in(monkeypatch, body)
+
+
+def test_a_finalizer_may_make_a_call_while_another_one_is_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        streams, followed = comm.backend.streams, list[tuple[int, int]]()
+        follow = streams.follow
+
+        def finalizing(stream: int, before: int, capture: int) -> None:
+            followed.append((stream, before))
+            if len(followed) == 1:
+                comm.all_reduce(zeros(8), stream=7)
+            follow(stream, before, capture)
+
+        comm.all_reduce(zeros(8), stream=5)
+        streams.follow = finalizing
+        thread = Thread(target=comm.all_reduce, args=(zeros(5000),), kwargs={"stream": 6}, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive() and followed[-1] == (6, 7)
+
+    alone_in(monkeypatch, body)
+
+
+def alone_in(monkeypatch: pytest.MonkeyPatch, body: Callable[[kos.Communicator, Log], None]) -> None:
+    """Run ``body`` on one rank, whose calls are ordered as those of several."""
+
+    def ordered(comm: kos.Communicator, log: Log) -> None:
+        comm.backend.size = 2
+        body(comm, log)
+        comm.backend.size = 1
+
+    monkeypatch.setattr(sys.modules[__name__], "SIZE", 1)
+    run(ordered)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce", "send_recv"])
+def test_a_route_that_does_not_carry_an_operation_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """Also where a table chooses it within graphs alone, or for an operation whose sizes differ."""
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        before = way(comm, operation, 5000)
+        monkeypatch.setattr(NCCLBackend, "carries", lambda route, o: type(route) is Peer)
+        assert (before, way(comm, operation, 5000)) == (before, "peer")
+
+    alone_in(monkeypatch, body)
 
 
 @needs_core

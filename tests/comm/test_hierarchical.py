@@ -33,6 +33,7 @@ from kos.comm.gpu.routes import PHASES
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.tuning import Table, key, parse, user_path
+from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.testing.conformance import order, results
 from kos.testing.conformance.model import Step
@@ -206,6 +207,34 @@ def test_in_a_capture_and_on_several_streams(ranks: HostRanks) -> None:
         assert set(ways) == {PHASES}
 
     ranks.run(body)
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_an_all_to_all_in_a_capture(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
+    """On the rails kos sends its messages itself, whatever eager calls did: NCCL registers memory of a graph."""
+    with no_gpus(monkeypatch, 3) as fake:
+
+        def body(gpu: Any) -> None:
+            comm, size = gpu.comm, gpu.size
+            x = Array.from_numpy(np.arange(2 * size) + 100 * comm.rank, 0)
+            out = Array.zeros(2 * size, x.dtype, 0)
+            fake.virtual.add(out.pointer)
+            for _ in range(before):
+                comm.all_to_all(x, out, stream=5)
+            with captures():
+                comm.all_to_all(x, out, stream=5)
+            mine = 2 * comm.rank + np.arange(2)
+            assert out.numpy().tolist() == [*(100 * np.arange(size)[:, None] + mine).ravel()]
+
+        HostRanks((2, 2)).run(body)
+
+
+def test_memory_that_nccl_refuses(no_gpu: None) -> None:
+    def body(gpu: Any) -> None:
+        with pytest.raises(InvalidArgument, match="expected memory of ncclMemAlloc or cuMemCreate, got memory of cuda"):
+            gpu.comm.register(Array.zeros(64, np.float32, 0))
+
+    HostRanks((2, 2)).run(body)
 
 
 def sent(name: str, size: int, nbytes: int) -> float:

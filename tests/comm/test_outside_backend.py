@@ -21,6 +21,7 @@ import kos
 from kos.comm import making, registry
 from kos.comm.contract import Backend, Probe, lacking
 from kos.comm.control.threads import ThreadRendezvous
+from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.operation import Operation
 from kos.comm.tuning import parse
@@ -291,6 +292,33 @@ def test_auto_takes_it_where_a_table_prefers_it(
         assert (calls, backend_name) == (used, name)
         unmeasured = "; auto uses it once it was measured here: python -m kos.tune --with relay"
         assert reason == "queues and copies of one process" + unmeasured * ("relay" not in name)
+
+
+def test_a_split_chooses_by_a_table_too(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = FakeGroup(SIZE)
+
+    class NCCL(NCCLBackend):
+        def __init__(self, rendezvous: Any, engine: Any, device: int, comm: Any = None) -> None:
+            super().__init__(rendezvous, engine, device, comm or Comm(group, rendezvous.rank))
+
+        @classmethod
+        def probe(cls, rendezvous: Any) -> Probe:
+            return Probe(True, "a stand-in")
+
+    monkeypatch.setitem(registry.BACKENDS, "nccl", NCCL)
+    for module in (making, gpu_backend):
+        monkeypatch.setattr(module, "for_group", lambda rendezvous, device: parse(changed("routes", to=ROUTES), ""))
+
+    def body(comm: kos.Communicator) -> Any:
+        split = comm.split(0)
+        assert split is not None
+        several = comm, split, split.split(0)
+        works = [each.all_reduce(Array.zeros(8, np.float32, 0), async_op=True) for each in several if each is not None]
+        for work in works:
+            work.synchronize()
+        return [work.prepared.route.name for work in works]
+
+    assert on_ranks(body, "auto") == [["relay"] * 3] * SIZE
 
 
 def test_auto_warns_of_a_table_that_names_no_backend(

@@ -17,7 +17,7 @@ import pytest
 
 import kos
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
-from kos.comm.gpu.order import Streams
+from kos.comm.gpu.order import Order, Streams
 from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels, Occupancy
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
@@ -377,6 +377,43 @@ def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch: pytest.
         device.busy.clear()
         for comm in comms:
             comm.close()
+
+
+def test_a_serial_party_follows_its_own_work(fake_device: Device, follows: list[tuple[int, int]]) -> None:
+    """Its kernels share memory.  What came in between may be on several streams, which are not ordered."""
+    held, kept = Streams(0), [Stream(fake_device, 1000 + k) for k in range(4)]
+    for stream in kept:
+        held.hold(stream.handle, stream)
+    order = Order(held)
+    for party, stream in (("peer", 1000), ("other", 1001), ("other", 1002), ("peer", 1003)):
+        order.enter(party, (stream,), party == "peer")
+    assert follows == [(1001, 1000), (1003, 1002), (1003, 1000)]
+
+
+def test_communicators_are_ordered_on_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may be on the legacy stream, which is that of the current device of the thread."""
+    if COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    inside, order = list[int](), ConcurrentKernels.order
+    depths = list[int]()
+
+    @contextmanager
+    def on_device(index: int) -> Iterator[None]:
+        inside.append(index)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(ConcurrentKernels, "order", lambda *given: (depths.append(len(inside)), order(*given))[1])
+    launching_alone(monkeypatch)
+    with fake_peer.no_gpus(monkeypatch, 1):
+        monkeypatch.setattr(driver, "on_device", on_device)
+        comms = [fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)) for _ in range(2)]
+        stream = Stream(Device(), 40)
+        for comm in comms:
+            reduce(comm, stream, 40, 20_000)  # the second takes more of the GPU, on the same stream
+        for comm in comms:
+            comm.close()
+    assert len(depths) > 2 and all(depths)
 
 
 @pytest.fixture

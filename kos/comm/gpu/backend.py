@@ -33,7 +33,7 @@ from kos.comm.gpu.works import DeviceWork, PooledEvent, free_finished
 from kos.comm.group_backend import UNMADE, GroupBackend
 from kos.comm.operation import NO_MESSAGE, Operation
 from kos.comm.prepared import Prepared, without_memory
-from kos.comm.tuning import Table
+from kos.comm.tuning import Table, for_group
 from kos.comm.work import Steps, Work
 from kos.cuda import create_stream, driver
 from kos.cuda.driver import call, cu, relaxed_capture
@@ -62,7 +62,7 @@ class GPUBackend(WatchedBackend):
         self.name = "+".join(dict.fromkeys(names))
         self.choices = Choices(routes, next((route.table for route in routes if route.table is not None), None))
         self.order = Order(self.streams) if len(routes) > 1 or routes[0].serial else None
-        self._lock = threading.Lock()  # of ``order``
+        self._lock = threading.RLock()  # of ``order``; reentrant: a finalizer may make a call meanwhile
         self._events: list[Event] = []  # that nobody uses
         self._side: Any = None
         self._together: dict[int, tuple[list[Message], list[Message]]] | None = None  # messages of a batch, by stream
@@ -97,6 +97,10 @@ class GPUBackend(WatchedBackend):
                 if make is not None:
                     routes.append(make(rendezvous, engine, self.device))
                     undo.callback(routes[-1].abort, UNMADE)
+            measured = any(route.table is not None for route in self.routes if route.name != PHASES)
+            if measured and len(routes) > 1 and all(route.table is None for route in routes):
+                assert rendezvous is not None
+                routes[-1].table = for_group(rendezvous, self.device)  # ``peer`` and phases find their own
             made = None if rendezvous is None else GPUBackend(rendezvous, routes, host)
             undo.pop_all()
         return made
@@ -169,11 +173,11 @@ class GPUBackend(WatchedBackend):
             return OrderedReduction(route, o) if o.send is not None and o.send.count else nothing, None, True
         if o.name == "barrier":
             return partial(self._barrier, route), None, True
-        return partial(self._exchange, route, *exchange_of(o, self.rank, self.size)), None, True
+        return partial(self._exchange, route, *exchange_of(o, route.rank, route.size)), None, True
 
     def _barrier(self, route: Backend, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue a barrier, in which each rank sends one byte to every rank."""
-        token = self.scratch(1 + self.size, stream)
+        token = self.scratch(1 + route.size, stream)
         route.collect(token, token + 1, 1, stream)
 
     def _exchange(self, route: Backend, sends: Any, recvs: Any, stream: int, *arrays: int) -> None:
@@ -270,9 +274,6 @@ class GPUBackend(WatchedBackend):
         """Queue Works of one route on ``stream``, or each on its own; a library that can makes one launch of them."""
         route = works[0].prepared.route
         self._last = works[-1]
-        waits = self.size > 1 or not all(is_copy(work.prepared.run) for work in works)  # for other ranks
-        if self.order is not None and not route.serial and waits:
-            self._enter(route, {work.stream for work in works} if stream is None else (stream,))
         messages = [work for work in works if not work.collective]
         if len(works) == 1 or not messages or type(route).queue is not Backend.queue:
             return route.queue(works, stream)
@@ -329,7 +330,11 @@ class GPUBackend(WatchedBackend):
 
     def _queue_marked(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """As ``queue``, marked for the watchdog if they are on one stream, and have no deadline of their own."""
-        if stream is None or not works[0].prepared.route.watched:
+        route = works[0].prepared.route
+        waits = self.size > 1 or not all(is_copy(work.prepared.run) for work in works)  # for other ranks
+        if self.order is not None and not route.serial and waits:  # before the mark: what they follow has its own time
+            self._enter(route, {work.stream for work in works} if stream is None else (stream,))
+        if stream is None or not route.watched:
             self.queue(works, stream)
         else:
             self._marks.queue(works, stream, self.queue)
@@ -393,10 +398,11 @@ class GPUBackend(WatchedBackend):
 
     def register(self, buffer: Buffer) -> Array:
         """By the route of ``allocate``, else by another one: all ranks accept or refuse alike."""
-        if len(self.routes) == 1:
-            return self._registered(self.routes[0], buffer)
+        routes = [route for route in self.routes if route.name != PHASES]  # whose scratch memory is not registered
+        if len(routes) == 1:
+            return self._registered(routes[0], buffer)
         refusals = []
-        for route in sorted(self.routes, key=lambda route: route is not self.choices.ordered):
+        for route in sorted(routes, key=lambda route: route is not self.choices.ordered):
             try:
                 return self._registered(route, buffer)
             except (InvalidArgument, PeerMemoryError) as error:

@@ -154,6 +154,7 @@ class HierarchicalBackend(Backend):
 
     name = PHASES
     on_host, on_gpu = False, True
+    by_capture = NCCLBackend.by_capture  # of the rails
     node: PeerBackend | None = None
     rail: NCCLBackend | None = None
 

@@ -113,32 +113,38 @@ class Order:
     follows the last eager work, regardless of captures in between.
     """
 
-    __slots__ = ("_last", "_streams", "party", "stream")  # the core reads party and stream
+    __slots__ = ("_last", "_streams", "_turn", "party", "stream")  # the core reads party and stream
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._last: dict[int, tuple[Any, Collection[int]]] = {}  # by capture: the last party and its streams
+        # By capture: the last party and its streams; of each serial party the streams on which it was last.
+        self._last: dict[int, tuple[Any, Collection[int], dict[Any, Collection[int]]]] = {}
         self.party: Any = None
         """The last party, which may queue more on ``stream`` without another call of ``enter``; -1 for no stream."""
         self.stream = -1
+        self._turn = 0
 
     def enter(self, party: Any, mine: Collection[int], serial: bool) -> None:
         """Order the next work of ``party``, on the streams ``mine``, behind the last work of other parties.
 
-        Behind its own work too if it is ``serial``.
+        Behind its own work too if it is ``serial``, whatever others have queued since, on several streams perhaps.
         """
         held, self.stream, self.party = self._streams, -1, party
+        self._turn = turn = self._turn + 1
         captures: dict[int, list[int]] = {}
         for stream in mine:
             captures.setdefault(capture_of(stream), []).append(stream)
         for capture, here in captures.items():
-            former, last = self._last.get(capture, (party, ()))
-            if serial or former is not party or not all(map(held.is_kept, last)):
-                for stream, before in product(here, last):
-                    held.follow(stream, before, capture)
+            former, last, own = self._last.get(capture, (party, (), {}))
+            follows = serial or former is not party or not all(map(held.is_kept, last))
+            mine_before = own.get(party, ()) if serial else ()
+            for stream, before in product(here, dict.fromkeys((*(last if follows else ()), *mine_before))):
+                held.follow(stream, before, capture)
             if capture and capture not in self._last:
                 self._follow_started_capture(here, capture)
-            self._last[capture] = party, here
+            if turn != self._turn:  # a finalizer has made a call meanwhile: this one follows it
+                return self.enter(party, mine, serial)
+            self._last[capture] = party, here, {**own, party: here} if serial else own
         for ended in sorted(each for each in self._last if each)[:-_MANY]:
             del self._last[ended]
         if captures.keys() == {0} and len(mine) == 1 and all(map(held.is_kept, mine)):
@@ -148,7 +154,7 @@ class Order:
         """Follow work queued without a new ``enter`` on a stream that is being captured now."""
         if 0 not in self._last:
             return
-        held, (_, last) = self._streams, self._last[0]
+        held, (_, last, _) = self._streams, self._last[0]
         for stream, before in product(here, last):
             kept = before in held.keepers and held.is_kept(before)
             if kept and before != stream and capture_of(before) == capture:

@@ -63,12 +63,13 @@ class Choices:
         if o.name in _BY_OUTPUT and o.recv is not None:
             buffer = o.recv
         choice = choices[bisect_left(limits, buffer.count)]
+        if isinstance(choice, dict) and o.name in _UNEVEN:
+            choice = choice[False, False]
         if not isinstance(choice, dict):
-            return choice if choice is not phases or choice.carries(o) else self.ordered, True
-        if o.name in _UNEVEN:
-            return choice[False, False], True
+            return choice if choice.carries(o) else self.ordered, True
         symmetric = self.ordered.is_symmetric(o)
-        eager, graph = choice[symmetric, False], choice[symmetric, True]
+        both = choice[symmetric, False], choice[symmetric, True]
+        eager, graph = (each if each.carries(o) else self.ordered for each in both)
         return eager if eager is graph or not is_captured(buffer.stream) else graph, eager is graph
 
     def _of_operation(self, operation: str, dtype: DType) -> tuple[list[int], list[Choice]]:

@@ -281,13 +281,14 @@ class PeerBackend(Backend):
         blocks, blocks_per_sm = self._occupancy
         if occupancy[0] <= blocks and occupancy[1] >= blocks_per_sm:
             return run(stream, send, recv)
-        with _lock:
-            total, lasts = self._concurrent.order(self, stream, occupancy, self._engine.multiprocessors)
-            self._occupancy = total if lasts else _NO_ROOM
-        try:
-            run(stream, send, recv)
-        finally:
-            self._concurrent.launched(self)
+        with driver.on_device(self.device):  # others may be on the legacy stream, which is that of the current device
+            with _lock:
+                total, lasts = self._concurrent.order(self, stream, occupancy, self._engine.multiprocessors)
+                self._occupancy = total if lasts else _NO_ROOM
+            try:
+                run(stream, send, recv)
+            finally:
+                self._concurrent.launched(self)
 
     def _launch_when_loaded(self, launch: Run, loaded: set[bool], stream: int, send: int, recv: int) -> None:
         """Launch a kernel; the first time, wait on the host until all ranks have begun the call and so have loaded it.
