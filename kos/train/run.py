@@ -19,9 +19,9 @@ import kos
 from kos.comm.communicator import Communicator
 from kos.errors import (
     CheckpointError,
-    ConfigError,
     CollectiveError,
     CompileError,
+    ConfigError,
     CudaError,
     DataError,
     InvalidArgument,
