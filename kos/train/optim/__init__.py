@@ -54,7 +54,7 @@ class UpdateRule:
     operands: Sequence[Any] = ()
 
     bias_correction: Sequence[float] = (0.0, 0.0)
-    """The decay rates of the first and second moment whose bias ``prepare`` corrects on GPUs.  0 means no correction."""
+    """The decay rates of the two moments whose bias ``prepare`` corrects on GPUs.  0 means no correction."""
 
     def step(self, number: int, lr: float, decay: float) -> Update:
         """The function that updates a block on a host in step ``number``, counted from 1."""
