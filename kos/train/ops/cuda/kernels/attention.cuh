@@ -1,7 +1,8 @@
 // What all attention kernels share: 16-bit types without CUDA's headers, softmax's arithmetic, order of blocks.
 //
 // Macros: HEAD_DIM; DTYPE bfloat16, float16 or (attention_simple.cu only) float32; SCALE = 1 / sqrt(HEAD_DIM); CAUSAL; MASKED.
-// Scores are kept in powers of two: exp(scale (s - max)) = exp2(LOG2_SCALE s - LOG2_SCALE max), one FFMA and one EX2.
+// Scores are kept without SCALE.  Exponentials have base 2: exp(SCALE (s - max)) = exp2(LOG2_SCALE s - LOG2_SCALE max), one
+// FFMA and one EX2.
 //
 // Tokens: qkv (B, T, W), W = (H + 2K) HEAD_DIM, holds the heads of q, then k, then v; out and d_out (B, T, H d).
 //
@@ -42,6 +43,20 @@ __device__ inline float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// All kernels make scores of products q k by `score_of`, before any mask, and the gradients of these products of dP, the
+// gradients of the probabilities, by `product_gradient`.  What changes scores changes these two functions alone.  A score is
+// not kept for the backward: it follows from the probability and its row's log2-sum-exp.
+__device__ inline float score_of(float product) { return product; }
+__device__ inline float product_gradient(float probability, float d_probability, float delta, float log2_sum_exp) {
+    return probability * (d_probability - delta);
+}
+template <int N>
+__device__ inline void to_scores(float (&products)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) products[i] = score_of(products[i]);
+}
+__device__ inline float exponential(float score, float log2_shift) { return exp2_fast(score * LOG2_SCALE - log2_shift); }
 
 // Two floats as a pair of 16-bit values, `low` at the lower address.
 __device__ inline u32 pack(float low, float high) {
