@@ -19,7 +19,6 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 
 #define LOG2_E 1.4426950408889634f
-#define LN_2 0.6931471805599453f
 #define LOG2_SCALE (SCALE * LOG2_E)
 #define INFINITE __int_as_float(0x7f800000)
 
@@ -30,8 +29,6 @@ using u64 = unsigned long long;
 #define MASKED 0
 #endif
 
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
 #define float32 2
 #define float16 1
 #define bfloat16 0
