@@ -47,7 +47,7 @@ class File:
 
 @dataclass(frozen=True)
 class Bound:
-    """What may not be exceeded; ``held``: a test fails if it is.  ``found`` names what exceeds it, where that is known."""
+    """What may not be exceeded; ``held``: a test fails if it is.  ``found``: the functions or files that exceed it."""
 
     what: str
     most: int
