@@ -63,6 +63,7 @@ class CudaOps(NormOps):
         self.algorithms = {} if algorithms is None else algorithms
         self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search, multiple=multiple)
         self.multiprocessors = device_info(device).multiprocessors
+        self.attention_kernels = attention.fastest_kernels(device)  # from which ``attention.kernel_set`` chooses
         self.one_scale = device_info(device).compute_capability != fp8.OF_BLOCKS
         optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.shared_memory = int(call(cu.cuDeviceGetAttribute, optin, device))  # bytes
@@ -320,10 +321,6 @@ class CudaOps(NormOps):
             )  # fmt: skip
 
     # --- attention -----------------------------------------------------------------------------------
-
-    def family(self, dtype: str, head_dim: int) -> str:
-        """The member of ``attention.FAMILIES`` that computes attention."""
-        return attention.family_for(self.device, dtype, head_dim)
 
     def attention_mask(
         self, document_starts: Array | None, window: int | None, mask: Mask, positions: Array | None = None,
