@@ -29,7 +29,7 @@ class GPT2Config(LlamaConfig):
 
     model_type: ClassVar[str] = "gpt2"
     architecture: ClassVar[str] = "GPT2LMHeadModel"
-    takes: ClassVar[frozenset[str]] = frozenset()
+    takes: ClassVar[frozenset[str]] = frozenset({"tie_word_embeddings"})
     embedding: ClassVar[str] = "transformer.wte.weight"
     final_norm: ClassVar[str] = "transformer.ln_f.weight"
     tables: ClassVar[tuple[str, ...]] = (embedding, POSITIONS)

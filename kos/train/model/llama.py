@@ -99,7 +99,7 @@ class LlamaConfig:
     model_type: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     takes: ClassVar[frozenset[str]] = frozenset({"attention_bias", "mlp_bias"})
-    """The settings of some families that this one has."""
+    """The optional settings of ``config.json`` that this family supports, of FAMILY_SETTINGS and of ``fixed``."""
     defaults: ClassVar[dict[str, Any]] = {}
     """What transformers takes for a setting that a ``config.json`` lacks, where it is not a LLaMA's."""
     qkv_bias: ClassVar[bool] = False  # whatever ``attention_bias`` says of all four matrices
@@ -114,7 +114,7 @@ class LlamaConfig:
     axes: ClassVar[tuple[str, ...]] = ("dp", "tp", "pp", "cp")
     """The axes of a layout on which this family can have several ranks; ``layout_of`` refuses the others."""
     fixed: ClassVar[tuple[str, ...]] = ()
-    """Settings that have one value in this family, whatever the preset gives to a LLaMA."""
+    """Settings that have one value in this family, whatever the preset gives to a LLaMA; ``config.json`` lacks them."""
 
     vocab_size: int
     hidden_size: int
