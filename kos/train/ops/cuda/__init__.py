@@ -356,7 +356,7 @@ class CudaOps(NormOps):
             self._cache("merge", rows, 128, attend, partial, positions, attend.out, heads, chunks, window or 0)
 
     def _cache(self, name: str, grid: Any, block: int, attend: Attend, *arguments: Any, **defines: int) -> None:
-        every: dict[str, Any] = attention.macros(attend.qkv.dtype.name, attend.head_dim)
+        every: dict[str, Any] = attention.macros_of(attend)
         every |= {"WIDTH": 1, "ROW": attend.qkv.shape[1], "CHUNK": attention.CHUNK, **defines}
         self.launch("cache.cu", name, grid, block, *arguments, **every)
 

@@ -74,8 +74,7 @@ class _Task:
             firsts, lasts = mask.first_key.pointer + 4 * queries.start, mask.last_query.pointer + 4 * keys.start
             bounds = (firsts, lasts, queries.start, keys.start)
         size = (samples, queries.stop - queries.start, attend.heads, attend.kv_heads)
-        defines = macros(attend.qkv.dtype.name, head_dim, attend.kv is None, mask is not None)
-        return cls(length, head_dim, queries, keys, kernels, size, others, bounds, defines)
+        return cls(length, head_dim, queries, keys, kernels, size, others, bounds, macros_of(attend))
 
     @property
     def key_count(self) -> int:
@@ -279,6 +278,11 @@ def macros(dtype: str, head_dim: int, causal: bool = True, masked: bool = False)
     """The macros of every file of kernels."""
     defines: dict[str, Define] = {"DTYPE": dtype, "HEAD_DIM": head_dim, "SCALE": f"{1 / math.sqrt(head_dim):.9e}f"}
     return defines | ({} if causal else {"CAUSAL": 0}) | ({"MASKED": 1} if masked else {})
+
+
+def macros_of(attend: Attend) -> dict[str, Define]:
+    """The macros of an attention, also of ``cache.cu``."""
+    return macros(attend.qkv.dtype.name, attend.head_dim, attend.kv is None, attend.mask is not None)
 
 
 class _Words:

@@ -13,6 +13,7 @@
 //
 // With MASKED a query sees no key before its own first one, which may also leave it none without CAUSAL; see Mask.
 #pragma once
+#include "attention_scores.cuh"
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -41,13 +42,6 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
-// All kernels make scores of products q k by `score_of`, before any mask, and the gradients of these products of dP, the
-// gradients of the probabilities, by `product_gradient`.  What changes scores changes these two functions alone.  A score is
-// not kept for the backward: it follows from the probability and its row's log2-sum-exp.
-__device__ inline float score_of(float product) { return product; }
-__device__ inline float product_gradient(float probability, float d_probability, float delta, float log2_sum_exp) {
-    return probability * (d_probability - delta);
-}
 template <int N>
 __device__ inline void to_scores(float (&products)[N]) {
 #pragma unroll
