@@ -48,7 +48,7 @@ def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_setting_is_refused_by_a_family_or_comes_back(family: type[LlamaConfig]) -> None:
     """No setting is lost between a run and its ``config.json``."""
-    fields = {field.name: getattr(CONFIG, field.name) for field in dataclasses.fields(CONFIG)}
+    fields = {field.name: getattr(CONFIG, field.name) for field in dataclasses.fields(CONFIG) if field.name != "lora"}
     shape = fields | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_scaling": None, "rope_theta": 1e4}
     assert CHANGED.keys() == fields.keys()
     refused = set()
