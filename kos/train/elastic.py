@@ -203,7 +203,7 @@ class Elastic(Runner):
         kept.check(present)
         move_to(run, comm, run.epoch + 1)
         kept.load(run.device, comm, present)
-        if run.base is not None:
+        if run.device.state.of_files:
             run.device.state.read_frozen(run.base_weights())
             run.device.loaded()
         gather_json(comm, None)
@@ -351,7 +351,7 @@ def _arrays(device: Device) -> dict[str, Parameters | OwnedSlices]:
     The base of adapters is not there: each rank reads it from its files.
     """
     optimizer, frozen = device.step.optimizer, device.step.frozen
-    kept = {} if device.step.models[0].config.lora else {"frozen": frozen}
+    kept = {} if device.state.of_files else {"frozen": frozen}
     return {"weights": optimizer.weights, **kept, **optimizer.state}
 
 

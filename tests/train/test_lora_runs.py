@@ -213,6 +213,19 @@ def test_adapters_of_another_shape_are_refused(whole: Any, tmp_path: Path) -> No
         load(folder)
 
 
+def test_adapters_of_some_layers_are_frozen(text: Path, base: Path, tmp_path: Path) -> None:
+    """They are in checkpoints as the others."""
+    flags = [f"--init-from={base}", *ADAPT, "--freeze=model.layers.0.*", "--schedule=constant"]
+    straight = run(text, tmp_path / "straight", *flags)
+    folder = checkpoint.find(tmp_path / "straight").path
+    saved, drawn = load_file(folder / adapter.WEIGHTS), load_file(folder.with_name("step-3") / adapter.WEIGHTS)
+    frozen = {name for name in saved if np.array_equal(saved[name], drawn[name])}
+    assert frozen == {name for name in saved if ".layers.0." in name} and len(saved) == 3 * len(frozen)
+    resume = f"--resume={folder.with_name('step-3')}"
+    got = run(text, tmp_path / "second", *flags, resume, "--zero=1", "--tp=2", ranks=4)
+    np.testing.assert_allclose(got, straight[-3:], rtol=1e-4)
+
+
 # --- elastic -------------------------------------------------------------------------------------------
 
 OF_ELASTIC: dict[str, Any] = {"lora": 2, "lr": 1e-2}
@@ -226,12 +239,12 @@ def small(text: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(checkpoint.find(out / "run").path)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("zero", "freeze"), [(0, ()), (1, ()), (1, ("*.layers.0.*",))])
 def test_a_rank_is_lost_or_two_join(
-    zero: int, text: Path, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zero: int, freeze: tuple[str, ...], text: Path, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the bits of a run in which nothing happened; a newcomer reads the base from its files."""
-    how: dict[str, Any] = {**OF_ELASTIC, "init_from": small, "zero": zero}
+    how: dict[str, Any] = {**OF_ELASTIC, "init_from": small, "zero": zero, "freeze": freeze}
     plain = elastic_runs.train(text, tmp_path / "plain", **{**how, "elastic": None, "zero": 0})
     faults = [Fault("crash", 2, 4, call="all_to_all")]
     assert elastic_runs.train(text, tmp_path / "hurt", faults, **how) == plain
