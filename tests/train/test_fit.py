@@ -19,6 +19,7 @@ from kos.memory import Array
 from kos.testing import Fault, spawn
 from kos.train import Batch, Callback, CudaLoss, FitResult, TrainConfig, Trainer, fit, read_metrics
 from kos.train.data.batches import load_data
+from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.elastic import Elastic
 from kos.train.run import Newcomer
 from tests.forked import python
@@ -214,6 +215,13 @@ def test_a_program_makes_the_steps_itself(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument, match="evaluate: expected batches"):
             trainer.evaluate()
     assert read_metrics(tmp_path) == rows
+
+
+def test_the_model_of_a_trainer_ends_texts_as_a_loaded_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NumberTokenizer, "eos", 3)
+    with Trainer(config_of(tmp_path, backend="mock"), batches=()) as trainer:
+        trainer.step(batch_of(0))
+        assert trainer.model.ends == (3,)
 
 
 def test_a_trainer_of_data_takes_a_batch_too(tmp_path: Path) -> None:

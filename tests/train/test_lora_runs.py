@@ -18,6 +18,7 @@ from kos.testing import Fault, spawn
 from kos.train import checkpoint, elastic, load
 from kos.train.checkpoint import adapter
 from kos.train.config.flags import parse
+from kos.train.data import show
 from kos.train.export import main as export
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
@@ -159,7 +160,9 @@ def test_merged_and_loaded(whole: tuple[Path, np.ndarray], base: Path, tmp_path:
     assert "--merge: expected a run with adapters (--lora), got" in capsys.readouterr().err
 
 
-def test_training_goes_on_from_a_folder_of_peft(whole: Any, text: Path, base: Path, tmp_path: Path) -> None:
+def test_training_goes_on_from_a_folder_of_peft(
+    whole: Any, text: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank, alpha and targets are the folder's, and the base is the one that it names."""
     export([str(whole[0]), str(tmp_path / "peft"), "--dtype", "float32"])
     for name in ("tokenizer.json", "kos_tokenizer.json", "tokenizer_config.json"):  # which peft does not write
@@ -171,11 +174,35 @@ def test_training_goes_on_from_a_folder_of_peft(whole: Any, text: Path, base: Pa
     tokens = np.arange(16)[None] + 97
     np.testing.assert_allclose(load(tmp_path / "more").logits(tokens), load(whole[0]).logits(tokens), rtol=1e-4)
     assert checkpoint.find(tmp_path / "more").config["base"]["path"] == str(base)
+    with Trainer(parse([folder, *SHORT, f"--out={tmp_path / 'own'}", "--backend=mock"]), batches=()) as own:
+        assert own.data.tokenizer.name == "bytes"
+    monkeypatch.setattr(show, "load_data", lambda config, weights, runs: 1 / (weights != str(base)))
+    with pytest.raises(ZeroDivisionError):
+        show.report(config)
     for flag, said in (("--lora=4", "--lora: expected 3 of the adapters in --init-from, got 4"),
                        ("--lora-targets=q_proj", "--lora-targets: expected .* of the adapters in")):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             parse([folder, flag])
     assert parse([folder, "--lora=3", "--lora-alpha=5"]).lora == 3
+
+
+def test_ends_are_those_of_the_base(whole: Any, base: Path, tmp_path: Path) -> None:
+    """A folder of peft has no generation_config.json."""
+    settings = json.loads((checkpoint.find(whole[0]).path / adapter.CONFIG).read_text())
+    export([str(whole[0]), str(tmp_path / "peft")])
+    shutil.copytree(base, tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    settings["base_model_name_or_path"] = str(tmp_path / "base")
+    (tmp_path / "peft" / adapter.CONFIG).write_text(json.dumps(settings))
+    assert load(tmp_path / "peft").ends == (7, 9)
+
+
+def test_a_run_whose_base_has_moved_resumes(text: Path, base: Path, tmp_path: Path) -> None:
+    before = shutil.copytree(base, tmp_path / "before")
+    run(text, tmp_path / "run", f"--init-from={before}", *ADAPT, "--steps=3")
+    after = before.rename(tmp_path / "after")
+    run(text, tmp_path / "run", f"--init-from={after}", *ADAPT, "--steps=4", "--resume=auto")
+    load(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
