@@ -197,7 +197,7 @@ class Trainer(RunContext):
         return together(self.comm, lambda: data or load())
 
     def _state_of_batches(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the program's batches: the ``rows`` of ``OwnBatches``, and a state for each of dp."""
+        """What a checkpoint keeps of the program's batches: ``OwnBatches.rows``, and a state for each rank of dp."""
         if not self.brings_batches or (mine := self.own.state()) is None:
             return {}
         every, layout = gather_json(self.comm, mine), self.mesh.layout

@@ -151,8 +151,8 @@ class RunContext:
     @property
     def brings(self) -> dict[str, Any]:
         """What the program brings, the same on all ranks."""
-        own = {"batches": self.brings_batches, "val_batches": self.val_batches is not None, "loss": self.loss is not None}
-        return own | {"rows": self.own.rows}
+        own = {"batches": self.brings_batches, "rows": self.own.rows, "loss": self.loss is not None}
+        return own | {"val_batches": self.val_batches is not None}
 
     @property
     def of_program(self) -> bool:
