@@ -518,6 +518,24 @@ except KeyboardInterrupt:
 ROOT = str(Path(__file__).resolve().parents[2])
 
 
+def test_runs_that_are_stopped_leave_no_files_open(tmp_path: Path) -> None:
+    def stop(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def files() -> int:
+        for thread in threading.enumerate():
+            if thread.name == "kos-signals":
+                thread.join(10)
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    opened = list[int]()
+    for number in range(3):
+        config = config_of(tmp_path / str(number), backend="mock")
+        assert fit(config, batches=batches_of(), callbacks=[OnStep(stop)], verbose=False).stopped
+        opened.append(files())
+    assert len({*opened[1:]}) == 1
+
+
 def test_ctrl_c_ends_fit_and_not_the_program(tmp_path: Path) -> None:
     text = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)" + PROGRAM.format(root=ROOT)
     done = run_program(*python(), "-c", text, str(tmp_path / "run"), env=ENVIRONMENT)
