@@ -55,6 +55,8 @@ class OwnBatches:
         self._iterator: Iterator[Any] | None = None
         self._step, self._taken, self._batch, self._count = -1, -1, Batch(None), 0
         self._has_state = all(hasattr(batches, name) for name in ("state_dict", "load_state_dict"))
+        self._of_steps = isinstance(batches, tuple) and not batches
+        """Whether the program gives each step its batch, and continues itself with the next one."""
 
     def use(self, mesh: Mesh, vocab_size: int) -> None:
         """Read for the ranks of ``mesh``.  They agree again on the batch that they have of a step that is not over."""
@@ -66,7 +68,8 @@ class OwnBatches:
             if (got := getattr(config, name)) != (default := TrainConfig.model_fields[name].default):
                 raise SettingError(flag_of(name), f"{default or 'none'} with batches of one's own", got)
         for name in ("resume", "elastic"):
-            if getattr(config, name) is not None and not self._has_state:
+            has_state = self._has_state or (self._of_steps and name == "resume")
+            if getattr(config, name) is not None and not has_state:
                 expected = "batches with state_dict and load_state_dict"
                 raise SettingError(flag_of(name), expected, type(self._batches).__name__)
         if config.elastic is not None and self.rows == "own":
@@ -81,6 +84,8 @@ class OwnBatches:
 
     def load_state(self, saved: Any, rank: int, ranks: int) -> None:
         """Continue after the state of ``saved``: ``rows``, and the states of the ranks of dp, of which this is one."""
+        if self._of_steps:
+            return
         rows, states = saved or ("none", [])
         if rows != self.rows or (rows == "own" and len(states) != ranks):
             expected = f"a checkpoint of batches with rows={self.rows!r} on {ranks} ranks of dp"
