@@ -185,11 +185,10 @@ class Merged:
             check_base(folder, run, fingerprint(self.base), self.base)
         self.weights = huggingface.weight_files(self.base, self.model.parameter_shapes())
 
-    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """A tensor in float32, or a slice of it."""
-        tensor = self.weights.read(name, index)
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, in float32 if there is an adapter of it."""
+        tensor = self.weights.read(name)
         if name not in self._adapted:
             return tensor
-        rows, columns = index or (slice(None), slice(None))
         a, b = (self._adapters.read(name.removesuffix("weight") + each).astype(np.float32) for each in (A, B))
-        return np.asarray(tensor.astype(np.float32) + np.float32(self._scale) * (b[rows] @ a[:, columns]))
+        return np.asarray(tensor.astype(np.float32) + np.float32(self._scale) * (b @ a))
