@@ -201,8 +201,13 @@ def test_a_run_whose_base_has_moved_resumes(text: Path, base: Path, tmp_path: Pa
     before = shutil.copytree(base, tmp_path / "before")
     run(text, tmp_path / "run", f"--init-from={before}", *ADAPT, "--steps=3")
     after = before.rename(tmp_path / "after")
+    settings = checkpoint.find(tmp_path / "run").path / adapter.CONFIG
+    with pytest.raises(CheckpointError, match="set it to the folder of the base"):
+        load(tmp_path / "run")
     run(text, tmp_path / "run", f"--init-from={after}", *ADAPT, "--steps=4", "--resume=auto")
     load(tmp_path / "run")
+    settings.write_text(settings.read_text().replace(str(before), str(after)))
+    load(settings.parent)
 
 
 @pytest.mark.parametrize(
