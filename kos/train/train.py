@@ -90,7 +90,6 @@ class Run(Protocol):
         """Save a checkpoint."""
 
 
-
 class Runner:
     """What runs the steps, a device (``kos.train.device``). Collective."""
 

@@ -30,6 +30,8 @@ from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 
+GENERATION = "generation_config.json"
+
 Message = Mapping[str, Any]
 """Of a chat: ``role`` and ``content``."""
 
@@ -202,9 +204,10 @@ def load(folder: str | os.PathLike[str], device: str = "cpu") -> TrainedModel:
     else:
         for name, weight in weights.items():
             copy(merged.read(name), weight)
+    generates = path if merged is None or (path / GENERATION).is_file() else merged.base
     path = Path(adapter.tokenizer_folder(str(path)) or path)
     tokenizer = make_tokenizer(str(path)) if has_tokenizer(path) else NumberTokenizer(config.vocab_size)
-    return TrainedModel(config, weights, tokenizer, folder=path, ends=_ends(path, tokenizer), ops=ops)
+    return TrainedModel(config, weights, tokenizer, folder=path, ends=_ends(generates, tokenizer), ops=ops)
 
 
 def _ops_of(device: str) -> tuple[Any, np.dtype]:
@@ -225,7 +228,7 @@ def _ops_of(device: str) -> tuple[Any, np.dtype]:
 
 def _ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
     """The tokens that end a text: the tokenizer's, and those of generation_config.json, which transformers takes."""
-    path, found = folder / "generation_config.json", [tokenizer.eos]
+    path, found = folder / GENERATION, [tokenizer.eos]
     if path.is_file():
         try:
             given = json.loads(path.read_text("utf-8")).get("eos_token_id")

@@ -36,7 +36,6 @@ from kos.train.ops.cuda.norms import BLOCK, FLOAT32, NormOps, access_width
 KERNELS = Path(__file__).parent / "kernels"
 DIGIT_BITS, DIGITS, TILE, RUN = 9, 512, 1024, 32  # of embedding.cu
 INT32 = DTYPES["int32"]
-_files: list[Any] = []
 
 
 class CudaOps(NormOps):
@@ -408,9 +407,9 @@ class CudaOps(NormOps):
 
     def own_loss(self, loss: Any, logits: Array, batch: Batch, losses: Array, backward: bool) -> None:
         if isinstance(loss, CudaLoss):
-            weights = 0 if batch.weights is None else batch.weights
+            path, weights = source_file(loss.source).name, 0 if batch.weights is None else batch.weights
             operands = logits, batch.targets, weights, losses, logits.shape[1]
-            self.launch(source_file(loss.source), "loss", len(logits), loss.threads, *operands, DTYPE=logits.dtype.name)
+            self.launch(path, "loss", len(logits), loss.threads, *operands, DTYPE=logits.dtype.name)
             return
         for given, out in zip(of_function(loss(logits, batch), losses, logits), (losses, logits), strict=True):
             array = given if isinstance(given, Array) else Array.from_dlpack(given, stream=self.stream)
@@ -479,10 +478,9 @@ def _power_of_two(size: int) -> int:
 
 
 @cache
-def source_file(source: str) -> str:
-    """The path of a file with a kernel of a ``CudaLoss``, which exists as long as this process."""
+def source_file(source: str) -> Any:
+    """A file with a kernel of a ``CudaLoss``, which exists as long as this process."""
     file = tempfile.NamedTemporaryFile("w", prefix="kos-loss-", suffix=".cu")  # noqa: SIM115
-    _files.append(file)
     file.write(f'#include "{KERNELS / "vectors.cuh"}"\n#line 1 "loss"\n{source}')
     file.flush()
-    return file.name
+    return file
