@@ -108,9 +108,8 @@ def claimed(by_mpi: bool) -> Iterator[None]:
 
     Raises RendezvousError in another process that has the rank's variables.
     """
-    names = OF_MPI if by_mpi else (*_OF_OTHERS, VARIABLES[2:])
-    given = (f"{name}={os.environ[name]}" for name in sum(names, (*_JOB, _RUN)) if name in os.environ)
-    identity, me, launcher = " ".join(["mpi" if by_mpi else "tcp", *given]), os.getpid(), _launcher() if by_mpi else ""
+    me, launcher = os.getpid(), _launcher() if by_mpi else ""
+    identity = _identity(by_mpi, launcher)
     with suppress(ValueError, PermissionError):  # no mark, or of a process that another user's has replaced
         pid, began, its_launcher, its_identity = os.environ.get(MARK, "").split(" ", 3)
         same = its_identity == identity and launcher in ("", its_launcher)
@@ -122,6 +121,23 @@ def claimed(by_mpi: bool) -> Iterator[None]:
         yield
     finally:
         release(claim)
+
+
+def _identity(by_mpi: bool, launcher: str) -> str:
+    """The job and the rank of this process, by the variables that make it that rank.
+
+    Others do not count: a launcher that is not asked, such as a torchrun within a rank of mpirun, sets some too.
+    """
+    names: tuple[str, ...]
+    if by_mpi:
+        job = _JOB[:1] if launcher or _JOB[0] in os.environ else _JOB[1:]
+        names = (*job, *(rank for rank, _ in OF_MPI))
+    elif VARIABLES[0] in os.environ:
+        names = (_RUN, *VARIABLES)
+    else:
+        names = (*_JOB[1:], *_OF_OTHERS[1], *VARIABLES[2:])
+    given = (f"{name}={os.environ[name]}" for name in names if name in os.environ)
+    return " ".join(["mpi" if by_mpi else "tcp", *given])
 
 
 def _taken(pid: str, by_mpi: bool) -> str:
