@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from kos.train.data.corpus import Show
 from kos.train.layers import Weights
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.model import Model, check_blocks, check_groups, split_of
+from kos.train.model.model import Model, Result, check_blocks, check_groups, split_of
 from kos.train.ops.fp8 import first_of
 from kos.train.parallel import schedules
 from kos.train.parallel.data import shard_batch
@@ -169,30 +170,41 @@ class Device(Runner):
 
     def _loss(self, data: Dataset, weights: Weights) -> float:
         """The mean loss over all targets of the validation windows that are not left out."""
-        starts, dp, first, stages = data.val_starts(), self.mesh.dp, self.step.models[0], self.step.stages
+        starts, dp, masked = data.val_starts(), self.mesh.dp, self.data.masks_targets or data.masks_targets
         most, sums = len(self.micro_batches[0]), np.zeros(-(-len(starts) // dp.size))
         count, targets = float(starts.shape[1] * self.data.seq_len), 0
         pieces = [
             (index, starts[index, at : at + most])
             for index in range(dp.rank, len(starts), dp.size) for at in range(0, starts.shape[1], most)
         ]  # fmt: skip
-        if pieces:
-            schedule = forward_only(self.pipeline.schedule, len(pieces))
-            columns = self.data.seq_len // first.context.size
-            rows = [first.tensor.rows(len(windows) * columns) for _, windows in pieces]
-            for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank], rows):
-                index, windows = pieces[action.micro_batch]
-                self.show("validation", action.micro_batch / len(pieces))
-                batch = data.windows(data.val, windows)
-                targets += counted(batch) * (action.chunk == 0) if self.data.masks_targets else 0
-                batch = first.context.take(batch)
-                loss_of = partial(Model.loss_of, count=count)
-                sums[index // dp.size] += stages.forward(action, weights, received, batch, loss_of) or 0
-            stages.clear()
+        batches = [partial(data.windows, data.val, windows) for _, windows in pieces]
+        sizes = [len(windows) * data.seq_len for _, windows in pieces]
+        for action, batch, loss in self.forwards(weights, batches, sizes, partial(Model.loss_of, count=count)):
+            targets += counted(batch) * (action.chunk == 0) if masked else 0
+            sums[pieces[action.micro_batch][0] // dp.size] += loss or 0
         self.synchronize()
         gathered = self.mesh.world.all_gather_bytes(sums.tobytes())
         loss = math.fsum(np.frombuffer(b"".join(gathered[rank] for rank in self.reporters()))) / len(starts)
-        return loss * count * len(starts) / sum_over(dp, targets) if self.data.masks_targets else loss
+        return loss * count * len(starts) / sum_over(dp, targets) if masked else loss
+
+    def forwards(
+        self, weights: Weights, batches: Sequence[Callable[[], Batch]], sizes: Sequence[int], result: Result
+    ) -> Iterator[tuple[Action, Batch, Any]]:
+        """Run the forward of this rank's ``batches``, of ``sizes`` tokens each, without a backward.
+
+        Yields each of this rank's actions, its whole batch, and on the last stage the ``result`` of its output, on
+        others None.  Collective over the ranks that hold one model, which all have the same batches.
+        """
+        first, stages = self.step.models[0], self.step.stages
+        if not batches:
+            return
+        schedule = forward_only(self.pipeline.schedule, len(batches))
+        rows = [first.tensor.rows(size // first.context.size) for size in sizes]
+        for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank], rows):
+            self.show("validation", action.micro_batch / len(batches))
+            batch = batches[action.micro_batch]()
+            yield action, batch, stages.forward(action, weights, received, first.context.take(batch), result)
+        stages.clear()
 
     def evaluated_at_once(self) -> set[int]:
         """The numbers of sequences that a pass of validation has, a micro-batch at most."""

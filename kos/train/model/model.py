@@ -237,6 +237,15 @@ class Model:
         self.head.loss(self._ctx._replace(weights=weights), flight.out_nD, flight.batch.targets, loss, divisor)
         return float(ops.to_host(loss)[0])
 
+    def losses_of(self, weights: Weights, flight: InFlight) -> np.ndarray:
+        """Of each of this rank's samples, the sum of the losses of its targets, (B,), float64, on the host."""
+        assert flight.batch is not None and flight.out_nD is not None  # there was a forward
+        targets_N, wide = flight.batch.targets, self.ops.statistics_dtype(flight.out_nD.dtype)
+        losses_N = self.arena.take((len(targets_N),), wide)
+        self.head.losses(self._ctx._replace(weights=weights), flight.out_nD, targets_N, losses_N)
+        each: np.ndarray = self.ops.to_host(losses_N).reshape(-1, flight.seq_len)
+        return each.sum(axis=1, dtype=np.float64)
+
     def logits_of(self, weights: Weights, flight: InFlight, rows: slice) -> Array:
         """This rank's part of the logits of some rows of the last stage's output, on the host."""
         return self.ops.to_host(self._logits(weights, flight, rows))
