@@ -85,6 +85,8 @@ class RunContext:
         self.epoch = 0
         """How often the ranks have changed (``--elastic``); -1: this rank has not joined them."""
         self.untrained: dict[str, float] = {}  # validation losses before training
+        self.best: tuple[int, float] | None = None  # step and value of --keep-best; None: not known yet
+        self.improved = False
         self.saving: Saving | None = None
         self.held: contextlib.ExitStack = contextlib.ExitStack()
         self.held.callback(lambda: self.drop_save())
@@ -96,7 +98,14 @@ class RunContext:
     @property
     def data_in_words(self) -> str:
         packed = "".join(f", packed {each.digest[:12]}" for part in self.data.parts if (each := part.packing))
-        return f"{self.data.name} ({self.data.fingerprint[:12]}{packed})"
+        others = "".join(f", {name} {each.fingerprint[:12]}" for name, each in self.data.others.items())
+        return f"{self.data.name} ({self.data.fingerprint[:12]}{packed}{others})"
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no validation of the last ``--patience`` was the best."""
+        patience = self.config.patience * self.config.eval_every
+        return bool(patience) and self.best is not None and self.step - self.best[0] >= patience
 
     @cached_property
     def description(self) -> dict[str, Any]:

@@ -69,6 +69,13 @@ class Run(Protocol):
     def measure(self, result: StepResult) -> dict[str, Any]:
         """The metrics of the step. TrainingError if its loss or norm is not finite."""
 
+    improved: bool
+    """Whether the last validation has the best loss so far, of which there is no checkpoint (``--keep-best``)."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether validations have shown no progress for so long that the run ends (``--patience``)."""
+
     def validate(self) -> dict[str, float]:
         """What ``Device.evaluate`` returns. TrainingError if it is not finite."""
 
@@ -108,11 +115,12 @@ def train(device: Runner, config: TrainConfig, run: Run) -> bool:
         result = device.finish_step(run.step)
         row = run.measure(result)
         run.step, stopped = run.step + 1, stopped or result.stop
-        last = run.step == config.steps or (stopped and run.step == started)
         if config.eval_batches and (_every(config.eval_every, run.step) or run.step == config.steps):
             row |= run.validate()
+            stopped = stopped or run.exhausted
+        last = run.step == config.steps or (stopped and run.step == started)
         run.log(row, last)
-        if not last and _every(config.save_every, run.step):
+        if not last and (_every(config.save_every, run.step) or run.improved):
             run.save()
     run.save()
     return stopped

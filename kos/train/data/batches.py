@@ -11,8 +11,8 @@ import functools
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from kos.train.config import weighted
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.chat import read_chat_template
-from kos.train.data.corpus import Corpus, Show, read_corpus
+from kos.train.data.corpus import Corpus, Show, errors_with, read_corpus, read_held_out
 from kos.train.data.documents import Document, Lines
 from kos.train.data.mixture import Mixture, mix
 from kos.train.data.packing import PackedTokens, Packing, pack
@@ -94,6 +94,9 @@ class Dataset:
     mixture: Mixture | None = None
     """The sources and the order of their sequences; None: one source."""
 
+    others: Mapping[str, Dataset] = field(default_factory=dict)
+    """More data to validate on (``--eval-data``), by name."""
+
     in_parts: bool = False
     """Whether documents have parts that the loss need not count: chats, prompts and completions, tokens with a mask."""
 
@@ -101,7 +104,8 @@ class Dataset:
         if self.mixture is not None:
             return  # each source has been checked
         least = self.seq_len + 1
-        for tokens, use in ((self.train, "train"), (self.val, "validate"))[: 2 if self.eval_batches else 1]:
+        uses = ((self.train, "train"), (self.val, "validate"))[self.train is self.val : 2 if self.eval_batches else 1]
+        for tokens, use in uses:
             if len(tokens) < least and self.packing and tokens.size:
                 expected = f"a document of at most --seq-len = {self.seq_len} tokens to {use} on"
                 raise self._error(tokens, expected, "only longer ones (--long-documents cut takes pieces of them)")
@@ -120,6 +124,11 @@ class Dataset:
     def validated(self) -> list[Dataset]:
         """The data of each source that has validation data of its own; ``--val-data`` is that of all."""
         return self.parts if self.sources[0] == self.sources[1] else self.parts[:1]
+
+    @property
+    def evaluated(self) -> list[Dataset]:
+        """The data of every validation loss."""
+        return [*self.validated, *self.others.values()]
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -290,18 +299,44 @@ def load_data(
     no target that counts; a prompt that the tokenizer cannot encode.  ConfigError: data or tokenizer missing; a
     tokenizer that does not fit the data.
     """
-    if not isinstance(config.data, str):
+    if isinstance(config.data, str):
+        data = _load(config, show, weights, runs)
+    else:
         sources, parts = weighted(config.data), list[Dataset]()
         for number, name in enumerate(sources, 1):
             folders = [run / f"source-{number}" for run in runs]
-            parts.append(load_data(config.model_copy(update={"data": name}), show, weights, folders))
-        return mix(sources, parts)
+            parts.append(_load(config.model_copy(update={"data": name}), show, weights, folders))
+        data = mix(sources, parts)
+    if not config.eval_data:
+        return data
+    others = config.eval_sources.items()
+    flag, own = "--eval-data", data.tokenizer
+    return replace(data, others={name: load_held_out(config, path, own, show, weights, flag) for name, path in others})
+
+
+def load_held_out(
+    config: TrainConfig, path: str, tokenizer: Tokenizer, show: Show, weights: str | None, flag: str
+) -> Dataset:
+    """Read all that ``flag`` names by ``path``, as ``--val-data`` does, to validate on.  Raises as ``load_data``."""
+    with errors_with(flag, path):
+        return _load(config.model_copy(update={"data": path, "val_data": None}), show, weights, (), tokenizer, flag)
+
+
+def _load(
+    config: TrainConfig, show: Show, weights: str | None, runs: Sequence[Path], tokenizer: Tokenizer | None = None,
+    flag: str = "--data",
+) -> Dataset:  # fmt: skip
+    """The data of one source.  With ``tokenizer``, which encodes it, all that ``flag`` names is validation data."""
+    assert isinstance(config.data, str)
     weights = weights or config.init_from
     template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
     lines = Lines(config.text_field, template, config.split_turns)
-    corpus = read_corpus(config.data, show, val_data=config.val_data, lines=lines)
+    if tokenizer is None:
+        corpus = read_corpus(config.data, show, val_data=config.val_data, lines=lines)
+    else:
+        corpus = read_held_out(config.data, show, lines, flag)
     load = _load_text if corpus.vocab_size is None else _load_tokens
-    train, val, tokenizer, about = load(corpus, config, weights, show)
+    train, val, tokenizer, about = load(corpus, config, weights, show, tokenizer)
     between, several = about["between"], about["several"]
     if tokenizer.rules:
         between += f"; encoded by the rules of {tokenizer.rules}, as transformers does, not by those of tokenizer.json"
@@ -314,12 +349,12 @@ def load_data(
             raise DataError(f"--data {config.data}: {expected}, got none").about("data")
         between += f"; the loss counts {about['counted']:,} of {len(train):,} tokens (--loss-on {config.loss_on})"
     tokenizer.encode(config.prompt)
-    source, packing = f"--data {config.data}", None
+    source, packing = f"{flag} {config.data}", None
     if (config.fit or about.get("fit", "cut")) == "whole":
         skips = config.long_documents == "skip"
         train, val, packing = pack(train, val, about["sha256"], config.seq_len, config.seed, skips, runs)
     return Dataset(
-        name=corpus.name, train=train, val=val, tokenizer=tokenizer, seed=config.seed,
+        name=corpus.name, train=train, val=train if corpus.whole else val, tokenizer=tokenizer, seed=config.seed,
         batch_size=config.batch_size, seq_len=config.seq_len, eval_batches=config.eval_batches, epochs=config.epochs,
         fingerprint=about["sha256"], held_out=f"held out for validation: {about['held_out']}{between}",
         trained_on=f"trained on: {about['trained_on']}", note=_note(about.get("spelled_out", {})),
@@ -330,10 +365,10 @@ def load_data(
 
 
 def _load_tokens(
-    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
+    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show, given: Tokenizer | None
 ) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
     """As ``_load_text``, of token files."""
-    tokenizer = _tokenizer_of_tokens(config, corpus)
+    tokenizer = given or _tokenizer_of_tokens(config, corpus)
     separator = _separator_of_tokens(tokenizer, corpus)
     shards, val_shards, held_out, trained_on = corpus.splits
     masked = any(isinstance(shard, MaskedTokens) for shard in (*shards, *val_shards))
@@ -357,7 +392,7 @@ def _load_tokens(
         about = {"held_out": held_out, "trained_on": trained_on, "several": found, "between": between}
         return {"sha256": _fingerprint(every), "masked": masked, "counted": counts, **about}
 
-    how = ["tokens", tokenizer.vocab_size, separator, config.loss_on, corpus.below]
+    how = ["tokens", tokenizer.vocab_size, separator, config.loss_on, corpus.below, *["whole"] * corpus.whole]
     with prepared(corpus.files, how, make, corpus.val_files) as (_, about):
         return Tokens(shards, separator), Tokens(val_shards, separator), tokenizer, about
 
@@ -399,15 +434,16 @@ def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
 
 
 def _load_text(
-    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
+    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show, given: Tokenizer | None
 ) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
     """Training and validation tokens, in files, their tokenizer, and the JSON that ``prepared`` keeps."""
     spec = _tokenizer_of_text(config, weights)
-    tokenizer = None if spec == "chars" else make_tokenizer(spec)
+    tokenizer = given or (None if spec == "chars" else make_tokenizer(spec))
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
     how += [config.split_special_tokens, config.text_field, config.loss_on, config.split_turns, corpus.below]
     how += [template.source, template.special] if template else []
+    how += ["whole"] * corpus.whole
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
     how += [name for name, files in sources if not files]  # others are known by their files
 

@@ -85,6 +85,7 @@ class Corpus:
     vocab_size: int | None = None  # of tokens; None: text
     val_files: Sequence[Path] = ()  # of --val-data
     below: Sequence[str] = ()  # the paths of files below --data, which tell their splits
+    whole: bool = False  # whether it is all to validate on; ``train`` has it then
 
     @cached_property
     def splits(self) -> Splits:
@@ -105,12 +106,12 @@ def read_corpus(
 
     ConfigError: missing.  DataError: unreadable, empty or binary; JSON Lines without texts; text validated on tokens.
     """
-    with _errors_with("--data", data):
+    with errors_with("--data", data):
         source = _find(data, show, lines)
     if val_data is None:
         other = None
     else:
-        with _errors_with("--val-data", val_data):
+        with errors_with("--val-data", val_data):
             other = _find(val_data, show, lines)
         if other.vocab_size != source.vocab_size:
             kinds = [
@@ -120,19 +121,33 @@ def read_corpus(
             raise DataError(f"--val-data {val_data}: {wrong}").about("val_data", "data")
 
     def read() -> Splits:
-        with _errors_with("--data", data):
+        with errors_with("--data", data):
             files = source.read()
             if other is None:
                 return split(data, files)
-        with _errors_with("--val-data", str(val_data)):
+        with errors_with("--val-data", str(val_data)):
             val_files = other.read()
         return split(data, files, val_files, f"{val_data} (--val-data)")
 
     return Corpus(source.name, source.paths, read, source.vocab_size, other.paths if other else (), source.below)
 
 
+def read_held_out(data: str, show: Show, lines: Lines, flag: str) -> Corpus:
+    """The corpus of all that ``flag`` names to validate on, as ``--val-data`` does.  Raises as ``read_corpus``."""
+    with errors_with(flag, data):
+        source = _find(data, show, lines)
+
+    def read() -> Splits:
+        with errors_with(flag, data):
+            files = source.read()
+        held = _validation_files(files) or files
+        return Splits([*chain(*(each.content for each in held))], [], "", _names([each.name for each in held]))
+
+    return Corpus(source.name, source.paths, read, source.vocab_size, (), source.below, whole=True)
+
+
 @contextmanager
-def _errors_with(flag: str, data: str) -> Iterator[None]:
+def errors_with(flag: str, data: str) -> Iterator[None]:
     """A context whose errors are ConfigErrors and DataErrors that begin with the flag."""
     key = flag.removeprefix("--").replace("-", "_")
     try:

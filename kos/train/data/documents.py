@@ -11,7 +11,7 @@ import json
 import reprlib
 import shlex
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,26 +137,38 @@ def _read_text(path: Path) -> str:
 def _read_jsonl(path: Path, lines: Lines) -> list[str | Document]:
     """The documents of a JSON Lines file, without blank lines and empty ones."""
     texts: list[str | Document] = []
-    try:
-        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    texts.extend(_documents_of(line, lines, f"--data {path}, line {number}"))
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"--data {path}: expected a whole gzip file, got {error}") from None
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    for value, where in read_lines(path, f"--data {path}"):
+        texts.extend(_documents_of(value, lines, where))
     if not any(texts):
         raise DataError(f"--data {path}: expected lines with text, got none")
     return [text for text in texts if text]
 
 
-def _documents_of(line: bytes, lines: Lines, where: str) -> Sequence[str | Document]:
+def read_lines(path: Path, flag: str) -> Iterator[tuple[Any, str]]:
+    """The JSON of each line of a JSON Lines file that is not blank, and where it is, for errors.
+
+    DataError: a line that is no JSON, or a damaged gzip file.
+    """
     try:
-        value: Any = json.loads(line.decode("utf-8-sig"))
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _json_of(line, where := f"{flag}, line {number}"), where
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{flag}: expected a whole gzip file, got {error}") from None
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _json_of(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise DataError(f"{where}: expected JSON, got {reprlib.repr(line)} ({at})") from None
+
+
+def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Document]:
     fields: Mapping[str, Any] = value if isinstance(value, dict) else {}
     if lines.text_field in fields:
         return [_text_of(fields, lines.text_field, where)]

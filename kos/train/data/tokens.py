@@ -40,7 +40,7 @@ class Tokens:
     @property
     def size(self) -> int:
         """The tokens of all shards."""
-        return int(self._ends[-1])
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def __len__(self) -> int:
         return self.size
