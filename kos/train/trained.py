@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kos.errors import CheckpointError, ConfigError, InvalidArgument, install
 from kos.train import checkpoint
-from kos.train.checkpoint import MANIFEST, huggingface
+from kos.train.checkpoint import huggingface
 from kos.train.data.batch import Batch
 from kos.train.data.chat import ChatTemplate, read_chat_template
 from kos.train.data.documents import Document
@@ -186,9 +186,7 @@ def load(folder: str | os.PathLike[str], device: str = "cpu") -> TrainedModel:
         BackendUnavailable: there is no GPU that can be used.
     """
     ops, dtype = _ops_of(device)
-    path = Path(folder)
-    if (path / MANIFEST).exists() or not any(path.glob("*.safetensors")):
-        path = checkpoint.find(path, weights_only=True).path
+    path = checkpoint.find_weights(Path(folder))
     config = huggingface.read_config(path)
     weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups(), ops.zeros)
     huggingface.read_weights(path, weights, lambda source, out: ops.copy(np.ascontiguousarray(source, dtype), out))
