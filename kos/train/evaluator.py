@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,21 +144,23 @@ class Evaluator:
 
     def of_questions(self, questions: Sequence[Question]) -> Row:
         """acc and acc_norm: how often the right ending is the most likely one, and the most likely by its length."""
-        endings = [pair for each in questions for pair in zip(each.sequences, each.counts, strict=True)]
-        lengths = np.array([len(ids) - 1 for ids, _ in endings])
+        endings = [[(tuple(ids), n) for ids, n in zip(x.sequences, x.counts, strict=True)] for x in questions]
+        found = {each: number for number, each in enumerate(dict.fromkeys(chain(*endings)))}  # equal ones score equally
+        unique, lengths = [*found], np.array([len(ids) - 1 for ids, _ in found])
         order, pieces, at = np.argsort(-lengths, kind="stable"), list[Piece](), 0
         while at < len(order):
             padded = min(-(-int(lengths[order[at]]) // self.rounded) * self.rounded, self.length)
             numbers = order[at : at + self.most // padded].tolist()
-            make = partial(batch_of, [endings[number] for number in numbers], padded)
+            make = partial(batch_of, [unique[number] for number in numbers], padded)
             pieces.append(Piece(numbers, len(numbers) * padded, make))
             at += len(numbers)
-        cuts = np.cumsum([len(question.sequences) for question in questions])[:-1]
-        scores = [*zip(questions, np.split(-self.losses(pieces)[0], cuts), strict=True)]
-        right = [np.argmax(score) == question.label for question, score in scores]
-        by_length = [np.argmax(score / np.array(question.lengths)) == question.label for question, score in scores]
-        cut = sum(question.cut for question in questions)
-        return {"questions": len(questions), "cut": cut, "acc": float(np.mean(right)), "acc_norm": float(np.mean(by_length))}
+        scores, right = -self.losses(pieces)[0], {"acc": 0, "acc_norm": 0}
+        for question, each in zip(questions, endings, strict=True):
+            score = scores[[found[ending] for ending in each]]
+            right["acc"] += int(np.argmax(score)) == question.label
+            right["acc_norm"] += int(np.argmax(score / np.array(question.lengths))) == question.label
+        counts = {"questions": len(questions), "cut": sum(question.cut for question in questions)}
+        return counts | {name: count / len(questions) for name, count in right.items()}
 
     def close(self) -> None:
         self.device.close()

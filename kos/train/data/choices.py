@@ -115,8 +115,10 @@ def _of_llmc(path: Path, flag: str, vocab_size: int) -> Iterator[Question]:
     Each question has these uint16: BEGINS, its bytes, its number, its label, how many endings it has, then the tokens
     of the context and of each ending, each after their count. Source: karpathy/llm.c, dev/data/data_common.py.
     """
-    header, raw = np.fromfile(path, "<i4", 3).tolist(), np.fromfile(path, "<u2", offset=HEADER_BYTES).tolist()
-    if len(header) < 3 or header[1] != 1 or header[2] < 1:
+    content = path.read_bytes()
+    header = np.frombuffer(content[:12].ljust(12, b"\0"), "<i4").tolist()
+    raw = np.frombuffer(content[HEADER_BYTES : len(content) // 2 * 2], "<u2").tolist()
+    if header[1] != 1 or header[2] < 1:
         raise DataError(f"{flag}: expected questions of version 1, got a header of {header}")
     at = 0
     for number in range(header[2]):
