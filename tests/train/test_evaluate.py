@@ -1,4 +1,4 @@
-"""``kos eval``: losses beside those of transformers, accuracies beside those of lm-evaluation-harness, in any layout."""
+"""``kos eval``: the losses of transformers and the accuracies of lm-evaluation-harness, in any layout."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_a_table_a_file_and_a_picture(folder: Path, tmp_path: Path, capsys: pyte
         str(other)
     ] * 2
     assert lines[0].split()[2:4] == ["1,284", "6.6400"] and lines[1].split()[2:] == ["24", "0.3750", "0.4167"]
-    assert lines[4:] == [f"{folder / 'plain.jsonl'}: 16 contexts are longer than the model's and lack their beginning"] * 2
+    assert lines[4:] == [f"{folder}/plain.jsonl: 16 contexts are longer than the model's and lack their beginning"] * 2
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert len(rows) == 4 and rows[0]["loss"] == pytest.approx(LOSSES[32], rel=1e-5)
     assert rows[0]["loss"] != rows[2]["loss"] and rows[1]["acc"] == 9 / 24
