@@ -34,7 +34,7 @@ from kos.train.machine import limit_threads
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import Model
 from kos.train.optim import Group
-from kos.train.parallel.failures import together
+from kos.train.parallel.failures import on_every_rank, together
 from kos.train.parallel.mesh import Mesh
 
 BATCH_TOKENS = 32_768
@@ -129,7 +129,8 @@ class Evaluator:
         """
         length, val = data.seq_len, data.val
         if short := -(len(val) - 1) % length:
-            data = replace(data, val=Tokens([*val.shards, np.full(short, -1, np.int64)], val.documents))
+            val = Tokens([*val.shards, np.full(short, -1, np.int64)], val.documents)
+            data = replace(data, train=val, val=val)
         count, rows, pieces = data.sequences_in(data.val), max(1, self.most // length), list[Piece]()
         for at in range(0, count, rows):
             numbers = range(at, min(at + rows, count))
@@ -137,7 +138,8 @@ class Evaluator:
             pieces.append(Piece(numbers, len(numbers) * length, make))
         sums, targets, nbytes = self.losses(pieces, data.tokenizer.token_bytes())
         if not targets:
-            raise DataError(f"{data.sources[0]}: expected a target that the loss counts, got none").about("data")
+            none = DataError(f"{data.sources[0]}: expected a target that the loss counts, got none")
+            raise on_every_rank(none.about("data"))
         loss = (total := math.fsum(sums)) / targets
         row = {"tokens": targets, "loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
         return row | ({"bits_per_byte": total / math.log(2) / nbytes} if nbytes else {})

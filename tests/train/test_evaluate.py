@@ -307,7 +307,13 @@ def test_what_it_refuses(
     assert not said.out
 
 
-def test_text_of_one_token_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_short_texts(folder: Path, tmp_path: Path) -> None:
+    """They need not fill a window, but have a target."""
+    model = kos.train.load(folder / "model")
+    for words in ("ab", "one ring"):
+        (tmp_path / "short.txt").write_text(words)
+        [row] = rows_of(folder, data=[tmp_path / "short.txt"], choices=())
+        assert (row["tokens"], row["loss"]) == (len(words) - 1, pytest.approx(model.loss(words), rel=1e-5))
     (tmp_path / "one.txt").write_text("a")
     with pytest.raises(KosError, match=r"--data .*one.txt: expected a target that the loss counts, got none"):
         rows_of(folder, data=[tmp_path / "one.txt"], choices=())

@@ -262,19 +262,19 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         return self
 
     def _check_best(self) -> None:
-        sources = weighted(self.data) if not isinstance(self.data, str) else {}
+        sources = {} if isinstance(self.data, str) else weighted(self.data)
         if both := sources.keys() & self.eval_sources:
             raise SettingError("eval_data", "another NAME than a source of --data", min(both))
         named = [*(sources if self.val_data is None else ()), *self.eval_sources]
         metrics = ["val_loss", *(f"val_loss/{name}" for name in named)]
         if self.best_metric is None:
             return
-        flag = "patience" if self.keep_best is None else "keep_best"
         if self.best_metric not in metrics:
             raise SettingError("keep_best", f"one of {', '.join(metrics)}", self.keep_best)
-        if not self.eval_batches or (self.patience and not self.eval_every):
-            off = "eval_every" if self.eval_batches else "eval_batches"
-            raise SettingError(off, "at least 1", 0, "patience" if self.eval_batches else flag)
+        flag = "patience" if self.patience else "keep_best"
+        for name in ["eval_batches", *["eval_every"] * bool(self.patience)]:
+            if not getattr(self, name):
+                raise SettingError(name, "at least 1", 0, flag)
         if self.elastic is not None:
             raise SettingError(flag, "none", self.patience or self.keep_best, "elastic")
 
