@@ -7,9 +7,7 @@ mpirun several ranks evaluate it together, in any layout.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ import kos
 from kos.commands import program
 from kos.errors import ConfigError, KosError, debugging
 from kos.files import check_picture, check_writable, printing, replace_file
-from kos.reporting import Parser, exit_status, report
+from kos.reporting import Parser, end_process, exit_status, report
 from kos.train import missing
 
 SETTINGS = (
@@ -141,11 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KosError, OSError, MemoryError) as error:
         report(error, rank, debug="--debug" in arguments or debugging())
         status = exit_status(error) if all(map(Path.exists, options.get("checkpoints", ()))) else 2
-        if ranks > 1:  # MPI_Finalize would wait for ranks that do not call it
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(status)
+        if ranks > 1:
+            end_process(status)
         return status
     return 0
 
