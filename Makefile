@@ -18,7 +18,7 @@ MPIRUN := $(BIN)/mpirun
 MPI := wheel-mpi
 EXTRAS_train := train,plot,mpi
 endif
-EXTRAS_test := $(EXTRAS_train),tokenizers,chat,tensorboard,test
+EXTRAS_test := $(EXTRAS_train),tokenizers,chat,parquet,zstd,tensorboard,test
 EXTRAS_all := $(EXTRAS_test),wandb,trackio
 EXTRAS_lint := train,tokenizers,chat,lint
 EXTRAS_docs := $(EXTRAS_train),tokenizers,docs

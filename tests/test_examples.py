@@ -73,6 +73,18 @@ def test_alone(name: str) -> None:
     output(run_program(*python(), str(EXAMPLES / name), env=environment()))
 
 
+@needs_mpirun
+def test_training_from_python(tmp_path: Path) -> None:
+    """Both learn."""
+    said = {}
+    for name in ("train_own_batches.py", "reinforce.py"):
+        command = (MPIRUN, "-n", "2", *python(), str(EXAMPLES / name), str(tmp_path / name))
+        said[name] = output(run_program(*command, env=environment(), cwd=tmp_path))
+    assert said["train_own_batches.py"].endswith("7 + 8 = 15\n" * 2)
+    first, last = (float(each) for each in re.findall(r"step \d+: ([\d.]+) of 8 tokens rise", said["reinforce.py"]))
+    assert last > first + 1.5, said
+
+
 def test_the_tests_of_ones_own_code(tmp_path: Path) -> None:
     options = ("-q", "-p", "kos.testing.plugin", "-p", "no:cacheprovider", "--rootdir=.")
     command = (sys.executable, "-m", "pytest", *options, str(EXAMPLES / "test_my_code.py"))

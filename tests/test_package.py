@@ -59,7 +59,8 @@ def test_the_command_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_command_is_its_module(ran: list[tuple[str, list[str]]]) -> None:
     for name, (module, _) in COMMANDS.items():
         assert main([name, "--help", "x"]) == 0 and ran.pop() == (module, ["--help", "x"])
-        program = module if name in ("sample", "chat", "export", "plot", "eval") else f"{module}.__main__"
+        flat = ("sample", "chat", "eval", "tokenize", "export", "plot")
+        program = module if name in flat else f"{module}.__main__"
         assert importlib.util.find_spec(program) is not None
 
 

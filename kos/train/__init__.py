@@ -1,4 +1,7 @@
-"""A LLaMA trainer on kos: ``python -m kos.train`` trains a model, ``load`` reads one, ``read_metrics`` a run's metrics.
+"""A LLaMA trainer on kos: ``python -m kos.train`` trains a model.
+
+In Python, ``fit`` trains one with batches, a loss and callbacks of one's own, and ``Trainer`` has the parts of a run.
+``load`` reads a model, and ``read_metrics`` a run's metrics.
 
 Names are imported when they are first used.
 """
@@ -10,10 +13,26 @@ from typing import TYPE_CHECKING
 from kos.errors import ConfigError, install
 
 if TYPE_CHECKING:
+    from kos.train.config.flags import parse
+    from kos.train.config.options import TrainConfig
+    from kos.train.data.batch import Batch
+    from kos.train.fitting import FitResult, fit
+    from kos.train.ops import CudaLoss, Loss
+    from kos.train.program import Callback, Program
+    from kos.train.run import Trainer
     from kos.train.tools.metrics import read_metrics
     from kos.train.trained import TrainedModel, load
 
-__all__ = ["TrainedModel", "load", "read_metrics"]
+_MODULES = {
+    "Batch": "data.batch", "Callback": "program", "CudaLoss": "ops", "FitResult": "fitting", "Loss": "ops",
+    "Program": "program", "TrainConfig": "config.options", "TrainedModel": "trained", "Trainer": "run",
+    "fit": "fitting", "load": "trained", "parse": "config.flags", "read_metrics": "tools.metrics",
+}  # fmt: skip
+
+__all__ = [
+    "Batch", "Callback", "CudaLoss", "FitResult", "Loss", "Program", "TrainConfig", "TrainedModel", "Trainer", "fit",
+    "load", "parse", "read_metrics",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
@@ -21,9 +40,8 @@ def __getattr__(name: str) -> object:
 
     if name not in __all__:
         raise AttributeError(f"module 'kos.train' has no attribute {name!r}")
-    module = "kos.train.tools.metrics" if name == "read_metrics" else "kos.train.trained"
     try:
-        return getattr(import_module(module), name)
+        return getattr(import_module(f"kos.train.{_MODULES[name]}"), name)
     except ImportError as error:
         raise missing(error) from error
 

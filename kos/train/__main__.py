@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kos
@@ -63,11 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = parse(arguments)
         if config.show_data:
+            from kos.train.checkpoint import resume
             from kos.train.data import show
+            from kos.train.run_context import run_folder
 
             if rank == 0:
+                out = run_folder(config) if config.resume == "auto" else Path()
                 with printing():
-                    print(show.report(config))
+                    print(show.report(config, resume.find(config, out / "checkpoints", lambda what, share: None)))
             return 0
         if config.join is not None:
             begun = True
@@ -90,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             note = overrides(arguments, getattr(error, "settings", ()))
         rank = rank if trainer is None else trainer.comm.rank  # others may have been lost
         if stop.listens:
-            Stop.ignore()
+            stop.ignore()
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
         _fail(error, rank, note, "--debug" in arguments or debugging(), begun)
     return 0

@@ -44,7 +44,6 @@ from kos.train.checkpoint.state import FLOAT32, ShardedState
 from kos.train.config import flatten
 from kos.train.config.options import flag_of
 from kos.train.device import Device
-from kos.train.device.choose import make_device
 from kos.train.machine import limit_threads
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.parallel.failures import Left, gather_json, on_every_rank
@@ -76,7 +75,7 @@ class Elastic(Runner):
     lag = 0
 
     def __init__(self, run: RunContext) -> None:
-        self.run, self._began = run, run.step if run.epoch >= 0 else 1 << 62
+        self.run, self._began = run, run.steps_done if run.epoch >= 0 else 1 << 62
         """The last step that this rank has begun: all that belongs to those before it is over."""
         self._last: tuple[int, StepResult] | None = None  # the last step that is over, and its result
         self._kept: Kept | None = None  # until all ranks have loaded it
@@ -167,7 +166,7 @@ class Elastic(Runner):
         if joined := now - (before - len(left | lost)):
             what.append(f"{plural(joined, 'rank')} joined")
         if what:  # else newcomers were refused
-            then = f"after step {self.run.step}: {plural(now, 'rank')} now, {seconds:.2f} s later"
+            then = f"after step {self.run.steps_done}: {plural(now, 'rank')} now, {seconds:.2f} s later"
             self.run.console.say(f"{' and '.join(what)} {then}")
 
     def _regroup(self) -> None:
@@ -198,12 +197,15 @@ class Elastic(Runner):
         if unfinished:  # what belongs to the last step, such as a validation
             number, last = next(each["last"] for each in every if each["last"] and each["last"][0] == applied - 1)
             self._last = number, StepResult(*last)._replace(leaving=(), joining=0)
-        run.step = applied - unfinished
+        run.steps_done = applied - unfinished
         run.saved_step = max(each["saved"] for each in every)
         run.untrained = next((each["untrained"] for each in every if each["untrained"]), {})
         kept.check(present)
         move_to(run, comm, run.epoch + 1)
         kept.load(run.device, comm, present)
+        if run.base is not None:
+            run.device.state.read_frozen(run.base_weights())
+            run.device.loaded()
         gather_json(comm, None)
         self._commit()
 
@@ -344,9 +346,13 @@ class Kept:
 
 
 def _arrays(device: Device) -> dict[str, Parameters | OwnedSlices]:
-    """What the optimizer holds, by name; the weights are ``weights``, and ``frozen`` those that it does not have."""
-    optimizer = device.step.optimizer
-    return {"weights": optimizer.weights, "frozen": device.step.frozen, **optimizer.state}
+    """What the optimizer holds, by name; the weights are ``weights``, and ``frozen`` those that it does not have.
+
+    The base of adapters is not there: each rank reads it from its files.
+    """
+    optimizer, frozen = device.step.optimizer, device.step.frozen
+    kept = {} if device.step.models[0].config.lora else {"frozen": frozen}
+    return {"weights": optimizer.weights, **kept, **optimizer.state}
 
 
 def _whole(held: Parameters | OwnedSlices) -> slice:
@@ -373,16 +379,22 @@ def facts_of(run: RunContext) -> dict[str, Any]:
     """What a newcomer is told of the run, of JSON's types."""
     return {
         "settings": run.asked, "chosen": run.config.to_json(), "out": str(run.out), "source": run.source,
-        "data": run.data_in_words, "name": run.name, "row": run.row,
+        "data": run.data_in_words, "packed": run.data.packed, "name": run.name, "row": run.row,
         "start": run.start, "skipped": sorted(run.skipped), "last_finite": run.last_finite,
-        "description": run.description,
+        "description": run.description, "batches": run.own.state(),
     }  # fmt: skip
 
 
 def misfit(newcomer: RunContext, facts: dict[str, Any]) -> str:
     """Why a newcomer's settings or data differ from the run's ``facts``, or ""."""
     mine, theirs = flatten("", newcomer.asked), flatten("", facts["settings"])
+    if newcomer.data.packed != facts["packed"]:  # such as that of a run that is older than --fit
+        expected, got = ("whole" if packed else "cut" for packed in (facts["packed"], newcomer.data.packed))
+        return f"--fit: expected {expected}, which the run has, got {got}; add --fit {expected}"
     mine["data in words"], theirs["data in words"] = newcomer.data_in_words, facts["data"]
+    expected = facts["description"].get("base", {}).get("sha256", "")
+    if (base := newcomer.base) and expected and expected != base["sha256"]:
+        return f"--init-from: expected the base that the run adapts ({expected[:12]}), got another, {base['path']}"
     for name in mine:
         if name not in PATHS | CHOSEN | NO_NUMBERS and mine[name] != theirs.get(name):
             flag = flag_of(name.partition(" ")[0])
@@ -398,7 +410,9 @@ def take_facts(newcomer: RunContext, facts: dict[str, Any]) -> None:
     newcomer.out, newcomer.skipped = Path(facts["out"]), set(facts["skipped"])
     for name in ("source", "name", "row", "start", "last_finite", "description"):
         setattr(newcomer, name, facts[name])
-    newcomer.console = Console(newcomer.comm.rank, newcomer.config.steps)
+    if newcomer.brings_batches:
+        newcomer.own.load_state(["all", [facts["batches"]]], 0, 1)
+    newcomer.console = Console(newcomer.comm.rank if newcomer.verbose else -1, newcomer.config.steps)
 
 
 def move_to(run: RunContext, comm: Communicator, epoch: int) -> None:
@@ -417,9 +431,8 @@ def move_to(run: RunContext, comm: Communicator, epoch: int) -> None:
         publish_address(run)
         if run.metrics is None:
             take_output(run)
-    run.device = make_device(run.config, run.model_config, run.data, run.mesh, run.console.progress)
+    run.make_device()
     run.device.epoch = epoch
-    run.device.check_stop(lambda: run.stop.wish)
 
 
 def logged_epoch(run: RunContext) -> int:

@@ -19,7 +19,8 @@ import numpy as np
 from kos.comm.communicator import Communicator
 from kos.errors import DataError
 from kos.train import checkpoint
-from kos.train.checkpoint import huggingface
+from kos.train.checkpoint import adapter
+from kos.train.checkpoint.state import Tensors
 from kos.train.config import preset_values
 from kos.train.config.flags import FINE_TUNING_SEQ_LEN, model_of
 from kos.train.config.options import TrainConfig, build
@@ -31,9 +32,8 @@ from kos.train.data.tokenizers import NumberTokenizer, has_tokenizer, make_token
 from kos.train.data.tokens import Tokens
 from kos.train.device.choose import choose_device, layout_of, make_device
 from kos.train.machine import limit_threads
-from kos.train.model.llama import LlamaConfig, Local
+from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
-from kos.train.optim import Group
 from kos.train.parallel.failures import on_every_rank, together
 from kos.train.parallel.mesh import Mesh
 
@@ -47,28 +47,19 @@ Row = dict[str, Any]
 """What is known of a checkpoint on one source of data or on one file of questions."""
 
 
-class Evaluation(TrainConfig):
-    """The settings of an evaluation: those of a run whose matrices are all frozen."""
+def settings_of(path: Path, model: LlamaConfig, flags: Mapping[str, Any], ranks: int) -> TrainConfig:
+    """The settings with which ``ranks`` ranks evaluate ``model``, of the folder ``path``; ``flags`` are those given.
 
-    def all_groups(self, model: LlamaConfig, *parts: Local) -> list[Group]:
-        shapes = model.parameter_shapes(*parts)
-        matrices = {name for name, shape in shapes.items() if len(shape) > 1}
-        return [Group(shapes.keys() - matrices), Group(matrices, frozen=True)]
-
-
-def settings_of(path: Path, flags: Mapping[str, Any], ranks: int) -> TrainConfig:
-    """The settings with which ``ranks`` ranks evaluate the weights in ``path``; ``flags`` are those that were given.
-
-    The default of ``seq_len`` is the model's context, up to ``FINE_TUNING_SEQ_LEN``.
+    All matrices are frozen.  The default of ``seq_len`` is the model's context, up to ``FINE_TUNING_SEQ_LEN``.
     """
-    shape = model_of(path, [("flags", flags)])
-    longest = min(shape[1]["model"]["max_position_embeddings"], FINE_TUNING_SEQ_LEN)
+    longest = min(model.max_position_embeddings, FINE_TUNING_SEQ_LEN)
     values = {"eval_batches": 0, "sample_tokens": 0, "recompute": "block", "init_from": str(path), "batch_size": 1}
+    values["freeze"] = [name for name, shape in model.parameter_shapes().items() if len(shape) > 1]
+    shape = model_of(path, [("flags", flags)])
     config = build([("preset tiny", preset_values("tiny")), ("flags", {"seq_len": longest, **values, **flags}), shape])
     parts = multiple_of(config)
     seq_len = config.seq_len if "seq_len" in flags else max(1, config.seq_len // parts * parts)
-    update = {"seq_len": seq_len, "batch_size": ranks * max(1, BATCH_TOKENS // seq_len)}
-    return Evaluation.model_construct(**dict(config)).model_copy(update=update)
+    return config.model_copy(update={"seq_len": seq_len, "batch_size": ranks * max(1, BATCH_TOKENS // seq_len)})
 
 
 def multiple_of(config: TrainConfig) -> int:
@@ -85,20 +76,19 @@ class Piece(NamedTuple):
 
 
 class Evaluator:
-    """The weights in the folder ``path`` on the ranks of ``comm``, for sequences of ``length`` tokens at most.
+    """A model on the ranks of ``comm``, for sequences of ``length`` tokens at most.  All calls are collective."""
 
-    All calls are collective.
-    """
-
-    def __init__(self, path: Path, config: TrainConfig, length: int, comm: Communicator, show: Show) -> None:
+    def __init__(
+        self, model: LlamaConfig, weights: Tensors, config: TrainConfig, length: int, comm: Communicator, show: Show
+    ) -> None:
         layout, device = layout_of(config, comm.size), choose_device(config.device, comm)
         self.mesh, self.length, self.rounded = Mesh(comm, layout), length, math.lcm(ROUNDED, multiple_of(config))
         limit_threads(comm)
         config = config.model_copy(update={"seq_len": length}).for_world(layout.dp, device)
-        model, blank = huggingface.read_config(path), Tokens([np.zeros(length + 1, np.uint8)])
+        blank = Tokens([np.zeros(length + 1, np.uint8)])
         none = Dataset("", blank, blank, NumberTokenizer(model.vocab_size), 0, config.batch_size, length, 0, "")
         self.device = make_device(config, model, none, self.mesh, show)
-        together(comm, lambda: self.device.read(huggingface.weight_files(path, model.parameter_shapes())))
+        together(comm, lambda: self.device.read(weights))
         self.weights = self.device.step.as_read(self.device.whole_weights())
         self.most = len(self.device.micro_batches[0]) * length
         """Tokens of a micro-batch at most."""
@@ -129,8 +119,7 @@ class Evaluator:
         """
         length, val = data.seq_len, data.val
         if short := -(len(val) - 1) % length:
-            val = Tokens([*val.shards, np.full(short, -1, np.int64)], val.documents)
-            data = replace(data, train=val, val=val)
+            data = replace(data, val=Tokens([*val.shards, np.full(short, -1, np.int64)], val.documents))
         count, rows, pieces = data.sequences_in(data.val), max(1, self.most // length), list[Piece]()
         for at in range(0, count, rows):
             numbers = range(at, min(at + rows, count))
@@ -187,21 +176,21 @@ def evaluate(
     ``flags`` are settings of ``TrainConfig``.  Raises CheckpointError, ConfigError and DataError on all ranks.
     """
     path = together(comm, lambda: checkpoint.find_weights(folder))
-    config = together(comm, lambda: settings_of(path, flags, comm.size))
-    model, parts = huggingface.read_config(path), multiple_of(config)
-    most = model.max_position_embeddings // parts * parts
+    model, weights = together(comm, lambda: adapter.whole_model(path))
+    home = together(comm, lambda: str(adapter.tokenizer_folder(str(path))))
+    config = together(comm, lambda: settings_of(adapter.base_of(path), model, flags, comm.size))
+    most = model.max_position_embeddings // (parts := multiple_of(config)) * parts
 
     def read() -> tuple[list[Dataset], list[list[Question]]]:
-        numbers = NumberTokenizer(model.vocab_size)
-        tokenizer = make_tokenizer(str(path)) if has_tokenizer(path) else numbers
-        data = [load_held_out(config, name, tokenizer, show, str(path), "--data") for name in sources]
+        tokenizer = make_tokenizer(home) if has_tokenizer(Path(home)) else NumberTokenizer(model.vocab_size)
+        data = [load_held_out(config, "--data", name, tokenizer, show, home) for name in sources]
         return data, [read_questions(task, tokenizer, most) for task in tasks]
 
     first = together(comm, lambda: read() if comm.local_rank == 0 else None)
     datasets, questions = together(comm, lambda: first or read())
     longest = max((len(ids) - 1 for each in questions for question in each for ids in question.sequences), default=1)
     length = max(config.seq_len, -(-longest // parts) * parts)
-    evaluator = Evaluator(path, config, length, comm, show)
+    evaluator = Evaluator(model, weights, config, length, comm, show)
     about = {"checkpoint": str(folder if folder == path else path), "seq_len": config.seq_len}
     rows = [about | {"data": name} | evaluator.of_text(data) for name, data in zip(sources, datasets, strict=True)]
     for task, each in zip(tasks, questions, strict=True):

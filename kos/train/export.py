@@ -1,7 +1,8 @@
 """Write a folder for Hugging Face from a checkpoint, in bfloat16 or float32: ``python -m kos.train.export RUN OUT``.
 
 RUN is a run's folder (its newest complete checkpoint is taken) or a checkpoint's. One process, no MPI. OUT gets the
-weights, config.json, the tokenizer, and the files that the run has kept of the folder of --init-from.
+weights, config.json, the tokenizer, and the files that the run has kept of the folder of --init-from. Of a run with
+--lora these are the adapters, as peft loads them, or with --merge the whole model with the adapters added.
 """
 
 from __future__ import annotations
@@ -13,23 +14,27 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kos.commands import program
-from kos.errors import CheckpointError, KosError
+from kos.errors import CheckpointError, ConfigError, KosError
 from kos.files import printing, sync
 from kos.reporting import exit_status
 from kos.train import missing
 
 
-def export(source: Path, out: Path, dtype: str) -> int:
+def export(source: Path, out: Path, dtype: str, merge: bool = False) -> int:
     """Write ``out``, a new or empty folder, from the run or checkpoint ``source``; the number of its parameters.
 
     ``out`` appears whole or not at all. A weight is rounded to the nearest number of ``dtype``, to even ones if two are
-    as near, as torch does. Takes the memory of one tensor.
+    as near, as torch does. Takes the memory of one tensor. ``merge``: write the sum of base and adapters.
     """
     from kos.train import checkpoint
+    from kos.train.checkpoint import adapter
 
     found, out = checkpoint.find(source, weights_only=True).path, out.resolve()
+    if merge and not adapter.is_folder(found):
+        raise ConfigError(f"--merge: expected a run with adapters (--lora), got {found}")
     temporary = out.with_name(f"{checkpoint.TEMPORARY}{out.name}")
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -38,7 +43,7 @@ def export(source: Path, out: Path, dtype: str) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        parameters = _write(found, temporary, dtype)
+        parameters = _write(found, temporary, dtype, merge)
         sync(temporary)
         temporary.replace(out)
         sync(out.parent)
@@ -49,24 +54,36 @@ def export(source: Path, out: Path, dtype: str) -> int:
     return parameters
 
 
-def _write(found: Path, folder: Path, dtype: str) -> int:
-    """Write the weights of the checkpoint ``found`` to the same names, and all other files but the optimizer's."""
-    from kos.train.checkpoint import CONFIG, MANIFEST, huggingface, saving
+def _write(found: Path, folder: Path, dtype: str, merge: bool) -> int:
+    """Write the weights of the checkpoint ``found`` to the same names, and all other files but the optimizer's.
+
+    ``merge``: write the weights of its base, to the names of the base's files, with its adapters added.
+    """
+    from kos.train.checkpoint import CONFIG, MANIFEST, adapter, huggingface, saving
 
     settings = json.loads((found / CONFIG).read_text(encoding="utf-8"))
     saving.write_json(folder / CONFIG, settings | dict.fromkeys(("dtype", "torch_dtype"), dtype))
-    shapes = huggingface.read_config(found).parameter_shapes()
-    weights = huggingface.weight_files(found, shapes)
-    for name, held in weights.by_file().items():
-        saved = {each: huggingface.shape_as_saved(each, shapes[each]) for each in held}
+    if merge:
+        weights: Any = (merged := adapter.Merged(found))
+        shapes, by_file = merged.model.parameter_shapes(), merged.weights.by_file()
+    elif adapter.is_folder(found):
+        shapes = adapter.shapes_of(model := adapter.model_of(found))
+        by_file = (weights := adapter.files_of(found, model)).by_file()
+    else:
+        shapes = huggingface.read_config(found).parameter_shapes()
+        by_file = (weights := huggingface.weight_files(found, shapes)).by_file()
+    for name, held in by_file.items():
+        saved = {huggingface.name_as_saved(each): huggingface.shape_as_saved(each, shapes[each]) for each in held}
         tensors = (huggingface.as_saved(each, weights.read(each)) for each in held)
         saving.write_tensors(folder / name, saved, tensors, dtype)
-    parameters = sum(map(math.prod, shapes.values()))
+    parameters, size = sum(map(math.prod, shapes.values())), saving.SAVED_DTYPES[dtype][1].itemsize
+    if len(by_file) > 1:
+        weight_map = {each: name for name, held in by_file.items() for each in held}
+        index = {"metadata": {"total_size": size * parameters}, "weight_map": weight_map}
+        saving.write_json(folder / huggingface.INDEX, index)
+    left_out = {CONFIG, huggingface.INDEX} | ({adapter.CONFIG} if merge else set())
     for name in json.loads((found / MANIFEST).read_text(encoding="utf-8"))["files"]:
-        if name == huggingface.INDEX:
-            index, size = json.loads((found / name).read_text()), saving.SAVED_DTYPES[dtype][1].itemsize
-            saving.write_json(folder / name, index | {"metadata": {"total_size": size * parameters}})
-        elif name != CONFIG and not name.endswith(".safetensors"):
+        if name not in left_out and not name.endswith(".safetensors"):
             shutil.copyfile(found / name, folder / name)
             sync(folder / name)
     return parameters
@@ -80,10 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run or of a checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write: a new or an empty one")
+    parser.add_argument("--merge", action="store_true", help="write the base of a run with --lora, adapters added")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the weights")
     arguments = parser.parse_args(argv)
     try:
-        parameters = export(arguments.run, arguments.out, arguments.dtype)
+        parameters = export(arguments.run, arguments.out, arguments.dtype, arguments.merge)
     except (KosError, ImportError) as error:
         reported = missing(error) if isinstance(error, ImportError) else error
         print(f"kos: error: {reported}", file=sys.stderr)

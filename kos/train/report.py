@@ -6,6 +6,7 @@ Commands are to be run in the folder where the run was started.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shlex
 import sys
@@ -41,6 +42,7 @@ def announce(run: RunContext) -> None:
         f"{f' between {parallel.rails.size} hosts' * (parallel.host.size > 1)}, "
         f"{config.batch_size} x {config.seq_len} tokens a step{epochs}"
     )
+    _announce_frozen(run)
     if config.elastic is not None:
         ranks, joins = config.elastic.replace(":", " to "), f"--join {run.out / ADDRESS} or {run.comm.address}"
         say(f"--elastic: {ranks} ranks; others join with the flags of this run and {joins}")
@@ -56,10 +58,14 @@ def announce(run: RunContext) -> None:
     if config.grad_dtype != (asked := run.asked["grad_dtype"]):
         why = f"a rank adds up {len(run.device.micro_batches)} micro-batches of a step, which {asked} would round"
         say(f"--grad-dtype {asked}: gradients are {config.grad_dtype}, since {why}")
-    say("; ".join(filter(None, (run.data.trained_on, run.data.held_out))))
+    if lines := "; ".join(filter(None, (run.data.trained_on, run.data.held_out))):
+        say(lines)
+    if run.loss is not None:
+        no_graph = run.asked["graph"] != run.config.graph
+        say(f"the loss is that of the program{', so there is no CUDA graph' * no_graph}")
     if run.data.mixture is not None:
         say(run.data.mixture.in_words(config.steps, config.batch_size))
-    if run.comm.rank == 0:
+    if run.comm.rank == 0 and not run.brings_batches:
         if fit := run.data.fit_in_words():
             say(fit)
         say(first_line(run.data, run.start))
@@ -67,7 +73,7 @@ def announce(run: RunContext) -> None:
         say(run.data.note)
     say(run.device.describe())
     _report_settings(run)
-    if run.trains and (seconds := run.device.dry_run()) is not None:
+    if run.trains and not run.of_program and (seconds := run.device.dry_run()) is not None:
         step, validation = seconds
         every, steps = config.eval_every or config.steps, config.steps - run.start
         validations = (run.start == 0) + -(-config.steps // every) - run.start // every
@@ -75,6 +81,23 @@ def announce(run: RunContext) -> None:
         if config.eval_batches:
             about += f", {plural(validations, 'validation')} of {duration(validation)} (--eval-batches 0: none)"
         say(f"about {duration(steps * step + validations * validation)} in all: {about}")
+
+
+def _announce_frozen(run: RunContext) -> None:
+    """How much is trained, if it is not all, and what becomes of a pipeline's passes for gradients of weights."""
+    config, model, say = run.config, run.model_config, run.console.say
+    shapes = model.parameter_shapes()
+    trained = sum(math.prod(shapes[name]) for group in config.trained_groups(model) for name in group.names)
+    if (whole := model.num_parameters()) == trained:
+        return
+    adapters, lora = "", model.lora
+    if lora is not None and run.base is not None:
+        adapters = f": adapters of rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}; the base is "
+        adapters += f"{run.base['path']} ({run.base['sha256'][:12]})"
+    say(f"{trained:,} of {whole:,} parameters are trained ({trained / whole:.2%}){adapters}")
+    if config.pp > 1 and config.pp_schedule == "zero-bubble-v":
+        before = "; gradients of adapters are computed in the passes before" * (lora is not None)
+        say(f"--pp-schedule zero-bubble-v: passes for gradients of weights (W) leave out frozen matrices{before}")
 
 
 def without_effect(config: TrainConfig, asked: Mapping[str, Any]) -> list[str]:
@@ -112,17 +135,18 @@ def _report_settings(run: RunContext) -> None:
 
 def conclude(run: RunContext, text: str) -> None:
     """Where checkpoint and metrics are, the ``text`` sampled at the end, and what to type next."""
-    say, out, config, step = run.console.say, run.out, run.config, run.step
+    say, out, config, step = run.console.say, run.out, run.config, run.steps_done
     if run.skipped:
         done = plural(step - run.start, "step")
         say(f"{len(run.skipped)} of {done} left out (--skip-outliers {config.skip_outliers:g})")
     if run.without_targets:
         say(f"{run.without_targets} of {plural(step - run.start, 'step')}: {NO_TARGETS}")
-    if early := step < config.steps and run.exhausted:
-        without = plural(config.patience, "validation")
-        say(f"stopped after step {step}: {config.best_metric} has not fallen in {without} (--patience)")
-    elif early := step < config.steps:
-        say(f"stopped on request after step {step}; resume with: {resume(out, run.comm.size)}")
+    if early := step < config.steps:
+        why = "the batches ended" if run.ended else "stopped on request"
+        if run.exhausted:
+            without = plural(config.patience, "validation")
+            why = f"{config.best_metric} has not fallen in {without} (--patience): stopped"
+        say(f"{why} after step {step}{resuming(run)}")
     elif text:
         say(f"--- a sample ---\n{text}\n----------------")
     say(f"checkpoint: {run.checkpoints / f'step-{step}'}")
@@ -133,7 +157,7 @@ def conclude(run: RunContext, text: str) -> None:
         say(f"plot:       {command}")
     if not early:
         say(f"more text:  {sample(out, config)}")
-        if step > run.start:  # else config.json is that of another run, perhaps of another layout
+        if step > run.start and not run.of_program:  # else config.json may be that of another run, of another layout
             say(f"more steps: {more_steps(out, run.comm.size, config)}")
 
 
@@ -148,6 +172,13 @@ def resume(out: Path, ranks: int, *flags: str) -> str:
     elif ranks > 1:
         return f"start the {ranks} ranks as before, with: {shlex.join(words)}"
     return shlex.join(words)
+
+
+def resuming(run: RunContext) -> str:
+    """How to resume the run, to be added to a line."""
+    if run.of_program:
+        return "; resume with resume='auto' in the program's TrainConfig"
+    return f"; resume with: {resume(run.out, run.comm.size)}"
 
 
 def mpirun_ends_all() -> bool:

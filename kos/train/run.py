@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, Unpack
 
 import kos
 from kos.comm.communicator import Communicator
@@ -23,27 +24,35 @@ from kos.errors import (
     ConfigError,
     CudaError,
     DataError,
+    InvalidArgument,
     KosError,
     OutOfMemory,
     RendezvousError,
+    SettingError,
     TrainingError,
     plural,
 )
 from kos.train import checkpoint, report
-from kos.train.checkpoint import huggingface, resume
+from kos.train.checkpoint import adapter, huggingface, resume
 from kos.train.checkpoint.resume import Residuals, saved_residuals, warn_of_residuals
 from kos.train.config.options import TrainConfig
+from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
-from kos.train.device.choose import choose_device, layout_of, make_device, scope_of
+from kos.train.data.own import own_data
+from kos.train.device.choose import choose_device, layout_of, scope_of
 from kos.train.elastic import PATHS, Elastic, logged_epoch
 from kos.train.generate import sample_text
 from kos.train.machine import limit_threads
+from kos.train.model.parameters import Parameters
+from kos.train.ops import CudaLoss
 from kos.train.parallel.failures import (
     PATIENCE,
+    STOP,
     Left,
     Stop,
     Stopped,
     alone,
+    gather_json,
     on_every_rank,
     raised_on_every_rank,
     same_on_all,
@@ -51,6 +60,7 @@ from kos.train.parallel.failures import (
     together,
 )
 from kos.train.parallel.mesh import Mesh
+from kos.train.program import Program
 from kos.train.report import NO_TARGETS, announce, conclude
 from kos.train.run_context import (
     ADDRESS,
@@ -69,6 +79,7 @@ from kos.train.tools.console import Console, by_source
 from kos.train.tools.metrics import METRICS
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import Runner, StepResult, train
+from kos.train.trained import TrainedModel
 
 LEAVES = "this rank leaves after"
 
@@ -77,24 +88,61 @@ MOST_NOT_FINITE = 20
 
 
 class Trainer(RunContext):
-    """A training run of ``config`` on the ranks of ``comm``. Everything up to the first step is in here."""
+    """A training run on the ranks of ``comm``, by default those of ``kos.init``. Its methods are collective.
 
-    def __init__(self, config: TrainConfig, comm: Communicator, stop: Stop | None = None) -> None:
-        super().__init__(config, stop)
+    ``python -m kos.train`` and ``kos.train.fit`` call ``run``, which trains to the end. A program may instead call
+    ``step``, ``evaluate`` and ``save`` itself, and then ``close``, or use the trainer in a ``with`` statement.
+
+    Args:
+        config: the settings, as ``TrainConfig.from_preset`` makes them.
+        comm: the communicator, which the caller closes.  Default: that of ``kos.init``, closed by ``close``.
+        stop: requests to stop, for ``run``.
+        program: ``batches``, ``loss`` and others, by name: see ``kos.train.Program``.
+
+    Raises:
+        ConfigError: a setting that cannot be, or that differs between ranks.
+        InvalidArgument: an argument of another type.
+    """
+
+    def __init__(
+        self, config: TrainConfig, comm: Communicator | None = None, stop: Stop | None = None,
+        **program: Unpack[Program],
+    ) -> None:  # fmt: skip
+        super().__init__(config, stop, **program)
+        if comm is not None:
+            return self._begin(config, comm)
+        try:
+            self._begin(config, self.held.enter_context(kos.init(config.backend, timeout=config.timeout)))
+        except BaseException as error:
+            self.held.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _begin(self, config: TrainConfig, comm: Communicator) -> None:
+        """Everything up to the first step."""
         self.comm, self.profiler = comm, Profiler()
         self._found: checkpoint.Checkpoint | None = None
-        same_on_all(comm, {name: value for name, value in self.asked.items() if name not in PATHS})
+        brings = {"batches": self.brings_batches, "rows": self.own.rows, "loss": self.loss is not None}
+        brings |= {"val_batches": self.val_batches is not None}
+        asked = {name: value for name, value in self.asked.items() if name not in PATHS}
+        self.watched = any(same_on_all(comm, asked | brings, len(self.callbacks)))
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
         hosts = comm.all_gather_bytes(str(comm.node[0]).encode()) if config.compress_scope == "hosts" else ()
         with raised_on_every_rank():
             layout = layout_of(config, comm.size)
+            if self.loss is not None and layout.tp > 1:
+                why = "1 with a loss of one's own, which needs logits of the whole vocabulary"
+                raise SettingError("--tp", why, layout.tp)
             config, local = scope_of(config, layout, hosts)
         self.mesh, kind = Mesh(world, layout, local), choose_device(config.device, comm)
         with raised_on_every_rank():
             self.config = config = config.for_world(layout.dp, kind)
+            if isinstance(self.loss, CudaLoss) and kind == "cpu":
+                raise ConfigError("loss: expected a function on the CPU, got a CudaLoss")
+            if kind == "cuda" and self.loss is not None and not isinstance(self.loss, CudaLoss):
+                self.config = config = config.model_copy(update={"graph": False})
             config.check_ranks(comm.size)
         limit_threads(comm, 1 if config.deterministic else None)
-        self.console = Console(comm.rank, config.steps)
+        self.console = Console(comm.rank if self.verbose else -1, config.steps)
         self.stop.announce(lambda text: self.console.warn(text))
         if config.elastic is not None:
             self.stop.leaves, self.stop.plan = True, f"{LEAVES} the first step, or the run stops before it (Ctrl-C)"
@@ -103,6 +151,7 @@ class Trainer(RunContext):
         try:
             self.source, self.start, self.saved_step, self._resumes, fit = alone(comm, self._find_source)
             self.config = config = config.model_copy(update={"fit": config.fit or fit})
+            self.base = alone(comm, lambda: adapter.find_base(config))
             self.data = self._load_data()
             self.config = config = config.model_copy(update={"fit": "whole" if self.data.packing else config.fit})
             if config.epochs is not None:
@@ -113,13 +162,13 @@ class Trainer(RunContext):
             with raised_on_every_rank():
                 self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             alone(comm, self._check_source)
-            self.device = make_device(config, self.model_config, self.data, self.mesh, self.console.progress)
-            self.device.check_stop(lambda: self.stop.wish)
+            self._load_state_of_batches()
+            self.make_device()
             self.held.push(self._close_groups)
             self.held.callback(self.console.close)
             announce(self)
             self._load()
-            self.step = self.start
+            self.steps_done = self.start
             together(comm, lambda: open_output(self) if comm.rank == 0 else None)
             self.name = check_shared(self.out, comm)
         except BaseException:
@@ -131,9 +180,12 @@ class Trainer(RunContext):
 
     def _load_data(self) -> Dataset:
         """Read the data.  One rank of each machine prepares it, and the others read the result."""
+        if self.brings_batches:
+            return together(self.comm, lambda: own_data(self.config, self.source if self._resumes else None))
         first = self.comm.local_rank == 0
         initialized = self._resumes and self.config.init_from is not None
-        weights = self.source if initialized else None  # the checkpoint: the folder of ``init_from`` may be gone
+        # Of a resumed run the checkpoint's: the folder of ``init_from`` may be gone.
+        weights = self.source if initialized else adapter.tokenizer_folder(self.config.init_from)
         runs = [Path(str(self.source)).parent.parent] if self._resumes else []  # with the plan that it began with
 
         @self.stop.at_once()
@@ -146,6 +198,18 @@ class Trainer(RunContext):
             self.console.close()
         return together(self.comm, lambda: data or load())
 
+    def _state_of_batches(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the program's batches: the ``rows`` of ``OwnBatches``, and each rank's state."""
+        if not self.brings_batches or (mine := self.own.state()) is None:
+            return {}
+        return {"batches": [self.own.rows, gather_json(self.comm, mine)]}
+
+    def _load_state_of_batches(self) -> None:
+        """Continue with the batches after those of the checkpoint."""
+        if self.brings_batches and self._resumes:
+            saved = alone(self.comm, lambda: self._found and self._found.config.get("batches"))
+            together(self.comm, lambda: self.own.load_state(saved, self.comm.rank, self.comm.size))
+
     def _find_source(self) -> tuple[str | None, int, int, bool, str | None]:
         """Where a checkpoint or a Hugging Face folder to begin from is, its step, this if it is ours, which, and
         the ``fit`` of the checkpoint's run.
@@ -155,20 +219,13 @@ class Trainer(RunContext):
         config = self.config
         check_unlocked(self.out)
         trackers.check(config.tracker)
-        if config.resume == "auto":
-            self._found = checkpoint.latest(self.checkpoints, show=self.console.progress)
-            if self._found is None:
-                self.console.say(f"no checkpoint in {self.checkpoints}: starting a new run")
-        elif config.resume is not None:
-            try:
-                self._found = checkpoint.find(Path(config.resume), show=self.console.progress)
-            except CheckpointError as error:
-                kind = CheckpointError if os.path.exists(config.resume) else ConfigError
-                raise kind(f"--resume: {error}").about("resume") from error
+        self._found = resume.find(config, self.checkpoints, self.console.progress)
+        if self._found is None and config.resume:
+            self.console.say(f"no checkpoint in {self.checkpoints}: starting a new run")
         if self._found is None:
             check_free(self, 0, -1)
             if config.init_from is not None:
-                huggingface.check_weights(Path(config.init_from))
+                huggingface.check_weights(adapter.base_of(Path(config.init_from)))
             return config.init_from, 0, -1, False, None
         path, step, _ = self._found
         saved_step = step if path.parent.resolve() == self.checkpoints.resolve() else -1
@@ -177,8 +234,7 @@ class Trainer(RunContext):
         resume.check_order(self._found, config)
         theirs = huggingface.read_config(path)
         resume.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
-        settings = self._found.config.get("config", {}) | self._found.config.get("derived", {})
-        return str(path), step, saved_step, True, settings.get("fit", "cut")
+        return str(path), step, saved_step, True, resume.fit_of(self._found)
 
     def _load(self) -> None:
         """Give the device its weights: of the ``source`` each rank reads its part; or all draw them together."""
@@ -188,13 +244,17 @@ class Trainer(RunContext):
             if self.source is None:
                 return self.device.draw_weights()
             path, model = Path(self.source), self.model_config
+            if self.base is not None and not adapter.is_folder(path):
+                return self.device.draw_weights(self.base_weights())
             shapes, kept = model.parameter_shapes(), self.config.state_of(model)
             if not path.is_dir():
                 got = f"got none on rank {self.comm.rank}"
                 raise CheckpointError(f"{path}: expected a folder that all ranks see, {got}")
             state = checkpoint.state_files(path, shapes, kept) if self._resumes else None
             residual = self._residuals(path) if self._resumes else None
-            self.device.read(huggingface.weight_files(path, shapes), state, self.start, residual)
+            weights: Any = adapter.files_of(path, model) if self.base else huggingface.weight_files(path, shapes)
+            weights = adapter.Joined(self.base_weights(), weights) if self.base else weights
+            self.device.read(weights, state, self.start, residual)
 
         together(self.comm, begin)
         self.console.close()
@@ -202,7 +262,7 @@ class Trainer(RunContext):
     def _residuals(self, path: Path) -> Residuals | None:
         """What this rank gets of the residuals in a checkpoint."""
         replicas, every = self.mesh.replicas, self.model_config.parameter_shapes()
-        shapes = {name: every[name] for group in self.config.groups(self.model_config) for name in group.names}
+        shapes = {name: every[name] for group in self.config.trained_groups(self.model_config) for name in group.names}
         return saved_residuals(path, shapes, self.config, replicas.rank, replicas.size, self.mesh.local)
 
     def _check_source(self) -> None:
@@ -214,9 +274,11 @@ class Trainer(RunContext):
         resume.check_tokenizer(source, self.data.tokenizer)
         if self._found is not None:
             resume.check_data(self._found, self.config, self.data.fingerprint)
+            resume.check_adapters(self._found, self.config, self.model_config, self.base)
             resume.check_frozen(self._found, self.config, self.model_config)
             resume.warn_of_changes(self._found, self.config, self.description)
-        resume.check_model(source, huggingface.read_config(source), self.model_config)
+        of_model = source if self.base is None else Path(self.base["path"])
+        resume.check_model(of_model, huggingface.read_config(of_model), self.model_config.base)
         if self._found is not None:
             warn_of_residuals(source, self._residuals(source), self.config, self.mesh.replicas.size)
 
@@ -253,8 +315,9 @@ class Trainer(RunContext):
                         profile_steps(self.profiler, self.device, self.start, config.profile, self.out)
                     )
                 stopped = self.train(self.device) if config.elastic is None else Elastic(self).train()
+                self.call("on_end")
                 self.console.close()
-                samples = self.step == self.config.steps and self.config.sample_tokens and not stopped
+                samples = self.steps_done == self.config.steps and self.config.sample_tokens and not stopped
                 conclude(self, self._sample() if samples else "")
             except CompileError:
                 raise
@@ -264,15 +327,15 @@ class Trainer(RunContext):
 
     def train(self, device: Runner) -> bool:
         """Train on the device from the current step; returns whether a stop was requested."""
-        if self.step == self.start:
-            if self.step == 0 and self.config.eval_batches and not self.untrained:
+        if self.steps_done == self.start:
+            if self.steps_done == 0 and self.validates and not self.untrained:
                 self._validate_untrained()
             stop_together(self.comm, self.stop)
         self.stop.plan = f"stopping after this step, then saving to {self.checkpoints}"
         if self.stop.leaves:
             self.stop.plan = f"{LEAVES} this step; if the run stops, it saves to {self.checkpoints}"
         if self.comm.rank == 0:
-            self.stop.advice = f"; resume with: {report.resume(self.out, self.comm.size)}"
+            self.stop.advice = report.resuming(self)
         self.console.close()
         stopped = train(device, self.config, self)
         self.finish_save()
@@ -280,7 +343,7 @@ class Trainer(RunContext):
 
     def _validate_untrained(self) -> None:
         with self.stop.at_once() if self.comm.size == 1 else contextlib.nullcontext():  # several ranks: one may wait
-            self.untrained = self.device.evaluate()
+            self.untrained = self.evaluate()
         loss, *_ = self.untrained.values()
         self.console.say("; ".join([f"validation loss before training: {loss:.4f}", *by_source(self.untrained)]))
         if not math.isfinite(loss):
@@ -291,7 +354,7 @@ class Trainer(RunContext):
     # --- what the loop reports -------------------------------------------------------------------------
 
     def measure(self, result: StepResult) -> dict[str, Any]:
-        config, device, step = self.config, self.device, self.step
+        config, device, step = self.config, self.device, self.steps_done
         for name, value in (("loss", result.loss), ("gradient norm", result.norm)):
             if not math.isfinite(value) and not config.skip_outliers:
                 tensor = device.not_finite(step)
@@ -333,26 +396,37 @@ class Trainer(RunContext):
         return row
 
     def validate(self) -> dict[str, float]:
-        losses = self.device.evaluate()
+        losses = self.evaluate()
         if not math.isfinite(loss := losses["val_loss"]):
-            raise self._not_finite(self.step, "validation loss", loss)
+            raise self._not_finite(self.steps_done, "validation loss", loss)
         if (metric := self.config.best_metric) is not None:
             if self.best is None:
                 step, value = alone(self.comm, lambda: checkpoint.best_of(self.checkpoints, metric, self.start))
                 self.best = step, math.inf if value is None else value
             if losses[metric] < self.best[1]:
-                self.best, self.improved = (self.step, losses[metric]), True
+                self.best, self.improved = (self.steps_done, losses[metric]), True
         return losses
 
-    def save(self) -> None:
-        """Save this step after the previous checkpoint is complete. ``--save-async``: files are written meanwhile."""
+    def after_step(self, row: dict[str, Any]) -> bool:
+        self.call("on_step", row)
+        if "val_loss" in row:
+            self.call("on_evaluate", row)
+        return self.watched and any(self.comm.all_gather_bytes(b"!" * (self.stop.wish == STOP)))
+
+    def save(self) -> Path:
+        """Save a checkpoint of this step, unless there is one, after the previous one is complete.
+
+        Returns its folder.  With ``save_async`` the files are written meanwhile, until the next ``save`` or ``close``.
+        """
         self.finish_save()
-        if self.step == self.saved_step:
-            return
-        if self.step == self.config.steps:
+        folder = self.checkpoints / f"step-{self.steps_done}"
+        if self.steps_done == self.saved_step:
+            return folder
+        if self.steps_done == self.config.steps:
             self.stop.plan = f"saving the last step to {self.checkpoints}, then ending"
         self.saving = checkpoint.save(
-            self.checkpoints, self.device.state, step=self.step, tokenizer=self.data.tokenizer, config=self.description,
+            self.checkpoints, self.device.state, step=self.steps_done, tokenizer=self.data.tokenizer,
+            config=self.description | self._state_of_batches(),
             keep=self.config.keep, before=max(self.start, self.saved_step), run=f"{self.name}-{self.epoch}",
             extra=self.extra, show=None if self.config.save_async else self.console.progress,
             best={str(self.config.best_metric): self.best[1]} if self.improved and self.best else None,
@@ -360,6 +434,80 @@ class Trainer(RunContext):
         self.improved = False
         if not self.config.save_async:
             self.finish_save()
+        return folder
+
+    # --- the parts that a program calls ------------------------------------------------------------------
+
+    def step(self, batch: Batch | None = None) -> dict[str, Any]:
+        """Make one optimizer step with ``batch``, or with the next batch of the trainer.  Calls ``on_step``.
+
+        Returns the row of ``metrics.jsonl``: the mean ``loss`` over the targets, ``grad_norm``, ``lr``, and so on.
+        Signals are the program's: nothing but the program stops it.
+
+        Raises:
+            DataError: the batch has another shape, or there is none; on all ranks if on one of them.
+            TrainingError: the loss or the norm is not finite.
+        """
+        source = self.own if batch is not None or self.brings_batches else self.data
+        self.own.given = batch
+        if source is not self.device.source:
+            self.device.use(source)
+        self.device.start_step(self.steps_done, 0)
+        row = self.measure(self.device.finish_step(self.steps_done))
+        self.steps_done += 1
+        self.log(row, last=False)
+        self.call("on_step", row)
+        return row
+
+    def evaluate(self, batches: Iterable[Batch] | None = None) -> dict[str, float]:
+        """The mean loss over the targets of ``batches``, by default of the validation batches: ``{"val_loss": …}``.
+
+        ``batches`` are of any number of sequences, the same on all ranks; with ``rows="own"``, each rank of dp has
+        its own.  With several ``--data`` there is a ``val_loss/SOURCE`` of each.
+
+        Raises:
+            InvalidArgument: there are no batches.
+            DataError: a batch of another shape, or none with a target that counts; on all ranks if on one of them.
+        """
+        if batches is None and self.val_batches is None:
+            if not self.validates:
+                raise InvalidArgument("evaluate: expected batches, as the trainer has none for validation, got none")
+            return self.device.evaluate()
+        given = self.own.checked(batches if batches is not None else self.val_batches or ())
+        return {"val_loss": self.device.loss_of(given, self.own.rows)}
+
+    @property
+    def model(self) -> TrainedModel:
+        """A copy of the model with its present weights, on the CPU in float32: its ``logits``, ``loss``, ``generate``.
+
+        Raises InvalidArgument if a rank has only a part of the model (tp, pp).
+        """
+        if self.mesh.model_parallel.size > 1:
+            got = self.mesh.layout.describe()
+            raise InvalidArgument(f"model: expected ranks that hold the whole model, got {got}; save it and load that")
+        whole, to_host, config = self.device.whole_weights(), self.device.step.models[0].ops.to_host, self.model_config
+        copy = Parameters(config.parameter_shapes(), groups=config.fused_groups())
+        for name, weight in copy.items():
+            weight[...] = to_host(whole[name])
+        return TrainedModel(config, copy, self.data.tokenizer)
+
+    def request_stop(self) -> None:
+        """Let ``run`` end on all ranks: after this step if a callback calls it, else after the next one."""
+        self.stop.asked, self.stop.number = True, signal.SIGINT
+
+    def close(self) -> None:
+        """Complete the checkpoint that is being written, and free what the trainer holds."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        if failure[0] is None:
+            with self.held:
+                self.finish_save()
+        else:
+            self.held.__exit__(*failure)
 
     # --- errors and the end ------------------------------------------------------------------------------
 
@@ -375,12 +523,12 @@ class Trainer(RunContext):
             ranks = self.comm.world_ranks  # of those that survive another one, the lowest gives the advice
             lowest = not error.ranks or ranks[self.comm.rank] == min(set(ranks) - set(error.ranks), default=-1)
             if lowest and not self.stop.advised:
-                left += f"; resume with: {report.resume(self.out, self.comm.size)}"
+                left += report.resuming(self)
         elif self.start > 0:
             left = f"there is no checkpoint yet except the one from which the run started, {self.source}"
         left = "" if left in str(error) else f"; {left}"  # the error of another rank may end with it
-        failure = type(error)(f"after step {self.step}{where}: {error}{left}")
-        failure.on_every_rank = error.on_every_rank
+        failure = type(error)(f"after step {self.steps_done}{where}: {error}{left}")
+        vars(failure).update(vars(error))  # such as ``ranks``
         return failure
 
     def _not_finite(self, step: int, name: str, value: float, where: str = "") -> TrainingError:
@@ -421,14 +569,18 @@ class Newcomer(Trainer):
     it, and Left if it was asked to stop before.
     """
 
-    def __init__(self, config: TrainConfig, stop: Stop | None = None) -> None:
-        RunContext.__init__(self, config, stop)
-        self.console, self.epoch, self.step, self.trains = Console(0, config.steps), -1, 0, True
+    def __init__(self, config: TrainConfig, stop: Stop | None = None, **program: Unpack[Program]) -> None:
+        RunContext.__init__(self, config, stop, **program)
+        self.console, self.epoch, self.steps_done, self.trains = Console(self.verbose - 1, config.steps), -1, 0, True
         self.stop.announce(lambda text: self.console.warn(text))
         self.start = 0
         try:
             with self.stop.at_once():
-                self.data = load_data(config, self.console.progress)
+                if self.brings_batches:
+                    self.data = own_data(config)
+                else:
+                    self.data = load_data(config, self.console.progress, adapter.tokenizer_folder(config.init_from))
+                self.base = adapter.find_base(config)
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             self.console.close()
             self.comm = self._join()
@@ -442,7 +594,7 @@ class Newcomer(Trainer):
         if self.epoch >= 0:
             return super()._interrupted(error)
         failure = type(error)(f"while joining the run at {self.config.join}: {error}")  # of which nothing is known yet
-        failure.on_every_rank = error.on_every_rank
+        vars(failure).update(vars(error))  # such as ``ranks``
         return failure
 
     def _join(self) -> Communicator:

@@ -15,26 +15,34 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
 from kos.comm.communicator import Communicator
-from kos.errors import ConfigError, SettingError
+from kos.errors import ConfigError, InvalidArgument, SettingError
 from kos.files import replace_file
 from kos.train import checkpoint
 from kos.train.checkpoint import Extra, read_extra, read_tokenizer_settings
+from kos.train.checkpoint.adapter import shapes_of
+from kos.train.checkpoint.huggingface import TensorFiles, weight_files
 from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.checkpoint.state import state_shapes
 from kos.train.config.options import TrainConfig
+from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset
+from kos.train.data.own import OwnBatches, Rows
 from kos.train.data.tokenizers import HuggingFaceTokenizer
 from kos.train.device import Device
+from kos.train.device.choose import make_device
 from kos.train.machine import provenance
 from kos.train.model.llama import LlamaConfig
+from kos.train.ops import CudaLoss, Loss
 from kos.train.ops.fixed_order import ORDER
 from kos.train.parallel.failures import Stop, alone, together
 from kos.train.parallel.mesh import Mesh
+from kos.train.program import Callback
 from kos.train.tools import trackers
 from kos.train.tools.console import Console
 from kos.train.tools.metrics import METRICS, MetricsLog, read_metrics
@@ -67,17 +75,41 @@ class RunContext:
     name: str
     """That no other run on ``out`` has."""
     start: int
-    step: int
+    steps_done: int
     saved_step: int
     """Steps that are done at the start, now, and in the last checkpoint (-1: none)."""
     trains: bool
     """Whether there are steps to train."""
 
-    def __init__(self, config: TrainConfig, stop: Stop | None) -> None:
-        self.config, self.asked = config, config.to_json()
+    own: OwnBatches
+    """The batches of the program; those of ``data`` unless ``brings_batches``."""
+
+    def __init__(
+        self, config: TrainConfig, stop: Stop | None = None, *, batches: Iterable[Batch] | None = None,
+        rows: Rows = "all", val_batches: Iterable[Batch] | None = None, loss: Loss | None = None,
+        callbacks: Sequence[Callback] = (), verbose: bool = True,
+    ) -> None:  # fmt: skip
+        again = isinstance(val_batches, Iterable) and not isinstance(val_batches, Iterator)
+        for name, right, expected, got in (
+            ("config", isinstance(config, TrainConfig), "a kos.train.TrainConfig", config),
+            ("loss", loss is None or isinstance(loss, CudaLoss) or callable(loss), "a function or a CudaLoss", loss),
+            ("val_batches", again or val_batches is None, "a list, or what else can be iterated again", val_batches),
+            *(("callbacks", isinstance(each, Callback), "objects of kos.train.Callback", each) for each in callbacks),
+        ):
+            if not right:
+                raise InvalidArgument(f"{name}: expected {expected}, got {got!r:.80}")
+        self.config, self.asked, self.loss, self.val_batches = config, config.to_json(), loss, val_batches
+        self.brings_batches = batches is not None
+        self.own = OwnBatches(() if batches is None else batches, rows, config)
+        self.callbacks, self.watched = callbacks, False  # whether any rank has some
+        self.verbose, self.ended = verbose, False
+        if self.brings_batches:
+            self.own.check(config)
         self.stop: Stop = stop or Stop()
         self.metrics: MetricsLog | None = None  # on rank 0
         self.extra: Extra = {}
+        self.base: dict[str, str] | None = None
+        """With ``--lora``, the path of the model that is adapted, and the SHA-256 of its weights."""
         self.skipped: set[int] = set()  # steps left out, of those of this run
         self.without_targets = 0  # steps of this run in which the loss counted nothing
         self.last_finite: int | None = None  # the last step whose gradients were finite
@@ -99,13 +131,14 @@ class RunContext:
     def data_in_words(self) -> str:
         packed = "".join(f", packed {each.digest[:12]}" for part in self.data.parts if (each := part.packing))
         others = "".join(f", {name} {each.fingerprint[:12]}" for name, each in self.data.others.items())
-        return f"{self.data.name} ({self.data.fingerprint[:12]}{packed}{others})"
+        loss = ", with a loss of its own" * (self.loss is not None)
+        return f"{self.data.name} ({self.data.fingerprint[:12]}{packed}{others}){loss}"
 
     @property
     def exhausted(self) -> bool:
         """Whether no validation of the last ``--patience`` was the best."""
         patience = self.config.patience * self.config.eval_every
-        return bool(patience) and self.best is not None and self.step - self.best[0] >= patience
+        return bool(patience) and self.best is not None and self.steps_done - self.best[0] >= patience
 
     @cached_property
     def description(self) -> dict[str, Any]:
@@ -114,8 +147,36 @@ class RunContext:
         config = {**self.asked, "out": str(self.out)}
         about = {"cwd": os.getcwd(), "data_fingerprint": self.data.fingerprint, "local_replicas": self.mesh.local}
         about |= {"order_of_sums": ORDER} if self.config.deterministic else {}
+        about |= {"own_loss": True} if self.loss is not None else {}
         about |= self.config.describe_groups(self.model_config)
+        about |= {"base": self.base} if self.base else {}
         return {"config": config, "derived": derived, **about, **provenance(self.comm)}
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are batches to validate on."""
+        return self.val_batches is not None or (self.config.eval_batches > 0 and not self.brings_batches)
+
+    @property
+    def of_program(self) -> bool:
+        """Whether the command alone could not continue the run: the program brings its batches or its loss."""
+        return self.brings_batches or self.loss is not None
+
+    def make_device(self) -> None:
+        """Make the device for the ranks of ``mesh``. Collective."""
+        self.device = make_device(self.config, self.model_config, self.data, self.mesh, self.console.progress)
+        self.own.mesh, self.own.vocab_size = self.mesh, self.model_config.vocab_size
+        self.device.use(self.own if self.brings_batches else self.data)
+        for model in self.device.step.models:
+            model.head.own_loss = self.loss
+        if self.watched:
+            self.device.lag = 0  # callbacks see the weights of their step
+        self.device.check_stop(lambda: self.stop.wish)
+
+    def base_weights(self) -> TensorFiles:
+        """The weights of the base of adapters."""
+        assert self.base is not None
+        return weight_files(Path(self.base["path"]), self.model_config.base.parameter_shapes())
 
     def train(self, device: Runner) -> bool:
         """Train on the device from the current step; returns whether a stop was requested. Collective."""
@@ -126,11 +187,11 @@ class RunContext:
         if self.row is not None and self.row["step"] == row["step"]:
             return  # before the ranks changed
         self.row = row
-        self.console.step(row, log=self.step % self.config.log_every == 0 or last)
+        self.console.step(row, log=self.steps_done % self.config.log_every == 0 or last)
         if self.metrics is not None:
             self.metrics.write(row)
 
-    def save(self) -> None:
+    def save(self) -> Path:
         """Save this step after the previous checkpoint is complete. Collective."""
         raise NotImplementedError
 
@@ -139,6 +200,12 @@ class RunContext:
         if self.saving is not None:
             self.saving.finish()
             self.saved_step, self.saving = self.saving.step, None
+            self.call("on_save", self.checkpoints / f"step-{self.saved_step}")
+
+    def call(self, event: str, *arguments: Any) -> None:
+        """Call a method of this rank's callbacks."""
+        for each in self.callbacks:
+            getattr(each, event)(self, *arguments)
 
     def drop_save(self) -> None:
         """End the checkpoint that is being written; it is either complete or absent."""
@@ -167,7 +234,7 @@ def open_output(run: RunContext) -> None:
         out.mkdir(parents=True, exist_ok=True)
         lock_folder(out, run.held)
         checkpoint.remove_unfinished(run.checkpoints)
-        shapes = run.model_config.parameter_shapes()
+        shapes = run.model_config.parameter_shapes() if run.base is None else shapes_of(run.model_config)
         files = [*shapes.values(), *state_shapes(config.state_of(run.model_config), shapes).values()]
         if run.device.step.parallel.residual is not None:
             files += [*shapes.values()] * run.mesh.replicas.size
@@ -190,7 +257,7 @@ def open_output(run: RunContext) -> None:
 
 def take_output(run: RunContext) -> None:
     """Write metrics and checkpoints instead of the rank that was the first; its last row may be missing."""
-    run.console = Console(0, run.config.steps)
+    run.console = Console(0 if run.verbose else -1, run.config.steps)
     with contextlib.suppress(ConfigError):  # it may be stopped, and hold the lock
         lock_folder(run.out, run.held, run.name)
     row, run.row = run.row, None

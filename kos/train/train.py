@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from kos.comm.reduction import ReduceOp
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
+from kos.train.data.own import EndOfBatches
 from kos.train.layers import LOOKUPS, Weights
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import InFlight, Model, Result, make_stage
@@ -61,10 +62,17 @@ WRITING = -1
 class Run(Protocol):
     """What the loop reports to: metrics, console and checkpoints (``kos.train.run``). Collective."""
 
-    step: int
+    steps_done: int
     """How many steps are done."""
 
     stop: Stop
+
+    ended: bool
+    """Whether the run has ended since there was no batch for the next step."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are batches to validate on."""
 
     def measure(self, result: StepResult) -> dict[str, Any]:
         """The metrics of the step. TrainingError if its loss or norm is not finite."""
@@ -82,8 +90,12 @@ class Run(Protocol):
     def log(self, row: dict[str, Any], last: bool) -> None:
         """Print and write the metrics of a step."""
 
-    def save(self) -> None:
+    def after_step(self, row: dict[str, Any]) -> bool:
+        """Call the callbacks; returns whether one of them, on any rank, stops the run."""
+
+    def save(self) -> object:
         """Save a checkpoint."""
+
 
 
 class Runner:
@@ -102,25 +114,31 @@ class Runner:
 
 
 def train(device: Runner, config: TrainConfig, run: Run) -> bool:
-    """Train from step ``run.step`` to ``config.steps``, or until a stop is requested: returns whether one was.
+    """Train from step ``run.steps_done`` to ``config.steps``, or until a stop is requested: returns whether one was.
 
     The device may start ``lag`` steps before the first of them is finished. It does not start a step before the weights
     of the step before are evaluated and saved.
     """
-    started, stopped = run.step, False
-    while run.step < started or (run.step < config.steps and not stopped):
-        while not stopped and started < min(run.step + 1 + device.lag, _next_pause(config, run.step)):
-            device.start_step(started, run.stop.wish)
-            started += 1
-        result = device.finish_step(run.step)
+    started, stopped = run.steps_done, False
+    while run.steps_done < started or (run.steps_done < config.steps and not stopped):
+        while not stopped and started < min(run.steps_done + 1 + device.lag, _next_pause(config, run.steps_done)):
+            try:
+                device.start_step(started, run.stop.wish)
+                started += 1
+            except EndOfBatches:
+                stopped = run.ended = True
+        if run.steps_done == started:
+            break
+        result = device.finish_step(run.steps_done)
         row = run.measure(result)
-        run.step, stopped = run.step + 1, stopped or result.stop
-        if config.eval_batches and (_every(config.eval_every, run.step) or run.step == config.steps):
+        run.steps_done, stopped = run.steps_done + 1, stopped or result.stop
+        if run.validates and (_every(config.eval_every, run.steps_done) or run.steps_done == config.steps):
             row |= run.validate()
             stopped = stopped or run.exhausted
-        last = run.step == config.steps or (stopped and run.step == started)
+        last = run.steps_done == config.steps or (stopped and run.steps_done == started)
         run.log(row, last)
-        if not last and (_every(config.save_every, run.step) or run.improved):
+        stopped = run.after_step(row) or stopped
+        if not last and (_every(config.save_every, run.steps_done) or run.improved):
             run.save()
     run.save()
     return stopped

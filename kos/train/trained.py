@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kos.errors import CheckpointError, ConfigError, InvalidArgument, install
 from kos.train import checkpoint
-from kos.train.checkpoint import huggingface
+from kos.train.checkpoint import adapter
 from kos.train.data.batch import Batch
 from kos.train.data.chat import ChatTemplate, read_chat_template
 from kos.train.data.documents import Document
@@ -133,7 +133,7 @@ class TrainedModel:
         """
         (prompt, after), answer = self.chat_prompt(messages), ""
         rendered = Document(((prompt, True),), rendered=True)
-        ids = np.concatenate([part for _, part, _ in self.tokenizer.encode_documents([rendered], False)]).tolist()
+        ids = np.concatenate([part.tokens for part in self.tokenizer.encode_documents([rendered], False)]).tolist()
         stops = [*stop, *filter(None, [after.strip()])]
         for _, piece in self._stream([ids], tokens, stops, sampling):
             answer += piece
@@ -179,6 +179,7 @@ def load(folder: str | os.PathLike[str], device: str = "cpu") -> TrainedModel:
 
     A run stands for its newest complete checkpoint.  A Hugging Face folder without tokenizer.json gets a tokenizer
     whose texts are token numbers.  ``device``: ``cpu``, with weights in float32; ``cuda`` or ``cuda:N``, in bfloat16.
+    Adapters, of a run with ``--lora`` or of the library peft, are added to their base.
 
     Raises:
         CheckpointError: the folder has no model, or a damaged one, or one of an unknown type.
@@ -187,9 +188,11 @@ def load(folder: str | os.PathLike[str], device: str = "cpu") -> TrainedModel:
     """
     ops, dtype = _ops_of(device)
     path = checkpoint.find_weights(Path(folder))
-    config = huggingface.read_config(path)
+    config, source = adapter.whole_model(path)
     weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups(), ops.zeros)
-    huggingface.read_weights(path, weights, lambda source, out: ops.copy(np.ascontiguousarray(source, dtype), out))
+    for name, weight in weights.items():
+        ops.copy(np.ascontiguousarray(source.read(name), dtype), weight)
+    path = Path(adapter.tokenizer_folder(str(path)) or path)
     tokenizer = make_tokenizer(str(path)) if has_tokenizer(path) else NumberTokenizer(config.vocab_size)
     return TrainedModel(config, weights, tokenizer, folder=path, ends=_ends(path, tokenizer), ops=ops)
 

@@ -38,12 +38,12 @@ class Full(Dataset):
         starts = list(starts)
         places = np.add.outer(starts, np.arange(self.seq_len)).astype(np.int32)
         documents = np.broadcast_to(np.arange(self.seq_len, dtype=np.int32) // 3 * 3, places.shape)
-        return Batch(places % 251, places % 249, documents)
+        return Batch(places % 251, places % 249, documents, (places / 7).astype(np.float32))
 
 
 def _elements(batch: Batch) -> list[tuple[float, ...]]:
     batch = batch.map(lambda field: on_host(field) if isinstance(field, Array) else field)
-    assert [field.dtype for field in batch] == [np.int32] * 3
+    assert [field.dtype for field in batch] == [np.int32] * 3 + [np.float32]
     return [*zip(*(field.ravel().tolist() for field in batch), strict=True)]
 
 
@@ -63,8 +63,10 @@ def test_all_fields_arrive(
         data.append(Full(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}))
         return data[-1]
 
-    def forward(self: Model, weights: Any, slot: Any, batch: Batch, x_nD: Any = None, saves: bool = True) -> Any:
-        out = run_forward(self, weights, slot, batch, x_nD, saves)
+    def forward(
+        self: Model, weights: Any, slot: Any, batch: Batch, x_nD: Any = None, saves: bool = True, **more: Any
+    ) -> Any:
+        out = run_forward(self, weights, slot, batch, x_nD, saves, **more)
         if self.local.last and slot.batch.document_starts is not None and not isinstance(self.ops, DRY):
             (arrived if saves else evaluated).append(_elements(slot.batch))
         return out

@@ -125,7 +125,7 @@ def run(
     trainers: list[Trainer] = []
 
     def evaluate(device: CpuDevice) -> dict[str, float]:
-        step = next(trainer for trainer in trainers if trainer.device is device).step
+        step = next(trainer for trainer in trainers if trainer.device is device).steps_done
         return {"val_loss": 1.0, "val_loss/zig": LOSSES.get(step, 9.0)}
 
     def train(comm: Any) -> None:
@@ -171,7 +171,8 @@ def test_patience(
     """It counts validations since the best, and both ranks end at the same step, which is saved."""
     steps, best = run(text, tmp_path, monkeypatch, ranks=2, patience=patience)
     assert steps[-1] == ended and best == f"step-{ {6: 4, 8: 4, 16: 10, 18: 18}[ended]}"
-    said = f"stopped after step {ended}: val_loss/zig has not fallen in {patience} validation"
+    without = "1 validation" if patience == 1 else f"{patience} validations"
+    said = f"val_loss/zig has not fallen in {without} (--patience): stopped after step {ended}; resume with: "
     assert (said in capsys.readouterr().out) == (ended < 18)
 
 

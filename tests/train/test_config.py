@@ -71,7 +71,7 @@ def test_help_begins_with_what_a_newcomer_needs() -> None:
              for title, text in groups.items()}  # fmt: skip
     assert not flags.pop("options")
     found = dict(pair for pairs in flags.values() for pair in pairs)
-    tables = {"model.rope_scaling", "model.layer_types", "model.no_rope_layers"}
+    tables = {"groups", "model.rope_scaling", "model.layer_types", "model.no_rope_layers"}
     fields = {flag_of(key) for key in KEYS if key not in tables}
     assert found.keys() == fields | {"--config", "--plan", "--ranks", "--hosts", "--network", "--gpu"}
     for flag, about in found.items():
@@ -226,8 +226,8 @@ def test_a_config_is_frozen() -> None:
         (["--layer-types", "x"], ["(here: a key of [model] in the file of --config, or config.json of --init-from)"]),
         (["--dropout", "0.1"], ["(the trainer has none: docs/guides/not-in-the-trainer.md), got '--dropout'"]),
         (["--ema"], ["(the trainer has none: "]),
-        (["--freeze=embed"], ["(the trainer has none: "]),
-        (["--lora_alpha", "16"], ["(the trainer has none: "]),
+        (["--unfrozen-parameters=embed"], ["(the trainer has none: "]),
+        (["--lora_dropout", "0.1"], ["(the trainer has none: "]),
         (["--load-in-4bit"], ["(the trainer has none: "]),
         (["--emails"], ["expected a flag that --help lists, got '--emails'"]),
         (["--config", "run.yaml"], [".toml or .json", "got 'run.yaml'"]),
@@ -259,7 +259,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv: list[str], parts: lis
         ("run.toml", "[model.rope_scaling]\nfactr = 2", ["model.rope_scaling", "got none"]),
         ("run.toml", "[model.rope_scaling]\nfactor = 2\nx = 1", ["model.rope_scaling", "known key", "got 'x'"]),
         ("run.toml", "learning_rate = 1e-4", ["learning_rate: expected a known key (here: --lr), got 'learning_rate'"]),
-        ("run.toml", "lora_r = 8", ["run.toml: lora_r: expected a known key (the trainer has none: docs/guides/not"]),
+        ("run.toml", "lora_r = 8", ["run.toml: lora_r: expected a known key (here: --lora)"]),
         ("run.toml", "[model]\nn_layer = 3", ["model.n_layer: expected a known key (here: --num-hidden-layers), got"]),
         ("run.toml", "[model.rope_scaling]\nfactor = 2\nx = 1", ["rope_scaling.x: expected a known key, got 'x'"]),
         ("run.toml", "preset = 'huge'", ["tiny, baby", "got 'huge'"]),

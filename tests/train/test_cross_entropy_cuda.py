@@ -114,3 +114,16 @@ def test_cross_entropy_of_nothing_is_zero(ops, side, rng, arena):
     ops.cross_entropy(logits, targets, count, losses, arena)
     ops.mean_loss(losses, count, mean)
     assert side.get(mean)[0] == 0 and not side.get(logits).any()
+
+
+@pytest.mark.parametrize("columns", [1, 17, 1000])
+def test_scale_rows(ops, side, rng, columns):
+    x, x64 = side.put(rng.normal(size=(5, columns)))
+    targets, (weights, weights64), (count, count64) = (
+        np.array([3, -1, 0, 7, -1], np.int32), side.put(rng.normal(size=5), "float32"), side.put([4.0], "float32")
+    )  # fmt: skip
+    for of, divisor in ((None, None), (weights, None), (None, count), (weights, count)):
+        ops.scale_rows(x, side.ints(targets), of, divisor)
+        reference.scale_rows(x64, targets, None if of is None else weights64, None if divisor is None else count64)
+    side.close(x, x64, 6)
+    assert not side.get(x)[[1, 4]].any() and side.get(x)[0].any()

@@ -17,9 +17,10 @@ import pytest
 from kos.cuda import driver
 from kos.dtypes import DTYPES
 from kos.errors import CudaError, InvalidArgument
+from kos.memory.array import Array
 from kos.train.ops import cuda as cuda
 from kos.train.ops.cuda import CudaOps, cublaslt
-from kos.train.ops.cuda.cublaslt import ALGORITHM_BYTES, Matmul, Stored
+from kos.train.ops.cuda.cublaslt import ALGORITHM_BYTES, Columns, Matmul, Stored
 
 
 class NotSupported(Exception):
@@ -161,6 +162,18 @@ def test_what_is_chosen_depends_on_no_address(library):
     assert limits(1 << 20, multiple=32) == limits((1 << 20) + 64, multiple=32)
     with pytest.raises(InvalidArgument, match="matmul: expected an address that is a multiple of 64, got"):
         limits((1 << 20) + 32, multiple=32)
+
+
+def test_some_columns_of_a_matrix(library):
+    """cuBLASLt is told how far apart rows are, and addresses; a plan of whole rows is not used for them."""
+    matmul, whole = Matmul(0, 0), Array(256, (16, 48), "bfloat16", 0)
+    x, weight = Columns(whole, slice(16, 32)), Array(4096, (8, 16), "bfloat16", 0)
+    out = Array(8192, (16, 8), "bfloat16", 0)
+    for a in (x, x[4:], Array(256, (16, 16), "bfloat16", 0)):
+        matmul(a, weight, out[16 - len(a) :], transpose_b=True)
+    rows = [call.args[1:] for call in library.matrix_layout_create.call_args_list]
+    assert rows[1::3] == [(16, 16, 48), (16, 12, 48), (16, 16, 16)]  # columns, rows, elements from row to row
+    assert [call.args[5] for call in library.matmul.call_args_list] == [288, 256 + (4 * 48 + 16) * 2, 256]
 
 
 def test_several_products_at_once_with_factors(library):

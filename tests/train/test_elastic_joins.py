@@ -217,6 +217,7 @@ def test_a_newcomer_whose_ranks_die_meanwhile_says_so(
 @pytest.mark.parametrize(("changes", "said"), [
     ({"seed": 5}, "--seed: expected 1337, which the run has, got 5"),
     ({"model": {**SHAPE, "rope_theta": 5.0}}, "--rope-theta: expected 10000.0, which the run has, got 5.0"),
+    ({"fit": "whole"}, "--fit: expected cut, which the run has, got whole; add --fit cut"),
     ({}, "--data: expected letters.txt ([0-9a-f]{12}), which the run has, got other.txt"),
 ])  # fmt: skip
 def test_a_newcomer_with_other_settings_is_refused(

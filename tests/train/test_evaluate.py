@@ -222,7 +222,7 @@ def test_wrong_files_of_questions_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="question 0: expected tokens below the vocabulary's 5, got 5"):
         read_questions(path, NumberTokenizer(5), 64)
     for nothing in (tmp_path / "no.jsonl", tmp_path):
-        with pytest.raises(DataError, match="expected a file that can be read, got"):
+        with pytest.raises(DataError, match="expected readable files, got"):
             read_questions(nothing, ByteTokenizer(), 64)
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match="expected lines with questions, got none"):
@@ -283,7 +283,7 @@ def test_a_table_a_file_and_a_picture(folder: Path, tmp_path: Path, capsys: pyte
         ("{model}", "--data: expected --data or --choices to evaluate on, got neither", 2),
         ("{model} --data no", "--data: expected stdlib, tinyshakespeare, or the path of a file or folder, got 'no'", 2),
         ("no --data {text}", "no: expected a checkpoint or a run with one under checkpoints/, got no such folder", 2),
-        ("{model} --choices no", "--choices no: expected a file that can be read", 2),
+        ("{model} --choices no", "--choices no: expected readable files, got no: No such file", 2),
         ("{model} --data {text} --seq-len 65", "--seq-len: expected at most 64", 2),
         ("{model} --data {text} --seq-len x", "--seq-len: expected a valid", 2),
         ("{model} --data {text} --tp x", "--tp: expected a valid", 2),

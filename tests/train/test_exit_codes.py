@@ -20,6 +20,7 @@ MISSING = {
     "config": [*TRAIN, "--config", "{missing}.toml"],
     "sample": ["kos.train.sample", "{missing}"],
     "export": ["kos.train.export", "{missing}", "{out}"],
+    "tokenize": ["kos.train.tokenize", "{missing}", "{out}"],
     "plot": ["kos.train.tools.plot", "{missing}"],
 }
 EMPTY = [[word.replace("{missing}", "{empty}") for word in MISSING[name]] for name in ("data", "resume", "sample")]

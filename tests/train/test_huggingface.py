@@ -14,13 +14,12 @@ from kos.train.checkpoint.huggingface import (
     check_weights,
     from_huggingface,
     read_config,
-    read_weights,
     to_huggingface,
     weight_files,
 )
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
 from kos.train.model.parameters import Parameters
-from tests.train.models import SCALING, small
+from tests.train.models import SCALING, read_weights, small
 
 CONFIG = small(rope_theta=500_000.0, rope_scaling=SCALING)
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_positions": 8, "n_head": 4}

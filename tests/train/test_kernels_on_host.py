@@ -68,6 +68,11 @@ def test_random_shapes(ops, side, rng, arena, check):
     on_ops.test_random_shapes(ops, side, rng, arena, check, shape)
 
 
+@shapes(["n", "f", "rank"], [(13, 9, 3), (57, 32, 16)])
+def test_low_rank(ops, side, rng, arena, n, f, rank):
+    on_ops.test_low_rank(ops, side, rng, arena, n, f, rank)
+
+
 def test_embedding_of_one_token_only(ops, side, arena):
     for n in (1, 32, 33, 1025):
         on_ops.test_embedding_of_one_token_only(ops, side, arena, n)
@@ -361,3 +366,8 @@ def test_adamw_without_master_weights(ops):
     on_models.test_adamw_without_master_weights(ops)
     on_models.test_weights_are_rounded_at_random(ops)
     on_models.test_weights_that_are_lost_stay_so(ops)
+
+
+@pytest.mark.parametrize("columns", [1, 300])
+def test_scale_rows(ops, side, rng, columns):
+    on_loss.test_scale_rows(ops, side, rng, columns)

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.errors import ConfigError, DataError
+from kos.errors import CheckpointError, ConfigError, DataError
 from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data import packing
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.mixture import terms_below
+from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.parallel.data import shard_batch
 from kos.train.run import Trainer
 from kos.train.tools import plan
@@ -303,6 +304,30 @@ def test_all_sources_may_share_validation_data(folder: Path, tmp_path: Path) -> 
     assert data.val.size == 990 and [part.train.size for part in data.parts[1:]] == [
         (folder / name).stat().st_size for name in ("a:0.5.txt", "b.txt")
     ]
+
+
+def test_shared_validation_data_is_read_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "val.txt").write_text(text := "ring tree " * 99)
+    encoded, encode = list[str](), ByteTokenizer.encode
+
+    def spy(self: ByteTokenizer, text: str) -> Any:
+        encoded.append(text)
+        return encode(self, text)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", spy)
+    load_data(config_of(folder, tmp_path, val_data=str(tmp_path / "val.txt")))
+    assert encoded.count(text) == 1
+
+
+def test_other_sources_are_refused_when_a_run_resumes(
+    folder: Path, tmp_path: Path, whole: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    """Their order would begin in its midst."""
+    (tmp_path / "other.txt").write_text("another ring, another tree\n" * 99)
+    data = [*(f"{name}:1" for name in names(folder)[:2]), f"{tmp_path / 'other.txt'}:1"]
+    with pytest.raises(CheckpointError, match="expected the data of the run that is resumed"):
+        train(folder, tmp_path / "out", data=data, resume=str(whole[0] / "checkpoints" / "step-11"),
+              deterministic=True, micro_batch_size=1)  # fmt: skip
 
 
 def test_a_gpu_has_the_losses_of_a_cpu(emulated: None, folder: Path, tmp_path: Path) -> None:

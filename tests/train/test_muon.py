@@ -153,7 +153,7 @@ def test_which_matrices_are_muons() -> None:
         (gpt2(), {"transformer.wte.weight", "transformer.wpe.weight"}),
     ):
         shapes = model.parameter_shapes()
-        hidden, others, vectors = config.groups(model)
+        hidden, others, vectors = config.trained_groups(model)
         assert set(others.names) == left and (others.decay, others.lr_scale, others.rule) == (0.2, 1.0, None)
         assert all(len(shapes[name]) == 1 for name in vectors.names) and vectors.decay == 0
         assert {*hidden.names, *others.names, *vectors.names} == set(shapes)
@@ -162,7 +162,7 @@ def test_which_matrices_are_muons() -> None:
     held = OwnedSlices(Parameters(shapes), [slice(0, sum(map(math.prod, shapes.values())))])
     found = [each for each in hidden.rule.matrices(held) if "c_attn" in each.name]
     assert len(found) == 3 * model.num_hidden_layers and {each.shape for each in found} == {(24, 24)}
-    assert parse([]).groups(small()) == optim.decay_matrices(small().parameter_shapes(), 0.1)
+    assert parse([]).trained_groups(small()) == optim.decay_matrices(small().parameter_shapes(), 0.1)
 
 
 def gpt2() -> LlamaConfig:

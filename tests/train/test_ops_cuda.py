@@ -122,6 +122,26 @@ def test_linear(ops, side, rng, arena, n, d, f):
     side.close(dx, d_out64 @ weight64, max(4, f / 1000))
 
 
+@pytest.mark.parametrize(("n", "f", "rank"), [(13, 9, 3), (257, 512, 16), (1024, 683, 8)])
+def test_low_rank(ops, side, rng, arena, n, f, rank):
+    """Products with an adapter's matrices, also of some columns and rows of what they read and add to."""
+    x, x64 = side.put(rng.normal(size=(n, 2 * f)))
+    weight, weight64 = side.put(rng.normal(size=(rank, f)))
+    rows, part = slice(n // 3, n), slice(f, 2 * f)
+    low = side.nan(n, rank)
+    ops.low_rank(ops.columns_of(x, part)[rows], weight, low[rows], True, 0.25, False, arena)
+    expected = 0.25 * x64[rows, part] @ weight64.T
+    side.close(low[rows], expected, 4)
+    expected = side.get(low[rows]) @ weight64
+    out, out64 = side.put(rng.normal(size=(n, 2 * f)))
+    ops.low_rank(low[rows], weight, ops.columns_of(out, part)[rows], False, 1.0, True, arena)
+    got = side.get(out)
+    np.testing.assert_allclose(got[rows, part], out64[rows, part] + expected, rtol=8 * UNIT[side.dtype],
+                               atol=8 * UNIT[side.dtype] * np.abs(expected).max())  # fmt: skip
+    got[rows, part] = out64[rows, part]
+    assert np.array_equal(got, out64), "all other columns and rows are as they were"
+
+
 @pytest.mark.parametrize(("n", "d", "f"), [(16_384, 64, 72), (8192, 256, 128), (30_000, 40, 768), (8191, 341, 171)])
 def test_bfloat16_products_are_rounded_once(ops, rng, n, d, f):
     """A weight's gradient by each algorithm that may be chosen: long sums, cut among blocks, add up in fp32."""

@@ -16,11 +16,12 @@ from kos.errors import DataError
 from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
-from kos.train.data import packing
+from kos.train.data import packing, prepared
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.packing import PackedTokens, best_fit, make_plan, pack
+from kos.train.data.token_files import FileArray
 from kos.train.data.tokenizers import NumberTokenizer
-from kos.train.data.tokens import Separator, Tokens
+from kos.train.data.tokens import Tokens
 from kos.train.parallel.data import shard_batch
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
@@ -32,6 +33,7 @@ from tests.train.sharded import tensors_of_run
 from tests.train.test_corpus import token_bytes
 from tests.train.test_loop import SMALL, _config, _losses
 from tests.train.test_loss_masks import write_lines
+from tests.train.test_tokenizers import byte_level_bpe
 
 __all__ = ["emulated"]
 
@@ -154,12 +156,32 @@ def test_counting_goes_over_shards_and_pieces(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_documents_between_separators_are_packed(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_between_separators_are_packed(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kos.train.data.token_files.SCANNED", 4)
-    row = [9, 1, 2, 9, 3, 4, 5, 9, 6, ~9, 7, 8]
-    train, _, _ = pack(Tokens([np.array(row)], Separator(9, ends)), row_of([5]), "", 6, 1, False, ())
-    assert isinstance(train.documents, np.ndarray)
-    assert train.documents.tolist() == ([0, 1, 4, 8, 10] if ends else [0, 3, 7, 9])
+    at, flags = 1 if ends else 50_256, ["--fit", "whole", "--seq-len", "6", "--eval-batches", "0"]
+    if ends:
+        byte_level_bpe(["the"], 300, ["<|end|>"]).save(str(tmp_path / "tokenizer.json"))
+        flags += ["--tokenizer", str(tmp_path / "tokenizer.json")]
+    train, val = tmp_path / "train.bin", tmp_path / "val.bin"
+    train.write_bytes(token_bytes([at, 11, 12, at, 13, 14, 15, at, 16, at, 17, 18]))
+    train.with_suffix(".mask").write_bytes(bytes([1] * 9 + [0] + [1] * 2))
+    val.write_bytes(token_bytes([15] * 9))
+    data = load_data(parse(["--data", str(train), "--val-data", str(val), *flags]))
+    assert data.packed and data.train.begins.tolist() == ([0, 1, 4, 8, 10] if ends else [0, 3, 7, 9])
+    assert data.val.begins.tolist() == [0]
+
+
+def test_a_later_start_reads_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where documents begin is kept, and without masks all tokens count."""
+    monkeypatch.setattr(prepared, "LEAST", 0)
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(token_bytes([50_256, 1, 2, 3, 50_256, 4, 5] * 99))
+    config = parse(["--data", str(path), "--fit", "whole", "--seq-len", "6", "--eval-batches", "0"])
+    first = load_data(config)
+    monkeypatch.setattr(FileArray, "__array__", None)
+    again = load_data(config)
+    assert again.fit_in_words() == first.fit_in_words()
+    assert "of 623 tokens, of which the loss counts 445, in " in again.fit_in_words().splitlines()[0]
 
 
 @pytest.mark.parametrize("epochs", [None, 3])

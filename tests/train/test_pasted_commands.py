@@ -6,12 +6,10 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kos.errors import KosError
 from kos.train.checkpoint import huggingface
-from kos.train.data.token_files import header_missing, open_tokens
 from kos.train.data.tokenizers import make_tokenizer
 
 FOLDERS = ["plain", "it's", 'a "quoted" one', "$HOME `date` \\ *", "é %s {0} !x"]
@@ -52,16 +50,3 @@ def test_of_transformers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPa
     (folder / "pytorch_model.bin").write_bytes(b"x")
     paste(lambda: huggingface.check_weights(folder))
     assert (folder / "saved").read_text() == "AutoModelForCausalLM"
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_of_a_header(tmp_path: Path, name: str) -> None:
-    (folder := tmp_path / name).mkdir()
-    path = folder / f"{name}.bin"
-    np.arange(100, dtype="<u2").tofile(path)
-
-    def refuse() -> None:
-        raise header_missing(path)
-
-    paste(refuse)
-    assert np.asarray(open_tokens(folder / f"llmc_{name}.bin")[:]).tolist() == [*range(100)]

@@ -60,7 +60,7 @@ def _load(data: Path, **changes: Any) -> Dataset:
 
 
 def _tokens(data: Dataset) -> tuple[bytes, bytes, str, dict[str, Any]]:
-    train, val = (np.concatenate(each.shards).tobytes() for each in (data.train, data.val))
+    train, val = (np.concatenate(each.shards).astype(np.uint8).tobytes() for each in (data.train, data.val))
     return train, val, data.fingerprint, data.tokenizer.to_json()
 
 
@@ -110,7 +110,7 @@ def test_what_the_path_of_data_tells_of_a_split_is_part_of_it(tmp_path: Path, to
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 9)])
 def test_what_is_kept_in_part_is_made_again(folder: Path, encoded: list[int], damage: Any) -> None:
     whole = _tokens(_load(folder))
-    damage(next((folder / ".kos").glob("*/train")))
+    damage(next((folder / ".kos").glob("*/00000.bin")))
     encoded.clear()
     assert _tokens(_load(folder)) == whole and sum(encoded) == 2 * (5 + len(TEXT))
 
@@ -156,7 +156,7 @@ def test_token_files_are_fingerprinted_once(tmp_path: Path, monkeypatch: Any) ->
         (tmp_path / f"{name}.bin").write_bytes(token_bytes([*range(400)]))
     first = _tokens(_load(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(batches, "_fingerprint", None)
+        patch.setattr(batches, "fingerprint", None)
         assert _tokens(_load(tmp_path)) == first
     (tmp_path / "train_1.bin").write_bytes(token_bytes([*range(401)]))
     assert _tokens(_load(tmp_path))[2] != first[2]
@@ -180,19 +180,12 @@ def test_progress_is_shown(folder: Path) -> None:
         assert len(set(shares)) > 1 and shares == sorted(shares) and shares[0] == 0 and shares[-1] <= 1
 
 
-def text_of(piece: Any) -> str:
-    return "".join(text for text, _ in piece.parts)
-
-
 def test_portions_are_whole_pieces(monkeypatch: Any) -> None:
     """So that a tokenizer cuts each as it would have cut the whole."""
     monkeypatch.setattr(tokenizers, "PIECE", 37)
     monkeypatch.setattr(tokenizers, "PORTION", 99)
     documents = [TEXT, "", "short", TEXT[:80]]
-    portions = list(tokenizers._portions(documents))
-    pieces = [piece for portion in portions for piece in portion]
-    assert len(portions) > 20 and all(len("".join(map(text_of, each))) < 99 + 37 for each in portions)
-    assert "".join(map(text_of, pieces)) == "".join(documents)
-    assert sum(piece.first for piece in pieces) == sum(piece.last for piece in pieces) == 4
-    whole = [*map(text_of, pieces[: [piece.last for piece in pieces].index(True) + 1])]
-    assert whole == [piece for piece in tokenizers._pieces(TEXT) if piece]
+    found = [*tokenizers.ByteTokenizer().encode_documents(documents, True)]
+    assert len(found) > 20 and all(part.characters < 99 + 37 for part in found)
+    assert b"".join(part.tokens.tobytes() for part in found) == "".join(documents).encode()
+    assert sum(len(part.begins) for part in found) == 4

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kos.testing import spawn
 from kos.train.__main__ import main
+from kos.train.data import show
+from kos.train.data.batches import load_data
 from kos.train.run import Trainer
 from tests.train.chat_templates import QWEN, bare
 from tests.train.test_chats import TOOL, USER, calling, folder_of
@@ -43,6 +46,23 @@ def test_sequences_are_printed_and_nothing_is_trained(
     counts = int(first.partition(": ")[2].partition(" of 400 tokens count\n")[0])
     assert 0 < counts < shown, "a token has at least a character"
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_resumes_is_shown_from_its_next_step(
+    chats: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the fit of that run."""
+    out = tmp_path / "out"
+    how: dict[str, Any] = {"tokenizer": chats[3], "seq_len": 400, "steps": 2, "eval_batches": 0, "batch_size": 2}
+    config = _config(Path(chats[1]), out, **how, fit="cut").model_copy(update={"sample_tokens": 0, "epochs": None})
+    spawn(lambda comm: Trainer(config, comm).run(), 1, timeout=100)
+    expected = [show.sequence(load_data(config), step, row)[0] for step, row in ((2, 0), (2, 1), (3, 0))]
+    for resume in ("auto", str(out / "checkpoints" / "step-2")):
+        capsys.readouterr()
+        assert main([*chats, "--show-data", "3", "--steps", "9", "--eval-batches", "0", "--seed", str(config.seed),
+                     "--out", str(out), "--resume", resume]) == 0  # fmt: skip
+        printed = capsys.readouterr().out
+        assert printed.startswith("--- step 3, sequence 1: ") and all(text in printed for text in expected)
 
 
 def test_only_rank_0_prints(

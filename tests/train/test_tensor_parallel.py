@@ -19,6 +19,10 @@ from tests.train.models import loss_and_gradients, make, make_batch
 
 def part_of(name, value, config, tp, rank):
     """What a rank of ``tp`` holds of a tensor."""
+    if (adapter := name.rpartition(".lora_"))[1]:  # split as its matrix, or whole
+        matrix = f"{adapter[0]}.weight"
+        splits = adapter[2].startswith("A") == matrix.endswith(config.residual)
+        return part_of(matrix, value, config, tp, rank) if splits else value
     if name.endswith(tuple(f".{each}_proj.{kind}" for each in "kv" for kind in ("weight", "bias"))):
         parts = min(tp, config.num_key_value_heads)  # fewer heads than ranks: neighbours hold the same one
         return np.split(value, parts)[rank * parts // tp]

@@ -147,9 +147,10 @@ def test_long_text_is_encoded_in_pieces(huggingface_file: Path, monkeypatch: pyt
     text = "def f(x):\nreturn the the\n" * 40
     whole = tokenizer.encode(text).tolist()
     monkeypatch.setattr(kos_tokenizers, "PIECE", 37)
-    assert len(list(kos_tokenizers._pieces(text))) > 20
     assert tokenizer.encode(text).tolist() == whole
-    assert "".join(kos_tokenizers._pieces("x" * 100)) == "x" * 100, "no line's end to cut at"
+    assert sum(part.pieces for part in tokenizer.encode_documents([text], True)) > 20
+    pieces = [tokenizer.encode("x" * count).tolist()[1:] for count in (37, 37, 26)]
+    assert tokenizer.encode("x" * 100).tolist()[1:] == [token for piece in pieces for token in piece]
 
 
 ADDED = {
@@ -191,11 +192,11 @@ def test_tokens_that_a_tokenizer_adds(
     monkeypatch.setattr(kos_tokenizers, "PORTION", 99)
     assert tokenizer.encode(text).tolist() == [*before, *inner, *after]
     parts = [*tokenizer.encode_documents([text, "", text], split_special_tokens=True)]
-    assert sum(length for length, *_ in parts) == 2 * len(text) and len(parts) > 1
+    assert sum(part.characters for part in parts) == 2 * len(text) and len(parts) > 1
     whole, none = [*before, *inner, 1], [*before, 1]
-    assert np.concatenate([ids for _, ids, _ in parts]).tolist() == [*whole, *none, *whole]
-    sizes = np.cumsum([0, *(len(ids) for _, ids, _ in parts)])
-    begins = [size + at for size, (_, _, each) in zip(sizes, parts, strict=False) for at in each]
+    assert np.concatenate([part.tokens for part in parts]).tolist() == [*whole, *none, *whole]
+    sizes = np.cumsum([0, *(len(part.tokens) for part in parts)])
+    begins = [size + at for size, part in zip(sizes, parts, strict=False) for at in part.begins]
     assert begins == [0, len(whole), len([*whole, *none])]
     assert tokenizer.separators() == f"documents {'begin with <|begin|> and ' * bool(before)}end with <|end|>"
     assert ByteTokenizer().separators() == "nothing between documents"
@@ -206,7 +207,7 @@ def test_special_tokens_in_a_text(huggingface_file: Path) -> None:
     tokenizer = make_tokenizer(str(huggingface_file))
     assert tokenizer.encode("the<|end|>").tolist()[-1] == 1
     for split in (True, False):
-        ((_, ids, _),) = tokenizer.encode_documents(["the<|end|>the"], split)
+        ((ids, *_),) = tokenizer.encode_documents(["the<|end|>the"], split)
         assert ids.tolist().count(1) == (1 if split else 2)
         assert tokenizer.decode(ids) == "<|begin|>the<|end|>the<|end|>"
     assert tokenizer.encode("the<|end|>").tolist()[-1] == 1
@@ -261,7 +262,7 @@ def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder: Path, m
         assert ids == theirs(example)["input_ids"], example
         assert ours.decode(ids) == unicodedata.normalize("NFC", example)
         for split in (False, True):
-            found = [part for _, part, _ in ours.encode_documents([example], split)]
+            found = [part.tokens for part in ours.encode_documents([example], split)]
             expected = theirs(example, split_special_tokens=split)["input_ids"]
             assert np.concatenate(found).tolist() == [*expected, theirs.eos_token_id], example
     whole = ours.encode(TEXT).tolist()

@@ -134,7 +134,7 @@ def test_every_optimizer_can_be_asked_for() -> None:
 @each_optimizer
 def test_its_options(name: str) -> None:
     """Those of its rules are taken, those of other optimizers refused by name."""
-    groups = TrainConfig.from_preset(optimizer=name).groups(small())
+    groups = TrainConfig.from_preset(optimizer=name).trained_groups(small())
     rules = [rule_of(name), *(group.rule for group in groups if group.rule)]
     assert set(OPTIMIZERS[name].options) == {option for rule in rules for option in rule.options}
     for option in OPTIMIZERS[name].options:
@@ -150,7 +150,7 @@ def test_its_options(name: str) -> None:
 @each_optimizer
 def test_its_groups_have_all_tensors(name: str) -> None:
     model = small()
-    groups = TrainConfig.from_preset(optimizer=name).groups(model)
+    groups = TrainConfig.from_preset(optimizer=name).trained_groups(model)
     assert sorted(tensor for group in groups for tensor in group.names) == sorted(model.parameter_shapes())
     for group in groups:
         if group.rule:
@@ -225,6 +225,7 @@ def test_plans_count_its_state_and_its_work(name: str, monkeypatch: pytest.Monke
     run = TimedDryRun(make_job(config, config.model_config_for(256), Layout(), SLOW_RATES), 0)
     model, rule = config.model_config_for(256), rule_of(name)
     sizes = {tensor: int(np.prod(shape)) for tensor, shape in model.parameter_shapes().items()}
-    rules = [(group.rule or rule, sum(sizes[tensor] for tensor in group.names)) for group in config.groups(model)]
+    groups = config.trained_groups(model)
+    rules = [(group.rule or rule, sum(sizes[tensor] for tensor in group.names)) for group in groups]
     assert sum(moved) == sum(count * (3 * 4 + 2 * each.state_bytes()) for each, count in rules)
     assert sum(moved) <= run.clock.spent["seconds"] * SLOW_RATES.memory

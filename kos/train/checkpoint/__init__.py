@@ -4,6 +4,7 @@ The folder ``step-N/`` holds:
 
 - the weights (``model.safetensors``, or one file per writing rank and an index), ``config.json`` and the tokenizer.
   transformers loads all of these.  kos itself reads the tokenizer from ``kos_tokenizer.json``.
+  A run with ``--lora`` has its adapters instead (``kos.train.checkpoint.adapter``), which peft loads.
 - the optimizer state (``optimizer*.safetensors``), and with ``--compress`` the residuals (``residual*.safetensors``),
 - ``manifest.json``: the step, the layout, the configuration of the run, and the size and SHA-256 of every file.
 
@@ -33,8 +34,8 @@ from typing import Any, NamedTuple
 
 from kos.errors import CheckpointError
 from kos.files import replace_file, sync
-from kos.train.checkpoint import huggingface
-from kos.train.checkpoint.saving import Files, Saving, write_json
+from kos.train.checkpoint import adapter, huggingface
+from kos.train.checkpoint.saving import WEIGHTS, Files, Saving, write_json, write_tensors
 from kos.train.checkpoint.state import RESIDUAL, ShardedState, State, state_shapes
 from kos.train.data.corpus import Show
 from kos.train.data.tokenizers import SAVED, NumberTokenizer, Tokenizer
@@ -45,13 +46,13 @@ FORMAT = 2
 FORMATS = (1, FORMAT)
 """The formats that can be read.  In format 1, one rank wrote all files."""
 OPTIMIZER = "optimizer"
-FILES = ("config.json", SAVED, "model", OPTIMIZER)
-"""A checkpoint must have a file whose name begins with each of these."""
+FILES = ("config.json", SAVED, WEIGHTS, OPTIMIZER)
+"""A checkpoint must have a file whose name begins with each of these, or with one of several."""
 LARGEST, LARGEST_IN_ALL = 64 << 20, 256 << 20
 
 MANIFEST, BEST = "manifest.json", "best"
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
-REPLACED = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SAVED, MANIFEST)
+REPLACED = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SAVED, MANIFEST, adapter.CONFIG)
 """Files that kos writes in every checkpoint."""
 
 BESIDE_TOKENIZER = (TOKENIZER_CONFIG, "chat_template.jinja")
@@ -112,7 +113,10 @@ def save(
         """Complete ``temporary``, in which all ranks have written ``files``, and rename it to ``folder/step-N``."""
         tokens = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
         written: dict[str, Any] = {"config.json": huggingface.to_huggingface(state.model) | tokens}
-        if len(state.plan.ranks) > 1:
+        if state.model.lora is not None:
+            written[adapter.CONFIG] = adapter.to_peft(state.model, config["base"]["path"])
+            files = _one_file(temporary, files)
+        elif len(state.plan.ranks) > 1:
             written[huggingface.INDEX] = state.plan.index()
         written = merge_extra(written | tokenizer.files(), extra, tokenizer)
         for name, content in written.items():
@@ -141,6 +145,18 @@ def save(
         saving.cancel()
         raise
     return saving
+
+
+def _one_file(folder: Path, files: Files) -> Files:
+    """Join the files of adapters of all ranks to one, as peft has it; returns all files."""
+    parts = sorted(name for name in files if name.startswith("adapter_model") and name != adapter.WEIGHTS)
+    tensors = {name: each for part in parts for name, each in huggingface.stored_tensors(folder / part).items()}
+    if parts:
+        shapes = {name: each.shape for name, each in tensors.items()}
+        files[adapter.WEIGHTS] = write_tensors(folder / adapter.WEIGHTS, shapes, (x.read() for x in tensors.values()))
+    for part in parts:
+        (folder / part).unlink()
+    return {name: each for name, each in files.items() if name not in parts}
 
 
 def _begin(folder: Path, temporary: Path) -> None:
@@ -223,7 +239,8 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
             raise CheckpointError(f"{path}: expected checkpoint format {FORMAT}, got {manifest['format']!r}")
         for start in FILES:
             if not any(file.startswith(start) for file in manifest["files"]):
-                raise CheckpointError(f"{path / MANIFEST}: expected the files {', '.join(FILES)}, got no {start}")
+                every = ", ".join(each if isinstance(each, str) else " or ".join(each) for each in FILES)
+                raise CheckpointError(f"{path / MANIFEST}: expected the files {every}, got no {start}")
         step, config = manifest["step"], manifest["config"]
         tables = [config, *(config.get(part, {}) for part in ("config", "derived"))] if isinstance(config, dict) else []
         names = config.get("gpus", []) if tables else []

@@ -25,10 +25,11 @@ from kos.errors import CheckpointError
 from kos.files import OpenFile
 from kos.train.config import ModelSection, one_line
 from kos.train.config.other_names import closest
+from kos.train.layers.lora import is_adapter
 from kos.train.model.families import FAMILIES, rotated_layers
 from kos.train.model.gpt2 import TRANSPOSED, GPT2Config
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
-from kos.train.model.parameters import Parameters, Shape
+from kos.train.model.parameters import Shape
 from kos.train.model.rope import KEYS
 
 DTYPES = {
@@ -82,6 +83,8 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG, PEFT = "adapter_config.json", "base_model.model."
+"""The library peft's file of settings, and what it writes before the name of an adapter's tensor."""
 HEAD = "lm_head.weight"
 _GPT2 = {  # their settings and ours
     "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_inner": "intermediate_size", "n_layer": "num_hidden_layers",
@@ -113,7 +116,8 @@ _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # ends of
 
 def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
     """The ``config.json`` of this model."""
-    kind, settings = config.model_type, dataclasses.asdict(config)  # their names are a LLaMA's
+    kind, settings = config.model_type, dataclasses.asdict(config.base)  # their names are a LLaMA's
+    del settings["lora"]
     if kind == "gpt2":
         settings = {theirs: settings[ours] for theirs, ours in _GPT2.items()}
     else:
@@ -216,9 +220,9 @@ def read_config(directory: Path) -> LlamaConfig:
     """The model that ``directory/config.json`` describes."""
     path = directory / "config.json"
     try:
-        if found := sorted(each.name for each in directory.glob("adapter_model.*")):
-            how = "merge it into its model with peft's merge_and_unload"
-            raise CheckpointError(f"{directory}: expected a whole model, got the adapter {found[0]}; {how}")
+        is_checkpoint = path.exists() and (directory / ADAPTER_CONFIG).exists()
+        if not is_checkpoint and (found := sorted(each.name for each in directory.glob("adapter_model.*"))):
+            raise CheckpointError(f"{directory}: expected a whole model, got the adapter {found[0]}")
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         missing = "file" if directory.is_dir() else "folder; kos downloads no models from hubs"
@@ -233,22 +237,12 @@ def as_saved(name: str, array: np.ndarray) -> np.ndarray:
     return array.T if name.endswith(TRANSPOSED) else array
 
 
+def name_as_saved(name: str) -> str:
+    return PEFT + name if is_adapter(name) else name
+
+
 def shape_as_saved(name: str, shape: Shape) -> Shape:
     return tuple(shape)[::-1] if name.endswith(TRANSPOSED) else tuple(shape)
-
-
-def _assign(source: np.ndarray, out: np.ndarray) -> None:
-    out[...] = source
-
-
-def read_weights(directory: Path, weights: Parameters, copy: Callable[[np.ndarray, Any], None] = _assign) -> None:
-    """Fill ``weights`` (converted to their dtype) from the safetensors of ``directory``, whole or sharded.
-
-    ``copy(source, out)`` writes an array of the host to a weight, and converts it.
-    """
-    files = weight_files(directory, weights.shapes)
-    for name, target in weights.items():
-        copy(files.read(name), target)
 
 
 def check_weights(directory: Path) -> None:
@@ -266,20 +260,25 @@ def check_weights(directory: Path) -> None:
     raise CheckpointError(f"{directory}: expected model.safetensors, got {got}")
 
 
-def weight_files(directory: Path, shapes: Mapping[str, Shape]) -> TensorFiles:
-    """The weights in ``directory``, checked to be those of a model of these shapes."""
+def shards(directory: Path) -> list[str]:
+    """The names of the files of the weights in ``directory``."""
     index = directory / INDEX
-    shards = ["model.safetensors"]
+    names = ["model.safetensors"]
     try:
-        if not (directory / shards[0]).exists() and index.exists():  # in this order, as transformers looks
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        elsewhere = next((shard for shard in shards if Path(shard).name != shard), None)
+        if not (directory / names[0]).exists() and index.exists():  # in this order, as transformers looks
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        elsewhere = next((name for name in names if Path(name).name != name), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: expected an index of safetensors, got {error}") from error
     if elsewhere is not None:
         raise CheckpointError(f"{index}: expected file names, got {elsewhere!r}")
+    return names
+
+
+def weight_files(directory: Path, shapes: Mapping[str, Shape]) -> TensorFiles:
+    """The weights in ``directory``, checked to be those of a model of these shapes."""
     try:
-        files = TensorFiles(directory, shards, shapes, _as_ours, TRANSPOSED)
+        files = TensorFiles(directory, shards(directory), shapes, _as_ours, TRANSPOSED)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_quantization(directory)}") from None
     embedding = next(name for name in shapes if name.endswith((LlamaConfig.embedding, GPT2Config.embedding)))

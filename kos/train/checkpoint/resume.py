@@ -11,16 +11,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kos.errors import CheckpointError
-from kos.train.checkpoint import MANIFEST, Checkpoint, whole
+from kos.errors import CheckpointError, ConfigError
+from kos.train.checkpoint import MANIFEST, Checkpoint, adapter, latest, whole
+from kos.train.checkpoint import find as find_checkpoint
 from kos.train.checkpoint.huggingface import TensorFiles
 from kos.train.checkpoint.state import RESIDUAL, residual_shapes
+from kos.train.config import weighted
 from kos.train.config.options import TrainConfig
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
 from kos.train.model.llama import LlamaConfig
@@ -35,6 +38,23 @@ EXACT = (
     *("deterministic", "device", "dtype", "master_weights", "grad_dtype", "compress", "compress_scope"),
 )
 """A resumed run gives the same bits as an uninterrupted one only if these settings do not change."""
+
+
+def find(config: TrainConfig, checkpoints: Path, show: Callable[[str, float], object]) -> Checkpoint | None:
+    """The checkpoint that ``--resume`` names, with ``auto`` the newest in ``checkpoints``.  None if there is none."""
+    if config.resume == "auto":
+        return latest(checkpoints, show=show)
+    try:
+        return None if config.resume is None else find_checkpoint(Path(config.resume), show=show)
+    except CheckpointError as error:
+        kind = CheckpointError if os.path.exists(str(config.resume)) else ConfigError
+        raise kind(f"--resume: {error}").about("resume") from error
+
+
+def fit_of(found: Checkpoint) -> str | None:
+    """How documents fit into the sequences of a checkpoint's run.  Runs that are older than ``--fit`` cut them."""
+    fit: str | None = (found.config.get("config", {}) | found.config.get("derived", {})).get("fit", "cut")
+    return fit
 
 
 class Residuals:
@@ -135,14 +155,33 @@ def check_frozen(found: Checkpoint, config: TrainConfig, model: LlamaConfig) -> 
         )
 
 
+def check_adapters(found: Checkpoint, config: TrainConfig, model: LlamaConfig, base: Mapping[str, str] | None) -> None:
+    """Raise CheckpointError if a checkpoint has other adapters than ``model``, none where it has some, or another base.
+    """
+    theirs = adapter.read(found.path).lora if adapter.is_folder(found.path) else None
+    ours = model.lora and model.lora._replace(targets=tuple(sorted(model.lora.targets)))
+    if theirs != ours:
+        expected, got = (
+            "all weights" if each is None
+            else f"--lora {each.rank} --lora-alpha {each.alpha:g} --lora-targets {','.join(each.targets)}"
+            for each in (ours, theirs)
+        )  # fmt: skip
+        raise CheckpointError(f"{found.path}: expected a run that trains {expected}, got one with {got}").about("lora")
+    if base is not None:
+        adapter.check_base(found.path, found.config, base["sha256"], base["path"])
+
+
 def check_data(found: Checkpoint, config: TrainConfig, fingerprint: str) -> None:
-    """Raise CheckpointError if a run with ``--epochs`` resumes with other data, which it has not trained on yet."""
-    theirs = found.config.get("data_fingerprint", fingerprint)
-    if config.epochs is None or theirs == fingerprint:
+    """Raise CheckpointError if a run resumes in the midst of the order of other data, which it has not trained on yet.
+
+    That is with ``--epochs``, or a mixture of other sources.  The weights of a mixture may change.
+    """
+    theirs, named = found.config.get("data_fingerprint", fingerprint), found.config.get("config", {}).get("data")
+    mixed = not isinstance(config.data, str) and [*weighted(config.data)] != [*weighted(named or ())]
+    if theirs == fingerprint or (config.epochs is None and not mixed):
         return
-    named = found.config.get("config", {}).get("data")
     raise CheckpointError(
-        f"--data {config.data}: expected the data of the run whose --epochs are resumed, {named} ({theirs[:12]}), got "
+        f"--data {config.data}: expected the data of the run that is resumed, {named} ({theirs[:12]}), got "
         f"others ({fingerprint[:12]}), of which {found.step} steps would count as done; "
         f"a new run with --init-from {found.path} begins them with these weights"
     ).about("data", "epochs")
@@ -180,6 +219,7 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     changed = [name for name in EXACT if theirs.get(name) != ours[name]]
     changed += ["order of sequences (--epochs)"] * ((theirs.get("epochs") is None) != (config.epochs is None))
     changed += ["ranks of a host"] * (not other_layout and before.get("local_replicas", 1) != now["local_replicas"])
+    changed += ["loss"] * (before.get("own_loss", False) != now.get("own_loss", False))
     changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
     if ours["device"] == "cuda" and set(before.get("gpus") or now["gpus"]) != set(now["gpus"]):
         changed.append("GPU")

@@ -27,12 +27,14 @@ import numpy as np
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError
 from kos.files import replace_file, sync
-from kos.train.checkpoint.huggingface import as_saved, shape_as_saved
+from kos.train.checkpoint.huggingface import as_saved, name_as_saved, shape_as_saved
 from kos.train.model.parameters import Shape
 from kos.train.parallel.failures import together
 
 SAVED_DTYPES = {"float32": ("F32", np.dtype("<f4")), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
 """Dtypes of weights in files: safetensors' name and NumPy's."""
+WEIGHTS = ("model", "adapter_model")
+"""Beginnings of the names of files of weights."""
 WRITTEN = 4 << 20  # bytes of a tensor that are written and hashed at once
 _LOOK_EVERY = 0.005  # seconds between two looks for what other ranks have written
 
@@ -132,9 +134,9 @@ class Saving:
         return tensor
 
     def _write(self, path: Path, shapes: Mapping[str, Shape]) -> dict[str, Any]:
-        if not path.name.startswith("model"):
+        if not path.name.startswith(WEIGHTS):
             return write_tensors(path, shapes, (self._next() for _ in shapes))
-        saved = {name: shape_as_saved(name, shape) for name, shape in shapes.items()}
+        saved = {name_as_saved(name): shape_as_saved(name, shape) for name, shape in shapes.items()}
         return write_tensors(path, saved, (as_saved(name, self._finite(name)) for name in shapes))
 
     def _finite(self, name: str) -> np.ndarray:

@@ -16,6 +16,7 @@ import numpy as np
 from kos.memory.arena import Arena
 from kos.memory.array import as_dtype
 from kos.train.layers import Placement
+from kos.train.layers.lora import is_adapter
 from kos.train.model.llama import LlamaConfig, Stages
 from kos.train.model.parameters import OwnedSlices, Parameters, Shape
 from kos.train.ops import Array
@@ -39,7 +40,7 @@ class WritePlan:
 
     ``state`` names the arrays of optimizer state and their tensors. Files hold fp32.  With ``compress``, each replica
     (a rank of dp and cp) also has a residual, except of the tensors in ``frozen``.  Tensors are written in the order of
-    ``first``, and then in the order of the model.
+    ``first``, and then in the order of the model.  Of a model with adapters, these are all that is written.
     """
 
     def __init__(
@@ -47,7 +48,10 @@ class WritePlan:
         first: Iterable[str] = (), frozen: Container[str] = (),
     ) -> None:  # fmt: skip
         self.state, shapes = state, model.parameter_shapes()
-        self.shapes: Mapping[str, Shape] = {name: shapes[name] for name in (*first, *shapes)}
+        self.kind = "model" if model.lora is None else "adapter_model"
+        self.shapes: Mapping[str, Shape] = {
+            name: shapes[name] for name in (*first, *shapes) if model.lora is None or is_adapter(name)
+        }
         self.writers: dict[str, int] = {}
         several = layout.dp * layout.cp > 1 and compress != "none"
         self.residuals = [dict[str, int]() for _ in range(layout.dp * layout.cp * several)]
@@ -55,7 +59,8 @@ class WritePlan:
         self._layout = layout
         for pp in range(layout.pp):
             names = model.placements(*model.parts(0, layout.tp, pp, stages))
-            sizes = {name: math.prod(self.shapes[name]) for name in names if name not in self.writers}
+            mine = [name for name in names if name in self.shapes and name not in self.writers]
+            sizes = {name: math.prod(self.shapes[name]) for name in mine}
             start = layout.rank({"pp": pp})
             self.writers |= _shared_out(sizes, start, layout.ranks // layout.pp)
             for replica, writers in enumerate(self.residuals):
@@ -77,7 +82,7 @@ class WritePlan:
         """File -> the tensors that a rank writes to it, in order."""
         files = dict[str, dict[str, Shape]]()
         if shapes := {name: self.shapes[name] for name in self.names(rank)}:
-            files[self.file("model", rank)] = shapes
+            files[self.file(self.kind, rank)] = shapes
             files[self.file("optimizer", rank)] = state_shapes(self.state, shapes)
         for replica, writers in enumerate(self.residuals):
             mine = {name: shape for name, shape in self.shapes.items() if writers.get(name) == rank}
@@ -89,7 +94,7 @@ class WritePlan:
     def index(self) -> dict[str, object]:
         """Hugging Face's index of the weights' files."""
         size = sum(4 * math.prod(shape) for shape in self.shapes.values())
-        weight_map = {name: self.file("model", self.writers[name]) for name in self.shapes}
+        weight_map = {name: self.file(self.kind, self.writers[name]) for name in self.shapes}
         return {"metadata": {"total_size": size}, "weight_map": weight_map}
 
     def host_bytes(self, rank: int, all_at_once: bool) -> int:
@@ -159,7 +164,7 @@ class ShardedState:
         Their first dimension and the order of their elements are those of the tensor, not always their shape.
         """
         plan, residual = self.plan, self.parallel.residual
-        for held in (self.optimizer.weights, self.frozen):
+        for held in (self.optimizer.weights, *([] if self.model.lora else [self.frozen])):
             yield from self._gather(held, self.placements, plan.writers)
         for kept, held in self.optimizer.state.items():
             yield from self._gather(held, plan.state[kept], plan.writers)
@@ -243,6 +248,11 @@ class ShardedState:
             show(index / len(parts))
             self._read(held, tensors, prefix, name)
         self.optimizer.step_count = step
+
+    def read_frozen(self, weights: Tensors) -> None:
+        """Fill the weights that are not trained."""
+        for name in self.frozen:
+            self._read(self.frozen, weights, "", name)
 
     def _read(self, held: Parameters | OwnedSlices, tensors: Tensors, prefix: str, name: str) -> None:
         placement, dtype = self.placements[name], as_dtype(held.flat.dtype).numpy

@@ -122,6 +122,17 @@ class ModelSection(Section, use_attribute_docstrings=True):
         return self
 
 
+class GroupSection(Section):
+    """A table of ``[[groups]]``: settings of the tensors whose names match ``pattern``, and no earlier one's.
+
+    ``lr`` is the peak learning rate, on the schedule of all. What is left out is as of other tensors.
+    """
+
+    pattern: str = Field(min_length=1)
+    lr: float | None = Field(None, gt=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+
 def one_line(error: ValidationError, labels: Mapping[str, str] = MappingProxyType({})) -> str:
     """The first error that pydantic found, as ``where: expected X, got Y``.
 

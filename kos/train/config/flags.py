@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from kos.commands import program
 from kos.errors import CheckpointError, ConfigError
 from kos.reporting import Parser
+from kos.train.checkpoint import adapter
 from kos.train.checkpoint.huggingface import read_config
 from kos.train.config import PRESETS, flatten, preset_values
 from kos.train.config.options import (
@@ -36,12 +37,15 @@ from kos.train.config.other_names import suggestion
 METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
     "data": "NAME|PATH[:WEIGHT]", "val_data": "NAME|PATH", "eval_data": "NAME=PATH", "tokenizer": "NAME|PATH",
-    "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE", "keep_best": "METRIC",
+    "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE", "keep_best": "METRIC", "freeze": "PATTERN",
 }  # fmt: skip
 
 
 FINE_TUNING_LR = 2e-5
 """The peak learning rate with ``--init-from``.  Source: Stanford Alpaca (tatsu-lab/stanford_alpaca)."""
+
+ADAPTERS_LR = 2e-4
+"""The same with ``--lora``.  Source: QLoRA (Dettmers et al. 2023, arXiv:2305.14314), for models of up to 13b."""
 
 FINE_TUNING_SEQ_LEN = 1024
 """The largest default of ``--seq-len`` with ``--init-from``. A model's context may be 131,072 tokens, for which few
@@ -51,9 +55,13 @@ PATHS = ("data", "val_data", "tokenizer", "init_from")
 NAMES = (None, "stdlib", "tinyshakespeare", "auto", "bytes", "chars")
 """Values of ``PATHS`` that are no paths."""
 
+SEVERAL = ("data", "eval_data", "tracker", "lora_targets", "freeze")
+"""Flags that can be repeated."""
+
 GROUPS = {
     "preset": "Model", "data": "Data", "device": "Ranks and layout", "steps": "Length and output",
-    "optimizer": "Optimizer", "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
+    "optimizer": "Optimizer", "lora": "Adapters and frozen weights",
+    "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
     "log_every": "Logging", "micro_batch_size": "Performance", "show_data": "Debugging",
     "model.model_type": "Shape of the model (a preset or --init-from gives it)",
 }  # fmt: skip
@@ -109,7 +117,7 @@ def add_flag(group: Any, key: str, default: Any) -> None:
     field, kind = KEYS[key], dict[str, Any](action=argparse.BooleanOptionalAction)
     if field.annotation is not bool:
         metavar = METAVARS.get(key, {int: "N", float: "X", Path: "DIR"}.get(_type_of(field), "NAME"))
-        action = {**dict.fromkeys(("tracker", "data", "eval_data"), "append"), "val_data": _Once}.get(key, "store")
+        action = {**dict.fromkeys(SEVERAL, "append"), "val_data": _Once}.get(key, "store")
         kind = {"metavar": metavar, "type": functools.partial(_value, field), "action": action}
         kind |= {"nargs": "?", "const": "1"} if key == "elastic" else {}
     group.add_argument(flag_of(key), dest=key, help=_help(field, default), **kind)
@@ -155,7 +163,7 @@ def fine_tuning(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[s
     if merged.get("init_from") is None:
         return []
     steps, context = merged.get("steps"), merged.get("model.max_position_embeddings")
-    values: dict[str, Any] = {"lr": FINE_TUNING_LR}
+    values: dict[str, Any] = {"lr": FINE_TUNING_LR if merged.get("lora") is None else ADAPTERS_LR}
     if merged.get("epochs") is not None:  # of which the data say how many steps they are
         values["warmup_steps"] = None
     elif isinstance(steps, int):  # else refused by ``build``
@@ -219,14 +227,22 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
     run = folder / "checkpoints"
     if os.path.isdir(run):  # else read_config says why not
         raise ConfigError(f"--init-from: expected a folder of weights, as {run / 'step-N'}, got the run {folder}")
+    adapters = dict[str, Any]()
     try:
+        if adapter.is_folder(folder):
+            lora, folder = adapter.read(folder, trains=True)
+            adapters = dict(zip(("lora", "lora_alpha", "lora_targets"), lora, strict=True))
         model = read_config(folder)
     except CheckpointError as error:
         raise ConfigError(f"--init-from: {error}") from None
     shape: dict[str, Any] = {"model_type": model.model_type, **vars(model)}
+    del shape["lora"]
     shape["rope_scaling"] = model.rope_scaling and model.rope_scaling.model_dump()
     given = {key: (source, got) for source, values in layers for key, got in flatten(source, values).items()}
     for key, (source, got) in given.items():
+        if got is not None and key in adapters and (tuple(got) if isinstance(got, list) else got) != adapters[key]:
+            where = flag_of(key) if source == "flags" else f"{source}: {key}"
+            raise ConfigError(f"{where}: expected {adapters[key]} of the adapters in --init-from, got {got}")
         name = key.removeprefix("model.")
         if name not in shape or got is None:
             continue
@@ -237,7 +253,7 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
             where = flag_of(key) if source == "flags" else f"{source}: {key}"
             wanted = _unset(KEYS[key]) if expected is None else expected
             raise ConfigError(f"{where}: expected {wanted}, which the model in {folder} has, got {got}")
-    return str(folder / "config.json"), {"model": shape}
+    return str(folder / "config.json"), {"model": shape, **adapters}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

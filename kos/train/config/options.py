@@ -7,24 +7,27 @@ line that names the flag or the file's key, what was expected and what was got.
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import ValidationError, field_validator, model_validator
 
 from kos.errors import ConfigError, SettingError
-from kos.train.config import ModelSection, flatten, one_line, option, preset_values, weighted
+from kos.train.config import GroupSection, ModelSection, flatten, one_line, option, preset_values, weighted
+from kos.train.config.optimizers import OPTIMIZERS as OPTIMIZERS
+from kos.train.config.optimizers import not_of as not_of
 from kos.train.data.token_files import KINDS
+from kos.train.layers import Placement
+from kos.train.layers.lora import is_adapter
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.rope import Section
-from kos.train.optim import Group, LearningRate, UpdateRule, by_axes, decay_matrices, state_of
-from kos.train.optim.adamw import AdamW
-from kos.train.optim.muon import Muon
+from kos.train.optim import Group, LearningRate, UpdateRule, by_axes, state_of
 from kos.train.parallel.mesh import DENSE
 
 DETERMINISTIC_MICRO_BATCHES = 8
@@ -62,7 +65,11 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     eval_data: tuple[str, ...] = option((), "none")
     """Also validate on NAME=PATH, as val_loss/NAME; repeat the flag for several."""
     text_field: str = option("text", min_length=1)
-    """Field of a line of a .jsonl file that holds its text."""
+    """Field or column that holds the text of a line of a .jsonl file, or of a row of a table."""
+    encoding: str = option("utf-8", min_length=1)
+    """Encoding of text files, tables and JSON, such as utf-16 or latin-1."""
+    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = option(None, "llm.c's header")
+    """Numbers in .bin files without a header: uint16 in those of nanoGPT."""
     loss_on: Literal["completion", "all"] = option("completion")
     """Tokens that the loss counts: completion (a .jsonl file's completions, or an assistant's turns; what the masks of
     token files count), or all."""
@@ -144,6 +151,16 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Largest global gradient norm; 0 turns clipping off."""
     skip_outliers: float = option(0.0, ge=0)
     """Skip steps whose gradient norm is above X or not finite; 0 ends the run if the norm is not finite."""
+
+    lora: int | None = option(None, "train all weights", ge=1)
+    """Train adapters of rank N (LoRA) of the layers' matrices, and freeze the model of --init-from."""
+    lora_alpha: float | None = option(None, "2 × --lora", gt=0)
+    """What an adapter adds is multiplied by X / rank."""
+    lora_targets: tuple[str, ...] = option((), "all matrices of layers")
+    """Matrices that have adapters, such as q_proj,v_proj; repeat the flag, or separate names by commas."""
+    freeze: tuple[str, ...] = option((), "none")
+    """Do not train tensors whose names match PATTERN, such as 'model.layers.[01].*'; repeat the flag for several."""
+    groups: tuple[GroupSection, ...] = ()
 
     eval_every: int = option(100, ge=0)
     """Steps between validations; 0 validates before and after training only."""
@@ -230,11 +247,26 @@ class TrainConfig(Section, use_attribute_docstrings=True):
                 raise SettingError("eval_data", "NAME=PATH, each NAME once", repr(each))
         return several
 
-    @field_validator("tracker", mode="before")
+    @field_validator("freeze", "groups", mode="before")
+    @classmethod
+    def _several(cls, given: Any) -> Any:
+        return tuple(given) if isinstance(given, list) else (given,) if isinstance(given, str) else given
+
+    @field_validator("tracker", "lora_targets", mode="before")
     @classmethod
     def _names(cls, given: Any) -> tuple[str, ...]:
         words = given if isinstance(given, list | tuple) else [given]
         return tuple(dict.fromkeys(name.strip() for word in words for name in str(word).split(",")))
+
+    @field_validator("encoding")
+    @classmethod
+    def _known(cls, given: str) -> str:
+        try:
+            if "a".encode(given).decode(given) != "a":
+                raise LookupError
+        except (LookupError, UnicodeError):
+            raise SettingError("encoding", "an encoding of text, such as utf-16", repr(given)) from None
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -256,6 +288,10 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         if self.compress_scope == "hosts" and self.compress == "none":
             raise SettingError("compress", "fp8, int8 or int4", self.compress, "compress_scope")
         self._check_best()
+        if self.lora is None and (given := [x for x in ("lora_alpha", "lora_targets") if getattr(self, x)]):
+            raise SettingError(given[0], "none without adapters (--lora)", getattr(self, given[0]), "lora")
+        if self.lora is not None and self.optimizer != "adamw":
+            raise SettingError("optimizer", "adamw with adapters (--lora)", self.optimizer, "lora")
         longest = self.model.max_position_embeddings
         if longest is not None and self.seq_len > longest:
             raise SettingError("seq_len", f"at most {longest}", self.seq_len, "max_position_embeddings")
@@ -384,11 +420,33 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         """What the optimizer does with a weight that no group has a rule for."""
         return OPTIMIZERS[self.optimizer].rule(self)
 
+    def is_frozen(self, name: str) -> bool:
+        """Whether a tensor is not trained."""
+        return (self.lora is not None and not is_adapter(name)) or any(matching([name], x) for x in self.freeze)
+
+    def trained(self, model: LlamaConfig, parts: Sequence[Local]) -> dict[str, Placement]:
+        """The tensors that are trained, and where a rank's parts of them lie."""
+        return {name: at for name, at in model.placements(*parts).items() if not self.is_frozen(name)}
+
     def all_groups(self, model: LlamaConfig, *parts: Local) -> list[Group]:
         """The parameter groups of a rank's parts of ``model``, or of the whole."""
-        return OPTIMIZERS[self.optimizer].groups(self, model, parts)
+        groups = OPTIMIZERS[self.optimizer].groups(self, model, parts)
+        groups = [part for each in groups for part in self._split(each)] if self.groups else groups
+        frozen = [name for name in model.parameter_shapes(*parts) if self.is_frozen(name)]
+        return [*groups, Group(frozen, frozen=True)] if frozen or self.lora or self.freeze else groups
 
-    def groups(self, model: LlamaConfig, *parts: Local) -> list[Group]:
+    def _split(self, group: Group) -> Iterator[Group]:
+        """A group in parts with the settings of the first of ``[[groups]]`` that a tensor matches, and the rest."""
+        left = list(group.names)
+        for each in self.groups if not group.frozen else ():
+            names = matching(left, each.pattern)
+            left = [name for name in left if name not in names]
+            scale = group.lr_scale if each.lr is None else each.lr / self.lr
+            decay = group.decay if each.weight_decay is None else each.weight_decay
+            yield group._replace(names=names, lr_scale=scale, decay=decay)
+        yield group._replace(names=left)
+
+    def trained_groups(self, model: LlamaConfig, *parts: Local) -> list[Group]:
         """Those of ``all_groups`` that are trained."""
         return [group for group in self.all_groups(model, *parts) if not group.frozen]
 
@@ -401,7 +459,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     def state_of(self, model: LlamaConfig) -> dict[str, set[str]]:
         """What the optimizer keeps of the whole ``model``, by name, and of which tensors."""
         spans = dict.fromkeys(model.parameter_shapes(), slice(0, 0))
-        kept = state_of(self.update_rule(), self.groups(model), spans, [])
+        kept = state_of(self.update_rule(), self.trained_groups(model), spans, [])
         return {name: each.names for name, each in kept.items()}
 
     def model_config_for(self, vocab_size: int) -> LlamaConfig:
@@ -410,50 +468,19 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             where = "--vocab-size" if self.init_from is None else f"{Path(self.init_from, 'config.json')}: vocab_size"
             expected = f"at least the tokenizer's {vocab_size}"
             raise SettingError(where, expected, self.model.vocab_size).about("vocab_size", "tokenizer")
-        return self.model.resolve(vocab_size, self.seq_len)
+        model = self.model.resolve(vocab_size, self.seq_len)
+        if self.lora is not None:
+            model = model.adapted(self.lora, self.lora_alpha or 2.0 * self.lora, self.lora_targets)
+        names = model.parameter_shapes()
+        for where, patterns in ("--freeze", self.freeze), ("groups", [each.pattern for each in self.groups]):
+            if unknown := [pattern for pattern in patterns if not matching(names, pattern)]:
+                raise SettingError(where, f"a pattern that matches a tensor, such as {next(iter(names))}", unknown[0])
+        return model
 
 
-def matrices_decayed(config: TrainConfig, model: LlamaConfig, parts: Sequence[Local]) -> list[Group]:
-    """One rule for all weights."""
-    return decay_matrices(model.parameter_shapes(*parts), config.weight_decay)
-
-
-def hidden_matrices_by_muon(config: TrainConfig, model: LlamaConfig, parts: Sequence[Local]) -> list[Group]:
-    """Muon's are the matrices of layers."""
-    placements = model.placements(*parts)
-    matrices = {name: at for name, at in placements.items() if len(at.shape) == 2}
-    hidden = {name: at for name, at in matrices.items() if name not in (*model.tables, model.head)}
-    rule = Muon(hidden, model.stacked, config.momentum)
-    return [
-        Group(hidden, config.weight_decay, (config.muon_lr or config.lr) / config.lr, rule),
-        Group(matrices.keys() - hidden, config.weight_decay), Group(placements.keys() - matrices),
-    ]  # fmt: skip
-
-
-def adamw(config: TrainConfig) -> AdamW:
-    return AdamW((config.beta1, config.beta2), config.eps)
-
-
-class Chosen(NamedTuple):
-    """What a value of ``--optimizer`` stands for."""
-
-    rule: Callable[[TrainConfig], UpdateRule]
-    groups: Callable[[TrainConfig, LlamaConfig, Sequence[Local]], list[Group]]
-    options: tuple[str, ...]
-    """Those of its rules."""
-
-
-OPTIMIZERS = {
-    "adamw": Chosen(adamw, matrices_decayed, AdamW.options),
-    "muon": Chosen(adamw, hidden_matrices_by_muon, AdamW.options + Muon.options),
-}
-
-
-def not_of(optimizer: Any) -> set[str]:
-    """The options that only other optimizers have."""
-    of_all = {name for each in OPTIMIZERS.values() for name in each.options}
-    known = isinstance(optimizer, str) and optimizer in OPTIMIZERS
-    return of_all.difference(OPTIMIZERS[optimizer].options if known else of_all)
+def matching(names: Iterable[str], pattern: str) -> list[str]:
+    """The names that match: * stands for any characters, ? for one, [ab] for one of these."""
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
 KEYS = {

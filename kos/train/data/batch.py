@@ -11,15 +11,17 @@ from kos.errors import DataError
 
 
 class Batch(NamedTuple):
-    """Arrays of one shape, (sequences, tokens), int32, on the host or on a device; None: the data has no such field.
+    """Arrays of one shape, (sequences, tokens), on the host or on a device; None: the data has no such field.
 
     ``targets`` are the tokens that follow; the loss leaves out -1.  ``document_starts`` are where each token's document
-    begins in the sequence, of which a rank may hold some tokens only.
+    begins in the sequence, of which a rank may hold some tokens only.  The loss of each target is multiplied by its
+    weight in ``weights``, float32; the other fields are int32.
     """
 
     tokens: Any
     targets: Any = None
     document_starts: Any = None
+    weights: Any = None
 
     def __repr__(self) -> str:
         """The dtype and shape of each field that is present."""
@@ -41,7 +43,14 @@ class Batch(NamedTuple):
         """``function`` of each field that is present."""
         return Batch(*(None if field is None else function(field) for field in self))
 
+    def rows(self, rows: slice) -> Batch:
+        """Views of some rows of each field."""
+        return self.map(lambda field: field[rows])
+
     @classmethod
     def of_memory(cls, memory: Any, present: Collection[str]) -> Batch:
         """Views of int32 ``memory`` (fields, ...), in which the fields that are ``present`` lie one after another."""
-        return cls(**dict(zip((name for name in cls._fields if name in present), memory, strict=True)))
+        fields = dict(zip((name for name in cls._fields if name in present), memory, strict=True))
+        if "weights" in fields:
+            fields["weights"] = fields["weights"].view(np.float32)
+        return cls(**fields)

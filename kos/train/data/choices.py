@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kos.errors import DataError
-from kos.train.data.documents import read_lines
+from kos.train.data.corpus import errors_with
+from kos.train.data.documents import read_records
 from kos.train.data.token_files import HEADER_BYTES
 from kos.train.data.tokenizers import Tokenizer
 
@@ -49,15 +50,14 @@ def read_questions(path: Path, tokenizer: Tokenizer, most: int) -> list[Question
     one that is longer than the context, a label of no ending, and a token beyond the vocabulary.
     """
     flag = f"--choices {path}"
-    try:
+    with errors_with("--choices", str(path)):
         with path.open("rb") as file:
             of_llmc = int.from_bytes(file.read(4), "little") == LLMC
         if of_llmc:
             questions = [*_of_llmc(path, flag, tokenizer.vocab_size)]
         else:
-            questions = [_encoded(*_texts(value, where), tokenizer) for value, where in read_lines(path, flag)]
-    except OSError as error:
-        raise DataError(f"{flag}: expected a file that can be read, got {error.strerror}") from None
+            records = read_records(path)
+            questions = [_encoded(*_texts(value, f"{flag}, {place}"), tokenizer) for place, value in records]
     if not questions:
         raise DataError(f"{flag}: expected lines with questions, got none")
     if (longest := max(max(question.counts) for question in questions)) > most:

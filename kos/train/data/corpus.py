@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from kos.errors import ConfigError, DataError, plural
 from kos.train.data import download
-from kos.train.data.documents import TEXT, Document, Lines, check_kind, is_converted, is_jsonl, read_documents
+from kos.train.data.documents import OPENERS, TEXT, Document, Lines, Records, check_kind, is_converted, open_documents
 from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
-from kos.train.data.token_files import VOCAB_SIZES, is_token_file, mask_of, open_tokens
+from kos.train.data.token_files import VOCAB_SIZES, is_token_file, is_tokenized, mask_of, open_tokens
 from kos.train.data.tokenizers import SAVED
 
 _log = logging.getLogger(__name__)
@@ -39,12 +39,12 @@ Show = Callable[[str, float], object]
 
 
 class File(NamedTuple):
-    """One file: its name for the log, the split that its name says, and its documents or its array of tokens."""
+    """One file: its name for the log, the split that its name says, and its text, its records or its tokens."""
 
     name: str
     split: str
     path: Path | None
-    content: Sequence[Any]
+    content: Any
 
     @property
     def key(self) -> str:
@@ -53,7 +53,7 @@ class File(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The data for training and for validation: documents, or arrays of tokens that are read from their files.
+    """The data for training and for validation: texts and records, or arrays of tokens, which stay in their files.
 
     ``held_out`` describes the validation data for the log, and ``trained_on`` the files of the training data.
     """
@@ -73,6 +73,7 @@ class _Source:
     read: Callable[[], list[File]]
     vocab_size: int | None = None
     below: Sequence[str] = ()
+    tokenized: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -85,65 +86,72 @@ class Corpus:
     vocab_size: int | None = None  # of tokens; None: text
     val_files: Sequence[Path] = ()  # of --val-data
     below: Sequence[str] = ()  # the paths of files below --data, which tell their splits
-    whole: bool = False  # whether it is all to validate on; ``train`` has it then
+    tokenized: Path | None = None  # the folder of ``kos tokenize`` that --data names
+    flags: Sequence[tuple[str, str]] = (("--data", ""), ("--data", ""))  # those that name ``train`` and ``val``
 
     @cached_property
     def splits(self) -> Splits:
         """Training and validation data, read when they are first asked for.  Raises DataError as ``read_corpus``."""
         return self.read()
 
+    @property
+    def other_val(self) -> bool:
+        """Whether the validation data is that of ``--val-data``."""
+        return self.flags[0] != self.flags[1]
+
     train = property(lambda self: self.splits.train)
     val = property(lambda self: self.splits.val)
 
 
 def read_corpus(
-    data: str, show: Show = lambda what, share: None, *, val_data: str | None = None, lines: Lines = TEXT
+    data: str | Sequence[str],
+    show: Show = lambda what, share: None,
+    *,
+    val_data: str | None = None,
+    lines: Lines = TEXT,
+    val_flag: str = "--val-data",
 ) -> Corpus:
     """The corpus that ``--data`` names.  Its validation data is what ``--val-data`` names, or a part that is held out.
 
-    Both are ``stdlib``, ``tinyshakespeare``, or a path: a file of text, JSON Lines or tokens, or a folder or glob
-    pattern of such files.  ``split`` has the rules of what is held out.
+    Both are ``stdlib``, ``tinyshakespeare``, or a path: a file of text, records or tokens, or a folder or glob pattern
+    of such files.  Several names of ``data`` are read and split as one, by the names of their files; without a name
+    there is only validation data.  ``split`` has the rules of what is held out.  ``val_flag`` names ``val_data``.
 
-    ConfigError: missing.  DataError: unreadable, empty or binary; JSON Lines without texts; text validated on tokens.
+    ConfigError: missing.  DataError: unreadable, empty or binary; text validated on tokens.
     """
-    with errors_with("--data", data):
-        source = _find(data, show, lines)
-    if val_data is None:
-        other = None
-    else:
-        with errors_with("--val-data", val_data):
-            other = _find(val_data, show, lines)
-        if other.vocab_size != source.vocab_size:
-            kinds = [
-                "text" if each.vocab_size is None else f"tokens below {each.vocab_size}" for each in (source, other)
-            ]
-            wrong = f"expected {kinds[0]} as --data {data}, got {kinds[1]}"
-            raise DataError(f"--val-data {val_data}: {wrong}").about("val_data", "data")
+    names = [data] if isinstance(data, str) else [*data]
+    named = [*(("--data", name) for name in names), *[(val_flag, val_data or "")] * (val_data is not None)]
+    sources = list[_Source]()
+    for flag, name in named:
+        with errors_with(flag, name):
+            sources.append(_find(name, show, lines))
+    first = sources[0]
+    for (flag, name), each in zip(named, sources, strict=True):
+        if each.tokenized and len(named) > 1:
+            expected = "text, or a folder of kos tokenize as the only --data, without --val-data"
+            raise ConfigError(f"{flag}: expected {expected}, got {name}").about("val_data", "data")
+        if each.vocab_size != first.vocab_size:
+            kinds = ["text" if one.vocab_size is None else f"tokens below {one.vocab_size}" for one in (first, each)]
+            wrong = f"expected {kinds[0]} as --data {names[0]}, got {kinds[1]}"
+            raise DataError(f"{flag} {name}: {wrong}").about("val_data", "data")
 
     def read() -> Splits:
-        with errors_with("--data", data):
-            files = source.read()
-            if other is None:
-                return split(data, files)
-        with errors_with("--val-data", str(val_data)):
-            val_files = other.read()
-        return split(data, files, val_files, f"{val_data} (--val-data)")
+        contents = list[list[File]]()
+        for (flag, name), each in zip(named, sources, strict=True):
+            with errors_with(flag, name):
+                contents.append(each.read())
+        files = [*chain(*contents[: len(names)])]
+        if len(names) > 1:
+            files = [each._replace(split=each.split or split_of(each.name)) for each in files]
+        with errors_with(*named[0]):  # it counts documents
+            return split(named[0][1], files, contents[-1] if val_data else None, f"{val_data} ({val_flag})")
 
-    return Corpus(source.name, source.paths, read, source.vocab_size, other.paths if other else (), source.below)
-
-
-def read_held_out(data: str, show: Show, lines: Lines, flag: str) -> Corpus:
-    """The corpus of all that ``flag`` names to validate on, as ``--val-data`` does.  Raises as ``read_corpus``."""
-    with errors_with(flag, data):
-        source = _find(data, show, lines)
-
-    def read() -> Splits:
-        with errors_with(flag, data):
-            files = source.read()
-        held = _validation_files(files) or files
-        return Splits([*chain(*(each.content for each in held))], [], "", _names([each.name for each in held]))
-
-    return Corpus(source.name, source.paths, read, source.vocab_size, (), source.below, whole=True)
+    of_data = sources[: len(names)]
+    return Corpus(
+        first.name, [*chain(*(each.paths for each in of_data))], read, first.vocab_size,
+        sources[-1].paths if val_data is not None else (), [*chain(*(each.below for each in of_data))],
+        first.tokenized, (named[0], named[-1 if val_data is not None else 0]),
+    )  # fmt: skip
 
 
 @contextmanager
@@ -164,15 +172,17 @@ def _find(data: str, show: Show, lines: Lines) -> _Source:
     if data == "stdlib":
         return _Source(data, [], _stdlib)
     if data == download.NAME:
-        return _Source(data, [], lambda: [File(data, "", None, read_documents(download.tinyshakespeare()))])
+        return _Source(data, [], lambda: [File(data, "", None, open_documents(download.tinyshakespeare()))])
     path = Path(data)
+    if path.is_dir() and is_tokenized(path):
+        return _Source(data, [each for each in sorted(path.iterdir()) if each.is_file()], list, tokenized=path)
     if path.is_dir():
         return _of_files(path.name or data, _visible_files(path), path, show, lines)
     if path.is_file():
-        if is_token_file(path):
+        if is_token_file(path, lines.token_dtype):
             return _of_files(path.name, [path], None, show, lines)
         check_kind(path)
-        return _Source(path.name, [path], lambda: [File(path.name, "", path, read_documents(path, lines))])
+        return _Source(path.name, [path], lambda: [File(path.name, "", path, open_documents(path, lines))])
     if path.exists():
         raise DataError(f"--data: expected a regular file or a folder, got {data!r} (a device, pipe or socket)")
     if matches := [Path(match) for match in sorted(glob.glob(data, recursive=True))] if glob.has_magic(data) else []:
@@ -188,7 +198,7 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, l
     def below(path: Path) -> str:
         return path.name if home is None else str(path.relative_to(home))
 
-    def file(path: Path, content: Sequence[Any]) -> File:
+    def file(path: Path, content: Any) -> File:
         return File(below(path), "" if home is None else split_of(below(path)), path, content)
 
     def read_texts() -> list[File]:
@@ -196,9 +206,11 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, l
         for number, path in enumerate(texts):
             show("reading the data", number / len(texts))
             try:
-                files.append(file(path, read_documents(path, lines)))
+                if not path.stat().st_size:
+                    raise DataError(f"--data {path}: expected documents, got an empty file")
+                files.append(file(path, open_documents(path, lines)))
             except DataError as error:
-                if is_jsonl(path):
+                if path.suffix.lower() in OPENERS and path.stat().st_size:  # it may be damaged
                     raise
                 _log.warning("skipped: %s", error)
         if not files:
@@ -207,14 +219,15 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, l
             )
         return files
 
-    tokens = [path for path in paths if path.suffix in (".bin", "") and is_token_file(path)] if home else paths
+    may_be = [path for path in paths if path.suffix in ("", ".bin", ".npy")] if home else paths
+    tokens = [path for path in may_be if is_token_file(path, lines.token_dtype)]
     masks = [mask for path in tokens if (mask := mask_of(path)).is_file()]
     texts = sorted({*paths} - {*tokens, *masks})
     if tokens:
         if texts:
             _log.warning("skipped, since there are token files: %s", _names([str(path) for path in texts]))
-        files = [file(path, [open_tokens(path)]) for path in tokens]
-        sizes = [each.content[0].itemsize for each in files]
+        files = [file(path, open_tokens(path, lines.token_dtype)) for path in tokens]
+        sizes = [each.content.itemsize for each in files]
         if other := next((path for path, size in zip(tokens, sizes, strict=True) if size != sizes[0]), None):
             raise DataError(f"--data {other}: expected the token format of {tokens[0].name}, got another")
         names = [] if home is None else [*map(below, tokens)]
@@ -249,7 +262,7 @@ def split(data: str, files: Sequence[File], val_files: Sequence[File] | None = N
         held, text = numbered[HELD_OUT - 1 :: HELD_OUT] or numbered[-1:], f" (of {len(files)} files)"
     apart = {each.key for each in held}
     train = [each for each in files if each.split not in ("val", "test") and each.key not in apart]
-    if not train:
+    if files and not train:
         got = f"only files that are held out: {_names([each.name for each in files])}"
         raise DataError(f"--data {data}: expected files to train on, got {got}")
     kept = apart | {each.key for each in train}
@@ -258,11 +271,11 @@ def split(data: str, files: Sequence[File], val_files: Sequence[File] | None = N
         parts = [each.content for each in train], [each.content for each in held]
         text = text if val_files is not None else _names([each.name for each in held]) + text
     else:
-        cuts = [_cut(each) for each in train]
-        parts = [before for before, _ in cuts], [after for _, after in cuts]
+        cuts = [_cut(each.content) for each in train]
+        parts = [before for before, _ in cuts], [after for _, after in cuts if after is not None]
         text = f"the last tenth of {_names([each.name for each in train])}"
     text += f"; left out: {_names(left)}" * bool(left)
-    return Splits([*chain(*parts[0])], [*chain(*parts[1])], text, _trained_on([each.name for each in train]))
+    return Splits(parts[0], parts[1], text, _trained_on([each.name for each in train]))
 
 
 def _trained_on(names: Sequence[str]) -> str:
@@ -277,16 +290,18 @@ def _validation_files(files: Sequence[File]) -> list[File]:
     return val or test
 
 
-def _cut(file: File) -> tuple[Sequence[Any], Sequence[Any]]:
+def _cut(content: Any) -> tuple[Any, Any]:
     """The first nine tenths and the rest, as in nanoGPT's prepare.py: of documents, of a single one, or of tokens.
 
     Of a document in parts nothing is held out.
     """
-    whole = file.content if len(file.content) > 1 else file.content[0]
-    if isinstance(whole, Document):
-        return file.content, []
-    at = int(len(whole) * (1 - 1 / HELD_OUT))
-    return (whole[:at], whole[at:]) if whole is file.content else ([whole[:at]], [whole[at:]])
+    if (size := len(content)) == 1 and isinstance(content, Records):
+        (content,) = content
+        if isinstance(content, Document):
+            return content, None
+        size = len(content)
+    at = int(size * (1 - 1 / HELD_OUT))
+    return content[:at], content[at:]
 
 
 def _names(names: Sequence[str]) -> str:
@@ -297,7 +312,7 @@ def _names(names: Sequence[str]) -> str:
 def _stdlib() -> list[File]:
     texts = zip(("train", "val"), (TRAIN, VAL), read_stdlib(), strict=True)
     return [
-        File(f"{name}.py", split, None, [text])
+        File(f"{name}.py", split, None, text)
         for split, names, each in texts
         for name, text in zip(names, each, strict=True)
     ]
@@ -310,7 +325,8 @@ def _visible_files(folder: Path) -> list[Path]:
     found, skipped = [], []
     for where, folders, files in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        ours = [name for name in folders if _is_run(Path(where, name)) or _is_checkpoint(Path(where, name))]
+        kinds = (_is_run, _is_checkpoint, is_tokenized)
+        ours = [name for name in folders if any(is_kind(Path(where, name)) for is_kind in kinds)]
         if where == str(folder) and _is_run(folder):
             ours += ["checkpoints", "config.json", "metrics.jsonl", "packing.npy"]
             ours += [name for name in folders if re.fullmatch(r"source-\d+", name)]
@@ -318,7 +334,8 @@ def _visible_files(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if name not in ours]
         found += [Path(where, name) for name in files if not name.startswith(".") and name not in ours]
     if skipped:
-        _log.warning("skipped, as parts of runs or checkpoints: %s", ", ".join(map(str, sorted(skipped))))
+        paths = ", ".join(map(str, sorted(skipped)))
+        _log.warning("skipped, as parts of runs, checkpoints or tokenized data: %s", paths)
     return sorted(path for path in found if path.is_file())
 
 

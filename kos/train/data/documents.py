@@ -1,50 +1,43 @@
-"""Reads the documents in a file: a text file is one document, a JSON Lines file has one document per line.
+"""Reads the documents in a file: a text file is one document, other files have one in each of their records.
 
-JSON Lines (https://jsonlines.org) are files named ``.jsonl`` or ``.jsonl.gz``.  A line has text, a prompt and its
-completion, or a chat: OpenAI's ``messages``, ShareGPT's ``conversations`` or Alpaca's ``instruction``.
+A record is a line of JSON Lines (https://jsonlines.org), an item of a JSON list, or a row of a table. It has text, a
+prompt and its completion, or a chat: OpenAI's ``messages``, ShareGPT's ``conversations`` or Alpaca's ``instruction``.
+All files are read in pieces, never as a whole.
 """
 
 from __future__ import annotations
 
+import bz2
+import codecs
+import csv
 import gzip
+import io
+import itertools
 import json
+import lzma
+import re
 import reprlib
 import shlex
-import zlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kos.errors import DataError
+from kos.commands import python_code
+from kos.errors import ConfigError, DataError, KosError, install
 from kos.train.data.chat import ChatTemplate
-from kos.train.data.token_files import KINDS, header_missing
+from kos.train.data.token_files import KINDS
 
-_PYTHON = 'python -c "import {}" {{quoted}}'  # which reads sys.argv: the path may have quotes of any kind
-_ROWS = (
-    "csv, json, sys; csv.field_size_limit(sys.maxsize); [print(json.dumps(row)) for row in "
-    "csv.DictReader(open(sys.argv[1], encoding='utf-8-sig', newline=''), dialect='{}')]"
-)
-_CONVERTED_BY = {
-    ".csv": _PYTHON.format(_ROWS.format("excel")) + " > {quoted_stem}.jsonl",
-    ".tsv": _PYTHON.format(_ROWS.format("excel-tab")) + " > {quoted_stem}.jsonl",
-    ".parquet": _PYTHON.format(
-        "pandas, sys; pandas.read_parquet(sys.argv[1]).to_json(sys.argv[2] + '.jsonl', orient='records', lines=True)"
-    ) + " {quoted_stem}",
-    ".arrow": _PYTHON.format(
-        "datasets, sys; datasets.Dataset.from_file(sys.argv[1]).to_json(sys.argv[2] + '.jsonl')"
-    ) + " {quoted_stem}",
-    ".ndjson": "mv {quoted} {quoted_stem}.jsonl",
-    ".zst": "zstd -d {quoted}",
-    ".gz": "gunzip {quoted}",
-    ".bz2": "bunzip2 {quoted}",
-    ".xz": "unxz {quoted}",
-    ".zip": "unzip {quoted}",
-}
-"""Data files that kos does not read, by suffix, each with the command that converts it."""
+READ = 1 << 20  # characters that are read at once
+ROWS = 1 << 10  # rows of a Parquet file that are read at once
 
-_JSON_LIST = _PYTHON.format("json, sys; [print(json.dumps(each)) for each in json.load(open(sys.argv[1]))]")
-_HEAD_BYTES = 1 << 20
+ZSTD = f"{'compression' if sys.version_info >= (3, 14) else 'backports'}.zstd"
+OPENERS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": lambda path: _library(ZSTD, "zstd", path).open(path),
+}  # fmt: skip
+"""How compressed files are opened, by their last suffix."""
 
 
 @dataclass(frozen=True)
@@ -63,109 +56,259 @@ class Document:
 
 
 class Lines(NamedTuple):
-    """How lines of JSON become documents: the field of plain text, what gives the template of chats, and whether each
-    answer of a chat is a document of its own."""
+    """How files become documents: the field of plain text, what gives the template of chats, whether each answer of a
+    chat is a document of its own, the encoding of text, and the dtype of token files without a header."""
 
     text_field: str = "text"
     chat_template: Callable[[], ChatTemplate | None] = lambda: None
     split_turns: bool = False
+    encoding: str = "utf-8"
+    token_dtype: str | None = None
 
 
 TEXT = Lines()
 
 
-def is_jsonl(path: Path) -> bool:
-    return path.name.lower().endswith((".jsonl", ".jsonl.gz"))
+@dataclass(frozen=True)
+class Text:
+    """The characters ``start`` to ``stop`` of a text file as one document.  Iterating reads them, in parts."""
+
+    path: Path
+    lines: Lines
+    start: int
+    stop: int
+
+    def __iter__(self) -> Iterator[str]:
+        at = 0
+        for _, part in _read(self.path, self.lines, _text):
+            yield part[max(0, self.start - at) : max(0, self.stop - at)]
+            at += len(part)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, at: slice) -> Text:
+        start, stop, _ = at.indices(len(self))
+        return replace(self, start=self.start + start, stop=self.start + stop)
+
+
+@dataclass(frozen=True)
+class Records:
+    """The documents ``start`` to ``stop`` of those in a file's records that are not empty.  Iterating reads them.
+
+    DataError, with the place, for a record that is broken or has not the fields of a document; if there is no document.
+    """
+
+    path: Path
+    lines: Lines
+    start: int = 0
+    stop: int | None = None
+
+    def __iter__(self) -> Iterator[str | Document]:
+        return itertools.islice(self._all(), self.start, self.stop)
+
+    def _all(self) -> Iterator[str | Document]:
+        none = True
+        for place, value in read_records(self.path, self.lines):
+            for document in _documents_of(value, self.lines, f"--data {self.path}, {place}"):
+                if document:
+                    none = False
+                    yield document
+        if none:
+            raise DataError(f"--data {self.path}: expected lines with text, got none")
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, at: slice) -> Records:
+        return replace(self, start=at.start or 0, stop=at.stop)
+
+
+def open_documents(path: Path, lines: Lines = TEXT) -> Text | Records:
+    """The documents in a file.  The whole of a text file is read, to count its characters.
+
+    DataError: a text file that is empty, or not text in the encoding.
+    """
+    if has_records(path, lines):
+        return Records(path, lines)
+    if not (size := sum(len(part) for _, part in _read(path, lines, _text))):
+        raise DataError(f"--data {path}: expected text, got an empty file")
+    return Text(path, lines, 0, size)
+
+
+def _kind(path: Path) -> str:
+    """The suffix of a file, without that of its compression."""
+    last = path.suffix.lower()
+    return path.with_suffix("").suffix.lower() if last in OPENERS else last
+
+
+def has_records(path: Path, lines: Lines = TEXT) -> bool:
+    """Whether a file has records: by its suffix, or a ``.json`` file by its beginning."""
+    kind = _kind(path)
+    return kind in READERS and (kind != ".json" or _kind_of_json(path, lines) != "text")
 
 
 def check_kind(path: Path) -> None:
-    """DataError, with the command that converts it, for a data file that is neither text nor JSON Lines."""
+    """DataError for a data file that kos does not read, with the command that converts it."""
     suffix = path.suffix.lower()
     if suffix == ".bin":
-        raise header_missing(path)
-    got, command = _kind_of_json(path) if suffix == ".json" else (suffix, _CONVERTED_BY.get(suffix))
-    if command is None or is_jsonl(path):
-        return
-    stem = str(path.with_suffix(""))
-    how = command.format(quoted=shlex.quote(str(path)), quoted_stem=shlex.quote(stem))
-    raise DataError(f"--data {path}: expected {KINDS}, got {got}; run: {how}")
+        expected = "llm.c's header, or --token-dtype for numbers without one (uint16 for nanoGPT's files)"
+        raise DataError(f"--data {path}: expected {expected}, got none").about("data", "token_dtype")
+    code = "import datasets, sys; datasets.Dataset.from_file(sys.argv[1]).to_parquet(sys.argv[2])"
+    to_parquet = python_code(code, path, path.with_suffix(".parquet"))
+    if how := {".arrow": to_parquet, ".zip": f"unzip {shlex.quote(str(path))}"}.get(suffix):
+        raise DataError(f"--data {path}: expected {KINDS}, got {suffix}; run: {how}")
 
 
 def is_converted(path: Path) -> bool:
-    """Whether the file that the command of ``check_kind`` makes is beside ``path``."""
-    stem = path.with_suffix("")
-    return path.suffix.lower() in (*_CONVERTED_BY, ".json") and (
-        stem.is_file() or stem.with_name(f"{stem.name}.jsonl").is_file()
-    )
+    """Whether the data of ``path`` is beside it in another form: decompressed, as JSON Lines or as Parquet."""
+    stem, suffix = path.with_suffix(""), path.suffix.lower()
+    others = [stem] if suffix in (*OPENERS, ".zip") else []
+    if suffix in {*READERS, ".arrow"} - {".jsonl"}:
+        others += [stem.with_name(f"{stem.name}.jsonl")]
+    if suffix == ".arrow":
+        others += [stem.with_name(f"{stem.name}.parquet")]
+    return any(other.is_file() for other in others)
 
 
-def _kind_of_json(path: Path) -> tuple[str, str | None]:
-    """The kind of data in a ``.json`` file, and the command that converts it.  One object is read as text."""
-    with path.open("rb") as file:
-        first, second = file.readline(_HEAD_BYTES), file.readline(_HEAD_BYTES)
-    if first.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        return "a JSON list", f"{_JSON_LIST} > {{quoted_stem}}.jsonl"
-    if first.rstrip().endswith(b"}") and second.startswith(b"{"):
-        return "JSON Lines named .json", "mv {quoted} {quoted_stem}.jsonl"
-    return "", None
+# --- readers: each yields where a record is, and its fields -------------------------------------------
+
+Reader = Callable[[Path, Lines], Iterator[tuple[str, Any]]]
 
 
-def read_documents(path: Path, lines: Lines = TEXT) -> list[str | Document]:
-    """The documents in a file of text or of JSON Lines; at least one.
-
-    DataError: empty, not text, or a line without the fields of a document, with the number of the line.
-    """
-    return _read_jsonl(path, lines) if is_jsonl(path) else [_read_text(path)]
-
-
-def _read_text(path: Path) -> str:
+def _read(path: Path, lines: Lines, reader: Reader) -> Iterator[tuple[str, Any]]:
+    """What ``reader`` yields.  Errors of the libraries that it uses become a DataError with the last good place."""
+    place = ""
     try:
-        content = path.read_bytes()
-    except OSError as error:  # of which that of a read has no name
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    if not content:
-        raise DataError(f"--data {path}: expected text, got an empty file")
-    if (nul := content.find(b"\0")) >= 0:
-        raise DataError(f"--data {path}: expected UTF-8 {KINDS}, got a NUL at byte {nul}")
+        for place, value in reader(path, lines):
+            yield place, value
+    except KosError:
+        raise
+    except Exception as error:  # each library of a format has its own
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from None  # that of a read has no name
+        after = f", after {place}" * bool(place)
+        got = str(error).partition("\n")[0] or type(error).__name__
+        raise DataError(f"--data {path}{after}: expected a whole {path.suffix} file, got {got}") from None
+
+
+def _library(name: str, extra: str, path: Path) -> Any:
     try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        got = f"byte 0x{content[error.start]:02x} at {error.start}"
-        raise DataError(f"--data {path}: expected UTF-8 {KINDS}, got {got}") from None
+        return import_module(name)
+    except ImportError:
+        raise ConfigError(f"--data {path}: expected the module {name}, got none ({install(extra)})") from None
 
 
-def _read_jsonl(path: Path, lines: Lines) -> list[str | Document]:
-    """The documents of a JSON Lines file, without blank lines and empty ones."""
-    texts: list[str | Document] = []
-    for value, where in read_lines(path, f"--data {path}"):
-        texts.extend(_documents_of(value, lines, where))
-    if not any(texts):
-        raise DataError(f"--data {path}: expected lines with text, got none")
-    return [text for text in texts if text]
+def _decoded(path: Path, encoding: str, newline: str | None = None) -> Iterator[str]:
+    """The text of a file, in parts of READ characters; in lines if ``newline`` says, as for ``open``, how they end."""
+    hint = f"expected {encoding.upper()} {KINDS}, got {{}}; --encoding reads text in another one, such as utf-16"
+    codec = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
+    with OPENERS.get(path.suffix.lower(), lambda path: path.open("rb"))(path) as raw:
+        file, at = io.TextIOWrapper(raw, codec, newline=newline or ""), 0
+        try:
+            for part in file if newline is not None else iter(lambda: file.read(READ), ""):
+                if (nul := part.find("\0")) >= 0:
+                    got = hint.format(f"a NUL at character {at + nul}")
+                    raise DataError(f"--data {path}: {got}").about("data", "encoding")
+                at += len(part)
+                yield part
+        except UnicodeDecodeError as error:
+            place = raw.tell() - len(error.object) + error.start
+            got = hint.format(f"byte 0x{error.object[error.start]:02x} at {place}")
+            raw.seek(0)
+            lines = 1 + sum(raw.read(min(READ, place - at)).count(b"\n") for at in range(0, place, READ))
+            where = f", line {lines}" * (newline is not None)
+            raise DataError(f"--data {path}{where}: {got}").about("data", "encoding") from None
 
 
-def read_lines(path: Path, flag: str) -> Iterator[tuple[Any, str]]:
-    """The JSON of each line of a JSON Lines file that is not blank, and where it is, for errors.
-
-    DataError: a line that is no JSON, or a damaged gzip file.
-    """
-    try:
-        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _json_of(line, where := f"{flag}, line {number}"), where
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{flag}: expected a whole gzip file, got {error}") from None
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+def _text(path: Path, lines: Lines) -> Iterator[tuple[str, str]]:
+    at = 0
+    for part in _decoded(path, lines.encoding):
+        at += len(part)
+        yield f"character {at}", part
 
 
-def _json_of(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise DataError(f"{where}: expected JSON, got {reprlib.repr(line)} ({at})") from None
+def _json_lines(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(_decoded(path, lines.encoding, "\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield f"line {number}", json.loads(line.removeprefix("\ufeff"))
+        except (ValueError, RecursionError) as error:
+            at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            got = f"{reprlib.repr(line)} ({at})"
+            raise DataError(f"--data {path}, line {number}: expected JSON, got {got}") from None
+
+
+def _table(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(sys.maxsize)
+    dialect = "excel-tab" if _kind(path) == ".tsv" else "excel"
+    rows = csv.reader(_decoded(path, lines.encoding, ""), dialect, strict=True)
+    names = next(rows, [])
+    for row in filter(None, rows):
+        if len(row) != len(names):
+            where = f"--data {path}, line {rows.line_num}"
+            raise DataError(f"{where}: expected {len(names)} columns, as in the first line, got {len(row)}")
+        yield f"line {rows.line_num}", dict(zip(names, row, strict=True))
+
+
+def _parquet(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
+    with _library("pyarrow.parquet", "parquet", path).ParquetFile(path) as file:
+        columns = [lines.text_field] if lines.text_field in file.schema_arrow.names else None
+        batches = file.iter_batches(ROWS, columns=columns)
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _kind_of_json(path: Path, lines: Lines) -> str:
+    """The kind of data in a ``.json`` file: list, lines or, as of one object, text."""
+    _, text = next(_read(path, lines, _text), ("", ""))
+    first, _, rest = text.lstrip().partition("\n")
+    return "list" if first[:1] == "[" else "lines" if first.rstrip()[-1:] == "}" and rest[:1] == "{" else "text"
+
+
+def _json(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
+    return (_json_list if _kind_of_json(path, lines) == "list" else _json_lines)(path, lines)
+
+
+def _json_list(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
+    """The items of a list, of which one at a time is in memory."""
+    decode, text, number = json.JSONDecoder().raw_decode, "", 1
+    for part in itertools.chain(_decoded(path, lines.encoding), [""]):  # the last is the end of the file
+        text, at = text + part, 0
+        while found := re.compile(r"\s*,\s*" if number > 1 else r"\s*\[\s*(?!\s|\])").match(text, at):
+            try:
+                value, stop = decode(text, found.end())
+            except (json.JSONDecodeError, RecursionError) as error:
+                if part and _may_go_on(error, len(text)):
+                    break
+                raise DataError(f"--data {path}, item {number}: expected JSON, got {error}") from None
+            yield f"item {number}", value
+            at, number = stop, number + 1
+        text = text[at:]
+        end = r"\s*(\]\s*)?" if number > 1 else r"\s*(\[\s*\]\s*)?"
+        if (found is None and not re.fullmatch(end, text)) or not (part or "]" in text):
+            got = reprlib.repr(text) if text.strip() else "the end of the file"
+            raise DataError(f"--data {path}, item {number}: expected ',' or ']' at the end of the list, got {got}")
+
+
+def _may_go_on(error: json.JSONDecodeError | RecursionError, length: int) -> bool:
+    """Whether JSON of this length may be broken only because it ends early: a string, or a word such as false."""
+    return isinstance(error, json.JSONDecodeError) and (error.pos > length - 8 or error.msg.startswith("Unterminated"))
+
+
+READERS: dict[str, Reader] = {
+    ".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json, ".csv": _table, ".tsv": _table, ".parquet": _parquet,
+}  # fmt: skip
+"""The readers of files with records, by suffix."""
+
+
+def read_records(path: Path, lines: Lines = TEXT) -> Iterator[tuple[str, Any]]:
+    """Where each record of a file is, and its fields.  A file whose suffix is unknown is read as JSON Lines."""
+    return _read(path, lines, READERS.get(_kind(path), _json_lines))
+
+
+# --- records to documents -----------------------------------------------------------------------------
 
 
 def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Document]:

@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,20 @@ from numpy.typing import NDArray
 from kos.errors import DataError, plural
 from kos.train.data.batch import Batch
 from kos.train.data.tokens import Tokens
+
+
+class Source(Protocol):
+    """What ``Mixture`` needs of the dataset of a source."""
+
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def train(self) -> Tokens: ...
+    def sequences_in(self, tokens: Tokens) -> int: ...
+    def in_order(self, numbers: NDArray[np.int64]) -> Batch: ...
+
+
+D = TypeVar("D", bound=Source)
 
 
 def terms_below(count: int, limit: float) -> int:
@@ -40,14 +54,14 @@ def terms_below(count: int, limit: float) -> int:
     return total + (count if limit >= 1 else 0)
 
 
-class Mixture:
+class Mixture(Generic[D]):
     """The order in which the sequences of several sources come.  ``parts`` maps the name of a source to its dataset.
 
     ``weights`` are shares of the tokens, without padding.  A source with much padding has fewer tokens per sequence, so
     it gets more sequences.
     """
 
-    def __init__(self, sources: Mapping[str, float], parts: Sequence[Any]) -> None:
+    def __init__(self, sources: Mapping[str, float], parts: Sequence[D]) -> None:
         self.parts = dict(zip(sources, parts, strict=True))
         self.weights = np.array([*sources.values()]) / sum(sources.values())
         self.lengths = [part.seq_len * part.train.fill for part in parts]  # mean number of tokens per sequence

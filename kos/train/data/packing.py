@@ -1,7 +1,8 @@
 """Sequence packing (``--fit whole``): best-fit bin packing of whole documents into sequences.
 
-A plan says which documents each sequence holds. It is computed once, from the lengths of the documents, and stored in
-the folder of the run. So every rank and every resumed run has the same sequences. A document that is longer than a
+A plan says which documents each sequence holds. It is a function of the lengths of the documents and of the seed, so
+every rank of a new run computes the same plan. It is stored in the folder of the run, and a resumed run reads it. A
+document that is longer than a
 sequence is split into pieces of the length of a sequence, or left out. The last piece, which may be shorter, is packed
 like any other document (Ding et al. 2024, "Fewer truncations improve language modeling", arXiv:2404.10830).
 """
@@ -26,7 +27,7 @@ from kos.errors import plural
 from kos.files import replace_file
 from kos.train.data.permutation import permuted
 from kos.train.data.token_files import pieces
-from kos.train.data.tokens import Tokens, unmasked
+from kos.train.data.tokens import Tokens
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class PackedTokens(Tokens):
         super().__init__(tokens.shards, tokens.documents)
         self.seq_len, self.stride, self.plan, self.skips = seq_len, seq_len, plan, skips
         self._first = np.append(np.flatnonzero(plan < 0), len(plan))  # where each sequence starts in the plan
-        self._bounds = np.append(begins_of(tokens), self.size)
+        self._bounds = np.append(tokens.begins, self.size)
         lengths = np.diff(self._bounds)
         self.fill = int(lengths[(lengths <= seq_len) | (not skips)].sum()) / max(1, (len(self._first) - 1) * seq_len)
 
@@ -110,34 +111,18 @@ class PackedTokens(Tokens):
 
     def counted(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> int:
         """How many tokens the loss counts in the ranges from ``starts`` to ``stops``, which do not overlap."""
-        total = at = 0
         starts = np.minimum(starts, stops)
-        for piece in (piece for shard in self.shards for piece in pieces(shard)):
-            inside = slice(np.searchsorted(stops, at, "right"), np.searchsorted(starts, at + len(piece)))
-            edges = np.zeros(len(piece) + 1, np.int8)
-            np.add.at(edges, np.clip(starts[inside] - at, 0, None), 1)
-            np.add.at(edges, np.clip(stops[inside] - at, None, len(piece)), -1)
-            total += int(np.count_nonzero((np.cumsum(edges[:-1], dtype=np.int8) > 0) & (piece >= 0)))
-            at += len(piece)
+        total = int((stops - starts).sum())
+        for shard, end in zip(self.shards, self._ends, strict=True):
+            at = end - len(shard)
+            for piece in pieces(shard) if shard.dtype.kind == "i" else ():  # of others, all tokens count
+                inside = slice(np.searchsorted(stops, at, "right"), np.searchsorted(starts, at + len(piece)))
+                edges = np.zeros(len(piece) + 1, np.int8)
+                np.add.at(edges, np.clip(starts[inside] - at, 0, None), 1)
+                np.add.at(edges, np.clip(stops[inside] - at, None, len(piece)), -1)
+                total -= int(np.count_nonzero((np.cumsum(edges[:-1], dtype=np.int8) > 0) & (piece < 0)))
+                at += len(piece)
         return total
-
-
-def with_begins(tokens: Tokens) -> Tokens:
-    """``tokens`` with the positions at which documents begin.  Without marks, all tokens are one document."""
-    if isinstance(tokens.documents, np.ndarray):
-        return tokens
-    found, at = [np.zeros(1, np.int64)], 0
-    for piece in (piece for shard in tokens.shards for piece in pieces(shard)):
-        if tokens.documents is not None:
-            found.append(np.flatnonzero(unmasked(piece) == tokens.documents.token) + at + tokens.documents.ends)
-        at += len(piece)
-    begins = np.unique(np.concatenate(found))
-    return Tokens(tokens.shards, begins[begins < at])
-
-
-def begins_of(tokens: Tokens) -> NDArray[np.int64]:
-    assert isinstance(tokens.documents, np.ndarray)
-    return tokens.documents
 
 
 def make_plan(tokens: Tokens, seq_len: int, seed: int, skips: bool) -> NDArray[np.int64]:
@@ -147,7 +132,7 @@ def make_plan(tokens: Tokens, seq_len: int, seed: int, skips: bool) -> NDArray[n
     document first. The plan depends on the arguments alone, and is computed in integers, so it is the same on every
     machine.
     """
-    begins, plans = begins_of(tokens), [np.zeros(0, np.int64)]
+    begins, plans = tokens.begins, [np.zeros(0, np.int64)]
     ends = np.append(begins[1:], tokens.size)
     for at in range(0, len(begins), CHUNK):
         of_chunk = permuted(np.arange(at, min(at + CHUNK, len(begins))), len(begins), seed, ORDER)
@@ -238,8 +223,8 @@ def pack(
 
     The plan is read from the first of ``folders`` that has it.  If none has it, a new plan is made.
     """
-    both = [with_begins(train), with_begins(val)]
-    key = [fingerprint, seq_len, seed, skips, *(hashlib.sha256(begins_of(each).data).hexdigest() for each in both)]
+    both = (train, val)
+    key = [fingerprint, seq_len, seed, skips, *(hashlib.sha256(each.begins.data).hexdigest() for each in both)]
     found = next((each for folder in folders if (each := Packing.read(folder, key))), None)
     packing = found or Packing(key, [make_plan(each, seq_len, seed, skips) for each in both])
     train, val = (PackedTokens(each, seq_len, plan, skips) for each, plan in zip(both, packing.plans, strict=True))

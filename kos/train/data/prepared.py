@@ -17,7 +17,7 @@ from typing import Any
 
 from kos.files import cache_folder, sync
 
-FORMAT = 11
+FORMAT = 13
 ABOUT = "about.json"
 LEAST = 1 << 20  # bytes of files; less is read again faster than it is looked up
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from itertools import groupby
+from pathlib import Path
 
+from kos.train.checkpoint import Checkpoint
+from kos.train.checkpoint.resume import fit_of
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Dataset, load_data
 
@@ -12,10 +15,18 @@ _BEFORE, _SHOWN = 50, 110
 """Lengths in ``first_line``, in characters: of the text before the first token that counts, and of all text."""
 
 
-def report(config: TrainConfig) -> str:
-    """The first ``config.show_data`` sequences of a run.  A line before each one gives its place and its counts."""
-    data, shown = load_data(config), []
-    for number in range(config.show_data):
+def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
+    """The first ``config.show_data`` sequences of a run, or of one that resumes from the checkpoint ``found``.
+
+    A line before each sequence gives its place and its counts.
+    """
+    first, weights, runs, shown = 0, None, list[Path](), []
+    if found is not None:
+        config = config.model_copy(update={"fit": config.fit or fit_of(found)})
+        first, runs = found.step * config.batch_size, [found.path.parent.parent]
+        weights = None if config.init_from is None else str(found.path)
+    data = load_data(config, weights=weights, runs=runs)
+    for number in range(first, first + config.show_data):
         step, row = divmod(number, config.batch_size)
         text, counts = sequence(data, step, row)
         shown.append(f"--- step {step + 1}, sequence {row + 1}: {counts} of {data.seq_len} tokens count\n{text}")

@@ -1,13 +1,14 @@
-"""Token files in llm.c's format.
+"""Token files: in llm.c's format, NumPy's ``.npy``, or numbers without a header (``--token-dtype``).
 
-A header of 256 little-endian int32 (magic, version, count of tokens, zeros) and the tokens, uint16 for GPT-2's
-vocabulary, uint32 for LLaMA-3's.  Source: karpathy/llm.c, dev/data/data_common.py.
+llm.c's have a header of 256 little-endian int32 (magic, version, count of tokens, zeros) and the tokens, uint16 for
+GPT-2's vocabulary, uint32 for LLaMA-3's.  Source: karpathy/llm.c, dev/data/data_common.py.
 
 A file ``X.mask`` beside ``X.bin`` has a byte for each of its tokens: 1 if the loss counts it, else 0.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,53 +17,80 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kos.commands import python_code
-from kos.errors import DataError
+from kos.errors import DataError, in_words
 from kos.files import OpenFile
 
-KINDS = "text, .jsonl, .jsonl.gz or llm.c's token files"
+KINDS = "text, .jsonl, .csv, .tsv, .parquet, .json, a folder of kos tokenize, or token files"
 """The kinds of data that kos reads, for help and errors."""
 
 HEADER_BYTES = 256 * 4
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic -> version, what a token is
-VOCAB_SIZES = {2: 50_257, 4: 128_256}  # by the bytes of a token
+VOCAB_SIZES = {1: 256, 2: 50_257, 4: 128_256}  # by the bytes of a token
 BEGINS = {50_257: 50_256, 128_256: 128_000}
 """The token that begins a document, by the vocabulary: <|endoftext|> of GPT-2, <|begin_of_text|> of LLaMA-3."""
 
 
-def is_token_file(path: Path) -> bool:
-    """Whether a file starts with one of the format's magic numbers."""
+def is_token_file(path: Path, token_dtype: str | None = None) -> bool:
+    """Whether a file is a ``.npy`` or starts with one of the format's magic numbers; with a dtype also any ``.bin``."""
+    suffix = path.suffix.lower()
+    if suffix == ".npy" or (suffix == ".bin" and token_dtype):
+        return True
     with path.open("rb") as file:
         return int.from_bytes(file.read(4), "little") in FORMATS
 
 
-SCANNED = 1 << 24  # tokens that are read at once at the start
+MANIFEST = "manifest.json"
+FORMAT = "kos tokens 1"
+"""The ``format`` in the manifest of a folder that ``kos tokenize`` has written."""
+
+
+def is_tokenized(folder: Path) -> bool:
+    """Whether ``kos tokenize`` has begun to write a folder."""
+    try:
+        with (folder / MANIFEST).open(encoding="utf-8") as file:
+            return file.read(64).startswith(json.dumps({"format": FORMAT})[:-1])
+    except (OSError, ValueError):
+        return False
+
+
+SCANNED = 1 << 22  # tokens that are read at once at the start
 
 
 class FileArray:
     """``length`` numbers of a file from byte ``start`` on, as an array whose slices are read where they are used.
 
-    A DataError names a file that another program has changed meanwhile.
+    The array is unsigned and has at most 4 bytes per number: what is negative or too large becomes a number of at least
+    2**31, which is no token. A DataError names a file that another program has changed meanwhile.
     """
 
-    def __init__(self, file: OpenFile, dtype: Any, start: int, length: int) -> None:
-        self._file, self._start, self._length, self.dtype = file, start, length, np.dtype(dtype)
-        self.path, self.itemsize = file.path, self.dtype.itemsize
+    def __init__(self, file: OpenFile, stored: Any, start: int, length: int, first: int = 0) -> None:
+        self._file, self._start, self._length, self._stored = file, start, length, np.dtype(stored)
+        self.path, self.first = file.path, first  # its number in the file
+        self.itemsize = min(4, self._stored.itemsize)
+        self.dtype = np.dtype(f"u{self.itemsize}")
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, at: slice) -> FileArray:
         start, stop, _ = at.indices(self._length)
-        return FileArray(self._file, self.dtype, self._start + start * self.itemsize, max(0, stop - start))
+        begin = self._start + start * self._stored.itemsize
+        return FileArray(self._file, self._stored, begin, max(0, stop - start), self.first + start)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        numbers = np.empty(self._length, self.dtype)
+    def read(self) -> NDArray[Any]:
+        """The numbers as they are in the file."""
+        numbers = np.empty(self._length, self._stored)
         try:
             self._file.read(self._start, numbers.view(np.uint8).data)
         except OSError as error:
             raise DataError(f"{self.path}: {error.strerror}") from error
-        return numbers if dtype is None else numbers.astype(dtype, copy=False)
+        return numbers
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        numbers = self.read()
+        if numbers.itemsize > 4:
+            numbers = np.minimum(numbers.astype(np.uint64), np.uint64(2**32 - 1))
+        return numbers.astype(self.dtype, copy=False).astype(dtype or self.dtype, copy=False)
 
 
 class MaskedTokens:
@@ -89,14 +117,34 @@ def mask_of(path: Path) -> Path:
     return path.with_suffix(".mask")
 
 
-def open_tokens(path: Path) -> FileArray | MaskedTokens:
-    """The tokens of a file, with its mask if there is one.
+def open_tokens(path: Path, token_dtype: str | None = None) -> FileArray | MaskedTokens:
+    """The tokens of a file, with its mask if there is one; ``token_dtype`` is that of a ``.bin`` file without a header.
 
     Unsigned numbers are tokens that the loss counts. Where the dtype is signed, a token t that it does not count is ~t
     (``Tokens.masked``, ``unmasked``): no other negative number may be there.
 
-    DataError: another version, empty, not as long as its header says; a mask of another length.
+    DataError: another version, empty, not as long as its header says; no array of integers; a mask of another length.
     """
+    if path.suffix.lower() == ".npy":
+        dtype, start, count = _read_npy(path)
+    elif is_token_file(path):
+        dtype, start, count = _read_header(path)
+    else:
+        dtype, start = np.dtype(token_dtype).newbyteorder("<"), 0
+        count, over = divmod(size := path.stat().st_size, dtype.itemsize)
+        if over or not count:
+            expected = f"a whole number of tokens of {dtype.itemsize} bytes (--token-dtype {token_dtype})"
+            raise DataError(f"--data {path}: expected {expected}, got {size} bytes").about("data", "token_dtype")
+    tokens = FileArray(OpenFile(path), dtype, start, count)
+    if not (beside := mask_of(path)).is_file():
+        return tokens
+    if (size := beside.stat().st_size) != count:
+        raise DataError(f"--data {beside}: expected {count} bytes, one for each token of {path.name}, got {size}")
+    return MaskedTokens(tokens, FileArray(OpenFile(beside), np.uint8, 0, count))
+
+
+def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
+    """The dtype of a file in llm.c's format, where its tokens begin, and their number."""
     with path.open("rb") as file:
         magic, version, count = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
     known, dtype = FORMATS[magic]
@@ -107,12 +155,19 @@ def open_tokens(path: Path) -> FileArray | MaskedTokens:
     expected = HEADER_BYTES + count * np.dtype(dtype).itemsize
     if (size := path.stat().st_size) != expected:
         raise DataError(f"--data {path}: expected {expected} bytes ({count} tokens after the header), got {size}")
-    tokens = FileArray(OpenFile(path), np.dtype(dtype).newbyteorder("<"), HEADER_BYTES, count)
-    if not (beside := mask_of(path)).is_file():
-        return tokens
-    if (size := beside.stat().st_size) != count:
-        raise DataError(f"--data {beside}: expected {count} bytes, one for each token of {path.name}, got {size}")
-    return MaskedTokens(tokens, FileArray(OpenFile(beside), np.uint8, 0, count))
+    return np.dtype(dtype).newbyteorder("<"), HEADER_BYTES, count
+
+
+def _read_npy(path: Path) -> tuple[np.dtype[Any], int, int]:
+    """As ``_read_header``."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"--data {path}: expected an array of NumPy, got {in_words(error)}") from None
+    if array.dtype.str[1:] not in ("u1", "u2", "u4", "u8", "i4", "i8") or array.ndim != 1 or not array.size:
+        got = f"{array.dtype} of shape {array.shape}"
+        raise DataError(f"--data {path}: expected one row of uint8, uint16 or larger integers, got {got}")
+    return array.dtype, array.offset, array.size
 
 
 def pieces(array: Any) -> Iterator[NDArray[Any]]:
@@ -128,27 +183,12 @@ def check_mask(flag: str, shard: Any) -> None:
 
 
 def beyond_vocabulary(flag: str, shard: Any, vocab_size: int) -> DataError:
-    """The error for the file of which ``shard`` is a part, with its first token that is not below ``vocab_size``."""
-    path, begin = getattr(shard, "tokens", shard).path, 0
-    whole = open_tokens(path)
-    for piece in pieces(whole.tokens if isinstance(whole, MaskedTokens) else whole):
+    """The error for the first token of ``shard``, of a file, that is not below ``vocab_size``."""
+    tokens, at = getattr(shard, "tokens", shard), 0
+    for piece in pieces(tokens):
         if (beyond := piece >= vocab_size).any():
-            at = int(beyond.argmax())
+            at += int(beyond.argmax())
             break
-        begin += len(piece)
-    got = f"{piece[at]} at token {begin + at}"
-    return DataError(f"{flag} {path}: expected tokens below the vocabulary's {vocab_size}, got {got}")
-
-
-def header_missing(path: Path) -> DataError:
-    """The error for a ``.bin`` file without a header, with the command that adds one to nanoGPT's files."""
-    magic, (version, _) = next(iter(FORMATS.items()))
-    lines = (
-        "import numpy as np, sys",
-        "tokens = np.fromfile(sys.argv[1], '<u2')",
-        f"np.append(np.array([{magic}, {version}, len(tokens)] + [0] * 253, '<i4').view('<u2'), tokens)"
-        ".tofile(sys.argv[2])",
-    )
-    got = "none, as in nanoGPT's files"
-    how = python_code("; ".join(lines), path, path.with_name(f"llmc_{path.name}"))
-    return DataError(f"--data {path}: expected llm.c's header, got {got}; to add one, run: {how}")
+        at += len(piece)
+    got = f"{tokens[at : at + 1].read()[0]} at token {tokens.first + at}"
+    return DataError(f"{flag} {tokens.path}: expected tokens below the vocabulary's {vocab_size}, got {got}")

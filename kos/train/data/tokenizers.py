@@ -7,33 +7,47 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import reprlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kos.commands import python_code
 from kos.errors import CheckpointError, ConfigError, DataError, SettingError, install
-from kos.train.data.documents import Document
+from kos.train.data.documents import Document, Text
 from kos.train.data.tokenizer_classes import by_class
 
 SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint
 _SOURCES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 """Files of which transformers makes a ``tokenizer.json``."""
 
+_Documents = Iterable[str | Document | Text]
 _Parts = list[tuple[str, bool]]  # of a text, and whether the loss counts each
 
 PIECE = 1 << 20
 """Characters that a Hugging Face tokenizer is given at once: longer text is split, at a line's end."""
 
-PORTION = 32 * PIECE
-"""Characters that it encodes in parallel, at least."""
+PORTION = PIECE * len(os.sched_getaffinity(0))
+"""Characters that it encodes at once, on all cores: each needs some 50 bytes."""
+
+
+class Encoded(NamedTuple):
+    """A part of the tokens of documents."""
+
+    tokens: NDArray[Any]
+    begins: NDArray[np.int64]  # where documents begin in it
+    characters: int
+    pieces: int  # of documents
+    spelled_out: Counter[str]  # special tokens that were encoded as text
 
 
 class Tokenizer(ABC):
@@ -79,40 +93,41 @@ class Tokenizer(ABC):
         return [*self.prefix], [*self.suffix, *ends]
 
     def encode_documents(
-        self, documents: Iterable[str | Document], split_special_tokens: bool, masked: bool = False
-    ) -> Iterator[tuple[int, NDArray[Any], NDArray[np.int64]]]:
-        """The tokens of documents, with ``document_affixes``, in parts.
+        self, documents: _Documents, split_special_tokens: bool, masked: bool = False, skip: int = 0
+    ) -> Iterator[Encoded]:
+        """The tokens of documents, with ``document_affixes``, in parts, without those of the first ``skip`` pieces.
 
-        Of each part the number of characters, the tokens, and where documents begin among these.
         With ``split_special_tokens``, special tokens that are spelled out in a document are encoded as text.
         With ``masked`` a token t that the loss does not count is ~t, which is negative.
         """
         dtype = self.dtype_of(masked)
-        for rendered, group in itertools.groupby(documents, lambda each: isinstance(each, Document) and each.rendered):
-            affixes = ([], []) if rendered else self.document_affixes
-            before, after = (np.array(ids, dtype) for ids in affixes)
-            for portion in _portions(group):
-                pieces: list[NDArray[Any]] = []
-                encodings = self._encode([piece.parts for piece in portion], split_special_tokens and not rendered)
-                for encoded, piece in zip(encodings, portion, strict=True):
-                    ids = [part.astype(dtype, copy=False) for part in encoded]
-                    ids[0] = np.concatenate([*[before] * piece.first, ids[0]])
-                    ids[-1] = np.concatenate([ids[-1], *[after] * piece.last])
-                    if masked:
-                        marked = zip(ids, piece.parts, strict=True)
-                        ids = [part if counted else ~part for part, (_, counted) in marked]
-                    pieces.append(np.concatenate(ids))
-                places = np.cumsum([0, *map(len, pieces)])
-                begins = [at for at, piece in zip(places, portion, strict=False) if piece.first]
-                length = sum(len(text) for piece in portion for text, _ in piece.parts)
-                yield length, np.concatenate(pieces), np.array(begins, np.int64)
+
+        def encode(portion: list[_Piece]) -> tuple[list[list[NDArray[Any]]], Counter[str]]:
+            splits = split_special_tokens and not portion[0].rendered
+            texts = ("".join(text for text, _ in piece.parts) for piece in portion)
+            return self._encode([piece.parts for piece in portion], splits), self.spelled_out(texts if splits else ())
+
+        for portion, (encodings, spelled_out) in _ahead(encode, _portions(documents, skip)):
+            affixes = ([], []) if portion[0].rendered else self.document_affixes
+            (before, after), pieces = (np.array(ids, dtype) for ids in affixes), list[NDArray[Any]]()
+            for encoded, piece in zip(encodings, portion, strict=True):
+                ids = [part.astype(dtype, copy=False) for part in encoded]
+                ids[0] = np.concatenate([*[before] * piece.first, ids[0]])
+                ids[-1] = np.concatenate([ids[-1], *[after] * piece.last])
+                if masked:
+                    ids = [part if counted else ~part for part, (_, counted) in zip(ids, piece.parts, strict=True)]
+                pieces.append(np.concatenate(ids))
+            places = zip(np.cumsum([0, *map(len, pieces)]), portion, strict=False)
+            begins = np.array([at for at, piece in places if piece.first], np.int64)
+            size = sum(len(text) for piece in portion for text, _ in piece.parts)
+            yield Encoded(np.concatenate(pieces), begins, size, len(portion), spelled_out)
 
     def _encode(self, texts: Sequence[_Parts], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
         """The tokens of each of ``texts``, in the parts of which it consists, without those that ``encode`` adds."""
         return [[self.encode(part) for part, _ in parts] for parts in texts]
 
-    def spelled_out(self, documents: Iterable[str | Document]) -> Counter[str]:
-        """How often each special token is spelled out in documents that no chat template has written."""
+    def spelled_out(self, texts: Iterable[str]) -> Counter[str]:
+        """How often each special token is spelled out in texts."""
         return Counter()
 
     def separators(self) -> str:
@@ -298,15 +313,17 @@ class HuggingFaceTokenizer(Tokenizer):
     def huggingface(self) -> dict[str, Any]:
         return dict(self.arguments["tokenizer"])
 
-    def spelled_out(self, documents: Iterable[str | Document]) -> Counter[str]:
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
         added = self.arguments["tokenizer"].get("added_tokens", ())
         special = sorted((token["content"] for token in added if token["special"]), key=len, reverse=True)
-        found = re.compile("|".join(map(re.escape, special)) or r"(?!)")
-        texts = (str(each) for each in documents if not (isinstance(each, Document) and each.rendered))
-        return Counter(match[0] for text in texts for match in found.finditer(text))
+        return re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    def spelled_out(self, texts: Iterable[str]) -> Counter[str]:
+        return Counter(match[0] for text in texts for match in self._special.finditer(text))
 
     def encode(self, text: str) -> NDArray[Any]:
-        pieces = self._encode([[(piece, True)] for piece in _pieces(text)], split_special_tokens=False)
+        pieces = self._encode([[(piece, True)] for piece in _cut([text])], split_special_tokens=False)
         prefix, suffix = (np.array(ids, self.dtype) for ids in (self.prefix, self.suffix))
         return np.concatenate([prefix, *itertools.chain(*pieces), suffix])
 
@@ -316,7 +333,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.encode_special_tokens = split_special_tokens
         try:
             wholes = ["".join(text for text, _ in parts) for parts in texts]
-            encodings = self._tokenizer.encode_batch(wholes, add_special_tokens=False)
+            in_parts = any(len(parts) > 1 for parts in texts)  # else offsets are not needed, and not computed
+            encode = self._tokenizer.encode_batch if in_parts else self._tokenizer.encode_batch_fast
+            encodings = encode(wholes, add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{self.name}: expected a tokenizer that can spell the text, got {error}") from None
         found = []
@@ -345,45 +364,70 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """``text`` in pieces of up to PIECE characters.
-
-    They end with lines, if possible with lines that have no space on either side of the line end, since pre-tokenizers
-    combine several spaces.
-    """
-    up_to = rf".{{0,{PIECE - 1}}}"
-    return (match[0] for match in re.finditer(rf"(?s){up_to}(?:(?<=\S)\n(?=\S)|\Z)|{up_to}\n|.{{{PIECE}}}", text))
-
-
 class _Piece(NamedTuple):
-    """A piece of a document: what it has of the document's parts, whether it is its first, and whether its last."""
+    """A piece of a document: its share of the document's parts, and whether it is its first and its last."""
 
     parts: _Parts
     first: bool
     last: bool
+    rendered: bool
 
 
-def _portions(documents: Iterable[str | Document]) -> Iterator[list[_Piece]]:
-    """The pieces of documents in portions."""
-    portion, size = [], 0
+def _cut(texts: Iterable[str]) -> Iterator[str]:
+    """One text, which comes in parts of any length, in pieces of up to PIECE characters.
+
+    They end with lines, if possible where no space is on either side: pre-tokenizers combine several spaces.
+    """
+    up_to = rf".{{0,{PIECE - 1}}}"
+    piece = re.compile(rf"(?s){up_to}(?:(?<=\S)\n(?=\S)|\Z)|{up_to}\n|.{{{PIECE}}}")
+    rest = ""
+    for text in texts:
+        rest, at = rest + text, 0
+        while len(rest) - at > PIECE and (match := piece.match(rest, at)):  # what follows does not change it
+            yield match[0]
+            at = match.end()
+        rest = rest[at:]
+    yield from (match[0] for match in piece.finditer(rest) if match[0])
+
+
+def _pieces(documents: _Documents) -> Iterator[_Piece]:
+    """The pieces of documents, of each at least one."""
     for document in documents:
-        parts = document.parts if isinstance(document, Document) else [(document, True)]
-        whole = str(document)
-        ends = [0, *itertools.accumulate(len(text) for text, _ in parts)]
-        cuts = [0, *itertools.accumulate(map(len, filter(None, _pieces(whole))))] if whole else [0, 0]
-        for start, stop in itertools.pairwise(cuts):
+        parts = document.parts if isinstance(document, Document) else ()
+        bounds = [0, *itertools.accumulate(len(text) for text, _ in parts)]
+        texts = _cut(document if isinstance(document, Text) else [str(document)])
+        start, text = 0, cast(str | None, next(texts, ""))
+        while text is not None:
+            following, stop = next(texts, None), start + len(text)
             within = [
-                (whole[max(start, begin) : min(stop, end)], counted)
-                for begin, end, (_, counted) in zip(ends, ends[1:], parts, strict=False)
+                (text[max(0, begin - start) : max(0, end - start)], counted)
+                for begin, end, (_, counted) in zip(bounds, bounds[1:], parts, strict=False)
                 if begin <= stop and start <= end
             ]
-            portion.append(_Piece(within, start == 0, stop == len(whole)))
-            size += stop - start
-            if size >= PORTION:
-                yield portion
-                portion, size = [], 0
+            rendered = isinstance(document, Document) and document.rendered
+            yield _Piece(within or [(text, True)], start == 0, following is None, rendered)
+            text, start = following, stop
+
+
+def _portions(documents: _Documents, skip: int) -> Iterator[list[_Piece]]:
+    """Pieces that are encoded at once: either all of chats, or none."""
+    portion, size = list[_Piece](), 0
+    for piece in itertools.islice(_pieces(documents), skip, None):
+        if portion and (size >= PORTION or piece.rendered != portion[0].rendered):
+            yield portion
+            portion, size = [], 0
+        portion.append(piece)
+        size += sum(len(text) for text, _ in piece.parts)
     if portion:
         yield portion
+
+
+def _ahead(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Each item with its result.  A thread computes that of the next item while the caller uses this one."""
+    with ThreadPoolExecutor(1) as pool:
+        begun: Iterable[Any] = ((item, pool.submit(function, item)) for item in items)
+        for (item, future), _ in itertools.pairwise(itertools.chain(begun, [None])):
+            yield item, future.result()
 
 
 KINDS = {kind.kind: kind for kind in (ByteTokenizer, CharTokenizer, NumberTokenizer, HuggingFaceTokenizer)}
@@ -401,7 +445,7 @@ def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
         raise DataError(f"tokenizer {values['kind']}: expected its saved values, got {error}") from None
 
 
-def make_tokenizer(spec: str, *, text: Iterable[str | Document] = ()) -> Tokenizer:
+def make_tokenizer(spec: str, *, text: _Documents = ()) -> Tokenizer:
     """The tokenizer that ``--tokenizer`` names; ``text`` gives ``chars`` its alphabet.
 
     In a checkpoint of kos that is the run's, of any kind.  DataError: PATH is not a tokenizer.json.  CheckpointError:
@@ -410,7 +454,8 @@ def make_tokenizer(spec: str, *, text: Iterable[str | Document] = ()) -> Tokeniz
     if spec == "bytes":
         return ByteTokenizer()
     if spec == "chars":
-        return CharTokenizer("".join(set().union(*map(str, text))))
+        parts = itertools.chain.from_iterable(each if isinstance(each, Text) else [str(each)] for each in text)
+        return CharTokenizer("".join(set[str]().union(*map(frozenset, parts))))
     path = Path(spec) / "tokenizer.json" if Path(spec).is_dir() else Path(spec)
     if path.name == "tokenizer.json" and path.with_name(SAVED).exists():
         return read_tokenizer(path.parent)

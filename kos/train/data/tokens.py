@@ -40,7 +40,7 @@ class Tokens:
     @property
     def size(self) -> int:
         """The tokens of all shards."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._ends[-1])
 
     def __len__(self) -> int:
         return self.size
@@ -50,16 +50,31 @@ class Tokens:
         """Whether there may be tokens that the loss does not count."""
         return any(shard.dtype.kind == "i" for shard in self.shards)
 
+    @property
+    def begins(self) -> NDArray[np.int64]:
+        """``documents`` that are places."""
+        assert isinstance(self.documents, np.ndarray)
+        return self.documents
+
     def window(self, start: int, length: int) -> NDArray[Any]:
         """The tokens ``start`` to ``start + length``, as they are in the shards."""
-        parts = []
+        parts = self._slices(start, length)
+        return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
+
+    def _slices(self, start: int, length: int) -> list[Any]:
+        parts = list[Any]()
         shard = int(np.searchsorted(self._ends, start, side="right"))
         start -= int(self._ends[shard - 1]) if shard else 0
         while length > 0:
             parts.append(self.shards[shard][start : start + length])
             length -= len(parts[-1])
             shard, start = shard + 1, 0
-        return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
+        return parts
+
+    def part(self, start: int, stop: int) -> Tokens:
+        """The tokens ``start`` to ``stop``, which are whole documents."""
+        inside = slice(*np.searchsorted(self.begins, [start, stop]))
+        return Tokens(self._slices(start, stop - start) or [self.shards[0][:0]], np.unique(self.begins[inside] - start))
 
     def document_starts(self, start: int, window: NDArray[Any]) -> NDArray[np.int32]:
         """Where the document of each token of ``window``, from ``start`` on, begins in it: 0 if it began before."""

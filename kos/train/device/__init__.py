@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from kos.train.checkpoint.adapter import Joined
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.data.batches import Dataset, counted, sum_over
+from kos.train.data.batches import LEFT_OUT, Dataset, counted, sum_over
 from kos.train.data.corpus import Show
+from kos.train.data.own import OwnBatches, Rows
 from kos.train.layers import Weights
+from kos.train.layers.lora import is_adapter
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model, Result, check_blocks, check_groups, split_of
@@ -49,6 +52,9 @@ class Device(Runner):
     newcomers = 0
     """How many wait at this rank, or ``WRITING``."""
 
+    source: Dataset | OwnBatches
+    """Where the batches of steps come from."""
+
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         self.config, self.data, self.mesh, self.comm, self.show = config, data, mesh, mesh.world, show
         assert config.micro_batch_size is not None  # for_world has chosen it
@@ -59,7 +65,11 @@ class Device(Runner):
             check_groups(config, model)
             schedule = schedules.build(config.pp_schedule, mesh.pp.size, len(self.micro_batches))
             self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
-        self.pipeline = Pipeline(mesh.pp, schedule)
+        self.pipeline, self.source = Pipeline(mesh.pp, schedule), data
+
+    def use(self, source: Dataset | OwnBatches) -> None:
+        """Take the batches of steps from ``source``."""
+        self.source, self.lag = source, type(self).lag if source.ahead else 0
 
     def check_stop(self, asked: Callable[[], int]) -> None:
         """Look again at the end of each step what was requested on this rank, if the host runs them."""
@@ -191,6 +201,25 @@ class Device(Runner):
         loss = math.fsum(np.frombuffer(b"".join(gathered[rank] for rank in self.reporters()))) / len(starts)
         return loss * count * len(starts) / sum_over(dp, targets) if masked else loss
 
+    def loss_of(self, batches: Sequence[Batch], rows: Rows) -> float:
+        """The mean loss over all targets of ``batches`` that are not left out; ``rows`` as for ``OwnBatches``.
+
+        Every pass has as many sequences as a micro-batch; the last ones of a batch are filled up.
+        """
+        most, dp = len(self.micro_batches[0]), self.mesh.dp
+        mine = batches if rows == "own" else batches[dp.rank :: dp.size]
+        starts = ((batch, at) for batch in mine for at in range(0, len(batch.tokens), most))
+        pieces = [batch.rows(slice(at, at + most)) for batch, at in starts]
+        targets, loss = sum_over(dp, sum(map(counted, pieces))), np.zeros(1)
+        each = [partial(_filled, piece, most) for piece in pieces]
+        sizes = [most * self.config.seq_len] * len(pieces)
+        weights, count = self.step.as_read(self.whole_weights()), float(max(1, targets))
+        for _, _, part in self.forwards(weights, each, sizes, partial(Model.loss_of, count=count)):
+            loss += part or 0
+        self.synchronize()
+        gathered = self.mesh.world.all_gather_bytes(loss.tobytes())
+        return math.fsum(float(np.frombuffer(gathered[rank])[0]) for rank in self.reporters())
+
     def forwards(
         self, weights: Weights, batches: Sequence[Callable[[], Batch]], sizes: Sequence[int], result: Result
     ) -> Iterator[tuple[Action, Batch, Any]]:
@@ -262,13 +291,14 @@ class Device(Runner):
         self.state.read(weights, state, step, partial(self.show, what), residual)
         self.loaded()
 
-    def draw_weights(self) -> None:
-        """Draw this rank's initial weights; waits for no other rank."""
+    def draw_weights(self, base: Tensors | None = None) -> None:
+        """Draw this rank's initial weights, or the adapters of those of ``base``; waits for no other rank."""
         share = (os.cpu_count() or 1) // self.mesh.world.local_size
         threads = max(1, min(share, len(os.sched_getaffinity(0))))
-        drawn = InitialWeights(self.step.models[0].config, self.config.seed, self.state.names, threads)
+        names = [name for name in self.state.names if base is None or is_adapter(name)]
+        drawn = InitialWeights(self.step.models[0].config, self.config.seed, names, threads)
         with contextlib.closing(drawn):
-            self.read(drawn)
+            self.read(drawn if base is None else Joined(base, drawn))
 
     def whole_weights(self) -> Weights:
         """The weights that passes read; with ZeRO-1 each rank's are gathered first."""
@@ -277,3 +307,10 @@ class Device(Runner):
             parallel.gather(weights).wait()
             parallel.synchronize()  # what waits for a GPU next knows no timeout
         return self.step.with_frozen(weights)
+
+
+def _filled(batch: Batch, rows: int) -> Batch:
+    """``batch`` with so many rows; in those that are added, the loss leaves out all targets."""
+    more = ((0, rows - len(batch.tokens)), (0, 0))
+    filled = batch.map(lambda field: np.pad(field, more))
+    return filled._replace(targets=np.pad(batch.targets, more, constant_values=LEFT_OUT))

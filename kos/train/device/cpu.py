@@ -47,7 +47,7 @@ class DryOps:
 
     step, statistics_dtype = staticmethod(numpy_ops.step), staticmethod(numpy_ops.statistics_dtype)
     indices, empty_columns = staticmethod(numpy_ops.indices), staticmethod(numpy_ops.empty_columns)
-    to_host = staticmethod(numpy_ops.to_host)
+    to_host, columns_of = staticmethod(numpy_ops.to_host), staticmethod(numpy_ops.columns_of)
 
     def keys_and_values(self, attend: Attend, arena: Arena) -> Any:
         return view_of_keys_and_values(attend.qkv, *attend.shape)
@@ -77,7 +77,7 @@ class CpuDevice(Device):
         step.weights, step.count, step.micro_batch = weights, np.zeros(1, self.dtype), self.micro_batch
         step.reports, step.report = reports, reports[0] if self.comm.size == 1 else np.zeros(reports.shape[1])
         step.optimizer = Optimizer(
-            config.update_rule(), weights, groups=config.groups(model, *parts),
+            config.update_rule(), weights, groups=config.trained_groups(model, *parts),
             parts=step.parallel.parts(), normed=step.parallel.normed(), learning_rate=config.learning_rate(),
             grad_clip=config.grad_clip, skip_outliers=config.skip_outliers, counted=step.counted(),
             exact=model.num_parameters() if config.deterministic else 0, tp=mesh.tp, arena=step.models[0].arena,
@@ -112,7 +112,7 @@ class CpuDevice(Device):
         """All of it."""
         began, self._number, program = time.perf_counter(), step, self.step
         program.report[:REPORT] = wish, self.epoch, step + 1, self.newcomers
-        whole, program.count[0] = self.data.micro_batches(step, self.micro_batches, self.mesh.dp)
+        whole, program.count[0] = self.source.micro_batches(step, self.micro_batches, self.mesh.dp)
         self._batches = [*map(program.models[0].context.take, whole)]
         program.run()
         norm, lr = program.optimizer.last_norm, program.optimizer.last_lr

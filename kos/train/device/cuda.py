@@ -38,6 +38,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset
 from kos.train.data.corpus import Show
+from kos.train.data.own import OwnBatches
 from kos.train.device import Device
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
 from kos.train.layers import Gradients
@@ -73,18 +74,19 @@ class Feed:
     """
 
     def __init__(
-        self, data: Dataset, micro_batches: Sequence[range], dp: Axis, context: ContextParallel, ops: CudaOps
-    ) -> None:
+        self, data: Dataset | OwnBatches, fields: Sequence[str], seq_len: int, micro_batches: Sequence[range], dp: Axis,
+        context: ContextParallel, ops: CudaOps,
+    ) -> None:  # fmt: skip
         self._data, self._micro_batches, self._dp, self._context, self._ops = data, micro_batches, dp, context, ops
         pieces = context.pieces  # as samples of their own
-        rows, columns = len(micro_batches[0]) * pieces, data.seq_len // (context.size * pieces)
-        shape = len(data.fields), len(micro_batches), rows, columns  # in one piece, for one copy
+        rows, columns = len(micro_batches[0]) * pieces, seq_len // (context.size * pieces)
+        shape = len(fields), len(micro_batches), rows, columns  # in one piece, for one copy
         self._rows, self.count = ops.zeros(shape, np.int32), ops.zeros(1, np.float32)
-        self.batch = Batch.of_memory(self._rows, data.fields)
+        self.batch = Batch.of_memory(self._rows, fields)
         self._stream, device = create_stream(ops.device), ops.device
         self._staging = [
             _Staging(
-                Batch.of_memory(host, data.fields), host, ops.zeros(shape, np.int32),
+                Batch.of_memory(host, fields), host, ops.zeros(shape, np.int32),
                 pinned_empty(1, np.float32, device), ops.zeros(1, np.float32), Event(device), Event(device),
             )
             for host in (pinned_empty(shape, np.int32, device) for _ in range(2))
@@ -183,18 +185,17 @@ class CudaDevice(Device):
         step.weights = master if copy is None else copy
         step.optimizer = CudaOptimizer(
             config.update_rule(), ops, master, copy, config.learning_rate(),
-            groups=config.groups(model, *parts), grad_clip=config.grad_clip, tp=mesh.tp, arena=step.models[0].arena,
-            skip_outliers=config.skip_outliers, seed=config.seed,
+            groups=config.trained_groups(model, *parts), grad_clip=config.grad_clip, tp=mesh.tp,
+            arena=step.models[0].arena, skip_outliers=config.skip_outliers, seed=config.seed,
             counted=step.counted() if step.parallel.others.size > 1 else None,
             normed=step.parallel.normed(),
             places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),
             exact=sum(sizes.values()) if config.deterministic else 0,
         )  # fmt: skip
-        self.feed = Feed(data, self.micro_batches, mesh.dp, step.models[0].context, ops)
-        step.count, step.micro_batch = self.feed.count, self.feed.micro_batch
         step.report = ops.zeros(self.report_size, np.float64)
         self._share_reports()
         self._graph: Graph | None = None
+        self.feed: Feed | None = None  # made for the first batch of its source
         self._pending = [_PendingResult(step.reports, step.optimizer.scalars) for _ in range(self.lag + 2)]
         self._newest: _PendingResult | None = None  # of the steps under way
 
@@ -318,8 +319,9 @@ class CudaDevice(Device):
         driver.set_device(self.ops.device)
         result.begin(stream, self._newest)
         result.asked[:] = wish, self.epoch, step + 1, self.newcomers
-        self.feed.take(step)
-        result.count = self.feed.count_of(step)
+        feed = self.feed or self._make_feed(step)
+        feed.take(step)
+        result.count = feed.count_of(step)
         if self.config.graph:
             self._graph = self._graph or self._capture()
         program.report[:REPORT].copy_from(result.asked, stream)
@@ -329,8 +331,22 @@ class CudaDevice(Device):
             program.run()
         result.fetch(program.reports, program.optimizer.scalars, stream)
         self._newest = result
-        if step + 1 < self.config.steps:
-            self.feed.fetch(step + 1)
+        if step + 1 < self.config.steps and self.source.ahead:
+            feed.fetch(step + 1)
+
+    def use(self, source: Dataset | OwnBatches) -> None:
+        super().use(source)
+        self.feed = self._graph = None
+
+    def _make_feed(self, step: int) -> Feed:
+        """Memory for the batches of ``source``, which the step reads from then on."""
+        if isinstance(self.source, OwnBatches):
+            self.source.read(step)
+        fields, program = self.source.fields, self.step
+        context, seq_len = program.models[0].context, self.config.seq_len
+        self.feed = feed = Feed(self.source, fields, seq_len, self.micro_batches, self.mesh.dp, context, self.ops)
+        program.count, program.micro_batch = feed.count, feed.micro_batch
+        return feed
 
     def _capture(self) -> Graph:
         """The step as a graph, after a run without effect has loaded all kernels and connected all ranks.
@@ -373,6 +389,7 @@ class CudaDevice(Device):
         return self.result(result.answers, after["norm"], after["lr"], result.seconds(), result.count)
 
     def gradient_not_finite(self, step: int) -> str | None:
+        assert self.feed is not None  # there was a step
         self.feed.take(step)  # nothing has changed since, but the gradients are those of a later step
         self.step.passes()
         self.step.norm()

@@ -89,7 +89,7 @@ def plan_buckets(
     config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, reaches: bool
 ) -> Buckets:
     """The buckets of a rank with ``parts``; ``reaches``: ranks of a machine access each other's memory."""
-    reduction, groups, nbytes = mesh.dense, config.groups(model), BUCKET_BYTES
+    reduction, groups, nbytes = mesh.dense, config.trained_groups(model), BUCKET_BYTES
     regions, every = by_axes(groups), model.parameter_shapes(*parts)
     shapes = {name: every[name] for names in regions.values() for name in every if name in names}
     lies = shapes, {name: each for name, each in model.fused_groups(*parts).items() if each[0] in shapes}, regions
@@ -142,7 +142,7 @@ class DryRun(Step):
         self.report = self.reports = dry.zeros((REPORT + schedule.micro_batches,), np.float64)
         self.held = self.parallel.parts()
         """The parts of the layout whose state this rank keeps."""
-        self.state = state_of(config.update_rule(), config.groups(model, *parts), gradients.spans, self.held)
+        self.state = state_of(config.update_rule(), config.trained_groups(model, *parts), gradients.spans, self.held)
 
     def state_bytes(self) -> tuple[str, int]:
         """The optimizer's state in words, and its bytes on this rank."""

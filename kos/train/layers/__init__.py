@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kos.memory.arena import Arena
+from kos.train.data.batch import Batch
 from kos.train.ops import Array
 from kos.train.parallel.context import ContextParallel, Masks
 from kos.train.parallel.tensor import TensorParallel
@@ -65,9 +66,20 @@ class PassContext(NamedTuple):
     cache: Any = None
     """The ``kos.train.layers.cache.Cache`` of a forward that generates."""
 
+    batch: Batch | None = None
+    """The micro-batch, with fields (N,), for the loss."""
+
     def trains(self, linear: Any) -> bool:
         """Whether a backward computes the gradient of a ``Linear``'s matrix or bias: not if both are frozen."""
         return linear.name in self.into.of or linear.bias in self.into.of
+
+    def reads_input(self, linear: Any) -> bool:
+        """Whether the backward of a ``Linear`` reads its input."""
+        return linear.adapters is not None or self.trains(linear)
+
+    def keep_for(self, linear: Any) -> Arena:
+        """The arena of what the gradients of a ``Linear`` read: those of adapters are never pending."""
+        return self.keep if self.trains(linear) else self.arena
 
     def gradient(self, name: str) -> Array:
         """Where the gradient of a vector goes; that of a frozen one to scratch memory, which nothing reads."""

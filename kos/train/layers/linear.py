@@ -6,11 +6,13 @@ parallelism), D the hidden size, F this rank's features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
 from kos.train.layers import PassContext, Placement
+from kos.train.layers.lora import Adapters, Lora
 from kos.train.ops import Array
 from kos.train.parallel.tensor import Half
 
@@ -36,10 +38,15 @@ class Linear:
     ) -> None:  # fmt: skip
         self.name, self.columns, self.members, self.most = name, columns, dict(members or {name: rows}), most or {}
         self.bias = bias_of(name) if biased else None
+        self.adapters: Adapters | None = None
 
     @property
     def rows(self) -> int:
         return sum(self.members.values())
+
+    def adapt(self, lora: Lora) -> None:
+        """Add the adapters that ``lora`` names."""
+        self.adapters = Adapters(self, lora) or None
 
     def split(self, shards: int) -> list[slice]:
         """What a rank of ``shards`` has along ``dim``: the slice of each member."""
@@ -54,7 +61,7 @@ class Linear:
         for name, rows in self.members.items() if self.bias else ():
             whole, split = Placement((rows,)), Placement.split((rows,), 0, shard, shards, self.most.get(name))
             found[bias_of(name)] = whole if self.dim else split
-        return found
+        return (self.adapters.placements(shard, shards) if self.adapters else {}) | found
 
     def groups(self) -> dict[str, tuple[str, ...]]:
         """The names of the members of the matrix and of the bias."""
@@ -64,7 +71,8 @@ class Linear:
     def splits(self, shards: int) -> dict[str, tuple[int, list[slice]]]:
         """By the names of the matrix and a bias that ranks split: ``dim``, ``split``."""
         split = self.dim, self.split(shards)
-        return {self.name: split} | ({self.bias: split} if self.bias and self.dim == 0 else {})
+        found = {self.name: split} | ({self.bias: split} if self.bias and self.dim == 0 else {})
+        return found | (self.adapters.splits(shards) if self.adapters else {})
 
     def weight_gradient(self, ctx: PassContext, d_out: Array, x: Array) -> None:
         """Compute it, and report it as final. Nothing of what is frozen."""
@@ -104,23 +112,33 @@ class ColumnLinear(Linear):
         ends = [0, *accumulate(each)]
         return [*map(slice, ends, ends[1:])]
 
-    def forward(self, ctx: PassContext, x_ND: Array, out_NF: Array) -> None:
-        """out_NF = x_ND weight^T + bias."""
+    def forward(self, ctx: PassContext, x_ND: Array, out_NF: Array, lows: Sequence[Array], half: Half) -> None:
+        """For ``half``: out_NF = x_ND weight^T + bias, of these rows. ``lows`` are those of ``adapters``."""
         ctx.ops.linear(x_ND, self._weight(ctx), out_NF, None, self._bias(ctx))
+        if self.adapters:
+            self.adapters.forward(ctx, x_ND, lows, half.rows)
+            self.adapters.add(ctx, lows, out_NF, half.rows)
 
-    def backward(self, ctx: PassContext, d_out_NF: Array, dx_nD: Array) -> Callable[[], object]:
+    def backward(
+        self, ctx: PassContext, d_out_NF: Array, dx_nD: Array, d_lows: Sequence[Array]
+    ) -> Callable[[], object]:
         """Begin to compute ``dx_nD``, whose sum over ranks overlaps the second half of the product.
 
-        The returned function waits. Until then scratch memory is in use.
+        ``d_lows`` are those of ``adapters``. The returned function waits. Until then scratch memory is in use.
         """
-        weight = self._weight(ctx)
+        weight, adapters = self._weight(ctx), self.adapters
         if ctx.tp.size == 1:
             ctx.ops.linear_input_gradient(d_out_NF, weight, dx_nD)
-            return lambda: None
-        term_ND, waits = ctx.tp.empty_rows(dx_nD, ctx.arena), []
-        for half in ctx.tp.halves(len(term_ND)):
+            if adapters and not ctx.tp.in_order:
+                adapters.input_gradient(ctx, d_lows, dx_nD, slice(0, len(dx_nD)))
+        term_ND, waits = ctx.tp.empty_rows(dx_nD, ctx.arena), list[Callable[[], None]]()
+        for half in ctx.tp.halves(len(term_ND)) if ctx.tp.size > 1 else ():
             ctx.ops.linear_input_gradient(d_out_NF[half.rows], weight, term_ND[half.rows])
+            if adapters and not ctx.tp.in_order:
+                adapters.input_gradient(ctx, d_lows, term_ND[half.rows], half.rows)
             waits.append(ctx.tp.start_sum(term_ND, dx_nD, [half]))
+        if adapters and ctx.tp.in_order:  # of several members the sum is added
+            ctx.tp.add_own(dx_nD, partial(adapters.input_gradient, ctx, d_lows), ctx.arena)
         return lambda: [wait() for wait in waits]
 
 
@@ -130,25 +148,50 @@ class RowLinear(Linear):
     dim = 1
 
     def forward(
-        self, ctx: PassContext, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half
-    ) -> Callable[[], None]:
+        self, ctx: PassContext, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half,
+        lows: Sequence[Array],
+    ) -> Callable[[], None]:  # fmt: skip
         """For ``half``: out_nD = residual_nD + this rank's rows of x weight^T, summed over the ranks' features.
 
-        The returned function completes ``out_nD``. Until then the product is in ``term_ND``.
+        ``lows`` are those of ``adapters``. The returned function completes ``out_nD``. Until then the product is in
+        ``term_ND``.
         """
-        (rows, own), weight, bias = half, self._weight(ctx), self._bias(ctx)
+        (rows, own), weight, bias, adapters = half, self._weight(ctx), self._bias(ctx), self.adapters
+        if adapters:
+            adapters.forward(ctx, x_NF[rows], lows, rows)
         if ctx.tp.size == 1:
             ctx.ops.linear(x_NF, weight, out_nD, residual_nD, bias)
+            if adapters:
+                adapters.add(ctx, lows, out_nD, rows)
             return lambda: None
         ctx.ops.linear(x_NF[rows], weight, term_ND[rows], None, bias if ctx.tp.axis.rank == 0 else None)
+        if adapters and not ctx.tp.in_order:
+            adapters.add(ctx, lows, term_ND[rows], rows)
         wait = ctx.tp.start_sum(term_ND, out_nD, [half])
 
         def complete() -> None:
             wait()
             ctx.ops.add(out_nD[own], residual_nD[own], out_nD[own])
+            if adapters and ctx.tp.in_order:
+                ctx.tp.add_own(out_nD, partial(adapters.add, ctx, lows), ctx.arena)
 
         return complete
 
-    def backward(self, ctx: PassContext, d_out_ND: Array, dx_NF: Array) -> None:
-        """dx_NF = d_out_ND weight."""
-        ctx.ops.linear_input_gradient(d_out_ND, self._weight(ctx), dx_NF)
+    def backward(
+        self, ctx: PassContext, d_out: Any, d_out_ND: Array, dx_NF: Array, x_NF: Array, lows: Sequence[Array]
+    ) -> None:
+        """dx_NF = d_out_ND weight, and the gradients of ``adapters``. ``d_out``: as ``LinearOps.gradient`` gives it.
+
+        ``lows`` are those of ``adapters``, or () if they must be computed again.
+        """
+        ctx.ops.linear_input_gradient(d_out, self._weight(ctx), dx_NF)
+        if self.adapters:
+            with ctx.arena.scope():
+                rows = slice(0, len(d_out_ND))
+                d_lows = self.adapters.empty(ctx, rows.stop, d_out_ND.dtype, ctx.arena)
+                if not lows:
+                    lows = self.adapters.empty(ctx, rows.stop, d_out_ND.dtype, ctx.arena)
+                    self.adapters.forward(ctx, x_NF, lows, rows)
+                self.adapters.backward(ctx, d_out_ND, lows, d_lows)
+                self.adapters.input_gradient(ctx, d_lows, dx_NF, rows)
+                self.adapters.gradient_of_a(ctx, d_lows, x_NF)

@@ -17,7 +17,7 @@ class MLP(Sublayer):
     cheap = True
 
     def inner_of(self, ctx: PassContext, columns_NW: Array) -> Any:
-        return ctx.ops.gated(columns_NW)
+        return None if self.row.adapters else ctx.ops.gated(columns_NW)
 
     def core(self, ctx: PassContext, saved: Saved, half: Half, last: bool) -> Iterator[None]:
         if saved.inner_NF is not None and self.inner_of(ctx, saved.columns_NW) is None:
@@ -34,7 +34,7 @@ class MLP(Sublayer):
         ctx.ops.swiglu_backward(d_inner, saved.columns_NW, inner, d_columns, ctx.arena)
 
     def column_gradient(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array) -> Any:
-        written = self.column.bias or self.inner_of(ctx, saved.columns_NW) is None
+        written = self.column.bias or self.column.adapters or self.inner_of(ctx, saved.columns_NW) is None
         d_columns = None if written else ctx.ops.gated_gradient(d_inner, saved.columns_NW)
         if d_columns is None:
             return super().column_gradient(ctx, saved, inner, d_inner)

@@ -15,6 +15,8 @@ class Norm:
 
     def __init__(self, name: str, size: int, eps: float) -> None:
         self.name, self.size, self.eps = name, size, eps
+        self.written = False
+        """Whether something besides the next product reads the normed rows."""
 
     def placements(self) -> dict[str, Placement]:
         return {self.name: Placement((self.size,))}
@@ -33,7 +35,7 @@ class Norm:
 
     def fused(self, ctx: PassContext, x_nD: Array, statistics: Array) -> Any:
         """The normed rows where a product computes them, with the ``statistics``; None: ``forward`` does."""
-        return ctx.ops.normed(x_nD, ctx.weights[self.name], self.eps, statistics)
+        return None if self.written else ctx.ops.normed(x_nD, ctx.weights[self.name], self.eps, statistics)
 
     def normed(self, ctx: PassContext, x_nD: Array, arena: Arena, statistics: Array | None = None) -> Array:
         """The normed rows of ``x_nD``, in ``arena``."""

@@ -11,12 +11,13 @@ first product, F features of the core's output; W and F count what this rank com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from kos.memory.arena import Arena
 from kos.train.layers import PassContext, Placement
 from kos.train.layers.linear import ColumnLinear, RowLinear
+from kos.train.layers.lora import Lora
 from kos.train.layers.norm import Norm
 from kos.train.ops import Array
 from kos.train.parallel.tensor import Half
@@ -47,6 +48,11 @@ class Saved(NamedTuple):
     branch: Branch | None = None
     """If there is a norm at its end."""
 
+    column_lows: Sequence[Array] = ()
+    """Of the first product's adapters."""
+
+    row_lows: Sequence[Array] = ()
+
 
 class Sublayer:
     """x + after(row(core(column(norm(x))))). A subclass has the core. ``after``: a norm, for one rank of tp alone."""
@@ -56,6 +62,12 @@ class Sublayer:
 
     def __init__(self, norm: Norm, column: ColumnLinear, row: RowLinear, after: Norm | None = None) -> None:
         self.norm, self.column, self.row, self.after = norm, column, row, after
+
+    def adapt(self, lora: Lora) -> None:
+        """Add the adapters of both products that ``lora`` names."""
+        for linear in (self.column, self.row):
+            linear.adapt(lora)
+        self.norm.written = self.column.adapters is not None
 
     def placements(self, shard: int, shards: int) -> dict[str, Placement]:
         """Of each tensor, in the order in which the backward finishes their gradients."""
@@ -90,7 +102,7 @@ class Sublayer:
 
     def column_gradient(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array) -> Any:
         """The gradient of the first product's output, as ``LinearOps.gradient`` gives it to both of the backward."""
-        arena = ctx.keep if ctx.ops.reads_16(self.column.bias) else ctx.arena
+        arena = ctx.keep_for(self.column) if ctx.ops.reads_16(self.column.bias) else ctx.arena
         d_columns = self._empty_columns(ctx, len(saved.columns_NW), d_inner.dtype, arena)
         self.core_backward(ctx, saved, inner, d_inner, d_columns)
         return self.quantized_gradient(ctx, d_columns)
@@ -105,8 +117,10 @@ class Sublayer:
     def save(self, ctx: PassContext, x_nD: Array, seq_len: int, arena: Arena, cheap: Arena | None) -> Saved:
         """Memory for what a forward writes: in ``arena``, and what is cheap to compute again in ``cheap``, if given."""
         tokens, dtype = len(x_nD) * ctx.tp.size, x_nD.dtype
-        eight = [cheap and ctx.ops.empty_transposed((tokens, f), cheap)
-                 for f in (self.column.columns, self.row.columns // ctx.tp.size)]  # fmt: skip
+        widths = (self.column, self.column.columns), (self.row, self.row.columns // ctx.tp.size)
+        eight = [ctx.ops.empty_transposed((tokens, f), cheap) if cheap and not linear.adapters else None
+                 for linear, f in widths]  # fmt: skip
+        lows = [each.adapters.empty(ctx, tokens, dtype, arena) if each.adapters else () for each, _ in widths]
         of_normed, of_inner = (None if made else cheap for made in eight)
         of_inner, columns = of_inner if self.cheap else arena, self._empty_columns(ctx, tokens, dtype, arena)
         inner = self.inner_of(ctx, columns) or (of_inner and self.empty_inner(ctx, tokens, dtype, of_inner))
@@ -115,7 +129,7 @@ class Sublayer:
             branch = Branch(arena.take(x_nD.shape, dtype), self.after.statistics(ctx, x_nD, arena))
         return Saved(
             x_nD, self.norm.statistics(ctx, x_nD, arena), of_normed and self.norm.empty(x_nD, of_normed), columns,
-            inner, self.save_core(ctx, tokens, seq_len, dtype, arena), eight[0], eight[1], branch,
+            inner, self.save_core(ctx, tokens, seq_len, dtype, arena), eight[0], eight[1], branch, lows[0], lows[1],
         )  # fmt: skip
 
     def _empty_columns(self, ctx: PassContext, tokens: int, dtype: Any, arena: Arena) -> Array:
@@ -135,7 +149,7 @@ class Sublayer:
     def compute(self, ctx: PassContext, saved: Saved, x_ND: Array, half: Half, last: bool) -> Iterator[None]:
         """The first product and the core. Yields where a turn ends."""
         x_ND = x_ND[half.rows] if saved.normed_8 is None else saved.normed_8.of(x_ND)
-        self.column.forward(ctx, x_ND, saved.columns_NW[half.rows])
+        self.column.forward(ctx, x_ND, saved.columns_NW[half.rows], saved.column_lows, half)
         yield from self.core(ctx, saved, half, last)
 
     def leave(
@@ -147,10 +161,10 @@ class Sublayer:
         """
         inner_NF = saved.inner_NF if saved.inner_8 is None else saved.inner_8.of(saved.inner_NF)
         if saved.branch is None:
-            return self.row.forward(ctx, inner_NF, exchange_ND, out_nD, saved.x_nD, half)
+            return self.row.forward(ctx, inner_NF, exchange_ND, out_nD, saved.x_nD, half, saved.row_lows)
         (branch_nD, statistics), after = saved.branch, self.after
         assert after is not None
-        self.row.forward(ctx, inner_NF, exchange_ND, branch_nD, None, half)()
+        self.row.forward(ctx, inner_NF, exchange_ND, branch_nD, None, half, saved.row_lows)()
 
         def complete() -> None:
             with ctx.arena.scope():
@@ -178,18 +192,24 @@ class Sublayer:
             normed, inner = self._operands(ctx, saved)
             d_inner_NF = self.empty_inner(ctx, len(saved.columns_NW), dx_nD.dtype, arena)
             d_out = ctx.ops.gradient(d_out_ND, ctx.keep if ctx.trains(self.row) else None)
-            self.row.backward(ctx, d_out, d_inner_NF)
-            d_columns = self.column_gradient(ctx, saved, inner, d_inner_NF)
+            self.row.backward(ctx, d_out, d_out_ND, d_inner_NF, inner, saved.row_lows)
+            d_columns, d_lows = self.column_gradient(ctx, saved, inner, d_inner_NF), list[Array]()
+            if self.column.adapters:
+                d_lows = self.column.adapters.empty(ctx, len(saved.columns_NW), dx_nD.dtype, arena)
+                self.column.adapters.backward(ctx, ctx.ops.read_16(d_columns), saved.column_lows, d_lows)
             with arena.scope():
                 d_normed_nD = arena.take(dx_nD.shape, dx_nD.dtype)
                 with arena.scope():
-                    summed = self.column.backward(ctx, d_columns, d_normed_nD)
+                    summed = self.column.backward(ctx, d_columns, d_normed_nD, d_lows)
                     ctx.weight_gradient(self.row, d_out, saved.inner_8 or inner)
                     summed()
                 of_norm = ctx.into._replace(final=finished.append)  # final after the matrix, in their order in memory
                 self.norm.backward(ctx._replace(into=of_norm), d_normed_nD, saved.x_nD, saved.statistics_n, dx_nD)
             arrived = tp.start_gather(dx_nD, dx_ND, None if more else [])
-            ctx.weight_gradient(self.column, d_columns, normed())
+            x_ND = normed()
+            ctx.weight_gradient(self.column, d_columns, x_ND)
+            if self.column.adapters:
+                self.column.adapters.gradient_of_a(ctx, d_lows, x_ND)
             for name in finished:
                 ctx.into.final(name)
             return arrived()
@@ -197,16 +217,16 @@ class Sublayer:
     def _operands(self, ctx: PassContext, saved: Saved) -> tuple[Callable[[], Any], Any]:
         """The inputs of both products, as they were saved or computed again; the first waits for all ranks' rows."""
         x_nD, statistics, normed, inner = saved.x_nD, saved.statistics_n, saved.normed_nD, saved.inner_NF
-        unread = not ctx.trains(self.column)
+        unread, keep = not ctx.reads_input(self.column), ctx.keep_for(self.column)
         if normed is None and not (saved.normed_8 or unread):
             normed = self.norm.fused(ctx, x_nD, statistics)
-            normed = self.norm.normed(ctx, x_nD, ctx.keep, statistics) if normed is None else normed
+            normed = self.norm.normed(ctx, x_nD, keep, statistics) if normed is None else normed
         if saved.normed_8 or unread:
             gathered: Callable[[], Any] = lambda: saved.normed_8  # noqa: E731
         else:
-            gathered = ctx.tp.start_gather(normed, ctx.tp.empty_rows(normed, ctx.keep))
+            gathered = ctx.tp.start_gather(normed, ctx.tp.empty_rows(normed, keep))
         if inner is None and not saved.inner_8:
-            inner = self.empty_inner(ctx, len(saved.columns_NW), x_nD.dtype, ctx.keep)
+            inner = self.empty_inner(ctx, len(saved.columns_NW), x_nD.dtype, ctx.keep_for(self.row))
             self.again(ctx, saved, inner)
         return gathered, inner
 

@@ -11,7 +11,7 @@ from typing import Any
 from kos.memory.arena import Arena
 from kos.train.layers import LOOKUPS, PassContext, Placement
 from kos.train.layers.norm import Norm
-from kos.train.ops import Array
+from kos.train.ops import Array, Loss
 
 
 class Embedding:
@@ -91,6 +91,7 @@ class Head:
     def __init__(self, name: str, vocabulary: int, norm: Norm, tied: bool) -> None:
         self.name, self.vocabulary, self.norm, self.tied = name, vocabulary, norm, tied
         self.rows = HEAD_ROWS
+        self.own_loss: Loss | None = None  # instead of the cross-entropy
 
     def placements(self, shard: int, shards: int) -> dict[str, Placement]:
         table = Placement.split((self.vocabulary, self.norm.size), 0, shard, shards)
@@ -113,10 +114,28 @@ class Head:
         most, ends = ctx.ops.head_rows(of_piece, self.rows), range(of_piece, count + 1, of_piece)
         return [[slice(at, min(at + most, end)) for at in range(end - of_piece, end, most)] for end in ends]
 
+    def _losses(
+        self, ctx: PassContext, logits_Nv: Array, rows: slice, losses_N: Array, count: Array | None = None
+    ) -> None:
+        """The losses of some rows; with ``count`` the logits become the gradient of sum(losses) / count."""
+        assert ctx.batch is not None
+        batch, ops = ctx.batch.rows(rows), ctx.ops.innermost().inner
+        targets_N, weights_N, divisor = batch.targets, batch.weights, None
+        if self.own_loss is None:
+            self._cross_entropy(ctx, logits_Nv, targets_N, losses_N, count)
+            if weights_N is None:
+                return
+        else:
+            ops.own_loss(self.own_loss, logits_Nv, batch, losses_N, count is not None)
+            weights_N, divisor = None, count
+        ops.scale_rows(losses_N.reshape(-1, 1), targets_N, weights_N, None)
+        if count is not None:
+            ops.scale_rows(logits_Nv, targets_N, weights_N, divisor)
+
     def _cross_entropy(
         self, ctx: PassContext, logits_Nv: Array, targets_N: Array, losses_N: Array, count: Array | None = None
     ) -> None:
-        """The losses of all tokens; with ``count`` the logits become the gradient of sum(losses) / count."""
+        """``_losses`` of the cross-entropy."""
         ops, tp, arena = ctx.ops.of_head, ctx.tp, ctx.arena
         if tp.size * ops.parts == 1:
             ops.cross_entropy(logits_Nv, targets_N, count, losses_N, arena)
@@ -129,18 +148,18 @@ class Head:
                 tp.axis.comm.all_gather(mine, of_all)
             ops.cross_entropy_of_parts(logits_Nv, targets_N, tp.first, of_all, count, losses_N, arena)
 
-    def losses(self, ctx: PassContext, x_nD: Array, targets_N: Array, losses_N: Array) -> None:
+    def losses(self, ctx: PassContext, x_nD: Array, losses_N: Array) -> None:
         """The losses of all tokens; 0 where the loss leaves a target out."""
         normed_ND = self.normed(ctx, x_nD)
-        for rows in chain(*self._chunks(ctx, len(targets_N))):
+        for rows in chain(*self._chunks(ctx, len(losses_N))):
             with ctx.arena.scope():
                 logits = self.logits(ctx, normed_ND[rows])
-                self._cross_entropy(ctx, logits, targets_N[rows], losses_N[rows])
+                self._losses(ctx, logits, rows, losses_N[rows])
 
     def loss(self, ctx: PassContext, x_nD: Array, targets_N: Array, loss: Array, count: Array | None) -> None:
         """The mean loss, to ``loss`` (1,), float64. ``count`` (1,) divides the sum; None: the number of targets."""
         losses_N, count = self._loss_arrays(ctx, targets_N, x_nD.dtype, count)
-        self.losses(ctx, x_nD, targets_N, losses_N)
+        self.losses(ctx, x_nD, losses_N)
         ctx.cp.mean_loss(losses_N, count, loss, ctx.arena)
 
     def _loss_arrays(self, ctx: PassContext, targets_N: Array, dtype: Any, count: Array | None) -> tuple[Array, Array]:
@@ -187,7 +206,7 @@ class Head:
             for number, rows in enumerate(pieces[piece]):
                 with ctx.arena.scope():
                     logits, add = self.logits(ctx, normed[rows]), accumulate or number > 0
-                    self._cross_entropy(ctx, logits, targets_N[rows], losses_N[rows], count)
+                    self._losses(ctx, logits, rows, losses_N[rows], count)
                     ops.linear_input_gradient(logits, table, d_normed[rows])
                     if d_table is not None:
                         d_matrix = ops.matrix({self.name: d_table}, self.name)

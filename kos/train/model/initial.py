@@ -1,4 +1,4 @@
-"""Initial weights: norms at 1, biases at 0, the rest normal(0, initializer_range), as GPT-2.
+"""Initial weights: norms at 1, biases at 0, the rest normal(0, initializer_range), as GPT-2; adapters as peft's.
 
 A tensor's values depend on the seed, its name and its whole shape alone, so every layout begins with the same weights.
 """
@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from kos.train.layers.lora import A, is_adapter
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 
@@ -58,6 +59,12 @@ class InitialWeights:
         """Block ``number`` of a tensor."""
         if len(self._shapes[name]) == 1:
             out[...] = not name.endswith(".bias")
+            return
+        if is_adapter(name):  # as peft: A as torch's nn.Linear, B at 0, so that the first forward is the base's
+            out[...] = 0
+            if name.endswith(A):
+                rng = np.random.default_rng([self._seed, zlib.crc32(name.encode()), number])
+                out[...] = (rng.random(out.shape, np.float32) * 2 - 1) / math.sqrt(self._shapes[name][1])
             return
         std = self._config.initializer_range
         if name.endswith(self._config.residual):

@@ -16,6 +16,7 @@ from kos.errors import SettingError
 from kos.train.layers import Placement
 from kos.train.layers.attention import Attention, Rope
 from kos.train.layers.linear import ColumnLinear, RowLinear
+from kos.train.layers.lora import Lora, is_adapter, module_of
 from kos.train.layers.mlp import MLP
 from kos.train.layers.norm import Norm
 from kos.train.layers.sublayer import Sublayer
@@ -133,6 +134,8 @@ class LlamaConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
     no_rope_layers: tuple[int, ...] = ()
+    lora: Lora | None = None
+    """The adapters of the layers; ``base`` is the model without them."""
 
     def __post_init__(self) -> None:
         for name in FAMILY_SETTINGS:
@@ -156,6 +159,24 @@ class LlamaConfig:
         """The matrix that makes the logits."""
         return self.embedding if self.tie_word_embeddings else "lm_head.weight"
 
+    @property
+    def base(self) -> Self:
+        """The model without adapters."""
+        return replace(self, lora=None)
+
+    def adapted(self, rank: int, alpha: float, targets: Iterable[str] = ()) -> Self:
+        """The model with adapters of all matrices of its layers, or of ``targets`` alone.
+
+        SettingError if the layers have no matrix of such a name.
+        """
+        (layer,) = self.layers([0])
+        known = list(dict.fromkeys(
+            module_of(name) for each in layer for linear in (each.column, each.row) for name in linear.members
+        ))  # fmt: skip
+        if unknown := [name for name in targets if name not in known]:
+            raise SettingError("--lora-targets", f"some of {', '.join(known)}", unknown[0])
+        return replace(self, lora=Lora(rank, alpha, tuple(name for name in known if name in (targets or known))))
+
     def first_layers(self, layers: int) -> Self:
         """The same model with its first layers only."""
         each = {name: getattr(self, name)[:layers] for name in ("layer_types", "no_rope_layers")}
@@ -170,7 +191,11 @@ class LlamaConfig:
         """The sublayers of each of these layers."""
         length = self.rope_scaling.length() if self.rope_scaling else 1.0
         rope = Rope(self.rope_frequencies(), length)
-        return [self.layer(number, rope) for number in numbers]
+        made = [self.layer(number, rope) for number in numbers]
+        if self.lora is not None:
+            for sublayer in chain(*made):
+                sublayer.adapt(self.lora)
+        return made
 
     def layer(self, number: int, rope: Rope) -> list[Sublayer]:
         """The sublayers of a layer, in the order of the forward. Several matrices stacked in one are read as one."""
@@ -276,12 +301,15 @@ class LlamaConfig:
     def flops_per_token(self, seq_len: int) -> FlopsPerToken:
         """6 N + 6 L A T (causal) and 6 N + 12 L A T; N counts what multiplies: no lookup, no norms.
 
-        A layer with a sliding window of W < T tokens counts W (2 - W / T) instead of T in the first, W in the second.
+        With adapters it is 4 N of the other weights, of which no gradient is computed.  A layer with a sliding window
+        of W < T tokens counts W (2 - W / T) instead of T in the first, W in the second.
         """
         shapes = self.parameter_shapes()
-        matmul = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in self.tables)
+        each = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in self.tables}
+        trained = sum(size for name, size in each.items() if not self.lora or is_adapter(name))
+        matmul = trained + (sum(each.values()) - trained) * 2 / 3
         if self.tie_word_embeddings:
-            matmul += math.prod(shapes[self.embedding])
+            matmul += math.prod(shapes[self.embedding]) * (2 / 3 if self.lora else 1)
         windows = [self.window(number) or seq_len for number in range(self.num_hidden_layers)]
         width = self.num_attention_heads * self.head_dim
         causal = width * sum(2 * attended_pairs(seq_len, window) / seq_len for window in windows)

@@ -169,7 +169,9 @@ class Model:
         """
         assert flight.batch is not None and flight.out_nD is not None  # there was a forward
         keep, pending = (flight.arena, flight.pending) if deferred else (self.arena, None)
-        ctx = self._ctx._replace(weights=weights, into=into, keep=keep, masks=flight.masks, pending=pending)
+        ctx = self._ctx._replace(
+            weights=weights, into=into, keep=keep, masks=flight.masks, pending=pending, batch=flight.batch
+        )
         if self.local.last:
             assert loss is not None
             self.head.backward(ctx, flight.out_nD, flight.batch.targets, dx_nD, loss, count, self.holds_first)
@@ -234,15 +236,16 @@ class Model:
         if count is not None:
             divisor = self.arena.take((1,), ops.statistics_dtype(flight.out_nD.dtype))
             ops.copy(np.full_like(ops.to_host(divisor), count), divisor)
-        self.head.loss(self._ctx._replace(weights=weights), flight.out_nD, flight.batch.targets, loss, divisor)
+        ctx = self._ctx._replace(weights=weights, batch=flight.batch)
+        self.head.loss(ctx, flight.out_nD, flight.batch.targets, loss, divisor)
         return float(ops.to_host(loss)[0])
 
     def losses_of(self, weights: Weights, flight: InFlight) -> np.ndarray:
         """Of each of this rank's samples, the sum of the losses of its targets, (B,), float64, on the host."""
         assert flight.batch is not None and flight.out_nD is not None  # there was a forward
-        targets_N, wide = flight.batch.targets, self.ops.statistics_dtype(flight.out_nD.dtype)
-        losses_N = self.arena.take((len(targets_N),), wide)
-        self.head.losses(self._ctx._replace(weights=weights), flight.out_nD, targets_N, losses_N)
+        ctx = self._ctx._replace(weights=weights, batch=flight.batch)
+        losses_N = self.arena.take((len(flight.batch.targets),), self.ops.statistics_dtype(flight.out_nD.dtype))
+        self.head.losses(ctx, flight.out_nD, losses_N)
         each: np.ndarray = self.ops.to_host(losses_N).reshape(-1, flight.seq_len)
         return each.sum(axis=1, dtype=np.float64)
 
@@ -267,6 +270,8 @@ class Model:
     def _again(self, ctx: PassContext, layer: Sequence[Sublayer], x_nD: Array, seq_len: int) -> list[Saved]:
         """A second forward of a layer, up to what its backward needs."""
         saved = self._save(layer, x_nD, seq_len, ctx.keep)
+        if saved[-1].branch is None:  # its second product is not computed again, and so not what adapters keep of it
+            saved[-1] = saved[-1]._replace(row_lows=())
         self._forward(ctx, _calls(layer, saved, None))
         return saved
 
@@ -277,7 +282,7 @@ class Model:
 
         A pending gradient of the second matrix still reads the first when the rest of the backward is over.
         """
-        if ctx.pending is None or not ctx.ops.reads_16(sublayer.row.bias):
+        if ctx.pending is None or not (ctx.trains(sublayer.row) and ctx.ops.reads_16(sublayer.row.bias)):
             return d_out_ND, d_out_ND
         if d_out_ND is dx_nD and sublayer.after is None:  # the rest of the backward adds to dx_nD
             d_out_ND = ctx.keep.take(dx_nD.shape, dx_nD.dtype)
@@ -323,11 +328,12 @@ class Model:
 
     def _with_scratch(self, ctx: PassContext, calls: Sequence[Call]) -> Sequence[Call]:
         """Scratch memory, the same for all, for what the calls do not save; the last that has no output needs less."""
-        if (first := calls[0].saved).normed_nD is not None:
+        first, inner = calls[0].saved, dict[int, Array]()
+        if all(call.saved.normed_nD is not None for call in calls):
             return calls
-        fused = calls[0].sublayer.norm.fused(ctx, first.x_nD, first.statistics_n) is not None
+        unsaved = (call for call in calls if call.saved.normed_nD is None)
+        fused = all(each.norm.fused(ctx, saved.x_nD, saved.statistics_n) is not None for each, saved, _ in unsaved)
         normed_nD = None if fused else self.arena.take(first.x_nD.shape, first.x_nD.dtype)
-        inner = dict[int, Array]()
 
         def filled(call: Call) -> Call:
             sublayer, saved, _ = call
@@ -337,7 +343,8 @@ class Model:
                     tokens, dtype = len(saved.columns_NW), saved.columns_NW.dtype
                     inner[features] = sublayer.empty_inner(self._ctx, tokens, dtype, self.arena)
                 inner_NF = inner[features]
-            return call._replace(saved=saved._replace(normed_nD=normed_nD, inner_NF=inner_NF))
+            own = normed_nD if saved.normed_nD is None else saved.normed_nD
+            return call._replace(saved=saved._replace(normed_nD=own, inner_NF=inner_NF))
 
         return [*map(filled, calls)]
 
@@ -397,7 +404,8 @@ def check_blocks(config: TrainConfig, model: LlamaConfig, layout: Layout) -> Non
 def check_groups(config: TrainConfig, model: LlamaConfig) -> None:
     """ConfigError for parameter groups that miss a tensor, split a matrix, or cannot be summed over their axes."""
     placements, groups = model.placements(), by_axes(every := config.all_groups(model))
-    at, trained = {name: axes for axes, names in groups.items() for name in names}, groups.keys() - {()}
+    at = {name: axes for axes, names in groups.items() for name in names}
+    trained = {axes for axes in at.values() if axes}
     if at.keys() != placements.keys() or sum(len(group.names) for group in every) != len(at) or not trained:
         got = f"{[sorted(group.names) for group in every]}"
         raise ConfigError(f"parameter groups: expected each tensor in one, and a tensor to train, got {got}")

@@ -24,6 +24,7 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
+from kos.train.data.batch import Batch
 
 Array = Any  # a dialect's own: numpy's ndarray, a device tensor
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -224,6 +225,17 @@ class Ops(Protocol):
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer."""
 
+    def columns_of(self, x: Array, columns: slice) -> Array:
+        """A view of some columns of x (N, F), as ``low_rank`` and ``linear_weight_gradient`` take it."""
+
+    def low_rank(
+        self, x: Array, weight: Array, out: Array, transposed: bool, factor: float, accumulate: bool, arena: Arena
+    ) -> None:
+        """out = factor x weight, or factor x weight^T if ``transposed``; added to ``out`` if ``accumulate``.
+
+        A product with A or B of an adapter. x (N, K) and out (N, F) may be of ``columns_of``.
+        """
+
     def quantize(self, x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         """rows (N, F) = x in 8 bits, of x (N, F), and columns (F, N) the same transposed; either may be None.
 
@@ -391,6 +403,12 @@ class Ops(Protocol):
         With ``count`` (1,) they become the gradient of sum(losses) / count.
         """
 
+    def scale_rows(self, x: Array, targets: Array, weights: Array | None, count: Array | None) -> None:
+        """x[i] *= weights[i] / count, of x (N, C); 0 where the target is ignored. None stands for ones."""
+
+    def own_loss(self, loss: Any, logits: Array, batch: Batch, losses: Array, backward: bool) -> None:
+        """losses (N,), those of a ``Loss``; if ``backward``, ``logits`` become the gradient of their sum."""
+
     def logit_statistics(self, logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:
         """Of ``logits`` (N, v), a part of a vocabulary from row ``first`` on: what a loss needs of it.
 
@@ -415,3 +433,37 @@ class Ops(Protocol):
 
     def mean_loss(self, losses: Array, count: Array, out: Array) -> None:
         """out (1,), float64, = sum(losses) / count."""
+
+
+class CudaLoss(NamedTuple):
+    """A loss of one's own for GPUs, as a kernel in CUDA C++.  It runs within the step's CUDA graph.
+
+    ``source`` defines ``extern "C" __global__ void loss(DTYPE* logits, const int* targets, const float* weights,
+    float* losses, int vocabulary)``.  Block i, of ``threads`` threads, computes token i: it writes ``losses[i]``, and
+    overwrites the ``vocabulary`` logits from ``logits[i * vocabulary]`` on with the gradient of ``losses[i]``.
+    ``weights`` is null if the batch has none.  ``DTYPE`` is ``float32`` or ``bfloat16``, as activations are:
+    ``widen(x)`` is an element as a float, and ``narrow(value, x)`` stores one.
+
+    The first step compiles the kernel, and raises CompileError with the compiler's messages.
+    """
+
+    source: str
+    threads: int = 256
+
+
+Loss = Callable[[Any, Batch], tuple[Any, Any]] | CudaLoss
+"""A loss of one's own: a ``CudaLoss``, or a function ``(losses, gradient) = loss(logits, batch)``.
+
+``logits`` (n, V) and the fields of ``batch``, (n,) each, are those of any n tokens of a micro-batch: NumPy's arrays on
+CPUs, ``kos.memory.Array`` on GPUs.  ``losses`` (n,) are the losses of these tokens, and ``gradient`` (n, V) is that of
+their sum; it may be ``logits``, overwritten.  On GPUs both are arrays with ``__dlpack__``.  What a loss gives for a
+target of -1 counts as 0.
+"""
+
+
+def of_function(own: Any, losses: Array, gradient: Array) -> tuple[Any, Any]:
+    """What a loss of one's own returned.  InvalidArgument unless it has the shapes of ``losses`` and ``gradient``."""
+    got = [tuple(getattr(each, "shape", ())) for each in own] if isinstance(own, tuple) else type(own).__name__
+    if got != (shapes := [tuple(losses.shape), tuple(gradient.shape)]):
+        raise InvalidArgument(f"loss: expected losses and their gradient, of shapes {shapes}, got {got}")
+    return own

@@ -122,6 +122,10 @@ class FixedOrder(LinearOps):
         of_piece = self.split._replace(tokens=1)
         return FixedOrder(self.inner.of_head, self.arena, of_piece, self.tp, ALONE, self.matrices)
 
+    @property
+    def of_adapters(self) -> FixedOrder:
+        return FixedOrder(self.inner.of_adapters, self.arena, self.split, self.tp, self.cp, self.matrices)
+
     def matrix(self, of: Mapping[str, Array], name: str) -> Any:
         if self.split.features == 1 or name not in self.matrices:
             return of[name]
@@ -212,6 +216,29 @@ class FixedOrder(LinearOps):
                     ops.linear_weight_gradient(d_n, x_n[:, each], out[:, each], accumulate, arena)
 
         self.sum_pieces(of_piece, _array(d_weight))
+
+    def low_rank(
+        self, x: Array, weight: Any, out: Array, transposed: bool, factor: float, accumulate: bool, arena: Arena
+    ) -> None:
+        """``Ops.low_rank``. A sum over features is over those of all ranks of tp, and complete on each of them."""
+        w, how = _array(weight), (transposed, factor, accumulate, arena)
+        summed = isinstance(weight, Matrix) and weight.dim == transposed
+        for n in self.rows(len(x)):
+            x_n, out_n = x[n], out[n]
+
+            def of_part(part: int, term: Array, x_n: Array = x_n) -> None:
+                (each,) = weight.parts[part]
+                self.inner.low_rank(x_n[:, each], w[:, each] if transposed else w[each], term, *how)
+
+            if not isinstance(weight, Matrix):
+                self.inner.low_rank(x_n, w, out_n, *how)
+            elif summed:
+                sum_tree(self.inner, self.arena, of_part, out_n, self.parts)
+            else:
+                for each in weight.slices():
+                    self.inner.low_rank(x_n, w[each] if transposed else w[:, each], out_n[:, each], *how)
+        if summed:
+            sum_over_ranks(self.inner, self.arena, self.tp, out)
 
     def sum_rows(self, x: Array, out: Any, accumulate: bool, arena: Arena) -> None:
         """``Ops.sum_rows``; of all ranks of cp."""

@@ -133,6 +133,10 @@ class Fp8Ops(Wrapper):
     def of_head(self) -> Any:
         return self.inner.of_head
 
+    @property
+    def of_adapters(self) -> Any:
+        return self.inner.of_adapters
+
     def watch(self, watching: bool) -> None:
         """While ``watching``, which waits for the device, ``first`` becomes the first operand that is not finite."""
         self.watching = watching
@@ -164,6 +168,9 @@ class Fp8Ops(Wrapper):
             return partial(self.inner.quantize_swiglu_backward, d_out[n], gate_up[n])
 
         return None if d_out.shape[1] % SCALE_BLOCK else Unwritten(gate_up.shape, of_rows)
+
+    def read_16(self, d_out: Quantized) -> Array:
+        return d_out.raw
 
     def reads_16(self, bias: str | None) -> bool:
         return bias is not None

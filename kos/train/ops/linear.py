@@ -41,6 +41,11 @@ class LinearOps(Wrapper):
         """The operations of the head: for rows of one piece, in the dtype of their operands."""
         return self
 
+    @property
+    def of_adapters(self) -> Any:
+        """The operations of adapters, in the dtype of their operands."""
+        return self
+
     def matrix(self, of: Mapping[str, Array], name: str) -> Any:
         """The matrix or bias ``name`` as ``linear``, its gradients and ``sum_rows`` take it."""
         return of[name]
@@ -70,6 +75,10 @@ class LinearOps(Wrapper):
 
     def gated_gradient(self, d_out: Array, gate_up: Array) -> Any:
         """The gradient of SwiGLU's input as an operand of ``gradient`` that is never written; None: as above."""
+
+    def read_16(self, d_out: Any) -> Array:
+        """What ``gradient`` was given."""
+        return d_out
 
     def reads_16(self, bias: str | None) -> bool:
         """Whether a gradient of weights, or of a ``bias``, reads its output's gradient itself."""

@@ -17,7 +17,8 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
-from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Scaled
+from kos.train.data.batch import Batch
+from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Scaled, of_function
 from kos.train.ops.numpy_attention import add_keys_and_values as add_keys_and_values
 from kos.train.ops.numpy_attention import append_to_cache as append_to_cache
 from kos.train.ops.numpy_attention import attention as attention
@@ -147,6 +148,25 @@ def linear_input_gradient(d_out: Array, weight: Array, dx: Array) -> None:
 
 def linear_weight_gradient(d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
     multiply(d_out.T, x, d_weight, accumulate, arena)
+
+
+def columns_of(x: Array, columns: slice) -> Array:
+    return x[:, columns]
+
+
+def low_rank(
+    x: Array, weight: Array, out: Array, transposed: bool, factor: float, accumulate: bool, arena: Arena
+) -> None:
+    weight = weight.T if transposed else weight
+    with arena.scope():
+        fresh = arena.take(out.shape, out.dtype) if accumulate else out
+        if accumulate and out.strides[0] < out.strides[1]:  # of ``empty_columns``
+            fresh = empty_columns(arena, len(out), out.shape[1], out.dtype)
+        np.matmul(x, weight, out=fresh)
+        if factor != 1:
+            fresh *= factor
+        if accumulate:
+            np.add(out, fresh, out=out)
 
 
 # --- rope --------------------------------------------------------------------------------------------
@@ -329,6 +349,22 @@ def cross_entropy(logits: Array, targets: Array, count: Array | None, losses: Ar
                 share = kept / count
                 z *= (share / total).astype(z.dtype)[:, None]
                 z[at_target] -= share.astype(z.dtype)
+
+
+def scale_rows(x: Array, targets: Array, weights: Array | None, count: Array | None) -> None:
+    kept = targets != IGNORE
+    x[~kept] = 0
+    if weights is not None:
+        x *= weights[:, None].astype(x.dtype)
+    if count is not None:
+        x /= count.astype(x.dtype)
+
+
+def own_loss(loss: Any, logits: Array, batch: Batch, losses: Array, backward: bool) -> None:
+    of_tokens, gradient = of_function(loss(logits, batch), losses, logits)
+    losses[...] = of_tokens
+    if backward and gradient is not logits:
+        logits[...] = gradient
 
 
 def logit_statistics(logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:

@@ -64,19 +64,33 @@ class Stop:
         self.advised = False  # whether it was printed
         self.listens = False
         """Whether this process handles the signals."""
+        self._before: dict[signal.Signals, Any] = {}  # what handled them
+        self._wakeup, self._writer = -1, cast("int | None", None)  # file descriptors: before, and of ``announce``
 
     @property
     def wish(self) -> int:
         """What was asked for: nothing (0), STOP or LEAVE. Ctrl-C always asks for the end of the run."""
         return (LEAVE if self.leaves and self.number != signal.SIGINT else STOP) if self.asked else 0
 
-    def listen(self) -> None:
-        """Handle the signals, in the main thread: Python allows no other one to. Elsewhere they stay the caller's."""
+    def listen(self, until_restored: bool = False) -> None:
+        """Handle the signals, in the main thread: Python allows no other one to. Elsewhere they stay the caller's.
+
+        A second signal ends the process; or with ``until_restored``, does what it did before.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         self.listens = True
-        for number in SIGNALS:
-            signal.signal(number, self._handle)
+        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._before = before if until_restored else {}
+
+    def restore(self) -> None:
+        """Give back the signals that ``listen`` has taken."""
+        if self.listens:
+            self.ignore()
+        if self._writer is not None:
+            signal.set_wakeup_fd(self._wakeup)
+            os.close(self._writer)
+        self.listens, self._writer = False, None
 
     def announce(self, say: Callable[[str], object]) -> None:
         """Say ``plan`` as soon as a signal comes, from a thread: Python's handler waits until what computes returns."""
@@ -84,15 +98,18 @@ class Stop:
             return
 
         def watch() -> None:
-            while (number := os.read(reader, 1)[0]) not in SIGNALS:
+            while (read := os.read(reader, 1)) and read[0] not in SIGNALS:
                 pass
+            if not read:
+                return os.close(reader)
+            number = read[0]
             killed = number != signal.SIGUSR1 and "OMPI_COMM_WORLD_SIZE" in os.environ
             self.advised = killed and bool(self.advice)
             say(f"kos: {self.plan}; {KILLED + self.advice if killed else 'Ctrl-C again to end now'}")
 
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._wakeup, self._writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), writer
         threading.Thread(target=watch, name="kos-signals", daemon=True).start()
         if self.asked:
             os.write(writer, bytes([self.number]))
@@ -102,11 +119,10 @@ class Stop:
         self.ignore()
         self._check()
 
-    @staticmethod
-    def ignore() -> None:
-        """Handle no more signals: the next one ends the process."""
+    def ignore(self) -> None:
+        """Handle no more signals: the next one ends the process, or does what it did before ``listen``."""
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, self._before.get(number) or signal.SIG_DFL)
 
     def _check(self) -> None:
         if self.wish == STOP and self._at_once:  # a rank that leaves does so after the first step
@@ -151,6 +167,11 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
     the timeout for a rank of its host that is stopped (SIGSTOP).
     """
     return _run_and_compare(comm, action, lambda result: "", PATIENCE)[0]
+
+
+def answers_of_all(comm: Communicator, action: Callable[[], str]) -> list[str]:
+    """As ``together``; the result of every rank."""
+    return _run_and_compare(comm, action, str, PATIENCE)[1]
 
 
 def _run_and_compare(
@@ -217,11 +238,15 @@ def gather_json(comm: Communicator, mine: Any) -> list[Any]:
     return [json.loads(each) for each in comm.all_gather_bytes(json.dumps(mine, default=str).encode())]
 
 
-def same_on_all(comm: Communicator, facts: Mapping[str, object]) -> None:
-    """ConfigError on every rank, naming two of them and what differs, unless all hold the same ``facts``."""
-    everyone = gather_json(comm, dict(facts))
-    for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
+def same_on_all(comm: Communicator, facts: Mapping[str, object], other: object = None) -> list[Any]:
+    """ConfigError on every rank, naming two of them and what differs, unless all hold the same ``facts``.
+
+    Returns each rank's ``other``, of JSON's types, which may differ.
+    """
+    everyone = gather_json(comm, [dict(facts), other])
+    for rank, (theirs, _) in enumerate(everyone):
+        for name, value in everyone[0][0].items():
             if theirs.get(name) != value:
                 got = f"{value} on rank 0 and {theirs.get(name)} on rank {rank}"
                 raise ConfigError(f"{name}: expected the same on all ranks, got {got}")
+    return [each for _, each in everyone]

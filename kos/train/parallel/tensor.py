@@ -42,6 +42,8 @@ class TensorParallel:
 
     def __init__(self, ops: Ops, axis: Axis = ALONE, first: int = 0, copies: Axis = ALONE) -> None:
         self.ops, self.axis, self.size, self.first, self.copies = ops, axis, axis.size, first, copies
+        self.in_order = False
+        """Whether sums over the ranks have the order of one rank; then each rank has all of the sum of an adapter."""
         self.owns_replicated = axis.rank == 0
         """Whether this rank computes a gradient of which all ranks have all terms; one does where ranks add it up."""
 
@@ -94,6 +96,15 @@ class TensorParallel:
 
         return wait
 
+    def add_own(self, out_nD: Array, add: Callable[[Array, slice], None], arena: Arena) -> None:
+        """Add this rank's rows of what ``add(x_ND, rows)`` adds to ``x_ND``, which is in the shape of one rank."""
+        with arena.scope():
+            whole_ND = arena.take((len(out_nD) * self.size, *out_nD.shape[1:]), out_nD.dtype)
+            self.ops.zero(whole_ND)
+            add(whole_ND, slice(0, len(whole_ND)))
+            own = slice(self.axis.rank * len(out_nD), (self.axis.rank + 1) * len(out_nD))
+            self.ops.add(out_nD, whole_ND[own], out_nD)
+
     def sum_replicated(self, gradient: Array) -> None:
         """The gradient of a weight that all ranks hold whole, from the terms of their rows."""
         if self.size > 1:
@@ -109,7 +120,7 @@ class FixedTensorParallel(TensorParallel):
 
     def __init__(self, ops: Ops, axis: Axis, first: int, copies: Axis, arena: Arena) -> None:
         super().__init__(ops, axis, first, copies)
-        self.arena, self.owns_replicated = arena, True
+        self.arena, self.owns_replicated, self.in_order = arena, True, True
 
     def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], None]:
         scatter_sum(self.ops, self.arena, self.axis, term_ND, out_nD)

@@ -22,7 +22,8 @@ from kos.train.machine import DRIVER, PEAK_FLOPS
 from kos.train.ops import NEWTON_SCHULZ_STEPS, Attend, Ops, Scaled, attended_pairs
 from kos.train.ops import numpy as numpy_ops
 
-UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
+UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables",
+           "columns_of"}  # fmt: skip
 TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch", "update"}
 IN_PLACE = {"cross_entropy": 0, "rms_norm_backward": 4, "layer_norm_backward": 4}
 """Which argument an operation reads and writes."""
@@ -75,6 +76,9 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
         nbytes -= int(arguments[2].nbytes)  # what the forward wrote can be worked out from its input
     elif name.startswith("linear"):  # of a gradient, the second array has the columns that the first has not
         flops = 2.0 * arrays[0].size * arrays[1].shape[name != "linear"]
+    elif name == "low_rank":
+        nbytes += int(arguments[2].nbytes) if arguments[5] else 0
+        flops = 2.0 * arrays[0].size * arrays[2].shape[1]
     elif name == "scaled_product":
         flops = 2.0 * arrays[0].size * len(arrays[2])
     elif name == "quantize_rms_norm":  # rows are read twice

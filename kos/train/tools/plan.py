@@ -24,6 +24,7 @@ from kos.train.config import weighted
 from kos.train.config.flags import add_plan, parse, read_command_line
 from kos.train.config.options import CUDA_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
 from kos.train.data.corpus import read_corpus
+from kos.train.data.loading import lines_of
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.choose import layout_of, scope_of
 from kos.train.device.memory_plan import GIB, MemoryPlan
@@ -240,7 +241,8 @@ def report(argv: Sequence[str]) -> str:
     if vocabulary is None and config.tokenizer not in ("auto", "bytes"):
         raise ConfigError(f"--plan: expected --vocab-size, got a tokenizer to be read, {config.tokenizer}")
     if vocabulary is None and config.tokenizer == "auto":
-        vocabulary = read_corpus(next(iter(weighted(config.data)))).vocab_size  # None for text
+        name = next(iter(weighted(config.data)))
+        vocabulary = read_corpus(name, lines=lines_of(config)).vocab_size  # None for text
     if config.deterministic:
         raise ConfigError("--plan: expected no --deterministic, whose sums in order are not predicted, got it")
     model = config.model_config_for(vocabulary or ByteTokenizer.vocab_size)

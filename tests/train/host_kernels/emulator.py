@@ -24,6 +24,7 @@ from kos.train.ops import Mask, Scaled
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import KERNELS, CudaOps
 from kos.train.ops.cuda.attention import Tokens
+from kos.train.ops.cuda.cublaslt import Columns
 from kos.train.ops.numpy_blocks import widen
 from tests.host_compiler import compiled
 
@@ -163,6 +164,17 @@ def host_memory(monkeypatch) -> None:
         monkeypatch.setattr(array_module, name, fake)
 
 
+def of_columns(array):
+    """The memory of some columns of a matrix."""
+    size, itemsize = (len(array) - 1) * array.row + array.shape[1], array.dtype.itemsize
+    flat = np.frombuffer((ctypes.c_byte * (size * itemsize)).from_address(array.pointer), array.dtype.numpy)
+    return np.lib.stride_tricks.as_strided(flat, array.shape, (array.row * itemsize, itemsize))
+
+
+def _read(array):
+    return of_columns(array) if isinstance(array, Columns) else array.numpy()
+
+
 class HostOps(CudaOps):
     """``CudaOps`` whose kernels run on the host; needs ``host_memory``."""
 
@@ -197,15 +209,18 @@ class HostOps(CudaOps):
         self, a, b, out, *, transpose_a=False, transpose_b=False, c=None, bias=None, alpha=1.0, beta=1.0, scales=(),
         fast=False,
     ):
-        left, right = (x.numpy().astype(np.float32) for x in (a, b))
+        left, right = (_read(x).astype(np.float32) for x in (a, b))
         for wide, x, of_x in zip((left, right), (a, b), scales, strict=False):
             widen(Scaled(x.numpy(), of_x.numpy()), wide)
         result = (left.mT if transpose_a else left) @ (right.mT if transpose_b else right)
         result *= np.float32(alpha)
         for more, factor in ((c, beta), (bias, 1.0)):
             if more is not None:
-                result += np.float32(factor) * more.numpy().astype(np.float32)
-        out.copy_from(result.astype(out.dtype.numpy))
+                result += np.float32(factor) * _read(more).astype(np.float32)
+        if isinstance(out, Columns):
+            of_columns(out)[...] = result
+        else:
+            out.copy_from(result.astype(out.dtype.numpy))
 
     def attention(self, attend, arena):
         if attend.kv is not None:

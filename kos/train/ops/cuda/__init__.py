@@ -10,9 +10,10 @@ Shapes that a kernel can unroll over are constants of its compilation.
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,16 @@ from kos.cuda.kernels import load_kernel
 from kos.dtypes import DTYPES, DType
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Attend, Mask, Scaled
+from kos.train.data.batch import Batch
+from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Attend, CudaLoss, Mask, Scaled, of_function
 from kos.train.ops.cuda import attention, fp8
-from kos.train.ops.cuda.cublaslt import Matmul
+from kos.train.ops.cuda.cublaslt import Columns, Matmul
 from kos.train.ops.cuda.norms import BLOCK, FLOAT32, NormOps, access_width
 
 KERNELS = Path(__file__).parent / "kernels"
 DIGIT_BITS, DIGITS, TILE, RUN = 9, 512, 1024, 32  # of embedding.cu
 INT32 = DTYPES["int32"]
+_files: list[Any] = []
 
 
 class CudaOps(NormOps):
@@ -256,6 +259,14 @@ class CudaOps(NormOps):
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
 
+    def columns_of(self, x: Array, columns: slice) -> Array:
+        return Columns(x, columns)
+
+    def low_rank(
+        self, x: Array, weight: Array, out: Array, transposed: bool, factor: float, accumulate: bool, arena: Arena
+    ) -> None:
+        self.matmul(x, weight, out, transpose_b=transposed, c=out if accumulate else None, alpha=factor)
+
     def quantize(self, x: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         fp8.quantize(self, x, None, rows, columns, arena)
 
@@ -394,6 +405,21 @@ class CudaOps(NormOps):
                 THREADS=threads, SLOTS=slots, shared=slots * threads * 16,
             )  # fmt: skip
 
+    def scale_rows(self, x: Array, targets: Array, weights: Array | None, count: Array | None) -> None:
+        operands = (x, targets, 0 if weights is None else weights, 0 if count is None else count, x.shape[1])
+        self._entropy("scale_rows", len(x), 256, *operands, DTYPE=x.dtype.name)
+
+    def own_loss(self, loss: Any, logits: Array, batch: Batch, losses: Array, backward: bool) -> None:
+        if isinstance(loss, CudaLoss):
+            weights = 0 if batch.weights is None else batch.weights
+            operands = logits, batch.targets, weights, losses, logits.shape[1]
+            self.launch(source_file(loss.source), "loss", len(logits), loss.threads, *operands, DTYPE=logits.dtype.name)
+            return
+        for given, out in zip(of_function(loss(logits, batch), losses, logits), (losses, logits), strict=True):
+            array = given if isinstance(given, Array) else Array.from_dlpack(given, stream=self.stream)
+            if array.pointer != out.pointer and (backward or out is losses):
+                self.copy(array, out)
+
     def logit_statistics(self, logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:
         self._of_parts("logit_statistics", logits, 0, targets, first, out)
 
@@ -453,3 +479,13 @@ class CudaOps(NormOps):
 def _power_of_two(size: int) -> int:
     """The smallest power of two that is at least ``size`` and a warp."""
     return max(32, 1 << (size - 1).bit_length())
+
+
+@cache
+def source_file(source: str) -> str:
+    """The path of a file with a kernel of a ``CudaLoss``, which exists as long as this process."""
+    file = tempfile.NamedTemporaryFile("w", prefix="kos-loss-", suffix=".cu")  # noqa: SIM115
+    _files.append(file)
+    file.write(f'#include "{KERNELS / "vectors.cuh"}"\n#line 1 "loss"\n{source}')
+    file.flush()
+    return file.name

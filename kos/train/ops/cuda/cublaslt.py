@@ -49,6 +49,28 @@ class Plan(NamedTuple):
     algorithm: np.ndarray[Any, Any]
 
 
+class Columns(Array):
+    """Some columns of a matrix, as an operand of ``Matmul``: ``row`` elements lie between the beginnings of rows."""
+
+    __slots__ = ("row", "start")
+
+    def __init__(self, x: Array, columns: slice) -> None:
+        pointer, shape = x.pointer + columns.start * x.dtype.itemsize, (x.shape[0], columns.stop - columns.start)
+        super().__init__(pointer, shape, x.dtype, x.device, owner=x.owner, stream=x.stream)
+        self.row, self.start = row_of(x), columns.start
+
+    def __getitem__(self, index: Any) -> Array:
+        start, stop, _ = index.indices(self.shape[0])
+        first = self.pointer + (start * self.row - self.start) * self.dtype.itemsize
+        rows = self._view(first, (stop - start, self.row), self.dtype)
+        return Columns(rows, slice(self.start, self.start + self.shape[1]))
+
+
+def row_of(x: Any) -> int:
+    """How many elements lie between the beginnings of two rows."""
+    return int(getattr(x, "row", x.shape[-1]))
+
+
 class Matmul:
     """out (M, N) = alpha op(a) op(b) + beta c + bias, in the order of one stream; fp32 inside, of any operands.
 
@@ -88,6 +110,7 @@ class Matmul:
         key = (a.shape, b.shape, a.dtype, out.dtype, transpose_a, transpose_b, c is not None,
                *(self._alignment(x) for x in (a, b, out if c is None else c, out)),
                *(() if bias is None else ("bias",)), *(("fast",) if fast else ()),
+               *(row_of(x) for x in (a, b, out) if row_of(x) != x.shape[-1]),
                *(() if scales is None else (b.dtype, *(scale.shape for scale in scales))))  # fmt: skip
         plan = self._plans.get(key)
         try:
@@ -174,7 +197,7 @@ class Matmul:
 
     def _layout(self, x: Array) -> int:
         rows, columns = x.shape[-2:]
-        layout = int(self.lt.matrix_layout_create(_DATA_TYPES[x.dtype.name], columns, rows, columns))
+        layout = int(self.lt.matrix_layout_create(_DATA_TYPES[x.dtype.name], columns, rows, row_of(x)))
         if len(x.shape) == 3:
             of = self.lt.MatrixLayoutAttribute
             for attribute, value in (
@@ -217,7 +240,7 @@ class Matmul:
         at = array.pointer if self.multiple is None else self.multiple * array.dtype.itemsize
         if array.dtype.itemsize == 1:  # an arena's or a store's own, not a part of a layout
             at = 0
-        bits = at | array.shape[-1] * array.dtype.itemsize | 256
+        bits = at | (row_of(array) | getattr(array, "start", 0)) * array.dtype.itemsize | 256
         if array.pointer % (bits & -bits):
             raise InvalidArgument(f"matmul: expected an address that is a multiple of {bits & -bits}, got {array}")
         return bits & -bits
@@ -242,7 +265,8 @@ class Matmul:
 
         Brief runs are taken in turns, so that none has a cooler GPU than others.
         """
-        scratch = Array.empty(out.shape, out.dtype, self.device, stream=self.stream, label="matmul search")
+        shape = (*out.shape[:-1], row_of(out))
+        scratch = Array.empty(shape, out.dtype, self.device, stream=self.stream, label="matmul search")
 
         def each(algorithm: np.ndarray[Any, Any], runs: int = 1) -> float:
             """Milliseconds of one of ``runs`` that are queued behind each other."""

@@ -180,6 +180,15 @@ cross_entropy_of_parts(T* logits, const int* targets, int first, const float* st
     });
 }
 
+// x (rows, columns): row i times weights[i] / count[0], 0 where the target is negative; nullptr: ones.  A block a row.
+extern "C" __global__ void scale_rows(T* x, const int* targets, const float* weights, const float* count, int columns) {
+    const long at = blockIdx.x;
+    const bool kept = targets[at] >= 0;
+    const float factor = (weights ? weights[at] : 1) / (count ? count[0] : 1);
+    T* row = x + at * columns;
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) narrow(kept ? widen(row[i]) * factor : 0, row[i]);
+}
+
 // out (1,) = how many targets are not negative, at least 1.  One block.
 extern "C" __global__ void count_targets(const int* targets, float* out, long n) {
     int kept = 0;

@@ -1,0 +1,204 @@
+"""Adapters in files: folders of the library peft, the base model that they belong to, and the sum of both.
+
+A folder of peft has ``adapter_config.json`` and ``adapter_model.safetensors``. A checkpoint of a run with ``--lora`` is
+such a folder. Its manifest also has the path of the base and the SHA-256 of its weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kos.errors import CheckpointError, SettingError
+from kos.train.checkpoint import huggingface
+from kos.train.checkpoint.state import Tensors
+from kos.train.config.options import TrainConfig
+from kos.train.data.tokenizers import has_tokenizer
+from kos.train.layers.lora import A, B, Lora, is_adapter
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.parameters import Shape
+
+CONFIG, WEIGHTS = huggingface.ADAPTER_CONFIG, "adapter_model.safetensors"
+REFUSED = """
+    modules_to_save use_dora use_rslora rank_pattern alpha_pattern layers_to_transform layer_replication lora_bias
+    target_parameters trainable_token_indices exclude_modules use_qalora use_bdlora alora_invocation_tokens arrow_config
+    kasa_config velora_config monteclora_config
+""".split()  # noqa: SIM905
+"""Settings of peft that kos does not have: they must be false."""
+
+
+class Found(NamedTuple):
+    """The adapters in a folder: ``lora`` with the targets as the file names them, and the folder of their base."""
+
+    lora: Lora
+    base: Path
+
+
+def is_folder(folder: Path) -> bool:
+    """Whether ``folder`` is one of peft."""
+    return os.path.isfile(folder / CONFIG)
+
+
+def read(folder: Path, trains: bool = False) -> Found:
+    """The adapters in ``folder``. With ``trains``, settings that only training has are checked too.
+
+    CheckpointError: an unreadable file, or a setting that kos does not have.
+    """
+    path = folder / CONFIG
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        rank, alpha, base = settings["r"], settings["lora_alpha"], settings.get("base_model_name_or_path")
+        targets = settings["target_modules"]
+        if not all(isinstance(x, int | float) for x in (rank, alpha)):
+            raise ValueError(f"r {rank!r} and lora_alpha {alpha!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path}: expected the settings of LoRA adapters, got {got}") from error
+    fixed: dict[str, tuple[Any, ...]] = {
+        "peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian"),
+        **dict.fromkeys(["lora_dropout"] * trains, (0,)), **dict.fromkeys(REFUSED, ("none", None, False, [], {}, "")),
+    }  # fmt: skip
+    for name, values in fixed.items():
+        if (got := settings.get(name, values[0])) not in values:
+            raise CheckpointError(f"{path}: {name}: expected {values[0]}, got {got!r}")
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        raise CheckpointError(f"{path}: target_modules: expected a list of names, got {targets!r}")
+    if not isinstance(base, str) or not os.path.isdir(base):
+        how = "kos downloads no models; set it to the folder of the base"
+        raise CheckpointError(f"{path}: base_model_name_or_path: expected a folder, got {base!r}; {how}")
+    return Found(Lora(int(rank), float(alpha), tuple(sorted(targets))), Path(base))
+
+
+def model_of(folder: Path) -> LlamaConfig:
+    """The model with the adapters in ``folder``."""
+    lora, base = read(folder)
+    return huggingface.read_config(base).adapted(*lora)
+
+
+def to_peft(model: LlamaConfig, base: str) -> dict[str, Any]:
+    """The ``adapter_config.json`` of the adapters of ``model``."""
+    assert model.lora is not None
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": model.lora.rank, "lora_alpha": model.lora.alpha, "target_modules": [*model.lora.targets],
+        "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": model.model_type == "gpt2", "init_lora_weights": True,
+    }  # fmt: skip
+
+
+def shapes_of(model: LlamaConfig) -> dict[str, Shape]:
+    """Those of the adapters of ``model``, by name."""
+    return {name: shape for name, shape in model.parameter_shapes().items() if is_adapter(name)}
+
+
+def files_of(folder: Path, model: LlamaConfig) -> huggingface.TensorFiles:
+    """The adapters in ``folder``, checked to be those of ``model``."""
+    return huggingface.TensorFiles(
+        folder, [WEIGHTS], shapes_of(model), lambda name, shapes: name.removeprefix(huggingface.PEFT)
+    )
+
+
+# --- the base -------------------------------------------------------------------------------------------
+
+
+def base_of(folder: Path) -> Path:
+    """The folder of the whole model that ``--init-from`` stands for: that of a folder of adapters is their base."""
+    return read(folder).base if is_folder(folder) else folder
+
+
+def tokenizer_folder(init_from: str | None) -> str | None:
+    """The folder of the tokenizer of ``--init-from``: a folder of adapters may have none, then it is that of the base.
+    """
+    folder = Path(init_from or "")
+    if init_from is None or not is_folder(folder) or has_tokenizer(folder):
+        return init_from
+    return str(read(folder).base)
+
+
+def find_base(config: TrainConfig) -> dict[str, str] | None:
+    """The ``path`` of the base of a run, and the ``sha256`` of its weights; None without adapters.
+
+    SettingError without ``--init-from``.
+    """
+    if config.lora is None:
+        return None
+    if config.init_from is None:
+        raise SettingError("--lora", "--init-from with the folder of the model to adapt", "none").about("lora")
+    folder = base_of(Path(config.init_from))
+    return {"path": os.path.abspath(folder), "sha256": fingerprint(folder)}
+
+
+def fingerprint(folder: Path) -> str:
+    """The SHA-256 of those of the files of weights in ``folder``, in their order."""
+
+    def digest(name: str) -> bytes:
+        with open(folder / name, "rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+
+    huggingface.check_weights(folder)
+    try:
+        with ThreadPoolExecutor() as pool:
+            return hashlib.sha256(b"".join(pool.map(digest, huggingface.shards(folder)))).hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: expected weights that can be read, got {error}") from error
+
+
+def check_base(path: Path, described: Mapping[str, Any], sha256: str, base: str | Path) -> None:
+    """CheckpointError if a checkpoint, whose run is ``described``, has the adapters of another base."""
+    theirs = described.get("base") or {}
+    if theirs.get("sha256", sha256) != sha256:
+        expected = f"the base of its run, {theirs.get('path')} ({theirs['sha256'][:12]})"
+        raise CheckpointError(f"{path}: expected {expected}, got {base} ({sha256[:12]})").about("init_from")
+
+
+# --- base and adapters together -------------------------------------------------------------------------
+
+
+class Joined:
+    """The tensors of a model with adapters: those of its ``base``, and the adapters."""
+
+    def __init__(self, base: Tensors, adapters: Tensors) -> None:
+        self._base, self._adapters = base, adapters
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """A tensor, or a slice of it."""
+        return (self._adapters if is_adapter(name) else self._base).read(name, index)
+
+
+def whole_model(folder: Path) -> tuple[LlamaConfig, Tensors]:
+    """The model in ``folder`` and its weights; adapters are added to their base.  CheckpointError as ``Merged``."""
+    if is_folder(folder):
+        merged = Merged(folder)
+        return merged.model, merged
+    model = huggingface.read_config(folder)
+    return model, huggingface.weight_files(folder, model.parameter_shapes())
+
+
+class Merged:
+    """The tensors of the base in ``folder``'s settings, with the adapters in ``folder`` added: W + alpha / rank B A."""
+
+    def __init__(self, folder: Path) -> None:
+        """CheckpointError if ``folder`` is a checkpoint, and the base is another than that of its run."""
+        model, self.base = model_of(folder), read(folder).base
+        assert model.lora is not None
+        self.model, self._scale, self._adapters = model.base, model.lora.scale, files_of(folder, model)
+        self._adapted = {name.removesuffix(A) + "weight" for name in shapes_of(model) if name.endswith(A)}
+        if (manifest := folder / "manifest.json").exists():
+            run = json.loads(manifest.read_text(encoding="utf-8"))["config"]
+            check_base(folder, run, fingerprint(self.base), self.base)
+        self.weights = huggingface.weight_files(self.base, self.model.parameter_shapes())
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """A tensor in float32, or a slice of it."""
+        tensor = self.weights.read(name, index)
+        if name not in self._adapted:
+            return tensor
+        rows, columns = index or (slice(None), slice(None))
+        a, b = (self._adapters.read(name.removesuffix("weight") + each).astype(np.float32) for each in (A, B))
+        return np.asarray(tensor.astype(np.float32) + np.float32(self._scale) * (b[rows] @ a[:, columns]))

@@ -1,0 +1,205 @@
+"""Batches of the program that calls the trainer, instead of those of ``--data``.
+
+Ranks check each batch together: a batch that is wrong on one rank, or differs where it must not, is an error on all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from kos.errors import ConfigError, DataError, InvalidArgument, SettingError
+from kos.train.config.options import TrainConfig, flag_of
+from kos.train.data.batch import Batch
+from kos.train.data.batches import LEFT_OUT, Dataset, counted
+from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
+from kos.train.data.tokens import Tokens
+from kos.train.parallel.failures import answers_of_all, on_every_rank
+from kos.train.parallel.mesh import Axis, Mesh
+
+Rows = Literal["all", "own"]
+"""Whether each rank gets the whole batch, the same on all ranks, or only its own rows of it."""
+
+
+class EndOfBatches(DataError):
+    """Raised on all ranks: one of them has no batch for the next step."""
+
+
+class OwnBatches:
+    """The batches of ``batches``, or those that are ``given``.  A step that is made again gets its batch again."""
+
+    ahead = False
+    """Whether the batch of the next step may be read before this step is over: it may depend on the weights."""
+
+    mesh: Mesh
+    """That of the device that reads the batches now."""
+
+    vocab_size: int
+
+    fields: tuple[str, ...] = ()
+    """Those of ``Batch`` that all batches have, as the first that was read."""
+
+    def __init__(self, batches: Iterable[Batch], rows: Rows, config: TrainConfig) -> None:
+        if rows not in ("all", "own"):
+            raise InvalidArgument(f"rows: expected 'all' or 'own', got {rows!r}")
+        if not isinstance(batches, Iterable):
+            raise InvalidArgument(f"batches: expected an iterable of Batch, got {type(batches).__name__}")
+        self.rows, self._batches, self._config = rows, batches, config
+        self.given: Any = None
+        self._iterator: Iterator[Any] | None = None
+        self._step, self._batch, self._count = -1, Batch(None), 0
+        self._has_state = all(hasattr(batches, name) for name in ("state_dict", "load_state_dict"))
+
+    def check(self, config: TrainConfig) -> None:
+        """ConfigError for settings that only ``--data`` has, or that need a state of the batches."""
+        for name in ("data", "val_data", "epochs", "fit"):
+            if (got := getattr(config, name)) != (default := TrainConfig.model_fields[name].default):
+                raise SettingError(flag_of(name), f"{default or 'none'} with batches of one's own", got)
+        for name in ("resume", "elastic"):
+            if getattr(config, name) is not None and not self._has_state:
+                expected = "batches with state_dict and load_state_dict"
+                raise SettingError(flag_of(name), expected, type(self._batches).__name__)
+        if config.elastic is not None and self.rows == "own":
+            raise SettingError("--elastic", "rows='all': the rows of a lost rank would be lost", "rows='own'")
+
+    def state(self) -> Any:
+        """The state of this rank's batches, of JSON's types; None if they have none."""
+        try:
+            return json.loads(json.dumps(self._batches.state_dict())) if self._has_state else None  # type: ignore[attr-defined]
+        except (TypeError, ValueError) as error:
+            raise DataError(f"state_dict of the batches: expected values that JSON has, got {error}") from error
+
+    def load_state(self, saved: Any, rank: int, ranks: int) -> None:
+        """Continue after the state of ``saved``: ``rows``, and the states of all ranks."""
+        rows, states = saved or ("none", [])
+        if rows != self.rows or (rows == "own" and len(states) != ranks):
+            expected = f"a checkpoint of batches with rows={self.rows!r} on {ranks} ranks"
+            raise SettingError("--resume", expected, f"rows={rows!r} on {len(states)}")
+        self._batches.load_state_dict(states[rank if rows == "own" else 0])  # type: ignore[attr-defined]
+
+    def micro_batches(self, step: int, rows_of_each: Sequence[range], dp: Axis) -> tuple[list[Batch], float]:
+        """As ``Dataset.micro_batches``.  Raises as ``read``."""
+        self.read(step)
+        first = 0 if self.rows == "all" else rows_of_each[0].start
+        own = [self._batch.rows(slice(rows.start - first, rows.stop - first)) for rows in rows_of_each]
+        return own, (self._count or math.inf) * len(rows_of_each[0]) / self._config.batch_size
+
+    def read(self, step: int) -> None:
+        """Read the batch of ``step``, together with the other ranks.
+
+        Raises EndOfBatches if a rank has none, and DataError for a batch of another shape, value or fields than
+        expected, or that differs between ranks that must have the same: on all ranks, if on one of them.
+        """
+        if step == self._step:
+            return
+        rows, got = self._config.batch_size // (1 if self.rows == "all" else self.mesh.dp.size), list[Batch]()
+
+        def take() -> str:
+            given, self.given = self.given, None
+            if given is None:
+                self._iterator = self._iterator or iter(self._batches)
+                given = next(self._iterator, None)
+            if given is None:
+                return "none"
+            got.append(self._checked(given, rows))
+            present = tuple(name for name, field in got[0]._asdict().items() if field is not None)
+            if self.fields not in ((), present):
+                raise DataError(f"batch: expected {self.fields}, the fields of the first, got {present}")
+            self.fields = present
+            return _about(got)
+
+        answers, self._step = self._agreed(f"batch of step {step + 1}", take), -1
+        if "none" in answers and not self.fields:
+            raise on_every_rank(DataError("batches: expected at least one, got none"))
+        if "none" in answers:
+            raise on_every_rank(EndOfBatches(f"batch of step {step + 1}: expected one more, got none"))
+        self._step, self._batch, self._count = step, got[0], _total(answers)
+
+    def checked(self, batches: Iterable[Batch]) -> list[Batch]:
+        """Batches for validation, of any number of sequences.  DataError as ``read``, or if no target counts."""
+        found = list[Batch]()
+
+        def take() -> str:
+            found.extend(self._checked(each) for each in batches)
+            return _about(found)
+
+        if not _total(self._agreed("validation batches", take)):
+            raise on_every_rank(DataError("validation batches: expected a target that the loss counts, got none"))
+        return found
+
+    def _agreed(self, what: str, take: Callable[[], str]) -> list[str]:
+        """What ``take`` returns for each index of dp, or with ``rows="all"`` for all ranks: the same on its ranks."""
+        every, first = answers_of_all(self.mesh.world, take), dict[int, int]()
+        for rank, answer in enumerate(every):
+            other = first.setdefault(self.rows == "own" and self.mesh.layout.coordinates(rank)["dp"], rank)
+            if answer != every[other]:
+                one, two = ("none" if each == "none" else "batches" for each in (every[other], answer))
+                got = f"{one} on rank {other} and {'other ' * (one == two)}{two} on rank {rank}"
+                text = f"{what}: expected the same on both (rows={self.rows!r}), got {got}"
+                raise on_every_rank(DataError(text))
+        return [every[rank] for rank in first.values()]
+
+    def _checked(self, given: Any, rows: int | None = None) -> Batch:
+        """A copy of a batch of ``rows`` sequences (None: any number), its fields of the dtypes that ``Batch`` has."""
+        if not isinstance(given, Batch) or given.tokens is None or given.targets is None:
+            raise DataError(f"batch: expected a kos.train.Batch with tokens and targets, got {given!r:.80}")
+        fields = {name: np.asarray(field) for name, field in given._asdict().items() if field is not None}
+        shape, most = (len(fields["tokens"]) if rows is None else rows, self._config.seq_len), self.vocab_size - 1
+        for name, field in fields.items():
+            kinds, words, dtype = ("iu", "integers", np.int32) if name != "weights" else ("fiu", "numbers", np.float32)
+            if field.shape != shape or field.dtype.kind not in kinds:
+                raise DataError(f"{name} of a batch: expected {words} {shape}, got {field.dtype} {field.shape}")
+            least = LEFT_OUT if name == "targets" else 0
+            if name in ("tokens", "targets") and field.size and not least <= field.min() <= field.max() <= most:
+                got = f"{field.min()} to {field.max()}"
+                raise DataError(f"{name} of a batch: expected {least} to {most}, got {got}")
+            fields[name] = np.array(field, dtype, order="C")  # the program may overwrite its own
+        batch = Batch(**fields)
+        batch.check()
+        return batch
+
+
+def _about(batches: Sequence[Batch]) -> str:
+    """A digest of their contents, and how many targets the loss counts."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, field in ((name, field) for batch in batches for name, field in batch._asdict().items()):
+        digest.update(b"" if field is None else f"{name} {len(field)} ".encode() + field.tobytes())
+    return f"{digest.hexdigest()} {sum(map(counted, batches))}"
+
+
+def _total(answers: Iterable[str]) -> int:
+    return sum(int(answer.split()[1]) for answer in answers)
+
+
+class OwnData(Dataset):
+    """Stands for the data of a run whose program brings its batches: a tokenizer, and nothing else."""
+
+    def __post_init__(self) -> None:
+        """There are no tokens to check."""
+
+    def describe(self) -> str:
+        return f"{self.name} ({self.tokenizer.name})"
+
+
+def own_data(config: TrainConfig, weights: str | None = None) -> OwnData:
+    """The data of a run with batches of its program; ``weights`` as for ``load_data``.
+
+    ConfigError if it has neither a tokenizer nor a vocabulary.
+    """
+    spec, none, name = config.tokenizer, Tokens([np.zeros(0, np.uint16)]), "batches of the program"
+    if spec == "auto" and (folder := weights or config.init_from) and has_tokenizer(Path(folder)):
+        spec = folder
+    if spec == "chars" or (spec == "auto" and config.model.vocab_size is None):
+        expected = "bytes, a tokenizer.json, or auto with --vocab-size"
+        raise ConfigError(f"--tokenizer: expected {expected}, got {spec}").about("tokenizer", "vocab_size")
+    tokenizer: Tokenizer = NumberTokenizer(config.model.vocab_size or 0) if spec == "auto" else make_tokenizer(spec)
+    return OwnData(
+        name=name, train=none, val=none, tokenizer=tokenizer, seed=config.seed, batch_size=config.batch_size,
+        seq_len=config.seq_len, eval_batches=0, fingerprint=name,
+    )  # fmt: skip

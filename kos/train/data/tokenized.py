@@ -1,0 +1,208 @@
+"""The tokens of text in a folder: what ``kos tokenize`` writes, and what a run without it keeps of its text.
+
+A shard ``00000.bin`` is a token file in llm.c's format. If the loss does not count all of its tokens, ``00000.mask`` is
+its mask. ``00000.documents`` has the places in it where documents begin, as little-endian int64. ``manifest.json`` has
+the tokenizer, the shards with their counts and checksums, and how many of the tokens are for training. The others are
+for validation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos.errors import ConfigError, DataError
+from kos.files import replace_file
+from kos.train.data.corpus import Corpus, Show, errors_with
+from kos.train.data.documents import Document, Records, Text
+from kos.train.data.token_files import FORMAT, FORMATS, HEADER_BYTES, MANIFEST, is_tokenized, open_tokens, pieces
+from kos.train.data.tokenizers import Encoded, Tokenizer
+from kos.train.data.tokens import Shards, Tokens
+
+SHARD_TOKENS = 1 << 24
+"""A shard is complete when it has at least this many tokens."""
+
+
+class CorpusDocuments:
+    """The documents of a corpus: those for training, of which there are ``train``, then those for validation.
+
+    ``kinds`` has the kinds of those for training and for validation: text, parts, or parts that a template rendered.
+    """
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus, self.splits = corpus, corpus.splits
+        self.train, self.kinds = 0, (set[str](), set[str]())
+
+    def __iter__(self) -> Iterator[str | Document | Text]:
+        for of_val, contents in enumerate(self.splits[:2]):
+            for content in contents:
+                with errors_with(*self.corpus.flags[of_val]):
+                    for document in content if isinstance(content, Records) else [content]:
+                        in_parts = isinstance(document, Document) and ("rendered" if document.rendered else "parts")
+                        self.kinds[of_val].add(in_parts or "text")
+                        self.train += not of_val
+                        yield document
+
+
+def tokenize(
+    folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, split_special_tokens: bool, loss_on: str, key: str = "",
+    show: Show = lambda what, share: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Write the tokens of a corpus to ``folder``, after the shards that are there; returns the manifest.
+
+    ConfigError if the folder has other files than those of an earlier call with this ``key``.
+    """
+    manifest = _begun(folder, key)
+    if manifest["complete"]:
+        return manifest
+    documents, shards, held = CorpusDocuments(corpus), manifest["shards"], list[Encoded]()
+    total = sum(path.stat().st_size for path in (*corpus.files, *corpus.val_files)) or 1
+    done = sum(shard["characters"] for shard in shards)
+    masked, skip = loss_on == "completion", sum(shard["pieces"] for shard in shards)
+    show("tokenizing the data", min(1.0, done / total))
+    encoded = tokenizer.encode_documents(documents, split_special_tokens, masked=True, skip=skip)
+    for part in chain(encoded, [None]):
+        if held and (part is None or sum(len(each.tokens) for each in held) >= SHARD_TOKENS):
+            shards.append(_write_shard(folder, len(shards), held, tokenizer, masked))
+            held = []
+            _save(folder, manifest)
+        if part is not None:
+            held.append(part)
+            done += part.characters
+            show("tokenizing the data", min(1.0, done / total))
+    manifest |= _about(folder, documents, shards, tokenizer, masked)
+    return _save(folder, manifest | {"loss_on": loss_on, "complete": True})
+
+
+def _begun(folder: Path, key: str) -> dict[str, Any]:
+    """The manifest in ``folder``, or the first one of an empty folder."""
+    if is_tokenized(folder):
+        manifest = read_manifest(folder, complete=False)
+        if manifest["key"] != key:
+            raise ConfigError(f"{folder}: expected a new folder, got one with tokens of other data or settings")
+        return manifest
+    if others := sorted(folder.iterdir()):
+        raise ConfigError(f"{folder}: expected a new or an empty folder, got one with {others[0].name}")
+    return _save(folder, {"format": FORMAT, "key": key, "complete": False, "shards": []})
+
+
+def _save(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    replace_file(folder / MANIFEST, json.dumps(manifest).encode())
+    return manifest
+
+
+def _write_shard(
+    folder: Path, number: int, parts: Sequence[Encoded], tokenizer: Tokenizer, masked: bool
+) -> dict[str, Any]:
+    """Write the files of a shard; its entry in the manifest."""
+    offsets = np.cumsum([0, *(len(part.tokens) for part in parts)])
+    itemsize = 2 if tokenizer.vocab_size <= 1 << 16 else 4
+    magic, (version, dtype) = next(each for each in FORMATS.items() if np.dtype(each[1][1]).itemsize == itemsize)
+    header = np.array([magic, version, offsets[-1], *[0] * (HEADER_BYTES // 4 - 3)], "<i4")
+    begins = [(part.begins + at).astype("<i8") for part, at in zip(parts, offsets, strict=False)]
+    files = {"bin": [header, *(np.where(part.tokens < 0, ~part.tokens, part.tokens).astype(dtype) for part in parts)]}
+    files["documents"] = begins
+    if masked and any((part.tokens < 0).any() for part in parts):
+        files["mask"] = [part.tokens >= 0 for part in parts]
+    name, digests = f"{number:05}", {}
+    (folder / f"{name}.mask").unlink(missing_ok=True)  # of an interrupted call
+    for suffix, arrays in files.items():
+        digest = hashlib.sha256()
+        with (folder / f"{name}.{suffix}").open("wb") as file:
+            for array in arrays:
+                file.write(array.data)
+                digest.update(array.data)
+        digests[suffix] = digest.hexdigest()
+    return {
+        "name": name, "tokens": int(offsets[-1]), "documents": sum(map(len, begins)), "sha256": digests,
+        "pieces": sum(part.pieces for part in parts), "characters": sum(part.characters for part in parts),
+        "spelled_out": sum((part.spelled_out for part in parts), Counter[str]()),
+    }  # fmt: skip
+
+
+def _about(
+    folder: Path, documents: CorpusDocuments, shards: Sequence[dict[str, Any]], tokenizer: Tokenizer, masked: bool
+) -> dict[str, Any]:
+    """What the manifest says of all shards."""
+    row, splits = _row(folder, shards), documents.splits
+    at = int(np.append(row.begins, row.size)[documents.train])
+    parts, (of_train, of_val) = (row.part(0, at), row.part(at, row.size)), documents.kinds
+    kinds = of_train | of_val
+    in_parts, rendered = kinds != {"text"}, kinds == {"rendered"}
+    identity = json.dumps(tokenizer.to_json(), sort_keys=True).encode()
+    return {
+        "tokenizer": tokenizer.to_json(), "tokenizer_sha256": hashlib.sha256(identity).hexdigest(),
+        "train_tokens": at, "masked": in_parts, "what": "chat" if rendered else "document",
+        # Other validation data does not decide how the training data is read.
+        "fit": "cut" if "text" in (of_train if documents.corpus.other_val else kinds) else "whole",
+        "between": "; chats as their template writes them" if rendered else f"; {tokenizer.separators()}",
+        "held_out": splits.held_out, "trained_on": splits.trained_on,
+        "spelled_out": sum((Counter(shard["spelled_out"]) for shard in shards), Counter[str]()),
+        "several": max(len(part.begins) for part in parts) > 1,
+        "counted": sum(int(np.count_nonzero(piece >= 0)) for piece in chain(*map(pieces, parts[0].shards))),
+        "sha256": fingerprint([part.shards for part in parts], tokenizer.dtype_of(masked and in_parts)),
+    }  # fmt: skip
+
+
+def fingerprint(rows: Iterable[Shards], dtype: np.dtype[Any] | None = None) -> str:
+    """SHA-256 of rows of tokens, each as numbers of ``dtype``, however they lie in shards."""
+    digest = hashlib.sha256()
+    for row in rows:
+        of_row = dtype or row[0].dtype
+        digest.update(f"{of_row.str} {sum(map(len, row))} ".encode())
+        for piece in chain.from_iterable(map(pieces, row)):
+            digest.update(np.ascontiguousarray(piece, of_row).data)
+    return digest.hexdigest()
+
+
+def _row(folder: Path, shards: Sequence[dict[str, Any]]) -> Tokens:
+    """All tokens of a folder."""
+    begins = [np.fromfile(folder / f"{shard['name']}.documents", "<i8") for shard in shards]
+    offsets = np.cumsum([0, *(shard["tokens"] for shard in shards)])
+    places = [each + at for each, at in zip(begins, offsets, strict=False)]
+    return Tokens([open_tokens(folder / f"{shard['name']}.bin") for shard in shards], np.concatenate(places))
+
+
+def read_rows(folder: Path, manifest: dict[str, Any]) -> tuple[Tokens, Tokens]:
+    """The tokens for training and for validation, which stay in their files."""
+    row, at = _row(folder, manifest["shards"]), manifest["train_tokens"]
+    return row.part(0, at), row.part(at, row.size)
+
+
+def read_manifest(folder: Path, complete: bool = True) -> dict[str, Any]:
+    """The manifest of ``kos tokenize`` in a folder.  DataError if it is damaged, or ``complete`` and not finished."""
+    path = folder / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        needed = {"format", "key", "shards", "complete", *["tokenizer", "train_tokens", "sha256"] * complete}
+        done = manifest["complete"] or not complete
+        if missing := needed - manifest.keys() if done else ():
+            raise ValueError(f"none of {', '.join(sorted(missing))}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: expected a manifest of kos tokenize, got {error!r}").about("data") from None
+    if not done:
+        got = f"{len(manifest['shards'])} of an interrupted kos tokenize, which goes on if it is run again"
+        raise DataError(f"--data {folder}: expected all shards, got {got}").about("data")
+    return manifest
+
+
+def check_shards(folder: Path, shards: Sequence[dict[str, Any]], show: Show) -> None:
+    """DataError if a file of the shards is missing or has another checksum."""
+    for number, shard in enumerate(shards):
+        show("reading the data", number / len(shards))
+        for suffix, expected in shard["sha256"].items():
+            path = folder / f"{shard['name']}.{suffix}"
+            try:
+                with path.open("rb") as file:
+                    got = hashlib.file_digest(file, "sha256").hexdigest()
+            except FileNotFoundError:
+                raise DataError(f"--data {path}: expected this file of kos tokenize, got none") from None
+            if got != expected:
+                raise DataError(f"--data {path}: expected SHA-256 {expected}, as in {MANIFEST}, got {got}")

@@ -1,0 +1,56 @@
+"""``fit``: a whole run in one call, with batches, a loss and callbacks of the program's own."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack
+
+from kos.comm.communicator import Communicator
+from kos.train.config.options import TrainConfig
+from kos.train.parallel.failures import Stop
+from kos.train.program import Program
+from kos.train.run import Newcomer, Trainer
+
+
+class FitResult(NamedTuple):
+    """How a run has ended."""
+
+    step: int
+    """How many steps are done."""
+
+    stopped: bool
+    """Whether it ended before ``config.steps``, since a callback or a signal stopped it."""
+
+    metrics: dict[str, Any]
+    """The last row of ``metrics.jsonl``; empty if this run made no step."""
+
+    checkpoint: Path | None
+    """The folder of the last checkpoint, which ``kos.train.load`` reads; None: there is none."""
+
+
+def fit(config: TrainConfig, comm: Communicator | None = None, **program: Unpack[Program]) -> FitResult:
+    """Train as ``python -m kos.train`` does, and return when the last checkpoint is written. Collective.
+
+    ``comm`` and ``program`` are as for ``Trainer``.  In the main thread, SIGINT (Ctrl-C), SIGTERM and SIGUSR1 stop the
+    run after the current step: it is saved, and ``fit`` returns.  A second one does what it did before the call.  In
+    another thread, signals stay the program's.
+
+    Raises:
+        ConfigError, InvalidArgument, DataError: as ``Trainer`` and its ``step``.
+        KosError: a signal or a callback stops the run before its first step.
+        TrainingError: the loss is not finite.
+        CollectiveError: another rank has failed; the error names it.
+    """
+    stop = Stop()
+    with contextlib.ExitStack() as held:
+        held.callback(stop.restore)
+        stop.listen(until_restored=True)
+        if getattr(config, "join", None) is not None:
+            trainer: Trainer = Newcomer(config, stop, **program)
+        else:
+            trainer = held.enter_context(Trainer(config, comm, stop, **program))
+        trainer.run()
+    stopped = trainer.steps_done < trainer.config.steps and not trainer.ended
+    last = trainer.checkpoints / f"step-{trainer.saved_step}" if trainer.saved_step >= 0 else None
+    return FitResult(trainer.steps_done, stopped, trainer.row or {}, last)

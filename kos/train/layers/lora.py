@@ -1,0 +1,127 @@
+"""Low-rank adapters of linear layers: out += (alpha / rank) x A^T B^T, with A (rank, in) and B (out, rank).
+
+LoRA: Hu et al. 2021, arXiv:2106.09685. Names of tensors, and what a setting means, are those of the library peft. The
+matrix itself is frozen, so its backward has no product for the weight's gradient; those of A and B are small and are
+computed at once, also in a pipeline whose schedule defers gradients of weights.
+
+With tensor parallelism an adapter is split as its matrix: B of a column-parallel one by rows, A of a row-parallel one
+by columns. All ranks hold the other one whole, and each has a term of its gradient. No collective is added: the low
+rank's numbers of a rank give a term of a sum that the matrix has anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kos.memory.arena import Arena
+from kos.train.layers import PassContext, Placement
+from kos.train.ops import Array
+
+A, B = "lora_A.weight", "lora_B.weight"
+
+
+class Lora(NamedTuple):
+    """The adapters of a model.  ``targets`` are the last parts of the names of matrices, such as ``q_proj``."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor is A or B of an adapter."""
+    return name.endswith((A, B))
+
+
+def module_of(name: str) -> str:
+    """``model.layers.0.self_attn.q_proj.weight`` -> ``q_proj``."""
+    return name.split(".")[-2]
+
+
+class Adapters:
+    """The adapters of the members of ``linear`` (``kos.train.layers.linear``) that ``lora`` names.
+
+    ``lows`` are, one for each member, the numbers (N, rank) between A and B, times alpha / rank; ``d_lows`` are their
+    gradients.
+    """
+
+    def __init__(self, linear: Any, lora: Lora) -> None:
+        self.linear, self.lora = linear, lora
+        at = [(number, name) for number, name in enumerate(linear.members) if module_of(name) in lora.targets]
+        self.members = {number: name.removesuffix("weight") for number, name in at}
+        """The number of a member, and its name up to the name of an adapter's tensor."""
+
+    def __bool__(self) -> bool:
+        return bool(self.members)
+
+    def placements(self, shard: int, shards: int) -> dict[str, Placement]:
+        """Of each tensor, in the order in which the backward finishes their gradients."""
+        linear, rank, of_a, of_b = self.linear, self.lora.rank, dict[str, Placement](), dict[str, Placement]()
+        for name in self.members.values():
+            shapes = (linear.members[f"{name}weight"], rank), (rank, linear.columns)
+            found = [Placement(shape) for shape in shapes]
+            most = linear.most.get(f"{name}weight")
+            found[linear.dim] = Placement.split(shapes[linear.dim], linear.dim, shard, shards, most)
+            of_b[name + B], of_a[name + A] = found
+        return of_b | of_a
+
+    def splits(self, shards: int) -> dict[str, tuple[int, list[slice]]]:
+        """As ``Linear.splits``: of each tensor that ranks split, the dimension and this rank's slice of it."""
+        dim, parts = self.linear.dim, self.linear.split(shards)
+        return {
+            name + (A if dim else B): (dim, [slice(0, part.stop - part.start)])
+            for number, name in self.members.items() for part in [parts[number]]
+        }  # fmt: skip
+
+    def empty(self, ctx: PassContext, tokens: int, dtype: Any, arena: Arena) -> list[Array]:
+        """Memory for ``lows``, or for ``d_lows``."""
+        return [arena.take((tokens, self.lora.rank), dtype) for _ in self.members]
+
+    # --- forward -----------------------------------------------------------------------------------------
+
+    def forward(self, ctx: PassContext, x: Array, lows: Sequence[Array], rows: slice) -> None:
+        """lows = x A^T alpha / rank, of ``rows``, which are those of ``x``."""
+        ops = ctx.ops.of_adapters
+        for name, low in zip(self.members.values(), lows, strict=True):
+            ops.low_rank(x, ops.matrix(ctx.weights, name + A), low[rows], True, self.lora.scale, False, ctx.arena)
+
+    def add(self, ctx: PassContext, lows: Sequence[Array], out: Array, rows: slice) -> None:
+        """Add lows B^T to ``out``, whose rows are ``rows``."""
+        ops = ctx.ops.of_adapters
+        for name, low, columns in zip(self.members.values(), lows, self._columns(ctx, out), strict=True):
+            ops.low_rank(low[rows], ops.matrix(ctx.weights, name + B), columns, True, 1.0, True, ctx.arena)
+
+    def _columns(self, ctx: PassContext, x: Array) -> list[Array]:
+        """Of each member its columns of ``x``, which has those of all members."""
+        parts = self.linear.split(ctx.tp.size) if len(self.linear.members) > 1 else []
+        return [ctx.ops.columns_of(x, parts[number]) if parts else x for number in self.members]
+
+    # --- backward ----------------------------------------------------------------------------------------
+
+    def backward(self, ctx: PassContext, d_out: Array, lows: Sequence[Array], d_lows: Sequence[Array]) -> None:
+        """d_lows = d_out B alpha / rank, and the gradient of B."""
+        ops, (of, accumulate, final) = ctx.ops.of_adapters, ctx.into
+        for name, low, d_low, d in zip(self.members.values(), lows, d_lows, self._columns(ctx, d_out), strict=True):
+            ops.low_rank(d, ops.matrix(ctx.weights, name + B), d_low, False, self.lora.scale, False, ctx.arena)
+            if name + B in of:  # low has the factor that the gradient of B has
+                ops.linear_weight_gradient(d, low, ops.matrix(of, name + B), accumulate, ctx.arena)
+                final(name + B)
+
+    def input_gradient(self, ctx: PassContext, d_lows: Sequence[Array], dx: Array, rows: slice) -> None:
+        """Add d_lows A to ``dx``, whose rows are ``rows``."""
+        ops = ctx.ops.of_adapters
+        for name, d_low in zip(self.members.values(), d_lows, strict=True):
+            ops.low_rank(d_low[rows], ops.matrix(ctx.weights, name + A), dx, False, 1.0, True, ctx.arena)
+
+    def gradient_of_a(self, ctx: PassContext, d_lows: Sequence[Array], x: Array) -> None:
+        """The gradient of A, from the input of the layer."""
+        ops, (of, accumulate, final) = ctx.ops.of_adapters, ctx.into
+        for name, d_low in zip(self.members.values(), d_lows, strict=True):
+            if name + A in of:
+                ops.linear_weight_gradient(d_low, x, ops.matrix(of, name + A), accumulate, ctx.arena)
+                final(name + A)

@@ -1,0 +1,82 @@
+"""Text as tokens in a folder, which ``kos train --data OUT`` reads: ``python -m kos.train.tokenize SOURCE… OUT``.
+
+Each SOURCE is what ``--data`` of ``kos train`` names. All are split into training and validation data as one. If the
+command is interrupted, the same command continues after the last complete shard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kos.commands import program
+from kos.errors import ConfigError, KosError, in_words, plural
+from kos.files import printing
+from kos.reporting import exit_status
+from kos.train import missing
+
+SETTINGS = ("tokenizer", "val_data", "text_field", "encoding", "loss_on", "split_turns", "split_special_tokens")
+"""Those of ``kos train`` that this command has too."""
+
+
+def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, Any]:
+    """Write ``out``, a new, an empty or an unfinished folder; the manifest. ``settings`` are those of ``kos train``.
+
+    ConfigError: ``out`` has something else, or a source has tokens.  Else as ``kos.train.data.batches.load_data``.
+    """
+    from kos.train.config.options import TrainConfig
+    from kos.train.data.corpus import read_corpus
+    from kos.train.data.loading import lines_of, tokenizing
+
+    config = TrainConfig.from_preset(data=sources[0], **settings)
+    corpus = read_corpus(sources, val_data=config.val_data, lines=lines_of(config))
+    if corpus.vocab_size is not None or corpus.tokenized:
+        raise ConfigError(f"{sources[0]}: expected text, got tokens")
+    how, make = tokenizing(corpus, config, None, lambda what, share: None)
+    status = [(str(path), path.stat()) for path in (*corpus.files, *corpus.val_files)]
+    files = [[path, each.st_size, each.st_mtime_ns] for path, each in status]
+    key = hashlib.sha256(json.dumps([how, [*sources], config.val_data, files]).encode()).hexdigest()
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out}: expected a new or an empty folder, got a file")
+    out.mkdir(parents=True, exist_ok=True)
+    return make(out, key)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from kos.train.config.options import KEYS, flag_of
+
+    description = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog=program("kos.train.tokenize"), description=description)
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="what kos train --data names: files of text")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write: a new, empty or unfinished one")
+    for name in SETTINGS:
+        words: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if KEYS[name].annotation is bool else {}
+        parser.add_argument(flag_of(name), default=argparse.SUPPRESS, help=KEYS[name].description, **words)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    begin = time.monotonic()
+    try:
+        settings = vars(_parser().parse_args(argv))
+        manifest = tokenize(out := settings.pop("out"), settings.pop("sources"), **settings)
+    except (KosError, ImportError, OSError) as error:
+        reported = missing(error) if isinstance(error, ImportError) else error
+        print(f"kos: error: {in_words(reported)}", file=sys.stderr)
+        return exit_status(reported)
+    shards = manifest["shards"]
+    tokens, documents = (sum(shard[name] for shard in shards) for name in ("tokens", "documents"))
+    size = f"{tokens:,} tokens of {plural(documents, 'document')} in {plural(len(shards), 'shard')}"
+    with printing():
+        print(f"{out}: {size}, {time.monotonic() - begin:.1f} s; held out for validation: {manifest['held_out']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

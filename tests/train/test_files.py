@@ -1,0 +1,284 @@
+"""Kinds of files that --data reads: tables, JSON lists, compressed files, other encodings, arrays of tokens."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import logging
+import lzma
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.comm.communicator import Communicator
+from kos.errors import DataError, KosError
+from kos.testing import spawn
+from kos.train.config.flags import parse
+from kos.train.config.options import TrainConfig
+from kos.train.data import documents as kos_documents
+from kos.train.data.batches import load_data
+from kos.train.data.corpus import read_corpus
+from kos.train.data.documents import Lines
+from kos.train.run import Trainer
+from tests.train.refusal import refused
+from tests.train.test_corpus import documents, jsonl, refusal
+from tests.train.test_loop import SMALL
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+zstd = pytest.importorskip(kos_documents.ZSTD)
+
+TEXTS = ["a, b", 'say "x"', "two\nlines", "tab\there", "é \u2028 \U0001f600", "b" * 200_000, " x "]
+ROWS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
+
+
+def table(rows: list[dict[str, Any]], dialect: str) -> bytes:
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, [*rows[0]], dialect=dialect)
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue().encode()
+
+
+def rows_of_parquet(rows: list[dict[str, Any]], **options: Any) -> bytes:
+    sink = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), sink, **options)
+    return sink.getvalue()
+
+
+LINES = jsonl(*TEXTS)
+FILES: dict[str, bytes] = {
+    "a.csv": table(ROWS, "excel"),
+    "a.tsv": table(ROWS, "excel-tab"),
+    "with a mark.csv": b"\xef\xbb\xbf" + table(ROWS, "unix"),
+    "A.CSV.GZ": gzip.compress(table(ROWS, "excel")),
+    "a.parquet": rows_of_parquet(ROWS),
+    "groups.parquet": rows_of_parquet(ROWS, row_group_size=2),
+    "a.jsonl.zst": zstd.compress(LINES),
+    "frames.jsonl.zst": zstd.compress(LINES[:100]) + zstd.compress(LINES[100:]),
+    "a.jsonl.bz2": bz2.compress(LINES),
+    "a.jsonl.xz": lzma.compress(LINES),
+    "a.ndjson": LINES,
+    "lines.json": LINES,
+    "a.json": json.dumps(ROWS).encode(),
+    "indented.json": json.dumps(ROWS, indent=2, ensure_ascii=False).encode(),
+    "a.json.gz": gzip.compress(json.dumps(ROWS).encode()),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("read", [7, 1000, 1 << 20])
+def test_rows_and_items_are_documents(
+    tmp_path: Path, name: str, read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if read == 7 and name.endswith((".json", ".json.gz")):
+        read = 300  # the kind of a .json file is that of its first bytes
+    monkeypatch.setattr(kos_documents, "READ", read)
+    monkeypatch.setattr(kos_documents, "ROWS", 3)
+    path = tmp_path / name
+    path.write_bytes(FILES[name])
+    assert documents(path) == (TEXTS[:6], TEXTS[6:])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json", "jsonl.zst"])
+def test_prompts_and_completions_of_any_file(tmp_path: Path, kind: str) -> None:
+    rows = [{"prompt": f"what is {i}? ", "completion": "it is " + "x" * i} for i in range(40)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    content = {"parquet": rows_of_parquet(rows), "json": json.dumps(rows).encode(), "jsonl.zst": zstd.compress(lines)}
+    (tmp_path / f"a.{kind}").write_bytes(content[kind])
+    (tmp_path / "b.jsonl").write_bytes(lines)
+    flags = ["--seq-len", "64"]
+    got, expected = (load_data(parse(["--data", str(tmp_path / each), *flags])) for each in (f"a.{kind}", "b.jsonl"))
+    assert got.fingerprint == expected.fingerprint and got.packing and got.in_parts
+    assert (got.batch(0).targets == expected.batch(0).targets).all()
+
+
+def test_a_column_by_another_name(tmp_path: Path) -> None:
+    for name in ("a.csv", "a.parquet"):
+        rows = [{"text": "no", "body": f"yes {number}"} for number in range(3)]
+        content = table(rows, "excel") if name == "a.csv" else rows_of_parquet(rows)
+        (tmp_path / name).write_bytes(content)
+        assert documents(tmp_path / name, lines=Lines("body")) == (["yes 0", "yes 1"], ["yes 2"])
+
+
+def test_a_text_file_that_is_compressed(tmp_path: Path) -> None:
+    for name, pack in {"a.txt.gz": gzip.compress, "a.txt.xz": lzma.compress, "a.txt.zst": zstd.compress}.items():
+        (tmp_path / name).write_bytes(pack("é0123456789".encode() * 10))
+        assert [len(each) for (each,) in documents(tmp_path / name)] == [99, 11]
+
+
+def test_files_of_several_kinds_in_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Empty ones, of any kind, and those whose data is there in another form are left out, which is said."""
+    (tmp_path / "a.csv").write_bytes(table([{"text": "a1"}, {"text": "a2"}], "excel"))
+    (tmp_path / "b.parquet").write_bytes(rows_of_parquet([{"text": "b1"}]))
+    (tmp_path / "c.txt").write_text("c")
+    (tmp_path / "d.json").write_text('[{"text": "d1"}]')
+    empty = ["e.jsonl", "f.txt", "g.csv", "h.parquet", "i.json", "j.jsonl.zst"]
+    for name in empty:
+        (tmp_path / name).touch()
+    (tmp_path / "a.jsonl").write_bytes(jsonl("a1", "a2"))
+    with caplog.at_level(logging.WARNING):
+        assert documents(tmp_path) == (["a1", "a2", "b1", "c"], ["d1"])
+    for name in empty:
+        assert f"skipped: --data {tmp_path / name}: expected documents, got an empty file" in caplog.text
+    assert f"skipped, since their converted files are there: {tmp_path / 'a.csv'}" in caplog.text
+
+
+IN_A_LIST = "expected ',' or ']' at the end of the list"
+CUT = FILES["a.parquet"][:-9]
+BROKEN: dict[str, tuple[bytes, list[str]]] = {
+    "header.csv": (b"text,label\n", ["expected lines with text, got none"]),
+    "columns.csv": (b"text,label\na,1\nb\n", ["line 3: expected 2 columns, as in the first line, got 1"]),
+    "more.tsv": (b"text\tlabel\na\t1\t2\t3\n", ["line 2: expected 2 columns, as in the first line, got 4"]),
+    "quote.csv": (b'text\na\n"b\n', [", after line 2: expected a whole .csv file, got unexpected end of data"]),
+    "other.csv": (b"body\nx\n", ["line 2: expected the field 'text' (--text-field)", "got the fields body"]),
+    "binary.csv": (b"text\nx\0\n", ["expected UTF-8", "got a NUL at character 6", "--encoding"]),
+    "latin.csv": (b"text\ncaf\xe9\n", ["line 2: expected UTF-8", "got byte 0xe9 at 8; --encoding"]),
+    "cut.parquet": (CUT, ["expected a whole .parquet file, got "]),
+    "text.parquet": (b"text", ["expected a whole .parquet file, got "]),
+    "other.parquet": (rows_of_parquet([{"body": "x"}]), ["row 1: expected the field 'text'", "got the fields body"]),
+    "null.parquet": (rows_of_parquet([{"text": "x"}, {"text": None}]), ["row 2: expected text in the field"]),
+    "bytes.parquet": (rows_of_parquet([{"text": b"x"}]), ["row 1: expected text in the field 'text', got text: b'x'"]),
+    "cut.jsonl.zst": (zstd.compress(LINES)[:-20], ["expected a whole .zst file, got"]),
+    "text.jsonl.zst": (b"text", ["expected a whole .zst file, got"]),
+    "cut.jsonl.xz": (lzma.compress(LINES)[:-20], ["expected a whole .xz file, got"]),
+    "text.jsonl.xz": (b"text", ["expected a whole .xz file, got"]),
+    "text.jsonl.bz2": (b"text", ["expected a whole .bz2 file, got"]),
+    "cut.json": (json.dumps(ROWS).encode()[:-1], [f"item 8: {IN_A_LIST}, got the end of the file"]),
+    "within.json": (b'[{"text": "a"}, {"text": "b', ["item 2: expected JSON, got Unterminated string"]),
+    "comma.json": (b'[{"text": "a"} {"text": "b"}]', [f"item 2: {IN_A_LIST}, got ' {{\"text"]),
+    "word.json": (b'[{"text": "a"}, {text: 1}, ' + b"1, " * 99 + b"1]", ["item 2: expected JSON, got Expecting prop"]),
+    "after.json": (b'[{"text": "a"}] x', [f"item 2: {IN_A_LIST}, got '] x'"]),
+    "none.json": (b" [ ] ", ["expected lines with text, got none"]),
+    "number.json": (b"[1, 2]", ["item 1: expected the field 'text'", "got 1"]),
+    "wide.txt": ("text".encode("utf-16"), ["expected UTF-8", "got byte 0xff at 0; --encoding reads text", "utf-16"]),
+    "wide.jsonl": (LINES.decode().encode("utf-16"), ["line 1: expected UTF-8", "got byte 0xff at 0; --encoding"]),
+    "objects.npy": (b"", ["expected an array of NumPy"]),
+    "float.npy": (b"", ["expected one row of uint8, uint16 or larger integers, got float64 of shape (3,)"]),
+    "matrix.npy": (b"", ["got int64 of shape (2, 2)"]),
+    "cut.npy": (b"", ["expected an array of NumPy"]),
+}  # fmt: skip
+ARRAYS: dict[str, Any] = {
+    "objects.npy": np.array([{}, {}]), "float.npy": np.zeros(3), "matrix.npy": np.zeros((2, 2), np.int64),
+    "cut.npy": np.zeros(99, np.int64),
+}  # fmt: skip
+
+
+def write_broken(folder: Path, name: str) -> Path:
+    path = folder / name
+    path.write_bytes(BROKEN[name][0])
+    if name in ARRAYS:
+        np.save(path, ARRAYS[name], allow_pickle=True)
+        path.write_bytes(path.read_bytes()[: -9 if name.startswith("cut") else None])
+    return path
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named_with_the_place(tmp_path: Path, name: str) -> None:
+    path = write_broken(tmp_path, name)
+    refusal(path, f"--data {path}", *BROKEN[name][1])
+    if not name.endswith((".npy", ".txt")):
+        (tmp_path / "other.txt").write_text("text")
+        refusal(tmp_path, f"--data {path}", *BROKEN[name][1])
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_ends_all_ranks_with_one_line(tmp_path: Path, name: str, ranks: int) -> None:
+    path = write_broken(tmp_path, name)
+    config = TrainConfig.from_preset("tiny", **{**SMALL, "data": str(path), "out": tmp_path / "run"})
+    _ends(config, ranks, f"--data {path}", *BROKEN[name][1])
+
+
+@pytest.mark.parametrize("name", ["columns.csv", "cut.parquet", "cut.jsonl.zst", "within.json", "wide.txt"])
+def test_broken_validation_data_ends_all_ranks_with_one_line(tmp_path: Path, name: str) -> None:
+    path, good = write_broken(tmp_path, name), tmp_path / "good.txt"
+    good.write_text("text" * 999)
+    settings = {**SMALL, "data": str(good), "val_data": str(path), "out": tmp_path / "run"}
+    _ends(TrainConfig.from_preset("tiny", **settings), 4, f"--val-data {path}", *BROKEN[name][1])
+
+
+def _ends(config: TrainConfig, ranks: int, *parts: str) -> None:
+    def begin(comm: Communicator) -> str:
+        with pytest.raises(DataError) as caught:
+            Trainer(config, comm)
+        return str(caught.value)
+
+    for line in spawn(begin, ranks, timeout=100):
+        assert "\n" not in line and all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "latin-1", "cp1252", "shift_jis", "utf-8"])
+def test_other_encodings(tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kos_documents, "READ", 13)  # which cuts characters
+    texts = ["caf\u00e9" if encoding in ("latin-1", "cp1252") else "\u8a9e" * 3 + "\n", "one", "two"]
+    texts = texts if encoding != "utf-8" else ["\U0001f600" * 9, "\u00e9", "x"]
+    lines = Lines(encoding=encoding)
+    rows = [{"text": text} for text in texts]
+    of_lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    files = {"a.jsonl": of_lines, "a.csv": table(rows, "excel").decode()}
+    for name, text in files.items():
+        (tmp_path / name).write_bytes(text.encode(encoding))
+        assert documents(tmp_path / name, lines=lines) == (texts[:2], texts[2:]), name
+    (tmp_path / "a.txt").write_bytes("".join(texts).encode(encoding))
+    assert "".join(map("".join, documents(tmp_path / "a.txt", lines=lines))) == "".join(texts)
+
+
+def test_an_encoding_of_no_text(tmp_path: Path) -> None:
+    for name in ("utf-9", "rot13", "base64"):
+        with refused(KosError, "--encoding: expected an encoding of text, such as utf-16", f"got '{name}'"):
+            parse(["--data", str(tmp_path), "--encoding", name])
+
+
+SAVED: dict[str, Callable[[Path], object]] = {
+    "u2.npy": lambda path: np.save(path, np.arange(500, dtype="<u2")),
+    "i8.npy": lambda path: np.save(path, np.arange(500)),
+    "big-endian.npy": lambda path: np.save(path, np.arange(500, dtype=">i4")),
+    "u2.bin": lambda path: np.arange(500, dtype="<u2").tofile(path),
+    "i4.bin": lambda path: np.arange(500, dtype="<i4").tofile(path),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_arrays_of_tokens(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    SAVED[name](path)
+    flags = ["--seq-len", "4", "--vocab-size", "500"]
+    flags += ["--token-dtype", {"u2.bin": "uint16", "i4.bin": "int32"}[name]] if name.endswith(".bin") else []
+    for data in (path, tmp_path):
+        got = load_data(parse(["--data", str(data), *flags]))
+        assert got.train.window(0, 450).tolist() == [*range(450)]
+        assert got.val.window(0, 50).tolist() == [*range(450, 500)]
+        assert not got.masks_targets
+    with refused(DataError, f"--data {path}: expected tokens below the vocabulary's 499, got 499 at token 499"):
+        load_data(parse(["--data", str(path), *flags, "--vocab-size", "499"]))
+
+
+def test_negative_numbers_are_no_tokens(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([1, 2, -100, 3] * 9))
+    with refused(DataError, "expected tokens below the vocabulary's 128256, got -100 at token 2"):
+        load_data(parse(["--data", str(tmp_path / "a.npy"), "--seq-len", "4"]))
+
+
+def test_bytes_as_tokens_without_a_header(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(bytes(range(256)))
+    assert read_corpus(str(path), lines=Lines(token_dtype="uint8")).vocab_size == 256
+    got = load_data(parse(["--data", str(path), "--token-dtype", "uint8", "--seq-len", "4"]))
+    assert got.train.window(0, 3).tolist() == [0, 1, 2]
+
+
+def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [("a.parquet", "pyarrow.parquet", "parquet"), ("a.jsonl.zst", kos_documents.ZSTD, "zstd")]
+    for name, module, extra in kinds:
+        (tmp_path / name).write_bytes(FILES[name])
+        monkeypatch.setitem(sys.modules, module, None)
+        expected = f"--data {tmp_path / name}: expected the module {module}, got none"
+        refusal(tmp_path / name, expected, f"[{extra}]", error=KosError)

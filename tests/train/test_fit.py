@@ -1,0 +1,517 @@
+"""``kos.train.fit`` and ``Trainer``: batches, a loss and callbacks of the program's own."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos.train
+from kos.comm.communicator import Communicator
+from kos.errors import CollectiveError, ConfigError, DataError, InvalidArgument
+from kos.memory import Array
+from kos.testing import Fault, spawn
+from kos.train import Batch, Callback, CudaLoss, FitResult, TrainConfig, Trainer, fit, read_metrics
+from kos.train.data.batches import load_data
+from tests.forked import python
+from tests.launcher import MPIRUN, needs_mpirun, run_program
+from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
+from tests.train.sharded import tensors_of_run
+from tests.train.test_cli import ENVIRONMENT
+
+STEPS, ROWS, TOKENS, VOCABULARY = 4, 8, 16, 32
+SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def config_of(out: Path, **changes: Any) -> TrainConfig:
+    values: dict[str, Any] = {
+        "steps": STEPS, "batch_size": ROWS, "micro_batch_size": 2, "seq_len": TOKENS, "lr": 1e-2, "warmup_steps": 0,
+        "eval_every": 2, "sample_tokens": 0, "save_every": 0, "device": "cpu", "model": SHAPE, "out": out,
+    }  # fmt: skip
+    return TrainConfig.from_preset("tiny", **{**values, **changes})
+
+
+def batch_of(step: int, rows: int = ROWS, **more: Any) -> Batch:
+    """Rising tokens; every fifth target is left out."""
+    tokens = np.sort(np.random.default_rng(step).integers(0, VOCABULARY, (rows, TOKENS + 1)), axis=1)
+    targets = np.where(np.arange(TOKENS) % 5 == 4, -1, tokens[:, 1:])
+    return Batch(tokens[:, :-1], targets, **more)
+
+
+def batches_of(count: int = STEPS, **more: Any) -> list[Batch]:
+    return [batch_of(step, **more) for step in range(count)]
+
+
+def part(batch: Batch, rank: int, ranks: int) -> Batch:
+    rows = len(batch.tokens) // ranks
+    return batch.map(lambda field: field[rank * rows : (rank + 1) * rows])
+
+
+class OnStep(Callback):
+    def __init__(self, function: Callable[[Trainer, Mapping[str, Any]], object]) -> None:
+        self.function = function
+
+    def on_step(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        self.function(trainer, metrics)
+
+
+class Stream:
+    """Batches with a state, as a data loader has it; the number of the next one."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.step, self.rank, self.ranks = 0, rank, ranks
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            self.step += 1
+            yield part(batch_of(self.step - 1), self.rank, self.ranks)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state["rank"] == self.rank
+        self.step = state["step"]
+
+
+def cross_entropy(logits: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """What a program may write; targets that are left out give nonsense, which counts nothing."""
+    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+    odds /= odds.sum(axis=1, keepdims=True)
+    at_target = np.arange(len(odds)), batch.targets
+    losses = -np.log(odds[at_target])
+    odds[at_target] -= 1
+    weights = 1 if batch.weights is None else batch.weights
+    return losses * weights, odds * (1 if batch.weights is None else batch.weights[:, None])
+
+
+def on_ranks(ranks: int, config: TrainConfig, of: Callable[[int], Mapping[str, Any]] | None = None,
+             **program: Any) -> list[FitResult]:  # fmt: skip
+    """The results of ``fit`` on ranks that are threads; ``of(rank)`` are more arguments of a rank."""
+    return spawn(lambda comm: fit(config, comm, **program, **(of(comm.rank) if of else {})), ranks, timeout=100)
+
+
+def column(out: Path, *names: str) -> list[Any]:
+    return [tuple(row[name] for name in names) for row in read_metrics(out) if names[-1] in row]
+
+
+def result(out: Path) -> tuple[Any, Any]:
+    """The numbers of each step, and the weights and the state at the end."""
+    return column(out, "step", "loss", "grad_norm"), tensors_of_run(out)
+
+
+LAYOUTS = [(1, {}), (2, {}), (2, {"zero": 1}), (2, {"pp": 2}), (2, {"cp": 2}), (2, {"tp": 2})]
+NAMES = ["one", "dp", "zero", "pp", "cp", "tp"]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize("rows", ["all", "own"])
+def test_the_same_batches_give_the_run_of_the_command(
+    rows: str, ranks: int, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    """Batches that are taken from ``--data`` train as it does, bit for bit."""
+    (text := tmp_path / "text").write_bytes(np.random.default_rng(7).integers(97, 110, 2000, np.uint8).tobytes())
+    config = config_of(tmp_path / "data", data=str(text), eval_batches=2, model={**SHAPE, "vocab_size": 256}, **layout)
+    on_ranks(ranks, config)
+    data, dp = load_data(config), ranks if not {"pp", "cp", "tp"} & layout.keys() else 1
+    batches = [data.batch(step) for step in range(STEPS)]
+    own = config.model_copy(update={"data": "stdlib", "out": tmp_path / "own"})
+
+    def of(rank: int) -> dict[str, Any]:
+        return {"batches": (batch if rows == "all" or dp == 1 else part(batch, rank, dp) for batch in batches)}
+
+    last = on_ranks(ranks, own, of, rows=rows)[-1]
+    assert result(tmp_path / "own") == result(tmp_path / "data")
+    assert last.step == STEPS and not last.stopped and last.checkpoint == tmp_path / "own" / "checkpoints" / "step-4"
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS[:5], ids=NAMES[:5])
+def test_a_loss_of_ones_own(ranks: int, layout: dict[str, Any], tmp_path: Path) -> None:
+    """The cross-entropy of a program is that of the trainer, in training and in validation."""
+    for name, loss in (("ours", None), ("own", cross_entropy)):
+        config = config_of(tmp_path / name, **layout)
+        on_ranks(ranks, config, batches=batches_of(), val_batches=batches_of(2, rows=3), loss=loss)
+    for count, *names in ((STEPS, "loss", "grad_norm"), (2, "val_loss")):
+        ours, own = (np.array(column(tmp_path / name, *names)) for name in ("ours", "own"))
+        assert len(own) == count
+        np.testing.assert_allclose(own, ours, rtol=2e-5)
+
+
+def test_a_loss_of_ones_own_sees_every_token_once(tmp_path: Path) -> None:
+    """In chunks, with the fields of its batch."""
+    seen = list[tuple[int, ...]]()
+
+    def loss(logits: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        assert logits.shape == (len(batch.tokens), VOCABULARY) and batch.document_starts is None
+        seen.extend(zip(batch.tokens.tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True))
+        return np.zeros(len(logits)), np.zeros_like(logits)
+
+    weights = np.random.default_rng(0).random((ROWS, TOKENS), np.float32)
+    batch = batch_of(0, weights=weights)
+    last = fit(config_of(tmp_path, steps=1, backend="mock"), batches=[batch], loss=loss)
+    fields = (np.ravel(field).tolist() for field in (batch.tokens, batch.targets, weights))
+    assert sorted(seen) == sorted(zip(*fields, strict=True))
+    assert last.metrics["loss"] == last.metrics["grad_norm"] == 0
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=NAMES)
+def test_weights_of_targets(ranks: int, layout: dict[str, Any], tmp_path: Path) -> None:
+    """Of 1 they change no bit; others give what the same loss of the program gives."""
+    weights = np.random.default_rng(1).normal(size=(ROWS, TOKENS))
+    runs: dict[str, tuple[Any, Any]] = {
+        "plain": (batches_of(), None), "ones": (batches_of(weights=np.ones((ROWS, TOKENS))), None),
+        "weights": (batches_of(weights=weights), None), "own": (batches_of(weights=weights), cross_entropy),
+    }  # fmt: skip
+    for name, (batches, loss) in runs.items():
+        of = (1, {}) if loss else (ranks, layout)
+        on_ranks(of[0], config_of(tmp_path / name, eval_every=0, **of[1]), batches=batches, loss=loss)
+    plain, ones, weighted, own = (column(tmp_path / name, "loss", "grad_norm") for name in runs)
+    assert plain == ones and weighted != plain
+    np.testing.assert_allclose(weighted, own, rtol=1e-4, atol=1e-6)
+
+
+def test_validation_is_the_mean_over_all_targets(tmp_path: Path) -> None:
+    """Of batches with any number of sequences, on any ranks."""
+    val, found = [batch_of(7, 5), batch_of(8, 1), batch_of(9, 8)], []
+
+    def run(comm: Communicator) -> None:
+        with Trainer(config_of(tmp_path / str(comm.size), zero=comm.size - 1), comm, batches=()) as trainer:
+            trainer.step(batch_of(0))
+            found.append(trainer.evaluate(val)["val_loss"])
+            model = trainer.model
+            counts = [np.count_nonzero(each.targets >= 0) for each in val]
+            expected = np.average([model.loss(each.tokens, each.targets) for each in val], weights=counts)
+            assert found[-1] == pytest.approx(expected, rel=1e-5)
+
+    for ranks in (1, 2):
+        spawn(run, ranks, timeout=100)
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+
+
+def test_a_program_makes_the_steps_itself(tmp_path: Path) -> None:
+    with Trainer(config_of(tmp_path, backend="mock"), batches=(), verbose=False) as trainer:
+        assert trainer.model.logits([1, 2]).shape == (2, VOCABULARY) and trainer.steps_done == 0
+        before, tokens = trainer.evaluate([batch_of(0)])["val_loss"], trainer.model.logits([1, 2])
+        rows = [trainer.step(batch_of(0)) for _ in range(STEPS + 2)]
+        assert [row["step"] for row in rows] == [*range(1, STEPS + 3)]
+        assert trainer.evaluate([batch_of(0)])["val_loss"] < before == pytest.approx(rows[0]["loss"], rel=1e-5)
+        assert not np.array_equal(trainer.model.logits([1, 2]), tokens)
+        saved = trainer.save()
+        np.testing.assert_allclose(kos.train.load(saved).logits([1, 2]), trainer.model.logits([1, 2]), rtol=1e-6)
+        with pytest.raises(DataError, match="batch of step 7: expected one more, got none"):
+            trainer.step()
+        with pytest.raises(InvalidArgument, match="evaluate: expected batches"):
+            trainer.evaluate()
+    assert read_metrics(tmp_path) == rows
+
+
+def test_a_trainer_of_data_takes_a_batch_too(tmp_path: Path) -> None:
+    (text := tmp_path / "text").write_bytes(bytes(range(97, 123)) * 40)
+    config = config_of(tmp_path / "run", data=str(text), backend="mock", model={**SHAPE, "vocab_size": 256})
+    with Trainer(config, verbose=False) as trainer:
+        first, second, third = trainer.step(), trainer.step(batch_of(0)), trainer.step()
+        assert trainer.evaluate().keys() == {"val_loss"}
+    assert first["loss"] == pytest.approx(np.log(256), rel=0.1) and [second["step"], third["step"]] == [2, 3]
+
+
+class Recorder(Callback):
+    def __init__(self) -> None:
+        self.events = list[tuple[str, Any]]()
+
+    def on_step(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        self.events.append(("step", metrics["step"]))
+        assert trainer.steps_done == metrics["step"]
+
+    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        self.events.append(("evaluate", metrics["step"]))
+        assert metrics["val_loss"] == trainer.evaluate()["val_loss"]
+
+    def on_save(self, trainer: Trainer, checkpoint: Path) -> None:
+        assert kos.train.load(checkpoint)
+        self.events.append(("save", checkpoint.name))
+
+    def on_end(self, trainer: Trainer) -> None:
+        self.events.append(("end", trainer.steps_done))
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_callbacks(save_async: bool, tmp_path: Path) -> None:
+    recorder, losses = Recorder(), list[float]()
+    other = OnStep(lambda trainer, metrics: losses.append(metrics["loss"]))
+    config = config_of(tmp_path, backend="mock", save_every=2, save_async=save_async)
+    fit(config, batches=batches_of(), val_batches=batches_of(1), callbacks=[recorder, other], verbose=False)
+    events = [("step", 1), ("step", 2), ("evaluate", 2), ("save", "step-2"), ("step", 3), ("step", 4), ("evaluate", 4),
+              ("save", "step-4"), ("end", 4)]  # fmt: skip
+    assert sorted(recorder.events) == sorted(events) and (save_async or recorder.events == events)
+    assert losses == [row["loss"] for row in read_metrics(tmp_path)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stop_of_a_callback_on_one_rank_stops_all(ranks: int, tmp_path: Path) -> None:
+    def stop(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        if metrics["step"] == 2:
+            trainer.request_stop()
+
+    def of(rank: int) -> dict[str, Any]:
+        return {"callbacks": [OnStep(stop)] if rank == ranks - 1 else []}
+
+    results = on_ranks(ranks, config_of(tmp_path), of, batches=batches_of())
+    assert [(each.step, each.stopped) for each in results] == [(2, True)] * ranks
+    assert len(read_metrics(tmp_path)) == 2 and results[0].checkpoint == tmp_path / "checkpoints" / "step-2"
+
+
+def test_a_stop_of_the_batches_stops_after_their_step(tmp_path: Path) -> None:
+    """Where no rank has a callback."""
+    def run(comm: Communicator) -> int:
+        def batches() -> Iterator[Batch]:
+            yield batch_of(0)
+            if comm.rank == 1:
+                trainer.request_stop()
+            yield from map(batch_of, range(1, 9))
+
+        trainer = Trainer(config_of(tmp_path), comm, batches=batches())
+        trainer.run()
+        return trainer.steps_done
+
+    assert spawn(run, 2, timeout=100) == [2, 2]
+
+
+def test_an_exception_of_a_callback_ends_all_ranks(tmp_path: Path) -> None:
+    def fails(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        raise ZeroDivisionError("of the program")
+
+    others = list[BaseException]()
+
+    def run(comm: Communicator) -> None:
+        try:
+            fit(config_of(tmp_path), comm, batches=batches_of(), callbacks=[OnStep(fails)] if comm.rank else [])
+        except CollectiveError as error:
+            others.append(error)
+            raise
+
+    with pytest.raises(ZeroDivisionError, match="of the program"):
+        spawn(run, 2, timeout=60)
+    assert len(others) == 1 and others[0].ranks == (1,)
+
+
+@pytest.mark.parametrize("rows", ["all", "own"])
+def test_batches_that_end_end_the_run(rows: str, tmp_path: Path, capsys: Any) -> None:
+    def of(rank: int) -> dict[str, Any]:
+        batches = batches_of(3)
+        return {"batches": batches if rows == "all" else [part(each, rank, 2) for each in batches[: 3 - rank]]}
+
+    (first, second) = on_ranks(2, config_of(tmp_path), of, rows=rows)
+    assert (first.step, first.stopped) == (second.step, second.stopped) == (3 if rows == "all" else 2, False)
+    assert f"the batches ended after step {first.step}; resume with resume='auto'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [("all", 1), ("all", 2), ("own", 2)])
+def test_a_run_resumes_where_its_batches_were(rows: str, ranks: int, tmp_path: Path) -> None:
+    def of(rank: int) -> dict[str, Any]:
+        stream = Stream(rank, ranks) if rows == "own" else Stream()
+        return {"batches": stream, "callbacks": [OnStep(stop)]}
+
+    def stop(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        if stops and metrics["step"] == 2:
+            trainer.request_stop()
+
+    stops = False
+    on_ranks(ranks, config_of(tmp_path / "whole"), of, rows=rows)
+    stops = True
+    assert on_ranks(ranks, config_of(tmp_path / "run"), of, rows=rows)[0].step == 2
+    stops = False
+    on_ranks(ranks, config_of(tmp_path / "run", resume="auto"), of, rows=rows)
+    assert result(tmp_path / "run") == result(tmp_path / "whole")
+    if rows == "own":
+        with pytest.raises(ConfigError, match="with rows='own' on 1 ranks, got rows='own' on 2"):
+            on_ranks(1, config_of(tmp_path / "run", resume="auto", steps=9), batches=Stream(), rows="own")
+    with pytest.raises(ConfigError, match="--resume: expected a checkpoint of batches with rows="):
+        on_ranks(ranks, config_of(tmp_path / "run", resume="auto", steps=9), of, rows="own" if rows == "all" else "all")
+
+
+@pytest.mark.parametrize("setting", ["resume", "elastic"])
+def test_without_a_state_it_is_refused(setting: str, tmp_path: Path) -> None:
+    value = {"resume": "auto", "elastic": "1"}[setting]
+    said = f"--{setting}: expected batches with state_dict and load_state_dict, got list"
+    with pytest.raises(ConfigError, match=said):
+        fit(config_of(tmp_path, backend="mock", **{setting: value}), batches=batches_of())
+
+
+def test_a_state_that_json_has_not_is_refused(tmp_path: Path) -> None:
+    stream = Stream()
+    stream.state_dict = lambda: {"step": np.int64(1)}  # type: ignore[method-assign, dict-item]
+    with pytest.raises(DataError, match="state_dict of the batches: expected values that JSON has, got "):
+        fit(config_of(tmp_path, backend="mock"), batches=stream)
+
+
+def test_elastic(tmp_path: Path) -> None:
+    """A lost rank changes no bit: the step is made again with the same batch."""
+    how: dict[str, Any] = {"deterministic": True, "eval_every": 0, "micro_batch_size": 1}
+    spawn(lambda comm: fit(config_of(tmp_path / "whole", **how), comm, batches=Stream()), 2, timeout=60)
+    config, faults = config_of(tmp_path / "hurt", elastic="1", **how), [Fault("crash", 1, 4, call="all_to_all")]
+    spawn(lambda comm: fit(config, comm, batches=Stream()), 2, timeout=60, faults=faults)
+    assert result(tmp_path / "hurt") == result(tmp_path / "whole")
+    assert [row["ranks"] for row in read_metrics(tmp_path / "hurt")][-1] == 1
+    with pytest.raises(ConfigError, match="--elastic: expected rows='all': the rows of a lost rank would be lost"):
+        fit(config_of(tmp_path / "own", elastic="1"), batches=Stream(), rows="own")
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_part_of_a_model_is_no_model(axis: str, tmp_path: Path) -> None:
+    def run(comm: Communicator) -> None:
+        with Trainer(config_of(tmp_path, **{axis: 2}), comm, batches=()) as trainer:
+            trainer.step(batch_of(0))
+            with pytest.raises(InvalidArgument, match="model: expected ranks that hold the whole model, got 2 ranks"):
+                trainer.model  # noqa: B018
+
+    spawn(run, 2, timeout=60)
+
+
+def test_runs_one_after_another_in_a_thread_and_in_the_main_one(tmp_path: Path) -> None:
+    """Signals are the program's before and after, and in another thread meanwhile."""
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+    before, seen, results = [*map(signal.getsignal, numbers)], [], []
+
+    def look(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        seen.append([*map(signal.getsignal, numbers)] == before)
+
+    def run(name: str) -> None:
+        config = config_of(tmp_path / name, backend="mock")
+        results.append(fit(config, batches=batches_of(), callbacks=[OnStep(look)], verbose=False))
+
+    run("first")
+    thread = threading.Thread(target=run, args=["thread"])
+    thread.start()
+    thread.join(60)
+    run("last")
+    assert [*map(signal.getsignal, numbers)] == before and signal.set_wakeup_fd(-1) == -1
+    assert seen == [False] * STEPS + [True] * STEPS + [False] * STEPS
+    first, *others = (column(tmp_path / name, "loss", "grad_norm") for name in ("first", "thread", "last"))
+    assert others == [first, first] and [each.step for each in results] == [STEPS] * 3
+
+
+PROGRAM = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from kos.train import fit
+from tests.train.test_fit import OnStep, batches_of, config_of
+
+def interrupt(trainer, metrics):
+    if metrics["step"] == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+
+result = fit(config_of(Path(sys.argv[1]), backend="mock"), batches=batches_of(), callbacks=[OnStep(interrupt)])
+print("fit returned", result.step, result.stopped, result.checkpoint.name)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("the program's again")
+"""
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def test_ctrl_c_ends_fit_and_not_the_program(tmp_path: Path) -> None:
+    text = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)" + PROGRAM.format(root=ROOT)
+    done = run_program(*python(), "-c", text, str(tmp_path / "run"), env=ENVIRONMENT)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert done.stdout.endswith("fit returned 2 True step-2\nthe program's again\n"), done.stdout
+
+
+RANKS = """
+import sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+import kos
+from kos.train import fit
+from tests.train.test_fit import batches_of, config_of, cross_entropy
+
+for number in range(2):
+    out = Path(sys.argv[1]) / str(number)
+    loss = cross_entropy if number else None
+    result = fit(config_of(out), batches=batches_of(), val_batches=batches_of(1), loss=loss)
+    print(number, result.step, result.checkpoint.name, flush=True)
+"""
+
+
+@needs_mpirun
+def test_under_mpirun(tmp_path: Path) -> None:
+    """Two runs of one program, as on one rank."""
+    (script := tmp_path / "script.py").write_text(RANKS.format(root=ROOT))
+    assert MPIRUN
+    done = run_program(MPIRUN, "-n", "2", *python(), str(script), str(tmp_path), env=ENVIRONMENT)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert sorted(line for line in done.stdout.splitlines() if line[:2] in ("0 ", "1 ")) == [
+        "0 4 step-4", "0 4 step-4", "1 4 step-4", "1 4 step-4"
+    ]  # fmt: skip
+    fit(config_of(tmp_path / "alone", backend="mock"), batches=batches_of(), val_batches=batches_of(1), verbose=False)
+    for number in ("0", "1"):
+        for name in ("loss", "val_loss"):
+            got, alone = column(tmp_path / number, name), column(tmp_path / "alone", name)
+            np.testing.assert_allclose(got, alone, rtol=2e-5)
+
+
+KERNEL = """
+extern "C" __global__ void loss(DTYPE* logits, const int* targets, const float* weights, float* losses,
+                                int vocabulary) {
+    DTYPE* row = logits + long(blockIdx.x) * vocabulary;
+    const int target = targets[blockIdx.x];
+    const float weight = weights ? weights[blockIdx.x] : 1;
+    float top = widen(row[0]), total = 0;
+    for (int i = 1; i < vocabulary; ++i) top = fmaxf(top, widen(row[i]));
+    for (int i = 0; i < vocabulary; ++i) total += expf(widen(row[i]) - top);
+    const float loss = target < 0 ? 0 : logf(total) + top - widen(row[target]);
+    __syncthreads();  // all threads have read the row
+    if (threadIdx.x == 0) losses[blockIdx.x] = weight * loss;
+    for (int i = threadIdx.x; i < vocabulary; i += blockDim.x)
+        narrow(weight * (expf(widen(row[i]) - top) / total - (i == target)), row[i]);
+}
+"""
+
+
+def on_memory(logits: Array, batch: Batch) -> tuple[Array, Array]:
+    """The loss of the emulated device: its memory is the host's."""
+    losses = Array.empty((len(logits),), "float32", logits.device)
+    on_host(losses)[...], on_host(logits)[...] = cross_entropy(on_host(logits), batch.map(on_host))
+    return losses, logits
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_engine(monkeypatch)
+    monkeypatch.setattr("kos.train.run.choose_device", lambda asked, comm: asked)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"pp": 2})], ids=["one", "dp", "pp"])
+def test_an_emulated_gpu(ranks: int, layout: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    """All fields of a batch, validation, and each kind of loss, as on the CPU."""
+    starts = np.repeat([[0] * 8 + [8] * 8], ROWS, axis=0)
+    more = {"weights": np.random.default_rng(2).normal(size=(ROWS, TOKENS)), "document_starts": starts}
+    losses: dict[str, Any] = {"cpu": cross_entropy, "ours": None, "array": on_memory, "cuda": CudaLoss(KERNEL, 32)}
+    val = [batch_of(9, 3)._replace(**{name: field[:3] for name, field in more.items()})]
+    for name, loss in losses.items():
+        device = {"device": "cpu"} if name == "cpu" else {"device": "cuda", "dtype": "float32", **layout}
+        config = config_of(tmp_path / name, **device)
+        of = DeviceComm if name != "cpu" else lambda comm: comm
+
+        def run(comm: Communicator, config: TrainConfig = config, loss: Any = loss, of: Any = of) -> None:
+            callbacks = [OnStep(lambda trainer, metrics: layout or trainer.model.logits([1, 2]))]
+            fit(config, of(comm), batches=batches_of(**more), val_batches=val, loss=loss, callbacks=callbacks)
+
+        spawn(run, ranks if name != "cpu" else 1, timeout=100)
+        without = ", so there is no CUDA graph" in capsys.readouterr().out
+        assert without == (name == "array")
+    expected = np.array(column(tmp_path / "cpu", "loss", "grad_norm"))
+    for name in losses:
+        np.testing.assert_allclose(column(tmp_path / name, "loss", "grad_norm"), expected, rtol=1e-4, err_msg=name)
+        val_loss = column(tmp_path / name, "val_loss")
+        np.testing.assert_allclose(val_loss, column(tmp_path / "cpu", "val_loss"), rtol=1e-4, err_msg=name)

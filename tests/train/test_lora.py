@@ -1,0 +1,269 @@
+"""Adapters (LoRA), frozen weights and settings by pattern: layouts, dtypes, plans, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import ConfigError
+from kos.train.config.flags import parse
+from kos.train.config.options import TrainConfig
+from kos.train.layers.lora import A, B, is_adapter
+from kos.train.model.initial import init_weights
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.model import Model
+from kos.train.model.parameters import Parameters
+from kos.train.ops import numpy as numpy_ops
+from kos.train.parallel.mesh import Layout
+from tests.train import test_layouts, test_layouts_on_host
+from tests.train.models import small
+from tests.train.test_layouts import CpuDevice, Precise, named
+from tests.train.test_layouts_on_host import emulated
+from tests.train.test_parameter_groups import plan_of
+from tests.train.test_tensor_parallel import part_of
+
+__all__ = ["emulated"]
+
+LORA: dict[str, Any] = {"lora": 4, "lr": 3e-2}
+
+QUICK: list[tuple[Layout, dict[str, Any]]] = [
+    (Layout(tp=2), {}), (Layout(tp=2), {"recompute": "norms", "lora_targets": ["q_proj", "down_proj"]}),
+    (Layout(dp=2), {"zero": 1}), (Layout(cp=2), {"recompute": "block"}), (Layout(tp=4), {"kv_heads": 2}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "block"}), (Layout(pp=2), {}),
+]  # fmt: skip
+SLOW: list[tuple[Layout, dict[str, Any]]] = [
+    (Layout(dp=2, cp=2, tp=2), {"documents": "pack", "zero": 1}), (Layout(pp=2, tp=2, dp=2), {"zero": 1}),
+    (Layout(pp=2, tp=4), {"pp_schedule": "zero-bubble-v", "kv_heads": 2}), (Layout(tp=8), {"recompute": "block"}),
+    (Layout(pp=4, cp=2), {"recompute": "norms"}), (Layout(dp=8), {"zero": 1}), (Layout(cp=8), {"seq_len": 64}),
+]  # fmt: skip
+EVERY = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+IDS = ["-".join([named(layout), *map(str, changes.values())]) for layout, changes in QUICK + SLOW]
+
+
+@pytest.mark.parametrize(("layout", "changes"), EVERY, ids=IDS)
+def test_layouts_agree(layout: Layout, changes: dict[str, Any]) -> None:
+    """Losses, norms, adapters and text are those of one rank."""
+    changes = {**changes, **({"lora_targets": (*changes["lora_targets"],)} if "lora_targets" in changes else {})}
+    test_layouts.check(layout, Precise, 5 if layout.pp > 1 else 2, False, **LORA, **changes)
+
+
+IN_ORDER: list[tuple[Layout, dict[str, Any]]] = [
+    (Layout(tp=2), {}), (Layout(cp=2), {"recompute": "block"}), (Layout(pp=2), {"pp_schedule": "zero-bubble-v"}),
+    (Layout(dp=2, cp=2, tp=2), {}), (Layout(tp=8), {}), (Layout(dp=4, tp=2), {"zero": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [pytest.param(*case, marks=pytest.mark.slow if number > 2 else ()) for number, case in enumerate(IN_ORDER)],
+    ids=[named(layout) for layout, _ in IN_ORDER],
+)
+def test_deterministic(layout: Layout, changes: dict[str, Any]) -> None:
+    """The same bits as one rank, of two adapters of one matrix too."""
+    how = {**LORA, "deterministic": True, "batch_size": 16, "seq_len": 256}
+    (alone,) = test_layouts.train(Layout(), CpuDevice, 3, False, 3, **how)
+    for rank, got in enumerate(test_layouts.train(layout, CpuDevice, 3, False, 3, **how, **changes)):
+        assert got["rows"].tobytes() == alone["rows"].tobytes()
+        for name, value in got["weights"].items():
+            place = layout.tp, layout.coordinates(rank)["tp"]
+            wanted = part_of(name, alone["weights"][name], alone["model"], *place)
+            assert value.tobytes() == np.ascontiguousarray(wanted).tobytes(), name
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (Layout(tp=2), {"micro_batch_size": 2, "recompute": "norms"}), (Layout(dp=2), {"zero": 1, "dtype": "bfloat16"}),
+        (Layout(pp=2), {"pp_schedule": "zero-bubble-v"}), (Layout(cp=2), {"recompute": "block", "graph": False}),
+        pytest.param(Layout(dp=2, tp=2), {"zero": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_layouts_on_an_emulated_gpu(layout: Layout, changes: dict[str, Any]) -> None:
+    """Where arrays are contiguous, and a matrix's part of stacked features is a view that only products take."""
+    layers = 5 if layout.pp > 1 else 2
+    alike = {name: value for name, value in changes.items() if name in ("micro_batch_size", "dtype")}
+    (alone,) = test_layouts_on_host.train(Layout(), layers, lora=4, **alike)
+    close = 2e-2 if changes.get("dtype") == "bfloat16" else 3e-5
+    for rank, got in enumerate(test_layouts_on_host.train(layout, layers, lora=4, **changes)):
+        np.testing.assert_allclose(got["rows"], alone["rows"], rtol=close, err_msg=f"rank {rank}")
+        moved = [np.abs(value).max() for name, value in got["weights"].items() if name.endswith(B)]
+        assert min(moved) > 0
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj",), ("o_proj", "down_proj"), ("gate_proj",)], ids=str)
+def test_products_in_8_bits(targets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters read inputs and gradients in 16 bits, whichever others are in 8 bits, saved or computed again."""
+    for name, value in {"hidden_size": 128, "intermediate_size": 256, "head_dim": 8}.items():
+        monkeypatch.setitem(test_layouts.SHAPE, name, value)
+    how: dict[str, Any] = {**LORA, "lora_targets": targets}
+    (wide,) = test_layouts.train(Layout(), CpuDevice, 2, False, 3, **how)
+    (saved,) = test_layouts.train(Layout(), CpuDevice, 2, False, 3, dtype="fp8", **how)
+    np.testing.assert_allclose(saved["rows"][:, 0], wide["rows"][:, 0], rtol=0.05)
+    for recompute in ("norms", "block"):
+        (again,) = test_layouts.train(Layout(), CpuDevice, 2, False, 3, dtype="fp8", recompute=recompute, **how)
+        assert again["rows"].tobytes() == saved["rows"].tobytes()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
+def test_no_product_for_the_gradient_of_the_base(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, whole = list[tuple[int, ...]](), numpy_ops.linear_weight_gradient
+
+    def product(d_out: Any, x: Any, d_weight: Any, *more: Any) -> None:
+        shapes.append(d_weight.shape)
+        whole(d_out, x, d_weight, *more)
+
+    monkeypatch.setattr(numpy_ops, "linear_weight_gradient", product)
+    test_layouts.train(Layout(pp=2), Precise, 5, True, 1, pp_schedule=schedule, lora_targets=("o_proj",), **LORA)
+    assert sorted(shapes) == sorted(5 * 8 * [(4, 32), (16, 4)])  # of 8 micro-batches: A and B of each layer
+
+
+def test_a_plan_counts_adapters_alone() -> None:
+    """The base has no gradient and no moments, and is not held twice."""
+    settings: dict[str, Any] = {**test_layouts.RUN, "device": "cpu", "model": {**test_layouts.SHAPE,
+                                "num_hidden_layers": 2}}  # fmt: skip
+    config = TrainConfig.from_preset("tiny", **{**settings, **LORA}).for_world(1)
+    sizes = {name: 4 * int(np.prod(shape)) for name, shape in config.model_config_for(40).parameter_shapes().items()}
+    adapters = sum(size for name, size in sizes.items() if is_adapter(name))
+    uses = {name.partition(",")[0]: size for name, size in plan_of(config, Layout()).uses.items()}
+    assert uses["frozen weights"] == sum(sizes.values()) - adapters
+    assert uses["weights"] == uses["gradients"] == adapters and uses["both Adam moments"] == 2 * adapters
+
+
+def test_initial_adapters_change_nothing() -> None:
+    """A is drawn as torch's nn.Linear, from -1 / sqrt(in) to 1 / sqrt(in); B is 0."""
+    model, tokens = small().adapted(4, 8.0), np.arange(20, dtype=np.int32)[None]
+    weights = initial(model)
+    logits = Model(model, numpy_ops).logits(weights, tokens)
+    assert logits.tobytes() == Model(model.base, numpy_ops).logits(weights, tokens).tobytes()
+    for name, value in weights.items():
+        if name.endswith(B):
+            assert not value.any()
+        if name.endswith(A):
+            limit = value.shape[1] ** -0.5
+            assert 0.5 * limit < np.abs(value).max() <= limit and abs(value.mean()) < 0.5 * limit
+
+
+def initial(model: LlamaConfig) -> Parameters:
+    weights = Parameters(model.parameter_shapes(), np.float32, model.fused_groups())
+    init_weights(model, weights, 3)
+    return weights
+
+
+# --- frozen weights, and settings by pattern -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{"tp": 2}, {"optimizer": "muon"}, {"deterministic": True}], ids=str)
+def test_frozen_by_pattern(changes: dict[str, Any]) -> None:
+    layout = Layout(tp=changes.get("tp", 1))
+    more = {name: value for name, value in changes.items() if name != "tp"}
+    frozen = ("model.layers.0.*", "*embed_tokens*")
+    for rank, got in enumerate(test_layouts.train(layout, CpuDevice, 2, False, 2, freeze=frozen, **more)):
+        for name, value in got["weights"].items():
+            before = part_of(name, initial(got["model"])[name], got["model"], layout.tp, rank)
+            still = name.startswith("model.layers.0.") or "embed_tokens" in name
+            assert np.array_equal(value, before) == still, name
+
+
+def test_a_run_without_patterns_has_the_groups_that_it_had() -> None:
+    for optimizer in ("adamw", "muon"):
+        plain = TrainConfig.from_preset(optimizer=optimizer)
+        groups = plain.all_groups(small())
+        assert len(groups) == (2 if optimizer == "adamw" else 3) and not any(group.frozen for group in groups)
+
+
+TABLES = """
+[[groups]]
+pattern = "*.layers.1.mlp.*"
+lr = 1e-9
+[[groups]]
+pattern = "*.mlp.up_proj.weight"
+lr = 6e-4
+weight_decay = 0.0
+"""
+
+
+def test_learning_rates_and_decay_by_pattern(tmp_path: Any) -> None:
+    """The first table that a tensor matches counts; what it leaves out is as of other tensors."""
+    path = tmp_path / "groups.toml"
+    path.write_text(TABLES)
+    config = parse(["--config", str(path), "--lr", "3e-4", "--weight-decay", "0.2"])
+    of = {name: group for group in config.all_groups(small()) for name in group.names}
+    slow, up, other, norm = (
+        of[f"model.layers.{name}.weight"]
+        for name in ("1.mlp.up_proj", "0.mlp.up_proj", "0.mlp.down_proj", "0.input_layernorm")
+    )
+    assert (slow.lr_scale, slow.decay) == (1e-9 / 3e-4, 0.2)
+    assert (up.lr_scale, up.decay) == (pytest.approx(2.0), 0.0)
+    assert (other.lr_scale, other.decay, norm.decay) == (1.0, 0.2, 0.0)
+    assert sorted(of) == sorted(small().parameter_shapes())
+    again = parse(["--config", str(write_json(tmp_path / "config.json", config))])
+    assert again.groups == config.groups
+
+
+def write_json(path: Any, config: TrainConfig) -> Any:
+    path.write_text(config.model_dump_json())
+    return path
+
+
+def test_a_table_trains_its_tensors_at_its_rate() -> None:
+    """Half the rate of all is the rate of all tensors in a table of half the rate, to the bit."""
+    (whole,) = test_layouts.train(Layout(), CpuDevice, 2, False, 3, lr=4e-3, schedule="constant")
+    tables = [{"pattern": "*", "lr": 4e-3}]
+    (tabled,) = test_layouts.train(Layout(), CpuDevice, 2, False, 3, lr=8e-3, schedule="constant", groups=tables)
+    assert whole["rows"].tobytes() == tabled["rows"].tobytes()
+    (two,) = test_layouts.train(Layout(tp=2), CpuDevice, 2, False, 3, lr=8e-3, schedule="constant", groups=tables)[:1]
+    np.testing.assert_allclose(two["rows"], whole["rows"], rtol=1e-5)
+
+
+# --- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--lora-alpha", "8"], "--lora-alpha: expected none without adapters"),
+        (["--lora-targets", "q_proj"], "--lora-targets: expected none without adapters"),
+        (["--lora", "0"], "--lora: expected a number greater than or equal to 1"),
+        (["--lora", "4", "--optimizer", "muon"], "--optimizer: expected adamw with adapters"),
+        (["--lora-dropout", "0.1"], "has none: docs/guides/not-in-the-trainer.md"),
+        (["--modules-to-save", "lm_head"], "has none: docs/guides/not-in-the-trainer.md"),
+        (["--use-dora"], "has none: docs/guides/not-in-the-trainer.md"),
+        (["--load-in-4bit"], "has none: docs/guides/not-in-the-trainer.md"),
+        (["--lora-r", "8"], "here: --lora"),
+        (["--lora-target-modules", "q_proj"], "here: --lora-targets"),
+    ],
+    ids=str,
+)
+def test_flags_that_are_refused(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(flags)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora": 4, "lora_targets": ("lm_head",)}, "--lora-targets: expected some of q_proj, .*, got lm_head"),
+        ({"freeze": ("*.attention.*",)}, r"--freeze: expected a pattern that matches a tensor, .*got \*.attention"),
+        ({"groups": [{"pattern": "x*"}]}, r"groups: expected a pattern that matches a tensor, .*got x\*"),
+    ],
+    ids=str,
+)
+def test_names_that_match_nothing_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TrainConfig.from_preset("tiny", **changes).model_config_for(40)
+
+
+@pytest.mark.parametrize("table", [{"lr": 1e-3}, {"pattern": "*", "lr": 0.0}, {"pattern": "*", "rate": 1.0}], ids=str)
+def test_tables_that_are_refused(table: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="groups"):
+        TrainConfig.from_preset("tiny", groups=[table])
+
+
+def test_all_that_is_frozen_is_refused() -> None:
+    with pytest.raises(ConfigError, match="and a tensor to train"):
+        test_layouts.train(Layout(), CpuDevice, 2, False, 1, freeze=("*",))

@@ -1,0 +1,79 @@
+"""Adapters on GPUs, by the command line: in a graph and not, in 8 bits, and two ranks beside one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from kos.train import checkpoint
+from kos.train.tools.metrics import read_metrics
+from tests.launcher import MPIRUN, OUTSIDE, nccl_ranks
+
+SECONDS = 80  # of a run
+SHAPE = """
+--hidden-size 512 --intermediate-size 1408 --num-hidden-layers 5 --num-attention-heads 8 --num-key-value-heads 4
+--vocab-size 4096
+""".split()  # noqa: SIM905 (as it is typed)
+FLAGS = """
+--preset tiny --device cuda --steps 6 --eval-batches 2 --save-every 0 --sample-tokens 4 --timeout 20 --lr 5e-3
+--batch-size 8 --micro-batch-size 1 --seq-len 256 --warmup-steps 0 --schedule constant
+""".split()  # noqa: SIM905 (as it is typed)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(4 * SECONDS)]
+
+
+def run(out: Path, ranks: int, *flags: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    launcher = [str(MPIRUN), "-n", str(ranks)] if ranks > 1 else []
+    command = [*launcher, sys.executable, "-m", "kos.train", *FLAGS, "--out", str(out), *flags]
+    done = subprocess.run(command, env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-2500:] + done.stdout[-500:]
+    rows = np.array([(row["loss"], row["grad_norm"]) for row in read_metrics(out / "metrics.jsonl")])
+    files = checkpoint.find(out).path.glob("*.safetensors")
+    return rows, {name: each for file in files for name, each in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("base")
+    run(out, 1, *SHAPE, "--dtype", "float32")
+    return str(checkpoint.find(out).path)
+
+
+@pytest.fixture(scope="module")
+def alone(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    return run(tmp_path_factory.mktemp("alone"), 1, "--init-from", base, "--lora", "16", "--dtype", "float32")
+
+
+def test_a_graph_and_recomputation_change_nothing(base: str, tmp_path: Path) -> None:
+    how = ["--init-from", base, "--lora", "16", "--dtype", "bfloat16"]
+    rows, tensors = run(tmp_path / "graph", 1, *how)
+    for name, flags in {"eager": ["--no-graph"], "block": ["--recompute", "block"]}.items():
+        others, again = run(tmp_path / name, 1, *how, *flags)
+        assert others.tobytes() == rows.tobytes(), name
+        assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
+
+
+def test_products_in_8_bits(base: str, alone: tuple[np.ndarray, dict[str, np.ndarray]], tmp_path: Path) -> None:
+    rows, _ = run(tmp_path, 1, "--init-from", base, "--lora", "16", "--dtype", "fp8")
+    np.testing.assert_allclose(rows[:, 0], alone[0][:, 0], rtol=2e-2)
+
+
+@pytest.mark.skipif(not MPIRUN, reason="needs mpirun")
+@pytest.mark.parametrize("backend", ["peer", "nccl"])
+@pytest.mark.parametrize("flags", ["--dp 2 --zero 1", "--tp 2", "--cp 2", "--pp 2 --pp-schedule zero-bubble-v"])
+def test_two_ranks(
+    flags: str, backend: str, base: str, alone: tuple[np.ndarray, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
+    if backend != "peer" and nccl_ranks() < 2:
+        pytest.skip(f"nccl needs 2 GPUs, can have {nccl_ranks()} ranks")
+    how = ["--init-from", base, "--lora", "16", "--dtype", "float32", "--backend", backend]
+    rows, tensors = run(tmp_path, 2, *how, *flags.split())
+    np.testing.assert_allclose(rows, alone[0], rtol=2e-5)
+    for name, tensor in tensors.items():
+        if not name.startswith("exp_avg"):
+            np.testing.assert_allclose(tensor, alone[1][name], rtol=1e-3, atol=1e-4, err_msg=name)

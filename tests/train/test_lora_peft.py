@@ -1,0 +1,118 @@
+"""Adapters beside the library peft, in float32 on CPUs: logits, the gradients of a step, and folders both ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.testing import spawn
+from kos.train import load
+from kos.train.checkpoint import adapter, huggingface
+from kos.train.config.flags import parse
+from kos.train.layers.lora import is_adapter
+from kos.train.model.model import Model
+from kos.train.model.parameters import Parameters
+from kos.train.ops import numpy as numpy_ops
+from kos.train.run import Trainer
+from tests.train.models import loss_and_gradients
+
+REASON = "the reference needs peft, transformers and torch (pip install peft transformers torch)"
+transformers = pytest.importorskip("transformers", reason=REASON)
+torch = pytest.importorskip("torch", reason=REASON)
+peft = pytest.importorskip("peft", reason=REASON)
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES = {
+    "llama": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen2": transformers.Qwen2Config(**SHAPE, tie_word_embeddings=False),
+    "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+    "olmo2": transformers.Olmo2Config(**SHAPE, tie_word_embeddings=False),
+    "gpt2": transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0,
+                                    embd_pdrop=0.0, attn_pdrop=0.0),
+}  # fmt: skip
+TARGETS = {"gpt2": (["c_attn", "c_proj", "c_fc"], ["c_attn"])}
+LLAMAS = (["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ["q_proj", "v_proj"])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / request.param
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param])
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.randn_like(weight) * 0.1 + ("norm" in name))
+    model.save_pretrained(folder)
+    return Path(folder)
+
+
+def adapted(base: Path, targets: list[str]) -> Any:
+    """The model of peft, with adapters of which none is 0."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    settings = peft.LoraConfig(r=5, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, settings)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora" in name:
+                weight.copy_(torch.randn_like(weight) * 0.2)
+    return model
+
+
+@pytest.mark.parametrize("every", [0, 1], ids=["all-matrices", "some-matrices"])
+def test_logits_and_gradients_of_a_folder_of_peft(base: Path, every: int, tmp_path: Path) -> None:
+    theirs = adapted(base, TARGETS.get(base.name, LLAMAS)[every])
+    theirs.save_pretrained(tmp_path)
+    tokens, targets = np.random.default_rng(2).integers(0, 97, (2, 3, 40), dtype=np.int32)
+    logits = theirs(torch.tensor(tokens)).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(targets).flatten().long())
+    loss.backward()
+    expected = logits.detach().numpy()
+    np.testing.assert_allclose(load(tmp_path).logits(tokens), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+    config = adapter.model_of(tmp_path)
+    weights = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
+    files = adapter.Joined(huggingface.weight_files(base, config.base.parameter_shapes()),
+                           adapter.files_of(tmp_path, config))  # fmt: skip
+    for name, weight in weights.items():
+        weight[...] = files.read(name)
+    gradients = Parameters({name: shape for name, shape in weights.shapes.items() if is_adapter(name)})
+    got = loss_and_gradients(Model(config, numpy_ops), weights, tokens, targets, gradients, accumulate=False)
+    assert got == pytest.approx(loss.item(), rel=1e-5)
+    of_theirs = {name.replace(".default", ""): weight.grad for name, weight in theirs.named_parameters() if
+                 weight.grad is not None}  # fmt: skip
+    assert len(of_theirs) == len(gradients) > 0
+    for name, gradient in gradients.items():
+        wanted = of_theirs[huggingface.name_as_saved(name)].numpy()
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
+
+
+def test_peft_loads_what_a_run_has_saved(base: Path, tmp_path: Path) -> None:
+    """The checkpoint is a folder of peft, and the logits are those of kos, merged or not; a run goes on from it."""
+    data, numbers = tmp_path / "numbers.bin", np.random.default_rng(3).integers(0, 97, 4000).astype("<u2")
+    np.append(np.array([20240520, 1, len(numbers)] + [0] * 253, "<i4").view("<u2"), numbers).tofile(data)  # llm.c's
+    flags = [f"--init-from={base}", f"--data={data}", "--lora=3", "--steps=3", "--batch-size=4", "--seq-len=32",
+             "--lr=1e-2", "--eval-batches=0", "--sample-tokens=0", "--device=cpu"]  # fmt: skip
+    out = tmp_path / "run"
+    config = parse([*flags, f"--out={out}", "--dp=2" if base.name == "gpt2" else "--pp=2"])
+    spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
+    saved = out / "checkpoints" / "step-3"
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(model, saved)
+    assert any(weight.abs().max() > 0 for name, weight in theirs.named_parameters() if "lora_B" in name)
+    tokens = np.random.default_rng(4).integers(0, 97, (2, 20))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(load(out).logits(tokens), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    again = tmp_path / "again"
+    theirs.save_pretrained(again)
+    more = [*flags[1:2], *flags[3:-4], "--lr=1e-9", *flags[-3:], f"--init-from={again}", f"--out={tmp_path / 'more'}"]
+    spawn(lambda comm: Trainer(parse(more), comm).run(), 1, timeout=100)
+    close = {"rtol": 1e-4, "atol": 1e-4 * np.abs(expected).max()}
+    np.testing.assert_allclose(load(tmp_path / "more").logits(tokens), expected, **close)

@@ -1,0 +1,266 @@
+"""Runs with adapters: checkpoints in other layouts, the base, elastic runs, and folders of peft."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kos.errors import CheckpointError, ConfigError
+from kos.testing import Fault, spawn
+from kos.train import checkpoint, elastic, load
+from kos.train.checkpoint import adapter
+from kos.train.config.flags import parse
+from kos.train.export import main as export
+from kos.train.run import Trainer
+from kos.train.tools.metrics import read_metrics
+from tests.train import elastic_runs, test_elastic_joins
+from tests.train.elastic_runs import no_dry_run, ranks_of
+
+__all__ = ["no_dry_run"]
+
+SHAPE = ["--hidden-size=16", "--intermediate-size=24", "--num-hidden-layers=3", "--num-attention-heads=4",
+         "--num-key-value-heads=2", "--head-dim=4"]  # fmt: skip
+SHORT = ["--device=cpu", "--batch-size=8", "--micro-batch-size=2", "--seq-len=16", "--eval-batches=2",
+         "--sample-tokens=0", "--warmup-steps=0", "--lr=1e-2"]  # fmt: skip
+ADAPT = ["--lora=3", "--lora-alpha=5", "--save-every=3", "--steps=6"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "letters.txt"
+    path.write_bytes(np.random.default_rng(7).integers(97, 110, 4000, np.uint8).tobytes())
+    return path
+
+
+def run(text: Path, out: Path, *flags: str, ranks: int = 1) -> np.ndarray:
+    config = parse([f"--data={text}", *SHORT, f"--out={out}", *flags])
+    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
+    return np.array([[row["loss"], row["grad_norm"]] for row in read_metrics(out / "metrics.jsonl")])
+
+
+@pytest.fixture(scope="module")
+def base(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a run that trains all weights, whose folder transformers reads."""
+    out = tmp_path_factory.mktemp("base")
+    run(text, out, *SHAPE, "--steps=3", "--seed=5")
+    return checkpoint.find(out).path
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    out = tmp_path_factory.mktemp("whole")
+    return out, run(text, out, f"--init-from={base}", *ADAPT)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, "--tp=2", "--zero=1"), (2, "--pp=2")), ((4, "--pp=2", "--dp=2", "--zero=1"), (2, "--tp=2")),
+     ((1,), (2, "--cp=2")), ((2, "--pp=2", "--pp-schedule=zero-bubble-v"), (2, "--zero=1"))],
+    ids=str,
+)  # fmt: skip
+def test_a_run_resumes_in_another_layout(
+    before: tuple[Any, ...], after: tuple[Any, ...], text: Path, base: Path, whole: Any, tmp_path: Path
+) -> None:
+    (ranks, *layout), (others, *another) = before, after
+    flags = [f"--init-from={base}", *ADAPT]
+    run(text, tmp_path / "first", *flags, *layout, "--steps=3", "--schedule=constant", ranks=ranks)
+    straight = run(text, tmp_path / "straight", *flags, "--schedule=constant")
+    resume = f"--resume={tmp_path / 'first'}"
+    got = run(text, tmp_path / "second", *flags, *another, resume, "--schedule=constant", ranks=others)
+    np.testing.assert_allclose(got, straight[-3:], rtol=1e-4)
+
+
+def test_a_checkpoint_holds_adapters_alone(whole: tuple[Path, np.ndarray], base: Path) -> None:
+    """Their optimizer state, and the path and hash of the base."""
+    found = checkpoint.find(whole[0])
+    assert found.config["base"] == {"path": str(base), "sha256": adapter.fingerprint(base)}
+    names = set(load_file(found.path / "adapter_model.safetensors"))
+    assert names == {f"base_model.model.{name}" for name in adapter.shapes_of(adapter.model_of(found.path))}
+    state = load_file(found.path / "optimizer.safetensors")
+    assert {f"base_model.model.{name.partition('.')[2]}" for name in state} == names
+    assert not (found.path / "model.safetensors").exists()
+    settings = json.loads((found.path / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (3, 5.0, str(base))
+
+
+def changed(base: Path, folder: Path) -> Path:
+    """The same model with another number in one weight."""
+    shutil.copytree(base, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] += 1e-3
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_another_base_is_refused(text: Path, base: Path, whole: Any, tmp_path: Path) -> None:
+    """To resume from, to load and to merge. The same base at another place is taken."""
+    other, moved, resume = changed(base, tmp_path / "other"), tmp_path / "moved", f"--resume={whole[0]}"
+    with pytest.raises(CheckpointError, match=r"expected the base of its run, .*, got .*other \("):
+        run(text, tmp_path / "a", f"--init-from={other}", *ADAPT, "--steps=7", resume)
+    shutil.copytree(base, moved)
+    run(text, tmp_path / "b", f"--init-from={moved}", *ADAPT, "--steps=7", resume)
+    mine = tmp_path / "step-6"
+    shutil.copytree(checkpoint.find(whole[0]).path, mine)
+    settings = json.loads((mine / "adapter_config.json").read_text())
+    (mine / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(other)}))
+    with pytest.raises(CheckpointError, match="expected the base of its run"):
+        adapter.Merged(mine)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--lora=4"], "trains --lora 4 --lora-alpha 8 .*, got one with --lora 3 --lora-alpha 5"),
+        (["--lora=3", "--lora-alpha=5", "--lora-targets=q_proj,v_proj"], "--lora-targets q_proj,v_proj, got one with"),
+        ([], "expected a run that trains all weights, got one with --lora 3"),
+    ],
+    ids=str,
+)
+def test_a_run_with_other_adapters_does_not_resume(
+    flags: list[str], said: str, text: Path, base: Path, whole: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        run(text, tmp_path / "a", f"--init-from={base}", *flags, "--steps=7", f"--resume={whole[0]}")
+
+
+def test_a_run_of_all_weights_does_not_resume_with_adapters(text: Path, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected a run that trains --lora 3 .*, got one with all weights"):
+        run(text, tmp_path / "a", f"--init-from={base}", *ADAPT, f"--resume={base}")
+
+
+def test_adapters_without_a_base_are_refused(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--lora: expected --init-from with the folder of the model to adapt"):
+        run(text, tmp_path / "a", *SHAPE, *ADAPT)
+
+
+def test_merged_and_loaded(whole: tuple[Path, np.ndarray], base: Path, tmp_path: Path, capsys: Any) -> None:
+    """W + alpha / rank B A, in the files of the base; without --merge a folder of peft."""
+    out, tokens = whole[0], np.arange(16)[None] + 97
+    assert export([str(out), str(tmp_path / "merged"), "--merge", "--dtype", "float32"]) == 0
+    merged, plain = load(tmp_path / "merged"), load(base)
+    np.testing.assert_allclose(merged.logits(tokens), load(out).logits(tokens), rtol=1e-5, atol=1e-6)
+    adapters = load_file(checkpoint.find(out).path / "adapter_model.safetensors")
+    for name, weight in plain.weights.items():
+        at = f"base_model.model.{name.removesuffix('weight')}lora_"
+        added = 5 / 3 * adapters[f"{at}B.weight"] @ adapters[f"{at}A.weight"] if f"{at}A.weight" in adapters else 0
+        np.testing.assert_allclose(merged.weights[name], weight + added, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    assert export([str(out), str(tmp_path / "peft"), "--dtype", "float32"]) == 0
+    assert load(tmp_path / "peft").logits(tokens).tobytes() == load(out).logits(tokens).tobytes()
+    assert export([str(base), str(tmp_path / "none"), "--merge"]) == 2
+    assert "--merge: expected a run with adapters (--lora), got" in capsys.readouterr().err
+
+
+def test_training_goes_on_from_a_folder_of_peft(whole: Any, text: Path, base: Path, tmp_path: Path) -> None:
+    """Rank, alpha and targets are the folder's, and the base is the one that it names."""
+    export([str(whole[0]), str(tmp_path / "peft"), "--dtype", "float32"])
+    for name in ("tokenizer.json", "kos_tokenizer.json", "tokenizer_config.json"):  # which peft does not write
+        (tmp_path / "peft" / name).unlink(missing_ok=True)
+    folder = f"--init-from={tmp_path / 'peft'}"
+    config = parse([folder])
+    assert (config.lora, config.lora_alpha, config.lr) == (3, 5.0, 2e-4)
+    run(text, tmp_path / "more", folder, "--steps=2", "--lr=1e-9", "--weight-decay=0")
+    tokens = np.arange(16)[None] + 97
+    np.testing.assert_allclose(load(tmp_path / "more").logits(tokens), load(whole[0]).logits(tokens), rtol=1e-4)
+    assert checkpoint.find(tmp_path / "more").config["base"]["path"] == str(base)
+    for flag, said in (("--lora=4", "--lora: expected 3 of the adapters in --init-from, got 4"),
+                       ("--lora-targets=q_proj", "--lora-targets: expected .* of the adapters in")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            parse([folder, flag])
+    assert parse([folder, "--lora=3", "--lora-alpha=5"]).lora == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora_dropout": 0.1}, "lora_dropout: expected 0, got 0.1"),
+        ({"use_qalora": True}, "use_qalora: expected none"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save: expected none"),
+        ({"use_dora": True}, "use_dora: expected none"), ({"use_rslora": True}, "use_rslora: expected none"),
+        ({"bias": "all"}, "bias: expected none, got 'all'"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern: expected"),
+        ({"peft_type": "IA3"}, "peft_type: expected LORA, got 'IA3'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: expected True, got 'pissa'"),
+        ({"target_modules": "all-linear"}, "target_modules: expected a list of names"),
+        ({"base_model_name_or_path": "org/model"}, "expected a folder, got 'org/model'; kos downloads no models"),
+        ({"r": None}, "expected the settings of LoRA adapters, got ValueError"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_adapters_that_are_refused_by_name(changes: dict[str, Any], said: str, whole: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "peft"
+    shutil.copytree(checkpoint.find(whole[0]).path, folder)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError, match=f"--init-from: .*{said}"):
+        parse([f"--init-from={folder}"])
+
+
+def test_adapters_of_another_shape_are_refused(whole: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "peft"
+    export([str(whole[0]), str(folder), "--dtype", "float32"])
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"r": 2}))
+    with pytest.raises(CheckpointError, match=r"expected shape .*, got"):
+        load(folder)
+
+
+# --- elastic -------------------------------------------------------------------------------------------
+
+OF_ELASTIC: dict[str, Any] = {"lora": 2, "lr": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def small(text: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The base of elastic runs."""
+    out = tmp_path_factory.mktemp("small")
+    elastic_runs.train(text, out / "run", elastic=None, ranks=1, steps=1, lr=1e-9)
+    return str(checkpoint.find(out / "run").path)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_rank_is_lost_or_two_join(
+    zero: int, text: Path, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of a run in which nothing happened; a newcomer reads the base from its files."""
+    how: dict[str, Any] = {**OF_ELASTIC, "init_from": small, "zero": zero}
+    plain = elastic_runs.train(text, tmp_path / "plain", **{**how, "elastic": None, "zero": 0})
+    faults = [Fault("crash", 2, 4, call="all_to_all")]
+    assert elastic_runs.train(text, tmp_path / "hurt", faults, **how) == plain
+    assert ranks_of(tmp_path / "hurt")[-1] == (3, 1)
+    threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
+
+    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
+        comm = self.run.comm
+        if step == 2 and not threads:
+            threads.extend([test_elastic_joins.join(text, tmp_path / "joined", comm.address, **how) for _ in range(2)])
+            while comm.newcomers() < 2:
+                time.sleep(0.01)
+        start(self, step, wish)
+
+    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
+    assert elastic_runs.train(text, tmp_path / "joined", ranks=1, **{**how, "elastic": "1:3"}) == plain
+    for thread, errors in threads:
+        thread.join(30)
+        assert not errors and not thread.is_alive()
+    assert ranks_of(tmp_path / "joined") == [(1, 0)] * 3 + [(3, 1)] * 3
+
+
+def test_a_newcomer_with_another_base_is_refused(
+    text: Path, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = changed(Path(small), tmp_path / "other")
+    how: dict[str, Any] = {**OF_ELASTIC, "init_from": str(other)}
+    threads = test_elastic_joins.invite(text, tmp_path / "run", monkeypatch, lambda run: None, **how)
+    elastic_runs.train(text, tmp_path / "run", ranks=1, **{**how, "init_from": small, "elastic": "1:3"})
+    for thread, errors in threads:
+        thread.join(30)
+        assert "--init-from: expected the base that the run adapts" in str(errors[0]) and not thread.is_alive()

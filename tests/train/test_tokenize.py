@@ -1,0 +1,199 @@
+"""kos tokenize: a run on its folder sees what a run on the text sees; it goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kos.errors import ConfigError, DataError, KosError
+from kos.testing import spawn
+from kos.train.config.flags import parse
+from kos.train.config.options import TrainConfig
+from kos.train.data import tokenized, tokenizers
+from kos.train.data.batches import Dataset, load_data
+from kos.train.run import Trainer
+from kos.train.tokenize import tokenize
+from tests.launcher import run_program
+from tests.train.refusal import refused
+from tests.train.test_cli import ENVIRONMENT
+from tests.train.test_corpus import jsonl
+from tests.train.test_loop import SMALL
+from tests.train.test_tokenizers import huggingface_file
+
+__all__ = ["huggingface_file"]
+
+TEXT = "def f(x):\n    return the the é\n" * 40
+SECONDS = 120
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a_train.txt").write_text(TEXT)
+    (data / "b_train.jsonl").write_bytes(jsonl(*(f"the {number} return\n" * (number % 5) for number in range(1, 40))))
+    pairs = [{"prompt": f"def {number}", "completion": f" return {number}"} for number in range(30)]
+    (data / "c_train.json").write_text(json.dumps(pairs))
+    return data
+
+
+def load(data: Path, *flags: str) -> Dataset:
+    return load_data(parse(["--data", str(data), "--seq-len", "8", "--batch-size", "4", *flags]))
+
+
+def same(got: Dataset, expected: Dataset) -> None:
+    for ours, theirs in ((got.train, expected.train), (got.val, expected.val)):
+        assert ours.window(0, ours.size).tolist() == theirs.window(0, theirs.size).tolist()
+        assert ours.begins.tolist() == theirs.begins.tolist()
+    for name in ("fingerprint", "held_out", "trained_on", "note"):
+        assert getattr(got, name) == getattr(expected, name)
+    assert got.tokenizer.is_like(expected.tokenizer)
+    for ours, theirs in zip(got.batch(3), expected.batch(3), strict=True):
+        assert np.array_equal(ours, theirs) if ours is not None else theirs is None
+
+
+@pytest.mark.parametrize("name", ["", "a_train.txt", "b_train.jsonl", "c_train.json"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
+def test_a_run_sees_what_it_sees_of_the_text(
+    folder: Path, tmp_path: Path, name: str, tokenizer: str, huggingface_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In shards of any size."""
+    monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
+    monkeypatch.setattr(tokenizers, "PORTION", 100)
+    spec = str(huggingface_file) if tokenizer == "bpe" else tokenizer
+    manifest = tokenize(tmp_path / "out", [str(folder / name)], tokenizer=spec)
+    assert len(manifest["shards"]) > 1 or (tokenizer, name) == ("bpe", "c_train.json")
+    expected = load(folder / name, "--tokenizer", spec)
+    same(load(tmp_path / "out"), expected)
+    assert expected.train.masked == (name in ("", "c_train.json"))
+    assert manifest["counted"] == sum(int((np.asarray(shard) >= 0).sum()) for shard in expected.train.shards)
+
+
+def test_several_sources_and_other_validation_data(folder: Path, tmp_path: Path) -> None:
+    sources = [str(folder / name) for name in ("b_train.jsonl", "a_train.txt")]
+    (tmp_path / "other.txt").write_text("other " * 20)
+    tokenize(tmp_path / "out", sources, val_data=str(tmp_path / "other.txt"))
+    got = load(tmp_path / "out")
+    text = bytes(got.train.window(0, len(got.train)).tolist()).decode()
+    assert text.endswith(TEXT) and text.startswith("the 1 return\n")
+    assert bytes(got.val.window(0, len(got.val)).tolist()).decode() == "other " * 20
+    tokenize(tmp_path / "both", sources)
+    assert "the last tenth of b_train.jsonl, a_train.txt" in load(tmp_path / "both").held_out
+
+
+def test_it_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
+    monkeypatch.setattr(tokenizers, "PORTION", 100)
+    whole, out = tokenize(tmp_path / "whole", [str(folder)]), tmp_path / "out"
+    saved, real = [], tokenized.replace_file
+
+    def stop(path: Path, content: bytes) -> None:
+        saved.append(len(json.loads(content)["shards"]))
+        if saved[-1] == 3:
+            raise KeyboardInterrupt
+        real(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenized, "replace_file", stop)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(out, [str(folder)])
+    assert saved == [0, 1, 2, 3]
+    with refused(DataError, f"--data {out}: expected all shards, got 2 of an interrupted kos tokenize"):
+        load(out)
+    times = [(out / f"{number:05}.bin").stat().st_mtime_ns for number in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizers, "PORTION", 170)  # as with another number of cores
+        tokenize(out, [str(folder)])
+    same(load(out), load(tmp_path / "whole"))
+    whole = json.loads((out / "manifest.json").read_text())
+    assert [(out / f"{number:05}.bin").stat().st_mtime_ns for number in range(2)] == times, "shards are written once"
+    before = (out / "manifest.json").stat().st_mtime_ns
+    assert tokenize(out, [str(folder)]) == whole and (out / "manifest.json").stat().st_mtime_ns == before
+    same(load(out), load(folder))
+
+
+def test_other_data_or_settings_are_no_continuation(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    tokenize(out, [str(folder)])
+    with refused(ConfigError, f"{out}: expected a new folder, got one with tokens of other data or settings"):
+        tokenize(out, [str(folder)], tokenizer="chars")
+    (folder / "a_train.txt").write_text("changed")
+    with refused(ConfigError, "of other data or settings"):
+        tokenize(out, [str(folder)])
+    with refused(ConfigError, f"{folder}: expected a new or an empty folder, got one with a_train.txt"):
+        tokenize(folder, [str(folder)])
+    with refused(ConfigError, f"{out}: expected text, got tokens"):
+        tokenize(tmp_path / "again", [str(out)])
+
+
+def test_damaged_shards_are_refused_on_all_ranks(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    tokenize(out, [str(folder)])
+    for name in ("00000.bin", "00000.mask", "00000.documents"):
+        content = (out / name).read_bytes()
+        (out / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with refused(DataError, f"--data {out / name}: expected SHA-256 ", "as in manifest.json, got "):
+            load(out)
+        config = TrainConfig.from_preset("tiny", data=str(out), out=tmp_path / "run", **SMALL)
+        with pytest.raises(KosError, match="expected SHA-256"):
+            spawn(lambda comm, config=config: Trainer(config, comm), 4, timeout=SECONDS)
+        (out / name).unlink()
+        with refused(DataError, f"--data {out / name}: expected this file of kos tokenize, got none"):
+            load(out)
+        (out / name).write_bytes(content)
+    load(out)
+    for text in ('{"format": "kos tokens 1"', '{"format": "kos tokens 1", "complete": true}'):
+        (out / "manifest.json").write_text(text)
+        with refused(DataError, "manifest.json: expected a manifest of kos tokenize, got"):
+            load(out)
+
+
+def test_settings_that_do_not_fit(folder: Path, tmp_path: Path, huggingface_file: Path) -> None:
+    out = tmp_path / "out"
+    tokenize(out, [str(folder)])
+    load(out, "--tokenizer", "bytes")
+    with refused(ConfigError, "--tokenizer: expected bytes, that of ", "or auto"):
+        load(out, "--tokenizer", str(huggingface_file))
+    with refused(ConfigError, f"--loss-on: expected completion, with which {out} was written, got all"):
+        load(out, "--loss-on", "all")
+    with refused(ConfigError, "--data: expected text, or a folder of kos tokenize as the only --data"):
+        load(out, "--val-data", str(folder))
+    tokenize(tmp_path / "all", [str(folder)], loss_on="all")
+    same(load(tmp_path / "all", "--loss-on", "all"), load(folder, "--loss-on", "all"))
+
+
+def test_a_folder_within_the_data_is_left_out(folder: Path) -> None:
+    expected = load(folder)
+    tokenize(folder / "out", [str(folder)])
+    same(load(folder), expected)
+
+
+def kos(*words: object) -> subprocess.CompletedProcess[str]:
+    return run_program(sys.executable, "-m", "kos", *map(str, words), env=ENVIRONMENT)
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = kos("tokenize", folder, out, "--tokenizer", "chars", "--no-split-special-tokens")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{out}: ") and "tokens of 64 documents in 1 shard" in done.stdout
+    wrong = [
+        (["tokenize", tmp_path / "missing", tmp_path / "new"], "no such file"),
+        (["tokenize", folder, folder], "expected a new or an empty folder"),
+        (["tokenize", folder, tmp_path / "new", "--loss-on", "some"], "loss_on"),
+        (["tokenize", folder, tmp_path / "new", "--encoding", "utf-9"], "encoding"),
+    ]
+    for words, text in wrong:
+        done = kos(*words)
+        assert done.returncode == 2 and done.stderr.startswith("kos: error: ") and text in done.stderr, done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    (folder / "d.csv").write_text("text,x\na\n")
+    done = kos("tokenize", folder, tmp_path / "new")
+    assert done.returncode == 2 and done.stderr == (
+        f"kos: error: --data {folder / 'd.csv'}, line 2: expected 2 columns, as in the first line, got 1\n"
+    )
