@@ -29,7 +29,7 @@ from kos.train.checkpoint.adapter import shapes_of
 from kos.train.checkpoint.huggingface import TensorFiles, weight_files
 from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.checkpoint.state import state_shapes
-from kos.train.config.options import TrainConfig
+from kos.train.config.options import TrainConfig, flag_of
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset
 from kos.train.data.own import OwnBatches, Rows
@@ -105,6 +105,13 @@ class RunContext:
         self.verbose, self.ended = verbose, False
         if self.brings_batches:
             self.own.check(config)
+        if self.brings_batches or val_batches is not None:
+            metrics = ["none", *["val_loss"] * (val_batches is not None)]
+            if config.eval_data:
+                raise SettingError("--eval-data", "none with batches of one's own", config.eval_data[0])
+            if (config.best_metric or "none") not in metrics:
+                flag, expected = flag_of("keep_best" if config.keep_best else "patience"), " or ".join(metrics)
+                raise SettingError(flag, f"{expected} with batches of one's own", config.best_metric)
         self.stop: Stop = stop or Stop()
         self.metrics: MetricsLog | None = None  # on rank 0
         self.extra: Extra = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from kos.errors import ConfigError, DataError
 from kos.testing import spawn
 from kos.train import checkpoint
 from kos.train.config.flags import parse
+from kos.train.data.batch import Batch
 from kos.train.data.batches import load_data
 from kos.train.device.cpu import CpuDevice
 from kos.train.run import Trainer
+from kos.train.tokenize import tokenize
 from kos.train.tools.metrics import read_metrics
-from tests.train import emulated_runs
+from tests.train import emulated_runs, test_fit
 from tests.train.emulated_runs import emulated
 from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
@@ -87,6 +90,22 @@ def test_all_of_a_file_is_validated_on_by_the_tokenizer_of_the_run(text: Path, o
         load_data(config)
     with refused(ConfigError, "--eval-data: expected stdlib, tinyshakespeare, or the path", "got 'no'"):
         load_data(config.model_copy(update={"eval_data": ("a=no",)}))
+
+
+def test_tokens_of_kos_tokenize(text: Path, others: Path, tmp_path: Path) -> None:
+    """What such a folder holds out, or else all of it, if its tokens are those of the run's tokenizer."""
+    val = text.read_text()[:300]
+    (tmp_path / "val.txt").write_text(val)
+    for name, of_val in (("both", str(tmp_path / "val.txt")), ("pairs", None)):
+        tokenize(tmp_path / name, [str(text if of_val else others / "pairs.jsonl")], val_data=of_val)
+    named = [f"{name}={tmp_path / name}" for name in ("both", "pairs")]
+    data = load_data(_config(text, None, seq_len=8, eval_data=named))
+    both = data.others["both"].val
+    assert data.tokenizer.decode(both.window(0, both.size)).strip() == val.strip()
+    alone = load_data(_config(tmp_path / "pairs", None, seq_len=8))
+    assert data.others["pairs"].val.size == alone.val.size and data.others["pairs"].val.masked
+    with refused(DataError, f"--eval-data {tmp_path / 'both'}: expected tokens of the tokenizer chars", "got bytes"):
+        load_data(_config(text, None, tokenizer="chars", seq_len=8, eval_data=named[:1]))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +214,52 @@ def test_a_best_after_the_step_that_a_run_resumes_from_is_gone(
     before = tmp_path / "checkpoints" / "step-3"
     assert run(text, tmp_path, monkeypatch, steps=5, eval_every=9, resume=str(before), keep=9)[1] == "step-5"
     assert run(text, tmp_path, monkeypatch, steps=8, resume=str(before), keep=9)[1] == "step-4"
+
+
+class Weighted:
+    """Validation batches with these losses, one for each validation, if the ``loss`` is that of the weights."""
+
+    def __init__(self, losses: Iterable[float]) -> None:
+        self.losses = iter(losses)
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield test_fit.batch_of(0, weights=np.full((test_fit.ROWS, test_fit.TOKENS), next(self.losses), np.float32))
+
+    @staticmethod
+    def loss(logits: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        return np.ones(len(logits)) if batch.weights is None else batch.weights, np.zeros_like(logits)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_of_a_program_keeps_the_best_and_stops(tmp_path: Path, capsys: Any, ranks: int) -> None:
+    """By its own loss, of its own batches."""
+    config = test_fit.config_of(tmp_path, steps=20, eval_every=1, keep=1, keep_best="val_loss", patience=2)
+    own = {"batches": test_fit.batches_of(20), "loss": Weighted.loss}
+    losses = [9.0, 5.0, 3.0, 4.0, 2.5, 2.5, 2.75]  # the first is that before training
+    results = test_fit.on_ranks(ranks, config, lambda rank: {"val_batches": Weighted(losses)}, **own)
+    assert [(result.step, result.stopped) for result in results] == [(6, True)] * ranks
+    assert [row["val_loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == pytest.approx(losses[1:])
+    found = [step for step, _ in checkpoint.steps_in(tmp_path / "checkpoints")]
+    assert (found, (tmp_path / "checkpoints" / "best").readlink().name) == ([4, 6], "step-4")
+    said = "val_loss has not fallen in 2 validations (--patience): stopped after step 6; resume"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "program", "expected"),
+    [
+        ({"keep_best": "val_loss"}, {"batches": ()},
+         "--keep-best: expected none with batches of one's own, got val_loss"),
+        ({"patience": 1}, {"batches": ()}, "--patience: expected none with batches of one's own, got val_loss"),
+        ({"eval_data": ["a=x"]}, {"batches": ()}, "--eval-data: expected none with batches of one's own, got a=x"),
+        ({"eval_data": ["a=x"]}, {"val_batches": ()}, "--eval-data: expected none with batches of one's own, got a=x"),
+        ({"data": ["a:1", "b:1"], "keep_best": "val_loss/a"}, {"val_batches": ()},
+         "--keep-best: expected none or val_loss with batches of one's own, got val_loss/a"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_of_a_program(changes: Any, program: Any, expected: str, tmp_path: Path) -> None:
+    with refused(ConfigError, expected):
+        Trainer(test_fit.config_of(tmp_path, backend="mock", **changes), **program)
 
 
 def test_a_run_resumes_from_another_folder(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

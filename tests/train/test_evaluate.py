@@ -177,6 +177,16 @@ def test_endings_of_a_context(tmp_path: Path) -> None:
     assert [each.cut for each in read_questions(path, ByteTokenizer(), 11)] == [True, True, False]
 
 
+def test_questions_in_a_json_list(tmp_path: Path) -> None:
+    """As in any other file with records."""
+    lines = [{"ctx": "a", "endings": ["b", "c"], "label": label} for label in (0, 1, 2)]
+    (tmp_path / "q.json").write_text(json.dumps(lines[:2]))
+    assert [each.label for each in read_questions(tmp_path / "q.json", ByteTokenizer(), 99)] == [0, 1]
+    (tmp_path / "q.json").write_text(json.dumps(lines))
+    with pytest.raises(DataError, match="q.json, item 3: expected the label of one of 2 endings, got 2"):
+        read_questions(tmp_path / "q.json", ByteTokenizer(), 99)
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
