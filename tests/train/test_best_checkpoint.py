@@ -96,12 +96,15 @@ def test_tokens_of_kos_tokenize(text: Path, others: Path, tmp_path: Path) -> Non
     """What such a folder holds out, or else all of it, if its tokens are those of the run's tokenizer."""
     val = text.read_text()[:300]
     (tmp_path / "val.txt").write_text(val)
-    for name, of_val in (("both", str(tmp_path / "val.txt")), ("pairs", None)):
-        tokenize(tmp_path / name, [str(text if of_val else others / "pairs.jsonl")], val_data=of_val)
-    named = [f"{name}={tmp_path / name}" for name in ("both", "pairs")]
+    write_lines(tmp_path / "one.jsonl", [{"prompt": "one ", "completion": "rank ring"}])
+    tokenize(tmp_path / "both", [str(text)], val_data=str(tmp_path / "val.txt"))
+    for name, folder in (("pairs", others), ("one", tmp_path)):
+        tokenize(tmp_path / name, [str(folder / f"{name}.jsonl")])
+    named = [f"{name}={tmp_path / name}" for name in ("both", "pairs", "one")]
     data = load_data(_config(text, None, seq_len=8, eval_data=named))
     both = data.others["both"].val
     assert data.tokenizer.decode(both.window(0, both.size)).strip() == val.strip()
+    assert data.others["one"].val.size == 13, "it holds nothing out"
     alone = load_data(_config(tmp_path / "pairs", None, seq_len=8))
     assert data.others["pairs"].val.size == alone.val.size and data.others["pairs"].val.masked
     with refused(DataError, f"--eval-data {tmp_path / 'both'}: expected tokens of the tokenizer chars", "got bytes"):
