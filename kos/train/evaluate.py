@@ -7,7 +7,6 @@ mpirun several ranks evaluate it together, in any layout.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +15,14 @@ from typing import Any
 import kos
 from kos.commands import program
 from kos.errors import ConfigError, KosError, debugging
-from kos.files import check_picture, check_writable, printing, replace_file
+from kos.files import check_picture, printing
 from kos.reporting import Parser, end_process, exit_status, report
 from kos.train import missing
 
 SETTINGS = (
-    *("text_field", "loss_on", "split_turns", "split_special_tokens", "documents", "fit", "long_documents", "seq_len"),
-    *("device", "dp", "tp", "pp", "cp", "backend", "dtype", "micro_batch_size", "debug", "timeout"),
+    *("text_field", "encoding", "token_dtype", "loss_on", "split_turns", "split_special_tokens", "documents", "fit"),
+    *("long_documents", "seq_len", "device", "dp", "tp", "pp", "cp", "backend", "dtype", "micro_batch_size"),
+    *("debug", "timeout"),
 )
 """The settings of a run that an evaluation has too."""
 
@@ -62,7 +62,6 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_title(metric.replace("_per_", "/"), fontsize=11, loc="left")
         axes.set_xticks(range(len(checkpoints)), checkpoints, rotation=30, ha="right", fontsize=8)
         axes.grid(color="#dddddd", linewidth=0.7)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)
 
@@ -83,9 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", action="append", default=[], metavar="NAME|PATH", help=about)
     about = "The accuracy in the multiple-choice questions of a .jsonl or an llm.c file. Repeat it. Default: none."
     parser.add_argument("--choices", action="append", default=[], type=Path, metavar="FILE", help=about)
-    about = "Write the rows of the table to a JSON file. Default: none."
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help=about)
-    about = "Draw them, as .png or .svg. Default: none."
+    about = "Draw the table, as .png or .svg. Default: none."
     parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help=about)
     for key in SETTINGS:
         add_flag(parser, key, None if KEYS[key].is_required() else KEYS[key].default)
@@ -93,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(options: dict[str, Any], console: Any) -> None:
-    """Evaluate all checkpoints, and print and write the rows on rank 0."""
+    """Evaluate all checkpoints, and print and draw the rows on rank 0."""
     from kos.train.evaluator import evaluate
     from kos.train.parallel.failures import same_on_all
 
@@ -109,8 +106,6 @@ def run(options: dict[str, Any], console: Any) -> None:
             return
     with printing():
         print(table(rows))
-    if options["json"]:
-        replace_file(options["json"], (json.dumps(rows, indent=1) + "\n").encode())
     if options["plot"]:
         draw(rows, options["plot"])
 
@@ -132,9 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise missing(error) from error
         if not options["data"] and not options["choices"]:
             raise ConfigError("--data: expected --data or --choices to evaluate on, got neither")
-        for path, check in ((options["plot"], check_picture), (options["json"], check_writable)):
-            if path is not None and rank == 0:
-                check(path)
+        if options["plot"] is not None and rank == 0:
+            check_picture(options["plot"])
         run(options, Console(rank, 0))
     except (KosError, OSError, MemoryError) as error:
         report(error, rank, debug="--debug" in arguments or debugging())
