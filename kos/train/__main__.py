@@ -64,14 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = parse(arguments)
         if config.show_data:
-            from kos.train.checkpoint import resume
-            from kos.train.data import show
-            from kos.train.run_context import run_folder
-
             if rank == 0:
-                out = run_folder(config) if config.resume == "auto" else Path()
-                with printing():
-                    print(show.report(config, resume.find(config, out / "checkpoints", lambda what, share: None)))
+                _show_data(config)
             return 0
         if config.join is not None:
             begun = True
@@ -98,6 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
         _fail(error, rank, note, "--debug" in arguments or debugging(), begun)
     return 0
+
+
+def _show_data(config: TrainConfig) -> None:
+    """Print the sequences that ``--show-data`` asks for."""
+    from kos.train.checkpoint import resume
+    from kos.train.data import show
+    from kos.train.run_context import run_folder
+
+    out = run_folder(config) if config.resume == "auto" else Path()
+    with printing():
+        print(show.report(config, resume.find(config, out / "checkpoints", lambda what, share: None)))
 
 
 def _join(config: TrainConfig, stop: Stop, arguments: Sequence[str]) -> int:
