@@ -15,6 +15,7 @@ from kos.errors import ConfigError, DataError, KosError
 from kos.testing import spawn
 from kos.train import evaluate as command
 from kos.train import evaluator
+from kos.train.checkpoint import adapter
 from kos.train.data.choices import read_questions
 from kos.train.data.tokenizers import ByteTokenizer, CharTokenizer, HuggingFaceTokenizer, NumberTokenizer
 from tests.forked import python
@@ -90,6 +91,19 @@ def test_an_emulated_gpu_has_the_same_numbers(
 ) -> None:
     monkeypatch.setattr(evaluator, "choose_device", lambda asked, comm: asked)
     check(rows_of(folder, ranks, device="cuda", dtype="float32", **layout))
+
+
+def test_there_are_no_gradients_of_matrices(folder: Path) -> None:
+    def shapes(comm: Any) -> Any:
+        model, weights = adapter.whole_model(folder / "model")
+        config = evaluator.settings_of(folder / "model", model, {}, comm.size)
+        held = evaluator.Evaluator(model, weights, config, 64, comm, lambda what, share: None)
+        found = {name: x.shape for name, x in held.device.step.gradients.items()}
+        held.close()
+        return found
+
+    found = spawn(shapes, 2, timeout=100)[0]
+    assert found and all(len(shape) == 1 for shape in found.values())
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "olmo2"])
