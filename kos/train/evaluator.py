@@ -28,6 +28,7 @@ from kos.train.data.batch import Batch
 from kos.train.data.batches import LEFT_OUT, Dataset, load_held_out, sum_over
 from kos.train.data.choices import Question, read_questions
 from kos.train.data.corpus import Show
+from kos.train.data.own import own_data
 from kos.train.data.tokenizers import NumberTokenizer, has_tokenizer, make_tokenizer
 from kos.train.data.tokens import Tokens
 from kos.train.device.choose import choose_device, layout_of, make_device
@@ -85,8 +86,7 @@ class Evaluator:
         self.mesh, self.length, self.rounded = Mesh(comm, layout), length, math.lcm(ROUNDED, multiple_of(config))
         limit_threads(comm)
         config = config.model_copy(update={"seq_len": length}).for_world(layout.dp, device)
-        blank = Tokens([np.zeros(length + 1, np.uint8)])
-        none = Dataset("", blank, blank, NumberTokenizer(model.vocab_size), 0, config.batch_size, length, 0, "")
+        none = own_data(config.model_copy(update={"init_from": None}))
         self.device = make_device(config, model, none, self.mesh, show)
         together(comm, lambda: self.device.read(weights))
         self.weights = self.device.step.as_read(self.device.whole_weights())
