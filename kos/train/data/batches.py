@@ -80,6 +80,9 @@ class Dataset:
     others: Mapping[str, Dataset] = field(default_factory=dict)
     """More data to validate on (``--eval-data``), by name."""
 
+    trains: bool = True
+    """Whether there is training data."""
+
     ahead = True
     """Whether the batch of the next step may be read before a step is over."""
 
@@ -91,7 +94,7 @@ class Dataset:
             return  # each source has been checked
         least = self.seq_len + 1
         uses = ((self.train, "train"), (self.val, "validate"))
-        for tokens, use in uses[not self.train.size : 2 if self.eval_batches else 1]:
+        for tokens, use in uses[not self.trains : 2 if self.eval_batches else 1]:
             if len(tokens) < least and self.packing and tokens.size:
                 expected = f"a document of at most --seq-len = {self.seq_len} tokens to {use} on"
                 raise self._error(tokens, expected, "only longer ones (--long-documents cut takes pieces of them)")
@@ -335,7 +338,7 @@ def _load(
     if several:
         stays = config.documents == "pack"
         between += f"; attention {'stays within a document' if stays else 'crosses documents'} (--documents)"
-    if about["masked"] and train.size:
+    if about["masked"] and given is None:
         if not about["counted"]:
             expected = "expected completions or answers to train on"
             raise DataError(f"--data {config.data}: {expected}, got none").about("data")
@@ -352,7 +355,7 @@ def _load(
         trained_on=f"trained on: {about['trained_on']}", note=_note(about.get("spelled_out", {})),
         sources=(" ".join(corpus.flags[0]), " ".join(corpus.flags[1])),
         packs=(several or packing is not None) and config.documents == "pack", in_parts=about["masked"],
-        packing=packing, what=about.get("what", "document"),
+        packing=packing, what=about.get("what", "document"), trains=given is None,
     )  # fmt: skip
 
 
