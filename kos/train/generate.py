@@ -133,6 +133,7 @@ class Decoder:
     def step(self, tokens: Mapping[int, int]) -> Mapping[int, np.ndarray]:
         for index, token in tokens.items():
             self._next[0, index] = token
+        np.minimum(self._next[1], self._cache.capacity - 1, out=self._next[1])  # those that have ended stay within
         self._ops.copy(self._next, self._inputs)
         if not self._together:
             for index in tokens:
@@ -142,7 +143,6 @@ class Decoder:
         else:
             self._replay()
         self._next[1, [*tokens]] += 1
-        np.minimum(self._next[1], self._cache.capacity - 1, out=self._next[1])  # those that have ended stay within
         logits = self._ops.to_host(self._logits)
         return {index: logits[index] for index in tokens}
 
@@ -210,7 +210,8 @@ class _Text:
         new = text.startswith(self._before) and bool(self._prompt)
         text = text.removeprefix(self._before) if new else self._tokenizer.decode(self._tokens)
         found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        ready = len(text) if last else len(text.rstrip("\ufffd")) - self._withheld(text)
+        whole = text.rstrip("\ufffd")
+        ready = len(text) if last else len(whole) - self._withheld(whole)
         if found:
             ready, self.stopped = min(found), True
         piece, self._said = text[self._said : ready], max(self._said, ready)

@@ -165,6 +165,12 @@ class RunContext:
         return self.val_batches is not None or (self.config.eval_batches > 0 and not self.brings_batches)
 
     @property
+    def brings(self) -> dict[str, Any]:
+        """What the program brings, the same on all ranks."""
+        own = {"batches": self.brings_batches, "rows": self.own.rows, "loss": self.loss is not None}
+        return own | {"val_batches": self.val_batches is not None}
+
+    @property
     def of_program(self) -> bool:
         """Whether the command alone could not continue the run: the program brings its batches or its loss."""
         return self.brings_batches or self.loss is not None
@@ -172,7 +178,7 @@ class RunContext:
     def make_device(self) -> None:
         """Make the device for the ranks of ``mesh``. Collective."""
         self.device = make_device(self.config, self.model_config, self.data, self.mesh, self.console.progress)
-        self.own.mesh, self.own.vocab_size = self.mesh, self.model_config.vocab_size
+        self.own.use(self.mesh, self.model_config.vocab_size)
         self.device.use(self.own if self.brings_batches else self.data)
         for model in self.device.step.models:
             model.head.own_loss = self.loss

@@ -97,7 +97,6 @@ class Run(Protocol):
         """Save a checkpoint."""
 
 
-
 class Runner:
     """What runs the steps, a device (``kos.train.device``). Collective."""
 

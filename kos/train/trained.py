@@ -30,6 +30,8 @@ from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 
+GENERATION = "generation_config.json"
+
 Message = Mapping[str, Any]
 """Of a chat: ``role`` and ``content``."""
 
@@ -192,9 +194,10 @@ def load(folder: str | os.PathLike[str], device: str = "cpu") -> TrainedModel:
     weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups(), ops.zeros)
     for name, weight in weights.items():
         ops.copy(np.ascontiguousarray(source.read(name), dtype), weight)
+    generates = path if (path / GENERATION).is_file() else adapter.base_of(path)
     path = Path(adapter.tokenizer_folder(str(path)) or path)
     tokenizer = make_tokenizer(str(path)) if has_tokenizer(path) else NumberTokenizer(config.vocab_size)
-    return TrainedModel(config, weights, tokenizer, folder=path, ends=_ends(path, tokenizer), ops=ops)
+    return TrainedModel(config, weights, tokenizer, folder=path, ends=_ends(generates, tokenizer), ops=ops)
 
 
 def _ops_of(device: str) -> tuple[Any, np.dtype]:
@@ -215,7 +218,7 @@ def _ops_of(device: str) -> tuple[Any, np.dtype]:
 
 def _ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
     """The tokens that end a text: the tokenizer's, and those of generation_config.json, which transformers takes."""
-    path, found = folder / "generation_config.json", [tokenizer.eos]
+    path, found = folder / GENERATION, [tokenizer.eos]
     if path.is_file():
         try:
             given = json.loads(path.read_text("utf-8")).get("eos_token_id")

@@ -46,10 +46,10 @@ def is_folder(folder: Path) -> bool:
     return os.path.isfile(folder / CONFIG)
 
 
-def read(folder: Path, trains: bool = False) -> Found:
+def read(folder: Path, trains: bool = False, has_base: bool = True) -> Found:
     """The adapters in ``folder``. With ``trains``, settings that only training has are checked too.
 
-    CheckpointError: an unreadable file, or a setting that kos does not have.
+    CheckpointError: an unreadable file, a setting that kos does not have, or no base, unless not ``has_base``.
     """
     path = folder / CONFIG
     try:
@@ -70,7 +70,7 @@ def read(folder: Path, trains: bool = False) -> Found:
             raise CheckpointError(f"{path}: {name}: expected {values[0]}, got {got!r}")
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
         raise CheckpointError(f"{path}: target_modules: expected a list of names, got {targets!r}")
-    if not isinstance(base, str) or not os.path.isdir(base):
+    if not isinstance(base, str) or (has_base and not os.path.isdir(base)):
         how = "kos downloads no models; set it to the folder of the base"
         raise CheckpointError(f"{path}: base_model_name_or_path: expected a folder, got {base!r}; {how}")
     return Found(Lora(int(rank), float(alpha), tuple(sorted(targets))), Path(base))
@@ -195,7 +195,7 @@ class Merged:
         self.weights = huggingface.weight_files(self.base, self.model.parameter_shapes())
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """A tensor in float32, or a slice of it."""
+        """A tensor or a slice of it, in float32 if there is an adapter of it."""
         tensor = self.weights.read(name, index)
         if name not in self._adapted:
             return tensor

@@ -53,8 +53,14 @@ class OwnBatches:
         self.rows, self._batches, self._config = rows, batches, config
         self.given: Any = None
         self._iterator: Iterator[Any] | None = None
-        self._step, self._batch, self._count = -1, Batch(None), 0
+        self._step, self._taken, self._batch, self._count = -1, -1, Batch(None), 0
         self._has_state = all(hasattr(batches, name) for name in ("state_dict", "load_state_dict"))
+        self._of_steps = isinstance(batches, tuple) and not batches
+        """Whether the program gives each step its batch, and continues itself with the next one."""
+
+    def use(self, mesh: Mesh, vocab_size: int) -> None:
+        """Read for the ranks of ``mesh``.  They agree again on the batch that they have of a step that is not over."""
+        self.mesh, self.vocab_size, self._step = mesh, vocab_size, -1
 
     def check(self, config: TrainConfig) -> None:
         """ConfigError for settings that only ``--data`` has, or that need a state of the batches."""
@@ -62,7 +68,8 @@ class OwnBatches:
             if (got := getattr(config, name)) != (default := TrainConfig.model_fields[name].default):
                 raise SettingError(flag_of(name), f"{default or 'none'} with batches of one's own", got)
         for name in ("resume", "elastic"):
-            if getattr(config, name) is not None and not self._has_state:
+            has_state = self._has_state or (self._of_steps and name == "resume")
+            if getattr(config, name) is not None and not has_state:
                 expected = "batches with state_dict and load_state_dict"
                 raise SettingError(flag_of(name), expected, type(self._batches).__name__)
         if config.elastic is not None and self.rows == "own":
@@ -76,10 +83,12 @@ class OwnBatches:
             raise DataError(f"state_dict of the batches: expected values that JSON has, got {error}") from error
 
     def load_state(self, saved: Any, rank: int, ranks: int) -> None:
-        """Continue after the state of ``saved``: ``rows``, and the states of all ranks."""
+        """Continue after the state of ``saved``: ``rows``, and the states of the ranks of dp, of which this is one."""
+        if self._of_steps:
+            return
         rows, states = saved or ("none", [])
         if rows != self.rows or (rows == "own" and len(states) != ranks):
-            expected = f"a checkpoint of batches with rows={self.rows!r} on {ranks} ranks"
+            expected = f"a checkpoint of batches with rows={self.rows!r} on {ranks} ranks of dp"
             raise SettingError("--resume", expected, f"rows={rows!r} on {len(states)}")
         self._batches.load_state_dict(states[rank if rows == "own" else 0])  # type: ignore[attr-defined]
 
@@ -96,30 +105,37 @@ class OwnBatches:
         Raises EndOfBatches if a rank has none, and DataError for a batch of another shape, value or fields than
         expected, or that differs between ranks that must have the same: on all ranks, if on one of them.
         """
-        if step == self._step:
+        if step == self._step and self.given is None:
             return
-        rows, got = self._config.batch_size // (1 if self.rows == "all" else self.mesh.dp.size), list[Batch]()
+        rows = self._config.batch_size // (1 if self.rows == "all" else self.mesh.dp.size)
 
         def take() -> str:
             given, self.given = self.given, None
+            if given is None and step == self._taken:  # ranks were lost since
+                return _about([self._batch])
             if given is None:
                 self._iterator = self._iterator or iter(self._batches)
                 given = next(self._iterator, None)
             if given is None:
                 return "none"
-            got.append(self._checked(given, rows))
-            present = tuple(name for name, field in got[0]._asdict().items() if field is not None)
+            batch = self._checked(given, rows)
+            present = tuple(name for name, field in batch._asdict().items() if field is not None)
             if self.fields not in ((), present):
                 raise DataError(f"batch: expected {self.fields}, the fields of the first, got {present}")
-            self.fields = present
-            return _about(got)
+            self.fields, self._batch, self._taken = present, batch, step
+            return _about([batch])
 
-        answers, self._step = self._agreed(f"batch of step {step + 1}", take), -1
+        self._step = -1
+        try:
+            answers = self._agreed(f"batch of step {step + 1}", take)
+        except DataError:
+            self._taken = -1  # the program may give another one
+            raise
         if "none" in answers and not self.fields:
             raise on_every_rank(DataError("batches: expected at least one, got none"))
         if "none" in answers:
             raise on_every_rank(EndOfBatches(f"batch of step {step + 1}: expected one more, got none"))
-        self._step, self._batch, self._count = step, got[0], _total(answers)
+        self._step, self._count = step, _total(answers)
 
     def checked(self, batches: Iterable[Batch]) -> list[Batch]:
         """Batches for validation, of any number of sequences.  DataError as ``read``, or if no target counts."""
@@ -190,7 +206,7 @@ class OwnData(Dataset):
 def own_data(config: TrainConfig, weights: str | None = None) -> OwnData:
     """The data of a run with batches of its program; ``weights`` as for ``load_data``.
 
-    ConfigError if it has neither a tokenizer nor a vocabulary.
+    ConfigError if it has neither a tokenizer nor a vocabulary, DataError if the tokenizer cannot encode the prompt.
     """
     spec, none, name = config.tokenizer, Tokens([np.zeros(0, np.uint16)]), "batches of the program"
     if spec == "auto" and (folder := weights or config.init_from) and has_tokenizer(Path(folder)):
@@ -199,6 +215,7 @@ def own_data(config: TrainConfig, weights: str | None = None) -> OwnData:
         expected = "bytes, a tokenizer.json, or auto with --vocab-size"
         raise ConfigError(f"--tokenizer: expected {expected}, got {spec}").about("tokenizer", "vocab_size")
     tokenizer: Tokenizer = NumberTokenizer(config.model.vocab_size or 0) if spec == "auto" else make_tokenizer(spec)
+    tokenizer.encode(config.prompt)  # DataError before the run, not after it
     return OwnData(
         name=name, train=none, val=none, tokenizer=tokenizer, seed=config.seed, batch_size=config.batch_size,
         seq_len=config.seq_len, eval_batches=0, fingerprint=name,
