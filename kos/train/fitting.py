@@ -20,7 +20,7 @@ class FitResult(NamedTuple):
     """How many steps are done."""
 
     stopped: bool
-    """Whether it ended before ``config.steps``, since a callback or a signal stopped it."""
+    """Whether it ended before ``config.steps``, since a callback, a signal or ``patience`` stopped it."""
 
     metrics: dict[str, Any]
     """The last row of ``metrics.jsonl``; empty if this run made no step."""

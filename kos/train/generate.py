@@ -155,13 +155,14 @@ class Decoder:
 def generate(
     source: Source, context: int, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, *,
     ends: Collection[int] = (), ended: set[int] | None = None, stopped: Callable[[], bool] = lambda: False,
+    warns: bool = True,
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
     """Up to ``count`` token ids that follow each of ``prompts``, with the prompt's index, by turns.
 
     A prompt's tokens end at a token of ``ends``, once the caller adds its index to ``ended``, or when ``stopped()``.  A
-    text that fills the ``context``, in tokens, is continued from its last half.
+    text that fills the ``context``, in tokens, is continued from its last half; with ``warns``, this is logged once.
     """
-    ended, ids, warned = set[int]() if ended is None else ended, [[*prompt] for prompt in prompts], False
+    ended, ids, warned = set[int]() if ended is None else ended, [[*prompt] for prompt in prompts], not warns
     random = [np.random.default_rng(sampling.seed) for _ in prompts]
     held, logits = [0] * len(ids), dict[int, np.ndarray]()  # tokens that the source has of a text
 
@@ -225,12 +226,15 @@ class _Text:
 def continue_texts(
     source: Source, context: int, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], count: int,
     sampling: Sampling, *, ends: Collection[int] = (), stop: Sequence[str] = (),
-    stopped: Callable[[], bool] = lambda: False,
+    **options: Any,
 ) -> Iterator[tuple[int, str]]:  # fmt: skip
-    """The texts that follow ``prompts``, of token ids, piece by piece, with the prompt's index.  [] begins a text."""
+    """The texts that follow ``prompts``, of token ids, piece by piece, with the prompt's index.  [] begins a text.
+
+    ``options`` are those of ``generate``.
+    """
     texts, ended = [_Text(tokenizer, prompt, stop) for prompt in prompts], set[int]()
     given = [[*prompt] or tokenizer.encode_prompt("") for prompt in prompts]
-    for index, token in generate(source, context, given, count, sampling, ends=ends, ended=ended, stopped=stopped):
+    for index, token in generate(source, context, given, count, sampling, ends=ends, ended=ended, **options):
         if piece := texts[index].add(token):
             yield index, piece
         if texts[index].stopped:
@@ -244,11 +248,15 @@ def sample_text(
     next_logits: Callable[[np.ndarray], np.ndarray], context: int, tokenizer: Tokenizer, prompt: str, count: int, *,
     stopped: Callable[[], bool] = lambda: False, **sampling: Any,
 ) -> str:  # fmt: skip
-    """``prompt`` and up to ``count`` tokens, as text; ``next_logits`` gives the logits (V,) of what follows (1, T)."""
+    """``prompt`` and up to ``count`` tokens, as text; ``next_logits`` gives the logits (V,) of what follows (1, T).
+
+    A text may be longer than the context without a warning.
+    """
     ids, ends = prompt_ids(tokenizer, prompt), () if tokenizer.eos is None else (tokenizer.eos,)
     pieces = continue_texts(
-        Uncached(next_logits), context, tokenizer, [ids], count, Sampling(**sampling), ends=ends, stopped=stopped
-    )
+        Uncached(next_logits), context, tokenizer, [ids], count, Sampling(**sampling), ends=ends, stopped=stopped,
+        warns=False,
+    )  # fmt: skip
     return prompt + "".join(piece for _, piece in pieces)
 
 

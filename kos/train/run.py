@@ -398,6 +398,12 @@ class Trainer(RunContext):
         losses = self.evaluate()
         if not math.isfinite(loss := losses["val_loss"]):
             raise self._not_finite(self.steps_done, "validation loss", loss)
+        if (metric := self.config.best_metric) is not None:
+            if self.best is None:
+                step, value = alone(self.comm, lambda: checkpoint.best_of(self.checkpoints, metric, self.start))
+                self.best = step, math.inf if value is None else value
+            if losses[metric] < self.best[1]:
+                self.best, self.improved = (self.steps_done, losses[metric]), True
         return losses
 
     def after_step(self, row: dict[str, Any]) -> bool:
@@ -422,7 +428,9 @@ class Trainer(RunContext):
             config=self.description | self._state_of_batches(),
             keep=self.config.keep, before=max(self.start, self.saved_step), run=f"{self.name}-{self.epoch}",
             extra=self.extra, show=None if self.config.save_async else self.console.progress,
+            best={str(self.config.best_metric): self.best[1]} if self.improved and self.best else None,
         )  # fmt: skip
+        self.improved = False
         if not self.config.save_async:
             self.finish_save()
         return folder

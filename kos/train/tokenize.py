@@ -31,8 +31,8 @@ def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, An
     ConfigError: ``out`` has something else, or a source has tokens.  Else as ``kos.train.data.batches.load_data``.
     """
     from kos.train.config.options import TrainConfig
-    from kos.train.data.batches import lines_of, tokenizing
     from kos.train.data.corpus import read_corpus
+    from kos.train.data.loading import lines_of, tokenizing
 
     config = TrainConfig.from_preset(data=sources[0], **settings)
     corpus = read_corpus(sources, val_data=config.val_data, lines=lines_of(config))

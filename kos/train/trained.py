@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kos.errors import CheckpointError, ConfigError, InvalidArgument, install
 from kos.train import checkpoint
-from kos.train.checkpoint import MANIFEST, adapter, huggingface
+from kos.train.checkpoint import adapter
 from kos.train.data.batch import Batch
 from kos.train.data.chat import ChatTemplate, read_chat_template
 from kos.train.data.documents import Document
@@ -189,22 +189,12 @@ def load(folder: str | os.PathLike[str], device: str = "cpu") -> TrainedModel:
         BackendUnavailable: there is no GPU that can be used.
     """
     ops, dtype = _ops_of(device)
-    path = Path(folder)
-    if (path / MANIFEST).exists() or not any(path.glob("*.safetensors")):
-        path = checkpoint.find(path, weights_only=True).path
-    merged = adapter.Merged(path) if adapter.is_folder(path) else None
-    config = huggingface.read_config(path) if merged is None else merged.model
+    path = checkpoint.find_weights(Path(folder))
+    config, source = adapter.whole_model(path)
     weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups(), ops.zeros)
-
-    def copy(source: np.ndarray, out: Any) -> None:
-        ops.copy(np.ascontiguousarray(source, dtype), out)
-
-    if merged is None:
-        huggingface.read_weights(path, weights, copy)
-    else:
-        for name, weight in weights.items():
-            copy(merged.read(name), weight)
-    generates = path if merged is None or (path / GENERATION).is_file() else merged.base
+    for name, weight in weights.items():
+        ops.copy(np.ascontiguousarray(source.read(name), dtype), weight)
+    generates = path if (path / GENERATION).is_file() else adapter.base_of(path)
     path = Path(adapter.tokenizer_folder(str(path)) or path)
     tokenizer = make_tokenizer(str(path)) if has_tokenizer(path) else NumberTokenizer(config.vocab_size)
     return TrainedModel(config, weights, tokenizer, folder=path, ends=_ends(generates, tokenizer), ops=ops)

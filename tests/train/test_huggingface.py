@@ -14,14 +14,13 @@ from kos.train.checkpoint.huggingface import (
     check_weights,
     from_huggingface,
     read_config,
-    read_weights,
     to_huggingface,
     weight_files,
 )
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
 from kos.train.model.parameters import Parameters
-from tests.train.models import SCALING, small
+from tests.train.models import SCALING, read_weights, small
 
 CHANGED: dict[str, object] = {
     "vocab_size": 41, "hidden_size": 28, "intermediate_size": 99, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -19,6 +19,7 @@ from kos.train import checkpoint, elastic, load
 from kos.train.checkpoint import adapter
 from kos.train.config.flags import parse
 from kos.train.data import show
+from kos.train.evaluator import evaluate
 from kos.train.export import main as export
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
@@ -158,6 +159,23 @@ def test_merged_and_loaded(whole: tuple[Path, np.ndarray], base: Path, tmp_path:
     assert load(tmp_path / "peft").logits(tokens).tobytes() == load(out).logits(tokens).tobytes()
     assert export([str(base), str(tmp_path / "none"), "--merge"]) == 2
     assert "--merge: expected a run with adapters (--lora), got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})])
+def test_evaluated(ranks: int, layout: dict[str, int], whole: Any, base: Path, text: Path) -> None:
+    """A folder of adapters is evaluated with its base."""
+    ids = np.frombuffer(text.read_bytes()[:401], np.uint8).astype(np.int32)
+    (text.parent / "some.txt").write_bytes(ids.astype(np.uint8).tobytes())
+    flags = {"seq_len": 16, **layout}
+
+    def evaluated(folder: Path) -> Any:
+        some = [str(text.parent / "some.txt")]
+        return spawn(lambda comm: evaluate(folder, some, [], flags, comm), ranks, timeout=100)[0][0]["loss"]
+
+    for folder in (whole[0], base):
+        losses = [load(folder).loss(ids[at : at + 17]) for at in range(0, 400, 16)]
+        assert evaluated(folder) == pytest.approx(np.mean(losses), rel=1e-5)
+    assert evaluated(whole[0]) != pytest.approx(evaluated(base), rel=1e-3)
 
 
 def test_training_goes_on_from_a_folder_of_peft(

@@ -171,6 +171,15 @@ class Joined:
         return (self._adapters if is_adapter(name) else self._base).read(name, index)
 
 
+def whole_model(folder: Path) -> tuple[LlamaConfig, Tensors]:
+    """The model in ``folder`` and its weights; adapters are added to their base.  CheckpointError as ``Merged``."""
+    if is_folder(folder):
+        merged = Merged(folder)
+        return merged.model, merged
+    model = huggingface.read_config(folder)
+    return model, huggingface.weight_files(folder, model.parameter_shapes())
+
+
 class Merged:
     """The tensors of the base in ``folder``'s settings, with the adapters in ``folder`` added: W + alpha / rank B A."""
 
@@ -185,10 +194,11 @@ class Merged:
             check_base(folder, run, fingerprint(self.base), self.base)
         self.weights = huggingface.weight_files(self.base, self.model.parameter_shapes())
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor, in float32 if there is an adapter of it."""
-        tensor = self.weights.read(name)
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """A tensor or a slice of it, in float32 if there is an adapter of it."""
+        tensor = self.weights.read(name, index)
         if name not in self._adapted:
             return tensor
+        rows, columns = index or (slice(None), slice(None))
         a, b = (self._adapters.read(name.removesuffix("weight") + each).astype(np.float32) for each in (A, B))
-        return np.asarray(tensor.astype(np.float32) + np.float32(self._scale) * (b @ a))
+        return np.asarray(tensor.astype(np.float32) + np.float32(self._scale) * (b[rows] @ a[:, columns]))

@@ -29,7 +29,7 @@ from kos.train.layers.lora import is_adapter
 from kos.train.model.families import FAMILIES, rotated_layers
 from kos.train.model.gpt2 import TRANSPOSED, GPT2Config
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
-from kos.train.model.parameters import Parameters, Shape
+from kos.train.model.parameters import Shape
 from kos.train.model.rope import KEYS
 
 DTYPES = {
@@ -248,20 +248,6 @@ def name_as_saved(name: str) -> str:
 
 def shape_as_saved(name: str, shape: Shape) -> Shape:
     return tuple(shape)[::-1] if name.endswith(TRANSPOSED) else tuple(shape)
-
-
-def _assign(source: np.ndarray, out: np.ndarray) -> None:
-    out[...] = source
-
-
-def read_weights(directory: Path, weights: Parameters, copy: Callable[[np.ndarray, Any], None] = _assign) -> None:
-    """Fill ``weights`` (converted to their dtype) from the safetensors of ``directory``, whole or sharded.
-
-    ``copy(source, out)`` writes an array of the host to a weight, and converts it.
-    """
-    files = weight_files(directory, weights.shapes)
-    for name, target in weights.items():
-        copy(files.read(name), target)
 
 
 def check_weights(directory: Path) -> None:

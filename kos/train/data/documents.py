@@ -109,7 +109,7 @@ class Records:
 
     def _all(self) -> Iterator[str | Document]:
         none = True
-        for place, value in _read(self.path, self.lines, READERS[_kind(self.path)]):
+        for place, value in read_records(self.path, self.lines):
             for document in _documents_of(value, self.lines, f"--data {self.path}, {place}"):
                 if document:
                     none = False
@@ -301,6 +301,12 @@ READERS: dict[str, Reader] = {
     ".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json, ".csv": _table, ".tsv": _table, ".parquet": _parquet,
 }  # fmt: skip
 """The readers of files with records, by suffix."""
+
+
+def read_records(path: Path, lines: Lines = TEXT) -> Iterator[tuple[str, Any]]:
+    """Where each record of a file is, and its fields.  A file whose suffix is unknown is read as JSON Lines."""
+    return _read(path, lines, READERS.get(_kind(path), _json_lines))
+
 
 # --- records to documents -----------------------------------------------------------------------------
 

@@ -23,8 +23,8 @@ from kos.reporting import Parser
 from kos.train.config import weighted
 from kos.train.config.flags import add_plan, parse, read_command_line
 from kos.train.config.options import CUDA_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
-from kos.train.data.batches import lines_of
 from kos.train.data.corpus import read_corpus
+from kos.train.data.loading import lines_of
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.choose import layout_of, scope_of
 from kos.train.device.memory_plan import GIB, DryCudaOps, MemoryPlan
