@@ -116,11 +116,11 @@ class Decoder:
         self._prompts = Model(config, ops)
         self._steps = Model(config, FewRows(ops) if sequences <= ops.few_rows or not self._together else ops)
         self._beginning = ops.zeros((1,), np.dtype(np.int32))
-        self._inputs = ops.zeros((2, sequences), np.dtype(np.int32))
+        self.inputs = ops.zeros((2, sequences), np.dtype(np.int32))
         self._next = np.zeros((2, sequences), np.int32)
         """Each sequence's next token and its position, on the host; ``_inputs`` has them where the model is."""
         dtype = weights[config.final_norm].dtype
-        self._cache = make_cache(ops, self._prompts.attentions, self._inputs[1], capacity, dtype)
+        self._cache = make_cache(ops, self._prompts.attentions, self.inputs[1], capacity, dtype)
         self._logits = ops.zeros((sequences, config.vocab_size), np.dtype(np.float32))
         self._replay: Callable[[], None] | None = None
 
@@ -134,7 +134,7 @@ class Decoder:
         for index, token in tokens.items():
             self._next[0, index] = token
         np.minimum(self._next[1], self._cache.capacity - 1, out=self._next[1])  # those that have ended stay within
-        self._ops.copy(self._next, self._inputs)
+        self._ops.copy(self._next, self.inputs)
         if not self._together:
             for index in tokens:
                 self._queue(slice(index, index + 1))
@@ -148,7 +148,7 @@ class Decoder:
 
     def _queue(self, which: slice) -> None:
         cache = self._cache.of(which, self._cache.positions[which])
-        tokens = self._inputs[0][which].reshape(-1, 1)
+        tokens = self.inputs[0][which].reshape(-1, 1)
         self._steps.queue_next_logits(self._weights, tokens, cache, self._logits[which])
 
 

@@ -213,7 +213,7 @@ def test_a_sequence_that_ended_with_a_full_cache_reads_nothing_behind_it() -> No
     source.prefill(0, [1, 2, 3, 4])
     source.prefill(1, [1])
     source.step({1: 2})
-    assert source._inputs[1].tolist() == [3, 1]
+    assert source.inputs[1].tolist() == [3, 1]
 
 
 def test_a_context_of_one_token() -> None:
