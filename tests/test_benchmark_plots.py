@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import loss_curve
 from benchmarks.plots import __main__ as command
 from benchmarks.plots import measured, results, tables, tables_hosts, tables_slower
 from benchmarks.plots import tables_collectives as collectives
@@ -204,25 +203,6 @@ def test_the_command_checks_and_writes(
     assert command.main() == 1 and "page.md: tables differ" in capsys.readouterr().out
     page.write_text(tables.renewed(page.read_text(), page))
     assert command.main() == 0 and "ms per step" in page.read_text()
-
-
-def test_a_run_becomes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = [
-        {"step": 1, "loss": 5.25, "lr": 0.1, "tokens_per_second": 10.0, "val_loss_before": 5.5},
-        {"step": 2, "loss": 3.123456, "lr": 0.1, "tokens_per_second": 30.0, "val_loss": 4.0},
-        {"step": 3, "loss": 3.0, "lr": 0.1, "tokens_per_second": 20.0},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    log = ["kos: begins", "step   1/12  loss 5", "step  2/12  loss 3  val_loss 4", "step  3/12  loss 3", "done"]
-    (tmp_path / "log").write_text("\n".join(log))
-    file = tmp_path / "run.json"
-    arguments = [str(tmp_path), "--command", "make train", "--log", str(tmp_path / "log"), "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["loss_curve", *arguments])
-    loss_curve.main()
-    result = json.loads(file.read_text())
-    assert result["command"] == "make train" and result["tokens_per_second"] == 20 and result["val_loss_before"] == 5.5
-    assert result["rows"][1] == {"step": 2, "loss": 3.1235, "val_loss": 4.0, "lr": 0.1} and len(result["rows"]) == 3
-    assert result["output"] == [*log[:3], "done"]
 
 
 def test_sms_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
