@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -221,6 +222,16 @@ def test_scaling_is_said_beside_the_rows_of_one_rank(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out == "kos bfloat16: 97.5% of 8 times the 500 of one\n"
 
 
+def test_training_beside_8_bits(program: Callable[..., Any]) -> None:
+    """The same weights and tokens, a row each; it needs no torch."""
+    words = shlex.join([*SMALL, "--compare", "fp8", "--ranks", "1", "--steps", "2"])
+    done = program("benchmarks.train", f"{words} --json {{json}}")
+    assert done.code == 0, done.out + done.err
+    float32, fp8 = done.result["rows"]
+    assert [(row["implementation"], row["variant"]) for row in (float32, fp8)] == [("kos", "float32"), ("kos", "fp8")]
+    assert 0 < fp8["loss_difference"] < 1e-2 and float32["loss"] == pytest.approx(fp8["loss"], rel=1e-2)
+
+
 def _group(name: str, losses: list[float]) -> object:
     group = object.__new__(train.Group)
     group.name, group.losses, group.seconds = name, losses, [0.25, 0.5, 1.0]
@@ -248,20 +259,9 @@ def test_losses_that_differ_are_an_exit_code(
     rows = train.make_rows([_group("kos", [5.0, 4.0, 3.0]), _group("eager", [5.0, 4.2])], options, config)
     assert [(row["loss"], row["loss_difference"]) for row in rows] == [(4.0, 0.0), (4.2, 0.05)], "not of the same step"
     monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
+    flags = "--compare torch --ranks 2 --device cuda --grad-dtype bfloat16 --micro-batch-size".split()
     for micro_batch_size, variant in (("2", "bfloat16"), ("4", "bfloat16-grads")):  # several add up in fp32
-        flags = [
-            "--compare",
-            "torch",
-            "--ranks",
-            "2",
-            "--device",
-            "cuda",
-            "--grad-dtype",
-            "bfloat16",
-            "--micro-batch-size",
-            micro_batch_size,
-        ]
-        rows = train.make_rows(groups, *train.read_arguments([*SMALL, *flags]))
+        rows = train.make_rows(groups, *train.read_arguments([*SMALL, *flags, micro_batch_size]))
         assert [row["variant"] for row in rows] == [variant, "eager", "eager-whole"]
 
 
