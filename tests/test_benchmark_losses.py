@@ -48,7 +48,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def losses(corpus: Path, capsys: pytest.CaptureFixture[str]) -> Losses:
-    """Runs a program on the corpus. Returns the file, and what was printed; ``lack``: only these rows are there before."""
+    """Runs a program on the corpus: returns the file, and what was printed. ``lack``: rows that are there before."""
     file = corpus.with_name("losses.json")
 
     def run(module: Any, *flags: str, lack: list[Any] | None = None) -> tuple[dict[str, Any], str]:

@@ -343,6 +343,17 @@ def test_a_run_becomes_a_file(program: Program, tmp_path: Path) -> None:
     assert result["output"] == [*log[:3], "done"]
 
 
+def test_training_beside_8_bits(tmp_path: Path) -> None:
+    """The same weights and tokens, a row each; it needs no torch."""
+    flags = SMALL.format(json=tmp_path / "rows.json") + "--seq-len 32 --vocab-size 512 --per-rank 4 --steps 2"
+    words = f"-m benchmarks.train {flags} --repeats 1 --ranks 1 --compare fp8"
+    done = run_program(sys.executable, *words.split(), env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    float32, fp8 = report.read(tmp_path / "rows.json")["rows"]
+    assert [(row["implementation"], row["variant"]) for row in (float32, fp8)] == [("kos", "float32"), ("kos", "fp8")]
+    assert 0 < fp8["loss_difference"] < 1e-2 and float32["loss"] == pytest.approx(fp8["loss"], rel=1e-2)
+
+
 @needs_mpirun
 @pytest.mark.slow
 def test_between_two_hosts(tmp_path: Path) -> None:

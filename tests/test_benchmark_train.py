@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,11 +180,12 @@ def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_answer_that_comes_with_other_words_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one piece: what a library says on the way to the first step, and the step."""
     options, _ = train.read_arguments(SMALL)
-    code, start = "print('words\\n{\"x\": 1}', flush=True); input()", subprocess.Popen
+    code, start = "print('words\\n{\"losses\": [1]}', flush=True); input()", subprocess.Popen
     monkeypatch.setattr(train.subprocess, "Popen", lambda _, **more: start([sys.executable, "-c", code], **more))
     group = train.Group("kos", options, [], tmp_path)
     try:
-        assert group._answer() == {"x": 1}
+        group.warm_up()
+        assert group.losses == [1]
     finally:
         group.end()
 
@@ -222,16 +222,6 @@ def test_scaling_is_said_beside_the_rows_of_one_rank(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out == "kos bfloat16: 97.5% of 8 times the 500 of one\n"
 
 
-def test_training_beside_8_bits(program: Callable[..., Any]) -> None:
-    """The same weights and tokens, a row each; it needs no torch."""
-    words = shlex.join([*SMALL, "--compare", "fp8", "--ranks", "1", "--steps", "2"])
-    done = program("benchmarks.train", f"{words} --json {{json}}")
-    assert done.code == 0, done.out + done.err
-    float32, fp8 = done.result["rows"]
-    assert [(row["implementation"], row["variant"]) for row in (float32, fp8)] == [("kos", "float32"), ("kos", "fp8")]
-    assert 0 < fp8["loss_difference"] < 1e-2 and float32["loss"] == pytest.approx(fp8["loss"], rel=1e-2)
-
-
 def _group(name: str, losses: list[float]) -> object:
     group = object.__new__(train.Group)
     group.name, group.losses, group.seconds = name, losses, [0.25, 0.5, 1.0]
@@ -259,7 +249,7 @@ def test_losses_that_differ_are_an_exit_code(
     rows = train.make_rows([_group("kos", [5.0, 4.0, 3.0]), _group("eager", [5.0, 4.2])], options, config)
     assert [(row["loss"], row["loss_difference"]) for row in rows] == [(4.0, 0.0), (4.2, 0.05)], "not of the same step"
     monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
-    flags = "--compare torch --ranks 2 --device cuda --grad-dtype bfloat16 --micro-batch-size".split()
+    flags = shlex.split("--compare torch --ranks 2 --device cuda --grad-dtype bfloat16 --micro-batch-size")
     for micro_batch_size, variant in (("2", "bfloat16"), ("4", "bfloat16-grads")):  # several add up in fp32
         rows = train.make_rows(groups, *train.read_arguments([*SMALL, *flags, micro_batch_size]))
         assert [row["variant"] for row in rows] == [variant, "eager", "eager-whole"]
@@ -353,24 +343,27 @@ def test_picotron_in_float32_gives_the_losses_of_kos(layout: str, variant: str, 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--compare", "torch"], "--compare torch: expected PyTorch"),
-        (["--json", "/nowhere/a.json"], "/nowhere/a.json: expected a file to write, got no such folder"),
-        *(([flag, "0"], f"{flag}: expected at least 1, got 0") for flag in COUNTS),
-        (["--ranks", "-1"], "--ranks: expected at least 1, got -1"),
-        (["--lr", "fast"], "--lr: expected a valid number, got 'fast'"),
-        (["--ranks", "3"], r"--batch-size: expected a multiple of 3 \(ranks\), got 16"),
-        (["--no-graph"], "--no-graph: expected a GPU, got the CPU"),
-        (["--torch", "flash-best"], "--torch: expected words of .*, got best"),
-        (["--compare", "torch", "--preset", "gpt2-124m"], "expected a llama, got gpt2"),
-        (["--compare", "picotron"], "--compare picotron: expected --picotron PATH, got none"),
+        ("--compare torch", "--compare torch: expected PyTorch"),
+        ("--json /nowhere/a.json", "/nowhere/a.json: expected a file to write, got no such folder"),
+        *((f"{flag} 0", f"{flag}: expected at least 1, got 0") for flag in COUNTS),
+        ("--ranks -1", "--ranks: expected at least 1, got -1"),
+        ("--lr fast", "--lr: expected a valid number, got 'fast'"),
+        ("--ranks 3", r"--batch-size: expected a multiple of 3 \(ranks\), got 16"),
+        ("--no-graph", "--no-graph: expected a GPU, got the CPU"),
+        ("--torch flash-best", "--torch: expected words of .*, got best"),
+        ("--compare torch --preset gpt2-124m", "expected a llama, got gpt2"),
+        ("--compare picotron", "--compare picotron: expected --picotron PATH, got none"),
+        ("--hidden-size 4000000", "memory: expected at most .*"),  # which the ranks refuse
     ],
 )
-def test_what_cannot_be_is_said_before_anything_runs(
-    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_is_said_in_one_line(
+    flags: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Before anything runs, but for what the ranks refuse."""
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(train, "measure", None)
-    assert train.main(["--device", "cpu", *flags]) == 2
+    if "hidden" not in flags:
+        monkeypatch.setattr(train, "measure", None)
+    assert train.main(["--device", "cpu", *flags.split()]) == 2
     assert re.fullmatch(f"kos: error: .*{expected}.*\n", capsys.readouterr().err)
 
 
@@ -382,9 +375,3 @@ def test_torch_takes_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
         _, config = train.read_arguments([*SMALL, "--ranks", "4", flag, "2"])
         with pytest.raises(ConfigError, match=f"^--compare torch: expected one axis of dp, tp and cp, got {got}$"):
             make_training(config, None, None, "eager")  # type: ignore[arg-type]
-
-
-def test_what_the_ranks_refuse_is_said_as_they_say_it() -> None:
-    command = [sys.executable, "-m", "benchmarks.train", "--device", "cpu", "--hidden-size", "4000000"]
-    done = run_program(*command, env=OUTSIDE, cwd=ROOT)
-    assert done.returncode == 2 and re.fullmatch("kos: error: memory: expected at most .*\n", done.stderr), done.stderr
