@@ -222,37 +222,57 @@ def test_scaling_is_said_beside_the_rows_of_one_rank(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out == "kos bfloat16: 97.5% of 8 times the 500 of one\n"
 
 
-def _group(name: str, losses: list[float]) -> object:
-    group = object.__new__(train.Group)
-    group.name, group.losses, group.seconds = name, losses, [0.25, 0.5, 1.0]
-    group.facts = {"first_step_seconds": 1.0, "peak_memory_bytes": 1, "layout": "dp2"}
-    return group
+def group(name: str, losses: list[float]) -> Any:
+    facts = {"first_step_seconds": 1.0, "peak_memory_bytes": 1, "layout": "dp2"}
+    return SimpleNamespace(name=name, losses=losses, seconds=[0.25, 0.5, 1.0], facts=facts)
 
 
+@pytest.fixture
+def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "unavailable", lambda: "")
+    monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
+
+
+NAN, BOTH = float("nan"), "--ranks 2 --compare"
+PICOTRON_FLAGS = f"{BOTH} picotron --picotron clone --device cuda --dtype"
+
+
+@pytest.mark.parametrize(
+    ("flags", "losses", "code"),
+    [
+        (f"{BOTH} torch", [5.0, 4.0], 0), (f"{BOTH} torch", [5.0, 4.1], 1), (f"{BOTH} torch", [NAN, 4.0], 1),
+        (f"{BOTH} torch", [5.0, NAN], 1), (f"{BOTH} torch", [], 1),
+        (f"{PICOTRON_FLAGS} bfloat16", [5.01, 4.1], 0), (f"{PICOTRON_FLAGS} bfloat16", [5.1, 4.0], 1),
+        (f"{PICOTRON_FLAGS} bfloat16", [5.0, NAN], 1),
+        (f"{PICOTRON_FLAGS} float32", [5.01, 4.0], 0), (f"{PICOTRON_FLAGS} float32", [5.0, 4.1], 1),
+    ],
+)  # fmt: skip
 def test_losses_that_differ_are_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options, config = train.read_arguments([*SMALL, "--preset", "tiny", "--ranks", "2", "--compare", "torch"])
+    flags: str, losses: list[float], code: int, unknown_gpu: None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Of picotron in bfloat16 those of the first step; later ones must be finite. Those of kos are 5 and 4."""
+    groups = [group("kos", [5.0, 4.0]), *[group("flash", losses)] * bool(losses)]  # none: nothing of it came through
+    monkeypatch.setattr(train.report, "provenance", lambda *_: {})
+    monkeypatch.setattr(train, "measure", lambda *_: (groups, {} if losses else {"eager": "why"}))
+    assert train.main([*SMALL, *flags.split()]) == code
+    shown = capsys.readouterr().out
+    assert "kos is x" in shown and "4 x 24 tokens a rank, 2 ranks\n" in shown
+    assert ("compared at the first step only" in shown) == ("bfloat16" in flags)
 
-    for other, expected in (([5.0, 4.0], 0), ([5.0, 4.1], 1), ([float("nan"), 4.0], 1), ([5.0, float("nan")], 1)):
-        groups = [_group("kos", [5.0, 4.0, 3.0]), _group("eager", other), _group("eager-whole", [5.0, 4.0, 3.0])]
-        monkeypatch.setattr(train, "measure", lambda *_, groups=groups: (groups, {}))
-        assert train.main([*SMALL, "--ranks", "2", "--compare", "torch"]) == expected
-    monkeypatch.setattr(train, "measure", lambda *_: (groups[:1], {"eager": "why"}))
-    assert train.main([*SMALL, "--ranks", "2", "--compare", "torch"]) == 1, "nothing of torch came through"
-    rows = train.make_rows(groups, options, config)
-    assert [(row["step_ms"], row["tokens_per_second"]) for row in rows] == [(500.0, 384.0)] * 3
-    said = capsys.readouterr().out
-    assert "kos is x" in said and "4 x 24 tokens a rank, 2 ranks\n" in said
+
+def test_rows_of_groups(unknown_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = train.read_arguments([*SMALL, "--ranks", "2", "--compare", "torch"])
+    groups = [group("kos", [5.0, 4.0, 3.0]), group("eager", [5.0, 4.2])]
+    rows = train.make_rows(groups, *arguments)
+    assert [(row["step_ms"], row["tokens_per_second"]) for row in rows] == [(500.0, 384.0)] * 2
+    assert [(row["loss"], row["loss_difference"]) for row in rows] == [(4.0, 0.0), (4.2, 0.05)], "not of the same step"
     train.print_rows([{**rows[0], "ranks": 1}], {})
     assert "4 x 24 tokens a rank, 1 rank\n" in capsys.readouterr().out
-    rows = train.make_rows([_group("kos", [5.0, 4.0, 3.0]), _group("eager", [5.0, 4.2])], options, config)
-    assert [(row["loss"], row["loss_difference"]) for row in rows] == [(4.0, 0.0), (4.2, 0.05)], "not of the same step"
-    monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
     flags = shlex.split("--compare torch --ranks 2 --device cuda --grad-dtype bfloat16 --micro-batch-size")
     for micro_batch_size, variant in (("2", "bfloat16"), ("4", "bfloat16-grads")):  # several add up in fp32
         rows = train.make_rows(groups, *train.read_arguments([*SMALL, *flags, micro_batch_size]))
-        assert [row["variant"] for row in rows] == [variant, "eager", "eager-whole"]
+        assert [row["variant"] for row in rows] == [variant, "eager"]
 
 
 def test_a_gpu_gives_the_losses_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,27 +321,6 @@ def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch
     assert training.peak_memory() == 130
     training.device = SimpleNamespace()  # type: ignore[assignment]
     assert training.peak_memory() is None
-
-
-@pytest.mark.parametrize(
-    ("dtype", "losses", "code"),
-    [
-        ("bfloat16", [5.01, 4.1], 0), ("bfloat16", [5.1, 4.0], 1), ("bfloat16", [5.0, float("nan")], 1),
-        ("float32", [5.01, 4.0], 0), ("float32", [5.0, 4.1], 1),
-    ],
-)  # fmt: skip
-def test_bfloat16_losses_of_picotron_are_compared_at_the_first_step(
-    dtype: str, losses: list[float], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Later losses must be finite. Those of kos are 5 and 4."""
-    groups = [_group("kos", [5.0, 4.0]), _group("flash", losses)]
-    monkeypatch.setattr(train, "unavailable", lambda: "")
-    monkeypatch.setattr(train.report, "provenance", lambda *_: {})
-    monkeypatch.setattr(train, "measure", lambda *_: (groups, {}))
-    monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
-    flags = ["--ranks", "2", "--device", "cuda", "--dtype", dtype, "--compare", "picotron", "--picotron", "clone"]
-    assert train.main([*SMALL, *flags]) == code
-    assert ("compared at the first step only" in capsys.readouterr().out) == (dtype == "bfloat16")
 
 
 @pytest.mark.skipif(not PICOTRON, reason="KOS_PICOTRON names no clone of huggingface/picotron")
