@@ -25,6 +25,7 @@ from kos.bench import options
 from kos.errors import ConfigError, CudaError
 
 ROOT = Path(__file__).resolve().parents[1]
+Begin = Callable[..., tuple[int, str]]
 FAKE = """
 import json, os, sys, time
 mark, *more, _, file = sys.argv[1:]
@@ -38,37 +39,34 @@ json.dump({**about, "rows": [{"op": mark[-1]}]}, open(file, "w"))
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose ``fake.py`` is measured in place of everything else."""
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Begin:
+    """Measures a programme, of pieces of a fake program: the exit code, and what was printed."""
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setenv("KOS_COMMIT", "abc")
-    return tmp_path
 
+    def run(wanted: Programme, *flags: str) -> tuple[int, str]:
+        monkeypatch.setattr(command, "programme", lambda *_: wanted)
+        paths = ["--json", str(tmp_path / "out"), "--parts", str(tmp_path / "parts")]
+        monkeypatch.setattr(sys, "argv", ["all", "--gpus", "0", *paths, *flags])
+        return command.main(), capsys.readouterr().out
 
-def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, wanted: Programme, *arguments: str) -> int:
-    monkeypatch.setattr(command, "programme", lambda *_: wanted)
-    flags = ["--gpus", "0", "--json", str(folder / "out"), "--parts", str(folder / "parts"), *arguments]
-    monkeypatch.setattr(sys, "argv", ["all", *flags])
-    return command.main()
+    return run
 
 
 def piece(folder: Path, mark: str, *more: str, seconds: int = 1) -> Piece:
     return Piece(shlex.join(["python", str(folder / "fake.py"), str(folder / mark), *more]), seconds)
 
 
-def test_a_subject_is_measured_once_a_commit(
-    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wanted = {"calls": [piece(fake, "a"), piece(fake, "b")]}
-    for _ in range(2):
-        assert begin(fake, monkeypatch, wanted) == 0
-    result = json.loads((fake / "out" / "calls.json").read_text())
+def test_a_subject_is_measured_once_a_commit(begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"calls": [piece(tmp_path, "a"), piece(tmp_path, "b")]}
+    (code, shown), again = begin(wanted), begin(wanted)
+    assert code == 0 and shown.count("calls 1/2: python ") == 1 and again == (0, "")
+    result = json.loads((tmp_path / "out" / "calls.json").read_text())
     assert result["rows"] == [{"op": "a"}, {"op": "b"}] and result["date"] == "b"
     assert result["command"].count("calls.json") == 2 and " && " in result["command"]
-    assert (fake / "a").read_text() == (fake / "b").read_text() == "x"
-    assert capsys.readouterr().out.count("calls 1/2: python ") == 1
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == "x"
     monkeypatch.setenv("KOS_COMMIT", "another")
-    assert begin(fake, monkeypatch, wanted) == 0 and (fake / "a").read_text() == "xx"
+    assert begin(wanted)[0] == 0 and (tmp_path / "a").read_text() == "xx"
 
 
 def test_what_this_writes_is_no_other_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,29 +90,24 @@ def test_what_this_writes_is_no_other_commit(tmp_path: Path, monkeypatch: pytest
     assert command.commit_of() == f"{commit}-dirty"
 
 
-def test_what_fails_is_measured_again(
-    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_fails_is_measured_again(begin: Begin, tmp_path: Path) -> None:
     """And a piece that would end late is not begun."""
-    late = [piece(fake, "d", seconds=60), piece(fake, "e", seconds=3)]
-    wanted = {"calls": [piece(fake, "a", "fails"), piece(fake, "b")], "others": [piece(fake, "c")], "late": late,
-              "none": [Piece("/no/such/program", 1)]}  # fmt: skip
-    assert begin(fake, monkeypatch, wanted, "--minutes", "0.5") == 1
-    shown = capsys.readouterr().out
-    assert "failed: exit code 3; see " in shown and "failed: [Errno 2]" in shown
+    a, b, c, e = (piece(tmp_path, mark, seconds=3) for mark in "abce")
+    late = [piece(tmp_path, "d", seconds=60), e]
+    wanted = {"calls": [piece(tmp_path, "a", "fails"), b], "others": [c], "late": late, "none": [Piece("/no/such", 1)]}
+    code, shown = begin(wanted, "--minutes", "0.5")
+    assert code == 1 and "failed: exit code 3; see " in shown and "failed: [Errno 2]" in shown
     assert "not begun: expected 60 s, which --minutes 0.5 does not leave" in shown
-    assert [path.name for path in (fake / "out").iterdir()] == ["others.json"]
-    wanted = {"calls": [piece(fake, "a"), piece(fake, "b")], "others": wanted["others"]}
-    assert begin(fake, monkeypatch, wanted) == 0
-    assert [(fake / mark).read_text() for mark in "abce"] == ["xx", "x", "x", "x"] and not (fake / "d").exists()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["others.json"]
+    assert begin({"calls": [a, b], "others": [c]})[0] == 0
+    assert [(tmp_path / mark).read_text() for mark in "abce"] == ["xx", "x", "x", "x"]
+    assert not (tmp_path / "d").exists()
 
 
-def test_a_piece_ends_with_its_ranks(
-    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_piece_ends_with_its_ranks(begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LONGEST", 1)
-    assert begin(fake, monkeypatch, {"calls": [piece(fake, "a", "waits")]}) == 1  # which would take 600 s
-    assert "failed: expected its end within 1 s; see " in capsys.readouterr().out
+    code, shown = begin({"calls": [piece(tmp_path, "a", "waits")]})  # which would take 600 s
+    assert code == 1 and "failed: expected its end within 1 s; see " in shown
 
 
 @pytest.mark.parametrize(
@@ -126,9 +119,9 @@ def test_a_piece_ends_with_its_ranks(
     ],
     ids=["SIGINT", "SIGTERM", "SIGTERM, SIGINT ignored"],
 )
-def test_a_signal_ends_the_piece_too(number: int, start: Callable[[], object] | None, fake: Path) -> None:
+def test_a_signal_ends_the_piece_too(number: int, start: Callable[[], object] | None, tmp_path: Path) -> None:
     """By Ctrl-C, so that it cleans up, even if a shell began the benchmark in the background, where that is ignored."""
-    begun, cleaned = fake / "pid", fake / "cleaned"
+    begun, cleaned = tmp_path / "pid", tmp_path / "cleaned"
     program = f"""
 import os, time
 try:
@@ -142,7 +135,7 @@ import sys
 from benchmarks import all as command
 from benchmarks.programme import Piece
 command.programme = lambda *_: {{"calls": [Piece({shlex.join(["python", "-c", program])!r}, 1)]}}
-sys.argv = ["all", "--gpus", "0", "--json", {str(fake)!r}, "--parts", {str(fake)!r}]
+sys.argv = ["all", "--gpus", "0", "--json", {str(tmp_path)!r}, "--parts", {str(tmp_path)!r}]
 raise SystemExit(command.main())
 """
     process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.DEVNULL, preexec_fn=start)
