@@ -35,6 +35,7 @@ FLAGS = shlex.split("""
 """)
 TUNED = shlex.split("--tokens 1280 --tune-tokens 320 --rates 1e-2 3e-2 --seeds 2 --evaluations 5")
 PAIRS = shlex.split("--tokens 640 --micro-batch-size 2 --lr 1e-2 --seeds 2")
+KEYS = ("optimizer", "lr", "muon_lr", "seed", "steps")
 Losses = Callable[..., Any]
 
 
@@ -65,7 +66,7 @@ def test_optimizers_beside_each_other(losses: Losses) -> None:
     """Tuning, and pairs; a file that lacks some is completed with the same numbers."""
     whole, shown = losses(optimizer_losses, *TUNED)
     rows, rates = whole["rows"], (0.01, 0.03)
-    keys = [tuple(row[name] for name in Wanted._fields) for row in rows]
+    keys = [tuple(row[name] for name in KEYS) for row in rows]
     adamw = rates[int(rows[1]["val_loss"] < rows[0]["val_loss"])]
     tuned = [("adamw", lr, None, 0, 5) for lr in rates] + [("muon", adamw, rate, 0, 5) for rate in rates]
     assert keys[:4] == tuned and len(keys) == len(set(keys)) == 4 + 2 * 2
@@ -79,7 +80,7 @@ def test_optimizers_beside_each_other(losses: Losses) -> None:
         assert [each["adamw"], each["muon"]] == [row["val_loss"] for row in rows[4 + 2 * number : 6 + 2 * number]]
         assert each["share"] == 0.8 and f"{each['adamw']:.4f}" in shown and f"{each['muon']:.4f}" in shown
     again, _ = losses(optimizer_losses, *TUNED, lack=[rows[0], *rows[3:5]])
-    curves = {tuple(row[name] for name in Wanted._fields): row["curve"] for row in again["rows"]}
+    curves = {tuple(row[name] for name in KEYS): row["curve"] for row in again["rows"]}
     assert len(again["rows"]) == len(rows) and curves == dict(zip(keys, [row["curve"] for row in rows], strict=True))
     with refused(ConfigError, "losses.json: expected runs of seq_len 8, got those of 16"):
         losses(optimizer_losses, *TUNED, "--seq-len", "8")
