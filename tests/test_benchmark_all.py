@@ -32,7 +32,8 @@ mark, *more, _, file = sys.argv[1:]
 open(mark, "a").write("x")
 if "fails" in more: sys.exit(3)
 if "waits" in more: time.sleep(600)
-about = {"hardware": "a machine", "driver": None, "commit": os.environ["KOS_COMMIT"], "date": mark[-1]}
+about = {"hardware": "a machine", "driver": os.environ.get("LD_PRELOAD"), "commit": os.environ["KOS_COMMIT"]}
+about["date"] = mark[-1]
 about["command"] = f"fake --json {file}"
 json.dump({**about, "rows": [{"op": mark[-1]}]}, open(file, "w"))
 """
@@ -94,11 +95,13 @@ def test_what_fails_is_measured_again(begin: Begin, tmp_path: Path) -> None:
     """And a piece that would end late is not begun."""
     a, b, c, e = (piece(tmp_path, mark, seconds=3) for mark in "abce")
     late = [piece(tmp_path, "d", seconds=60), e]
+    c = c._replace(preload="/no/such.so")  # the loader warns of it
     wanted = {"calls": [piece(tmp_path, "a", "fails"), b], "others": [c], "late": late, "none": [Piece("/no/such", 1)]}
     code, shown = begin(wanted, "--minutes", "0.5")
     assert code == 1 and "failed: exit code 3; see " in shown and "failed: [Errno 2]" in shown
     assert "not begun: expected 60 s, which --minutes 0.5 does not leave" in shown
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["others.json"]
+    assert json.loads((tmp_path / "out" / "others.json").read_text())["driver"] == "/no/such.so"
     assert begin({"calls": [a, b], "others": [c]})[0] == 0
     assert [(tmp_path / mark).read_text() for mark in "abce"] == ["xx", "x", "x", "x"]
     assert not (tmp_path / "d").exists()
