@@ -118,7 +118,7 @@ class Decoder:
         self._beginning = ops.zeros((1,), np.dtype(np.int32))
         self.inputs = ops.zeros((2, sequences), np.dtype(np.int32))
         self._next = np.zeros((2, sequences), np.int32)
-        """Each sequence's next token and its position, on the host; ``_inputs`` has them where the model is."""
+        """Each sequence's next token and its position, on the host; ``inputs`` has them where the model is."""
         dtype = weights[config.final_norm].dtype
         self._cache = make_cache(ops, self._prompts.attentions, self.inputs[1], capacity, dtype)
         self._logits = ops.zeros((sequences, config.vocab_size), np.dtype(np.float32))
