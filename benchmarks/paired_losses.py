@@ -142,6 +142,8 @@ class BaselinePlan(Plan):
 class Curve:
     """What the trainer's loop reports to (``kos.train.train.Run``): the losses of a run, which it stops if they end."""
 
+    exhausted = improved = False
+
     def __init__(self, device: Device) -> None:
         self.device, self.steps_done, self.stop, self.ended, self.validates = device, 0, Stop(), False, True
         self.speeds: list[float] = []
