@@ -40,7 +40,7 @@ class Program(TypedDict, total=False):
 
     rows: Rows
     """``"all"`` (the default): ``batches`` gives every rank the whole batch of ``config.batch_size`` sequences, the
-    same on all ranks.  ``"own"``: it gives each of the dp data-parallel ranks its own ``config.batch_size / dp`` rows."""
+    same on all ranks.  ``"own"``: it gives each of the dp data-parallel ranks its ``config.batch_size / dp`` rows."""
 
     val_batches: Iterable[Batch] | None
     """Batches for validation, with any number of sequences each.  Each validation iterates over them again."""
