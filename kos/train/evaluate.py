@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help=about)
     about = "Compute the loss on this data, named as for --val-data of kos train. Can be repeated. Default: none."
     parser.add_argument("--data", action="append", default=[], metavar="NAME|PATH", help=about)
-    about = "Compute the accuracy on these multiple-choice questions, a .jsonl or llm.c file. Can be repeated. Default: none."
+    about = "Compute the accuracy on the questions of this .jsonl or llm.c file. Can be repeated. Default: none."
     parser.add_argument("--choices", action="append", default=[], type=Path, metavar="FILE", help=about)
     about = "Plot the table to this file, .png or .svg. Default: none."
     parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help=about)
