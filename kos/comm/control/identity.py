@@ -156,7 +156,7 @@ def _taken(pid: str, by_mpi: bool) -> str:
 
 
 def hold(group: Any, parent: Any = None) -> Any:
-    """Keep the mark until ``group`` is closed or freed; with ``parent``, only if that one keeps it.  Returns ``group``."""
+    """Keep the mark until ``group`` is closed or freed; with ``parent``, only if that keeps it.  Returns ``group``."""
     if parent is None or parent in _holders:
         _holders.add(group)
         weakref.finalize(group, _remove_mark).atexit = False  # for a group that is never closed
