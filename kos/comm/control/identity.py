@@ -2,9 +2,9 @@
 
 Programs that a rank starts inherit the launcher's environment variables.  With these, ``kos.init`` would make each such
 program the same rank.  MPI would then wait forever, or a process that reads the other's messages would crash.
-Therefore, ``kos.init`` writes its process and its job to the environment variable ``MARK``.  In a process that finds
-another, still running process of the same job there, ``kos.init`` raises an error.  A rank of another job may start,
-for example a rank of an mpirun that a rank has started.
+Therefore, ``kos.init`` writes its process and its job to the environment variable ``MARK``.  If it finds there another
+process of the same job that still runs, it raises an error.  A rank of another job may start, for example a rank of an
+mpirun that a rank has started.
 """
 
 from __future__ import annotations
