@@ -1,7 +1,7 @@
 """Evaluate checkpoints on text, tokens and multiple-choice questions: ``python -m kos.train.evaluate CHECKPOINT…``.
 
-CHECKPOINT is the folder of a run (its newest complete checkpoint is taken), of a checkpoint or of Hugging Face. Under
-mpirun several ranks evaluate it together, in any layout.
+CHECKPOINT is the folder of a run, of a checkpoint, or of a Hugging Face model. In the folder of a run, the newest
+complete checkpoint is evaluated. Under mpirun, several ranks evaluate a checkpoint together, in any layout.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SETTINGS = (
     *("long_documents", "seq_len", "device", "dp", "tp", "pp", "cp", "backend", "dtype", "micro_batch_size"),
     *("debug", "timeout"),
 )
-"""The settings of a run that an evaluation has too."""
+"""The settings of ``kos train`` that this command also has."""
 
 COLUMNS = ("checkpoint", "data", "tokens", "loss", "perplexity", "bits_per_byte", "questions", "acc", "acc_norm")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text, in columns."""
+    """Format the rows as text, in columns."""
     names = [name for name in COLUMNS if any(name in row for row in rows)]
     shown = [[name.replace("_per_", "/") for name in names]]
     for row in rows:
@@ -45,7 +45,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """A panel for each metric: its value of each checkpoint in the order given, a line for each source or task."""
+    """Plot a panel for each metric, with the checkpoints in the order given and a line for each source or task."""
     from matplotlib.figure import Figure
 
     from kos.train.tools.plot import COLORS
@@ -78,11 +78,11 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     about = "The folder of a run, of a checkpoint, or of a Hugging Face model."
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help=about)
-    about = "The loss on what kos train reads as --val-data. Repeat it. Default: none."
+    about = "Compute the loss on this data, named as for --val-data of kos train. Can be repeated. Default: none."
     parser.add_argument("--data", action="append", default=[], metavar="NAME|PATH", help=about)
-    about = "The accuracy in the multiple-choice questions of a .jsonl or an llm.c file. Repeat it. Default: none."
+    about = "Compute the accuracy on the questions of this .jsonl or llm.c file. Can be repeated. Default: none."
     parser.add_argument("--choices", action="append", default=[], type=Path, metavar="FILE", help=about)
-    about = "Draw the table, as .png or .svg. Default: none."
+    about = "Plot the table to this file, .png or .svg. Default: none."
     parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help=about)
     for key in SETTINGS:
         add_flag(parser, key, None if KEYS[key].is_required() else KEYS[key].default)
@@ -90,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(options: dict[str, Any], console: Any) -> None:
-    """Evaluate all checkpoints, and print and draw the rows on rank 0."""
+    """Evaluate all checkpoints.  Rank 0 prints the rows, and plots them if asked."""
     from kos.train.evaluator import evaluate
     from kos.train.parallel.failures import same_on_all
 
@@ -111,7 +111,7 @@ def run(options: dict[str, Any], console: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate, and print a table on rank 0; returns the exit status.  In a job of several ranks a failure ends it."""
+    """Evaluate, print a table on rank 0 and return the exit status.  With several ranks, a failure ends the job."""
     from kos.comm.control.identity import launched_place
 
     (rank, ranks), options = launched_place(), dict[str, Any]()
