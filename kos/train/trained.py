@@ -121,20 +121,21 @@ class TrainedModel:
         return self._stream(ids, tokens, stop, sampling)
 
     def chat(
-        self, messages: Sequence[Message], tokens: int = 1000, *, on_text: Callable[[str], object] = lambda text: None,
-        stop: Sequence[str] = (), **sampling: Any,
+        self, messages: Sequence[Message], tokens: int = 1000, *, tools: Sequence[Any] | None = None,
+        on_text: Callable[[str], object] = lambda text: None, stop: Sequence[str] = (), **sampling: Any,
     ) -> str:  # fmt: skip
         """The assistant's answer to ``messages``; each message is a dict with ``role`` and ``content``.
 
-        The model's chat template writes the prompt.  ``on_text`` is called with each piece of the answer.  The other
+        The model's chat template writes the prompt, with ``tools`` as it writes the ``tools`` of training data.  A tool
+        call in the answer stays text.  ``on_text`` is called with each piece of the answer.  The other
         options are those of ``stream``.  A chat that outgrows the context continues as a text of ``stream`` does.
 
         Raises:
             ConfigError: the model has no chat template, or jinja2 is not installed.
-            DataError: the template cannot render the messages.
+            DataError: the template cannot render the messages, or does not use the tools.
             InvalidArgument: a setting is out of range.
         """
-        (prompt, after), answer = self.chat_prompt(messages), ""
+        (prompt, after), answer = self.chat_prompt(messages, tools), ""
         rendered = Document(((prompt, True),), rendered=True)
         ids = np.concatenate([part.tokens for part in self.tokenizer.encode_documents([rendered], False)]).tolist()
         stops = [*stop, *filter(None, [after.strip()])]
@@ -155,9 +156,9 @@ class TrainedModel:
         decoder = Decoder(self.config, self._ops, self.weights, len(prompts), capacity)
         return continue_texts(decoder, context, self.tokenizer, prompts, tokens, how, ends=self.ends, stop=stop)
 
-    def chat_prompt(self, messages: Sequence[Message]) -> tuple[str, str]:
+    def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[str, str]:
         """The prompt of ``chat``, and the text that the template writes after an answer.  Raises as ``chat`` does."""
-        return self._template.prompt(messages, "chat")
+        return self._template.prompt(messages, "chat", tools)
 
     @cached_property
     def _template(self) -> ChatTemplate:

@@ -257,7 +257,14 @@ def _parquet(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
         columns = [lines.text_field] if lines.text_field in file.schema_arrow.names else None
         batches = file.iter_batches(ROWS, columns=columns)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-        yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
+        yield from ((f"row {number}", _without_nulls(row)) for number, row in enumerate(rows, 1))
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the fields of tables that are null: Arrow gives every table of a column the fields of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def _kind_of_json(path: Path, lines: Lines) -> str:
