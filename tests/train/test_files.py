@@ -105,7 +105,7 @@ def test_tables_of_parquet_lack_the_fields_of_others(tmp_path: Path) -> None:
     calls = [{"city": "Ulm"}, {"a": 1, "b": [{"c": 2}, {"d": 3}]}]
     (tmp_path / "a.parquet").write_bytes(rows_of_parquet([{"calls": [call], "note": None} for call in calls]))
     found = [row for _, row in kos_documents.READERS[".parquet"](tmp_path / "a.parquet", Lines("text"))]
-    assert found == [{"calls": [call]} for call in calls]
+    assert found == [{"calls": [call], "note": None} for call in calls]
 
 
 def test_a_column_by_another_name(tmp_path: Path) -> None:

@@ -257,7 +257,8 @@ def _parquet(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
         columns = [lines.text_field] if lines.text_field in file.schema_arrow.names else None
         batches = file.iter_batches(ROWS, columns=columns)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-        yield from ((f"row {number}", _without_nulls(row)) for number, row in enumerate(rows, 1))
+        for number, row in enumerate(rows, 1):
+            yield f"row {number}", {name: _without_nulls(value) for name, value in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:
