@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,14 @@ def _load_text(
     """``load_tokens`` of text."""
     how, make = tokenizing(corpus, config, weights, show, given)
     with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
-        return *read_rows(folder, about), given or tokenizer_from_json(about["tokenizer"]), about
+        return *read_rows(folder, about), given or _tokenizer_of(about), about
+
+
+def _tokenizer_of(about: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that encoded the tokens which ``about`` describes."""
+    tokenizer = tokenizer_from_json(about["tokenizer"])
+    tokenizer.rules = about.get("rules", "")
+    return tokenizer
 
 
 def tokenizing(
@@ -167,7 +174,7 @@ def _load_tokenized(
     source = corpus.tokenized
     assert source is not None
     about = read_manifest(source)
-    tokenizer = tokenizer_from_json(about["tokenizer"])
+    tokenizer = _tokenizer_of(about)
     if given is not None and not tokenizer.is_like(given):
         raise DataError(f"--data {source}: expected tokens of the tokenizer {given.name}, got {tokenizer.name}")
     named = given is None and config.tokenizer not in ("auto", "chars") and make_tokenizer(config.tokenizer)
