@@ -38,7 +38,7 @@ def fit(config: TrainConfig, comm: Communicator | None = None, **program: Unpack
 
     Raises:
         ConfigError, InvalidArgument, DataError: as ``Trainer`` and ``Trainer.step`` do.
-        KosError: a signal or a callback stopped the run before its first step.
+        KosError: the run was stopped, by a signal or a callback, before its first step.
         TrainingError: the loss is not finite.
         CollectiveError: another rank failed; the error names the rank.
     """

@@ -127,7 +127,7 @@ class Records:
 def open_documents(path: Path, lines: Lines = TEXT) -> Text | Records:
     """The documents in a file.  The whole of a text file is read, to count its characters.
 
-    DataError: a text file that is empty, or not text in the encoding.
+    DataError: the file is empty, or its bytes are not text in the given encoding.
     """
     if has_records(path, lines):
         return Records(path, lines)
