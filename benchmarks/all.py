@@ -31,6 +31,8 @@ from kos.commands import near, program
 from kos.errors import ConfigError, KosError
 from kos.files import replace_file
 
+ENDING = {signal.SIGINT, signal.SIGTERM}
+
 LONGEST = 590  # seconds of a piece
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -72,13 +74,16 @@ def measure(piece: Piece, path: Path, name: str, commit: str | None) -> str:
     environment = {**ENVIRONMENT, **os.environ} | ({"LD_PRELOAD": piece.preload} if piece.preload else {})
     environment |= {"KOS_COMMIT": commit} if commit else {}
     with path.with_suffix(".log").open("w") as log:
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # until the piece can be ended
         try:
             process = subprocess.Popen([*words, "--json", str(unfinished)], cwd=ROOT, env=environment, stdout=log,
                                        stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
                                        preexec_fn=heed_sigint)  # fmt: skip
         except OSError as error:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             return str(error)
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             code = process.wait(LONGEST)
         except BaseException as error:
             end(process)
@@ -94,6 +99,7 @@ def measure(piece: Piece, path: Path, name: str, commit: str | None) -> str:
 def heed_sigint() -> None:
     """In a piece: ``end`` sends it SIGINT, which a shell without job control makes jobs in the background ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

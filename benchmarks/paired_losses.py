@@ -142,8 +142,10 @@ class BaselinePlan(Plan):
 class Curve:
     """What the trainer's loop reports to (``kos.train.train.Run``): the losses of a run, which it stops if they end."""
 
+    exhausted = improved = False
+
     def __init__(self, device: Device) -> None:
-        self.device, self.step, self.stop = device, 0, Stop()
+        self.device, self.steps_done, self.stop, self.ended, self.validates = device, 0, Stop(), False, True
         self.speeds: list[float] = []
         self.losses: list[tuple[int, float]] = []
         """Tokens, and the validation loss after them."""
@@ -154,13 +156,16 @@ class Curve:
         self.stop.asked = self.stop.asked or not math.isfinite(result.loss + result.norm)
         return {}
 
-    def validate(self) -> float:
+    def validate(self) -> dict[str, float]:
         return self.device.evaluate()
 
     def log(self, row: Row, last: bool) -> None:
         config = self.device.config
         if "val_loss" in row:
-            self.losses.append((self.step * config.batch_size * config.seq_len, row["val_loss"]))
+            self.losses.append((self.steps_done * config.batch_size * config.seq_len, row["val_loss"]))
+
+    def after_step(self, row: Row) -> bool:
+        return False
 
     def save(self) -> None:
         """Do nothing: the weights are not used."""
@@ -178,7 +183,7 @@ def run(config: TrainConfig, data: Dataset, comm: Communicator, wanted: Wanted, 
     train(device, config, curve)
     device.close()
     mesh.close()
-    last = curve.losses[-1][1] if curve.step == steps else math.inf
+    last = curve.losses[-1][1] if curve.steps_done == steps else math.inf
     return {
         **wanted._asdict(), "tokens": steps * config.batch_size * config.seq_len,
         "val_loss": last if math.isfinite(last) else None, "tokens_per_second": round(median(curve.speeds)),

@@ -18,6 +18,7 @@ COMMANDS = {
     "sample": ("kos.train.sample", "generate text with a trained model"),
     "tokenize": ("kos.train.tokenize", "write text as tokens in a folder that kos train reads"),
     "chat": ("kos.train.chat", "chat with a trained model, by its chat template"),
+    "eval": ("kos.train.evaluate", "evaluate checkpoints on text, tokens and multiple-choice questions"),
     "export": ("kos.train.export", "write a checkpoint as a Hugging Face folder, in bfloat16 or float32"),
     "plot": ("kos.train.tools.plot", "draw loss, learning rate, gradient norm and tokens/s of runs: kos plot RUN…"),
     "doctor": ("kos.doctor", "report what this machine and job can use"),

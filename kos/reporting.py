@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 import traceback
@@ -39,6 +40,14 @@ def exit_status(error: Exception) -> int:
     be used.  1 for a failure of the work itself.
     """
     return 2 if isinstance(error, (ConfigError, InvalidArgument, DataError, BackendUnavailable)) else 1
+
+
+def end_process(code: int) -> None:
+    """End the process without ``sys.exit``: MPI_Finalize would wait for ranks that do not call it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
 
 
 def report(error: Exception, rank: int, note: str = "", debug: bool = False) -> None:

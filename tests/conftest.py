@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
+import runpy
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -33,3 +40,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # thousands of tests and what they import: a collection that a test asks for passes them over
+
+
+class Ended(NamedTuple):
+    """How a program ended: its exit code, what it printed, and the JSON that it wrote."""
+
+    code: int
+    out: str
+    err: str
+    result: Any
+
+
+@pytest.fixture
+def program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., Ended]:
+    """Runs ``python -m MODULE WORDS`` in this process, as no rank of a job; ``{json}`` and ``{folder}`` are paths."""
+    file = tmp_path / "result.json"
+
+    def run(module: str, words: str = "") -> Ended:
+        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name in (module, f"{module}.__main__"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        paths = {"json": shlex.quote(str(file)), "folder": shlex.quote(str(tmp_path))}
+        monkeypatch.setattr(sys, "argv", [module, *shlex.split(words.format_map(paths))])
+        capsys.readouterr()
+        try:
+            code = runpy.run_module(module, run_name="__main__") and 0
+        except SystemExit as ended:
+            code = ended.code or 0
+        out, err = capsys.readouterr()
+        if isinstance(code, str):  # an error that Python prints
+            code, err = 1, f"{err}{code}\n"
+        return Ended(code, out, err, json.loads(file.read_text()) if file.exists() else None)
+
+    return run

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import loss_curve
 from benchmarks.plots import __main__ as command
 from benchmarks.plots import measured, results, tables, tables_hosts, tables_slower
 from benchmarks.plots import tables_collectives as collectives
@@ -37,12 +36,12 @@ def drawing() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
-def test_tables_are_those_of_the_files(page: Path) -> None:
-    """Each figure of a marked table is the figure of its file: ``python -m benchmarks.plots`` writes them."""
+def test_a_page_is_that_of_the_files(page: Path) -> None:
+    """Its tables have the figures of their files, and the files and pictures to which it links are there."""
     text = page.read_text()
-    assert tables.renewed(text, page) == text, (
-        f"{page.name} differs from benchmarks/results: python -m benchmarks.plots"
-    )
+    assert tables.renewed(text, page) == text, "it differs from benchmarks/results: python -m benchmarks.plots"
+    links = [link for link, _ in LINK.findall(text) if "benchmarks/results" in link or "images/" in link]
+    assert not [link for link in links if not (page.parent / link).exists()]
 
 
 def test_every_table_stands_in_a_page() -> None:
@@ -59,31 +58,14 @@ def test_a_changed_figure_is_seen(tmp_path: Path) -> None:
         tables.renewed("<!-- table no-such -->\n<!-- end -->\n", tmp_path / "page.md")
 
 
-def test_readme_has_figures_in_its_table_and_in_quoted_output_only() -> None:
-    """So that none goes unchecked."""
-    prose = LINK.sub("]", tables.MARKED.sub("", CODE.sub("", README.read_text())))
-    assert not FIGURE.findall(prose)
+def test_readme_is_short_and_quotes_what_was_recorded() -> None:
+    """It has figures in its table and in quoted output only, so that none goes unchecked."""
+    text = README.read_text()
+    assert not FIGURE.findall(LINK.sub("]", tables.MARKED.sub("", CODE.sub("", text))))
     assert FIGURE.findall("28.4 µs, 1.2x, 3,000 tokens/s, 4 times") == ["28.4 µs", "1.2x", "3,000 tokens/s", "4 times"]
-
-
-def test_readme_quotes_the_run_that_was_recorded() -> None:
-    [quoted] = [code for code in CODE.findall(README.read_text()) if "val_loss" in code]
-    lines = quoted.splitlines()[1:-1]
-    output = results.load("train-tiny-epyc-2")["output"]
-    assert len(lines) == 10 and [line for line in lines if line not in output] == []
-
-
-def test_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 130
-
-
-@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
-def test_files_and_pictures_of_a_page_are_there(page: Path) -> None:
-    missing = [
-        target for target, _ in LINK.findall(page.read_text())
-        if ("benchmarks/results" in target or "images/" in target) and not (page.parent / target).exists()
-    ]  # fmt: skip
-    assert not missing
+    [quoted] = [code for code in CODE.findall(text) if "val_loss" in code]
+    lines, output = quoted.splitlines()[1:-1], results.load("train-tiny-epyc-2")["output"]
+    assert len(lines) == 10 and set(lines) <= set(output) and len(text.splitlines()) <= 130
 
 
 def test_every_file_of_results_is_used() -> None:
@@ -111,30 +93,21 @@ def test_pictures_are_those_of_the_files(name: str, drawing: None) -> None:
 
 
 def test_a_picture_is_drawn_alike_twice(drawing: None, tmp_path: Path) -> None:
+    """And its digest is of what is shown."""
     from benchmarks.plots import style
 
-    for name in ("first", "second"):
-        style.save(PICTURES["loss-baby"](), tmp_path / name)
+    first, second = (PICTURES["loss-baby"]() for _ in range(2))
+    style.save(first, tmp_path / "first")
+    style.save(second, tmp_path / "second")
     assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
-
-
-def test_the_digest_is_of_what_is_shown(drawing: None) -> None:
-    from benchmarks.plots import style
-
-    figure = PICTURES["loss-baby"]()
-    before = style.digest(figure)
-    line = figure.axes[0].lines[1]
+    before, line = style.digest(first), first.axes[0].lines[1]
     line.set_ydata([*line.get_ydata()[:-1], 1.5])
-    assert style.digest(figure) != before
+    assert style.digest(first) != before
 
 
 def test_sizes_and_times() -> None:
-    assert [size(nbytes) for nbytes in (8, 1024, 512 << 10, 1 << 20, 1 << 30)] == [
-        "8 B", "1 KB", "512 KB", "1 MB", "1 GB",
-    ]  # fmt: skip
-    assert [us(value) for value in (3.243, 9.999, 24.86, 99.96, 361.7, 5353.2)] == [
-        "3.24", "10.0", "24.9", "100", "362", "5,353",
-    ]  # fmt: skip
+    assert ", ".join(map(size, (8, 1024, 512 << 10, 1 << 20, 1 << 30))) == "8 B, 1 KB, 512 KB, 1 MB, 1 GB"
+    assert " ".join(map(us, (3.243, 9.999, 24.86, 99.96, 361.7, 5353.2))) == "3.24 10.0 24.9 100 362 5,353"
 
 
 def test_sizes_at_which_kos_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,25 +177,6 @@ def test_the_command_checks_and_writes(
     assert command.main() == 1 and "page.md: tables differ" in capsys.readouterr().out
     page.write_text(tables.renewed(page.read_text(), page))
     assert command.main() == 0 and "ms per step" in page.read_text()
-
-
-def test_a_run_becomes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = [
-        {"step": 1, "loss": 5.25, "lr": 0.1, "tokens_per_second": 10.0, "val_loss_before": 5.5},
-        {"step": 2, "loss": 3.123456, "lr": 0.1, "tokens_per_second": 30.0, "val_loss": 4.0},
-        {"step": 3, "loss": 3.0, "lr": 0.1, "tokens_per_second": 20.0},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    log = ["kos: begins", "step   1/12  loss 5", "step  2/12  loss 3  val_loss 4", "step  3/12  loss 3", "done"]
-    (tmp_path / "log").write_text("\n".join(log))
-    file = tmp_path / "run.json"
-    arguments = [str(tmp_path), "--command", "make train", "--log", str(tmp_path / "log"), "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["loss_curve", *arguments])
-    loss_curve.main()
-    result = json.loads(file.read_text())
-    assert result["command"] == "make train" and result["tokens_per_second"] == 20 and result["val_loss_before"] == 5.5
-    assert result["rows"][1] == {"step": 2, "loss": 3.1235, "val_loss": 4.0, "lr": 0.1} and len(result["rows"]) == 3
-    assert result["output"] == [*log[:3], "done"]
 
 
 def test_sms_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

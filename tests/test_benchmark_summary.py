@@ -1,151 +1,237 @@
-"""What a run of the benchmark of collectives says at its end: the summary, and what became of the picture."""
+"""What benchmarks compute from their rows: summaries, ratios, joined files, pictures' names, power, instructions."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kos.bench import __main__ as command
-from kos.bench import join
+from benchmarks import instructions
+from benchmarks.between_hosts import crossing
+from benchmarks.plots.results import load
+from benchmarks.power import summarize
+from kos.bench import report
 from kos.bench.options import parse
-from kos.bench.report import KEYS, table
+from kos.bench.ratios import lines, ratios
 from kos.bench.summary import MOST_LINES, busy, summary
+from kos.train.machine import versions_of
+from tests.core.core_ranks import needs_core
+
+USUAL = {"op": "all_reduce", "ranks": 2, "mode": "eager", "in_place": True, "algorithm": "auto", "limit_us": 0.5,
+         "call": "function", "dtype": "float32", "busbw_gbps": 1.0}  # fmt: skip
 
 
 def row(backend: str, nbytes: int, time_us: float, **other: Any) -> dict[str, Any]:
-    usual = {"op": "all_reduce", "ranks": 2, "mode": "eager", "in_place": True, "algorithm": "auto", "limit_us": 0.5}
-    return {**usual, "call": "function", "dtype": "float32", "backend": backend, "bytes": nbytes,
-            "time_us": time_us, "busbw_gbps": 1.0, **other}  # fmt: skip
+    return {**USUAL, "backend": backend, "bytes": nbytes, "time_us": time_us, **other}
 
 
 def test_worst_rows_are_first() -> None:
-    rows = [
+    names, title, heading, *rows, end = summary([
         row("mpi", 8, 10.0), row("mpi-native", 8, 4.0), row("gloo", 8, 100.0),
         row("mpi", 1024, 20.0), row("mpi", 1024, 16.0, call="persistent"), row("mpi-native", 1024, 32.0),
         row("mpi", 64, 10.0), row("mpi-native", 64, 2.0), row("mpi-native", 64, 1.0, in_place=False),
         row("mpi", 64, 1.0, ranks=1), row("mpi", 8, 1.0, mode="single_shot"),
-    ]  # fmt: skip
-    names, title, heading, *lines, end = summary(rows)
+    ])  # fmt: skip
     assert names == "# kos: mpi; others: mpi-native (the MPI library itself), gloo (PyTorch's)"
     assert title.startswith("# summary: all_reduce on 2 ranks, eager; a peer's column is its time / the time of kos")
     assert heading.split()[-2:] == ["mpi-native", "gloo"]
-    said = [line.split() for line in lines]
-    assert [(words[0], words[1]) for words in said] == [("64", "in"), ("8", "in"), ("1024", "in"), ("64", "out")]
-    assert said[0][2:] == ["mpi-native", "2.00", "0.50", "mpi", "10.00", "0.20", "n/a"]
-    assert said[1][2:] == ["mpi-native", "4.00", "0.50", "mpi", "10.00", "0.40", "10.00"]
-    assert said[2][2:] == ["mpi", "persistent", "16.00", "0.50", "mpi", "persistent", "16.00", "2.00", "n/a"]
-    assert said[3][2:] == ["mpi-native", "1.00", "0.50", "none", "n/a", "n/a"], "kos was not measured there"
+    assert [" ".join(line.split()) for line in rows] == [
+        "64 in mpi-native 2.00 0.50 mpi 10.00 0.20 n/a",
+        "8 in mpi-native 4.00 0.50 mpi 10.00 0.40 10.00",
+        "1024 in mpi persistent 16.00 0.50 mpi persistent 16.00 2.00 n/a",
+        "64 out mpi-native 1.00 0.50 none n/a n/a",  # kos was not measured there
+    ]
     assert end == "# kos is the fastest in 1 of 3 rows"
 
 
-def test_peers_with_several_algorithms_count_by_their_best() -> None:
-    rows = [row("peer", 8, 4.0, mode="graph"), row("torch-symm", 8, 12.0, mode="graph", algorithm="one_shot"),
-            row("torch-symm", 8, 8.0, mode="graph", algorithm="two_shot"), row("peer", 8, 1.0)]  # fmt: skip
-    _, title, _, line, end = summary(rows)
+def test_other_summaries() -> None:
+    """Of a peer with several algorithms, of which the best counts; of many rows; of kos alone; of two operations."""
+    _, title, _, line, end = summary([
+        row("peer", 8, 4.0, mode="graph"), row("torch-symm", 8, 12.0, mode="graph", algorithm="one_shot"),
+        row("torch-symm", 8, 8.0, mode="graph", algorithm="two_shot"), row("peer", 8, 1.0),
+    ])  # fmt: skip
     assert "graph" in title and line.split()[-1] == "2.00" and end == "# kos is the fastest in 1 of 1 rows"
-
-
-def test_a_long_run_is_cut() -> None:
-    sizes = [1 << power for power in range(MOST_LINES + 3)]
-    rows = [row("mpi", nbytes, 1.0) for nbytes in sizes]
-    rows += [row("mpi-native", nbytes, 2.0 + index) for index, nbytes in enumerate(sizes)]
-    lines = summary(rows)
-    assert len(lines) == MOST_LINES + 5
-    assert lines[-2] == f"# 3 more rows, each at least {2 + MOST_LINES:.2f} times as fast as every peer"
-
-
-def test_without_peers_the_fastest_by_size_is_named() -> None:
-    lines = summary([row("mock", 64, 2.0), row("mock", 8, 3.0), row("mock", 8, 1.5, call="persistent")])
-    assert lines[0] == "# kos: mock (threads of one process)"
-    assert len(lines) == 5 and "peer" not in lines[1]
-    assert [line.split()[:5] for line in lines[3:]] == [["8", "in", "mock", "persistent", "1.50"],
+    each = [(1 << power, 2.0 + power) for power in range(MOST_LINES + 3)]
+    many = summary([new for size, time in each for new in (row("mpi", size, 1.0), row("mpi-native", size, time))])
+    assert len(many) == MOST_LINES + 5
+    assert many[-2] == f"# 3 more rows, each at least {2 + MOST_LINES:.2f} times as fast as every peer"
+    alone = summary([row("mock", 64, 2.0), row("mock", 8, 3.0), row("mock", 8, 1.5, call="persistent")])
+    assert alone[0] == "# kos: mock (threads of one process)" and len(alone) == 5 and "peer" not in alone[1]
+    assert [line.split()[:5] for line in alone[3:]] == [["8", "in", "mock", "persistent", "1.50"],
                                                         ["64", "in", "mock", "2.00", "0.50"]]  # fmt: skip
+    two = summary([row("mock", 8, 1.0), row("mock", 8, 1.0, op="broadcast")])
+    assert [line.split()[2] for line in two if line.startswith("# summary")] == ["all_reduce", "broadcast"]
 
 
-def test_a_busy_machine_is_said() -> None:
+def test_a_busy_machine_and_few_bytes() -> None:
     calm, hit = row("mpi", 8, 2.0, p99_us=20.0), row("mpi", 64, 2.0, p99_us=21.0)
     assert busy([calm]) == []
     assert busy([calm, hit]) == ["# the machine was busy: p99 over 10 times the median in 1 of 2 rows"]
-
-
-def test_bandwidths_of_few_bytes_are_not_zero() -> None:
-    [line] = table([row("mpi", 8, 12.0, p99_us=13.0, count=2, redop="sum", wrong=0, cpu_us=12.0,
-                        algbw_gbps=0.00066667, busbw_gbps=0.25)])  # fmt: skip
+    [line] = report.table([{**calm, "count": 2, "redop": "sum", "wrong": 0, "cpu_us": 12.0, "algbw_gbps": 0.00066667,
+                            "busbw_gbps": 0.25}])  # fmt: skip
     assert line.split()[-5:-2] == ["0.00067", "0.25", "0"]
 
 
-def test_several_operations_have_a_part_each() -> None:
-    lines = summary([row("mock", 8, 1.0), row("mock", 8, 1.0, op="broadcast")])
-    assert [line.split()[2] for line in lines if line.startswith("# summary")] == ["all_reduce", "broadcast"]
+def test_ratios_of_rows() -> None:
+    ours = row("mpi", 8, 3.0, op="scan", arrays=1)
+    peer, single = ours | {"backend": "mpi-native", "time_us": 2.0}, {"mode": "single_shot", "p99_us": 6.0}
+    rows = [ours, peer, ours | {"call": "async", "time_us": 4.5}, ours | {"arrays": 100, "time_us": 4.0},
+            peer | {"arrays": 100, "time_us": 8.0}, peer | {"backend": "mpi-again", "time_us": 2.2},
+            ours | single, peer | single | {"p99_us": 12.0}]  # fmt: skip
+    assert ratios(rows) == [("scan", 8, [1.5, 0.5, None, 1.5, 1.5, 0.5, 1.1, None])]
+    assert ratios([ours | {"arrays": 0}]) == [] and lines([]) == []
+    assert lines(rows)[-1].endswith("same array: 1.50")
 
 
-def result_of(*ops: str) -> dict[str, Any]:
-    rows = [row("mock", nbytes, 1.0, op=op) for op in ops for nbytes in (8, 64)]
-    return {"hardware": "h", "date": "2026-01-01", "rows": rows}
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        ("-b 1K -e 64K -f 4", [1024, 4096, 16384, 65536]), ("-b 1k -e 3K -f 2", [1024, 2048]), ("-e 512", [512]),
+        ("--sizes 512,1M,1G", [512, 2**20, 2**30]), ("-b 128M", [2**27]), ("", [1024 * 4**n for n in range(9)]),
+    ],
+)  # fmt: skip
+def test_sizes_are_those_of_nccl_tests(words: str, sizes: list[int]) -> None:
+    assert parse(words.split()).sizes == sizes
+
+
+def test_short_flags_are_the_long_ones() -> None:
+    short = "-b 8 -e 1K -f 2 -n 7 -w 3 -o max -d float64"
+    long = "--min-bytes 8 --max-bytes 1K --factor 2 --iterations 7 --warmup 3 --op max --dtype float64"
+    assert vars(parse(short.split())) == vars(parse(long.split()))
+
+
+def test_the_recorded_command_has_no_machine_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*report.NOTED, "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    typed = ["--json=/home/me/a.json", "/tmp/b/", "../c d", "~/e", "runs/f", "--sizes=1K:4K:x4", "--lr", "1e-3"]
+    said = "python -m x.y --json=a.json b 'c d' e runs/f --sizes=1K:4K:x4 --lr 1e-3"
+    assert report.command("x.y", typed) == said
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    monkeypatch.setenv("NCCL_ALGO", "ring")
+    assert report.command("x.y", typed) == f"NCCL_ALGO=ring mpirun -n 3 {said}"
 
 
 @pytest.mark.parametrize(
     ("arguments", "ops", "name"),
     [
-        ([], ["all_reduce"], "bench-all_reduce-2.png"),
-        ([], ["all_reduce", "broadcast"], "bench-collectives-2.png"),
-        (["--json", "rows.json"], ["all_reduce"], "rows.png"),
-        (["--json", "rows.json", "--plot", "x.svg"], ["all_reduce"], "x.svg"),
+        ("", ["all_reduce"], "bench-all_reduce-2.png"),
+        ("", ["all_reduce", "broadcast"], "bench-collectives-2.png"),
+        ("--json rows.json", ["all_reduce"], "rows.png"),
+        ("--json rows.json --plot x.svg", ["all_reduce"], "x.svg"),
+        ("--no-plot", ["all_reduce"], ""),
+        ("without matplotlib", ["all_reduce"], ""),
     ],
 )
-def test_a_picture_is_drawn(
-    arguments: list[str], ops: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_picture_and_its_name(
+    arguments: str, ops: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
+    from kos.bench.__main__ import draw
+
     monkeypatch.chdir(tmp_path)
-    assert command.draw(result_of(*ops), parse(arguments)) == f"# picture: {name}"
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+    if name:
+        pytest.importorskip("matplotlib")
+    elif arguments == "without matplotlib":
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        arguments = ""
+    rows = [row("mock", nbytes, 1.0, op=op) for op in ops for nbytes in (8, 64)]
+    said = draw({"hardware": "h", "date": "2026-01-01", "rows": rows}, parse(arguments.split()))
+    assert [path.name for path in tmp_path.iterdir()] == [name] * bool(name) and "\n" not in said
+    without = "# no picture (--no-plot)" if arguments else "# no picture: a picture needs matplotlib: "
+    assert said.startswith(f"# picture: {name}" if name else without)
 
 
-def test_no_picture_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    options: argparse.Namespace = parse(["--no-plot"])
-    assert command.draw(result_of("all_reduce"), options) == "# no picture (--no-plot)"
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    said = command.draw(result_of("all_reduce"), parse([]))
-    assert said.startswith("# no picture: a picture needs matplotlib: ") and "\n" not in said
-    assert not list(tmp_path.iterdir())
-
-
-def test_results_are_joined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_are_joined(tmp_path: Path, program: Callable[..., Any]) -> None:
     def file(name: str, commit: str, *rows: dict[str, Any], hardware: str = "h") -> str:
         head = {"hardware": hardware, "driver": None, "versions": {"numpy": name}, "date": name, "commit": commit}
         result = {**head, "command": f"python {name}", "limits": {"launch_us": 1.0}, "skipped": {}, "rows": list(rows)}
         (tmp_path / name).write_text(json.dumps(result))
-        return str(tmp_path / name)
+        return name
 
-    def joined(*files: str) -> dict[str, Any]:
-        monkeypatch.setattr(sys, "argv", ["join", *files, "--json", str(tmp_path / "all")])
-        join.main()
-        whole: dict[str, Any] = json.loads((tmp_path / "all").read_text())
-        return whole
+    def joined(*names: str) -> Any:
+        return program("kos.bench.join", " ".join(f"{{folder}}/{name}" for name in names) + " --json {json}")
 
-    kinds = {"redop": "sum"}
-    reduced = [row("mock", nbytes, 1.0, **kinds) for nbytes in (8, 64)]
-    sent = row("mock", 8, 1.0, op="broadcast", **kinds)
-    first = file("1", "aaaaaaa", reduced[0], sent)
-    both = joined(first, file("2", "aaaaaaa", reduced[1], {**reduced[0], "time_us": 2.0}))
-    assert tuple(both) == KEYS and both["rows"] == [{**reduced[0], "time_us": 2.0}, reduced[1], sent]
+    small, large = (row("mock", nbytes, 1.0, redop="sum") for nbytes in (8, 64))
+    sent = row("mock", 8, 1.0, op="broadcast", redop="sum")
+    first = file("1", "aaaaaaa", small, sent)
+    both = joined(first, file("2", "aaaaaaa", large, {**small, "time_us": 2.0})).result
+    assert tuple(both) == report.KEYS and both["rows"] == [{**small, "time_us": 2.0}, large, sent]
     assert [both[key] for key in ("date", "commit", "command")] == ["2", "aaaaaaa", "python 1 && python 2"]
     assert both["versions"] == {"numpy": "1 and 2"}
-    of_two = joined(first, file("3", "bbbbbbb", reduced[1]))
+    of_two = joined(first, file("3", "bbbbbbb", large)).result
     assert of_two["commit"] is None
     assert [(each["op"], each["bytes"], each["commit"]) for each in of_two["rows"]] == [
         ("all_reduce", 8, "aaaaaaa"), ("all_reduce", 64, "bbbbbbb"), ("broadcast", 8, "aaaaaaa"),
     ]  # fmt: skip
-    assert joined(str(tmp_path / "all"), first)["rows"][1]["commit"] == "bbbbbbb"
-    with pytest.raises(SystemExit, match="2"):
-        joined(first, file("4", "aaaaaaa", sent, hardware="g"))
-    assert capsys.readouterr().err.startswith("kos: error: expected results of the same hardware, got g, h")
+    assert joined("result.json", first).result["rows"][1]["commit"] == "bbbbbbb"
+    done = joined(first, file("4", "aaaaaaa", sent, hardware="g"))
+    assert (done.code, done.err) == (2, "kos: error: expected results of the same hardware, got g, h\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("all_reduce", 100), ("reduce_scatter", 50), ("all_gather", 200), ("broadcast", 100), ("all_to_all", 100)],
+)
+def test_bytes_that_leave_a_host(name: str, expected: float) -> None:
+    """Two hosts of two ranks with 100 bytes each."""
+    assert crossing(name, 100, 2, 2) == expected
+
+
+def test_power_counts_what_is_busy() -> None:
+    """A sample that nvidia-smi did not finish, and those of an idle GPU, count nowhere."""
+    idle = "345, 120.50, 700.00, Not Active"
+    samples = [idle, *[f"{1500 + i}, {690 + i}.25, 700.00, Active" for i in range(21)], "19"]
+    assert summarize([*samples, "1980, 400.00, 700.00, Not Active"]) == {
+        "samples": 22, "power_limit_watts": 700.0, "watts": [690.3, 699.8, 709.2], "sm_mhz": [1501.0, 1510.5, 1520.0],
+        "at_power_limit": 0.955,
+    }  # fmt: skip
+    assert summarize([idle]) == {"samples": 0}
+
+
+# --- instructions of calls that the core knows -------------------------------------------------------------
+
+
+@needs_core
+@pytest.mark.skipif(instructions.unavailable() is not None, reason=str(instructions.unavailable()))
+def test_no_call_takes_more_instructions() -> None:
+    """Than 1.05 times what benchmarks/results/instructions.json has."""
+    recorded = load("instructions")
+    if (here := instructions.toolchain()) != recorded["toolchain"]:
+        pytest.skip(f"counted with {recorded['toolchain']}, here are {here}")
+    same_torch = recorded["versions"]["torch"] == versions_of(["torch"]).get("torch")  # whose version changes them
+    known, counted = (
+        {(each["op"], each["bytes"], each["cpu"]): each for each in rows if same_torch or "torch" not in each["op"]}
+        for rows in (recorded["rows"], instructions.count())
+    )
+    assert counted.keys() == known.keys()
+    for case, each in counted.items():
+        for what in ("core", "python"):  # the C library's depend on the CPU
+            assert each[what] <= 1.05 * known[case][what], f"{case}: python -m benchmarks.instructions --json FILE"
+
+
+def test_every_operation_is_counted() -> None:
+    """With the settings of the core for each vendor of CPUs."""
+    counted = {(each["op"], each["cpu"]) for each in load("instructions")["rows"]}
+    assert {op for op, _ in counted} == set(instructions.OPERATIONS)
+    assert {("broadcast", "intel"), ("broadcast", "other")} <= counted
+
+
+def test_costs_of_callees_count_once() -> None:
+    text = """events: Ir
+ob=(1) /lib/native.abi3.so
+fn=(1) call
+0 10
+cob=(2) /lib/libc.so.6
+cfn=(2) memcpy
+calls=3 0
+0 60
++0 5
+ob=(2)
+fn=(2)
+0 60
+"""
+    assert instructions.counted(text) == {"core": 15, "python": 0, "libc": 60}
+    assert json.loads(json.dumps(instructions.toolchain()))["machine"]

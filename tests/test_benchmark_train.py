@@ -180,11 +180,12 @@ def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_answer_that_comes_with_other_words_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one piece: what a library says on the way to the first step, and the step."""
     options, _ = train.read_arguments(SMALL)
-    code, start = "print('words\\n{\"x\": 1}', flush=True); input()", subprocess.Popen
+    code, start = "print('words\\n{\"losses\": [1]}', flush=True); input()", subprocess.Popen
     monkeypatch.setattr(train.subprocess, "Popen", lambda _, **more: start([sys.executable, "-c", code], **more))
     group = train.Group("kos", options, [], tmp_path)
     try:
-        assert group._answer() == {"x": 1}
+        group.warm_up()
+        assert group.losses == [1]
     finally:
         group.end()
 
@@ -221,48 +222,58 @@ def test_scaling_is_said_beside_the_rows_of_one_rank(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out == "kos bfloat16: 97.5% of 8 times the 500 of one\n"
 
 
-def _group(name: str, losses: list[float]) -> object:
-    group = object.__new__(train.Group)
-    group.name, group.losses, group.seconds = name, losses, [0.25, 0.5, 1.0]
-    group.facts = {"first_step_seconds": 1.0, "peak_memory_bytes": 1, "layout": "dp2"}
-    return group
+def group(name: str, losses: list[float]) -> Any:
+    facts = {"first_step_seconds": 1.0, "peak_memory_bytes": 1, "layout": "dp2"}
+    return SimpleNamespace(name=name, losses=losses, seconds=[0.25, 0.5, 1.0], facts=facts)
 
 
+@pytest.fixture
+def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "unavailable", lambda: "")
+    monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
+
+
+NAN, BOTH = float("nan"), "--ranks 2 --compare"
+PICOTRON_FLAGS = f"{BOTH} picotron --picotron clone --device cuda --dtype"
+
+
+@pytest.mark.parametrize(
+    ("flags", "losses", "code"),
+    [
+        (f"{BOTH} torch", [5.0, 4.0], 0), (f"{BOTH} torch", [5.0, 4.1], 1), (f"{BOTH} torch", [NAN, 4.0], 1),
+        (f"{BOTH} torch", [5.0, NAN], 1), (f"{BOTH} torch", [], 1),
+        (f"{BOTH} torch --device cuda --dtype bfloat16", [5.0, 4.1], 1),
+        (f"{PICOTRON_FLAGS} bfloat16", [5.01, 4.1], 0), (f"{PICOTRON_FLAGS} bfloat16", [5.1, 4.0], 1),
+        (f"{PICOTRON_FLAGS} bfloat16", [5.0, NAN], 1),
+        (f"{PICOTRON_FLAGS} float32", [5.01, 4.0], 0), (f"{PICOTRON_FLAGS} float32", [5.0, 4.1], 1),
+    ],
+)  # fmt: skip
 def test_losses_that_differ_are_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options, config = train.read_arguments([*SMALL, "--preset", "tiny", "--ranks", "2", "--compare", "torch"])
+    flags: str, losses: list[float], code: int, unknown_gpu: None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Of picotron in bfloat16 those of the first step; later ones must be finite. Those of kos are 5 and 4."""
+    groups = [group("kos", [5.0, 4.0]), *[group("flash", losses)] * bool(losses)]  # none: nothing of it came through
+    monkeypatch.setattr(train.report, "provenance", lambda *_: {})
+    monkeypatch.setattr(train, "measure", lambda *_: (groups, {} if losses else {"eager": "why"}))
+    assert train.main([*SMALL, *flags.split()]) == code
+    shown = capsys.readouterr().out
+    assert "kos is x" in shown and "4 x 24 tokens a rank, 2 ranks\n" in shown
+    assert ("compared at the first step only" in shown) == ("picotron clone --device cuda --dtype bfloat16" in flags)
 
-    for other, expected in (([5.0, 4.0], 0), ([5.0, 4.1], 1), ([float("nan"), 4.0], 1), ([5.0, float("nan")], 1)):
-        groups = [_group("kos", [5.0, 4.0, 3.0]), _group("eager", other), _group("eager-whole", [5.0, 4.0, 3.0])]
-        monkeypatch.setattr(train, "measure", lambda *_, groups=groups: (groups, {}))
-        assert train.main([*SMALL, "--ranks", "2", "--compare", "torch"]) == expected
-    monkeypatch.setattr(train, "measure", lambda *_: (groups[:1], {"eager": "why"}))
-    assert train.main([*SMALL, "--ranks", "2", "--compare", "torch"]) == 1, "nothing of torch came through"
-    rows = train.make_rows(groups, options, config)
-    assert [(row["step_ms"], row["tokens_per_second"]) for row in rows] == [(500.0, 384.0)] * 3
-    said = capsys.readouterr().out
-    assert "kos is x" in said and "4 x 24 tokens a rank, 2 ranks\n" in said
+
+def test_rows_of_groups(unknown_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = train.read_arguments([*SMALL, "--ranks", "2", "--compare", "torch"])
+    groups = [group("kos", [5.0, 4.0, 3.0]), group("eager", [5.0, 4.2])]
+    rows = train.make_rows(groups, *arguments)
+    assert [(row["step_ms"], row["tokens_per_second"]) for row in rows] == [(500.0, 384.0)] * 2
+    assert [(row["loss"], row["loss_difference"]) for row in rows] == [(4.0, 0.0), (4.2, 0.05)], "not of the same step"
     train.print_rows([{**rows[0], "ranks": 1}], {})
     assert "4 x 24 tokens a rank, 1 rank\n" in capsys.readouterr().out
-    rows = train.make_rows([_group("kos", [5.0, 4.0, 3.0]), _group("eager", [5.0, 4.2])], options, config)
-    assert [(row["loss"], row["loss_difference"]) for row in rows] == [(4.0, 0.0), (4.2, 0.05)], "not of the same step"
-    monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
+    flags = shlex.split("--compare torch --ranks 2 --device cuda --grad-dtype bfloat16 --micro-batch-size")
     for micro_batch_size, variant in (("2", "bfloat16"), ("4", "bfloat16-grads")):  # several add up in fp32
-        flags = [
-            "--compare",
-            "torch",
-            "--ranks",
-            "2",
-            "--device",
-            "cuda",
-            "--grad-dtype",
-            "bfloat16",
-            "--micro-batch-size",
-            micro_batch_size,
-        ]
-        rows = train.make_rows(groups, *train.read_arguments([*SMALL, *flags]))
-        assert [row["variant"] for row in rows] == [variant, "eager", "eager-whole"]
+        rows = train.make_rows(groups, *train.read_arguments([*SMALL, *flags, micro_batch_size]))
+        assert [row["variant"] for row in rows] == [variant, "eager"]
 
 
 def test_a_gpu_gives_the_losses_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,27 +324,6 @@ def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch
     assert training.peak_memory() is None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "losses", "code"),
-    [
-        ("bfloat16", [5.01, 4.1], 0), ("bfloat16", [5.1, 4.0], 1), ("bfloat16", [5.0, float("nan")], 1),
-        ("float32", [5.01, 4.0], 0), ("float32", [5.0, 4.1], 1),
-    ],
-)  # fmt: skip
-def test_bfloat16_losses_of_picotron_are_compared_at_the_first_step(
-    dtype: str, losses: list[float], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Later losses must be finite. Those of kos are 5 and 4."""
-    groups = [_group("kos", [5.0, 4.0]), _group("flash", losses)]
-    monkeypatch.setattr(train, "unavailable", lambda: "")
-    monkeypatch.setattr(train.report, "provenance", lambda *_: {})
-    monkeypatch.setattr(train, "measure", lambda *_: (groups, {}))
-    monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
-    flags = ["--ranks", "2", "--device", "cuda", "--dtype", dtype, "--compare", "picotron", "--picotron", "clone"]
-    assert train.main([*SMALL, *flags]) == code
-    assert ("compared at the first step only" in capsys.readouterr().out) == (dtype == "bfloat16")
-
-
 @pytest.mark.skipif(not PICOTRON, reason="KOS_PICOTRON names no clone of huggingface/picotron")
 @pytest.mark.parametrize(
     ("layout", "variant"),
@@ -353,24 +343,27 @@ def test_picotron_in_float32_gives_the_losses_of_kos(layout: str, variant: str, 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--compare", "torch"], "--compare torch: expected PyTorch"),
-        (["--json", "/nowhere/a.json"], "/nowhere/a.json: expected a file to write, got no such folder"),
-        *(([flag, "0"], f"{flag}: expected at least 1, got 0") for flag in COUNTS),
-        (["--ranks", "-1"], "--ranks: expected at least 1, got -1"),
-        (["--lr", "fast"], "--lr: expected a valid number, got 'fast'"),
-        (["--ranks", "3"], r"--batch-size: expected a multiple of 3 \(ranks\), got 16"),
-        (["--no-graph"], "--no-graph: expected a GPU, got the CPU"),
-        (["--torch", "flash-best"], "--torch: expected words of .*, got best"),
-        (["--compare", "torch", "--preset", "gpt2-124m"], "expected a llama, got gpt2"),
-        (["--compare", "picotron"], "--compare picotron: expected --picotron PATH, got none"),
+        ("--compare torch", "--compare torch: expected PyTorch"),
+        ("--json /nowhere/a.json", "/nowhere/a.json: expected a file to write, got no such folder"),
+        *((f"{flag} 0", f"{flag}: expected at least 1, got 0") for flag in COUNTS),
+        ("--ranks -1", "--ranks: expected at least 1, got -1"),
+        ("--lr fast", "--lr: expected a valid number, got 'fast'"),
+        ("--ranks 3", r"--batch-size: expected a multiple of 3 \(ranks\), got 16"),
+        ("--no-graph", "--no-graph: expected a GPU, got the CPU"),
+        ("--torch flash-best", "--torch: expected words of .*, got best"),
+        ("--compare torch --preset gpt2-124m", "expected a llama, got gpt2"),
+        ("--compare picotron", "--compare picotron: expected --picotron PATH, got none"),
+        ("--hidden-size 4000000", "memory: expected at most .*"),  # which the ranks refuse
     ],
 )
-def test_what_cannot_be_is_said_before_anything_runs(
-    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_is_said_in_one_line(
+    flags: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Before anything runs, but for what the ranks refuse."""
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(train, "measure", None)
-    assert train.main(["--device", "cpu", *flags]) == 2
+    if "hidden" not in flags:
+        monkeypatch.setattr(train, "measure", None)
+    assert train.main(["--device", "cpu", *flags.split()]) == 2
     assert re.fullmatch(f"kos: error: .*{expected}.*\n", capsys.readouterr().err)
 
 
@@ -382,9 +375,3 @@ def test_torch_takes_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
         _, config = train.read_arguments([*SMALL, "--ranks", "4", flag, "2"])
         with pytest.raises(ConfigError, match=f"^--compare torch: expected one axis of dp, tp and cp, got {got}$"):
             make_training(config, None, None, "eager")  # type: ignore[arg-type]
-
-
-def test_what_the_ranks_refuse_is_said_as_they_say_it() -> None:
-    command = [sys.executable, "-m", "benchmarks.train", "--device", "cpu", "--hidden-size", "4000000"]
-    done = run_program(*command, env=OUTSIDE, cwd=ROOT)
-    assert done.returncode == 2 and re.fullmatch("kos: error: memory: expected at most .*\n", done.stderr), done.stderr

@@ -43,6 +43,14 @@ def test_what_counts_as_code() -> None:
     assert (cuda.language, cuda.code, cuda.total) == ("CUDA", 3, 8)
 
 
+def test_a_bound_that_is_exceeded_names_what_exceeds_it() -> None:
+    """In the message of ``test_bounds``, since its failure is all that a developer sees."""
+    long = "def long():\n" + "    x = 1\n" * lines.MOST_IN_FUNCTION
+    files = [lines.count("train", "kos/train/a.py", long), lines.count("comm", "kos/comm/b.py", "\n" * 501)]
+    said = [str(bound) for bound in lines.bounds(files) if bound.held and bound.value > bound.most]
+    assert len(said) == 2 and "kos/train/a.py: long: 61" in said[0] and "kos/comm/b.py: 501" in said[1]
+
+
 def test_bounds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints every bound and its value; those that are marked as held may not be exceeded."""
     counted = list(lines.files())

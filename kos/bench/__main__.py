@@ -13,7 +13,7 @@ import kos
 from kos import _core
 from kos.bench import report
 from kos.bench.cases import BARRIER, IN_PLACE, Case, Data
-from kos.bench.implementations import GPU_BACKENDS, OURS, Implementation, Ours, OursInWindows
+from kos.bench.implementations import GPU_BACKENDS, OURS, Implementation, Ours, OursInWindows, not_measurable
 from kos.bench.limits import DeviceLimits, copy_run, host_flag_us
 from kos.bench.loop import CLoop
 from kos.bench.measure import DeviceTimer, HostTimer, Job, Run, Timer, measure
@@ -88,10 +88,7 @@ class Benchmark:
                 yield from self._of(control, "mock")
             self.skipped |= dict.fromkeys(set(asked) - {"mock"}, "needs mpirun")
             return
-        elsewhere = "it is for a host" if gpu else unavailable() or "it is for GPUs"
-        self.skipped |= {name: elsewhere for name in asked if (name in GPU_BACKENDS) != gpu}
-        if "mock" in asked:
-            self.skipped["mock"] = "its ranks are threads of one process (start without mpirun)"
+        self.skipped |= not_measurable(asked, gpu, unavailable())
         for name in [name for name in OURS if (name in GPU_BACKENDS) == gpu and self._wanted(name)]:
             if name == "mpi" and control.backend_name != "mpi":
                 self.skipped[name] = "the ranks are not processes of an MPI job (start with mpirun)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,14 @@ Call = Callable[[], Any]
 OURS = {"mpi": "mpi", "tcp": "tcp", "kos-nccl": "nccl", "peer": "peer", "auto": "auto"}
 """Our rows' names, and what ``kos.init`` calls the backends; ``mock`` is given its communicator."""
 GPU_BACKENDS = ("kos-nccl", "peer", "auto", "nccl", "nccl-window", "torch-nccl", "torch-symm")
+
+
+def not_measurable(backends: Iterable[str], gpu: bool, no_gpu: str | None) -> dict[str, str]:
+    """Those backends that a job of processes cannot measure in this memory, and why.  ``no_gpu``: why there is none."""
+    reason = "it is for a host" if gpu else no_gpu or "it is for GPUs"
+    threads = "its ranks are threads of one process (start without mpirun)"
+    elsewhere = [name for name in backends if name == "mock" or (name in GPU_BACKENDS) != gpu]
+    return {name: threads if name == "mock" else reason for name in elsewhere}
 
 
 def choices(op: str) -> tuple[str, ...]:

@@ -64,7 +64,9 @@ class PeerStatus:
 
         Its ``send_notice`` sends a notice to all others; with a timeout it returns whether the hub has forwarded it.
         Its ``receive_notices`` calls ``handle_notice`` with each that has arrived, adds to ``ends``, and does not wait.
+        Failures from before are forgotten: all ranks that it connects have handled theirs.
         """
+        self.failures.clear()
         self._plane = weakref.ref(plane)
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 import signal
 import sys
 import threading
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import kos
 from kos.errors import ConfigError, KosError, debugging
 from kos.files import printing
-from kos.reporting import exit_status, report
+from kos.reporting import end_process, exit_status, report
 from kos.train import missing
 from kos.train.parallel.failures import Left, Stop, Stopped
 
@@ -65,14 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = parse(arguments)
         if config.show_data:
-            from kos.train.checkpoint import resume
-            from kos.train.data import show
-            from kos.train.run_context import run_folder
-
             if rank == 0:
-                out = run_folder(config) if config.resume == "auto" else Path()
-                with printing():
-                    print(show.report(config, resume.find(config, out / "checkpoints", lambda what, share: None)))
+                _show_data(config)
             return 0
         if config.join is not None:
             begun = True
@@ -86,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print("kos: stopped before the first step, nothing to save", file=sys.stderr)
     except Left as left:
         logging.getLogger("kos.train").warning("%s", left)
-        _end_process(Left.code)
+        end_process(Left.code)
     except (KosError, OSError, MemoryError) as error:
         note = ""
         with contextlib.suppress(ImportError, KosError):
@@ -99,6 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
         _fail(error, rank, note, "--debug" in arguments or debugging(), begun)
     return 0
+
+
+def _show_data(config: TrainConfig) -> None:
+    """Print the sequences that ``--show-data`` asks for."""
+    from kos.train.checkpoint import resume
+    from kos.train.data import show
+    from kos.train.run_context import run_folder
+
+    out = run_folder(config) if config.resume == "auto" else Path()
+    with printing():
+        print(show.report(config, resume.find(config, out / "checkpoints", lambda what, share: None)))
 
 
 def _join(config: TrainConfig, stop: Stop, arguments: Sequence[str]) -> int:
@@ -124,15 +128,7 @@ def _fail(error: Exception, rank: int, note: str, debug: bool, begun: bool = Tru
     ``sys.exit`` is not used: MPI_Finalize would wait for ranks that do not call it.
     """
     report(error, rank, note, debug)
-    _end_process(2 if isinstance(error, ConfigError) else 1 if begun else exit_status(error))
-
-
-def _end_process(code: int) -> None:
-    """End the process."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    os._exit(code)
+    end_process(2 if isinstance(error, ConfigError) else 1 if begun else exit_status(error))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Chat with a trained model, by its chat template: ``python -m kos.train.chat RUN``.
 
-A line is a message. ``/reset`` begins a new chat; ``/exit`` or Ctrl-D ends the program, Ctrl-C ends an answer.
+Each line is a message. ``/reset`` begins a new chat. ``/exit`` or Ctrl-D ends the program. Ctrl-C ends an answer.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from kos.train.sample import make_parser, run
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("kos.train.chat", __doc__ or "", 1000)
-    parser.add_argument("--system", metavar="TEXT", help="a message of the system, before the first")
-    parser.epilog = "A line is a message. /reset begins a new chat. /exit or Ctrl-D ends it, Ctrl-C ends an answer."
+    parser.add_argument("--system", metavar="TEXT", help="a system message at the beginning of each chat")
+    parser.epilog = (
+        "Each line is a message. /reset begins a new chat. /exit or Ctrl-D ends the program. Ctrl-C ends an answer."
+    )
     arguments = parser.parse_args(argv)
     with suppress(ImportError):
         import readline  # noqa: F401 (input gets a line editor with a history)
 
     def talk(model: Any, options: Mapping[str, Any]) -> None:
         beginning = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-        model.stream([""], **options)  # wrong settings, and a model without a template, are refused before the first
-        model.chat_prompt([*beginning, {"role": "user", "content": "?"}])
+        model.stream([""], **options)  # refuse wrong settings before the first message
+        model.chat_prompt([*beginning, {"role": "user", "content": "?"}])  # and a model without a template
         messages = [*beginning]
         while (text := _ask()) is not None:
             if text == "/reset":
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ask() -> str | None:
-    """The user's next line; None at the end."""
+    """The user's next line; None at the end of the program."""
     try:
         text = input("> ").strip()
     except (EOFError, KeyboardInterrupt):
@@ -48,7 +50,10 @@ def _ask() -> str | None:
 
 
 def _reply(model: Any, messages: list[dict[str, str]], options: Mapping[str, Any]) -> list[dict[str, str]]:
-    """``messages`` with the answer, which is printed as it comes.  Without the last one if it cannot be encoded."""
+    """Print the answer as it is generated; returns ``messages`` with it.
+
+    If the last message cannot be encoded, the result lacks that message.
+    """
     pieces = list[str]()
 
     def say(piece: str) -> None:

@@ -203,7 +203,7 @@ class Elastic(Runner):
         kept.check(present)
         move_to(run, comm, run.epoch + 1)
         kept.load(run.device, comm, present)
-        if run.base is not None:
+        if run.device.state.of_files:
             run.device.state.read_frozen(run.base_weights())
             run.device.loaded()
         gather_json(comm, None)
@@ -351,7 +351,7 @@ def _arrays(device: Device) -> dict[str, Parameters | OwnedSlices]:
     The base of adapters is not there: each rank reads it from its files.
     """
     optimizer, frozen = device.step.optimizer, device.step.frozen
-    kept = {} if device.step.models[0].config.lora else {"frozen": frozen}
+    kept = {} if device.state.of_files else {"frozen": frozen}
     return {"weights": optimizer.weights, **kept, **optimizer.state}
 
 
@@ -381,7 +381,7 @@ def facts_of(run: RunContext) -> dict[str, Any]:
         "settings": run.asked, "chosen": run.config.to_json(), "out": str(run.out), "source": run.source,
         "data": run.data_in_words, "packed": run.data.packed, "name": run.name, "row": run.row,
         "start": run.start, "skipped": sorted(run.skipped), "last_finite": run.last_finite,
-        "description": run.description, "batches": run.own.state(),
+        "description": run.description, "batches": run.own.state(), "brings": run.brings, "watched": run.watched,
     }  # fmt: skip
 
 
@@ -391,6 +391,9 @@ def misfit(newcomer: RunContext, facts: dict[str, Any]) -> str:
     if newcomer.data.packed != facts["packed"]:  # such as that of a run that is older than --fit
         expected, got = ("whole" if packed else "cut" for packed in (facts["packed"], newcomer.data.packed))
         return f"--fit: expected {expected}, which the run has, got {got}; add --fit {expected}"
+    for name, given in newcomer.brings.items():
+        if given != facts["brings"][name]:
+            return f"{name}: expected {facts['brings'][name]}, as on the ranks of the run, got {given}"
     mine["data in words"], theirs["data in words"] = newcomer.data_in_words, facts["data"]
     expected = facts["description"].get("base", {}).get("sha256", "")
     if (base := newcomer.base) and expected and expected != base["sha256"]:
@@ -408,7 +411,7 @@ def take_facts(newcomer: RunContext, facts: dict[str, Any]) -> None:
     chosen["tracker"] = tuple(chosen["tracker"])  # JSON has only lists
     newcomer.config = newcomer.config.model_copy(update={name: chosen[name] for name in CHOSEN | NO_NUMBERS})
     newcomer.out, newcomer.skipped = Path(facts["out"]), set(facts["skipped"])
-    for name in ("source", "name", "row", "start", "last_finite", "description"):
+    for name in ("source", "name", "row", "start", "last_finite", "description", "watched"):
         setattr(newcomer, name, facts[name])
     if newcomer.brings_batches:
         newcomer.own.load_state(["all", [facts["batches"]]], 0, 1)

@@ -1,4 +1,4 @@
-"""``fit``: a whole run in one call, with batches, a loss and callbacks of the program's own."""
+"""``fit``: a whole run in one call, with optional batches, loss and callbacks of the calling program."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from kos.train.run import Newcomer, Trainer
 
 
 class FitResult(NamedTuple):
-    """How a run has ended."""
+    """How a run ended."""
 
     step: int
-    """How many steps are done."""
+    """The number of completed steps."""
 
     stopped: bool
-    """Whether it ended before ``config.steps``, since a callback or a signal stopped it."""
+    """Whether a callback, a signal or ``patience`` ended the run before ``config.steps``."""
 
     metrics: dict[str, Any]
-    """The last row of ``metrics.jsonl``; empty if this run made no step."""
+    """The last row of ``metrics.jsonl``; empty if this run completed no step."""
 
     checkpoint: Path | None
-    """The folder of the last checkpoint, which ``kos.train.load`` reads; None: there is none."""
+    """The folder of the last checkpoint, which ``kos.train.load`` reads; None if there is none."""
 
 
 def fit(config: TrainConfig, comm: Communicator | None = None, **program: Unpack[Program]) -> FitResult:
-    """Train as ``python -m kos.train`` does, and return when the last checkpoint is written. Collective.
+    """Train as ``python -m kos.train`` does, and return when the last checkpoint is complete.  Collective.
 
     ``comm`` and ``program`` are as for ``Trainer``.  In the main thread, SIGINT (Ctrl-C), SIGTERM and SIGUSR1 stop the
-    run after the current step: it is saved, and ``fit`` returns.  A second one does what it did before the call.  In
-    another thread, signals stay the program's.
+    run after the current step.  The run saves a checkpoint, and ``fit`` returns.  A second signal has the effect that
+    it had before the call.  In another thread, ``fit`` leaves the program's signal handlers in place.
 
     Raises:
-        ConfigError, InvalidArgument, DataError: as ``Trainer`` and its ``step``.
-        KosError: a signal or a callback stops the run before its first step.
+        ConfigError, InvalidArgument, DataError: as ``Trainer`` and ``Trainer.step`` do.
+        KosError: the run was stopped, by a signal or a callback, before its first step.
         TrainingError: the loss is not finite.
-        CollectiveError: another rank has failed; the error names it.
+        CollectiveError: another rank failed; the error names the rank.
     """
     stop = Stop()
     with contextlib.ExitStack() as held:

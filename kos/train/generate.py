@@ -1,7 +1,7 @@
-"""Text from a model: the sampler, the sequences that are continued together, and their text as it comes.
+"""Text generation: the sampler, the loop over a batch of prompts, and the text as it is generated.
 
-A *source* of logits has ``prefill(index, tokens)`` and ``step(tokens)``: ``Decoder`` with a KV cache, ``Uncached``
-without. Each prompt gets the text that it would get alone.
+A *source* of logits has the methods ``prefill(index, tokens)`` and ``step(tokens)``. ``Decoder`` is a source with a KV
+cache, and ``Uncached`` is one without. Each prompt of a batch gives the text that it gives alone.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.ops.linear import FewRows
 
-CONTEXT = 8  # tokens of the prompt with which new tokens are decoded: the space before a word depends on what precedes
+CONTEXT = 8  # new tokens are decoded after the last tokens of the prompt, since a word's space depends on what precedes
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from logits.  InvalidArgument for values out of range.
+    """How a token is drawn from logits.  Raises InvalidArgument for values out of range.
 
     The settings apply in the order of their fields, as in transformers: the penalty (Keskar et al. 2019,
     arXiv:1909.05858), the temperature, then the limits on which tokens can be drawn (top-p: Holtzman et al. 2020,
@@ -37,9 +37,9 @@ class Sampling:
     """
 
     repetition_penalty: float = 1.0
-    """Divides the logit of each token that is in the text already, or multiplies it if it is negative; 1: none."""
+    """Divides the logit of each token that is already in the text; a negative logit is multiplied.  1: no penalty."""
     temperature: float = 0.8
-    """Divides logits; 0 takes the most likely token."""
+    """Divides the logits; 0 takes the most likely token."""
     top_k: int = 40
     """Draw among the k most likely tokens; 0: no limit."""
     top_p: float = 1.0
@@ -59,7 +59,7 @@ class Sampling:
                 raise InvalidArgument(f"{name}: expected {expected}, got {getattr(self, name)}")
 
     def draw(self, logits: np.ndarray, before: Sequence[int], rng: np.random.Generator) -> int:
-        """The token that follows the tokens ``before``, by its ``logits`` (V,)."""
+        """Draw the token that follows the tokens ``before``, from its ``logits`` (V,)."""
         if not np.isfinite(top := logits.max()):
             raise TrainingError(f"sampling: expected finite logits, got {top}: the weights are not usable")
         scores = logits.astype(np.float64)
@@ -82,17 +82,17 @@ class Sampling:
 
 
 class Source(Protocol):
-    """Gives the logits of what follows each of several sequences."""
+    """Computes the logits of the next token of each of several sequences."""
 
     def prefill(self, index: int, tokens: Sequence[int]) -> np.ndarray:
-        """Begin sequence ``index`` anew with ``tokens``; the logits (V,) of the next."""
+        """Restart sequence ``index`` with ``tokens``; returns the logits (V,) of the next token."""
 
     def step(self, tokens: Mapping[int, int]) -> Mapping[int, np.ndarray]:
-        """By the index of a sequence, its next token; the logits (V,) of the one after that."""
+        """Append one token to each sequence, by its index; returns the logits (V,) of the tokens after them."""
 
 
 class Uncached:
-    """A source that computes all tokens again for each; ``next_logits`` (1, T) -> (V,)."""
+    """A source that computes all tokens of a sequence again for each new one.  ``next_logits`` maps (1, T) to (V,)."""
 
     def __init__(self, next_logits: Callable[[np.ndarray], np.ndarray]) -> None:
         self._next_logits, self._tokens = next_logits, dict[int, list[int]]()
@@ -106,9 +106,10 @@ class Uncached:
 
 
 class Decoder:
-    """A source with a KV cache, of ``sequences`` of at most ``capacity`` tokens.
+    """A source with a KV cache, for ``sequences`` sequences of at most ``capacity`` tokens each.
 
-    A step is one forward of all sequences, on a GPU one CUDA graph; on CPUs a forward of each (``Ops.few_rows``).
+    On a GPU, a step is one forward of all sequences, in one CUDA graph.  On CPUs, it is one forward for each sequence
+    (``Ops.few_rows``).
     """
 
     def __init__(self, config: LlamaConfig, ops: Any, weights: Weights, sequences: int, capacity: int) -> None:
@@ -116,11 +117,11 @@ class Decoder:
         self._prompts = Model(config, ops)
         self._steps = Model(config, FewRows(ops) if sequences <= ops.few_rows or not self._together else ops)
         self._beginning = ops.zeros((1,), np.dtype(np.int32))
-        self._inputs = ops.zeros((2, sequences), np.dtype(np.int32))
+        self.inputs = ops.zeros((2, sequences), np.dtype(np.int32))
         self._next = np.zeros((2, sequences), np.int32)
-        """Each sequence's next token and its position, on the host; ``_inputs`` has them where the model is."""
+        """The next token of each sequence and its position, on the host; ``inputs`` is their copy on the device."""
         dtype = weights[config.final_norm].dtype
-        self._cache = make_cache(ops, self._prompts.attentions, self._inputs[1], capacity, dtype)
+        self._cache = make_cache(ops, self._prompts.attentions, self.inputs[1], capacity, dtype)
         self._logits = ops.zeros((sequences, config.vocab_size), np.dtype(np.float32))
         self._replay: Callable[[], None] | None = None
 
@@ -133,7 +134,8 @@ class Decoder:
     def step(self, tokens: Mapping[int, int]) -> Mapping[int, np.ndarray]:
         for index, token in tokens.items():
             self._next[0, index] = token
-        self._ops.copy(self._next, self._inputs)
+        np.minimum(self._next[1], self._cache.capacity - 1, out=self._next[1])  # ended sequences stay within
+        self._ops.copy(self._next, self.inputs)
         if not self._together:
             for index in tokens:
                 self._queue(slice(index, index + 1))
@@ -142,28 +144,29 @@ class Decoder:
         else:
             self._replay()
         self._next[1, [*tokens]] += 1
-        np.minimum(self._next[1], self._cache.capacity - 1, out=self._next[1])  # those that have ended stay within
         logits = self._ops.to_host(self._logits)
         return {index: logits[index] for index in tokens}
 
     def _queue(self, which: slice) -> None:
         cache = self._cache.of(which, self._cache.positions[which])
-        tokens = self._inputs[0][which].reshape(-1, 1)
+        tokens = self.inputs[0][which].reshape(-1, 1)
         self._steps.queue_next_logits(self._weights, tokens, cache, self._logits[which])
 
 
 def generate(
     source: Source, context: int, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, *,
     ends: Collection[int] = (), ended: set[int] | None = None, stopped: Callable[[], bool] = lambda: False,
+    warns: bool = True,
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
-    """Up to ``count`` token ids that follow each of ``prompts``, with the prompt's index, by turns.
+    """Generate up to ``count`` tokens after each of ``prompts``; yields (index of the prompt, token id), in turn.
 
-    A prompt's tokens end at a token of ``ends``, once the caller adds its index to ``ended``, or when ``stopped()``.  A
-    text that fills the ``context``, in tokens, is continued from its last half.
+    The tokens of a prompt end at a token of ``ends``, or once the caller adds the prompt's index to ``ended``.  All end
+    when ``stopped()`` is true.  When a text outgrows the ``context``, in tokens, it continues from its last tokens, as
+    many as half of the context.  With ``warns``, this is logged once.
     """
-    ended, ids, warned = set[int]() if ended is None else ended, [[*prompt] for prompt in prompts], False
+    ended, ids, warned = set[int]() if ended is None else ended, [[*prompt] for prompt in prompts], not warns
     random = [np.random.default_rng(sampling.seed) for _ in prompts]
-    held, logits = [0] * len(ids), dict[int, np.ndarray]()  # tokens that the source has of a text
+    held, logits = [0] * len(ids), dict[int, np.ndarray]()  # how many tokens of each text the source holds
 
     for number in range(count):
         tokens = {index: each[-1] for index, each in enumerate(ids) if index not in ended}
@@ -195,7 +198,7 @@ def generate(
 
 
 class _Text:
-    """The text of a prompt's new tokens, in pieces that do not change any more; it ends before a text of ``stop``."""
+    """The text of a prompt's new tokens, in pieces that are final.  It ends before the first text of ``stop``."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer, self._stop, self._tokens, self._said = tokenizer, stop, list[int](), 0
@@ -203,20 +206,21 @@ class _Text:
         self._before, self.stopped = tokenizer.decode(self._prompt), False
 
     def add(self, *tokens: int, last: bool = False) -> str:
-        """The text that is final now; if these are the ``last`` tokens, all of it."""
+        """Add tokens; returns the text that is now final.  ``last``: no more tokens follow, so all text is final."""
         self._tokens += tokens
-        text = self._tokenizer.decode([*self._prompt, *self._tokens])  # with the space between prompt and sample
+        text = self._tokenizer.decode([*self._prompt, *self._tokens])  # with the space between prompt and new text
         new = text.startswith(self._before) and bool(self._prompt)
         text = text.removeprefix(self._before) if new else self._tokenizer.decode(self._tokens)
         found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        ready = len(text) if last else len(text.rstrip("\ufffd")) - self._withheld(text)
+        whole = text.rstrip("\ufffd")
+        ready = len(text) if last else len(whole) - self._withheld(whole)
         if found:
             ready, self.stopped = min(found), True
         piece, self._said = text[self._said : ready], max(self._said, ready)
         return piece
 
     def _withheld(self, text: str) -> int:
-        """The length of the longest end of ``text`` with which a text of ``stop`` begins."""
+        """The length of the longest suffix of ``text`` that is a proper prefix of a text of ``stop``."""
         ends = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
         return max(ends, default=0)
 
@@ -224,12 +228,15 @@ class _Text:
 def continue_texts(
     source: Source, context: int, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], count: int,
     sampling: Sampling, *, ends: Collection[int] = (), stop: Sequence[str] = (),
-    stopped: Callable[[], bool] = lambda: False,
+    **options: Any,
 ) -> Iterator[tuple[int, str]]:  # fmt: skip
-    """The texts that follow ``prompts``, of token ids, piece by piece, with the prompt's index.  [] begins a text."""
+    """Generate the texts that follow ``prompts``; yields (index of the prompt, piece of its text).
+
+    ``prompts`` are lists of token ids; an empty one begins a new text.  ``options`` are those of ``generate``.
+    """
     texts, ended = [_Text(tokenizer, prompt, stop) for prompt in prompts], set[int]()
     given = [[*prompt] or tokenizer.encode_prompt("") for prompt in prompts]
-    for index, token in generate(source, context, given, count, sampling, ends=ends, ended=ended, stopped=stopped):
+    for index, token in generate(source, context, given, count, sampling, ends=ends, ended=ended, **options):
         if piece := texts[index].add(token):
             yield index, piece
         if texts[index].stopped:
@@ -243,14 +250,19 @@ def sample_text(
     next_logits: Callable[[np.ndarray], np.ndarray], context: int, tokenizer: Tokenizer, prompt: str, count: int, *,
     stopped: Callable[[], bool] = lambda: False, **sampling: Any,
 ) -> str:  # fmt: skip
-    """``prompt`` and up to ``count`` tokens, as text; ``next_logits`` gives the logits (V,) of what follows (1, T)."""
+    """``prompt`` and the text of up to ``count`` tokens that follow it.
+
+    ``next_logits`` maps token ids (1, T) to the logits (V,) of the next token.  A text that outgrows the context gives
+    no warning.
+    """
     ids, ends = prompt_ids(tokenizer, prompt), () if tokenizer.eos is None else (tokenizer.eos,)
     pieces = continue_texts(
-        Uncached(next_logits), context, tokenizer, [ids], count, Sampling(**sampling), ends=ends, stopped=stopped
-    )
+        Uncached(next_logits), context, tokenizer, [ids], count, Sampling(**sampling), ends=ends, stopped=stopped,
+        warns=False,
+    )  # fmt: skip
     return prompt + "".join(piece for _, piece in pieces)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Those of ``Tokenizer.encode_prompt``, but none of an empty prompt, of whose text nothing is written."""
+    """The token ids of ``Tokenizer.encode_prompt``; none for an empty prompt, whose start token is not printed."""
     return tokenizer.encode_prompt(prompt) if prompt else []

@@ -1,4 +1,4 @@
-"""What a program brings to its run: batches, a loss, and callbacks after steps, validations and checkpoints."""
+"""What a program can pass to its run: batches, a loss, and callbacks after steps, validations and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from kos.train.ops import Loss
 
 
 class Callback:
-    """Base class; override what you need.  A callback may be on one rank or on all.
+    """Base class of callbacks; override the methods that you need.  A callback may be on one rank or on all ranks.
 
-    ``trainer`` is the run's ``Trainer``; its ``request_stop`` stops all ranks.  An exception ends the run on this rank,
-    and the other ranks raise an error that names it.
+    ``trainer`` is the run's ``Trainer``.  Its method ``request_stop`` stops all ranks.  An exception in a callback ends
+    the run on this rank, and the other ranks raise an error that names this rank.
     """
 
     def on_step(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
-        """After each step.  ``metrics`` is its row of ``metrics.jsonl``."""
+        """Called after each step.  ``metrics`` is the step's row of ``metrics.jsonl``."""
 
     def on_evaluate(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
-        """After a step with a validation, when ``on_step`` has been called; ``metrics`` has ``val_loss``."""
+        """Called after a step with a validation, after ``on_step``.  ``metrics`` includes ``val_loss``."""
 
     def on_save(self, trainer: Any, checkpoint: Path) -> None:
-        """Once a checkpoint is complete in its folder."""
+        """Called when a checkpoint is complete in its folder."""
 
     def on_end(self, trainer: Any) -> None:
-        """After the last step, when the last checkpoint is complete, also after a request to stop."""
+        """Called after the last step, when the last checkpoint is complete; also after a request to stop."""
 
 
 class Program(TypedDict, total=False):
-    """What a program brings to its run; each may be left out."""
+    """What a program can pass to its run; each key is optional."""
 
     batches: Iterable[Batch] | None
-    """Batches of ``config.seq_len`` tokens a sequence.  Default: those of ``config.data``.  With an empty tuple nothing
-    is read from ``config.data``, and ``Trainer.step`` is called with each batch."""
+    """Batches whose sequences have ``config.seq_len`` tokens.  Default: the batches of ``config.data``.  With an empty
+    tuple, nothing is read from ``config.data``, and the program passes each batch to ``Trainer.step``."""
 
     rows: Rows
-    """``"all"`` (the default): every rank gets the whole batch of ``config.batch_size`` sequences, the same on all
-    ranks.  ``"own"``: each of the dp data-parallel ranks gets its rows, ``config.batch_size / dp``."""
+    """``"all"`` (the default): ``batches`` gives every rank the whole batch of ``config.batch_size`` sequences, the
+    same on all ranks.  ``"own"``: it gives each of the dp data-parallel ranks its ``config.batch_size / dp`` rows."""
 
     val_batches: Iterable[Batch] | None
-    """Batches for validation, of any number of sequences: an iterable that each validation iterates."""
+    """Batches for validation, with any number of sequences each.  Each validation iterates over them again."""
 
     loss: Loss | None
-    """The loss and its gradient, instead of the cross-entropy: see ``kos.train.Loss``."""
+    """A function that returns the loss and its gradient, instead of the cross-entropy: see ``kos.train.Loss``."""
 
     callbacks: Sequence[Callback]
-    """Objects whose methods are called during the run, in this order."""
+    """Objects whose methods are called during the run, in the order of this sequence."""
 
     verbose: bool
     """Whether rank 0 prints what the command prints (the default)."""

@@ -18,7 +18,7 @@ from kos.comm.control import mpi_job
 from kos.comm.control.identity import under_mpirun
 from kos.commands import mpirun, near, python, several_programs
 from kos.errors import plural
-from kos.train.checkpoint import dropout, extra_names
+from kos.train.checkpoint import BEST, dropout, extra_names
 from kos.train.config.options import TrainConfig, flag_of
 from kos.train.data.show import first_line
 from kos.train.run_context import ADDRESS, RunContext
@@ -106,12 +106,12 @@ def without_effect(config: TrainConfig, asked: Mapping[str, Any]) -> list[str]:
     reasons = {
         "min_lr": "--schedule constant" * (config.schedule == "constant"),
         "decay_fraction": f"--schedule {config.schedule}" * (config.schedule != "wsd"),
-        "val_data": "--eval-batches 0" * (not config.eval_batches),
+        **dict.fromkeys(("val_data", "eval_data"), "--eval-batches 0" * (not config.eval_batches)),
         "long_documents": "--fit cut" * (config.fit != "whole" and isinstance(config.data, str)),
         **dict.fromkeys(("prompt", "temperature", "top_k"), "--sample-tokens 0" * no_sample),
         "pp_schedule": "--pp 1" * (config.pp == 1),
     }
-    given = [name for name in reasons if asked[name] != TrainConfig.model_fields[name].default]
+    given = [name for name in reasons if asked[name] not in (TrainConfig.model_fields[name].default, [])]
     return [f"{flag_of(name)} ({reasons[name]})" for name in given if reasons[name]]
 
 
@@ -143,10 +143,15 @@ def conclude(run: RunContext, text: str) -> None:
         say(f"{run.without_targets} of {plural(step - run.start, 'step')}: {NO_TARGETS}")
     if early := step < config.steps:
         why = "the batches ended" if run.ended else "stopped on request"
+        if run.exhausted:
+            without = plural(config.patience, "validation")
+            why = f"{config.best_metric} has not fallen in {without} (--patience): stopped"
         say(f"{why} after step {step}{resuming(run)}")
     elif text:
         say(f"--- a sample ---\n{text}\n----------------")
     say(f"checkpoint: {run.checkpoints / f'step-{step}'}")
+    if run.best is not None:
+        say(f"best:       {run.checkpoints / BEST} ({config.best_metric} {run.best[1]:.4f} at step {run.best[0]})")
     say(f"metrics:    {out / METRICS}")
     if command := plot(out):
         say(f"plot:       {command}")

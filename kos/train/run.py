@@ -19,9 +19,9 @@ import kos
 from kos.comm.communicator import Communicator
 from kos.errors import (
     CheckpointError,
-    ConfigError,
     CollectiveError,
     CompileError,
+    ConfigError,
     CudaError,
     DataError,
     InvalidArgument,
@@ -109,10 +109,10 @@ class Trainer(RunContext):
         **program: Unpack[Program],
     ) -> None:  # fmt: skip
         super().__init__(config, stop, **program)
-        if comm is not None:
-            return self._begin(config, comm)
         try:
-            self._begin(config, self.held.enter_context(kos.init(config.backend, timeout=config.timeout)))
+            if comm is None:
+                comm = self.held.enter_context(kos.init(config.backend, timeout=config.timeout))
+            self._begin(config, comm)
         except BaseException as error:
             self.held.__exit__(type(error), error, error.__traceback__)
             raise
@@ -121,10 +121,8 @@ class Trainer(RunContext):
         """Everything up to the first step."""
         self.comm, self.profiler = comm, Profiler()
         self._found: checkpoint.Checkpoint | None = None
-        brings = {"batches": self.brings_batches, "rows": self.own.rows, "loss": self.loss is not None}
-        brings |= {"val_batches": self.val_batches is not None}
         asked = {name: value for name, value in self.asked.items() if name not in PATHS}
-        self.watched = any(same_on_all(comm, asked | brings, len(self.callbacks)))
+        self.watched = any(same_on_all(comm, asked | self.brings, len(self.callbacks)))
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
         hosts = comm.all_gather_bytes(str(comm.node[0]).encode()) if config.compress_scope == "hosts" else ()
         with raised_on_every_rank():
@@ -180,12 +178,12 @@ class Trainer(RunContext):
 
     def _load_data(self) -> Dataset:
         """Read the data.  One rank of each machine prepares it, and the others read the result."""
-        if self.brings_batches:
-            return together(self.comm, lambda: own_data(self.config, self.source if self._resumes else None))
-        first = self.comm.local_rank == 0
-        initialized = self._resumes and self.config.init_from is not None
         # Of a resumed run the checkpoint's: the folder of ``init_from`` may be gone.
+        initialized = self._resumes and (self.brings_batches or self.config.init_from is not None)
         weights = self.source if initialized else adapter.tokenizer_folder(self.config.init_from)
+        if self.brings_batches:
+            return together(self.comm, lambda: own_data(self.config, weights))
+        first = self.comm.local_rank == 0
         runs = [Path(str(self.source)).parent.parent] if self._resumes else []  # with the plan that it began with
 
         @self.stop.at_once()
@@ -199,16 +197,17 @@ class Trainer(RunContext):
         return together(self.comm, lambda: data or load())
 
     def _state_of_batches(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the program's batches: the ``rows`` of ``OwnBatches``, and each rank's state."""
+        """What a checkpoint keeps of the program's batches: ``OwnBatches.rows``, and a state for each rank of dp."""
         if not self.brings_batches or (mine := self.own.state()) is None:
             return {}
-        return {"batches": [self.own.rows, gather_json(self.comm, mine)]}
+        every, layout = gather_json(self.comm, mine), self.mesh.layout
+        return {"batches": [self.own.rows, [every[layout.rank({"dp": dp})] for dp in range(layout.dp)]]}
 
     def _load_state_of_batches(self) -> None:
         """Continue with the batches after those of the checkpoint."""
         if self.brings_batches and self._resumes:
             saved = alone(self.comm, lambda: self._found and self._found.config.get("batches"))
-            together(self.comm, lambda: self.own.load_state(saved, self.comm.rank, self.comm.size))
+            together(self.comm, lambda: self.own.load_state(saved, self.mesh.dp.rank, self.mesh.dp.size))
 
     def _find_source(self) -> tuple[str | None, int, int, bool, str | None]:
         """Where a checkpoint or a Hugging Face folder to begin from is, its step, this if it is ours, which, and
@@ -399,6 +398,12 @@ class Trainer(RunContext):
         losses = self.evaluate()
         if not math.isfinite(loss := losses["val_loss"]):
             raise self._not_finite(self.steps_done, "validation loss", loss)
+        if (metric := self.config.best_metric) is not None:
+            if self.best is None:
+                step, value = alone(self.comm, lambda: checkpoint.best_of(self.checkpoints, metric, self.start))
+                self.best = step, math.inf if value is None else value
+            if losses[metric] < self.best[1]:
+                self.best, self.improved = (self.steps_done, losses[metric]), True
         return losses
 
     def after_step(self, row: dict[str, Any]) -> bool:
@@ -423,7 +428,9 @@ class Trainer(RunContext):
             config=self.description | self._state_of_batches(),
             keep=self.config.keep, before=max(self.start, self.saved_step), run=f"{self.name}-{self.epoch}",
             extra=self.extra, show=None if self.config.save_async else self.console.progress,
+            best={str(self.config.best_metric): self.best[1]} if self.improved and self.best else None,
         )  # fmt: skip
+        self.improved = False
         if not self.config.save_async:
             self.finish_save()
         return folder
@@ -481,7 +488,8 @@ class Trainer(RunContext):
         copy = Parameters(config.parameter_shapes(), groups=config.fused_groups())
         for name, weight in copy.items():
             weight[...] = to_host(whole[name])
-        return TrainedModel(config, copy, self.data.tokenizer)
+        tokenizer = self.data.tokenizer
+        return TrainedModel(config, copy, tokenizer, ends=[] if tokenizer.eos is None else [tokenizer.eos])
 
     def request_stop(self) -> None:
         """Let ``run`` end on all ranks: after this step if a callback calls it, else after the next one."""
@@ -568,10 +576,11 @@ class Newcomer(Trainer):
         self.start = 0
         try:
             with self.stop.at_once():
+                weights = adapter.tokenizer_folder(config.init_from)
                 if self.brings_batches:
-                    self.data = own_data(config)
+                    self.data = own_data(config, weights)
                 else:
-                    self.data = load_data(config, self.console.progress, adapter.tokenizer_folder(config.init_from))
+                    self.data = load_data(config, self.console.progress, weights)
                 self.base = adapter.find_base(config)
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             self.console.close()

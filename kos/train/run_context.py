@@ -29,7 +29,7 @@ from kos.train.checkpoint.adapter import shapes_of
 from kos.train.checkpoint.huggingface import TensorFiles, weight_files
 from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.checkpoint.state import state_shapes
-from kos.train.config.options import TrainConfig
+from kos.train.config.options import TrainConfig, flag_of
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset
 from kos.train.data.own import OwnBatches, Rows
@@ -105,6 +105,13 @@ class RunContext:
         self.verbose, self.ended = verbose, False
         if self.brings_batches:
             self.own.check(config)
+        if self.brings_batches or val_batches is not None:
+            metrics = ["none", *["val_loss"] * (val_batches is not None)]
+            if config.eval_data:
+                raise SettingError("--eval-data", "none with batches of one's own", config.eval_data[0])
+            if (config.best_metric or "none") not in metrics:
+                flag, expected = flag_of("keep_best" if config.keep_best else "patience"), " or ".join(metrics)
+                raise SettingError(flag, f"{expected} with batches of one's own", config.best_metric)
         self.stop: Stop = stop or Stop()
         self.metrics: MetricsLog | None = None  # on rank 0
         self.extra: Extra = {}
@@ -117,6 +124,8 @@ class RunContext:
         self.epoch = 0
         """How often the ranks have changed (``--elastic``); -1: this rank has not joined them."""
         self.untrained: dict[str, float] = {}  # validation losses before training
+        self.best: tuple[int, float] | None = None  # step and value of --keep-best; None: not known yet
+        self.improved = False
         self.saving: Saving | None = None
         self.held: contextlib.ExitStack = contextlib.ExitStack()
         self.held.callback(lambda: self.drop_save())
@@ -128,8 +137,15 @@ class RunContext:
     @property
     def data_in_words(self) -> str:
         packed = "".join(f", packed {each.digest[:12]}" for part in self.data.parts if (each := part.packing))
+        others = "".join(f", {name} {each.fingerprint[:12]}" for name, each in self.data.others.items())
         loss = ", with a loss of its own" * (self.loss is not None)
-        return f"{self.data.name} ({self.data.fingerprint[:12]}{packed}){loss}"
+        return f"{self.data.name} ({self.data.fingerprint[:12]}{packed}{others}){loss}"
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no validation of the last ``--patience`` was the best."""
+        patience = self.config.patience * self.config.eval_every
+        return bool(patience) and self.best is not None and self.steps_done - self.best[0] >= patience
 
     @cached_property
     def description(self) -> dict[str, Any]:
@@ -149,6 +165,12 @@ class RunContext:
         return self.val_batches is not None or (self.config.eval_batches > 0 and not self.brings_batches)
 
     @property
+    def brings(self) -> dict[str, Any]:
+        """What the program brings, the same on all ranks."""
+        own = {"batches": self.brings_batches, "rows": self.own.rows, "loss": self.loss is not None}
+        return own | {"val_batches": self.val_batches is not None}
+
+    @property
     def of_program(self) -> bool:
         """Whether the command alone could not continue the run: the program brings its batches or its loss."""
         return self.brings_batches or self.loss is not None
@@ -156,7 +178,7 @@ class RunContext:
     def make_device(self) -> None:
         """Make the device for the ranks of ``mesh``. Collective."""
         self.device = make_device(self.config, self.model_config, self.data, self.mesh, self.console.progress)
-        self.own.mesh, self.own.vocab_size = self.mesh, self.model_config.vocab_size
+        self.own.use(self.mesh, self.model_config.vocab_size)
         self.device.use(self.own if self.brings_batches else self.data)
         for model in self.device.step.models:
             model.head.own_loss = self.loss

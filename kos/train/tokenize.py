@@ -1,7 +1,7 @@
-"""Text as tokens in a folder, which ``kos train --data OUT`` reads: ``python -m kos.train.tokenize SOURCE… OUT``.
+"""Write text as tokens to a folder that ``kos train --data OUT`` reads: ``python -m kos.train.tokenize SOURCE… OUT``.
 
-Each SOURCE is what ``--data`` of ``kos train`` names. All are split into training and validation data as one. If the
-command is interrupted, the same command continues after the last complete shard.
+A SOURCE is anything that ``--data`` of ``kos train`` accepts as text. All sources are split into training and
+validation data together. If the command is interrupted, the same command continues after the last complete shard.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from kos.reporting import exit_status
 from kos.train import missing
 
 SETTINGS = ("tokenizer", "val_data", "text_field", "encoding", "loss_on", "split_turns", "split_special_tokens")
-"""Those of ``kos train`` that this command has too."""
+"""The settings of ``kos train`` that this command also has."""
 
 
 def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, Any]:
-    """Write ``out``, a new, an empty or an unfinished folder; the manifest. ``settings`` are those of ``kos train``.
+    """Write the tokens of ``sources`` to ``out``, a new, empty or unfinished folder, and return its manifest.
 
-    ConfigError: ``out`` has something else, or a source has tokens.  Else as ``kos.train.data.batches.load_data``.
+    ``settings`` are those of ``kos train``.  Raises ConfigError if ``out`` holds anything else or a source has tokens,
+    and the errors of ``kos.train.data.batches.load_data``.
     """
     from kos.train.config.options import TrainConfig
-    from kos.train.data.batches import lines_of, tokenizing
     from kos.train.data.corpus import read_corpus
+    from kos.train.data.loading import lines_of, tokenizing
 
     config = TrainConfig.from_preset(data=sources[0], **settings)
     corpus = read_corpus(sources, val_data=config.val_data, lines=lines_of(config))
@@ -53,8 +54,8 @@ def _parser() -> argparse.ArgumentParser:
 
     description = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog=program("kos.train.tokenize"), description=description)
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="what kos train --data names: files of text")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write: a new, empty or unfinished one")
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="text, named as for --data of kos train")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; new, empty or unfinished")
     for name in SETTINGS:
         words: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if KEYS[name].annotation is bool else {}
         parser.add_argument(flag_of(name), default=argparse.SUPPRESS, help=KEYS[name].description, **words)

@@ -77,6 +77,13 @@ class Run(Protocol):
     def measure(self, result: StepResult) -> dict[str, Any]:
         """The metrics of the step. TrainingError if its loss or norm is not finite."""
 
+    improved: bool
+    """Whether the last validation has the best loss so far, of which there is no checkpoint (``--keep-best``)."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether validations have shown no progress for so long that the run ends (``--patience``)."""
+
     def validate(self) -> dict[str, float]:
         """What ``Device.evaluate`` returns. TrainingError if it is not finite."""
 
@@ -88,7 +95,6 @@ class Run(Protocol):
 
     def save(self) -> object:
         """Save a checkpoint."""
-
 
 
 class Runner:
@@ -125,12 +131,13 @@ def train(device: Runner, config: TrainConfig, run: Run) -> bool:
         result = device.finish_step(run.steps_done)
         row = run.measure(result)
         run.steps_done, stopped = run.steps_done + 1, stopped or result.stop
-        last = run.steps_done == config.steps or (stopped and run.steps_done == started)
         if run.validates and (_every(config.eval_every, run.steps_done) or run.steps_done == config.steps):
             row |= run.validate()
+            stopped = stopped or run.exhausted
+        last = run.steps_done == config.steps or (stopped and run.steps_done == started)
         run.log(row, last)
         stopped = run.after_step(row) or stopped
-        if not last and _every(config.save_every, run.steps_done):
+        if not last and (_every(config.save_every, run.steps_done) or run.improved):
             run.save()
     run.save()
     return stopped

@@ -1,6 +1,6 @@
-"""A trained model in Python: logits, loss, text and chats of a checkpoint, without MPI.
+"""A trained model in Python, without MPI: computes logits and losses, and generates text and chat answers.
 
-It computes on the CPU in float32, or on a GPU in bfloat16.
+The model computes on the CPU in float32, or on a GPU in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kos.errors import CheckpointError, ConfigError, InvalidArgument, install
 from kos.train import checkpoint
-from kos.train.checkpoint import MANIFEST, adapter, huggingface
+from kos.train.checkpoint import adapter
 from kos.train.data.batch import Batch
 from kos.train.data.chat import ChatTemplate, read_chat_template
 from kos.train.data.documents import Document
@@ -30,15 +30,17 @@ from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 
+GENERATION = "generation_config.json"
+
 Message = Mapping[str, Any]
-"""Of a chat: ``role`` and ``content``."""
+"""A message of a chat, with ``role`` and ``content``."""
 
 
 class TrainedModel:
-    """A model that ``load`` has read.
+    """A model that ``load`` returns.
 
-    ``config`` has its shape, ``tokenizer`` its tokenizer, ``weights`` its arrays by Hugging Face's names, ``ends`` the
-    tokens that end a text.
+    ``config`` is the model's configuration, and ``tokenizer`` its tokenizer.  ``weights`` has its arrays by Hugging
+    Face's names.  ``ends`` are the tokens that end a text.
     """
 
     def __init__(
@@ -54,10 +56,10 @@ class TrainedModel:
     def logits(self, tokens: str | ArrayLike) -> NDArray[np.float32]:
         """The logits of the next token after each token.
 
-        ``tokens`` are a text or (T,) token ids, with logits (T, V); or (B, T) token ids, with logits (B, T, V).
+        For a text, or for token ids (T,), the logits are (T, V).  For token ids (B, T), they are (B, T, V).
 
         Raises:
-            InvalidArgument: no tokens, more than the context, or one outside the vocabulary.
+            InvalidArgument: ``tokens`` is empty or longer than the context, or a token is outside the vocabulary.
         """
         ids = self._ids(tokens)
         rows = np.asarray(self._model.logits(self.weights, np.atleast_2d(ids)), np.float32)
@@ -66,7 +68,7 @@ class TrainedModel:
     def loss(self, tokens: str | ArrayLike, targets: ArrayLike | None = None) -> float:
         """The mean cross-entropy in nats per token.
 
-        ``targets`` are token ids of the shape of ``tokens``; -1 excludes a position.  Without ``targets`` each token
+        ``targets`` are token ids in the shape of ``tokens``; -1 excludes a position.  Without ``targets``, each token
         is the target of the token before it.  Raises InvalidArgument for other shapes or values.
         """
         ids = np.atleast_2d(self._ids(tokens, 1 if targets is None else 0))
@@ -89,8 +91,8 @@ class TrainedModel:
     def generate(self, prompt: str | Sequence[str] = "", tokens: int = 200, **options: Any) -> str | list[str]:
         """``prompt`` and up to ``tokens`` sampled tokens, as one text, as ``kos sample`` prints it.
 
-        Several prompts give a list of texts, each the text that its prompt gives alone.  ``options`` are those of
-        ``stream``.  Raises InvalidArgument as ``stream`` does.
+        Several prompts return a list of texts.  Each text is the one that its prompt gives alone.  ``options`` are
+        those of ``stream``.  Raises the errors of ``stream``.
         """
         prompts = [prompt] if isinstance(prompt, str) else [*prompt]
         texts = [*prompts]
@@ -101,16 +103,17 @@ class TrainedModel:
     def stream(
         self, prompts: Sequence[str], tokens: int = 200, *, stop: Sequence[str] = (), **sampling: Any
     ) -> Iterator[tuple[int, str]]:
-        """The texts that follow ``prompts``, piece by piece as they are generated: (number of the prompt, text).
+        """Generate the texts that follow ``prompts``.  Yields (index of the prompt, piece of its text).
 
-        A text ends after ``tokens`` tokens, at a token of ``ends``, or before a text of ``stop``.  ``sampling``:
-        ``temperature`` (0.8; 0 takes the most likely token), ``top_k`` (40; 0: no limit), ``top_p`` (1), ``min_p``
-        (0), ``repetition_penalty`` (1) and ``seed`` (0), as ``kos.train.generate.Sampling`` describes them.  A text
-        that outgrows the context is continued from its last half, which a warning of ``logging`` reports once.
+        A text ends after ``tokens`` tokens, at a token of ``ends``, or before a text of ``stop``.  The options of
+        ``sampling`` are ``temperature`` (0.8; 0 takes the most likely token), ``top_k`` (40; 0: no limit), ``top_p``
+        (1), ``min_p`` (0), ``repetition_penalty`` (1) and ``seed`` (0); see ``kos.train.generate.Sampling``.
+        When a text outgrows the context, it continues from its last tokens, as many as half of the context.  A warning
+        of ``logging`` reports this once.
 
         Raises:
-            InvalidArgument: a setting out of range, or a prompt of more tokens than the context.
-            DataError: a prompt that the tokenizer cannot encode.
+            InvalidArgument: a setting is out of range, or a prompt has more tokens than the context.
+            DataError: the tokenizer cannot encode a prompt.
         """
         ids = [prompt_ids(self.tokenizer, prompt) for prompt in prompts]
         if (longest := max(map(len, ids), default=0)) > (most := self.config.max_position_embeddings):
@@ -118,20 +121,21 @@ class TrainedModel:
         return self._stream(ids, tokens, stop, sampling)
 
     def chat(
-        self, messages: Sequence[Message], tokens: int = 1000, *, on_text: Callable[[str], object] = lambda text: None,
-        stop: Sequence[str] = (), **sampling: Any,
+        self, messages: Sequence[Message], tokens: int = 1000, *, tools: Sequence[Any] | None = None,
+        on_text: Callable[[str], object] = lambda text: None, stop: Sequence[str] = (), **sampling: Any,
     ) -> str:  # fmt: skip
-        """The assistant's answer to ``messages``, each a dict of ``role`` and ``content``.
+        """The assistant's answer to ``messages``; each message is a dict with ``role`` and ``content``.
 
-        The model's chat template makes the prompt.  ``on_text`` gets the answer piece by piece; the other options are
-        those of ``stream``.  A chat that is longer than the context is continued from its last half.
+        The model's chat template writes the prompt, with ``tools`` as it writes the ``tools`` of training data.  A tool
+        call in the answer stays text.  ``on_text`` is called with each piece of the answer.  The other
+        options are those of ``stream``.  A chat that outgrows the context continues as a text of ``stream`` does.
 
         Raises:
             ConfigError: the model has no chat template, or jinja2 is not installed.
-            DataError: the template cannot render the messages.
-            InvalidArgument: a setting out of range.
+            DataError: the template cannot render the messages, or does not use the tools.
+            InvalidArgument: a setting is out of range.
         """
-        (prompt, after), answer = self.chat_prompt(messages), ""
+        (prompt, after), answer = self.chat_prompt(messages, tools), ""
         rendered = Document(((prompt, True),), rendered=True)
         ids = np.concatenate([part.tokens for part in self.tokenizer.encode_documents([rendered], False)]).tolist()
         stops = [*stop, *filter(None, [after.strip()])]
@@ -152,9 +156,9 @@ class TrainedModel:
         decoder = Decoder(self.config, self._ops, self.weights, len(prompts), capacity)
         return continue_texts(decoder, context, self.tokenizer, prompts, tokens, how, ends=self.ends, stop=stop)
 
-    def chat_prompt(self, messages: Sequence[Message]) -> tuple[str, str]:
-        """The text that ``chat`` continues, and what the template writes after an answer.  Raises as ``chat`` does."""
-        return self._template.prompt(messages, "chat")
+    def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[str, str]:
+        """The prompt of ``chat``, and the text that the template writes after an answer.  Raises as ``chat`` does."""
+        return self._template.prompt(messages, "chat", tools)
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -175,40 +179,32 @@ class TrainedModel:
 
 
 def load(folder: str | os.PathLike[str], device: str = "cpu") -> TrainedModel:
-    """Read the model in ``folder``: that of a run, of a checkpoint, or of Hugging Face.
+    """Read the model in ``folder``, which is the folder of a run, of a checkpoint, or of a Hugging Face model.
 
-    A run stands for its newest complete checkpoint.  A Hugging Face folder without tokenizer.json gets a tokenizer
-    whose texts are token numbers.  ``device``: ``cpu``, with weights in float32; ``cuda`` or ``cuda:N``, in bfloat16.
-    Adapters, of a run with ``--lora`` or of the library peft, are added to their base.
+    In the folder of a run, the newest complete checkpoint is read.  For a Hugging Face folder without tokenizer.json,
+    the model gets a tokenizer whose texts are token numbers.  ``device`` is ``cpu``, with weights in float32, or
+    ``cuda`` or ``cuda:N``, with weights in bfloat16.  Adapters are added to their base model, whether a run with
+    ``--lora`` or the library peft wrote them.
 
     Raises:
-        CheckpointError: the folder has no model, or a damaged one, or one of an unknown type.
-        ConfigError: another device, or packages for it are missing.
-        BackendUnavailable: there is no GPU that can be used.
+        CheckpointError: the folder has no model, or the model is damaged or of an unknown type.
+        ConfigError: ``device`` is none of these, or the packages for it are missing.
+        BackendUnavailable: no GPU can be used.
     """
     ops, dtype = _ops_of(device)
-    path = Path(folder)
-    if (path / MANIFEST).exists() or not any(path.glob("*.safetensors")):
-        path = checkpoint.find(path, weights_only=True).path
-    merged = adapter.Merged(path) if adapter.is_folder(path) else None
-    config = huggingface.read_config(path) if merged is None else merged.model
+    path = checkpoint.find_weights(Path(folder))
+    config, source = adapter.whole_model(path)
     weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups(), ops.zeros)
-
-    def copy(source: np.ndarray, out: Any) -> None:
-        ops.copy(np.ascontiguousarray(source, dtype), out)
-
-    if merged is None:
-        huggingface.read_weights(path, weights, copy)
-    else:
-        for name, weight in weights.items():
-            copy(merged.read(name), weight)
+    for name, weight in weights.items():
+        ops.copy(np.ascontiguousarray(source.read(name), dtype), weight)
+    generates = path if (path / GENERATION).is_file() else adapter.base_of(path)
     path = Path(adapter.tokenizer_folder(str(path)) or path)
     tokenizer = make_tokenizer(str(path)) if has_tokenizer(path) else NumberTokenizer(config.vocab_size)
-    return TrainedModel(config, weights, tokenizer, folder=path, ends=_ends(path, tokenizer), ops=ops)
+    return TrainedModel(config, weights, tokenizer, folder=path, ends=_ends(generates, tokenizer), ops=ops)
 
 
 def _ops_of(device: str) -> tuple[Any, np.dtype]:
-    """The operations of a device, and the dtype of weights there."""
+    """The operations of a device, and the dtype of weights on it."""
     if device == "cpu":
         return numpy_ops, np.dtype(np.float32)
     name, _, number = device.partition(":")
@@ -224,8 +220,8 @@ def _ops_of(device: str) -> tuple[Any, np.dtype]:
 
 
 def _ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that end a text: the tokenizer's, and those of generation_config.json, which transformers takes."""
-    path, found = folder / "generation_config.json", [tokenizer.eos]
+    """The tokens that end a text: the tokenizer's end token and those of generation_config.json, as in transformers."""
+    path, found = folder / GENERATION, [tokenizer.eos]
     if path.is_file():
         try:
             given = json.loads(path.read_text("utf-8")).get("eos_token_id")

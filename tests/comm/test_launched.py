@@ -91,6 +91,20 @@ if __name__ == "__main__":
 
 
 @needs_mpirun
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "RANK"])
+def test_a_child_is_refused_whatever_other_launchers_have_set(tmp_path: Path, name: str) -> None:
+    """As torchrun or srun set for what a rank of mpirun starts by them."""
+    text = f"""{CHILD}
+comm = kos.init(timeout=60)
+refused(child(env={{**os.environ, "{name}": "1"}}))
+assert comm.all_reduce(np.ones(1)) == 2
+comm.close()
+print("done", flush=True)
+"""
+    assert output(tmp_path, text, 2) == "done\n" * 2
+
+
+@needs_mpirun
 def test_a_child_is_refused_as_long_as_its_rank_has_mpi(tmp_path: Path) -> None:
     """Also after ``close``: Open MPI 5.0.11 crashed in MPI_Finalize once a child had taken the rank's place."""
     text = f"""{CHILD}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,3 +223,32 @@ def test_a_killed_process(killed: list[int], shared: bool) -> None:
     total, left = 6.0 - sum(killed), 4 - len(killed)
     expected = (0, f"{total} {total} {left} {shared and native is not None}\n")
     assert [r for r in results if r[0] != -9] == [expected] * left, results
+
+
+HANDLED = """
+import os, time
+os.environ["KOS_HOST"] = "ab"[int(os.environ["RANK"]) // 2]
+from pathlib import Path
+import kos, numpy as np
+from kos.errors import CollectiveError, CollectiveMismatch
+
+comm, failed = kos.init("tcp", timeout=20), Path({folder!r})
+try:
+    comm.all_reduce(np.ones(3 + comm.rank % 2))
+except CollectiveMismatch:
+    comm = comm.shrink()
+comm.all_reduce(np.ones(1))
+while comm.rank == 0 and len([*failed.iterdir()]) < 2:
+    time.sleep(0.01)
+try:
+    comm.barrier(timeout=0.5)
+except CollectiveError as error:
+    print(type(error).__name__, "differ in count" in str(error))
+(failed / str(comm.rank)).touch()
+"""
+
+
+def test_a_failure_before_a_shrink_causes_none_in_the_new_group(tmp_path: Path) -> None:
+    """Ranks of another host had heard of it."""
+    ends = run_processes(HANDLED.format(folder=str(tmp_path)), 3)
+    assert ends == [(0, "CollectiveTimeout False\n")] * 3, ends

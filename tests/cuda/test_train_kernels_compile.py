@@ -13,7 +13,7 @@ from kos.train import ops
 from kos.train.config.flags import parse
 from kos.train.config.options import OPTIMIZERS, TrainConfig
 from kos.train.device import memory_plan
-from kos.train.ops.cuda import CudaOps, attention
+from kos.train.ops.cuda import CudaOps
 from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.host_compiler import KEPT
@@ -132,13 +132,13 @@ def test_what_a_step_launches_compiles(preset, gradients, layout, dtype, monkeyp
 
     monkeypatch.setattr(memory_plan.DryCudaOps, "launch", launch)
     monkeypatch.setattr(memory_plan, "call", lambda function: (1 << 40, 0))
-    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
     asked = ["--preset", preset, "--grad-dtype", gradients, "--tp", str(layout.tp), "--cp", str(layout.cp)]
     asked += ["--dtype", dtype]
     config = parse(asked).for_world(layout.ranks, "cuda")
     assert config.grad_dtype == gradients
     device = CudaOps.__new__(CudaOps)
     device.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
+    device.attention_kernels = "hopper"
     model = config.model_config_for(256)
     memory_plan.plan_memory(config, model, device, Mesh.dry(layout), schedules.build("1f1b", 1, 2))
     assert len(launches) > 9

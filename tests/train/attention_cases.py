@@ -9,7 +9,7 @@ import numpy as np
 
 from kos import cuda
 from kos.cuda.devices import device_info
-from kos.dtypes import DTYPES
+from kos.dtypes import DTYPES, dtype_of
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import Attend, Mask
@@ -38,45 +38,41 @@ def make_stream() -> Any:
     return cuda.create_stream(0)
 
 
-def launcher(stream: Any) -> CudaOps:
-    """Operations that have made nothing that a captured stream may not."""
-    ops = CudaOps.__new__(CudaOps)
-    ops.__dict__.update(device=0, stream=stream, multiprocessors=device_info(0).multiprocessors, _kernels={})
-    return ops
+def launcher(stream: Any, kernels: str | None = None) -> CudaOps:
+    """Operations that have made nothing that a captured stream may not; ``kernels`` are those of the GPU by default."""
+    launch, multiprocessors = CudaOps.__new__(CudaOps), device_info(0).multiprocessors
+    launch.__dict__.update(device=0, stream=stream, multiprocessors=multiprocessors, _kernels={})
+    launch.attention_kernels = kernels or ops.fastest_kernels(0)
+    return launch
 
 
 @dataclass
 class Case:
-    """Random operands on the device, and what they should give, from float64."""
+    """An attention with its operands on the device, and what it should give, from float64."""
 
-    heads: int
-    kv_heads: int
-    qkv: Array
+    attend: Attend
     d_out: Array
-    out: Array
-    log_sum_exp: Array
     d_qkv: Array
     expected: dict[str, np.ndarray]
-    mask: Mask | None = None
 
-    @property
-    def attend(self) -> Attend:
-        return Attend(self.qkv, self.heads, self.kv_heads, self.out, self.log_sum_exp, self.mask)
+    def masked(self, mask: Mask) -> Case:
+        return replace(self, attend=replace(self.attend, mask=mask))
 
-    def run(self, stream: Any, arena: Arena, **options: Any) -> dict[str, np.ndarray]:
+    def run(self, stream: Any, arena: Arena, kernels: str | None = None) -> dict[str, np.ndarray]:
         """All outputs, poisoned beforehand."""
-        for array in (self.out, self.log_sum_exp, self.d_qkv):
+        for array in (self.attend.out, self.attend.log_sum_exp, self.d_qkv):
             array.fill_bytes(255, stream)
-        self.launch(stream, arena, **options)
+        self.launch(stream, arena, kernels)
         return self.results(stream)
 
-    def launch(self, stream: Any, arena: Arena, **options: Any) -> None:
-        launch = launcher(stream)
-        ops.attention(self.attend, launch, **options)
-        ops.attention_backward(self.attend, self.d_out, self.d_qkv, arena, launch, **options)
+    def launch(self, stream: Any, arena: Arena, kernels: str | None = None) -> None:
+        assert kernels is None or ops.kernel_set(self.attend, kernels) == kernels
+        launch = launcher(stream, kernels)
+        ops.attention(self.attend, launch)
+        ops.attention_backward(self.attend, self.d_out, self.d_qkv, arena, launch)
 
     def results(self, stream: Any) -> dict[str, np.ndarray]:
-        names = {"out": self.out, "log_sum_exp": self.log_sum_exp, "d_qkv": self.d_qkv}
+        names = {"out": self.attend.out, "log_sum_exp": self.attend.log_sum_exp, "d_qkv": self.d_qkv}
         return {name: array.numpy(stream) for name, array in names.items()}
 
 
@@ -92,40 +88,55 @@ def device_arena(stream: Any) -> Arena:
     )
 
 
-def make_case(rng: np.random.Generator, stream: Any, shape: tuple[int, ...], dtype: str, spread: float = 1.0) -> Case:
+def make_case(
+    rng: np.random.Generator, stream: Any, shape: tuple[int, ...], dtype: str, spread: float = 1.0, **asked: Any
+) -> Case:
+    """``asked``: other fields of the Attend."""
     samples, length, heads, kv_heads, d = shape
-    tokens, width = samples * length, (heads + 2 * kv_heads) * d
-    kind = DTYPES[dtype].numpy
-    qkv = (rng.standard_normal((tokens, width)) * spread).astype(kind)
+    tokens, kind = samples * length, DTYPES[dtype].numpy
+    qkv = (rng.standard_normal((tokens, (heads + 2 * kv_heads) * d)) * spread).astype(kind)
     d_out = rng.standard_normal((tokens, heads * d)).astype(kind)
-    expected = expect(qkv, d_out, samples, length, heads, kv_heads)
-    empty = [Array.empty(s, t, 0, stream=stream) for s, t in (
-        ((tokens, heads * d), dtype), ((samples, heads, length), "float32"), ((tokens, width), dtype))]  # fmt: skip
-    return Case(heads, kv_heads, upload(qkv, stream), upload(d_out, stream), *empty, expected)
+    return on_device(stream, attend := on_host(qkv, samples, heads, kv_heads, **asked), d_out, expect(attend, d_out))
 
 
-def expect(
-    qkv: np.ndarray, d_out: np.ndarray, samples: int, length: int, heads: int, kv_heads: int,
-    out: np.ndarray | None = None,
-) -> dict[str, np.ndarray]:  # fmt: skip
-    """``out``: what the backward pass is given, unless it is the forward's of here, rounded."""
-    arena = Arena()
-    x, dy, y, dx = (reference.empty_columns(arena, len(qkv), n, np.float64)
-                    for n in (qkv.shape[1], d_out.shape[1], d_out.shape[1], qkv.shape[1]))  # fmt: skip
-    x[...], dy[...] = qkv.astype(np.float64), d_out.astype(np.float64)
-    log_sum_exp = np.empty((samples, heads, length))
-    reference.attention(Attend(x, heads, kv_heads, y, log_sum_exp), arena)
-    stored = reference.empty_columns(arena, *y.shape, np.float64)
-    stored[...] = y.astype(qkv.dtype) if out is None else out
-    reference.attention_backward(Attend(x, heads, kv_heads, stored, log_sum_exp), dy, dx, arena)
-    return {"out": y, "log_sum_exp": log_sum_exp, "d_qkv": dx}
+def on_host(qkv: np.ndarray, samples: int, heads: int, kv_heads: int, **asked: Any) -> Attend:
+    """An attention in NumPy whose results are not written yet; ``asked`` are other fields."""
+    out = np.empty((len(qkv), qkv.shape[1] // (heads + 2 * kv_heads) * heads), qkv.dtype)
+    return Attend(qkv, heads, kv_heads, out, np.empty((samples, heads, len(qkv) // samples), np.float32), **asked)
+
+
+def on_device(stream: Any, attend: Attend, d_out: np.ndarray, expected: dict[str, np.ndarray]) -> Case:
+    """The case of an attention in NumPy."""
+    arrays = attend.out, attend.log_sum_exp, attend.qkv
+    out, log_sum_exp, d_qkv = (Array.empty(x.shape, dtype_of(x.dtype).name, 0, stream=stream) for x in arrays)
+    attend = replace(attend, qkv=upload(attend.qkv, stream), out=out, log_sum_exp=log_sum_exp)
+    return Case(attend, upload(d_out, stream), d_qkv, expected)
+
+
+def columns(x: np.ndarray) -> np.ndarray:
+    """As the reference reads it, in float64."""
+    return np.asfortranarray(x.astype(np.float64))
+
+
+def expect(attend: Attend, d_out: np.ndarray, out: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """What an attention in NumPy gives.
+
+    ``out``: what the backward pass is given, unless it is the forward's of here, rounded.
+    """
+    empty = {"out": np.empty(attend.out.shape, order="F"), "log_sum_exp": np.empty(attend.log_sum_exp.shape)}
+    wide = replace(attend, qkv=columns(attend.qkv), **empty)
+    reference.attention(wide, Arena())
+    stored = columns(wide.out.astype(attend.qkv.dtype) if out is None else out)
+    d_qkv = np.empty(attend.qkv.shape, order="F")
+    reference.attention_backward(replace(wide, out=stored), columns(d_out), d_qkv, Arena())
+    return {**empty, "d_qkv": d_qkv}
 
 
 def assert_close(case: Case, results: dict[str, np.ndarray], dtype: str, d: int) -> None:
     """Errors as multiples of the dtype's rounding: of every part as a whole, and of each head of each token."""
     epsilon = EPSILON[dtype]
     np.testing.assert_allclose(results["log_sum_exp"], case.expected["log_sum_exp"], rtol=0, atol=2e-5)
-    q_end, k_end = case.heads * d, (case.heads + case.kv_heads) * d
+    q_end, k_end = case.attend.heads * d, sum(case.attend.shape) * d
     parts = {"out": ("out", slice(None)), "dq": ("d_qkv", slice(0, q_end)),
              "dk": ("d_qkv", slice(q_end, k_end)), "dv": ("d_qkv", slice(k_end, None))}  # fmt: skip
     for name, (array, columns) in parts.items():
@@ -144,7 +155,7 @@ def assert_close(case: Case, results: dict[str, np.ndarray], dtype: str, d: int)
         assert worst < (8 if dtype != "float32" else 64) * epsilon, f"{name}: a row with {worst / epsilon:.2f} epsilon"
 
 
-def families() -> list[str]:
+def kernel_sets() -> list[str]:
     if cuda.unavailable() is not None:
         return ["mma"]
     return ["mma", "hopper"] if device_info(0).arch == "sm_90a" else ["mma"]
@@ -169,12 +180,13 @@ def make_mask(
 
 
 def check_to_others(
-    rng: np.random.Generator, stream: Any, family: str, dtype: str, shape: tuple[Any, ...], unlike: bool = False,
-    window: int | None = None,
+    rng: np.random.Generator, stream: Any, kernels: str, dtype: str, shape: tuple[Any, ...], unlike: bool = False,
+    window: int | None = None, **asked: Any,
 ) -> None:  # fmt: skip
     """``unlike``: all scores are far below 0, and the last keys' values far above all others.
 
-    With ``window`` queries and keys are at random positions of a sequence of documents.
+    ``asked``: other fields of the Attend. With ``window`` queries and keys are at random positions of a sequence of
+    documents.
     """
     samples, length, heads, kv_heads, d, *parts = shape
     queries, keys = (slice(*part) for part in parts)
@@ -183,12 +195,9 @@ def check_to_others(
     def some(*shape: int, kind: Any = kind) -> np.ndarray:
         return rng.standard_normal(shape).astype(kind)
 
-    def columns(x: np.ndarray) -> np.ndarray:
-        return np.asfortranarray(x.astype(np.float64))
-
     qkv, kv, d_out = some(tokens, width), some(tokens, 2 * kv_heads * d), some(tokens, heads * d)
     out, lse = some(tokens, heads * d, kind="float32"), 5 + some(samples, heads, length, kind="float32")
-    d_qkv, launch = some(tokens, width, kind="float32"), launcher(stream)
+    d_qkv, launch = some(tokens, width, kind="float32"), launcher(stream, kernels)
     if unlike:
         qkv[:, : heads * d], lse = 1, lse - 300
         kv[:, : kv_heads * d] -= 200 / np.sqrt(d)
@@ -200,13 +209,13 @@ def check_to_others(
         mask, _ = make_mask(stream, starts, window, samples, *positions)
         mask64 = Mask(*(x.numpy(stream) for x in mask[:2]))
     out64, lse64, d_qkv64, kv64 = columns(out), lse.astype(np.float64), columns(d_qkv), columns(kv).T
-    attend64 = Attend(columns(qkv), heads, kv_heads, out64, lse64).to(kv64, queries, keys, mask64)
+    attend64 = Attend(columns(qkv), heads, kv_heads, out64, lse64, **asked).to(kv64, queries, keys, mask64)
     with np.errstate(divide="ignore"):
         reference.attention(attend64, Arena())
-    on_device = [upload(x, stream) for x in (qkv, kv, out, lse, d_out, d_qkv)]
-    qkv_, kv_, out_, lse_, d_out_, d_qkv_ = on_device
-    attend = Attend(qkv_, heads, kv_heads, out_, lse_).to(kv_, queries, keys, mask)
-    ops.attention(attend, launch, family=family)
+    qkv_, kv_, out_, lse_, d_out_, d_qkv_ = (upload(x, stream) for x in (qkv, kv, out, lse, d_out, d_qkv))
+    attend = Attend(qkv_, heads, kv_heads, out_, lse_, **asked).to(kv_, queries, keys, mask)
+    assert ops.kernel_set(attend, kernels) == kernels
+    ops.attention(attend, launch)
 
     def close(name: str, got: np.ndarray, want: np.ndarray, units: float) -> None:
         error, size = np.linalg.norm(got - want), np.linalg.norm(want)
@@ -221,7 +230,7 @@ def check_to_others(
     close("out", of(merged, queries), of(out64, queries), units)
     merged_kind, d_kv_ = merged.astype(kind), upload(np.zeros(kv.shape, np.float32), stream)
     attend = replace(attend, out=upload(merged_kind, stream))
-    ops.attention_backward(attend, d_out_, d_qkv_, device_arena(stream), launch, d_kv_, family)
+    ops.attention_backward(attend, d_out_, d_qkv_, device_arena(stream), launch, d_kv_)
     d_kv64 = np.empty(kv64.shape)
     attend64 = replace(attend64, out=columns(merged_kind))
     reference.attention_backward(attend64, columns(d_out), d_qkv64, Arena(), d_kv64)

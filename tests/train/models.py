@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kos.train.checkpoint.huggingface import as_saved
+from kos.train.checkpoint.huggingface import as_saved, weight_files
 from kos.train.data.batch import Batch
 from kos.train.layers import Gradients
 from kos.train.model.llama import LlamaConfig, RopeScaling
@@ -26,6 +27,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide heads": {"head_dim": 10},
     "width no multiple of heads": {"hidden_size": 25},
 }
+
+
+def read_weights(folder: Path, weights: Parameters) -> None:
+    """Fill ``weights`` from the safetensors of ``folder``."""
+    files = weight_files(folder, weights.shapes)
+    for name, target in weights.items():
+        target[...] = files.read(name)
 
 
 def small(**changes: Any) -> LlamaConfig:

@@ -38,32 +38,32 @@ def stream() -> Any:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", cases.families())
-def test_tensor_cores(rng: np.random.Generator, stream: Any, family: str, dtype: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
+def test_tensor_cores(rng: np.random.Generator, stream: Any, kernels: str, dtype: str, shape: tuple[int, ...]) -> None:
     case = cases.make_case(rng, stream, shape, dtype)
-    cases.assert_close(case, case.run(stream, cases.device_arena(stream), family=family), dtype, shape[-1])
+    cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels=kernels), dtype, shape[-1])
 
 
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("family", cases.families())
-def test_random_shapes(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
+def test_random_shapes(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     kv_heads, group = (int(x) for x in rng.integers(1, 5, 2))
     shape = (int(rng.integers(1, 4)), int(rng.integers(1, 900)), kv_heads * group, kv_heads, d)
     print(shape)
-    test_tensor_cores(rng, stream, family, "bfloat16", shape)
+    test_tensor_cores(rng, stream, kernels, "bfloat16", shape)
 
 
-@pytest.mark.skipif("hopper" not in cases.families(), reason="needs a Hopper GPU")
+@pytest.mark.skipif("hopper" not in cases.kernel_sets(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("consumers", [2, 3])
 def test_blocks_that_stay(
     rng: np.random.Generator, stream: Any, consumers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More tiles than the GPU has multiprocessors: every block works on several."""
     case = cases.make_case(rng, stream, (3, 300, 32, 4, 64), "bfloat16")
-    for array in (case.out, case.log_sum_exp):
+    for array in (case.attend.out, case.attend.log_sum_exp):
         array.fill_bytes(255, stream)
     monkeypatch.setitem(ops.FORWARD, "CONSUMERS", consumers)
-    ops.attention(case.attend, cases.launcher(stream), family="hopper")
+    ops.attention(case.attend, cases.launcher(stream, "hopper"))
     cases.assert_close(case, {**case.results(stream), "d_qkv": case.expected["d_qkv"]}, "bfloat16", 64)
 
 
@@ -71,15 +71,15 @@ def test_blocks_that_stay(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_simple(rng: np.random.Generator, stream: Any, dtype: str, shape: tuple[int, ...]) -> None:
     case = cases.make_case(rng, stream, shape, dtype)
-    cases.assert_close(case, case.run(stream, cases.device_arena(stream), family="simple"), dtype, shape[-1])
+    cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels="simple"), dtype, shape[-1])
 
 
 @pytest.mark.parametrize("shape", cases.TO_OTHERS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", cases.families())
-def test_to_others(rng: np.random.Generator, stream: Any, family: str, dtype: str, shape: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
+def test_to_others(rng: np.random.Generator, stream: Any, kernels: str, dtype: str, shape: tuple[Any, ...]) -> None:
     """Attention to keys of another rank is merged with what is there, and its gradients are added, there alone."""
-    cases.check_to_others(rng, stream, family, dtype, shape)
+    cases.check_to_others(rng, stream, kernels, dtype, shape)
 
 
 @pytest.mark.parametrize("shape", [(2, 65, 4, 2, 48, (0, 65), (0, 33)), (1, 40, 2, 2, 200, (20, 40), (0, 40))], ids=str)
@@ -89,15 +89,15 @@ def test_simple_to_others(rng: np.random.Generator, stream: Any, dtype: str, sha
 
 
 @pytest.mark.parametrize("shape", [(1, 170, 2, 1, 64, (85, 170), (0, 170)), (2, 200, 2, 2, 128, (0, 200), (0, 150))])
-@pytest.mark.parametrize("family", cases.families())
-def test_to_others_unlike(rng: np.random.Generator, stream: Any, family: str, shape: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
+def test_to_others_unlike(rng: np.random.Generator, stream: Any, kernels: str, shape: tuple[Any, ...]) -> None:
     """Keys that do not exist have no part, though all scores are lower; any block may have the largest value."""
-    cases.check_to_others(rng, stream, family, "bfloat16", shape, unlike=True)
+    cases.check_to_others(rng, stream, kernels, "bfloat16", shape, unlike=True)
 
 
-@pytest.mark.parametrize("family", cases.families())
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
 @pytest.mark.parametrize("d", [64, 128])
-def test_the_largest_sums_of_others(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
+def test_the_largest_sums_of_others(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     """Those of ``test_the_largest_sums``, in the last keys alone."""
     length, small = 256, slice(0, 128)
     sign = np.where(rng.random((length, 1)) < 0.5, -1.0, 1.0)
@@ -113,13 +113,13 @@ def test_the_largest_sums_of_others(rng: np.random.Generator, stream: Any, famil
     d_out_, qkv_, out_, kv_ = (cases.upload(x.astype(kind), stream) for x in (d_out, qkv, out, kv))
     lse_, d_qkv, d_kv = (cases.upload(x.astype(np.float32), stream) for x in (lse, 0 * qkv, 0 * kv))
     attend, arena = Attend(qkv_, 1, 1, out_, lse_).to(kv_, every, every), cases.device_arena(stream)
-    ops.attention_backward(attend, d_out_, d_qkv, arena, cases.launcher(stream), d_kv, family)
+    ops.attention_backward(attend, d_out_, d_qkv, arena, cases.launcher(stream, kernels), d_kv)
     error = np.linalg.norm(d_qkv.numpy(stream) - d_qkv64) / np.linalg.norm(d_qkv64)
     assert error < 2 * cases.EPSILON["bfloat16"], f"{error / cases.EPSILON['bfloat16']:.2f} epsilon"
 
 
-@pytest.mark.parametrize("family", cases.families())
-def test_others_that_matter_alone_or_not_at_all(rng: np.random.Generator, stream: Any, family: str) -> None:
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
+def test_others_that_matter_alone_or_not_at_all(rng: np.random.Generator, stream: Any, kernels: str) -> None:
     """Their scores are larger, or smaller, than all others' by hundreds: the merge forgets the one or the other."""
     qkv, kv = np.ones((64, 3 * 64)), np.ones((64, 2 * 64))
     kv[:, 64:] = 3
@@ -128,14 +128,14 @@ def test_others_that_matter_alone_or_not_at_all(rng: np.random.Generator, stream
         on_device = [cases.upload(x.astype(DTYPES["bfloat16"].numpy), stream) for x in (qkv, kv)]
         out, lse = (cases.upload(np.full(s, x, np.float32), stream) for s, x in (((64, 64), 7), ((1, 1, 64), before)))
         attend = Attend(on_device[0], 1, 1, out, lse).to(on_device[1], slice(0, 64), slice(0, 64))
-        ops.attention(attend, cases.launcher(stream), family=family)
+        ops.attention(attend, cases.launcher(stream, kernels))
         np.testing.assert_allclose(out.numpy(stream), np.full((64, 64), expected, np.float32), rtol=1e-5)
         want = max(before, 8 * size + np.log(64))
         np.testing.assert_allclose(lse.numpy(stream), np.full((1, 1, 64), want, np.float32), rtol=1e-6)
 
 
-@pytest.mark.parametrize("family", cases.families())
-def test_equal_bits_to_others(rng: np.random.Generator, stream: Any, family: str) -> None:
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
+def test_equal_bits_to_others(rng: np.random.Generator, stream: Any, kernels: str) -> None:
     """Run after run, with many blocks at work."""
     samples, length, heads, kv_heads, d = 1, 1000, 16, 4, 64
     tokens, kind = samples * length, DTYPES["bfloat16"].numpy
@@ -147,38 +147,38 @@ def test_equal_bits_to_others(rng: np.random.Generator, stream: Any, family: str
     first, arena = None, cases.device_arena(stream)
     for _ in range(20):
         d_qkv.fill_bytes(0, stream), d_kv.fill_bytes(0, stream)
-        ops.attention_backward(attend, d_out, d_qkv, arena, cases.launcher(stream), d_kv, family)
+        ops.attention_backward(attend, d_out, d_qkv, arena, cases.launcher(stream, kernels), d_kv)
         bits = [x.numpy(stream).view(np.uint32) for x in (d_qkv, d_kv)]
         first = first or bits
         for one, other in zip(first, bits, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("family", cases.families())
-def test_large_scores(rng: np.random.Generator, stream: Any, family: str) -> None:
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
+def test_large_scores(rng: np.random.Generator, stream: Any, kernels: str) -> None:
     """Scores of hundreds: only the shift by the maximum keeps them finite."""
     case = cases.make_case(rng, stream, (1, 200, 2, 2, 64), "bfloat16", spread=8.0)
-    results = case.run(stream, cases.device_arena(stream), family=family)
+    results = case.run(stream, cases.device_arena(stream), kernels=kernels)
     assert all(np.isfinite(x.astype(np.float32)).all() for x in results.values())
     error = np.linalg.norm(results["out"].astype(np.float64) - case.expected["out"])
     assert error < 2 * cases.EPSILON["bfloat16"] * np.linalg.norm(case.expected["out"])
 
 
-@pytest.mark.parametrize("family", cases.families())
-def test_equal_bits_and_graph(rng: np.random.Generator, stream: Any, family: str) -> None:
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
+def test_equal_bits_and_graph(rng: np.random.Generator, stream: Any, kernels: str) -> None:
     """Run after run, and replayed from a graph, on operands that change between replays."""
     shape = (2, 777, 8, 2, 128)
     case, other = cases.make_case(rng, stream, shape, "bfloat16"), cases.make_case(rng, stream, shape, "bfloat16")
     arena = cases.device_arena(stream)
-    first = case.run(stream, arena, family=family)
-    second = case.run(stream, arena, family=family)
+    first = case.run(stream, arena, kernels=kernels)
+    second = case.run(stream, arena, kernels=kernels)
     with cuda.capture(stream, keep=[case, arena]) as graph:
-        case.launch(stream, arena, family=family)
-    case.qkv.copy_from(other.qkv, stream)
+        case.launch(stream, arena, kernels=kernels)
+    case.attend.qkv.copy_from(other.attend.qkv, stream)
     graph.replay(stream)
     assert not np.array_equal(case.results(stream)["out"].view(np.uint16), first["out"].view(np.uint16))
-    case.qkv.copy_from(cases.upload(case.qkv.numpy(stream), stream), stream)
-    replayed, again = case.results(stream), case.run(stream, arena, family=family)
+    case.attend.qkv.copy_from(cases.upload(case.attend.qkv.numpy(stream), stream), stream)
+    replayed, again = case.results(stream), case.run(stream, arena, kernels=kernels)
     for a, b in ((first, second), (replayed, again)):
         for name in a:
             np.testing.assert_array_equal(a[name].view(np.uint8), b[name].view(np.uint8))
@@ -190,9 +190,7 @@ def test_equal_bits_many_times(rng: np.random.Generator, stream: Any, d: int) ->
     samples, length, heads, kv_heads = 2, 2048, 32, 8
     shapes, kind = [(samples * length, n * d) for n in (heads + 2 * kv_heads, heads)], DTYPES["bfloat16"].numpy
     qkv, d_out = (rng.standard_normal(shape, np.float32).astype(kind) for shape in shapes)
-    empty = [Array.empty(s, t, 0, stream=stream) for s, t in (
-        (d_out.shape, "bfloat16"), ((samples, heads, length), "float32"), (qkv.shape, "bfloat16"))]  # fmt: skip
-    case = cases.Case(heads, kv_heads, cases.upload(qkv, stream), cases.upload(d_out, stream), *empty, {})
+    case = cases.on_device(stream, cases.on_host(qkv, samples, heads, kv_heads), d_out, {})
     arena = cases.device_arena(stream)
     first = {name: array.view(np.uint16) for name, array in case.run(stream, arena).items()}
     for _ in range(300):
@@ -204,9 +202,9 @@ def test_samples_and_heads_do_not_mix(rng: np.random.Generator, stream: Any) -> 
     """NaN in one sample and one kv head stays there."""
     case = cases.make_case(rng, stream, (2, 150, 4, 2, 64), "bfloat16")
     clean = case.run(stream, cases.device_arena(stream))
-    poisoned = case.qkv.numpy(stream)
+    poisoned = case.attend.qkv.numpy(stream)
     poisoned[150:, 4 * 64 : 5 * 64] = np.nan  # keys of the second sample's first kv head
-    case.qkv.copy_from(poisoned, stream)
+    case.attend.qkv.copy_from(poisoned, stream)
     results = case.run(stream, cases.device_arena(stream))
     bits = {name: x.view(np.uint16) for name, x in (("new", results["out"]), ("old", clean["out"]))}
     np.testing.assert_array_equal(bits["new"][:150], bits["old"][:150])
@@ -214,97 +212,95 @@ def test_samples_and_heads_do_not_mix(rng: np.random.Generator, stream: Any) -> 
     assert np.isnan(results["out"][150:, : 2 * 64].astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("family", cases.families())
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
 @pytest.mark.parametrize("d", [64, 128])
-def test_the_size_of_gradients_does_not_matter(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
+def test_the_size_of_gradients_does_not_matter(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     """dQ is added up relative to what it can be at most: powers of two less leave the same bits."""
     case = cases.make_case(rng, stream, (1, 300, 4, 2, d), "bfloat16")
-    first = case.run(stream, cases.device_arena(stream), family=family)["d_qkv"].astype(np.float32)
+    first = case.run(stream, cases.device_arena(stream), kernels=kernels)["d_qkv"].astype(np.float32)
     d_out = case.d_out.numpy(stream).astype(np.float32)
-    for power in (-100 if family == "hopper" else -60, -20, 40):
+    for power in (-100 if kernels == "hopper" else -60, -20, 40):
         case.d_out.copy_from((d_out * 2.0**power).astype(DTYPES["bfloat16"].numpy), stream)
-        scaled = case.run(stream, cases.device_arena(stream), family=family)["d_qkv"].astype(np.float32)
+        scaled = case.run(stream, cases.device_arena(stream), kernels=kernels)["d_qkv"].astype(np.float32)
         np.testing.assert_array_equal(scaled, first * np.float32(2.0**power))
     case.d_out.fill_bytes(0, stream)
-    assert not case.run(stream, cases.device_arena(stream), family=family)["d_qkv"].astype(np.float32).any()
+    assert not case.run(stream, cases.device_arena(stream), kernels=kernels)["d_qkv"].astype(np.float32).any()
 
 
-@pytest.mark.parametrize("family", cases.families())
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
 @pytest.mark.parametrize("d", [64, 128])
-def test_the_largest_sums(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
+def test_the_largest_sums(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     """Values, keys and d_out of one direction each, so that a query's dQ is half of what it can be at most."""
     length = 640
     sign = np.where(rng.random((length, 1)) < 0.5, -1.0, 1.0)
     q, k, v = np.zeros((length, d)), 3 * sign * np.ones((length, d)), 5 * sign * np.ones((length, d))
     qkv, d_out = np.hstack([q, k, v]).astype(DTYPES["bfloat16"].numpy), np.full((length, d), 7.0)
     d_out = d_out.astype(DTYPES["bfloat16"].numpy)
-    expected = cases.expect(qkv, d_out, 1, length, 1, 1)
+    expected = cases.expect(attend := cases.on_host(qkv, 1, 1, 1), d_out)
     assert np.abs(expected["d_qkv"][-1, :d]).min() * np.sqrt(d) > 0.4 * 2 * 7 * 5 * d * 3  # scores are scaled
-    empty = [Array.empty(s, t, 0, stream=stream) for s, t in (
-        (d_out.shape, "bfloat16"), ((1, 1, length), "float32"), (qkv.shape, "bfloat16"))]  # fmt: skip
-    case = cases.Case(1, 1, cases.upload(qkv, stream), cases.upload(d_out, stream), *empty, expected)
-    cases.assert_close(case, case.run(stream, cases.device_arena(stream), family=family), "bfloat16", d)
+    case = cases.on_device(stream, attend, d_out, expected)
+    cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels=kernels), "bfloat16", d)
 
 
-@pytest.mark.parametrize("family", cases.families())
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(("key", "value"), [(30, 1e-3), (8, 8)])
 def test_a_token_unlike_the_others(
-    rng: np.random.Generator, stream: Any, family: str, d: int, key: float, value: float
+    rng: np.random.Generator, stream: Any, kernels: str, d: int, key: float, value: float
 ) -> None:
     """A first token that attracts attention and has little to say, and one that is large altogether."""
     case = cases.make_case(rng, stream, (1, 1500, 4, 2, d), "bfloat16")
-    qkv = case.qkv.numpy(stream).astype(np.float64)
+    qkv = case.attend.qkv.numpy(stream).astype(np.float64)
     qkv[0, 4 * d : 6 * d] *= key
     qkv[0, 6 * d :] *= value
     qkv = qkv.astype(DTYPES["bfloat16"].numpy)
-    case.qkv.copy_from(qkv, stream)
-    results = case.run(stream, cases.device_arena(stream), family=family)
+    case.attend.qkv.copy_from(qkv, stream)
+    results = case.run(stream, cases.device_arena(stream), kernels=kernels)
     # One rounding is much in dQ.
-    case.expected = cases.expect(qkv, case.d_out.numpy(stream), 1, 1500, 4, 2, results["out"])
+    case.expected = cases.expect(cases.on_host(qkv, 1, 4, 2), case.d_out.numpy(stream), results["out"])
     lse = case.expected["log_sum_exp"]
     np.testing.assert_allclose(results["log_sum_exp"], lse, rtol=1e-5, atol=1e-4)  # scores are larger than elsewhere
     cases.assert_close(case, {**results, "log_sum_exp": lse}, "bfloat16", d)
 
 
-@pytest.mark.parametrize("family", cases.families())
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
 @pytest.mark.parametrize("d", [64, 128])
-def test_later_tokens_do_not_matter(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
+def test_later_tokens_do_not_matter(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     """Not by a bit: neither as keys whose values are huge, nor in what dQ can be at most."""
     case = cases.make_case(rng, stream, (1, 512, 4, 2, d), "bfloat16")
-    first = case.run(stream, cases.device_arena(stream), family=family)["d_qkv"].view(np.uint16)
-    huge = case.qkv.numpy(stream)
+    first = case.run(stream, cases.device_arena(stream), kernels=kernels)["d_qkv"].view(np.uint16)
+    huge = case.attend.qkv.numpy(stream)
     huge[384:, 6 * d :] *= 4096
-    case.qkv.copy_from(huge, stream)
-    second = case.run(stream, cases.device_arena(stream), family=family)["d_qkv"].view(np.uint16)
+    case.attend.qkv.copy_from(huge, stream)
+    second = case.run(stream, cases.device_arena(stream), kernels=kernels)["d_qkv"].view(np.uint16)
     np.testing.assert_array_equal(second[:384, : 4 * d], first[:384, : 4 * d])
     assert (second[384:, : 4 * d] != first[384:, : 4 * d]).any(axis=1).all()
 
 
-@pytest.mark.parametrize("family", cases.families())
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
 @pytest.mark.parametrize(
     ("where", "value"), [*itertools.product(["q", "k", "v", "d_out", "out"], [np.nan, np.inf]), ("log_sum_exp", np.nan)]
 )
 @pytest.mark.parametrize("d", [64, 128])
 def test_what_is_not_finite_stays_so(
-    rng: np.random.Generator, stream: Any, family: str, where: str, value: float, d: int
+    rng: np.random.Generator, stream: Any, kernels: str, where: str, value: float, d: int
 ) -> None:
     """In dQ too, which is added up in integers: of the queries that see it none is finite, of others all are."""
     length, at = 300, 200
     case = cases.make_case(rng, stream, (1, length, 2, 2, d), "bfloat16")
-    target = case.qkv if where in "qkv" else getattr(case, where)
+    target = getattr(case if where == "d_out" else case.attend, "qkv" if where in "qkv" else where)
     from_forward = where in ("out", "log_sum_exp")  # as it left them, but for this
     if from_forward:
-        case.run(stream, cases.device_arena(stream), family=family)
+        case.run(stream, cases.device_arena(stream), kernels=kernels)
     poisoned = target.numpy(stream)
     place = (0, 0, at) if where == "log_sum_exp" else (at, {"q": 0, "k": 2, "v": 4}.get(where, 0) * d + 3)
     poisoned[place] = value
     target.copy_from(poisoned, stream)
     arena = cases.device_arena(stream)
     if not from_forward:
-        ops.attention(case.attend, cases.launcher(stream), family=family)
+        ops.attention(case.attend, cases.launcher(stream, kernels))
     case.d_qkv.fill_bytes(0, stream)
-    ops.attention_backward(case.attend, case.d_out, case.d_qkv, arena, cases.launcher(stream), family=family)
+    ops.attention_backward(case.attend, case.d_out, case.d_qkv, arena, cases.launcher(stream, kernels))
     finite = np.isfinite(case.d_qkv.numpy(stream).astype(np.float32))
     sees = np.arange(length) >= at if where in "kv" else np.arange(length) == at
     assert finite[:128, :d].all() and finite[:, d : 2 * d].all()  # the keys' block of 128 may share one maximum

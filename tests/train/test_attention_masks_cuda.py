@@ -10,7 +10,6 @@ import pytest
 
 from kos import cuda
 from kos.dtypes import DTYPES
-from kos.memory.array import Array
 from kos.train.ops.cuda import attention as ops
 from kos.train.parallel import context
 from tests.train import attention_cases as cases
@@ -57,25 +56,25 @@ def make_masked(
     samples, length, heads, kv_heads, _ = shape
     case, at = cases.make_case(rng, stream, shape, dtype), np.arange(length)
     mask, _ = cases.make_mask(stream, starts, window, samples, at, at)
-    qkv, d_out = (x.numpy(stream).astype(np.float64) for x in (case.qkv, case.d_out))
+    qkv, d_out = (x.numpy(stream).astype(np.float64) for x in (case.attend.qkv, case.d_out))
     seen = masks.visible(starts, window, at)
     out, lse, _ = masks.dense_packed(qkv, d_out, samples, heads, kv_heads, seen)
     rounded = out.astype(DTYPES[dtype].numpy).astype(np.float64)
     d_qkv = masks.dense_packed(qkv, d_out, samples, heads, kv_heads, seen, rounded)[2]
-    return replace(case, mask=mask, expected={"out": out, "log_sum_exp": lse, "d_qkv": d_qkv})
+    return replace(case.masked(mask), expected={"out": out, "log_sum_exp": lse, "d_qkv": d_qkv})
 
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("shape", [(2, 77, 4, 4, 64), (1, 333, 8, 2, 128), (2, 640, 4, 1, 64)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", cases.families())
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
 def test_masks(
-    rng: np.random.Generator, stream: Any, family: str, dtype: str, shape: tuple[int, ...], kind: str
+    rng: np.random.Generator, stream: Any, kernels: str, dtype: str, shape: tuple[int, ...], kind: str
 ) -> None:
     documents, window = MASKS[kind]
     starts = make_starts(rng, documents, *shape[:2])
     case = make_masked(rng, stream, shape, dtype, starts, window)
-    cases.assert_close(case, case.run(stream, cases.device_arena(stream), family=family), dtype, shape[-1])
+    cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels=kernels), dtype, shape[-1])
 
 
 @pytest.mark.parametrize("kind", MASKS)
@@ -86,8 +85,8 @@ def test_simple_masks(rng: np.random.Generator, stream: Any, dtype: str, kind: s
 
 
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("family", cases.families())
-def test_random_masks(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
+def test_random_masks(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     for _ in range(8):
         kv_heads, group = (int(x) for x in rng.integers(1, 4, 2))
         shape = (int(rng.integers(1, 4)), int(rng.integers(1, 700)), kv_heads * group, kv_heads, d)
@@ -95,7 +94,7 @@ def test_random_masks(rng: np.random.Generator, stream: Any, family: str, d: int
         window = int(rng.integers(1, 300)) if rng.random() < 0.7 else None
         print(shape, window, starts is None)
         case = make_masked(rng, stream, shape, "bfloat16", starts, window)
-        cases.assert_close(case, case.run(stream, cases.device_arena(stream), family=family), "bfloat16", d)
+        cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels=kernels), "bfloat16", d)
 
 
 # ranks, samples, tokens of a chunk, heads, kv_heads, head_dim
@@ -104,9 +103,9 @@ RANKS = [(2, 2, 40, 4, 2, 64), (3, 1, 65, 2, 2, 128), (2, 1, 160, 4, 1, 64), (4,
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("shape", RANKS, ids=str)
-@pytest.mark.parametrize("family", cases.families())
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
 def test_masks_of_zigzag_parts(
-    rng: np.random.Generator, stream: Any, family: str, shape: tuple[int, ...], kind: str
+    rng: np.random.Generator, stream: Any, kernels: str, shape: tuple[int, ...], kind: str
 ) -> None:
     """Each rank's attention to its own keys and to others', with masks of positions, is that of whole sequences."""
     ranks, samples, chunk, heads, kv_heads, d = shape
@@ -124,34 +123,32 @@ def test_masks_of_zigzag_parts(
 
     gradients = [np.zeros((n, qkv.shape[2]), np.float32) for _ in places]
     for rank, at in enumerate(places):
-        mine, d_mine = (cases.upload(of_rank(x, at), stream) for x in (qkv, d_out))
-        arena, launch = cases.device_arena(stream), cases.launcher(stream)
+        arena, launch = cases.device_arena(stream), cases.launcher(stream, kernels)
         of_owner = [cases.make_mask(stream, None if starts is None else starts[:, at], window, samples, at, keys)[0]
                     for keys in places]  # fmt: skip
-        empty = [Array.empty(s, t, 0, stream=stream) for s, t in (
-            (d_mine.shape, dtype), ((samples, heads, 2 * chunk), "float32"), (mine.shape, dtype))]  # fmt: skip
-        case = cases.Case(heads, kv_heads, mine, d_mine, *empty, {}, of_owner[rank])
-        for array in empty:
+        attend = cases.on_host(of_rank(qkv, at), samples, heads, kv_heads, mask=of_owner[rank])
+        case = cases.on_device(stream, attend, of_rank(d_out, at), {})
+        for array in (case.attend.out, case.attend.log_sum_exp, case.d_qkv):
             array.fill_bytes(255, stream)
-        ops.attention(case.attend, launch, family=family)
-        merged, others = cases.upload(case.out.numpy(stream).astype(np.float32), stream), []
+        ops.attention(case.attend, launch)
+        merged, others = cases.upload(case.attend.out.numpy(stream).astype(np.float32), stream), []
         for owner, keys in enumerate(places):
             if owner != rank:
                 kv = of_rank(qkv, keys)[:, heads * d :]
                 seen_by = cases.upload(kv, stream), *context.seen(owner, rank, 2 * chunk)
                 others.append((owner, case.attend.to(*seen_by, of_owner[owner])))
         for _, to_others in others:
-            ops.attention(replace(to_others, out=merged), launch, family=family)
-        case.out.copy_from(merged.numpy(stream).astype(kind_of), stream)
-        got, want = case.out.numpy(stream).astype(np.float64), of_rank(out64, at)
+            ops.attention(replace(to_others, out=merged), launch)
+        case.attend.out.copy_from(merged.numpy(stream).astype(kind_of), stream)
+        got, want = case.attend.out.numpy(stream).astype(np.float64), of_rank(out64, at)
         assert np.linalg.norm(got - want) < 4 * cases.EPSILON[dtype] * np.linalg.norm(want)
-        np.testing.assert_allclose(case.log_sum_exp.numpy(stream), lse64[..., at], rtol=0, atol=2e-5)
-        ops.attention_backward(case.attend, case.d_out, case.d_qkv, arena, launch, family=family)
+        np.testing.assert_allclose(case.attend.log_sum_exp.numpy(stream), lse64[..., at], rtol=0, atol=2e-5)
+        ops.attention_backward(case.attend, case.d_out, case.d_qkv, arena, launch)
         total = cases.upload(case.d_qkv.numpy(stream).astype(np.float32), stream)
         for owner, to_others in others:
             assert to_others.kv is not None
             d_kv = cases.upload(np.zeros(to_others.kv.shape, np.float32), stream)
-            ops.attention_backward(to_others, case.d_out, total, arena, launch, d_kv, family)
+            ops.attention_backward(to_others, case.d_out, total, arena, launch, d_kv)
             gradients[owner][:, heads * d :] += d_kv.numpy(stream)
         gradients[rank] += total.numpy(stream)
     ends = (heads * d, (heads + kv_heads) * d)
@@ -163,49 +160,49 @@ def test_masks_of_zigzag_parts(
 
 @pytest.mark.parametrize("shape", cases.TO_OTHERS, ids=str)
 @pytest.mark.parametrize("window", [1, 100, 1000])
-@pytest.mark.parametrize("family", cases.families())
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
 def test_masks_to_others(
-    rng: np.random.Generator, stream: Any, family: str, window: int, shape: tuple[Any, ...]
+    rng: np.random.Generator, stream: Any, kernels: str, window: int, shape: tuple[Any, ...]
 ) -> None:
     """Any queries and keys of two ranks; many queries see none of the keys."""
-    cases.check_to_others(rng, stream, family, "bfloat16", shape, window=window)
+    cases.check_to_others(rng, stream, kernels, "bfloat16", shape, window=window)
 
 
-@pytest.mark.parametrize("family", cases.families())
-def test_one_graph_for_all_masks(rng: np.random.Generator, stream: Any, family: str) -> None:
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
+def test_one_graph_for_all_masks(rng: np.random.Generator, stream: Any, kernels: str) -> None:
     """Replayed after new starts of documents are in device memory: equal bits with a launch of its own."""
     samples, length = shape = (2, 520)
     case = cases.make_case(rng, stream, (*shape, 4, 2, 64), "bfloat16")
     starts = [masks.random_starts(rng, *shape) for _ in range(3)]
     mask, of_device = cases.make_mask(stream, starts[0], 200, samples, np.arange(length), np.arange(length))
-    case, arena = replace(case, mask=mask), cases.device_arena(stream)
-    case.run(stream, arena, family=family)
+    case, arena = case.masked(mask), cases.device_arena(stream)
+    case.run(stream, arena, kernels=kernels)
     with cuda.capture(stream, keep=[case, arena, of_device]) as graph:
         ops.attention_mask(of_device, 200, mask, None, None, cases.launcher(stream))
-        case.launch(stream, arena, family=family)
+        case.launch(stream, arena, kernels=kernels)
     for changed in starts:
         of_device.copy_from(changed, stream)
         graph.replay(stream)
         replayed = case.results(stream)
         other, _ = cases.make_mask(stream, changed, 200, samples, np.arange(length), np.arange(length))
-        again = replace(case, mask=other).run(stream, arena, family=family)
+        again = case.masked(other).run(stream, arena, kernels=kernels)
         for name, array in replayed.items():
             np.testing.assert_array_equal(array.view(np.uint8), again[name].view(np.uint8))
 
 
-@pytest.mark.parametrize("family", cases.families())
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
 @pytest.mark.parametrize("d", [64, 128])
-def test_other_documents_do_not_matter(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
+def test_other_documents_do_not_matter(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     """Not by a bit, however large and not finite they are: the documents are whole blocks."""
     length, document = 384, slice(128, 256)
     starts = masks.starts_of([128], 1, length)
     case = make_masked(rng, stream, (1, length, 2, 1, d), "bfloat16", starts, None)
-    first = case.run(stream, cases.device_arena(stream), family=family)
+    first = case.run(stream, cases.device_arena(stream), kernels=kernels)
     for value in (4096.0, np.nan):
-        huge = case.qkv.numpy(stream)
+        huge = case.attend.qkv.numpy(stream)
         huge[document] *= DTYPES["bfloat16"].numpy.type(value) if value == value else np.nan
-        case.qkv.copy_from(huge, stream)
-        second = case.run(stream, cases.device_arena(stream), family=family)
+        case.attend.qkv.copy_from(huge, stream)
+        second = case.run(stream, cases.device_arena(stream), kernels=kernels)
         for name in ("out", "d_qkv"):
             others = [np.delete(x[name].view(np.uint16), document, axis=0) for x in (first, second)]
             np.testing.assert_array_equal(*others)
@@ -213,12 +210,12 @@ def test_other_documents_do_not_matter(rng: np.random.Generator, stream: Any, fa
         np.testing.assert_array_equal(*others)
 
 
-@pytest.mark.parametrize("family", cases.families())
-def test_a_mask_of_everything_changes_no_bit(rng: np.random.Generator, stream: Any, family: str) -> None:
+@pytest.mark.parametrize("kernels", cases.kernel_sets())
+def test_a_mask_of_everything_changes_no_bit(rng: np.random.Generator, stream: Any, kernels: str) -> None:
     case = cases.make_case(rng, stream, (1, 150, 2, 1, 64), "bfloat16")
     arena, at = cases.device_arena(stream), np.arange(150)
-    plain = case.run(stream, arena, family=family)
+    plain = case.run(stream, arena, kernels=kernels)
     mask, _ = cases.make_mask(stream, None, 10_000, 1, at, at)
-    masked = replace(case, mask=mask).run(stream, arena, family=family)
+    masked = case.masked(mask).run(stream, arena, kernels=kernels)
     for name, array in plain.items():
         np.testing.assert_array_equal(array.view(np.uint8), masked[name].view(np.uint8))

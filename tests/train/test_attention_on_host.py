@@ -1,4 +1,4 @@
-"""The attention kernels of every family on machines without a GPU: tensor cores, TMA and its barriers are emulated.
+"""The attention kernels of every set on machines without a GPU: tensor cores, TMA and its barriers are emulated.
 
 The checks are those of ``test_attention_cuda`` and ``test_attention_masks_cuda``, on few shapes.  What the GPU does
 beside a thread is done at once here: arithmetic, indexing and the order of barriers are checked, not what only a race
@@ -6,8 +6,6 @@ shows.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,17 +20,21 @@ from tests.train.host_kernels import emulator
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
 
-FAMILIES = ["mma", "hopper"]
+KERNEL_SETS = ["mma", "hopper"]
 
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
     emulator.host_memory(monkeypatch)
-    ops = emulator.HostOps()
-    ops.shared_memory, ops.multiprocessors = 227 << 10, 2
+
+    def launcher(stream, kernels="simple"):
+        ops = emulator.HostOps()
+        ops.shared_memory, ops.multiprocessors, ops.attention_kernels = 227 << 10, 2, kernels
+        return ops
+
     monkeypatch.setattr(attention, "_tensor_map", emulator.HostMap.of)
-    monkeypatch.setattr(cases, "launcher", lambda stream: ops)
-    monkeypatch.setattr(cases, "device_arena", lambda stream: ops.make_arena())
+    monkeypatch.setattr(cases, "launcher", launcher)
+    monkeypatch.setattr(cases, "device_arena", lambda stream: launcher(stream).make_arena())
 
 
 def test_heads_that_no_kernel_takes_are_refused(rng):
@@ -45,13 +47,13 @@ def test_masks_that_do_not_fit_are_refused(rng):
     case, ops = cases.make_case(rng, None, (2, 8, 1, 1, 64), "bfloat16"), emulator.HostOps()
     mask, _ = cases.make_mask(None, None, None, 2, np.arange(9), np.arange(9))
     with pytest.raises(InvalidArgument, match="expected a mask of 2 x 8 tokens, as qkv has, got one of 2 x 9"):
-        attention.attention(replace(case.attend, mask=mask), ops)
+        attention.attention(case.masked(mask).attend, ops)
     with pytest.raises(InvalidArgument, match="expected a window of at least 1 token, got 0"):
         ops.attention_mask(None, 0, mask)
 
 
 @pytest.mark.parametrize(
-    ("family", "shape"),
+    ("kernels", "shape"),
     [
         ("mma", (2, 77, 4, 2, 64)),
         ("hopper", (1, 130, 1, 1, 128)),
@@ -60,36 +62,36 @@ def test_masks_that_do_not_fit_are_refused(rng):
     ],
     ids=str,
 )
-def test_causal(rng, family, shape):
-    on_device.test_tensor_cores(rng, None, family, "bfloat16", shape)
+def test_causal(rng, kernels, shape):
+    on_device.test_tensor_cores(rng, None, kernels, "bfloat16", shape)
 
 
 @pytest.mark.parametrize(
-    ("family", "shape"),
+    ("kernels", "shape"),
     [
-        pytest.param(family, shape, id=f"{family}-{shape}", marks=() if family in quick else pytest.mark.slow)
+        pytest.param(kernels, shape, id=f"{kernels}-{shape}", marks=() if kernels in quick else pytest.mark.slow)
         for shape, quick in {
             (2, 150, 2, 1, 64, (75, 150), (0, 150)): (),
             (1, 140, 1, 1, 128, (0, 140), (0, 70)): ("mma",),
-            (2, 140, 1, 1, 64, (3, 140), (131, 132)): FAMILIES,
+            (2, 140, 1, 1, 64, (3, 140), (131, 132)): KERNEL_SETS,
             (1, 256, 2, 1, 64, (0, 128), (0, 256)): ("hopper",),
         }.items()
-        for family in FAMILIES
+        for kernels in KERNEL_SETS
     ],
 )
-def test_to_others(rng, family, shape):
-    on_device.test_to_others(rng, None, family, "bfloat16", shape)
+def test_to_others(rng, kernels, shape):
+    on_device.test_to_others(rng, None, kernels, "bfloat16", shape)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "simple"])
-def test_to_others_unlike(rng, family):
-    shape = (2, 10, 4, 2, 40, (5, 10), (0, 9)) if family == "simple" else (1, 150, 2, 1, 64, (75, 150), (0, 150))
-    on_device.test_to_others_unlike(rng, None, family, shape)
+@pytest.mark.parametrize("kernels", [*KERNEL_SETS, "simple"])
+def test_to_others_unlike(rng, kernels):
+    shape = (2, 10, 4, 2, 40, (5, 10), (0, 9)) if kernels == "simple" else (1, 150, 2, 1, 64, (75, 150), (0, 150))
+    on_device.test_to_others_unlike(rng, None, kernels, shape)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_largest_sums_of_others(rng, family):
-    on_device.test_the_largest_sums_of_others(rng, None, family, 64)
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_the_largest_sums_of_others(rng, kernels):
+    on_device.test_the_largest_sums_of_others(rng, None, kernels, 64)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -98,9 +100,9 @@ def test_simple(rng, dtype):
     on_device.test_to_others(rng, None, "simple", dtype, (2, 10, 4, 2, 40, (5, 10), (0, 9)))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "simple"])
-def test_others_that_matter_alone_or_not_at_all(rng, family):
-    on_device.test_others_that_matter_alone_or_not_at_all(rng, None, family)
+@pytest.mark.parametrize("kernels", [*KERNEL_SETS, "simple"])
+def test_others_that_matter_alone_or_not_at_all(rng, kernels):
+    on_device.test_others_that_matter_alone_or_not_at_all(rng, None, kernels)
 
 
 QUICK_MASKS = {"random documents", "both"}
@@ -108,17 +110,17 @@ MASKS = [pytest.param(kind, id=kind, marks=() if kind in QUICK_MASKS else pytest
 
 
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_masks(rng, family, kind):
-    shape = (2, 140, 2, 1, 64) if family == "mma" else (1, 270, 1, 1, 64)
-    on_masks.test_masks(rng, None, family, "bfloat16", shape, kind)
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_masks(rng, kernels, kind):
+    shape = (2, 140, 2, 1, 64) if kernels == "mma" else (1, 270, 1, 1, 64)
+    on_masks.test_masks(rng, None, kernels, "bfloat16", shape, kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", on_masks.MASKS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_masks_of_large_heads(rng, family, kind):
-    on_masks.test_masks(rng, None, family, "bfloat16", (2, 140, 2, 1, 128), kind)
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_masks_of_large_heads(rng, kernels, kind):
+    on_masks.test_masks(rng, None, kernels, "bfloat16", (2, 140, 2, 1, 128), kind)
 
 
 @pytest.mark.parametrize("kind", MASKS)
@@ -128,31 +130,31 @@ def test_simple_masks(rng, dtype, kind):
 
 
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("family", [*FAMILIES, "simple"])
-def test_masks_of_zigzag_parts(rng, family, kind):
-    chunk = 5 if family == "simple" else 70
-    on_masks.test_masks_of_zigzag_parts(rng, None, family, (2, 1, chunk, 1, 1, 64), kind)
+@pytest.mark.parametrize("kernels", [*KERNEL_SETS, "simple"])
+def test_masks_of_zigzag_parts(rng, kernels, kind):
+    chunk = 5 if kernels == "simple" else 70
+    on_masks.test_masks_of_zigzag_parts(rng, None, kernels, (2, 1, chunk, 1, 1, 64), kind)
 
 
 @pytest.mark.parametrize("kind", ["window of 1", pytest.param("window of 64", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_masks_of_which_whole_blocks_see_nothing(rng, family, kind):
-    on_masks.test_masks_of_zigzag_parts(rng, None, family, (2, 1, 128, 1, 1, 64), kind)
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_masks_of_which_whole_blocks_see_nothing(rng, kernels, kind):
+    on_masks.test_masks_of_zigzag_parts(rng, None, kernels, (2, 1, 128, 1, 1, 64), kind)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_other_documents_do_not_matter(rng, family):
-    on_masks.test_other_documents_do_not_matter(rng, None, family, 64)
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_other_documents_do_not_matter(rng, kernels):
+    on_masks.test_other_documents_do_not_matter(rng, None, kernels, 64)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_mask_of_everything_changes_no_bit(rng, family):
-    on_masks.test_a_mask_of_everything_changes_no_bit(rng, None, family)
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_a_mask_of_everything_changes_no_bit(rng, kernels):
+    on_masks.test_a_mask_of_everything_changes_no_bit(rng, None, kernels)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "simple"])
+@pytest.mark.parametrize("kernels", [*KERNEL_SETS, "simple"])
 @pytest.mark.parametrize("parts", [((70, 150), (3, 140)), ((0, 1), (130, 131))], ids=str)
-def test_masks_to_others(rng, family, parts):
-    shape = (2, 20, 4, 2, 40, (5, 18), (3, 20)) if family == "simple" else (1, 150, 2, 1, 64, *parts)
+def test_masks_to_others(rng, kernels, parts):
+    shape = (2, 20, 4, 2, 40, (5, 18), (3, 20)) if kernels == "simple" else (1, 150, 2, 1, 64, *parts)
     for window in (1, 40, 300):
-        on_masks.test_masks_to_others(rng, None, family, window, shape)
+        on_masks.test_masks_to_others(rng, None, kernels, window, shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,28 +18,25 @@ from tests.train.test_ops import arena, check_gradients, columns, nan, nan_colum
 __all__ = ["arena"]  # a fixture
 
 
-def attention_formula(
-    qkv, samples, heads, kv_heads, others=None, queries=slice(0, 0), keys=slice(0, 0), first_keys=None
-):
-    """One query at a time, by the definition; ``queries`` look at the ``keys`` of ``others`` too.
-
-    ``first_keys`` (2, B, T): the first key that a query sees of its own sample, and of the other.
-    """
-    length = len(qkv) // samples
-    own, other = np.zeros((2, samples, length), int) if first_keys is None else first_keys
-    d = qkv.shape[1] // (heads + 2 * kv_heads)
-    x, y = (z.reshape(samples, length, -1, d) for z in (qkv, qkv if others is None else others))
+def attention_formula(own, other=None):
+    """One query at a time, by the definition: out and log_sum_exp of an Attend, and of one to others besides."""
+    (samples, heads, length), d, kv_heads = own.log_sum_exp.shape, own.head_dim, own.kv_heads
+    q, own_kv = (x.reshape(samples, length, -1, d) for x in np.split(own.qkv, [heads * d], axis=1))
     out, lse = np.empty((samples, length, heads, d)), np.empty((samples, heads, length))
+
+    def first_key(attend, b, t):
+        return 0 if attend.mask is None else attend.mask.first_key[b, t]
+
     for b, h, t in np.ndindex(samples, heads, length):
-        kv = h // (heads // kv_heads)
-        seen = [x[b, own[b, t] : t + 1]]
-        if queries.start <= t < queries.stop:
-            seen.append(y[b, max(keys.start, other[b, t]) : keys.stop])
-        k, v = (np.concatenate([part[:, at + kv] for part in seen]) for at in (heads, heads + kv_heads))
-        scores = k @ x[b, t, h] / math.sqrt(d)
+        seen = [own_kv[b, first_key(own, b, t) : t + 1]]
+        if other is not None and other.queries.start <= t < other.queries.stop:
+            rows = slice(max(other.keys.start, first_key(other, b, t)), other.keys.stop)
+            seen.append(other.kv.T.reshape(own_kv.shape)[b, rows])
+        k, v = (np.concatenate(seen)[:, at + h // (heads // kv_heads)] for at in (0, kv_heads))
+        scores = k @ q[b, t, h] * own.scale
         lse[b, h, t] = np.log(np.exp(scores).sum())
         out[b, t, h] = np.exp(scores - lse[b, h, t]) @ v
-    return out.reshape(len(qkv), -1), lse
+    return out.reshape(len(q) * length, -1), lse
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (4, 1), (8, 2)])
@@ -51,13 +49,14 @@ def test_attention(rng, arena, monkeypatch, heads, kv_heads, length, query_block
     samples, d = 3, 3
     qkv = rng.normal(size=(samples * length, (heads + 2 * kv_heads) * d))
     out, lse = nan_columns(len(qkv), heads * d), nan(samples, heads, length)
-    ops.attention(Attend(columns(qkv), heads, kv_heads, out, lse), arena)
-    expected, expected_lse = attention_formula(qkv, samples, heads, kv_heads)
+    attend = Attend(columns(qkv), heads, kv_heads, out, lse)
+    ops.attention(attend, arena)
+    expected, expected_lse = attention_formula(attend)
     np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-10, atol=1e-12)
     d_out, d_qkv = rng.normal(size=out.shape), nan_columns(*qkv.shape)
-    ops.attention_backward(Attend(columns(qkv), heads, kv_heads, out, lse), columns(d_out), d_qkv, arena)
-    check_gradients(rng, lambda x: attention_formula(x, samples, heads, kv_heads)[0], (qkv,), (d_qkv,), d_out)
+    ops.attention_backward(attend, columns(d_out), d_qkv, arena)
+    check_gradients(rng, lambda x: attention_formula(replace(attend, qkv=x))[0], (qkv,), (d_qkv,), d_out)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (4, 1)])
@@ -73,32 +72,32 @@ def test_attention_to_keys_of_another_rank(
     monkeypatch.setattr(numpy_attention, "SCORES", scores)
     samples, d, queries, keys = 3, 3, slice(*queries), slice(*keys)
     qkv, others = rng.normal(size=(2, samples * length, (heads + 2 * kv_heads) * d))
-    own = other = first_keys = None
+    own = other = None
     if masked:
         at, of_others = masks.random_positions(rng, length)
         starts, window = masks.random_starts(rng, samples, length, at), int(rng.integers(1, 3 * length))
         own, other = mask_arrays(samples, length), mask_arrays(samples, length)
         ops.attention_mask(starts, window, own, at)
         ops.attention_mask(starts, window, other, at, of_others)
-        first_keys = own.first_key, other.first_key
 
     def formula(qkv, others):
-        return attention_formula(qkv, samples, heads, kv_heads, others, queries, keys, first_keys)
+        attend = Attend(qkv, heads, kv_heads, None, lse, own)
+        return attention_formula(attend, attend.to(others.T[heads * d :], queries, keys, other))
 
     unseen = others.copy().reshape(samples, length, -1)
     unseen[:, : keys.start] = unseen[:, keys.stop :] = np.nan
     kv = ops.keys_and_values(Attend(columns(unseen.reshape(others.shape)), heads, kv_heads, None, None), arena)
     out, lse = nan_columns(len(qkv), heads * d), nan(samples, heads, length)
-    ops.attention(Attend(columns(qkv), heads, kv_heads, out, lse, own), arena)
+    attend = Attend(columns(qkv), heads, kv_heads, out, lse, own)
+    ops.attention(attend, arena)
     with np.errstate(divide="ignore"):
-        ops.attention(Attend(columns(qkv), heads, kv_heads, out, lse, other, kv, queries, keys), arena)
+        ops.attention(attend.to(kv, queries, keys, other), arena)
     for got, expected in zip((out, lse), formula(qkv, others), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
     d_out, d_qkv, d_kv = columns(rng.normal(size=out.shape)), nan_columns(*qkv.shape), nan(*kv.shape)
-    ops.attention_backward(Attend(columns(qkv), heads, kv_heads, out, lse, own), d_out, d_qkv, arena)
+    ops.attention_backward(attend, d_out, d_qkv, arena)
     kv = ops.keys_and_values(Attend(columns(others), heads, kv_heads, None, None), arena)
-    to_others = Attend(columns(qkv), heads, kv_heads, out, lse).to(kv, queries, keys, other)
-    ops.attention_backward(to_others, d_out, d_qkv, arena, d_kv)
+    ops.attention_backward(attend.to(kv, queries, keys, other), d_out, d_qkv, arena, d_kv)
     d_others = columns(np.zeros(qkv.shape))
     ops.add_keys_and_values(d_kv, d_others)
     ops.add_keys_and_values(d_kv, d_others)

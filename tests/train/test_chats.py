@@ -14,6 +14,7 @@ from kos.errors import DataError
 from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
+from kos.train.data.chat import read_chat_template
 from kos.train.run import Trainer
 from tests.train.chat_templates import (
     CHATML,
@@ -222,6 +223,8 @@ def test_arguments_as_text_are_not_quoted(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, bare(QWEN))
     expected = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call><|im_end|>\n'
     assert texts_that_count(tmp_path, folder, [{"messages": chat}]) == expected
+    template = read_chat_template(str(folder))
+    assert template is not None and expected in template.prompt([*chat, USER], "chat")[0], "as it is trained on"
     items = "{% for name, value in call.arguments | items %}{{ name }}={{ value }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(bare(QWEN).replace("{{- call.arguments | tojson }}", items))
     assert "city=Ulm" in texts_that_count(tmp_path, folder, [{"messages": chat}])
@@ -291,6 +294,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "messages with role and content, got {",
     ),
     "text": (BOTH, {"messages": [USER, {**calling(None), "tool_calls": "x"}]}, "messages with role and content, got {"),
+    "arguments": (
+        bare(QWEN),
+        {"messages": [USER, {**calling(None), "tool_calls": [{"function": {"name": "a", "arguments": "{not"}}]}]},
+        "JSON as the arguments of a tool call, got '{not' (",
+    ),
     "calls": (
         BOTH,
         {"messages": [USER, {**calling(None), "tool_calls": ["x"]}]},

@@ -73,7 +73,7 @@ def _bad_input(text: Path, tmp_path: Path) -> dict[str, tuple[list[str | Path], 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("x.csv", "label,text\n1,a\n", "expected text, .jsonl, "),
+        ("x.arrow", "ARROW1", "x.arrow: expected "),
         ("x.jsonl", '{"text": "a"}\n{"text"\n', "x.jsonl, line 2: expected JSON, "),
         ("x.txt", "", "expected text, got an empty file"),
     ],

@@ -428,12 +428,14 @@ def test_flags_without_effect_are_named() -> None:
     config = parse([])
     assert without_effect(config, config.to_json()) == []
     sample = ["--prompt", "a", "--temperature", "0.5", "--top-k", "3"]
-    flags = ["--min-lr", "0", "--decay-fraction", "0.5", "--val-data", "x", *sample, "--pp-schedule", "zero-bubble-v"]
+    flags = ["--min-lr", "0", "--decay-fraction", "0.5", "--val-data", "x", "--eval-data", "a=y", *sample]
+    flags += ["--pp-schedule", "zero-bubble-v"]
     config = parse([*flags, "--schedule", "wsd", "--pp", "2"])
     assert without_effect(config, config.to_json()) == []
     config = parse([*flags, "--schedule", "constant", "--eval-batches", "0", "--sample-tokens", "0"])
     assert without_effect(config, config.to_json()) == [
         "--min-lr (--schedule constant)", "--decay-fraction (--schedule constant)", "--val-data (--eval-batches 0)",
+        "--eval-data (--eval-batches 0)",
         "--prompt (--sample-tokens 0)", "--temperature (--sample-tokens 0)", "--top-k (--sample-tokens 0)",
         "--pp-schedule (--pp 1)",
     ]  # fmt: skip

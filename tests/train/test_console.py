@@ -207,9 +207,9 @@ HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
 def test_a_start_that_is_refused_leaves_the_cursor_and_no_bar(tmp_path: Path) -> None:
-    refused = "import sys\nfrom kos.train import __main__ as main, run\n"
+    refused = "import sys\nfrom kos.train import __main__ as main\nfrom kos.train.checkpoint import resume\n"
     refused += "def refuse(*a, show): show('loading the checkpoint', 0.5); raise main.ConfigError('no')\n"
-    refused += "run.checkpoint.latest = refuse\nsys.exit(main.main())"
+    refused += "resume.latest = refuse\nsys.exit(main.main())"
     said = _on_a_terminal(*python(), "-c", refused, *_flags(tmp_path), "--resume=auto", code=2)
     assert said.count(HIDE) == said.count(SHOW) == 1 and said.endswith("\x1b[2K"), "the bar's line is erased"
 

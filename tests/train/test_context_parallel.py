@@ -16,7 +16,6 @@ from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend, numpy_attention
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.cuda import attention
 from kos.train.ops.fixed_order import Split
 from kos.train.parallel.context import ContextParallel, FixedContext
 from kos.train.parallel.mesh import Axis, Layout, Mesh
@@ -152,7 +151,6 @@ def test_statistics_of_another_dtype():
 @pytest.mark.parametrize(("dtype", "rtol"), [("float32", 2e-6), ("bfloat16", 4e-2)])
 def test_on_an_emulated_gpu(dtype, rtol, monkeypatch):
     emulator.host_memory(monkeypatch)
-    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "simple")
 
     def place(values, dtype, arena):
         return arena.take(values.shape, dtype).copy_from(np.ascontiguousarray(values).astype(dtype.numpy))

@@ -292,8 +292,9 @@ def test_a_table_is_filled_before_it_is_used(library, monkeypatch):
     cu = SimpleNamespace(CUdevice_attribute=MagicMock(), cuDeviceGetAttribute=None)
     monkeypatch.setattr(cuda, "driver", SimpleNamespace(set_device=lambda device: None))
     monkeypatch.setattr(cuda, "streams", SimpleNamespace(create_stream=lambda device: None))
-    info = SimpleNamespace(multiprocessors=1, compute_capability=(9, 0))
-    monkeypatch.setattr(cuda, "device_info", lambda device: info)
+    info = SimpleNamespace(multiprocessors=1, compute_capability=(9, 0), arch="sm_90a")
+    for module in (cuda, cuda.attention):
+        monkeypatch.setattr(module, "device_info", lambda device: info)
     monkeypatch.setattr(cuda, "cu", cu)
     monkeypatch.setattr(cuda, "call", lambda *_: 0)
     searching, taking = CudaOps(0, search=True), CudaOps(0)

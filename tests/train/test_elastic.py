@@ -25,7 +25,7 @@ from kos.errors import (
     RendezvousError,
 )
 from kos.testing import Fault, spawn
-from kos.train import checkpoint, elastic, report
+from kos.train import checkpoint, report
 from kos.train.device import Device
 from kos.train.device.cpu import DryOps
 from kos.train.device.memory_plan import plan_memory
@@ -291,10 +291,15 @@ def test_a_device_that_cannot_be_made_again_is_said(
 ) -> None:
     """The former one is closed by then."""
 
-    def broken(*arguments: Any) -> Any:
-        raise CudaError("cuMemAlloc: 999, unknown error")
+    make, runs = Trainer.make_device, list[Trainer]()
 
-    monkeypatch.setattr(elastic, "make_device", broken)
+    def broken(run: Trainer) -> None:
+        if run in runs:
+            raise CudaError("cuMemAlloc: 999, unknown error")
+        runs.append(run)
+        make(run)
+
+    monkeypatch.setattr(Trainer, "make_device", broken)
     with pytest.raises(CudaError, match=r"after step \d: cuMemAlloc: 999, unknown error; the last checkpoint, of step"):
         train(text, tmp_path, FAULTS["within a step"])
 

@@ -212,7 +212,7 @@ def test_epochs_are_not_resumed_with_other_data(text: Path, tmp_path: Path) -> N
     other = tmp_path / "other.txt"
     other.write_bytes(text.read_bytes()[::-1])
     _train(text, tmp_path / "run", epochs=1, eval_batches=0)
-    with refused(CheckpointError, f"--data {other}: expected the data of the run whose --epochs are", f"{text} ("):
+    with refused(CheckpointError, f"--data {other}: expected the data of the run that is resumed", f"{text} ("):
         _train(other, tmp_path / "run", 2, epochs=1, resume="auto", eval_batches=0)
     same = tmp_path / "same.txt"
     same.write_bytes(text.read_bytes())

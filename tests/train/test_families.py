@@ -34,7 +34,7 @@ from kos.train.model.rope import RopeScaling
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import AXES, Layout, Mesh
 from tests.train.masks import visible
-from tests.train.models import loss_and_gradients, tensors_of
+from tests.train.models import loss_and_gradients, read_weights, tensors_of
 from tests.train.refusal import refused
 from tests.train.test_layouts import Precise, make_data
 from tests.train.test_tensor_parallel import part_of
@@ -328,7 +328,7 @@ def test_folders_both_ways(config: LlamaConfig, tmp_path: Any, rng: np.random.Ge
     read = huggingface.read_config(tmp_path)
     assert dataclasses.replace(read, initializer_range=config.initializer_range) == config
     again = Parameters(read.parameter_shapes())
-    huggingface.read_weights(tmp_path, again)
+    read_weights(tmp_path, again)
     assert np.array_equal(again.flat, weights.flat)
     settings = json.loads(json.dumps(huggingface.to_huggingface(config)))
     assert huggingface.from_huggingface(settings) == config

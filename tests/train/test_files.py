@@ -100,6 +100,14 @@ def test_prompts_and_completions_of_any_file(tmp_path: Path, kind: str) -> None:
     assert (got.batch(0).targets == expected.batch(0).targets).all()
 
 
+def test_tables_of_parquet_lack_the_fields_of_others(tmp_path: Path) -> None:
+    """Arrow gives each table of a column the fields of all, as null: a chat's calls would have arguments of others."""
+    calls = [{"city": "Ulm"}, {"a": 1, "b": [{"c": 2}, {"d": 3}]}]
+    (tmp_path / "a.parquet").write_bytes(rows_of_parquet([{"calls": [call], "note": None} for call in calls]))
+    found = [row for _, row in kos_documents.READERS[".parquet"](tmp_path / "a.parquet", Lines("text"))]
+    assert found == [{"calls": [call], "note": None} for call in calls]
+
+
 def test_a_column_by_another_name(tmp_path: Path) -> None:
     for name in ("a.csv", "a.parquet"):
         rows = [{"text": "no", "body": f"yes {number}"} for number in range(3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from kos.memory import Array
 from kos.testing import Fault, spawn
 from kos.train import Batch, Callback, CudaLoss, FitResult, TrainConfig, Trainer, fit, read_metrics
 from kos.train.data.batches import load_data
+from kos.train.data.tokenizers import NumberTokenizer
+from kos.train.elastic import Elastic
+from kos.train.run import Newcomer
 from tests.forked import python
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
@@ -213,6 +217,22 @@ def test_a_program_makes_the_steps_itself(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == rows
 
 
+def test_the_model_of_a_trainer_ends_texts_as_a_loaded_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NumberTokenizer, "eos", 3)
+    with Trainer(config_of(tmp_path, backend="mock"), batches=()) as trainer:
+        trainer.step(batch_of(0))
+        assert trainer.model.ends == (3,)
+
+
+def test_a_program_that_makes_the_steps_resumes(tmp_path: Path) -> None:
+    for out, steps, resume in (("whole", 4, None), ("run", 2, None), ("run", 4, "auto")):
+        with Trainer(config_of(tmp_path / out, backend="mock", resume=resume), batches=()) as trainer:
+            while trainer.steps_done < steps:
+                trainer.step(batch_of(trainer.steps_done))
+            trainer.save()
+    assert result(tmp_path / "run") == result(tmp_path / "whole")
+
+
 def test_a_trainer_of_data_takes_a_batch_too(tmp_path: Path) -> None:
     (text := tmp_path / "text").write_bytes(bytes(range(97, 123)) * 40)
     config = config_of(tmp_path / "run", data=str(text), backend="mock", model={**SHAPE, "vocab_size": 256})
@@ -331,7 +351,7 @@ def test_a_run_resumes_where_its_batches_were(rows: str, ranks: int, tmp_path: P
     on_ranks(ranks, config_of(tmp_path / "run", resume="auto"), of, rows=rows)
     assert result(tmp_path / "run") == result(tmp_path / "whole")
     if rows == "own":
-        with pytest.raises(ConfigError, match="with rows='own' on 1 ranks, got rows='own' on 2"):
+        with pytest.raises(ConfigError, match="with rows='own' on 1 ranks of dp, got rows='own' on 2"):
             on_ranks(1, config_of(tmp_path / "run", resume="auto", steps=9), batches=Stream(), rows="own")
     with pytest.raises(ConfigError, match="--resume: expected a checkpoint of batches with rows="):
         on_ranks(ranks, config_of(tmp_path / "run", resume="auto", steps=9), of, rows="own" if rows == "all" else "all")
@@ -362,6 +382,94 @@ def test_elastic(tmp_path: Path) -> None:
     assert [row["ranks"] for row in read_metrics(tmp_path / "hurt")][-1] == 1
     with pytest.raises(ConfigError, match="--elastic: expected rows='all': the rows of a lost rank would be lost"):
         fit(config_of(tmp_path / "own", elastic="1"), batches=Stream(), rows="own")
+
+
+def test_a_rank_that_is_lost_while_it_reads_takes_no_batch_of_the_others(tmp_path: Path) -> None:
+    class Broken(Stream):
+        def __init__(self, breaks: bool) -> None:
+            super().__init__()
+            self.breaks = breaks
+
+        def __iter__(self) -> Iterator[Batch]:
+            for batch in super().__iter__():
+                if self.breaks and self.step == 3:
+                    raise RuntimeError("this rank's data is gone")
+                yield batch
+
+    how: dict[str, Any] = {"deterministic": True, "eval_every": 0, "micro_batch_size": 1}
+    spawn(lambda comm: fit(config_of(tmp_path / "whole", **how), comm, batches=Stream()), 2, timeout=60)
+    config = config_of(tmp_path / "hurt", elastic="1", **how)
+    with pytest.raises(RuntimeError, match="this rank's data is gone"):
+        spawn(lambda comm: fit(config, comm, batches=Broken(comm.rank == 1)), 2, timeout=60)
+    assert result(tmp_path / "hurt") == result(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_newcomer_brings_what_the_others_bring(same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or is refused; it takes part in what their callbacks need."""
+    how: dict[str, Any] = {"deterministic": True, "micro_batch_size": 1, "elastic": "1:2", "timeout": 20.0}
+    program: dict[str, Any] = {"verbose": False, "val_batches": batches_of(1)}
+    threads, start, ended = list[threading.Thread](), Elastic.start_step, list[Any]()
+
+    def join(address: str, program: Mapping[str, Any]) -> None:
+        try:
+            newcomer = Newcomer(config_of(tmp_path, join=address, **how), batches=Stream(), **program)
+            try:
+                newcomer.run()
+            finally:
+                place: Any = newcomer.comm.rendezvous
+                place.threads.world.end(place.rank, "its function returned")
+            ended.append(newcomer.steps_done)
+        except ConfigError as error:
+            ended.append(str(error))
+
+    def start_step(self: Elastic, step: int, wish: int) -> None:
+        comm = self.run.comm
+        if step == 1 and not threads:
+            given = program if same else {**program, "val_batches": None}
+            threads.append(threading.Thread(target=join, args=(comm.address, given), daemon=True))
+            threads[0].start()
+            while not comm.newcomers():
+                time.sleep(0.01)
+        start(self, step, wish)
+
+    monkeypatch.setattr(Elastic, "start_step", start_step)
+    steps = list[int]()
+    callbacks = [OnStep(lambda trainer, metrics: steps.append(metrics["step"]))]
+    on_ranks(1, config_of(tmp_path, steps=6, **how), batches=Stream(), callbacks=callbacks, **program)
+    threads[0].join(30)
+    assert ended == [6 if same else "val_batches: expected True, as on the ranks of the run, got False"]
+    assert steps == [1, 2, 3, 4, 5, 6] and read_metrics(tmp_path)[-1]["ranks"] == 1 + same
+
+
+def test_states_are_those_of_dp(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"save_every": 1, "steps": 2}
+    on_ranks(4, config_of(tmp_path / "first", tp=2, **how), lambda rank: {"batches": Stream(rank // 2, 2)}, rows="own")
+    how |= {"resume": str(tmp_path / "first"), "steps": 4}
+    on_ranks(2, config_of(tmp_path / "same", **how), lambda rank: {"batches": Stream(rank, 2)}, rows="own")
+    assert [step for step, _ in column(tmp_path / "same", "step", "loss")] == [3, 4]
+    said = "expected a checkpoint of batches with rows='own' on 4 ranks of dp, got rows='own' on 2"
+    with pytest.raises(ConfigError, match=said):
+        on_ranks(4, config_of(tmp_path / "other", **how), lambda rank: {"batches": Stream(rank, 4)}, rows="own")
+
+
+def test_a_prompt_that_the_tokenizer_cannot_encode_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="tokenizer numbers: expected token numbers below 32"):
+        fit(config_of(tmp_path, backend="mock", sample_tokens=3, prompt="Hello"), batches=batches_of())
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_trainer_that_fails_to_begin_gives_its_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(comm: Communicator) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(kos.train.run, "check_shared", lambda out, comm: 1 / 0)
+            with pytest.raises(ZeroDivisionError) as failed:
+                Trainer(config_of(tmp_path), comm, batches=())
+        with Trainer(config_of(tmp_path), comm, batches=()) as trainer:
+            trainer.step(batch_of(0))
+        del failed
+
+    spawn(run, 1, timeout=60)
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])
@@ -417,6 +525,24 @@ except KeyboardInterrupt:
     print("the program's again")
 """
 ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def test_runs_that_are_stopped_leave_no_files_open(tmp_path: Path) -> None:
+    def stop(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def files() -> int:
+        for thread in threading.enumerate():
+            if thread.name == "kos-signals":
+                thread.join(10)
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    opened = list[int]()
+    for number in range(3):
+        config = config_of(tmp_path / str(number), backend="mock")
+        assert fit(config, batches=batches_of(), callbacks=[OnStep(stop)], verbose=False).stopped
+        opened.append(files())
+    assert len({*opened[1:]}) == 1
 
 
 def test_ctrl_c_ends_fit_and_not_the_program(tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def test_a_text_streams_in_whole_characters_and_withholds_what_may_be_a_stop() -
     assert pieces("a STSTOP b", ["STOP"])[0] == ["a", " ", "ST"]
     assert pieces("a STAY", ["STOP"])[0] == ["a", " ", "STA", "Y"]
     assert "".join(pieces("ends ST", ["STOP"])[0]) == "ends ST"
+    assert "".join(pieces("one NÉ two", ["NÉ"])[0]) == "one "
     assert pieces("aé", [], 2)[0] == ["a", "\ufffd"]
     assert pieces("ab", [], 0)[0] == []
 
@@ -204,6 +205,15 @@ def test_sequences_end_on_their_own() -> None:
     found = tokens_of(decoder(config, weights, 4), config, PROMPTS, 30, GREEDY, ends=[end])
     assert found == [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in whole]
     assert len(found[2]) <= 5 and len({len(tokens) for tokens in found}) > 1
+
+
+def test_a_sequence_that_ended_with_a_full_cache_reads_nothing_behind_it() -> None:
+    config = CASES["llama"]
+    source = Decoder(config, numpy_ops, random_weights(config), 2, 4)
+    source.prefill(0, [1, 2, 3, 4])
+    source.prefill(1, [1])
+    source.step({1: 2})
+    assert source.inputs[1].tolist() == [3, 1]
 
 
 def test_a_context_of_one_token() -> None:

@@ -122,6 +122,12 @@ def test_a_chat_is_what_follows_the_template(folder: Path) -> None:
     for wrong in ({"role": "nobody", "content": "x"}, {"role": "user"}):
         with pytest.raises(DataError, match="chat: expected "):
             model.chat([wrong])
+    with pytest.raises(DataError, match="chat: expected a chat template that uses tools"):
+        model.chat(messages, tools=[{"name": "weather"}])
+    (folder / "chat_template.jinja").write_text("{% for tool in tools %}[{{ tool.name }}]{% endfor %}" + TEMPLATE)
+    model = kos.train.load(folder)
+    assert model.chat_prompt(messages, [{"name": "weather"}])[0] == "[weather]" + prompt
+    assert model.chat(messages, 3, tools=[{"name": "weather"}], temperature=0) is not None
 
 
 def test_a_turn_that_the_template_ends_ends_the_answer(folder: Path) -> None:

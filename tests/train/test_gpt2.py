@@ -19,7 +19,7 @@ from kos.train.model.initial import init_weights
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from tests.train.models import loss_and_gradients, tensors_of
+from tests.train.models import loss_and_gradients, read_weights, tensors_of
 
 CONFIG = GPT2Config(37, 24, 29, 3, 4, 4, 6, 20, 1e-3, tie_word_embeddings=True)
 
@@ -120,7 +120,7 @@ def test_hub_files_are_read(tmp_path: Path, rng: np.random.Generator) -> None:
         assert np.array_equal(tensors[f"h.1.{name}.weight"], weights[f"transformer.h.1.{name}.weight"].T)
     save_file({**tensors, "h.0.attn.bias": np.ones((1, 1, 20, 20), np.float32)}, tmp_path / "model.safetensors")
     again = weights.like()
-    huggingface.read_weights(tmp_path, again)
+    read_weights(tmp_path, again)
     assert np.array_equal(again.flat, weights.flat)
 
 

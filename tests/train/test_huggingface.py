@@ -9,19 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kos.errors import CheckpointError
+from kos.errors import CheckpointError, SettingError
 from kos.train.checkpoint.huggingface import (
     check_weights,
     from_huggingface,
     read_config,
-    read_weights,
     to_huggingface,
     weight_files,
 )
-from kos.train.model.llama import FULL, SLIDING, LlamaConfig
+from kos.train.model.families import FAMILIES
+from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
 from kos.train.model.parameters import Parameters
-from tests.train.models import SCALING, small
+from tests.train.models import SCALING, read_weights, small
 
+CHANGED: dict[str, object] = {
+    "vocab_size": 41, "hidden_size": 28, "intermediate_size": 99, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 77, "rms_norm_eps": 0.5, "rope_theta": 5.0,
+    "rope_scaling": SCALING, "tie_word_embeddings": False, "initializer_range": 0.7, "attention_bias": True,
+    "mlp_bias": True, "sliding_window": 3, "layer_types": (FULL,) * 3, "no_rope_layers": (0, 1, 1),
+}  # fmt: skip
 CONFIG = small(rope_theta=500_000.0, rope_scaling=SCALING)
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_positions": 8, "n_head": 4}
 V4 = ("rope_theta", "rope_scaling", "torch_dtype")
@@ -36,6 +42,25 @@ def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
     assert from_huggingface({**settings, "attention_bias": None, "hidden_act": None}) == config
     odd = {**settings, "hidden_size": 25, "head_dim": 6}
     assert (from_huggingface(odd).hidden_size, from_huggingface(odd).head_dim) == (25, 6)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_setting_is_refused_by_a_family_or_comes_back(family: type[LlamaConfig]) -> None:
+    """No setting is lost between a run and its ``config.json``."""
+    fields = {field.name: getattr(CONFIG, field.name) for field in dataclasses.fields(CONFIG) if field.name != "lora"}
+    shape = fields | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_scaling": None, "rope_theta": 1e4}
+    assert CHANGED.keys() == fields.keys()
+    refused = set()
+    for name, value in {**CHANGED, "": None}.items():
+        try:
+            config = family(**{**shape, **({name: value} if name else {})})
+        except SettingError:
+            refused.add(name)
+            continue
+        back = from_huggingface(json.loads(json.dumps(to_huggingface(config))))
+        assert back == config or (name == "layer_types" and back == dataclasses.replace(config, layer_types=())), name
+    allowed = {*FAMILY_SETTINGS, *family.fixed} - family.takes
+    assert refused <= allowed | {"num_attention_heads", "hidden_size", "tie_word_embeddings"} and "" not in refused
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 from benchmarks import kernels
 from kos.memory.array import Array
 from kos.train.config import PRESETS, ModelSection
-from kos.train.ops.cuda import attention
 from tests.host_compiler import COMPILER, compiled
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.engine import on_host
@@ -80,7 +79,6 @@ def test_attention_on_request(zoo, monkeypatch, dtype, name):
     torch = pytest.importorskip("torch")
     runner = importlib.import_module("benchmarks.kernels.runner")
     monkeypatch.setattr(runner, "CHECKED_TOKENS", 12)
-    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "simple")
     seed = int(np.random.default_rng().integers(1 << 31))
     torch.manual_seed(seed)
     most = TO_OTHERS_UNITS if name == "attention_to_backward" else UNITS[dtype]

@@ -15,7 +15,6 @@ import pytest
 from kos.dtypes import DTYPES
 from kos.memory.arena import Arena
 from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.ops.cuda import attention
 from kos.train.optim import Group, LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.cuda import CHUNK, CudaOptimizer
@@ -119,7 +118,6 @@ def test_rope(ops, side, rng, arena, head_dim, heads, others, length):
 
 @shapes(["ranks", "kv_heads", "head_dim"], [(2, 1, 6), (3, 2, 10)])
 def test_attention_of_ranks(ops, side, rng, arena, monkeypatch, ranks, kv_heads, head_dim):
-    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "simple")
     on_ops.test_attention_of_ranks(ops, side, rng, arena, ranks, 2, 3, 2, kv_heads, head_dim)
 
 

@@ -18,6 +18,8 @@ from kos.testing import Fault, spawn
 from kos.train import checkpoint, elastic, load
 from kos.train.checkpoint import adapter
 from kos.train.config.flags import parse
+from kos.train.data import show
+from kos.train.evaluator import evaluate
 from kos.train.export import main as export
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
@@ -159,7 +161,26 @@ def test_merged_and_loaded(whole: tuple[Path, np.ndarray], base: Path, tmp_path:
     assert "--merge: expected a run with adapters (--lora), got" in capsys.readouterr().err
 
 
-def test_training_goes_on_from_a_folder_of_peft(whole: Any, text: Path, base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})])
+def test_evaluated(ranks: int, layout: dict[str, int], whole: Any, base: Path, text: Path) -> None:
+    """A folder of adapters is evaluated with its base."""
+    ids = np.frombuffer(text.read_bytes()[:401], np.uint8).astype(np.int32)
+    (text.parent / "some.txt").write_bytes(ids.astype(np.uint8).tobytes())
+    flags = {"seq_len": 16, **layout}
+
+    def evaluated(folder: Path) -> Any:
+        some = [str(text.parent / "some.txt")]
+        return spawn(lambda comm: evaluate(folder, some, [], flags, comm), ranks, timeout=100)[0][0]["loss"]
+
+    for folder in (whole[0], base):
+        losses = [load(folder).loss(ids[at : at + 17]) for at in range(0, 400, 16)]
+        assert evaluated(folder) == pytest.approx(np.mean(losses), rel=1e-5)
+    assert evaluated(whole[0]) != pytest.approx(evaluated(base), rel=1e-3)
+
+
+def test_training_goes_on_from_a_folder_of_peft(
+    whole: Any, text: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank, alpha and targets are the folder's, and the base is the one that it names."""
     export([str(whole[0]), str(tmp_path / "peft"), "--dtype", "float32"])
     for name in ("tokenizer.json", "kos_tokenizer.json", "tokenizer_config.json"):  # which peft does not write
@@ -171,11 +192,40 @@ def test_training_goes_on_from_a_folder_of_peft(whole: Any, text: Path, base: Pa
     tokens = np.arange(16)[None] + 97
     np.testing.assert_allclose(load(tmp_path / "more").logits(tokens), load(whole[0]).logits(tokens), rtol=1e-4)
     assert checkpoint.find(tmp_path / "more").config["base"]["path"] == str(base)
+    with Trainer(parse([folder, *SHORT, f"--out={tmp_path / 'own'}", "--backend=mock"]), batches=()) as own:
+        assert own.data.tokenizer.name == "bytes"
+    monkeypatch.setattr(show, "load_data", lambda config, weights, runs: 1 / (weights != str(base)))
+    with pytest.raises(ZeroDivisionError):
+        show.report(config)
     for flag, said in (("--lora=4", "--lora: expected 3 of the adapters in --init-from, got 4"),
                        ("--lora-targets=q_proj", "--lora-targets: expected .* of the adapters in")):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             parse([folder, flag])
     assert parse([folder, "--lora=3", "--lora-alpha=5"]).lora == 3
+
+
+def test_ends_are_those_of_the_base(whole: Any, base: Path, tmp_path: Path) -> None:
+    """A folder of peft has no generation_config.json."""
+    settings = json.loads((checkpoint.find(whole[0]).path / adapter.CONFIG).read_text())
+    export([str(whole[0]), str(tmp_path / "peft")])
+    shutil.copytree(base, tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    settings["base_model_name_or_path"] = str(tmp_path / "base")
+    (tmp_path / "peft" / adapter.CONFIG).write_text(json.dumps(settings))
+    assert load(tmp_path / "peft").ends == (7, 9)
+
+
+def test_a_run_whose_base_has_moved_resumes(text: Path, base: Path, tmp_path: Path) -> None:
+    before = shutil.copytree(base, tmp_path / "before")
+    run(text, tmp_path / "run", f"--init-from={before}", *ADAPT, "--steps=3")
+    after = before.rename(tmp_path / "after")
+    settings = checkpoint.find(tmp_path / "run").path / adapter.CONFIG
+    with pytest.raises(CheckpointError, match="set it to the folder of the base"):
+        load(tmp_path / "run")
+    run(text, tmp_path / "run", f"--init-from={after}", *ADAPT, "--steps=4", "--resume=auto")
+    load(tmp_path / "run")
+    settings.write_text(settings.read_text().replace(str(before), str(after)))
+    load(settings.parent)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +263,19 @@ def test_adapters_of_another_shape_are_refused(whole: Any, tmp_path: Path) -> No
         load(folder)
 
 
+def test_adapters_of_some_layers_are_frozen(text: Path, base: Path, tmp_path: Path) -> None:
+    """They are in checkpoints as the others."""
+    flags = [f"--init-from={base}", *ADAPT, "--freeze=model.layers.0.*", "--schedule=constant"]
+    straight = run(text, tmp_path / "straight", *flags)
+    folder = checkpoint.find(tmp_path / "straight").path
+    saved, drawn = load_file(folder / adapter.WEIGHTS), load_file(folder.with_name("step-3") / adapter.WEIGHTS)
+    frozen = {name for name in saved if np.array_equal(saved[name], drawn[name])}
+    assert frozen == {name for name in saved if ".layers.0." in name} and len(saved) == 3 * len(frozen)
+    resume = f"--resume={folder.with_name('step-3')}"
+    got = run(text, tmp_path / "second", *flags, resume, "--zero=1", "--tp=2", ranks=4)
+    np.testing.assert_allclose(got, straight[-3:], rtol=1e-4)
+
+
 # --- elastic -------------------------------------------------------------------------------------------
 
 OF_ELASTIC: dict[str, Any] = {"lora": 2, "lr": 1e-2}
@@ -226,12 +289,12 @@ def small(text: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(checkpoint.find(out / "run").path)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("zero", "freeze"), [(0, ()), (1, ()), (1, ("*.layers.0.*",))])
 def test_a_rank_is_lost_or_two_join(
-    zero: int, text: Path, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zero: int, freeze: tuple[str, ...], text: Path, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the bits of a run in which nothing happened; a newcomer reads the base from its files."""
-    how: dict[str, Any] = {**OF_ELASTIC, "init_from": small, "zero": zero}
+    how: dict[str, Any] = {**OF_ELASTIC, "init_from": small, "zero": zero, "freeze": freeze}
     plain = elastic_runs.train(text, tmp_path / "plain", **{**how, "elastic": None, "zero": 0})
     faults = [Fault("crash", 2, 4, call="all_to_all")]
     assert elastic_runs.train(text, tmp_path / "hurt", faults, **how) == plain

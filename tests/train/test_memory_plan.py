@@ -10,7 +10,7 @@ from kos.errors import ConfigError
 from kos.train.config.flags import parse
 from kos.train.device import cpu, memory_plan
 from kos.train.device.memory_plan import GIB, plan_memory
-from kos.train.ops.cuda import CudaOps, attention
+from kos.train.ops.cuda import CudaOps
 from kos.train.ops.fp8 import linears
 from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
@@ -23,6 +23,7 @@ def plan(*flags, ranks=1, rank=0, local=1, one_scale=False, **axes):
     config = parse([*flags, *(f"--{axis}={size}" for axis, size in axes.items())]).for_world(ranks, "cuda")
     ops = CudaOps.__new__(CudaOps)
     ops.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10, one_scale=one_scale)
+    ops.attention_kernels = "hopper"
     steps = config.batch_size // config.micro_batch_size // ranks
     model = config.model_config_for(256)
     schedule = build(config.pp_schedule, layout.pp, steps)
@@ -32,7 +33,6 @@ def plan(*flags, ranks=1, rank=0, local=1, one_scale=False, **axes):
 def test_the_plan_of_published_models(monkeypatch):
     """Llama-3.1-8B on eight GPUs takes ZeRO-1; what is computed again is not kept."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))
-    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
     knobs = "or --recompute .* or --zero 1 or --grad-dtype bfloat16 or --master-weights none or a smaller model$"
     with pytest.raises(ConfigError, match=rf"got 20\d.* {knobs}"):
         plan("--preset", "8b", ranks=8).check()
@@ -59,7 +59,6 @@ def test_the_plan_of_published_models(monkeypatch):
 def test_scales_in_8_bits_are_counted(monkeypatch):
     """Two a block of 128 x 128, rows of them filled up to 4; or two a matrix. On a CPU as on Hopper."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
-    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
     use, flags = "weights of layers, fp8, and transposed", ("--preset", "tiny", "--dtype", "fp8")
     config = parse(flags).for_world(1)
     model = config.model_config_for(256)
@@ -78,7 +77,6 @@ def test_scales_in_8_bits_are_counted(monkeypatch):
 
 def test_what_takes_less_memory_is_said(monkeypatch):
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
-    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
     flags = ["--batch-size", "8"]
     for option in ("--zero 1", "--grad-dtype bfloat16", "--master-weights none", "--recompute block"):
         before, flags = plan(*flags, ranks=2), [*flags, *option.split()]
@@ -91,7 +89,6 @@ def test_what_takes_less_memory_is_said(monkeypatch):
 def test_the_plan_has_the_residual_of_compressed_gradients(monkeypatch):
     """As large as the gradients, and none on one rank; what a sum takes beside is that of a bucket."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
-    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         flags = "--preset", "1b", "--grad-dtype", dtype
         exact, one = plan(*flags, ranks=4), plan(*flags, "--compress", "int4")
@@ -124,7 +121,6 @@ def test_the_plan_of_a_cpu_has_the_residual():
 def test_the_plan_of_layouts(monkeypatch):
     """A rank's weights are its part; its activations those of as many micro-batches as its schedule keeps."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))
-    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
     flags = "--preset", "8b", "--batch-size", "32", "--micro-batch-size", "1"
     whole, halves = plan(*flags), plan(*flags, tp=2)
     assert 0.5 < halves.uses["weights, bfloat16"] / whole.uses["weights, bfloat16"] < 0.501  # norms are whole
@@ -149,7 +145,6 @@ def test_a_model_that_fits_nowhere_is_refused_at_once():
 def test_a_cpu_and_a_gpu_are_planned_by_one_rule(monkeypatch):
     """Weights, gradients and state are listed apart, and the same options are named."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
-    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
 
     def on_cpu(*flags, ranks=2):
         config = parse(["--device", "cpu", *flags]).for_world(ranks)

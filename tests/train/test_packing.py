@@ -91,7 +91,7 @@ def test_a_sequence_has_whole_documents_and_then_padding(
     for step in range(data.steps_per_epoch):
         batch = data.batch(step)
         batch.check()
-        for tokens, targets, starts in zip(*batch, strict=True):
+        for tokens, targets, starts in zip(*batch[:3], strict=True):
             if len(seen) == 50:
                 assert (targets == -1).all(), "fills the last batch"
                 continue
@@ -192,7 +192,8 @@ def test_any_number_of_ranks_sees_the_same_batches(epochs: int | None) -> None:
         for size in (1, 2, 4):
             parts = [data.rows(step, rows) for rank in range(size) for rows in shard_batch(8, 2, rank, size)]
             for name, field in whole._asdict().items():
-                assert (np.concatenate([getattr(part, name) for part in parts]) == field).all()
+                if field is not None:
+                    assert (np.concatenate([getattr(part, name) for part in parts]) == field).all()
     assert (data.batch(0).tokens != data.batch(1).tokens).any()
 
 

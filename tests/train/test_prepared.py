@@ -15,7 +15,7 @@ from kos.comm.communicator import Communicator
 from kos.errors import DataError
 from kos.testing import spawn
 from kos.train.config.options import TrainConfig
-from kos.train.data import batches, prepared, tokenizers
+from kos.train.data import loading, prepared, tokenizers
 from kos.train.data.batches import Dataset, load_data
 from kos.train.run import Trainer
 from tests.train.test_corpus import token_bytes
@@ -156,7 +156,7 @@ def test_token_files_are_fingerprinted_once(tmp_path: Path, monkeypatch: Any) ->
         (tmp_path / f"{name}.bin").write_bytes(token_bytes([*range(400)]))
     first = _tokens(_load(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(batches, "fingerprint", None)
+        patch.setattr(loading, "fingerprint", None)
         assert _tokens(_load(tmp_path)) == first
     (tmp_path / "train_1.bin").write_bytes(token_bytes([*range(401)]))
     assert _tokens(_load(tmp_path))[2] != first[2]

@@ -117,6 +117,11 @@ def test_a_text_that_outgrows_the_context_goes_on_from_its_last_half(length: int
     assert caplog.messages == [said]
 
 
+def test_the_sample_of_a_run_may_outgrow_the_context(caplog: Any) -> None:
+    text = sample_text(Fixed().next_logits, 5, NumberTokenizer(99), "7 6", 9, seed=0, temperature=0)
+    assert len(text.split()) == 11 and not caplog.messages
+
+
 @pytest.fixture(scope="module")
 def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two steps: what it says is noise, but its own."""

@@ -27,7 +27,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
-from tests.train.models import SCALING, loss_and_gradients, tensors_of
+from tests.train.models import SCALING, loss_and_gradients, read_weights, tensors_of
 from tests.train.sharded import save_in, whole_state
 from tests.train.test_tokenizers import byte_level_bpe
 
@@ -162,7 +162,7 @@ def test_their_folder_is_read(tmp_path, rng, config, shard):
     assert read == dataclasses.replace(config, initializer_range=read.initializer_range)
     weights = Parameters(read.parameter_shapes())
     weights.flat[:] = np.nan
-    huggingface.read_weights(tmp_path, weights)
+    read_weights(tmp_path, weights)
     state = theirs.state_dict()
     for name, array in tensors_of(weights).items():
         assert np.array_equal(array, state[name].numpy()), name
@@ -185,7 +185,7 @@ def test_ours_is_read_by_them_and_comes_back(tmp_path, rng, config):
     theirs.save_pretrained(tmp_path / "again")
     assert huggingface.read_config(tmp_path / "again") == config
     again = Parameters(config.parameter_shapes())
-    huggingface.read_weights(tmp_path / "again", again)
+    read_weights(tmp_path / "again", again)
     assert np.array_equal(again.flat, weights.flat)
 
 

@@ -243,7 +243,7 @@ class TCPRendezvous(Rendezvous):
     def callers(self, seconds: float) -> Iterator[tuple[int, Connection, dict[str, Any]]]:
         """Yields newcomers, with the rank JOIN, and members that call within ``seconds`` to change the membership.
 
-        Without the secret of newcomers, only members are admitted, and these suffice for a shrink.
+        Without the secret of newcomers, only members can take part. A shrink needs no others.
         """
         members, door = self.members, self.joining.door
         if door is None:

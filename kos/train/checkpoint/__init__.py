@@ -50,7 +50,7 @@ FILES = ("config.json", SAVED, WEIGHTS, OPTIMIZER)
 """A checkpoint must have a file whose name begins with each of these, or with one of several."""
 LARGEST, LARGEST_IN_ALL = 64 << 20, 256 << 20
 
-MANIFEST = "manifest.json"
+MANIFEST, BEST = "manifest.json", "best"
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 REPLACED = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SAVED, MANIFEST, adapter.CONFIG)
 """Files that kos writes in every checkpoint."""
@@ -91,6 +91,7 @@ def state_files(path: Path, shapes: Mapping[str, Shape], state: State) -> huggin
 def save(
     folder: Path, state: ShardedState, *, step: int, tokenizer: Tokenizer, config: Mapping[str, Any], keep: int,
     before: int, run: str = "", extra: Extra = MappingProxyType({}), show: Show | None = lambda what, share: None,
+    best: Mapping[str, float] | None = None,
 ) -> Saving:  # fmt: skip
     """Copy the state, and begin to write it to ``folder/step-N``. ``Saving.finish`` waits until it is written.
 
@@ -101,6 +102,9 @@ def save(
     after ``before`` are deleted too; ``before`` is the step that the run last saved or resumed from. Such checkpoints
     are damaged, or the run has gone back to an earlier step. ``run`` is a name that no other run in this folder has.
     ``extra`` are the files that ``read_extra`` returned.
+
+    ``best`` is the metric that is lower than in any checkpoint before, with its value.  The symbolic link ``BEST`` then
+    names this checkpoint, which is kept besides the ``keep`` newest ones until another one is the best.
     """
     world, temporary = state.mesh.world, folder / f"{TEMPORARY}{run}"
     alone(world, lambda: _begin(folder, temporary))
@@ -121,8 +125,10 @@ def save(
         files = files | {name: _fingerprint(temporary / name) for name in written}
         layout = dataclasses.asdict(state.mesh.layout) | {"zero": int(state.parallel.sharded)}
         manifest = {"format": FORMAT, "step": step, "layout": layout, "config": config, "files": files}
-        write_json(temporary / MANIFEST, manifest)
+        write_json(temporary / MANIFEST, manifest | ({"best": best} if best else {}))
         _rename(temporary, final)
+        if best:
+            _link(final)
         _remove_others(final, keep, min(step - 1, before))
 
     final, contents = folder / f"step-{step}", state.plan.contents(world.rank)
@@ -183,16 +189,43 @@ def _rename(temporary: Path, final: Path) -> None:
     sync(final.parent)
 
 
+def _link(final: Path) -> None:
+    """Make ``final`` the best checkpoint."""
+    link = final.with_name(f"{TEMPORARY}{BEST}")
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.name)
+    link.replace(final.with_name(BEST))
+    sync(final.parent)
+
+
+def best_of(folder: Path, metric: str, most: int) -> tuple[int, float | None]:
+    """The step, up to ``most``, of the best checkpoint under ``folder``, and its value of ``metric``.  (0, None): none.
+
+    A damaged one counts as none.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        manifest = json.loads((folder / BEST / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["step"] <= most:
+            return int(manifest["step"]), float(manifest["best"][metric])
+    return 0, None
+
+
 def _remove_others(final: Path, keep: int, limit: int) -> None:
-    """Delete checkpoints after step ``limit``, then the oldest ones until ``keep`` remain, ``final`` included."""
+    """Delete checkpoints after step ``limit``, then the oldest ones until ``keep`` remain, ``final`` included.
+
+    The best of the earlier ones remains too.
+    """
+    best = (final.parent / BEST).resolve().name
     others = [(number, path) for number, path in steps_in(final.parent) if path != final]
-    earlier = [path for number, path in others if number <= limit]
+    earlier = [path for number, path in others if number <= limit and path.name != best]
     later = [path for number, path in others if number > limit]
     for path in later + earlier[: max(0, len(earlier) + 1 - keep)]:
         leaving = path.with_name(f"{TEMPORARY}{path.name}")  # a kill during the deletion would leave it damaged
         with suppress(OSError):
             path.rename(leaving)
         shutil.rmtree(leaving, ignore_errors=True)
+    if not (final.parent / BEST).exists():
+        (final.parent / BEST).unlink(missing_ok=True)
 
 
 def verify(path: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint:
@@ -219,6 +252,7 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
         if named and int(named[1]) != step:
             raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {step}")
         wanted = [name for name in manifest["files"] if not (weights_only and name.startswith((OPTIMIZER, RESIDUAL)))]
+        wanted = [name for name in wanted if name != adapter.CONFIG]  # it may be edited: a base that moved
         with ThreadPoolExecutor() as pool:
             fingerprints = pool.map(_fingerprint, (path / Path(name).name for name in wanted))
             for number, (name, found) in enumerate(zip(wanted, fingerprints, strict=True), 1):
@@ -271,6 +305,13 @@ def find(path: Path, weights_only: bool = False, show: Show = lambda what, share
     if found is None:
         raise CheckpointError(f"{expected}, got none")
     return found
+
+
+def find_weights(folder: Path) -> Path:
+    """The folder of weights that ``folder`` stands for: of Hugging Face, a checkpoint, or the newest one of a run."""
+    if (folder / MANIFEST).exists() or not any(folder.glob("*.safetensors")):
+        return find(folder, weights_only=True).path
+    return folder
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:

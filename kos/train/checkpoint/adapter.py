@@ -1,7 +1,7 @@
-"""Adapters in files: folders of the library peft, the base model that they belong to, and the sum of both.
+"""Adapters in files: folders in the format of the library peft, their base model, and the two merged.
 
-A folder of peft has ``adapter_config.json`` and ``adapter_model.safetensors``. A checkpoint of a run with ``--lora`` is
-such a folder. Its manifest also has the path of the base and the SHA-256 of its weights.
+Such a folder has ``adapter_config.json`` and ``adapter_model.safetensors``. A checkpoint of a run with ``--lora`` is
+such a folder too. Its manifest also has the path of the base and the SHA-256 of the base's weights.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ REFUSED = """
     target_parameters trainable_token_indices exclude_modules use_qalora use_bdlora alora_invocation_tokens arrow_config
     kasa_config velora_config monteclora_config
 """.split()  # noqa: SIM905
-"""Settings of peft that kos does not have: they must be false."""
+"""Settings of peft that kos does not support.  They must be off."""
 
 
 class Found(NamedTuple):
-    """The adapters in a folder: ``lora`` with the targets as the file names them, and the folder of their base."""
+    """The adapters in a folder: ``lora``, with the targets that the file names, and the folder of the base."""
 
     lora: Lora
     base: Path
 
 
 def is_folder(folder: Path) -> bool:
-    """Whether ``folder`` is one of peft."""
+    """Whether ``folder`` is a folder of adapters in the format of peft."""
     return os.path.isfile(folder / CONFIG)
 
 
-def read(folder: Path, trains: bool = False) -> Found:
-    """The adapters in ``folder``. With ``trains``, settings that only training has are checked too.
+def read(folder: Path, trains: bool = False, has_base: bool = True) -> Found:
+    """Read the settings of the adapters in ``folder``.  With ``trains``, settings of training are checked too.
 
-    CheckpointError: an unreadable file, or a setting that kos does not have.
+    Raises CheckpointError if the file cannot be read, if it has a setting that kos does not support, or if the folder
+    of the base does not exist.  The last is checked only with ``has_base``.
     """
     path = folder / CONFIG
     try:
@@ -70,20 +71,20 @@ def read(folder: Path, trains: bool = False) -> Found:
             raise CheckpointError(f"{path}: {name}: expected {values[0]}, got {got!r}")
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
         raise CheckpointError(f"{path}: target_modules: expected a list of names, got {targets!r}")
-    if not isinstance(base, str) or not os.path.isdir(base):
+    if not isinstance(base, str) or (has_base and not os.path.isdir(base)):
         how = "kos downloads no models; set it to the folder of the base"
         raise CheckpointError(f"{path}: base_model_name_or_path: expected a folder, got {base!r}; {how}")
     return Found(Lora(int(rank), float(alpha), tuple(sorted(targets))), Path(base))
 
 
 def model_of(folder: Path) -> LlamaConfig:
-    """The model with the adapters in ``folder``."""
+    """The configuration of the model with the adapters in ``folder``."""
     lora, base = read(folder)
     return huggingface.read_config(base).adapted(*lora)
 
 
 def to_peft(model: LlamaConfig, base: str) -> dict[str, Any]:
-    """The ``adapter_config.json`` of the adapters of ``model``."""
+    """The contents of ``adapter_config.json`` for the adapters of ``model``."""
     assert model.lora is not None
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
@@ -93,12 +94,12 @@ def to_peft(model: LlamaConfig, base: str) -> dict[str, Any]:
 
 
 def shapes_of(model: LlamaConfig) -> dict[str, Shape]:
-    """Those of the adapters of ``model``, by name."""
+    """The shapes of the adapters' tensors of ``model``, by name."""
     return {name: shape for name, shape in model.parameter_shapes().items() if is_adapter(name)}
 
 
 def files_of(folder: Path, model: LlamaConfig) -> huggingface.TensorFiles:
-    """The adapters in ``folder``, checked to be those of ``model``."""
+    """The tensors of the adapters in ``folder``.  Checks that they are the adapters of ``model``."""
     return huggingface.TensorFiles(
         folder, [WEIGHTS], shapes_of(model), lambda name, shapes: name.removeprefix(huggingface.PEFT)
     )
@@ -108,13 +109,12 @@ def files_of(folder: Path, model: LlamaConfig) -> huggingface.TensorFiles:
 
 
 def base_of(folder: Path) -> Path:
-    """The folder of the whole model that ``--init-from`` stands for: that of a folder of adapters is their base."""
+    """The folder of the whole model for ``--init-from``: ``folder`` itself, or the base if it has adapters."""
     return read(folder).base if is_folder(folder) else folder
 
 
 def tokenizer_folder(init_from: str | None) -> str | None:
-    """The folder of the tokenizer of ``--init-from``: a folder of adapters may have none, then it is that of the base.
-    """
+    """The folder with the tokenizer for ``--init-from``.  If a folder of adapters has none, it is the base's."""
     folder = Path(init_from or "")
     if init_from is None or not is_folder(folder) or has_tokenizer(folder):
         return init_from
@@ -122,9 +122,9 @@ def tokenizer_folder(init_from: str | None) -> str | None:
 
 
 def find_base(config: TrainConfig) -> dict[str, str] | None:
-    """The ``path`` of the base of a run, and the ``sha256`` of its weights; None without adapters.
+    """The ``path`` of a run's base model, and the ``sha256`` of its weights; None without adapters.
 
-    SettingError without ``--init-from``.
+    Raises SettingError if the run has adapters but no ``--init-from``.
     """
     if config.lora is None:
         return None
@@ -135,7 +135,7 @@ def find_base(config: TrainConfig) -> dict[str, str] | None:
 
 
 def fingerprint(folder: Path) -> str:
-    """The SHA-256 of those of the files of weights in ``folder``, in their order."""
+    """The SHA-256 of the concatenated SHA-256 digests of the weight files in ``folder``, in their order."""
 
     def digest(name: str) -> bytes:
         with open(folder / name, "rb") as file:
@@ -150,7 +150,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def check_base(path: Path, described: Mapping[str, Any], sha256: str, base: str | Path) -> None:
-    """CheckpointError if a checkpoint, whose run is ``described``, has the adapters of another base."""
+    """Raise CheckpointError if the checkpoint at ``path``, whose run is ``described``, has adapters of another base."""
     theirs = described.get("base") or {}
     if theirs.get("sha256", sha256) != sha256:
         expected = f"the base of its run, {theirs.get('path')} ({theirs['sha256'][:12]})"
@@ -161,21 +161,30 @@ def check_base(path: Path, described: Mapping[str, Any], sha256: str, base: str 
 
 
 class Joined:
-    """The tensors of a model with adapters: those of its ``base``, and the adapters."""
+    """The tensors of a model with adapters: the tensors of its ``base``, and of the adapters, each unchanged."""
 
     def __init__(self, base: Tensors, adapters: Tensors) -> None:
         self._base, self._adapters = base, adapters
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """A tensor, or a slice of it."""
+        """Read a tensor, or a slice of it."""
         return (self._adapters if is_adapter(name) else self._base).read(name, index)
 
 
+def whole_model(folder: Path) -> tuple[LlamaConfig, Tensors]:
+    """The model in ``folder`` and its weights, with adapters added to their base.  CheckpointError as ``Merged``."""
+    if is_folder(folder):
+        merged = Merged(folder)
+        return merged.model, merged
+    model = huggingface.read_config(folder)
+    return model, huggingface.weight_files(folder, model.parameter_shapes())
+
+
 class Merged:
-    """The tensors of the base in ``folder``'s settings, with the adapters in ``folder`` added: W + alpha / rank B A."""
+    """The tensors of the base that ``folder`` names, with the adapters in ``folder`` added: W + alpha / rank B A."""
 
     def __init__(self, folder: Path) -> None:
-        """CheckpointError if ``folder`` is a checkpoint, and the base is another than that of its run."""
+        """Raises CheckpointError if ``folder`` is a checkpoint and its base is not the base of its run."""
         model, self.base = model_of(folder), read(folder).base
         assert model.lora is not None
         self.model, self._scale, self._adapters = model.base, model.lora.scale, files_of(folder, model)
@@ -186,7 +195,7 @@ class Merged:
         self.weights = huggingface.weight_files(self.base, self.model.parameter_shapes())
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """A tensor in float32, or a slice of it."""
+        """Read a tensor or a slice of it.  A tensor with an adapter is returned in float32."""
         tensor = self.weights.read(name, index)
         if name not in self._adapted:
             return tensor

@@ -29,7 +29,7 @@ from kos.train.layers.lora import is_adapter
 from kos.train.model.families import FAMILIES, rotated_layers
 from kos.train.model.gpt2 import TRANSPOSED, GPT2Config
 from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
-from kos.train.model.parameters import Parameters, Shape
+from kos.train.model.parameters import Shape
 from kos.train.model.rope import KEYS
 
 DTYPES = {
@@ -86,10 +86,9 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, PEFT = "adapter_config.json", "base_model.model."
 """The library peft's file of settings, and what it writes before the name of an adapter's tensor."""
 HEAD = "lm_head.weight"
-_GPT2 = {  # their settings and ours
-    "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_inner": "intermediate_size", "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "rms_norm_eps",
-    "initializer_range": "initializer_range", "tie_word_embeddings": "tie_word_embeddings",
+_GPT2 = {  # its names of our settings, where they differ
+    "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head", "max_position_embeddings": "n_positions", "rms_norm_eps": "layer_norm_epsilon",
 }  # fmt: skip
 _FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     **{kind: {"hidden_act": ("silu",)} for kind in FAMILIES},
@@ -114,12 +113,17 @@ _POINTER = b"version https://git-lfs"
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # ends of the names of what is no weight
 
 
+def _has(family: type[LlamaConfig], name: str) -> bool:
+    """Whether the ``config.json`` of this family has the setting ``name`` of ours."""
+    return name in family.takes or name not in (*FAMILY_SETTINGS, *family.fixed)
+
+
 def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
     """The ``config.json`` of this model."""
     kind, settings = config.model_type, dataclasses.asdict(config.base)  # their names are a LLaMA's
     del settings["lora"]
     if kind == "gpt2":
-        settings = {theirs: settings[ours] for theirs, ours in _GPT2.items()}
+        settings = {_GPT2.get(key, key): value for key, value in settings.items() if _has(type(config), key)}
     else:
         scaling = config.rope_scaling and config.rope_scaling.settings()
         rope = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
@@ -127,7 +131,7 @@ def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
         layers, window = config.num_hidden_layers, config.sliding_window
         types = config.layer_types or (FULL if window is None else SLIDING,) * layers
         settings |= {"layer_types": [*types], "no_rope_layers": [*(config.no_rope_layers or [1] * layers)]}
-        settings = {key: value for key, value in settings.items() if key not in FAMILY_SETTINGS or key in config.takes}
+        settings = {key: value for key, value in settings.items() if _has(type(config), key)}
         settings |= {"use_sliding_window": window is not None} if "layer_types" in config.takes else {}
     return {
         "architectures": [config.architecture],
@@ -158,8 +162,9 @@ def from_huggingface(settings: Any, source: str = "config.json") -> LlamaConfig:
         if given.get(key, values[0]) not in values:
             raise CheckpointError(f"{source}: expected {key} {values[0]!r}, got {given[key]!r}")
     if kind == "gpt2":
-        shape = {"intermediate_size": 4 * given["n_embd"]}
-        shape |= {ours: given[theirs] for theirs, ours in _GPT2.items() if theirs in given}
+        theirs = {"n_inner": 4 * given["n_embd"], **given}
+        names = {name: _GPT2.get(name, name) for name in ModelSection.model_fields if _has(GPT2Config, name)}
+        shape = {ours: theirs[name] for ours, name in names.items() if name in theirs}
     else:
         null = {key: settings[key] for key in ("num_key_value_heads", "sliding_window") if key in settings}
         shape = _of_family(FAMILIES[kind], {**_LLAMAS, **FAMILIES[kind].defaults, **null, **given})
@@ -189,7 +194,7 @@ def _of_family(family: type[LlamaConfig], settings: dict[str, Any]) -> dict[str,
         alike = isinstance(types, list) and len(set(map(str, types))) == 1 and types[0] in (FULL, SLIDING)
         settings["sliding_window"] = None if alike and types[0] == FULL else window
         settings["layer_types"] = [] if alike and len(types) == len(layers) and (window or types[0] == FULL) else types
-    names = [name for name in ModelSection.model_fields if name not in FAMILY_SETTINGS or name in family.takes]
+    names = [name for name in ModelSection.model_fields if _has(family, name)]
     return {name: settings[name] for name in names if settings.get(name) is not None}
 
 
@@ -243,20 +248,6 @@ def name_as_saved(name: str) -> str:
 
 def shape_as_saved(name: str, shape: Shape) -> Shape:
     return tuple(shape)[::-1] if name.endswith(TRANSPOSED) else tuple(shape)
-
-
-def _assign(source: np.ndarray, out: np.ndarray) -> None:
-    out[...] = source
-
-
-def read_weights(directory: Path, weights: Parameters, copy: Callable[[np.ndarray, Any], None] = _assign) -> None:
-    """Fill ``weights`` (converted to their dtype) from the safetensors of ``directory``, whole or sharded.
-
-    ``copy(source, out)`` writes an array of the host to a weight, and converts it.
-    """
-    files = weight_files(directory, weights.shapes)
-    for name, target in weights.items():
-        copy(files.read(name), target)
 
 
 def check_weights(directory: Path) -> None:

@@ -158,7 +158,7 @@ def check_frozen(found: Checkpoint, config: TrainConfig, model: LlamaConfig) -> 
 def check_adapters(found: Checkpoint, config: TrainConfig, model: LlamaConfig, base: Mapping[str, str] | None) -> None:
     """Raise CheckpointError if a checkpoint has other adapters than ``model``, none where it has some, or another base.
     """
-    theirs = adapter.read(found.path).lora if adapter.is_folder(found.path) else None
+    theirs = adapter.read(found.path, has_base=False).lora if adapter.is_folder(found.path) else None
     ours = model.lora and model.lora._replace(targets=tuple(sorted(model.lora.targets)))
     if theirs != ours:
         expected, got = (

@@ -151,6 +151,8 @@ class ShardedState:
         self.ops, self.arena, self.frozen = ops, arena, Parameters({}) if frozen is None else frozen
         self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, stages)
         self.placements = model.placements(*self.parts)
+        self.of_files = model.lora is not None and not any(map(is_adapter, self.frozen))
+        """Whether ``frozen`` is the base of adapters alone, whose files every rank reads."""
         self.names = [*parallel.gradients, *self.frozen]
         """The tensors, in the order in which they are read and written."""
         kept, compress = optimizer.names_of_state, parallel.compress
@@ -164,7 +166,7 @@ class ShardedState:
         Their first dimension and the order of their elements are those of the tensor, not always their shape.
         """
         plan, residual = self.plan, self.parallel.residual
-        for held in (self.optimizer.weights, *([] if self.model.lora else [self.frozen])):
+        for held in (self.optimizer.weights, *([] if self.of_files else [self.frozen])):
             yield from self._gather(held, self.placements, plan.writers)
         for kept, held in self.optimizer.state.items():
             yield from self._gather(held, plan.state[kept], plan.writers)

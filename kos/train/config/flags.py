@@ -36,8 +36,8 @@ from kos.train.config.other_names import suggestion
 
 METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
-    "data": "NAME|PATH[:WEIGHT]", "val_data": "NAME|PATH", "tokenizer": "NAME|PATH",
-    "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE", "freeze": "PATTERN",
+    "data": "NAME|PATH[:WEIGHT]", "val_data": "NAME|PATH", "eval_data": "NAME=PATH", "tokenizer": "NAME|PATH",
+    "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE", "keep_best": "METRIC", "freeze": "PATTERN",
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ PATHS = ("data", "val_data", "tokenizer", "init_from")
 NAMES = (None, "stdlib", "tinyshakespeare", "auto", "bytes", "chars")
 """Values of ``PATHS`` that are no paths."""
 
-SEVERAL = ("data", "tracker", "lora_targets", "freeze")
+SEVERAL = ("data", "eval_data", "tracker", "lora_targets", "freeze")
 """Flags that can be repeated."""
 
 GROUPS = {
@@ -112,6 +112,17 @@ def add_plan(group: Any) -> None:
     group.add_argument("--gpu", metavar="NAME", help="Plan for H200, H100 or A100. Default: the GPU here, else H200.")
 
 
+def add_flag(group: Any, key: str, default: Any) -> None:
+    """Add the flag of the setting ``key``, whose help names the ``default``."""
+    field, kind = KEYS[key], dict[str, Any](action=argparse.BooleanOptionalAction)
+    if field.annotation is not bool:
+        metavar = METAVARS.get(key, {int: "N", float: "X", Path: "DIR"}.get(_type_of(field), "NAME"))
+        action = {**dict.fromkeys(SEVERAL, "append"), "val_data": _Once}.get(key, "store")
+        kind = {"metavar": metavar, "type": functools.partial(_value, field), "action": action}
+        kind |= {"nargs": "?", "const": "1"} if key == "elastic" else {}
+    group.add_argument(flag_of(key), dest=key, help=_help(field, default), **kind)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """One flag per field, grouped; no flag has a default here, so that only the given ones are known."""
     parser = Parser(
@@ -127,15 +138,8 @@ def make_parser() -> argparse.ArgumentParser:
     for key, field in KEYS.items():
         if key in GROUPS:
             groups[key] = group = parser.add_argument_group(GROUPS[key])
-        if not isinstance(field.json_schema_extra, dict):
-            continue
-        kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-        if field.annotation is not bool:
-            metavar = METAVARS.get(key, {int: "N", float: "X", Path: "DIR"}.get(_type_of(field), "NAME"))
-            action = {**dict.fromkeys(SEVERAL, "append"), "val_data": _Once}.get(key, "store")
-            kind = {"metavar": metavar, "type": functools.partial(_value, field), "action": action}
-            kind |= {"nargs": "?", "const": "1"} if key == "elastic" else {}
-        group.add_argument(flag_of(key), dest=key, help=_help(field, attrgetter(key)(defaults)), **kind)
+        if isinstance(field.json_schema_extra, dict):
+            add_flag(group, key, attrgetter(key)(defaults))
     config = "Read settings from a TOML or JSON file, or from the config.json of a run. Default: none."
     groups["preset"].add_argument("--config", action=_Once, metavar="FILE", help=config)
     add_plan(groups["device"])
@@ -296,6 +300,9 @@ def _of_run(path: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
             values[key] = ["".join([_found(folder, name), *weight]) for name, *weight in parts]
         else:
             values[key] = _found(folder, several)
+    if elsewhere:
+        named = (str(each).partition("=") for each in values.get("eval_data", ()))
+        values["eval_data"] = [f"{name}={_found(folder, source)}" for name, _, source in named]
     if values.get("resume") != "auto":
         values.pop("resume", None)  # the checkpoint from which that run resumed
     if values.get("epochs") is not None:

@@ -62,6 +62,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         "PATH:WEIGHT; weights are of tokens.")  # fmt: skip
     val_data: str | None = option(None, "a part that is held out of --data", min_length=1)
     """Validate on other data: the same NAMEs and PATHs as --data."""
+    eval_data: tuple[str, ...] = option((), "none")
+    """Also validate on NAME=PATH, as val_loss/NAME; repeat the flag for several."""
     text_field: str = option("text", min_length=1)
     """Field or column that holds the text of a line of a .jsonl file, or of a row of a table."""
     encoding: str = option("utf-8", min_length=1)
@@ -164,6 +166,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Steps between validations; 0 validates before and after training only."""
     eval_batches: int = option(8, ge=0)
     """Batches of a validation, of up to --batch-size sequences; 0 turns it off."""
+    patience: int = option(0, ge=0)
+    """Stop after N validations in a row in which the metric of --keep-best (val_loss) has not fallen; 0 never does."""
     sample_tokens: int = option(200, ge=0)
     """Tokens of text generated at the end; 0 generates none."""
     prompt: str = option("", "none")
@@ -194,6 +198,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Steps between checkpoints; 0 saves at the end only."""
     keep: int = option(2, ge=1)
     """How many of the newest checkpoints to keep."""
+    keep_best: str | None = option(None, "none, or val_loss with --patience", min_length=1)
+    """Keep the checkpoint with the lowest val_loss or val_loss/NAME too, as checkpoints/best. It is saved when it is
+    validated."""
     save_async: bool = option(False)
     """Continue training while a checkpoint is written; takes host memory for the rank's shard."""
 
@@ -229,6 +236,16 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         if wrong := [name for name in names if not (isinstance(name, str) and name)] or [given] * (not names):
             raise SettingError("data", "names or paths of at least 1 character", repr(wrong[0]))
         return names if len(names) > 1 and weighted(names) else names[0]
+
+    @field_validator("eval_data", mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> tuple[str, ...]:
+        several = tuple(given) if isinstance(given, list | tuple) else (given,)
+        names = [str(each).partition("=")[0] for each in several]
+        for each, name in zip(several, names, strict=True):
+            if not (isinstance(each, str) and re.fullmatch(r"[^=/\s]+=.+", each, re.DOTALL)) or names.count(name) > 1:
+                raise SettingError("eval_data", "NAME=PATH, each NAME once", repr(each))
+        return several
 
     @field_validator("freeze", "groups", mode="before")
     @classmethod
@@ -270,6 +287,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             raise SettingError("epochs", expected, self.epochs)
         if self.compress_scope == "hosts" and self.compress == "none":
             raise SettingError("compress", "fp8, int8 or int4", self.compress, "compress_scope")
+        self._check_best()
         if self.lora is None and (given := [x for x in ("lora_alpha", "lora_targets") if getattr(self, x)]):
             raise SettingError(given[0], "none without adapters (--lora)", getattr(self, given[0]), "lora")
         if self.lora is not None and self.optimizer != "adamw":
@@ -279,6 +297,23 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             raise SettingError("seq_len", f"at most {longest}", self.seq_len, "max_position_embeddings")
         return self
 
+    def _check_best(self) -> None:
+        sources = {} if isinstance(self.data, str) else weighted(self.data)
+        if both := sources.keys() & self.eval_sources:
+            raise SettingError("eval_data", "another NAME than a source of --data", min(both))
+        named = [*(sources if self.val_data is None else ()), *self.eval_sources]
+        metrics = ["val_loss", *(f"val_loss/{name}" for name in named)]
+        if self.best_metric is None:
+            return
+        if self.best_metric not in metrics:
+            raise SettingError("keep_best", f"one of {', '.join(metrics)}", self.keep_best)
+        flag = "patience" if self.patience else "keep_best"
+        for name in ["eval_batches", *["eval_every"] * bool(self.patience)]:
+            if not getattr(self, name):
+                raise SettingError(name, "at least 1", 0, flag)
+        if self.elastic is not None:
+            raise SettingError(flag, "none", self.patience or self.keep_best, "elastic")
+
     @classmethod
     def from_preset(cls, preset: str = "tiny", **changes: Any) -> TrainConfig:
         """A preset with some values changed; ``model={...}`` changes only the keys it names."""
@@ -287,6 +322,16 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file: every field."""
         return self.model_dump(mode="json")
+
+    @property
+    def eval_sources(self) -> dict[str, str]:
+        """The paths of ``eval_data`` by their names."""
+        return dict((each.partition("=")[::2]) for each in self.eval_data)
+
+    @property
+    def best_metric(self) -> str | None:
+        """The metric of ``keep_best`` and ``patience``; None without both."""
+        return self.keep_best or ("val_loss" if self.patience else None)
 
     @property
     def least_ranks(self) -> int:

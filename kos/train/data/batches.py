@@ -7,46 +7,31 @@ easy as 1, 2, 3", SC11). With ``--epochs`` windows lie side by side, and each ep
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kos.errors import DataError, SettingError, plural
+from kos.errors import DataError, plural
 from kos.train.config import weighted
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.data.chat import read_chat_template
-from kos.train.data.corpus import Corpus, Show, read_corpus
-from kos.train.data.documents import Lines
+from kos.train.data.corpus import Corpus, Show, errors_with, read_corpus
+from kos.train.data.loading import lines_of, load_tokens
 from kos.train.data.mixture import Mixture, mix
 from kos.train.data.packing import PackedTokens, Packing, pack
 from kos.train.data.permutation import permuted
-from kos.train.data.prepared import prepared
-from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary, check_mask, pieces
-from kos.train.data.tokenized import CorpusDocuments, check_shards, fingerprint, read_manifest, read_rows, tokenize
-from kos.train.data.tokenizers import (
-    NumberTokenizer,
-    Tokenizer,
-    has_tokenizer,
-    how_to_make,
-    make_tokenizer,
-    tokenizer_from_json,
-)
-from kos.train.data.tokens import Separator, Shards, Tokens, unmasked
+from kos.train.data.tokenizers import Tokenizer
+from kos.train.data.tokens import Tokens, unmasked
 from kos.train.parallel.mesh import Axis
 
 EVAL_BATCH_TOKENS = 16_384
 """Most tokens in a validation batch."""
-
-_BEGINS = ("train.npy", "val.npy")
-"""The files in what is kept of token files that hold where documents begin."""
 
 LEFT_OUT = -1  # a target that no loss counts
 
@@ -92,6 +77,12 @@ class Dataset:
     mixture: Mixture[Dataset] | None = None
     """The sources and the order of their sequences; None: one source."""
 
+    others: Mapping[str, Dataset] = field(default_factory=dict)
+    """More data to validate on (``--eval-data``), by name."""
+
+    trains: bool = True
+    """Whether there is training data."""
+
     ahead = True
     """Whether the batch of the next step may be read before a step is over."""
 
@@ -102,7 +93,8 @@ class Dataset:
         if self.mixture is not None:
             return  # each source has been checked
         least = self.seq_len + 1
-        for tokens, use in ((self.train, "train"), (self.val, "validate"))[: 2 if self.eval_batches else 1]:
+        uses = ((self.train, "train"), (self.val, "validate"))
+        for tokens, use in uses[not self.trains : 2 if self.eval_batches else 1]:
             if len(tokens) < least and self.packing and tokens.size:
                 expected = f"a document of at most --seq-len = {self.seq_len} tokens to {use} on"
                 raise self._error(tokens, expected, "only longer ones (--long-documents cut takes pieces of them)")
@@ -126,6 +118,11 @@ class Dataset:
     def validated(self) -> list[Dataset]:
         """The data of each source that has validation data of its own; ``--val-data`` is that of all."""
         return self.parts if self.sources[0] == self.sources[1] else self.parts[:1]
+
+    @property
+    def evaluated(self) -> list[Dataset]:
+        """The data of every validation loss."""
+        return [*self.validated, *self.others.values()]
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -294,6 +291,7 @@ def load_data(
     For text, ``--tokenizer auto`` is the tokenizer in the folder ``weights``, by default ``config.init_from``.  Whole
     documents are packed as in the first of the folders ``runs`` that has a plan for them.  Without ``reads_val``, there
     is no validation data.
+
     DataError: data or tokenizer unreadable, empty, binary, or shorter than a sequence; a token beyond the vocabulary;
     no target that counts; a prompt that the tokenizer cannot encode.  ConfigError: data or tokenizer missing; a
     tokenizer that does not fit the data.
@@ -303,29 +301,50 @@ def load_data(
         for number, name in enumerate(sources, 1):
             folders = [run / f"source-{number}" for run in runs]
             own_val = config.val_data is None or number == 1  # --val-data is that of all sources
-            changes = {"data": name, "eval_batches": config.eval_batches if own_val else 0}
+            changes = {"data": name, "eval_batches": config.eval_batches if own_val else 0, "eval_data": ()}
             parts.append(load_data(config.model_copy(update=changes), show, weights, folders, own_val))
-        return mix(sources, parts)
+        data = mix(sources, parts)
+    else:
+        weights = weights or config.init_from
+        corpus = read_corpus(config.data, show, val_data=config.val_data, lines=lines_of(config, weights))
+        if not reads_val:
+            whole = corpus
+            corpus = replace(whole, read=lambda: whole.splits._replace(val=[]), flags=[whole.flags[0]] * 2)
+        data = _load(corpus, config, show, weights, runs)
+    own, others = data.tokenizer, config.eval_sources.items()
+    each = {name: load_held_out(config, "--eval-data", path, own, show, weights) for name, path in others}
+    return replace(data, others=each) if each else data
+
+
+def load_held_out(
+    config: TrainConfig, flag: str, path: str, tokenizer: Tokenizer, show: Show, weights: str | None
+) -> Dataset:
+    """Read the data that ``flag`` names by ``path``, all of it to validate on.  Raises as ``load_data``."""
     weights = weights or config.init_from
-    corpus = read_corpus(config.data, show, val_data=config.val_data, lines=lines_of(config, weights))
-    if not reads_val:
-        whole = corpus
-        corpus = replace(whole, read=lambda: whole.splits._replace(val=[]), flags=[whole.flags[0]] * 2)
-    load = _load_tokenized if corpus.tokenized else _load_text if corpus.vocab_size is None else _load_tokens
-    train, val, tokenizer, about = load(corpus, config, weights, show)
+    with errors_with(flag, path):
+        corpus = read_corpus((), show, val_data=path, val_flag=flag, lines=lines_of(config, weights))
+        return _load(corpus, config.model_copy(update={"val_data": path}), show, weights, (), tokenizer)
+
+
+def _load(
+    corpus: Corpus, config: TrainConfig, show: Show, weights: str | None, runs: Sequence[Path],
+    given: Tokenizer | None = None,
+) -> Dataset:  # fmt: skip
+    """The data of one source, encoded by the tokenizer that is ``given``, or else by that of the settings."""
+    train, val, tokenizer, about = load_tokens(corpus, config, weights, show, given)
     between, several = about["between"], about["several"]
     if tokenizer.rules:
         between += f"; encoded by the rules of {tokenizer.rules}, as transformers does, not by those of tokenizer.json"
     if several:
         stays = config.documents == "pack"
         between += f"; attention {'stays within a document' if stays else 'crosses documents'} (--documents)"
-    if about["masked"]:
+    if about["masked"] and given is None:
         if not about["counted"]:
             expected = "expected completions or answers to train on"
             raise DataError(f"--data {config.data}: {expected}, got none").about("data")
         between += f"; the loss counts {about['counted']:,} of {len(train):,} tokens (--loss-on {config.loss_on})"
     tokenizer.encode(config.prompt)
-    source, packing = f"--data {config.data}", None
+    packing = None
     if (config.fit or about.get("fit", "cut")) == "whole":
         skips = config.long_documents == "skip"
         train, val, packing = pack(train, val, about["sha256"], config.seq_len, config.seed, skips, runs)
@@ -334,148 +353,10 @@ def load_data(
         batch_size=config.batch_size, seq_len=config.seq_len, eval_batches=config.eval_batches, epochs=config.epochs,
         fingerprint=about["sha256"], held_out=f"held out for validation: {about['held_out']}{between}",
         trained_on=f"trained on: {about['trained_on']}", note=_note(about.get("spelled_out", {})),
-        sources=(source, f"--val-data {config.val_data}" if config.val_data else source),
+        sources=(" ".join(corpus.flags[0]), " ".join(corpus.flags[1])),
         packs=(several or packing is not None) and config.documents == "pack", in_parts=about["masked"],
-        packing=packing, what=about.get("what", "document"),
+        packing=packing, what=about.get("what", "document"), trains=given is None,
     )  # fmt: skip
-
-
-def lines_of(config: TrainConfig, weights: str | None = None) -> Lines:
-    """How files are read with these settings."""
-    template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
-    return Lines(config.text_field, template, config.split_turns, config.encoding, config.token_dtype)
-
-
-def _load_tokens(
-    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
-) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
-    """As ``_load_text``, of token files."""
-    tokenizer = _tokenizer_of_tokens(config, corpus)
-    separator = _separator_of_tokens(tokenizer, corpus)
-    shards, val_shards, held_out, trained_on = corpus.splits
-    masked = any(isinstance(shard, MaskedTokens) for shard in (*shards, *val_shards))
-    if config.loss_on == "all":
-        shards, val_shards = ([getattr(shard, "tokens", shard) for shard in each] for each in (shards, val_shards))
-
-    def make(folder: Path) -> dict[str, Any]:
-        every, counts = [*shards, *val_shards], 0
-        flags = [corpus.flags[number >= len(shards)][0] for number in range(len(every))]
-        for flag, shard in zip(flags, every, strict=True):
-            check_mask(flag, shard)
-        at, begins = [0, 0], [[np.zeros(1, np.int64)], [np.zeros(1, np.int64)]]  # of train and val
-        for number, piece in _pieces(every, show):
-            tokens, of = unmasked(piece), int(number >= len(shards))
-            if tokens.max() >= tokenizer.vocab_size:
-                raise beyond_vocabulary(flags[number], every[number], tokenizer.vocab_size)
-            if separator is not None:
-                begins[of].append(np.flatnonzero(tokens == separator.token) + at[of] + separator.ends)
-            at[of] += len(piece)
-            counts += int(np.count_nonzero(piece >= 0)) if masked and not of else 0
-        found = any(map(len, (*begins[0][1:], *begins[1][1:])))
-        for of, name in enumerate(_BEGINS):
-            places = np.unique(np.concatenate(begins[of]))
-            np.save(folder / name, places[places < at[of]])
-        between = "; no documents are marked"
-        if separator is not None and found:
-            between = f"; documents {'end' if separator.ends else 'begin'} with token {separator.token}"
-        about = {"held_out": held_out, "trained_on": trained_on, "several": found, "between": between}
-        return {"sha256": fingerprint([shard] for shard in every), "masked": masked, "counted": counts, **about}
-
-    how = ["tokens", tokenizer.vocab_size, separator, config.loss_on, corpus.below, config.token_dtype]
-    how += [corpus.other_val]
-    with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
-        whole = config.fit == "whole"  # else places are not needed in memory
-        documents: list[Any] = [np.load(folder / name) if whole else separator for name in _BEGINS]
-    return Tokens(shards, documents[0]), Tokens(val_shards or [shards[0][:0]], documents[1]), tokenizer, about
-
-
-def _tokenizer_of_tokens(config: TrainConfig, corpus: Corpus) -> Tokenizer:
-    if config.tokenizer == "auto":
-        return NumberTokenizer(config.model.vocab_size or corpus.vocab_size or 0)
-    if config.tokenizer == "chars":
-        expected = f"auto, bytes or a tokenizer.json for the token files {corpus.name}"
-        raise SettingError("--tokenizer", expected, "'chars'")
-    return make_tokenizer(config.tokenizer)
-
-
-def _separator_of_tokens(tokenizer: Tokenizer, corpus: Corpus) -> Separator | None:
-    """What is between documents of token files: what the tokenizer adds; of bare numbers what llm.c writes."""
-    before, after = tokenizer.document_affixes
-    if before or after:
-        return Separator(before[0], False) if before else Separator(after[-1], True)
-    size = corpus.vocab_size or 0
-    padded = range(size, -(-size // 128) * 128 + 1)  # rows of an embedding, of which some are no tokens
-    return Separator(BEGINS[size], False) if size in BEGINS and tokenizer.vocab_size in padded else None
-
-
-def _pieces(shards: Shards, show: Show) -> Iterator[tuple[int, NDArray[Any]]]:
-    """The number of the shard, and as many of its tokens as fit in memory, one after another."""
-    for number, shard in enumerate(shards):
-        show("reading the data", number / len(shards))
-        yield from ((number, piece) for piece in pieces(shard))
-
-
-def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
-    """The tokenizer that ``--tokenizer`` names.  ``auto`` is that of the weights in ``folder``, or ``bytes``."""
-    if config.tokenizer != "auto":
-        return config.tokenizer
-    if folder is not None and not has_tokenizer(Path(folder)):
-        expected = f"bytes, chars or the PATH of a tokenizer.json, as {folder} has none"
-        raise SettingError("--tokenizer", expected, f"auto{how_to_make(Path(folder))}")
-    return folder or "bytes"
-
-
-def _load_text(
-    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
-) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
-    """Training and validation tokens, in files, their tokenizer, and the JSON that ``prepared`` keeps."""
-    how, make = tokenizing(corpus, config, weights, show)
-    with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
-        return *read_rows(folder, about), tokenizer_from_json(about["tokenizer"]), about
-
-
-def tokenizing(
-    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
-) -> tuple[list[Any], Callable[..., dict[str, Any]]]:
-    """What the tokens of text depend on beside its files, and ``make(folder, key)``, which writes them to a folder."""
-    spec = _tokenizer_of_text(config, weights)
-    tokenizer = None if spec == "chars" else make_tokenizer(spec)
-    how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
-    template = read_chat_template(spec)
-    how += [config.split_special_tokens, config.text_field, config.loss_on, config.split_turns, corpus.below]
-    how += [corpus.other_val, config.encoding, *([template.source, template.special] if template else [])]
-    sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
-    how += [name for name, files in sources if not files]  # others are known by their files
-
-    def make(folder: Path, key: str = "") -> dict[str, Any]:
-        return tokenize(
-            folder, corpus, tokenizer or make_tokenizer(spec, text=CorpusDocuments(corpus)), key=key, show=show,
-            split_special_tokens=config.split_special_tokens, loss_on=config.loss_on,
-        )  # fmt: skip
-
-    return how, make
-
-
-def _load_tokenized(
-    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
-) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
-    """As ``_load_text``, of a folder of ``kos tokenize``, whose checksums are compared once."""
-    source = corpus.tokenized
-    assert source is not None
-    about = read_manifest(source)
-    tokenizer = tokenizer_from_json(about["tokenizer"])
-    if config.tokenizer not in ("auto", "chars") and not tokenizer.is_like(named := make_tokenizer(config.tokenizer)):
-        raise SettingError("--tokenizer", f"{tokenizer.name}, that of {source}, or auto", named.name)
-    if about["masked"] and config.loss_on != about["loss_on"]:
-        expected = f"{about['loss_on']}, with which {source} was written"
-        raise SettingError("--loss-on", expected, config.loss_on)
-
-    def make(folder: Path) -> dict[str, Any]:
-        check_shards(source, about["shards"], show)
-        return {}
-
-    with prepared(corpus.files, ["tokenized"], make):
-        return *read_rows(source, about), tokenizer, about
 
 
 def _note(spelled_out: dict[str, int]) -> str:

@@ -75,27 +75,35 @@ class ChatTemplate:
         - the template cannot render them, or does not use one of their keys or the tools, or
         - the template has no blocks and renders a turn differently once later messages follow.
         """
-        options = _options(line, where)
-        if options["tools"] and not self.uses("tools"):
-            raise DataError(f"{where}: expected a chat template that uses tools, got {self.path}")
-        render = partial(self._render, options, where)
+        render = self._renderer(line, where)
         if not isinstance(messages, list) or not messages:
             raise DataError(f"{where}: expected a list of messages, got {reprlib.repr(messages)}")
-        chat = _with_tables(render, [self._checked(number, each, where) for number, each in enumerate(messages, 1)])
+        checked = [self._checked(number, each, where) for number, each in enumerate(messages, 1)]
+        chat = _with_tables(render, checked, where)
         counted = [number for number in _answers(chat) if {0} - {chat[number - 1].get(key, 1) for key in COUNTING}]
         if split_turns:
             return [self._parts(render, chat[:number], [number], where) for number in counted]
         return [self._parts(render, chat, counted, where)]
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, str]:
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], where: str, tools: Sequence[Any] | None = None
+    ) -> tuple[str, str]:
         """The text that the assistant continues, and what the template writes after an answer.
 
         Raises DataError as ``documents`` does.
         """
-        chat, options = [self._checked(*each, where) for each in enumerate(messages, 1)], _options({}, where)
-        prompt, _ = self._render(options, where, chat, add_generation_prompt=True)
-        answered, _ = self._render(options, where, [*chat, {"role": "assistant", "content": MARK}])
+        render = self._renderer({"tools": tools}, where)
+        chat = _with_tables(render, [self._checked(*each, where) for each in enumerate(messages, 1)], where)
+        prompt, _ = render(chat, add_generation_prompt=True)
+        answered, _ = render([*chat, {"role": "assistant", "content": MARK}])
         return prompt, answered.rpartition(MARK)[2]
+
+    def _renderer(self, line: Mapping[str, Any], where: str) -> _Render:
+        """What renders messages with the tools and options of ``line``."""
+        options = _options(line, where)
+        if options["tools"] and not self.uses("tools"):
+            raise DataError(f"{where}: expected a chat template that uses tools, got {self.path}")
+        return partial(self._render, options, where)
 
     def uses(self, key: str) -> bool:
         return any(re.search(rf"\b{re.escape(name)}\b", self.source) for name in (key, *REASONING * (key in REASONING)))
@@ -229,14 +237,20 @@ def _answers(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     return [number for number, each in enumerate(messages, 1) if each["role"] == "assistant"]
 
 
-def _with_tables(render: _Render, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_tables(render: _Render, chat: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """``chat`` with the arguments of tool calls in the form that the template expects.
 
     OpenAI's format has them as a string of JSON.  If the template would write this string in quotes, the calls get the
-    parsed object instead.
+    parsed object instead.  Raises DataError if the string is not JSON.
     """
     calls = [call.get("function", call) for message in chat for call in message.get("tool_calls", ())]
     texts = [call["arguments"] for call in calls if isinstance(call, dict) and isinstance(call.get("arguments"), str)]
+    for text in texts:
+        try:
+            json.loads(text)
+        except ValueError as error:
+            got = f"{reprlib.repr(text)} ({error})"
+            raise DataError(f"{where}: expected JSON as the arguments of a tool call, got {got}") from None
     with suppress(DataError):  # a template may expect a table
         whole = render(chat)[0] if texts else ""
         if not any(json.dumps(text, ensure_ascii=False) in whole for text in texts):
@@ -244,8 +258,7 @@ def _with_tables(render: _Render, chat: list[dict[str, Any]]) -> list[dict[str, 
 
     def read(call: Mapping[str, Any]) -> dict[str, Any]:
         changed = {"function": read(call["function"])} if isinstance(call.get("function"), dict) else {}
-        with suppress(ValueError):
-            changed |= {"arguments": json.loads(call["arguments"])} if call.get("arguments") in texts else {}
+        changed |= {"arguments": json.loads(call["arguments"])} if call.get("arguments") in texts else {}
         return {**call, **changed}
 
     return [{**each, "tool_calls": [*map(read, each["tool_calls"])]} if "tool_calls" in each else each for each in chat]

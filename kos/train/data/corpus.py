@@ -109,17 +109,18 @@ def read_corpus(
     *,
     val_data: str | None = None,
     lines: Lines = TEXT,
+    val_flag: str = "--val-data",
 ) -> Corpus:
     """The corpus that ``--data`` names.  Its validation data is what ``--val-data`` names, or a part that is held out.
 
     Both are ``stdlib``, ``tinyshakespeare``, or a path: a file of text, records or tokens, or a folder or glob pattern
-    of such files.  Several names of ``data`` are read and split as one, by the names of their files.  ``split`` has the
-    rules of what is held out.
+    of such files.  Several names of ``data`` are read and split as one, by the names of their files; without a name
+    there is only validation data.  ``split`` has the rules of what is held out.  ``val_flag`` names ``val_data``.
 
     ConfigError: missing.  DataError: unreadable, empty or binary; text validated on tokens.
     """
     names = [data] if isinstance(data, str) else [*data]
-    named = [*(("--data", name) for name in names), *[("--val-data", val_data or "")] * (val_data is not None)]
+    named = [*(("--data", name) for name in names), *[(val_flag, val_data or "")] * (val_data is not None)]
     sources = list[_Source]()
     for flag, name in named:
         with errors_with(flag, name):
@@ -143,7 +144,7 @@ def read_corpus(
         if len(names) > 1:
             files = [each._replace(split=each.split or split_of(each.name)) for each in files]
         with errors_with(*named[0]):  # it counts documents
-            return split(names[0], files, contents[-1] if val_data else None, f"{val_data} (--val-data)")
+            return split(named[0][1], files, contents[-1] if val_data else None, f"{val_data} ({val_flag})")
 
     of_data = sources[: len(names)]
     return Corpus(
@@ -261,7 +262,7 @@ def split(data: str, files: Sequence[File], val_files: Sequence[File] | None = N
         held, text = numbered[HELD_OUT - 1 :: HELD_OUT] or numbered[-1:], f" (of {len(files)} files)"
     apart = {each.key for each in held}
     train = [each for each in files if each.split not in ("val", "test") and each.key not in apart]
-    if not train:
+    if files and not train:
         got = f"only files that are held out: {_names([each.name for each in files])}"
         raise DataError(f"--data {data}: expected files to train on, got {got}")
     kept = apart | {each.key for each in train}

@@ -109,7 +109,7 @@ class Records:
 
     def _all(self) -> Iterator[str | Document]:
         none = True
-        for place, value in _read(self.path, self.lines, READERS[_kind(self.path)]):
+        for place, value in read_records(self.path, self.lines):
             for document in _documents_of(value, self.lines, f"--data {self.path}, {place}"):
                 if document:
                     none = False
@@ -127,7 +127,7 @@ class Records:
 def open_documents(path: Path, lines: Lines = TEXT) -> Text | Records:
     """The documents in a file.  The whole of a text file is read, to count its characters.
 
-    DataError: a text file that is empty, or not text in the encoding.
+    DataError: the file is empty, or its bytes are not text in the given encoding.
     """
     if has_records(path, lines):
         return Records(path, lines)
@@ -257,7 +257,15 @@ def _parquet(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
         columns = [lines.text_field] if lines.text_field in file.schema_arrow.names else None
         batches = file.iter_batches(ROWS, columns=columns)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-        yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
+        for number, row in enumerate(rows, 1):
+            yield f"row {number}", {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the fields of tables that are null: Arrow gives every table of a column the fields of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def _kind_of_json(path: Path, lines: Lines) -> str:
@@ -301,6 +309,12 @@ READERS: dict[str, Reader] = {
     ".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json, ".csv": _table, ".tsv": _table, ".parquet": _parquet,
 }  # fmt: skip
 """The readers of files with records, by suffix."""
+
+
+def read_records(path: Path, lines: Lines = TEXT) -> Iterator[tuple[str, Any]]:
+    """Where each record of a file is, and its fields.  A file whose suffix is unknown is read as JSON Lines."""
+    return _read(path, lines, READERS.get(_kind(path), _json_lines))
+
 
 # --- records to documents -----------------------------------------------------------------------------
 

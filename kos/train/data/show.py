@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from kos.train.checkpoint import Checkpoint
+from kos.train.checkpoint.adapter import tokenizer_folder
 from kos.train.checkpoint.resume import fit_of
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Dataset, load_data
@@ -20,11 +21,11 @@ def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
 
     A line before each sequence gives its place and its counts.
     """
-    first, weights, runs, shown = 0, None, list[Path](), []
+    first, weights, runs, shown = 0, tokenizer_folder(config.init_from), list[Path](), []
     if found is not None:
         config = config.model_copy(update={"fit": config.fit or fit_of(found)})
         first, runs = found.step * config.batch_size, [found.path.parent.parent]
-        weights = None if config.init_from is None else str(found.path)
+        weights = weights and str(found.path)
     data = load_data(config, weights=weights, runs=runs)
     for number in range(first, first + config.show_data):
         step, row = divmod(number, config.batch_size)

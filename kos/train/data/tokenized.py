@@ -139,7 +139,7 @@ def _about(
     identity = json.dumps(tokenizer.to_json(), sort_keys=True).encode()
     return {
         "tokenizer": tokenizer.to_json(), "tokenizer_sha256": hashlib.sha256(identity).hexdigest(),
-        "train_tokens": at, "masked": in_parts, "what": "chat" if rendered else "document",
+        "rules": tokenizer.rules, "train_tokens": at, "masked": in_parts, "what": "chat" if rendered else "document",
         # Other validation data does not decide how the training data is read.
         "fit": "cut" if "text" in (of_train if documents.corpus.other_val else kinds) else "whole",
         "between": "; chats as their template writes them" if rendered else f"; {tokenizer.separators()}",

@@ -140,6 +140,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token numbers; bytes that are not text become U+FFFD."""
 
+    def token_bytes(self) -> NDArray[np.int64] | None:
+        """The bytes of text that each token stands for, (vocab_size,), special tokens 0.  None: tokens are no text."""
+        return None
+
     def to_json(self) -> dict[str, Any]:
         """What ``tokenizer_from_json`` needs to make this tokenizer again."""
         return {"kind": self.kind, **self.arguments}
@@ -183,6 +187,9 @@ class ByteTokenizer(Tokenizer):
         vocab = {chr(others.get(byte, byte)): byte for byte in range(256)}
         return {"pre_tokenizer": level, "decoder": level, **_one_token_each(vocab)}
 
+    def token_bytes(self) -> NDArray[np.int64]:
+        return np.ones(self.vocab_size, np.int64)
+
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode("utf-8", "replace")
 
@@ -213,6 +220,9 @@ class CharTokenizer(Tokenizer):
     def huggingface(self) -> dict[str, Any]:
         vocab = {character: number for number, character in enumerate(self.alphabet)}
         return {"decoder": {"type": "Fuse"}, **_one_token_each(vocab)}
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        return np.array([len(each.encode("utf-8", "surrogatepass")) for each in self.alphabet])
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.alphabet[i] if 0 <= i < self.vocab_size else "\ufffd" for i in map(int, ids))
@@ -338,6 +348,17 @@ class HuggingFaceTokenizer(Tokenizer):
             ]
             found.append(np.split(np.array(encoding.ids, self.dtype), cuts))
         return found
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """Of byte-level vocabularies, in which a character stands for a byte, and of those with ▁ for a space."""
+        counts = np.zeros(self.vocab_size, np.int64)
+        byte_level = '"ByteLevel"' in json.dumps(self.arguments["tokenizer"].get("decoder"))
+        for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            text = re.sub("<0x[0-9A-F]{2}>", ".", token.replace("▁", " "))
+            counts[number] = len(token) if byte_level else len(text.encode())
+        for token in self.arguments["tokenizer"].get("added_tokens", ()):
+            counts[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+        return counts
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -170,13 +170,17 @@ class Device(Runner):
     # --- validation --------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """``val_loss``; of a mixture the mean of its sources' by their weights, and each as ``val_loss/SOURCE``."""
+        """``val_loss``, and ``val_loss/NAME`` of the sources of a mixture and of ``--eval-data``.
+
+        That of a mixture is the mean of its sources' by their weights.
+        """
         mixture, weights = self.data.mixture, self.step.as_read(self.whole_weights())
         losses = [self._loss(data, weights) for data in self.data.validated]
+        others = {f"val_loss/{name}": self._loss(data, weights) for name, data in self.data.others.items()}
         if mixture is None or len(losses) == 1:
-            return {"val_loss": losses[0]}
+            return {"val_loss": losses[0], **others}
         of_sources = {f"val_loss/{name}": loss for name, loss in zip(mixture.parts, losses, strict=True)}
-        return {"val_loss": float(np.dot(mixture.weights, losses)), **of_sources}
+        return {"val_loss": float(np.dot(mixture.weights, losses)), **of_sources, **others}
 
     def _loss(self, data: Dataset, weights: Weights) -> float:
         """The mean loss over all targets of the validation windows that are not left out."""
@@ -237,7 +241,7 @@ class Device(Runner):
 
     def evaluated_at_once(self) -> set[int]:
         """The numbers of sequences that a pass of validation has, a micro-batch at most."""
-        shapes, most = [data.val_starts().shape for data in self.data.validated], len(self.micro_batches[0])
+        shapes, most = [data.val_starts().shape for data in self.data.evaluated], len(self.micro_batches[0])
         return {size for batches, rows in shapes if batches for size in (min(most, rows), rows % most)} - {0}
 
     # --- text --------------------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ class DryCudaOps(CudaOps):
     """
 
     def __init__(self, ops: Any) -> None:
-        self.device, self.stream, self.family = ops.device, ops.stream, ops.family  # type: ignore[method-assign]
+        self.device, self.stream, self.attention_kernels = ops.device, ops.stream, ops.attention_kernels
         self.multiprocessors, self.shared_memory = ops.multiprocessors, ops.shared_memory
         self.one_scale = ops.one_scale
 

@@ -59,17 +59,18 @@ class Attention(Sublayer):
     """``column`` makes q, k and v, ``row`` takes the heads. ``heads`` and ``kv_heads`` are those of all ranks.
 
     With a ``window`` a query sees as many keys, its own included. ``norms`` are those of q and of k: of each head, or
-    for one rank of tp alone of all heads together, whichever their size is.
+    for one rank of tp alone of all heads together, whichever their size is. ``asked`` are fields of ``Attend`` that are
+    the same in every call.
     """
 
     cheap = False
 
     def __init__(
         self, norm: Norm, qkv: ColumnLinear, o: RowLinear, heads: int, kv_heads: int, head_dim: int, rope: Rope | None,
-        window: int | None = None, norms: Sequence[Norm] = (), after: Norm | None = None,
+        window: int | None = None, norms: Sequence[Norm] = (), after: Norm | None = None, **asked: Any,
     ) -> None:  # fmt: skip
         super().__init__(norm, qkv, o, after)
-        self.window, self.norms = window, norms
+        self.window, self.norms, self.asked = window, norms, asked
         self.heads, self.kv_heads, self.head_dim, self.rope = heads, kv_heads, head_dim, rope
 
     def _heads(self, ctx: PassContext) -> tuple[int, int]:
@@ -90,14 +91,15 @@ class Attention(Sublayer):
         for norm, (start, stop) in zip(self.norms, ((0, q), (q, q + k)), strict=False):
             yield norm, slice(start // norm.size, stop // norm.size)
 
-    def _record(self, ctx: PassContext, saved: Saved, heads_NA: Array) -> Attend:
-        return Attend(saved.columns_NW, *self._heads(ctx), heads_NA, saved.of_core.lse_BHT)
+    def attend(self, heads: tuple[int, int], qkv_NW: Array, out_NA: Array, lse_BHT: Array) -> Attend:
+        """What this layer asks of the operations, of so many query and kv heads."""
+        return Attend(qkv_NW, *heads, out_NA, lse_BHT, **self.asked)
 
     def core(self, ctx: PassContext, saved: Saved, half: Half, last: bool) -> Iterator[None]:
         """The halves attend apart. If a sample is in both, the last attends for both."""
         rows, raw, masks = half.rows, saved.of_core.raw, ctx.masks.get(self.window)
         assert saved.inner_NF is not None
-        attend = self._record(ctx, saved, saved.inner_NF)
+        attend = self.attend(self._heads(ctx), saved.columns_NW, saved.inner_NF, saved.of_core.lse_BHT)
         samples = slice(rows.start // attend.length, rows.stop // attend.length)
         apart = (samples.stop - samples.start) * attend.length == rows.stop - rows.start
         if not apart:
@@ -122,7 +124,8 @@ class Attention(Sublayer):
 
     def core_backward(self, ctx: PassContext, saved: Saved, inner: Array, d_inner: Array, d_columns: Array) -> None:
         """The same backwards: d_qkv from the gradient of out, then through rope and norms, in place."""
-        attend, raw, masks = self._record(ctx, saved, inner), saved.of_core.raw, ctx.masks.get(self.window)
+        raw, masks = saved.of_core.raw, ctx.masks.get(self.window)
+        attend = self.attend(self._heads(ctx), saved.columns_NW, inner, saved.of_core.lse_BHT)
         ctx.cp.attention_backward(attend, d_inner, d_columns, ctx.arena, masks)
         self._rotate(ctx, ctx.ops.rope_backward, d_columns, attend.length)
         _, accumulate, final = ctx.into

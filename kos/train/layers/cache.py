@@ -1,7 +1,7 @@
-"""The KV cache: the keys and values of the tokens that sequences have so far, in one contiguous buffer a layer.
+"""The KV cache: the keys and values of all tokens so far of each sequence, in one contiguous buffer per layer.
 
-A prompt is a forward of all its tokens from the first on, one sequence at a time; attention is that of training then.
-After it a forward has one token of each sequence, whose query sees the cached keys.
+A prompt is processed in one forward of all its tokens, one sequence at a time, with the attention of training. Each
+later forward has one token of each sequence, whose query attends to the cached keys.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from kos.train.parallel.context import Masks
 
 
 class Cache:
-    """Of ``positions.shape[0]`` sequences of up to ``capacity`` tokens.
+    """The cache of ``positions.shape[0]`` sequences of up to ``capacity`` tokens.
 
-    ``positions`` (B,), int32, is where the first token of the next forward goes: 0 for a prompt. ``buffers`` are the
-    dialect's own (``Ops.empty_cache``), by the names of the matrices that make queries, keys and values.
+    ``positions`` (B,), int32, has the position of each sequence's first token in the next forward: 0 for a prompt.
+    ``buffers`` have the format of ``Ops.empty_cache``.  Their keys are the names of the matrices that compute queries,
+    keys and values.
     """
 
     def __init__(self, buffers: Mapping[str, Array], positions: Array, capacity: int) -> None:
         self.buffers, self.positions, self.capacity = buffers, positions, capacity
         self.angles: dict[Rope, tuple[Array, Array]] = {}
-        """Of the forward of one token a sequence: cosines and sines at ``positions``."""
+        """The cosines and sines at ``positions``, for a forward of one token per sequence."""
 
     def of(self, sequences: slice, positions: Array) -> Cache:
-        """A view of these sequences."""
+        """A view of the cache for these sequences, with their ``positions``."""
         buffers = {name: buffer[sequences] for name, buffer in self.buffers.items()}
         return Cache(buffers, positions, self.capacity)
 
     def turn(self, ctx: PassContext, ropes: set[Rope], dtype: Any) -> None:
-        """Look up ``angles``, in memory that the whole forward keeps."""
+        """Fill ``angles``, in memory that stays allocated during the whole forward."""
         for rope in ropes:
             tables = rope.tables(ctx._replace(cache=None), self.capacity, self.capacity, dtype)
             shape = len(self.positions), tables[0].shape[1]
@@ -43,7 +44,7 @@ class Cache:
             self.angles[rope] = cos, sin
 
     def attention(self, of: Attention, ctx: PassContext, attend: Attend, masks: Masks) -> None:
-        """Cache keys and values, and attend: within a prompt, or from one query a sequence to all that is cached."""
+        """Cache keys and values, then attend: within a prompt, or from one query per sequence to all cached keys."""
         buffer = self.buffers[of.column.name]
         ctx.ops.append_to_cache(attend, buffer, self.positions)
         if attend.length > 1:
@@ -53,7 +54,7 @@ class Cache:
 
 
 def make_cache(ops: Any, attentions: list[Attention], positions: Array, capacity: int, dtype: Any) -> Cache:
-    """An empty one, for one rank that holds the whole model."""
+    """An empty cache, for one rank that holds the whole model."""
     buffers = {
         each.column.name: ops.empty_cache(len(positions), each.kv_heads, each.head_dim, capacity, dtype)
         for each in attentions

@@ -1,12 +1,13 @@
 """Low-rank adapters of linear layers: out += (alpha / rank) x A^T B^T, with A (rank, in) and B (out, rank).
 
-LoRA: Hu et al. 2021, arXiv:2106.09685. Names of tensors, and what a setting means, are those of the library peft. The
-matrix itself is frozen, so its backward has no product for the weight's gradient; those of A and B are small and are
-computed at once, also in a pipeline whose schedule defers gradients of weights.
+LoRA: Hu et al. 2021, arXiv:2106.09685. The names of tensors and the meaning of settings are those of the library peft.
+The matrix itself is frozen, so its backward has no matmul for the weight's gradient. The matmuls for the gradients of A
+and B are small. The backward computes them at once, even if a pipeline's schedule defers gradients of weights.
 
-With tensor parallelism an adapter is split as its matrix: B of a column-parallel one by rows, A of a row-parallel one
-by columns. All ranks hold the other one whole, and each has a term of its gradient. No collective is added: the low
-rank's numbers of a rank give a term of a sum that the matrix has anyway.
+With tensor parallelism, an adapter is split as its matrix is. The B of a column-parallel matrix is split by rows, and
+the A of a row-parallel matrix by columns. Every rank holds the other factor whole, and computes a partial sum of its
+gradient. No collective is added. The adapter gives a rank a partial sum in the forward of a row-parallel matrix, and in
+the backward of a column-parallel one. It is added to the partial sum of the matrix, which the ranks sum anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ A, B = "lora_A.weight", "lora_B.weight"
 
 
 class Lora(NamedTuple):
-    """The adapters of a model.  ``targets`` are the last parts of the names of matrices, such as ``q_proj``."""
+    """The settings of a model's adapters.  ``targets`` are the last parts of matrices' names, such as ``q_proj``."""
 
     rank: int
     alpha: float
@@ -34,33 +35,33 @@ class Lora(NamedTuple):
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor is A or B of an adapter."""
+    """Whether a tensor is the A or B of an adapter."""
     return name.endswith((A, B))
 
 
 def module_of(name: str) -> str:
-    """``model.layers.0.self_attn.q_proj.weight`` -> ``q_proj``."""
+    """The module of a tensor: ``model.layers.0.self_attn.q_proj.weight`` -> ``q_proj``."""
     return name.split(".")[-2]
 
 
 class Adapters:
-    """The adapters of the members of ``linear`` (``kos.train.layers.linear``) that ``lora`` names.
+    """The adapters of those members of ``linear`` (``kos.train.layers.linear``) that ``lora`` names.
 
-    ``lows`` are, one for each member, the numbers (N, rank) between A and B, times alpha / rank; ``d_lows`` are their
-    gradients.
+    ``lows`` has one array (N, rank) for each adapted member: x A^T times alpha / rank.  ``d_lows`` has the gradients of
+    x A^T.
     """
 
     def __init__(self, linear: Any, lora: Lora) -> None:
         self.linear, self.lora = linear, lora
         at = [(number, name) for number, name in enumerate(linear.members) if module_of(name) in lora.targets]
         self.members = {number: name.removesuffix("weight") for number, name in at}
-        """The number of a member, and its name up to the name of an adapter's tensor."""
+        """By the number of an adapted member, the prefix of the names of its adapter's tensors."""
 
     def __bool__(self) -> bool:
         return bool(self.members)
 
     def placements(self, shard: int, shards: int) -> dict[str, Placement]:
-        """Of each tensor, in the order in which the backward finishes their gradients."""
+        """The placement of each tensor, in the order in which the backward completes the gradients."""
         linear, rank, of_a, of_b = self.linear, self.lora.rank, dict[str, Placement](), dict[str, Placement]()
         for name in self.members.values():
             shapes = (linear.members[f"{name}weight"], rank), (rank, linear.columns)
@@ -71,7 +72,7 @@ class Adapters:
         return of_b | of_a
 
     def splits(self, shards: int) -> dict[str, tuple[int, list[slice]]]:
-        """As ``Linear.splits``: of each tensor that ranks split, the dimension and this rank's slice of it."""
+        """As ``Linear.splits``: for each tensor that is split over ranks, the dimension and this rank's slice of it."""
         dim, parts = self.linear.dim, self.linear.split(shards)
         return {
             name + (A if dim else B): (dim, [slice(0, part.stop - part.start)])
@@ -79,47 +80,47 @@ class Adapters:
         }  # fmt: skip
 
     def empty(self, ctx: PassContext, tokens: int, dtype: Any, arena: Arena) -> list[Array]:
-        """Memory for ``lows``, or for ``d_lows``."""
+        """Allocate memory for ``lows`` or for ``d_lows``."""
         return [arena.take((tokens, self.lora.rank), dtype) for _ in self.members]
 
     # --- forward -----------------------------------------------------------------------------------------
 
     def forward(self, ctx: PassContext, x: Array, lows: Sequence[Array], rows: slice) -> None:
-        """lows = x A^T alpha / rank, of ``rows``, which are those of ``x``."""
+        """Compute lows[rows] = x A^T alpha / rank; ``x`` has only these rows."""
         ops = ctx.ops.of_adapters
         for name, low in zip(self.members.values(), lows, strict=True):
             ops.low_rank(x, ops.matrix(ctx.weights, name + A), low[rows], True, self.lora.scale, False, ctx.arena)
 
     def add(self, ctx: PassContext, lows: Sequence[Array], out: Array, rows: slice) -> None:
-        """Add lows B^T to ``out``, whose rows are ``rows``."""
+        """Add lows[rows] B^T to ``out``, which has only these rows."""
         ops = ctx.ops.of_adapters
         for name, low, columns in zip(self.members.values(), lows, self._columns(ctx, out), strict=True):
             ops.low_rank(low[rows], ops.matrix(ctx.weights, name + B), columns, True, 1.0, True, ctx.arena)
 
     def _columns(self, ctx: PassContext, x: Array) -> list[Array]:
-        """Of each member its columns of ``x``, which has those of all members."""
+        """The columns of each adapted member in ``x``, which has the columns of all members."""
         parts = self.linear.split(ctx.tp.size) if len(self.linear.members) > 1 else []
         return [ctx.ops.columns_of(x, parts[number]) if parts else x for number in self.members]
 
     # --- backward ----------------------------------------------------------------------------------------
 
     def backward(self, ctx: PassContext, d_out: Array, lows: Sequence[Array], d_lows: Sequence[Array]) -> None:
-        """d_lows = d_out B alpha / rank, and the gradient of B."""
+        """Compute d_lows = d_out B alpha / rank, and the gradient of B."""
         ops, (of, accumulate, final) = ctx.ops.of_adapters, ctx.into
         for name, low, d_low, d in zip(self.members.values(), lows, d_lows, self._columns(ctx, d_out), strict=True):
             ops.low_rank(d, ops.matrix(ctx.weights, name + B), d_low, False, self.lora.scale, False, ctx.arena)
-            if name + B in of:  # low has the factor that the gradient of B has
+            if name + B in of:  # low includes the factor alpha / rank of this gradient
                 ops.linear_weight_gradient(d, low, ops.matrix(of, name + B), accumulate, ctx.arena)
                 final(name + B)
 
     def input_gradient(self, ctx: PassContext, d_lows: Sequence[Array], dx: Array, rows: slice) -> None:
-        """Add d_lows A to ``dx``, whose rows are ``rows``."""
+        """Add d_lows[rows] A to ``dx``, which has only these rows."""
         ops = ctx.ops.of_adapters
         for name, d_low in zip(self.members.values(), d_lows, strict=True):
             ops.low_rank(d_low[rows], ops.matrix(ctx.weights, name + A), dx, False, 1.0, True, ctx.arena)
 
     def gradient_of_a(self, ctx: PassContext, d_lows: Sequence[Array], x: Array) -> None:
-        """The gradient of A, from the input of the layer."""
+        """Compute the gradient of A from ``x``, the input of the layer."""
         ops, (of, accumulate, final) = ctx.ops.of_adapters, ctx.into
         for name, d_low in zip(self.members.values(), d_lows, strict=True):
             if name + A in of:

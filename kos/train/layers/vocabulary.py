@@ -148,14 +148,18 @@ class Head:
                 tp.axis.comm.all_gather(mine, of_all)
             ops.cross_entropy_of_parts(logits_Nv, targets_N, tp.first, of_all, count, losses_N, arena)
 
-    def loss(self, ctx: PassContext, x_nD: Array, targets_N: Array, loss: Array, count: Array | None) -> None:
-        """The mean loss, to ``loss`` (1,), float64. ``count`` (1,) divides the sum; None: the number of targets."""
+    def losses(self, ctx: PassContext, x_nD: Array, losses_N: Array) -> None:
+        """The losses of all tokens; 0 where the loss leaves a target out."""
         normed_ND = self.normed(ctx, x_nD)
-        losses_N, count = self._loss_arrays(ctx, targets_N, x_nD.dtype, count)
-        for rows in chain(*self._chunks(ctx, len(targets_N))):
+        for rows in chain(*self._chunks(ctx, len(losses_N))):
             with ctx.arena.scope():
                 logits = self.logits(ctx, normed_ND[rows])
                 self._losses(ctx, logits, rows, losses_N[rows])
+
+    def loss(self, ctx: PassContext, x_nD: Array, targets_N: Array, loss: Array, count: Array | None) -> None:
+        """The mean loss, to ``loss`` (1,), float64. ``count`` (1,) divides the sum; None: the number of targets."""
+        losses_N, count = self._loss_arrays(ctx, targets_N, x_nD.dtype, count)
+        self.losses(ctx, x_nD, losses_N)
         ctx.cp.mean_loss(losses_N, count, loss, ctx.arena)
 
     def _loss_arrays(self, ctx: PassContext, targets_N: Array, dtype: Any, count: Array | None) -> tuple[Array, Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kos.train.layers.attention import Attention, Rope
+from kos.train.layers.attention import Rope
 from kos.train.layers.mlp import MLP
 from kos.train.layers.norm import NoNorm
 from kos.train.layers.sublayer import Sublayer
@@ -43,7 +43,7 @@ class Olmo2Config(LlamaConfig):
         qkv, o, gate_up, down = self.linears(at)
         norms = [self.norm(f"{at}self_attn.{each}_norm.weight", heads * d) for each, heads in (("q", H), ("k", K))]
         after, last = (self.norm(f"{at}post_{each}_layernorm.weight") for each in ("attention", "feedforward"))
-        attention = Attention(NoNorm(), qkv, o, H, K, d, rope, norms=norms, after=after)
+        attention = self.attention(NoNorm(), qkv, o, rope, norms=norms, after=after)
         return [attention, MLP(NoNorm(), gate_up, down, last)]
 
 

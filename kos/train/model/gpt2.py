@@ -11,7 +11,7 @@ from functools import partial
 from typing import ClassVar
 
 from kos.errors import SettingError
-from kos.train.layers.attention import Attention, Rope
+from kos.train.layers.attention import Rope
 from kos.train.layers.linear import ColumnLinear, RowLinear
 from kos.train.layers.mlp import GeluMLP
 from kos.train.layers.norm import LayerNorm
@@ -29,7 +29,7 @@ class GPT2Config(LlamaConfig):
 
     model_type: ClassVar[str] = "gpt2"
     architecture: ClassVar[str] = "GPT2LMHeadModel"
-    takes: ClassVar[frozenset[str]] = frozenset()
+    takes: ClassVar[frozenset[str]] = frozenset({"tie_word_embeddings"})
     embedding: ClassVar[str] = "transformer.wte.weight"
     final_norm: ClassVar[str] = "transformer.ln_f.weight"
     tables: ClassVar[tuple[str, ...]] = (embedding, POSITIONS)
@@ -58,7 +58,7 @@ class GPT2Config(LlamaConfig):
         return PositionEmbedding(self.embedding, *shape, True, POSITIONS, self.max_position_embeddings)
 
     def layer(self, number: int, rope: Rope) -> list[Sublayer]:
-        D, F, H, d = self.hidden_size, self.intermediate_size, self.num_attention_heads, self.head_dim
+        D, F = self.hidden_size, self.intermediate_size
 
         def name(end: str) -> str:
             return f"transformer.h.{number}.{end}.weight"
@@ -67,7 +67,7 @@ class GPT2Config(LlamaConfig):
         column, row = partial(ColumnLinear, biased=True), partial(RowLinear, biased=True)
         qkv, o = column(name("attn.c_attn"), D, 3 * D), row(name("attn.c_proj"), D, D)
         return [
-            Attention(norm(name("ln_1")), qkv, o, H, H, d, None),
+            self.attention(norm(name("ln_1")), qkv, o, None),
             GeluMLP(norm(name("ln_2")), column(name("mlp.c_fc"), D, F), row(name("mlp.c_proj"), F, D)),
         ]
 

@@ -99,7 +99,7 @@ class LlamaConfig:
     model_type: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     takes: ClassVar[frozenset[str]] = frozenset({"attention_bias", "mlp_bias"})
-    """The settings of some families that this one has."""
+    """The optional settings of ``config.json`` that this family supports, of FAMILY_SETTINGS and of ``fixed``."""
     defaults: ClassVar[dict[str, Any]] = {}
     """What transformers takes for a setting that a ``config.json`` lacks, where it is not a LLaMA's."""
     qkv_bias: ClassVar[bool] = False  # whatever ``attention_bias`` says of all four matrices
@@ -114,7 +114,7 @@ class LlamaConfig:
     axes: ClassVar[tuple[str, ...]] = ("dp", "tp", "pp", "cp")
     """The axes of a layout on which this family can have several ranks; ``layout_of`` refuses the others."""
     fixed: ClassVar[tuple[str, ...]] = ()
-    """Settings that have one value in this family, whatever the preset gives to a LLaMA."""
+    """Settings that have one value in this family, whatever the preset gives to a LLaMA; ``config.json`` lacks them."""
 
     vocab_size: int
     hidden_size: int
@@ -199,13 +199,17 @@ class LlamaConfig:
 
     def layer(self, number: int, rope: Rope) -> list[Sublayer]:
         """The sublayers of a layer, in the order of the forward. Several matrices stacked in one are read as one."""
-        H, K, d, at = self.num_attention_heads, self.num_key_value_heads, self.head_dim, f"model.layers.{number}."
-        qkv, o, gate_up, down = self.linears(at)
+        qkv, o, gate_up, down = self.linears(at := f"model.layers.{number}.")
         rotated = self.no_rope_layers[number] if self.no_rope_layers else True
         before, window = self.norm(f"{at}input_layernorm.weight"), self.window(number)
-        norms = [self.norm(f"{at}self_attn.{each}_norm.weight", d) for each in "qk" if self.qk_norm]
-        attention = Attention(before, qkv, o, H, K, d, rope if rotated else None, window, norms)
+        norms = [self.norm(f"{at}self_attn.{each}_norm.weight", self.head_dim) for each in "qk" if self.qk_norm]
+        attention = self.attention(before, qkv, o, rope if rotated else None, window=window, norms=norms)
         return [attention, MLP(self.norm(f"{at}post_attention_layernorm.weight"), gate_up, down)]
+
+    def attention(self, norm: Norm, qkv: ColumnLinear, o: RowLinear, rope: Rope | None, **more: Any) -> Attention:
+        """The attention of a layer: what all families have alike, and ``more`` that is the layer's own."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        return Attention(norm, qkv, o, heads, kv_heads, self.head_dim, rope, **more)
 
     def window(self, number: int) -> int | None:
         """The size of the sliding window of a layer, in tokens; None if its attention has no window."""

@@ -240,6 +240,15 @@ class Model:
         self.head.loss(ctx, flight.out_nD, flight.batch.targets, loss, divisor)
         return float(ops.to_host(loss)[0])
 
+    def losses_of(self, weights: Weights, flight: InFlight) -> np.ndarray:
+        """Of each of this rank's samples, the sum of the losses of its targets, (B,), float64, on the host."""
+        assert flight.batch is not None and flight.out_nD is not None  # there was a forward
+        ctx = self._ctx._replace(weights=weights, batch=flight.batch)
+        losses_N = self.arena.take((len(flight.batch.targets),), self.ops.statistics_dtype(flight.out_nD.dtype))
+        self.head.losses(ctx, flight.out_nD, losses_N)
+        each: np.ndarray = self.ops.to_host(losses_N).reshape(-1, flight.seq_len)
+        return each.sum(axis=1, dtype=np.float64)
+
     def logits_of(self, weights: Weights, flight: InFlight, rows: slice) -> Array:
         """This rank's part of the logits of some rows of the last stage's output, on the host."""
         return self.ops.to_host(self._logits(weights, flight, rows))

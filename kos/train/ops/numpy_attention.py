@@ -1,7 +1,5 @@
 """Attention on CPUs: softmax(q k^T / sqrt(d)) v over blocks of queries, forward and backward.
 
-``attend`` and ``attend_backward`` compute it; the operations give them views of the arrays in their layout.
-
 Arrays are views (B, K, d, G, T) of q and out, (B, K, d, T) of k and v, with G = H / K.  Scores lie as
 (keys, G * queries): the query heads that share a kv head are one matrix product, and the softmax runs over the first
 of two axes, which NumPy reduces at full speed.  Keys after a block of queries are never read, nor are those before
@@ -13,7 +11,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,20 +40,91 @@ def attention_mask(
 
 
 def attention(a: Attend, arena: Arena) -> None:
-    q, o = (_of_queries(x, a) for x in (a.qkv, a.out))
-    k, v = _of_keys(view_of_keys_and_values(a.qkv, a.heads, a.kv_heads) if a.kv is None else a.kv, a)
-    attend(q, k, v, o, _statistics(a), a.scale, a.kv is None, arena, _first_key(a))
+    """Causal attention, written to ``out``; or to all keys, merged with ``out``."""
+    q_all, k_all, v_all, out_all, lse_all = _views(a)
+    d, group = q_all.shape[2:4]
+    row, masked = ones(k_all.shape[-1], q_all.dtype), a.mask is not None
+    for block in chain.from_iterable(_blocks(a, tile) for tile in _tiles(q_all, k_all, masked)):
+        here, (k, v) = block.here, (x[block.tile][..., block.keys] for x in (k_all, v_all))
+        (B, K, _, size), queries = k.shape, block.queries.stop - block.queries.start
+        with arena.scope():
+            q, o = (arena.take((B, K, d, group, queries), q_all.dtype) for _ in range(2))
+            scores = arena.take((B, K, size, group, queries), q.dtype)
+            top, total = (arena.take((B, K, 1, group, queries), q.dtype) for _ in range(2))
+            np.multiply(q_all[here], a.scale, out=q)
+            _scores(a, k, q, block, scores)
+            np.max(_flat(scores), axis=2, keepdims=True, out=_flat(top))
+            if masked:
+                np.maximum(top, np.finfo(top.dtype).min, out=top)  # not -inf: a query may see none of the keys
+            np.subtract(_flat(scores), _flat(top), out=_flat(scores))
+            np.exp(scores, out=scores)
+            np.matmul(row[:, :size], _flat(scores), out=_flat(total))  # a sum, at BLAS's speed
+            np.matmul(v, _flat(scores), out=_flat(o))
+            if a.kv is None:
+                np.divide(o, total, out=out_all[here])
+                np.log(total, out=total)
+                np.add(top, total, out=lse_all[here])
+                continue
+            merged, lse = arena.take(top.shape, top.dtype), lse_all[here]
+            np.log(total, out=total)
+            total += top
+            np.logaddexp(lse, total, out=merged)
+            for part, weight in ((out_all[here], lse), (o, top)):
+                np.subtract(weight, merged, out=total)
+                np.exp(total, out=total)
+                part *= total
+            out_all[here] += o
+            lse[...] = merged
 
 
 def attention_backward(a: Attend, d_out: Array, d_qkv: Array, arena: Arena, d_kv: Array | None = None) -> None:
-    q, o, do, dq = (_of_queries(x, a) for x in (a.qkv, a.out, d_out, d_qkv))
-    kv = view_of_keys_and_values(a.qkv, a.heads, a.kv_heads) if a.kv is None else a.kv
+    """P = exp(S - lse), dV = d_out P^T, dS = P (V^T d_out - sum(d_out out)), dQ = K dS, dK = Q dS^T.
+
+    Both subtractions are part of the matrix products, as one more row: ones in K and V, and the subtrahend in Q and
+    d_out.  Attention to others adds to dQ.
+    """
+    (q_all, k_all, v_all, out_all, lse_all), accumulate = _views(a), a.mask is not None
+    do_all, dq_all = (_of_queries(x, a) for x in (d_out, d_qkv))
     if d_kv is None:
         d_kv = view_of_keys_and_values(d_qkv, a.heads, a.kv_heads)
-    else:
+    if accumulate or a.kv is not None:
         d_kv.fill(0)
-    (k, v), (dk, dv) = _of_keys(kv, a), _of_keys(d_kv, a)
-    attend_backward(q, k, v, o, do, _statistics(a), a.scale, a.kv is None, dq, dk, dv, arena, _first_key(a))
+    (dk_all, dv_all), (d, group, length) = _of_keys(d_kv, a), q_all.shape[2:]
+    for tile in _tiles(q_all, k_all, accumulate):
+        with arena.scope():
+            k1, v1 = (_with_ones(x[tile], arena) for x in (k_all, v_all))
+            B, K = k1.shape[:2]
+            # Without a mask the last block reaches every key: it writes dk and dv, and the earlier blocks add.
+            for block in _blocks(a, tile):
+                here, seen, queries = block.here, block.keys, block.queries.stop - block.queries.start
+                with arena.scope():
+                    q1, do1 = (arena.take((B, K, d + 1, group, queries), k1.dtype) for _ in range(2))
+                    dq = arena.take((B, K, d, group, queries), k1.dtype)
+                    p, ds = (arena.take((B, K, seen.stop - seen.start, group, queries), k1.dtype) for _ in range(2))
+                    q, do = q1[:, :, :d], do1[:, :, :d]
+                    np.multiply(q_all[here], a.scale, out=q)
+                    np.negative(lse_all[here][:, :, 0], out=q1[:, :, d])
+                    np.copyto(do, do_all[here])
+                    np.multiply(do, out_all[here], out=dq)
+                    np.sum(dq, axis=2, out=do1[:, :, d])
+                    np.negative(do1[:, :, d], out=do1[:, :, d])
+                    _scores(a, k1[..., seen], q1, block, p)
+                    np.exp(p, out=p)
+                    np.matmul(v1[..., seen].swapaxes(2, 3), _flat(do1), out=_flat(ds))
+                    ds *= p
+                    np.matmul(k1[:, :, :d, seen], _flat(ds), out=_flat(dq))
+                    if a.kv is None:
+                        np.multiply(dq, a.scale, out=dq_all[here])
+                    else:
+                        dq *= a.scale
+                        dq_all[here] += dq
+                    for left, right, total in ((q, ds, dk_all[tile]), (do, p, dv_all[tile])):
+                        if block.queries.stop == length and not accumulate:
+                            np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=total)
+                        else:
+                            part = arena.take((B, K, d, seen.stop - seen.start), k1.dtype)
+                            np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=part)
+                            total[..., seen] += part
 
 
 def keys_and_values(a: Attend, arena: Arena) -> Array:
@@ -101,15 +171,15 @@ def attention_to_cache(a: Attend, cache: Array, positions: Array, window: int | 
 
 
 def _queries(a: Attend) -> slice:
-    return slice(0, a.log_sum_exp.shape[-1]) if a.kv is None else a.queries
+    return slice(0, a.length) if a.kv is None else a.queries
 
 
-def _first_key(a: Attend) -> Array | None:
-    """(B, queries): the first key of each query, counted from the first that is seen."""
-    if a.mask is None:
-        return None
-    a.mask.check(len(a.log_sum_exp), a.log_sum_exp.shape[-1])
-    return np.maximum(a.mask.first_key[:, _queries(a)] - (0 if a.kv is None else a.keys.start), 0)
+def _views(a: Attend) -> tuple[Array, ...]:
+    """q, k, v, out and log_sum_exp, in the shapes of this module."""
+    if a.mask is not None:
+        a.mask.check(len(a.log_sum_exp), a.length)
+    k, v = _of_keys(view_of_keys_and_values(a.qkv, a.heads, a.kv_heads) if a.kv is None else a.kv, a)
+    return _of_queries(a.qkv, a), k, v, _of_queries(a.out, a), _statistics(a)
 
 
 def _of_queries(x: Array, a: Attend) -> Array:
@@ -137,139 +207,68 @@ def _by_kv_head(x: Array, kv_heads: int, d: int, length: int) -> Array:
     return of_rows(x).reshape(kv_heads, -1, d, len(x) // length, length).transpose(3, 0, 2, 1, 4)
 
 
-def attend(
-    q_all: Array, k_all: Array, v_all: Array, out_all: Array, lse_all: Array, scale: float, causal: bool, arena: Arena,
-    first_key: Array | None = None,
-) -> None:  # fmt: skip
-    """Causal attention, written to ``out_all``; or to all keys, merged with ``out_all``."""
-    samples, kv_heads, d, group, length = q_all.shape
-    dtype, keys = q_all.dtype, k_all.shape[-1]
-    row = ones(keys, dtype)
-    for tile in _tiles(samples, kv_heads, group, keys, first_key is not None):
-        for start in range(0, length, QUERY_BLOCK):
-            end = min(start + QUERY_BLOCK, length)
-            here, begin = (*tile, ..., slice(start, end)), _begin(first_key, tile, start)
-            seen = slice(begin, end if causal else keys)
-            size = seen.stop - begin
-            if size <= 0:
-                continue
-            k, v = k_all[tile][..., seen], v_all[tile][..., seen]
-            B, K = k.shape[:2]
-            with arena.scope():
-                q = arena.take((B, K, d, group, end - start), dtype)
-                o = arena.take(q.shape, dtype)
-                scores = arena.take((B, K, size, group, end - start), dtype)
-                top = arena.take((B, K, 1, group, end - start), dtype)
-                total = arena.take(top.shape, dtype)
-                np.multiply(q_all[here], scale, out=q)
-                np.matmul(k.swapaxes(2, 3), _flat(q), out=_flat(scores))
-                if causal:
-                    scores[:, :, start - end :] += _causal_mask(end - start, dtype)
-                if first_key is not None:
-                    _hide(scores, first_key[tile[0].start, start:end] - begin)
-                np.max(_flat(scores), axis=2, keepdims=True, out=_flat(top))
-                if first_key is not None:
-                    np.maximum(top, np.finfo(dtype).min, out=top)  # not -inf: a query may see none of the keys
-                np.subtract(_flat(scores), _flat(top), out=_flat(scores))
-                np.exp(scores, out=scores)
-                np.matmul(row[:, :size], _flat(scores), out=_flat(total))  # a sum, at BLAS's speed
-                np.matmul(v, _flat(scores), out=_flat(o))
-                if causal:
-                    np.divide(o, total, out=out_all[here])
-                    np.log(total, out=total)
-                    np.add(top, total, out=lse_all[here])
-                    continue
-                merged, lse = arena.take(top.shape, dtype), lse_all[here]
-                np.log(total, out=total)
-                total += top
-                np.logaddexp(lse, total, out=merged)
-                for part, weight in ((out_all[here], lse), (o, top)):
-                    np.subtract(weight, merged, out=total)
-                    np.exp(total, out=total)
-                    part *= total
-                out_all[here] += o
-                lse[...] = merged
+class Block(NamedTuple):
+    """A block of queries of some samples and kv heads, and the ``keys`` that it sees."""
+
+    tile: tuple[slice, slice]
+    queries: slice
+    keys: slice
+    first_key: Array | None
+    """(queries,): the first key that each query sees, counted from the first of ``keys``; None: they have no mask."""
+
+    @property
+    def here(self) -> tuple[Any, ...]:
+        return (*self.tile, ..., self.queries)
 
 
-def attend_backward(
-    q_all: Array, k_all: Array, v_all: Array, out_all: Array, do_all: Array, lse_all: Array, scale: float, causal: bool,
-    dq_all: Array, dk_all: Array, dv_all: Array, arena: Arena, first_key: Array | None = None,
-) -> None:  # fmt: skip
-    """P = exp(S - lse), dV = d_out P^T, dS = P (V^T d_out - sum(d_out out)), dQ = K dS, dK = Q dS^T.
-
-    Both subtractions are part of the matrix products, as one more row: ones in K and V, and the subtrahend in Q and
-    d_out.  With all keys (not ``causal``) it adds to dQ.
-    """
-    samples, kv_heads, d, group, length = q_all.shape
-    dtype, keys, accumulate = q_all.dtype, k_all.shape[-1], first_key is not None
-    if accumulate:
-        dk_all[...] = dv_all[...] = 0
-    for tile in _tiles(samples, kv_heads, group, keys, first_key is not None):
-        B, K = k_all[tile].shape[:2]
-        with arena.scope():
-            k1 = arena.take((B, K, d + 1, keys), dtype)
-            v1 = arena.take(k1.shape, dtype)
-            for with_ones, plain in ((k1, k_all[tile]), (v1, v_all[tile])):
-                with_ones[:, :, :d], with_ones[:, :, d] = plain, 1
-            # Without a mask the last block reaches every key: it writes dk and dv, and the earlier blocks add.
-            for start in reversed(range(0, length, QUERY_BLOCK)):
-                end = min(start + QUERY_BLOCK, length)
-                here, begin = (*tile, ..., slice(start, end)), _begin(first_key, tile, start)
-                seen = slice(begin, end if causal else keys)
-                size = seen.stop - begin
-                if size <= 0:
-                    continue
-                with arena.scope():
-                    q1 = arena.take((B, K, d + 1, group, end - start), dtype)
-                    do1 = arena.take(q1.shape, dtype)
-                    dq = arena.take((B, K, d, group, end - start), dtype)
-                    p = arena.take((B, K, size, group, end - start), dtype)
-                    ds = arena.take(p.shape, dtype)
-                    q, do = q1[:, :, :d], do1[:, :, :d]
-                    np.multiply(q_all[here], scale, out=q)
-                    np.negative(lse_all[here][:, :, 0], out=q1[:, :, d])
-                    np.copyto(do, do_all[here])
-                    np.multiply(do, out_all[here], out=dq)
-                    np.sum(dq, axis=2, out=do1[:, :, d])
-                    np.negative(do1[:, :, d], out=do1[:, :, d])
-                    np.matmul(k1[..., seen].swapaxes(2, 3), _flat(q1), out=_flat(p))
-                    if causal:
-                        p[:, :, start - end :] += _causal_mask(end - start, dtype)
-                    if first_key is not None:
-                        _hide(p, first_key[tile[0].start, start:end] - begin)
-                    np.exp(p, out=p)
-                    np.matmul(v1[..., seen].swapaxes(2, 3), _flat(do1), out=_flat(ds))
-                    ds *= p
-                    np.matmul(k1[:, :, :d, seen], _flat(ds), out=_flat(dq))
-                    if causal:
-                        np.multiply(dq, scale, out=dq_all[here])
-                    else:
-                        dq *= scale
-                        dq_all[here] += dq
-                    for left, right, total in ((q, ds, dk_all[tile]), (do, p, dv_all[tile])):
-                        if end == length and not accumulate:
-                            np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=total)
-                        else:
-                            part = arena.take((B, K, d, size), dtype)
-                            np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=part)
-                            total[..., seen] += part
-
-
-def _tiles(samples: int, kv_heads: int, group: int, keys: int, masked: bool) -> Iterator[tuple[slice, slice]]:
+def _tiles(q: Array, k: Array, masked: bool) -> Iterator[tuple[slice, slice]]:
     """Slices of samples and kv heads whose scores for a block of queries have about ``SCORES`` elements.
 
     With a mask of one sample: then its keys, and so its sums, do not depend on what else is in the batch.
     """
+    (samples, kv_heads, _, group, _), keys = q.shape, k.shape[-1]
     at_once = max(1, SCORES // (group * QUERY_BLOCK * keys))
     b_step, k_step = 1 if masked else max(1, at_once // kv_heads), min(at_once, kv_heads)
     for b in range(0, samples, b_step):
-        for k in range(0, kv_heads, k_step):
-            yield slice(b, b + b_step), slice(k, k + k_step)
+        for k_first in range(0, kv_heads, k_step):
+            yield slice(b, b + b_step), slice(k_first, k_first + k_step)
 
 
-def _begin(first_key: Array | None, tile: tuple[slice, slice], start: int) -> int:
-    """The first key that a block of queries from ``start`` on sees."""
-    return 0 if first_key is None else int(first_key[tile[0].start, start])
+def _blocks(a: Attend, tile: tuple[slice, slice]) -> Iterator[Block]:
+    """Those that see a key, from the last to the first."""
+    of_queries, of_keys = _queries(a), slice(0, a.length) if a.kv is None else a.keys
+    length, count, first_key = of_queries.stop - of_queries.start, of_keys.stop - of_keys.start, None
+    if a.mask is not None:
+        first_key = np.maximum(a.mask.first_key[tile[0].start, of_queries] - of_keys.start, 0)
+    for start in reversed(range(0, length, QUERY_BLOCK)):
+        stop = min(start + QUERY_BLOCK, length)
+        begin = 0 if first_key is None else int(first_key[start])
+        keys = slice(begin, stop if a.kv is None else count)
+        if keys.stop > begin:
+            first = None if first_key is None else first_key[start:stop] - begin
+            yield Block(tile, slice(start, stop), keys, first)
+
+
+def _scores(a: Attend, k: Array, q: Array, block: Block, out: Array) -> None:
+    """out = k^T q, masked.
+
+    In the backward k and q have a row more, of ones and of -log_sum_exp, so that out becomes the logarithms of the
+    probabilities.
+    """
+    np.matmul(k.swapaxes(2, 3), _flat(q), out=_flat(out))
+    if a.kv is None:
+        queries = out.shape[-1]
+        out[:, :, -queries:] += _causal_mask(queries, out.dtype)
+    if block.first_key is not None:
+        _hide(out, block.first_key)
+
+
+def _with_ones(x: Array, arena: Arena) -> Array:
+    """(B, K, d, keys) with a row of ones more."""
+    B, K, d, keys = x.shape
+    more = arena.take((B, K, d + 1, keys), x.dtype)
+    more[:, :, :d], more[:, :, d] = x, 1
+    return more
 
 
 def _hide(scores: Array, first_key: Array) -> None:

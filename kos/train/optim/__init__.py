@@ -34,6 +34,9 @@ Update = Callable[[np.ndarray, np.ndarray, Sequence[np.ndarray], np.ndarray], No
 class UpdateRule:
     """How an optimizer updates weights, and which state it keeps for them.
 
+    A new rule is a file beside ``adamw.py``, a kernel, and an entry in ``OPTIMIZERS`` (``config/optimizers.py``). The
+    tests of rules run every entry. Checkpoints, plans and ZeRO-1 follow from the fields below.
+
     On GPUs, the update is the CUDA kernel named ``kernel`` in ``ops/cuda/kernels/KERNEL.cu``. ``CudaOps.update`` passes
     its arguments: the state in the order of ``state``, and ``operands`` before the seed.
     """
@@ -50,8 +53,8 @@ class UpdateRule:
     kernel: ClassVar[str]
     operands: Sequence[Any] = ()
 
-    betas: tuple[float, float] = (0.0, 0.0)
-    """The decay rates of the moments, for the bias correction on GPUs.  0 means no correction."""
+    bias_correction: Sequence[float] = (0.0, 0.0)
+    """The decay rates of the two moments whose bias ``prepare`` corrects on GPUs.  0 means no correction."""
 
     def step(self, number: int, lr: float, decay: float) -> Update:
         """The function that updates a block on a host in step ``number``, counted from 1."""

@@ -26,6 +26,7 @@ class AdamW(UpdateRule):
 
     def __post_init__(self) -> None:
         self.operands = [np.float32(x) for x in (*self.betas, self.eps)]
+        self.bias_correction = self.betas
 
     def step(self, number: int, lr: float, decay: float) -> Update:
         beta1, beta2 = self.betas

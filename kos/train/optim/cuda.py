@@ -148,7 +148,7 @@ class CudaOptimizer:
         There is none if ``count`` (1,), the targets in a micro-batch (``Dataset.micro_batches``), is infinite.
         """
         flat, copy = gradients.flat, self.weights.flat if self.copy is None else self.copy.flat
-        rate, (beta1, beta2) = self.learning_rate, self.rule.betas
+        rate, (beta1, beta2) = self.learning_rate, self.rule.bias_correction
         self._launch(
             "prepare", flat, 1, 1, self.scalars, SHAPES[rate.kind], float(rate.lr), float(rate.min_lr),
             rate.steps, rate.warmup_steps, rate.decay_steps, float(beta1), float(beta2),

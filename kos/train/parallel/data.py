@@ -13,8 +13,8 @@ gradients, the residual, and adds it to its gradients of the next step (error fe
 *Compressed between hosts* (``--compress-scope hosts``): a bucket is first reduce-scattered within each host, exactly
 and in rank order. Each rank then exchanges its piece in compressed form on its *rail*, which connects the ranks with
 the same number on all hosts. The sums, compressed again, are gathered within the host. With h hosts, 2(h-1)/h of the
-bytes of a compressed bucket leave each host. Compression among all ranks, l on each host, would send l times as much.
-The residual covers only the rank's piece.
+bytes of a compressed bucket leave each host. Compression among all ranks, l on each host, would send about (l + 1)/2
+times as much: the contributions of all ranks, but each sum once. The residual covers only the rank's piece.
 
 *Deterministic*: gradients are summed after the backward, in one order for any number of ranks (``TreeSum``).
 

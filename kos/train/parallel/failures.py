@@ -98,14 +98,14 @@ class Stop:
             return
 
         def watch() -> None:
-            while (read := os.read(reader, 1)) and read[0] not in SIGNALS:
-                pass
-            if not read:
-                return os.close(reader)
-            number = read[0]
-            killed = number != signal.SIGUSR1 and "OMPI_COMM_WORLD_SIZE" in os.environ
-            self.advised = killed and bool(self.advice)
-            say(f"kos: {self.plan}; {KILLED + self.advice if killed else 'Ctrl-C again to end now'}")
+            said = False
+            while read := os.read(reader, 1):
+                if said or read[0] not in SIGNALS:
+                    continue
+                said, killed = True, read[0] != signal.SIGUSR1 and "OMPI_COMM_WORLD_SIZE" in os.environ
+                self.advised = killed and bool(self.advice)
+                say(f"kos: {self.plan}; {KILLED + self.advice if killed else 'Ctrl-C again to end now'}")
+            os.close(reader)
 
         reader, writer = os.pipe()
         os.set_blocking(writer, False)

@@ -135,16 +135,13 @@ class Gpu(NamedTuple):
     memory: float
     link: float
     free: int
-    attention: str  # the family of its kernels
+    attention_kernels: str  # the fastest set that it runs, of KERNEL_SETS
 
     multiprocessors: int = 132  # these of a Hopper, for ``DryCudaOps``
     shared_memory: int = 227 << 10
     one_scale: bool = False
     device: int = 0
     stream: Any = None
-
-    def family(self, dtype: str, head_dim: int) -> str:
-        return self.attention if str(head_dim) in GPU["attention"] else "simple"
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("rates.toml").read_text("utf-8"))
@@ -160,7 +157,7 @@ def gpu_rates(name: str, head_dim: int) -> Rates:
         raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {name!r}")
     gpu, peak = GPUS[known], PEAK_FLOPS[known]
     forward, backward = GPU["attention"]["128" if head_dim > 64 else "64"]
-    fp8 = GPU["fp8"] * peak if gpu.attention == "hopper" else 0.0
+    fp8 = GPU["fp8"] * peak if gpu.attention_kernels == "hopper" else 0.0
     return Rates(
         known, GPU["linear"] * peak, (forward * peak, backward * peak), GPU["memory"] * gpu.memory,
         GPU["operation"], GPU["wire"] * gpu.link, GPU["latency"], True, fp8,

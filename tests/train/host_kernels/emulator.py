@@ -183,6 +183,7 @@ class HostOps(CudaOps):
         self.stream = None
         self.algorithms = {}
         self.multiprocessors = 3
+        self.attention_kernels = "simple"
         self.shared_memory = 99 << 10  # of the smallest GPUs: long rows of logits do not fit
 
     @contextlib.contextmanager

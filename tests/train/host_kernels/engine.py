@@ -26,7 +26,6 @@ from kos.train.device import memory_plan
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend, Ops
 from kos.train.ops import numpy as reference
-from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.cublaslt import Columns
 from kos.train.optim import CHUNKS, LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW
@@ -498,7 +497,6 @@ def host_engine(monkeypatch) -> None:
             known=algorithms, keep=algorithms.update
         ),
         (memory_plan, "cu"): driver,
-        (attention, "family_for"): lambda device, dtype, head_dim: "hopper",
         (engine_module, "cu"): driver,
         (engine_module, "capture"): Capture,
         (engine_module, "create_stream"): lambda device: None,

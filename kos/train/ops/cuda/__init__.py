@@ -36,7 +36,6 @@ from kos.train.ops.cuda.norms import BLOCK, FLOAT32, NormOps, access_width
 KERNELS = Path(__file__).parent / "kernels"
 DIGIT_BITS, DIGITS, TILE, RUN = 9, 512, 1024, 32  # of embedding.cu
 INT32 = DTYPES["int32"]
-_files: list[Any] = []
 
 
 class CudaOps(NormOps):
@@ -63,6 +62,7 @@ class CudaOps(NormOps):
         self.algorithms = {} if algorithms is None else algorithms
         self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search, multiple=multiple)
         self.multiprocessors = device_info(device).multiprocessors
+        self.attention_kernels = attention.fastest_kernels(device)  # from which ``attention.kernel_set`` chooses
         self.one_scale = device_info(device).compute_capability != fp8.OF_BLOCKS
         optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.shared_memory = int(call(cu.cuDeviceGetAttribute, optin, device))  # bytes
@@ -321,10 +321,6 @@ class CudaOps(NormOps):
 
     # --- attention -----------------------------------------------------------------------------------
 
-    def family(self, dtype: str, head_dim: int) -> str:
-        """The member of ``attention.FAMILIES`` that computes attention."""
-        return attention.family_for(self.device, dtype, head_dim)
-
     def attention_mask(
         self, document_starts: Array | None, window: int | None, mask: Mask, positions: Array | None = None,
         key_positions: Array | None = None,
@@ -359,7 +355,7 @@ class CudaOps(NormOps):
             self._cache("merge", rows, 128, attend, partial, positions, attend.out, heads, chunks, window or 0)
 
     def _cache(self, name: str, grid: Any, block: int, attend: Attend, *arguments: Any, **defines: int) -> None:
-        every: dict[str, Any] = attention.macros(attend.qkv.dtype.name, attend.head_dim)
+        every: dict[str, Any] = attention.macros_of(attend)
         every |= {"WIDTH": 1, "ROW": attend.qkv.shape[1], "CHUNK": attention.CHUNK, **defines}
         self.launch("cache.cu", name, grid, block, *arguments, **every)
 
@@ -411,9 +407,9 @@ class CudaOps(NormOps):
 
     def own_loss(self, loss: Any, logits: Array, batch: Batch, losses: Array, backward: bool) -> None:
         if isinstance(loss, CudaLoss):
-            weights = 0 if batch.weights is None else batch.weights
+            path, weights = source_file(loss.source).name, 0 if batch.weights is None else batch.weights
             operands = logits, batch.targets, weights, losses, logits.shape[1]
-            self.launch(source_file(loss.source), "loss", len(logits), loss.threads, *operands, DTYPE=logits.dtype.name)
+            self.launch(path, "loss", len(logits), loss.threads, *operands, DTYPE=logits.dtype.name)
             return
         for given, out in zip(of_function(loss(logits, batch), losses, logits), (losses, logits), strict=True):
             array = given if isinstance(given, Array) else Array.from_dlpack(given, stream=self.stream)
@@ -482,10 +478,9 @@ def _power_of_two(size: int) -> int:
 
 
 @cache
-def source_file(source: str) -> str:
-    """The path of a file with a kernel of a ``CudaLoss``, which exists as long as this process."""
+def source_file(source: str) -> Any:
+    """A file with a kernel of a ``CudaLoss``, which exists as long as this process."""
     file = tempfile.NamedTemporaryFile("w", prefix="kos-loss-", suffix=".cu")  # noqa: SIM115
-    _files.append(file)
     file.write(f'#include "{KERNELS / "vectors.cuh"}"\n#line 1 "loss"\n{source}')
     file.flush()
-    return file.name
+    return file

@@ -4,9 +4,9 @@ Causal, within a rank's tokens; or of some of them to all others that another ra
 memory restricts both to documents and a sliding window, and one CUDA graph serves all batches.  Kernels are compiled
 with the macro MASKED then, and skip the blocks of keys that no query of a block sees, and those of queries.
 
-Three families of kernels compute the same function (``kernels/attention_*.cu``): ``hopper`` (wgmma and
-TMA, sm_90a), ``mma`` (tensor cores of every GPU since Ampere) and ``simple`` (any dtype, any head size up to 256:
-fp32 checks).  The first two take bfloat16 and float16 and head sizes 64 and 128.
+Three sets of kernels compute the same function (``kernels/attention_*.cu``): ``hopper`` (wgmma and TMA, sm_90a),
+``mma`` (tensor cores of every GPU since Ampere) and ``simple`` (any dtype: fp32 checks).  ``kernel_set`` chooses one,
+and ``unsupported`` says what a set does not compute.
 
 Nothing is allocated and nothing waits, so both calls can be captured in a CUDA graph; scratch memory of the
 backward comes from the arena.  No sum depends on the order in which blocks run: equal inputs, equal bits.
@@ -30,7 +30,7 @@ from kos.memory.array import Array
 from kos.train.ops import Attend, Mask
 
 KERNELS = Path(__file__).parent / "kernels"
-FAMILIES = ("hopper", "mma", "simple")
+KERNEL_SETS = ("hopper", "mma", "simple")  # the fastest first
 _TENSOR_CORE_HEAD_DIMS = (64, 128)
 MOST_HEAD_DIM = 256  # of attention_simple.cu
 CHUNK = 128  # keys of a block of cache.cu
@@ -50,23 +50,21 @@ BACKWARD = {"STAGES": 2}
 class _Task:
     """What the kernels of a call have in common: sizes, and the arguments and macros that say which keys are seen."""
 
-    samples: int
     length: int  # of a sample
     head_dim: int
     queries: slice
     keys: slice
+    kernels: str  # of KERNEL_SETS
     size: tuple[int, int, int, int]  # of which queries there are: samples, T, H, K
     others: tuple[int, ...]  # without causality: where the keys are, their number, and ``length``
     mask: tuple[int, ...]
     defines: dict[str, Define]
 
     @classmethod
-    def of(cls, attend: Attend) -> _Task:
-        """InvalidArgument if no kernel supports heads of this size."""
+    def of(cls, attend: Attend, fastest: str) -> _Task:
+        """InvalidArgument if no kernels from ``fastest`` on compute this attention."""
         (samples, _, length), head_dim, mask = attend.log_sum_exp.shape, attend.head_dim, attend.mask
-        if head_dim > MOST_HEAD_DIM:
-            raise InvalidArgument(f"attention: expected heads of at most {MOST_HEAD_DIM} elements, got {head_dim}")
-        others, bounds = tuple[int, ...](), tuple[int, ...]()
+        others, bounds, kernels = tuple[int, ...](), tuple[int, ...](), kernel_set(attend, fastest)
         queries = keys = slice(0, length)
         if attend.kv is not None:
             queries, keys = attend.queries, attend.keys
@@ -76,8 +74,7 @@ class _Task:
             firsts, lasts = mask.first_key.pointer + 4 * queries.start, mask.last_query.pointer + 4 * keys.start
             bounds = (firsts, lasts, queries.start, keys.start)
         size = (samples, queries.stop - queries.start, attend.heads, attend.kv_heads)
-        defines = macros(attend.qkv.dtype.name, head_dim, attend.kv is None, mask is not None)
-        return cls(samples, length, head_dim, queries, keys, size, others, bounds, defines)
+        return cls(length, head_dim, queries, keys, kernels, size, others, bounds, macros_of(attend))
 
     @property
     def key_count(self) -> int:
@@ -88,7 +85,7 @@ class _Task:
         return attend.log_sum_exp.pointer + 4 * self.queries.start
 
     def tokens(self, array: Array, tokens: slice) -> Tokens:
-        return Tokens(array, self.samples, self.length, tokens)
+        return Tokens(array, self.size[0], self.length, tokens)
 
 
 def attention_mask(
@@ -107,21 +104,20 @@ def attention_mask(
     )  # fmt: skip
 
 
-def attention(attend: Attend, ops: Any, family: str | None = None) -> None:
-    """``Ops.attention``. ``ops`` is a CudaOps; ``family`` is for measurements."""
-    task, qkv, out, kv, (heads, kv_heads) = _Task.of(attend), attend.qkv, attend.out, attend.kv, attend.shape
-    samples, head_dim, size = task.samples, task.head_dim, task.size
-    T, seen, defines = size[1], task.key_count, task.defines
-    family = family or ops.family(qkv.dtype.name, head_dim)
+def attention(attend: Attend, ops: Any) -> None:
+    """``Ops.attention``. ``ops`` is a CudaOps."""
+    task, qkv, out, kv = _Task.of(attend, ops.attention_kernels), attend.qkv, attend.out, attend.kv
+    samples, T, heads, kv_heads = size = task.size
+    head_dim, seen, defines = task.head_dim, task.key_count, task.defines
     (q, merged), lse = (_row(x, task.queries) for x in (qkv, out)), task.statistics(attend)
-    if family == "simple":
+    if task.kernels == "simple":
         operands = (q, merged, lse, *size, *task.others, *task.mask)
         ops.launch("attention_simple.cu", "attention_forward", _rows(samples * T * heads), 256, *operands, **defines)
         return
-    row, rows = head_dim * 2, _BLOCK if family == "mma" else 64 * FORWARD["CONSUMERS"]
+    row, rows = head_dim * 2, _BLOCK if task.kernels == "mma" else 64 * FORWARD["CONSUMERS"]
     grid = samples * heads * -(-T // rows)
     section = _section(samples * heads, heads // kv_heads, seen, head_dim)
-    if family == "mma":
+    if task.kernels == "mma":
         ops.launch(
             "attention_mma.cu", "attention_forward", grid, 256, q, merged, lse, *size, section, *task.others,
             *task.mask, shared=(_BLOCK + 4 * 64) * row, **defines,
@@ -142,18 +138,16 @@ def attention(attend: Attend, ops: Any, family: str | None = None) -> None:
 
 
 def attention_backward(
-    attend: Attend, d_out: Array, d_qkv: Array, arena: Arena, ops: Any, d_kv: Array | None = None,
-    family: str | None = None,
-) -> None:  # fmt: skip
+    attend: Attend, d_out: Array, d_qkv: Array, arena: Arena, ops: Any, d_kv: Array | None = None
+) -> None:
     """``Ops.attention_backward``, but that the ``keys`` alone of ``d_kv`` are written.
 
-    Takes ``take_scratch`` from ``arena``, whose arrays are of ``kos.memory.array``: 3 B H T floats (none in the simple
-    family) and on Hopper B H T d integers, where blocks add up dQ, and B K T / 64 floats more; T rounded up to 128.
+    Takes ``take_scratch`` from ``arena``, whose arrays are of ``kos.memory.array``: 3 B H T floats (none if ``simple``)
+    and on Hopper B H T d integers, where blocks add up dQ, and B K T / 64 floats more; T rounded up to 128.
     """
-    task, qkv, kv, (heads, kv_heads) = _Task.of(attend), attend.qkv, attend.kv, attend.shape
-    samples, length, head_dim, size = task.samples, task.length, task.head_dim, task.size
-    T, seen, defines = size[1], task.key_count, task.defines
-    family = family or ops.family(qkv.dtype.name, head_dim)
+    task, qkv, kv = _Task.of(attend, ops.attention_kernels), attend.qkv, attend.kv
+    samples, T, heads, kv_heads = size = task.size
+    length, head_dim, seen, defines = task.length, task.head_dim, task.key_count, task.defines
     if kv is None:
         first_key, kv_width = qkv.pointer + heads * head_dim * qkv.dtype.itemsize, heads + 2 * kv_heads
         d_keys = d_qkv.pointer
@@ -162,7 +156,7 @@ def attention_backward(
         first_key, kv_width, d_keys = task.others[0], 2 * kv_heads, _row(d_kv, task.keys)
     q, dq, d, o = (_row(x, task.queries) for x in (qkv, d_qkv, d_out, attend.out))
     lse = task.statistics(attend)
-    if family == "simple":
+    if task.kernels == "simple":
         for name, count, target in (
             ("attention_backward_q", T * heads, dq), ("attention_backward_kv", seen * kv_heads, d_keys),
         ):  # fmt: skip
@@ -171,7 +165,7 @@ def attention_backward(
         return
     threads = samples * _padded(T) * heads * (head_dim // 8)
     with arena.scope():
-        statistics, bounds, sums = take_scratch(attend.log_sum_exp, kv_heads, head_dim, family, arena, T, seen)
+        statistics, bounds, sums = take_scratch(task, arena)
         if bounds is not None:
             ops.launch(
                 "attention_statistics.cu", "attention_bounds", bounds.size // 2, 256, first_key, bounds, seen, length,
@@ -222,20 +216,15 @@ def _backward_mma(task: _Task, operands: tuple[int, int], d_keys: int, dq: int, 
         )  # fmt: skip
 
 
-def take_scratch(
-    log_sum_exp: Array, kv_heads: int, head_dim: int, family: str, arena: Arena, queries: int, keys: int
-) -> tuple[Array, Array | None, Array | None]:
-    """Memory that the backward takes for this number of ``queries`` and ``keys`` of each sample.
-
-    It holds statistics and, if dQ is added up in integers, the bounds of keys and values, and dQ.
-    """
-    samples, heads, _ = log_sum_exp.shape
+def take_scratch(task: _Task, arena: Arena) -> tuple[Array, Array | None, Array | None]:
+    """Memory of the backward: statistics and, if dQ is added up in integers, the bounds of keys and values, and dQ."""
+    samples, queries, heads, kv_heads = task.size
     rows = samples * heads * _padded(queries)
     statistics = arena.take((3 * rows,), np.float32)
-    if family != "hopper":
+    if task.kernels != "hopper":
         return statistics, None, None
-    bounds = arena.take((2 * samples * kv_heads * _padded(keys) // _PAD,), np.float32)
-    return statistics, bounds, arena.take((rows * head_dim,), np.int32)
+    bounds = arena.take((2 * samples * kv_heads * _padded(task.key_count) // _PAD,), np.float32)
+    return statistics, bounds, arena.take((rows * task.head_dim,), np.int32)
 
 
 def _padded(tokens: int) -> int:
@@ -247,13 +236,31 @@ def _row(array: Array, tokens: slice) -> int:
     return array.pointer + tokens.start * array.shape[1] * array.dtype.itemsize
 
 
-@functools.cache
-def family_for(device: int, dtype: str, head_dim: int) -> str:
-    """The fastest of FAMILIES that takes this dtype and head size on this GPU."""
+def fastest_kernels(device: int) -> str:
+    """The fastest of KERNEL_SETS that this GPU runs."""
     info = device_info(device)
-    if dtype == "float32" or head_dim not in _TENSOR_CORE_HEAD_DIMS or info.compute_capability < (8, 0):
-        return "simple"
-    return "hopper" if info.arch == "sm_90a" else "mma"
+    return "hopper" if info.arch == "sm_90a" else "mma" if info.compute_capability >= (8, 0) else "simple"
+
+
+def unsupported(kernels: str, attend: Attend) -> str | None:
+    """What the ``kernels`` of a set expect of an attention, and what they got. None: they compute it."""
+    dtype, head_dim = attend.qkv.dtype.name, attend.head_dim
+    if kernels == "simple":
+        return f"heads of at most {MOST_HEAD_DIM} elements, got {head_dim}" if head_dim > MOST_HEAD_DIM else None
+    if dtype == "float32":
+        return "bfloat16 or float16, got float32"
+    known = _TENSOR_CORE_HEAD_DIMS
+    return None if head_dim in known else f"heads of {' or '.join(map(str, known))} elements, got {head_dim}"
+
+
+def kernel_set(attend: Attend, fastest: str) -> str:
+    """The first of KERNEL_SETS, from ``fastest`` on, that computes this attention.
+
+    InvalidArgument if none does: what the simple kernels do not compute, no others do.
+    """
+    if why := unsupported("simple", attend):
+        raise InvalidArgument(f"attention: expected {why}")
+    return next(each for each in KERNEL_SETS[KERNEL_SETS.index(fastest) :] if not unsupported(each, attend))
 
 
 def _rows(count: int) -> int:
@@ -271,6 +278,11 @@ def macros(dtype: str, head_dim: int, causal: bool = True, masked: bool = False)
     """The macros of every file of kernels."""
     defines: dict[str, Define] = {"DTYPE": dtype, "HEAD_DIM": head_dim, "SCALE": f"{1 / math.sqrt(head_dim):.9e}f"}
     return defines | ({} if causal else {"CAUSAL": 0}) | ({"MASKED": 1} if masked else {})
+
+
+def macros_of(attend: Attend) -> dict[str, Define]:
+    """The macros of an attention, also of ``cache.cu``."""
+    return macros(attend.qkv.dtype.name, attend.head_dim, attend.kv is None, attend.mask is not None)
 
 
 class _Words:

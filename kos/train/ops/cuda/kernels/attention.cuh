@@ -1,7 +1,8 @@
 // What all attention kernels share: 16-bit types without CUDA's headers, softmax's arithmetic, order of blocks.
 //
 // Macros: HEAD_DIM; DTYPE bfloat16, float16 or (attention_simple.cu only) float32; SCALE = 1 / sqrt(HEAD_DIM); CAUSAL; MASKED.
-// Scores are kept in powers of two: exp(scale (s - max)) = exp2(LOG2_SCALE s - LOG2_SCALE max), one FFMA and one EX2.
+// Scores are kept without SCALE.  Exponentials have base 2: exp(SCALE (s - max)) = exp2(LOG2_SCALE s - LOG2_SCALE max), one
+// FFMA and one EX2.
 //
 // Tokens: qkv (B, T, W), W = (H + 2K) HEAD_DIM, holds the heads of q, then k, then v; out and d_out (B, T, H d).
 //
@@ -12,13 +13,13 @@
 //
 // With MASKED a query sees no key before its own first one, which may also leave it none without CAUSAL; see Mask.
 #pragma once
+#include "attention_scores.cuh"
 
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
 #define LOG2_E 1.4426950408889634f
-#define LN_2 0.6931471805599453f
 #define LOG2_SCALE (SCALE * LOG2_E)
 #define INFINITE __int_as_float(0x7f800000)
 
@@ -29,8 +30,6 @@ using u64 = unsigned long long;
 #define MASKED 0
 #endif
 
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
 #define float32 2
 #define float16 1
 #define bfloat16 0
@@ -42,6 +41,13 @@ __device__ inline float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+template <int N>
+__device__ inline void to_scores(float (&products)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) products[i] = score_of(products[i]);
+}
+__device__ inline float exponential(float score, float log2_shift) { return exp2_fast(score * LOG2_SCALE - log2_shift); }
 
 // Two floats as a pair of 16-bit values, `low` at the lower address.
 __device__ inline u32 pack(float low, float high) {

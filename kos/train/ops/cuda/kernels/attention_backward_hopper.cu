@@ -136,10 +136,8 @@ struct Worker {
         for (int j = 0; j < STEP / 2; j += 4) {
             const int query = j * 2 + lane % 4 * 2;
             const float2 lse = *(const float2*)&statistics[query / 64][0][query % 64];
-            scores[j] = exp2_fast(scores[j] * LOG2_SCALE - lse.x);
-            scores[j + 1] = exp2_fast(scores[j + 1] * LOG2_SCALE - lse.y);
-            scores[j + 2] = exp2_fast(scores[j + 2] * LOG2_SCALE - lse.x);
-            scores[j + 3] = exp2_fast(scores[j + 3] * LOG2_SCALE - lse.y);
+#pragma unroll
+            for (int i = j; i < j + 4; ++i) scores[i] = exponential(score_of(scores[i]), i % 2 ? lse.y : lse.x);
         }
         // Keys beyond the last are 0, but their probabilities may be inf, and dQ the sum of NaN.
         if ((CAUSAL ? token < key - row + 64 : keys < key - row + 64) || MASKED && token + STEP - 1 > unmasked)
@@ -163,9 +161,11 @@ struct Worker {
         for (int j = 0; j < STEP / 2; j += 4) {
             const int query = j * 2 + lane % 4 * 2;
             const float2 delta = *(const float2*)&statistics[query / 64][1][query % 64];
-            narrow_slopes[j / 2] = pack(scores[j] * (slopes[j] - delta.x), scores[j + 1] * (slopes[j + 1] - delta.y));
-            narrow_slopes[j / 2 + 1] =
-                pack(scores[j + 2] * (slopes[j + 2] - delta.x), scores[j + 3] * (slopes[j + 3] - delta.y));
+            const float2 lse = *(const float2*)&statistics[query / 64][0][query % 64];
+#pragma unroll
+            for (int i = j; i < j + 4; i += 2)
+                narrow_slopes[i / 2] = pack(product_gradient(scores[i], slopes[i], delta.x, lse.x),
+                                            product_gradient(scores[i + 1], slopes[i + 1], delta.y, lse.y));
         }
         wgmma_wait<0>();
         hold(dv);

@@ -123,8 +123,8 @@ __device__ inline void softmax(float (&scores)[KEYS / 2], float (&top)[2], float
         float sum = 0;
 #pragma unroll
         for (int i = 2 * half; i < KEYS / 2; i += 4) {
-            scores[i] = exp2_fast(scores[i] * LOG2_SCALE - shift);
-            scores[i + 1] = exp2_fast(scores[i + 1] * LOG2_SCALE - shift);
+            scores[i] = exponential(scores[i], shift);
+            scores[i + 1] = exponential(scores[i + 1], shift);
             sum += scores[i] + scores[i + 1];
         }
         total[half] = total[half] * factor[half] + sum;
@@ -170,6 +170,7 @@ __device__ inline void consume(Shared& s, float* out, float* log_sum_exp, Tiles 
         hold(scores);
         done(&s.k_empty[k.stage]);
         k.next();
+        to_scores(scores);
         mask(scores, row, tile * KEYS, work);
         softmax(scores, top, total, factor);
         narrow();
@@ -183,6 +184,7 @@ __device__ inline void consume(Shared& s, float* out, float* log_sum_exp, Tiles 
             wgmma_wait<1>();
             hold(scores);
             done(&s.k_empty[k.stage]);
+            to_scores(scores);
             if (CAUSAL && (tile + 1) * KEYS > work.first || MASKED && tile * KEYS < work.masked)
                 mask(scores, row, tile * KEYS, work);
             softmax(scores, top, total, factor);

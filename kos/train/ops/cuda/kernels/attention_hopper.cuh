@@ -14,7 +14,6 @@ struct alignas(64) TensorMap {
 #define PANELS (HEAD_DIM / PANEL_COLUMNS)
 #define ROW_BYTES 128
 #define BOX_ROWS 64                        // rows that one TMA instruction moves
-#define BOX_BYTES (BOX_ROWS * ROW_BYTES)
 
 __device__ inline u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 

@@ -74,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             load_wait<0>();
         __syncthreads();
         multiply_transposed<KEYS>(scores, q_tile, own, buffer);
+        to_scores(scores);
         if ((tile + 1) * KEYS > (CAUSAL ? first : keys) || MASKED && tile * KEYS < masked)
 #pragma unroll
             for (int i = 0; i < KEYS / 2; ++i) {
@@ -91,8 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             total[half] *= factor;
 #pragma unroll
             for (int i = 2 * half; i < KEYS / 2; i += 4) {
-                scores[i] = exp2_fast(scores[i] * LOG2_SCALE - shift);
-                scores[i + 1] = exp2_fast(scores[i + 1] * LOG2_SCALE - shift);
+                scores[i] = exponential(scores[i], shift);
+                scores[i + 1] = exponential(scores[i + 1], shift);
                 total[half] += scores[i] + scores[i + 1];
             }
 #pragma unroll
@@ -183,9 +184,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (int j = 0; j < STEP / 2; ++j) {
                 const int column = COLUMN_OF(j, lane);
-                scores[j] = exp2_fast(scores[j] * LOG2_SCALE - statistic[column]);
+                scores[j] = exponential(score_of(scores[j]), statistic[column]);
                 if (CAUSAL && token + column < key + LOWER(j) * 8 || MASKED && token + column > last[LOWER(j)]) scores[j] = 0;
-                slopes[j] = scores[j] * (slopes[j] - statistic[64 + column]);
+                slopes[j] = product_gradient(scores[j], slopes[j], statistic[64 + column], statistic[column]);
             }
 #pragma unroll
             for (int j = 0; j < STEP / 4; ++j) narrow[j] = pack(scores[2 * j], scores[2 * j + 1]);
@@ -260,10 +261,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (int j = 0; j < STEP / 2; ++j) {
                 const int half = LOWER(j);
-                scores[j] = exp2_fast(scores[j] * LOG2_SCALE - lse[half]);
+                scores[j] = exponential(score_of(scores[j]), lse[half]);
                 if (tile * STEP + COLUMN_OF(j, lane) > (CAUSAL ? row + half * 8 : keys - 1)) scores[j] = 0;
                 if (MASKED && tile * STEP + COLUMN_OF(j, lane) < low[half]) scores[j] = 0;
-                slopes[j] = scores[j] * (slopes[j] - delta[half]);
+                slopes[j] = product_gradient(scores[j], slopes[j], delta[half], lse[half]);
             }
 #pragma unroll
             for (int j = 0; j < STEP / 4; ++j) narrow[j] = pack(slopes[2 * j], slopes[2 * j + 1]);

@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int key = mask.first_key(at.sample, at.token); key < seen; ++key) {
         k.load(kv + (first_key + key) * kv_width + k_at);
         v.load(kv + (first_key + key) * kv_width + v_at);
-        const float score = SCALE * dot(q, k), high = fmaxf(top, score);
+        const float score = SCALE * score_of(dot(q, k)), high = fmaxf(top, score);
         const float factor = expf(top - high), probability = expf(score - high);
         top = high;
         total = total * factor + probability;
@@ -142,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int key = mask.first_key(at.sample, at.token); key < seen; ++key) {
         k.load(kv + (first_key + key) * kv_width + k_at);
         v.load(kv + (first_key + key) * kv_width + v_at);
-        dq.add(expf(SCALE * dot(q, k) - lse) * (dot(dout, v) - delta), k);
+        const float p = expf(SCALE * score_of(dot(q, k)) - lse);
+        dq.add(product_gradient(p, dot(dout, v), delta, lse * LOG2_E), k);
     }
     dq.store(d_qkv + q_at, SCALE);
 }
@@ -169,9 +170,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             q.load(qkv + (first + query) * width + head * HEAD_DIM);
             dout.load(d_out + out_at);
             o.load(out + out_at);
-            const float p = expf(SCALE * dot(q, k) - log_sum_exp[((long)at.sample * H + head) * stride + query]);
+            const float score = SCALE * score_of(dot(q, k));
+            const float lse = log_sum_exp[((long)at.sample * H + head) * stride + query], p = expf(score - lse);
             dv.add(p, dout);
-            dk.add(p * (dot(dout, v) - dot(dout, o)), q);
+            const float d_probability = dot(dout, v), delta = dot(dout, o);
+            dk.add(product_gradient(p, d_probability, delta, lse * LOG2_E), q);
         }
     Output* keys_gradient = gradient + (CAUSAL ? H * HEAD_DIM : 0);
     dk.store(keys_gradient + k_at, SCALE);

@@ -8,6 +8,7 @@
 // block without keys ends at once.
 //
 // -DDTYPE -DWIDTH (of a copy) -DHEAD_DIM (D) -DROW (elements of a row of qkv) -DSCALE -DCHUNK (also the threads of a block)
+#include "attention_scores.cuh"
 #include "vectors.cuh"
 
 using T = DTYPE;
@@ -57,7 +58,7 @@ extern "C" __global__ void attend(const T* qkv, const T* cache, const int* posit
         for (int j = 0; j < EACH; ++j)
             if (lane + 32 * j < D) dot = fmaf(q[j], widen(k[long(t) * D + lane + 32 * j]), dot);
         dot = warp_sum(dot);
-        if (lane == 0) scores[t] = dot;
+        if (lane == 0) scores[t] = score_of(dot, 1);  // the query is scaled
     }
     __syncthreads();
     float top = scores[0];

@@ -1,0 +1,195 @@
+"""Reads the tokens of a corpus: encodes text, checks token files, or takes the tokens that ``kos tokenize`` wrote."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kos.errors import DataError, SettingError
+from kos.train.config.options import TrainConfig
+from kos.train.data.chat import read_chat_template
+from kos.train.data.corpus import Corpus, Show
+from kos.train.data.documents import Lines
+from kos.train.data.prepared import prepared
+from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary, check_mask, pieces
+from kos.train.data.tokenized import CorpusDocuments, check_shards, fingerprint, read_manifest, read_rows, tokenize
+from kos.train.data.tokenizers import (
+    NumberTokenizer,
+    Tokenizer,
+    has_tokenizer,
+    how_to_make,
+    make_tokenizer,
+    tokenizer_from_json,
+)
+from kos.train.data.tokens import Separator, Shards, Tokens, unmasked
+
+_BEGINS = ("train.npy", "val.npy")
+"""The files in what is kept of token files that hold where documents begin."""
+
+
+def lines_of(config: TrainConfig, weights: str | None = None) -> Lines:
+    """How files are read with these settings."""
+    template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
+    return Lines(config.text_field, template, config.split_turns, config.encoding, config.token_dtype)
+
+
+def load_tokens(
+    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show, given: Tokenizer | None
+) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
+    """Training and validation tokens, in files, their tokenizer, and the JSON that ``prepared`` keeps.
+
+    The tokenizer is the one that is ``given``, or else that of the settings.
+    """
+    load = _load_tokenized if corpus.tokenized else _load_text if corpus.vocab_size is None else _load_tokens
+    return load(corpus, config, weights, show, given)
+
+
+def _load_tokens(
+    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show, given: Tokenizer | None
+) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
+    """``load_tokens`` of token files."""
+    tokenizer = given or _tokenizer_of_tokens(config, corpus)
+    separator = _separator_of_tokens(tokenizer, corpus)
+    shards, val_shards, held_out, trained_on = corpus.splits
+    masked = any(isinstance(shard, MaskedTokens) for shard in (*shards, *val_shards))
+    if config.loss_on == "all":
+        shards, val_shards = ([getattr(shard, "tokens", shard) for shard in each] for each in (shards, val_shards))
+
+    def make(folder: Path) -> dict[str, Any]:
+        every, counts = [*shards, *val_shards], 0
+        flags = [corpus.flags[number >= len(shards)][0] for number in range(len(every))]
+        for flag, shard in zip(flags, every, strict=True):
+            check_mask(flag, shard)
+        at, begins = [0, 0], [[np.zeros(1, np.int64)], [np.zeros(1, np.int64)]]  # of train and val
+        for number, piece in _pieces(every, show):
+            tokens, of = unmasked(piece), int(number >= len(shards))
+            if tokens.max() >= tokenizer.vocab_size:
+                raise beyond_vocabulary(flags[number], every[number], tokenizer.vocab_size)
+            if separator is not None:
+                begins[of].append(np.flatnonzero(tokens == separator.token) + at[of] + separator.ends)
+            at[of] += len(piece)
+            counts += int(np.count_nonzero(piece >= 0)) if masked and not of else 0
+        found = any(map(len, (*begins[0][1:], *begins[1][1:])))
+        for of, name in enumerate(_BEGINS):
+            places = np.unique(np.concatenate(begins[of]))
+            np.save(folder / name, places[places < at[of]])
+        between = "; no documents are marked"
+        if separator is not None and found:
+            between = f"; documents {'end' if separator.ends else 'begin'} with token {separator.token}"
+        about = {"held_out": held_out, "trained_on": trained_on, "several": found, "between": between}
+        return {"sha256": fingerprint([shard] for shard in every), "masked": masked, "counted": counts, **about}
+
+    how = ["tokens", tokenizer.vocab_size, separator, config.loss_on, corpus.below, config.token_dtype]
+    how += [corpus.other_val]
+    with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
+        whole = config.fit == "whole"  # else places are not needed in memory
+        documents: list[Any] = [np.load(folder / name) if whole else separator for name in _BEGINS]
+    none = [(shards or val_shards)[0][:0]]
+    return Tokens(shards or none, documents[0]), Tokens(val_shards or none, documents[1]), tokenizer, about
+
+
+def _tokenizer_of_tokens(config: TrainConfig, corpus: Corpus) -> Tokenizer:
+    if config.tokenizer == "auto":
+        return NumberTokenizer(config.model.vocab_size or corpus.vocab_size or 0)
+    if config.tokenizer == "chars":
+        expected = f"auto, bytes or a tokenizer.json for the token files {corpus.name}"
+        raise SettingError("--tokenizer", expected, "'chars'")
+    return make_tokenizer(config.tokenizer)
+
+
+def _separator_of_tokens(tokenizer: Tokenizer, corpus: Corpus) -> Separator | None:
+    """What is between documents of token files: what the tokenizer adds; of bare numbers what llm.c writes."""
+    before, after = tokenizer.document_affixes
+    if before or after:
+        return Separator(before[0], False) if before else Separator(after[-1], True)
+    size = corpus.vocab_size or 0
+    padded = range(size, -(-size // 128) * 128 + 1)  # rows of an embedding, of which some are no tokens
+    return Separator(BEGINS[size], False) if size in BEGINS and tokenizer.vocab_size in padded else None
+
+
+def _pieces(shards: Shards, show: Show) -> Iterator[tuple[int, NDArray[Any]]]:
+    """The number of the shard, and as many of its tokens as fit in memory, one after another."""
+    for number, shard in enumerate(shards):
+        show("reading the data", number / len(shards))
+        yield from ((number, piece) for piece in pieces(shard))
+
+
+def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
+    """The tokenizer that ``--tokenizer`` names.  ``auto`` is that of the weights in ``folder``, or ``bytes``."""
+    if config.tokenizer != "auto":
+        return config.tokenizer
+    if folder is not None and not has_tokenizer(Path(folder)):
+        expected = f"bytes, chars or the PATH of a tokenizer.json, as {folder} has none"
+        raise SettingError("--tokenizer", expected, f"auto{how_to_make(Path(folder))}")
+    return folder or "bytes"
+
+
+def _load_text(
+    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show, given: Tokenizer | None
+) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
+    """``load_tokens`` of text."""
+    how, make = tokenizing(corpus, config, weights, show, given)
+    with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
+        return *read_rows(folder, about), given or _tokenizer_of(about), about
+
+
+def _tokenizer_of(about: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that encoded the tokens which ``about`` describes."""
+    tokenizer = tokenizer_from_json(about["tokenizer"])
+    tokenizer.rules = about.get("rules", "")
+    return tokenizer
+
+
+def tokenizing(
+    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show, given: Tokenizer | None = None
+) -> tuple[list[Any], Callable[..., dict[str, Any]]]:
+    """What the tokens of text depend on beside its files, and ``make(folder, key)``, which writes them to a folder."""
+    spec = _tokenizer_of_text(config, weights)
+    tokenizer = given or (None if spec == "chars" else make_tokenizer(spec))
+    how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
+    template = read_chat_template(spec)
+    how += [config.split_special_tokens, config.text_field, config.loss_on, config.split_turns, corpus.below]
+    how += [corpus.other_val, config.encoding, *([template.source, template.special] if template else [])]
+    sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
+    how += [name for name, files in sources if not files]  # others are known by their files
+
+    def make(folder: Path, key: str = "") -> dict[str, Any]:
+        return tokenize(
+            folder, corpus, tokenizer or make_tokenizer(spec, text=CorpusDocuments(corpus)), key=key, show=show,
+            split_special_tokens=config.split_special_tokens, loss_on=config.loss_on,
+        )  # fmt: skip
+
+    return how, make
+
+
+def _load_tokenized(
+    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show, given: Tokenizer | None
+) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
+    """``load_tokens`` of a folder of ``kos tokenize``, whose checksums are compared once."""
+    source = corpus.tokenized
+    assert source is not None
+    about = read_manifest(source)
+    tokenizer = _tokenizer_of(about)
+    if given is not None and not tokenizer.is_like(given):
+        raise DataError(f"--data {source}: expected tokens of the tokenizer {given.name}, got {tokenizer.name}")
+    named = given is None and config.tokenizer not in ("auto", "chars") and make_tokenizer(config.tokenizer)
+    if named and not tokenizer.is_like(named):
+        raise SettingError("--tokenizer", f"{tokenizer.name}, that of {source}, or auto", named.name)
+    if about["masked"] and config.loss_on != about["loss_on"]:
+        expected = f"{about['loss_on']}, with which {source} was written"
+        raise SettingError("--loss-on", expected, config.loss_on)
+
+    def make(folder: Path) -> dict[str, Any]:
+        check_shards(source, about["shards"], show)
+        return {}
+
+    with prepared(corpus.files, ["tokenized"], make, corpus.val_files):
+        train, val = read_rows(source, about)
+    if given is not None:  # all is to validate on, or only what the folder holds out
+        train, val = train.part(0, 0), val if val.size else train
+    return train, val, given or tokenizer, about

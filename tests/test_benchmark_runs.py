@@ -1,0 +1,373 @@
+"""Runs of the programs that measure, each with few iterations: what they refuse, print and write."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import timeit
+from collections.abc import Callable, Iterable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.two_hosts import Impossible, two_hosts
+from kos import cuda
+from kos.bench import implementations, report
+from kos.bench.cases import OPERATIONS
+from kos.bench.implementations import Ours, not_measurable
+from kos.bench.measure import Run
+from kos.cuda import driver
+from tests.comm.shared_ranks import needs_core
+from tests.forked import python
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
+from tests.test_benchmark_cases import PLACES, Lazy
+
+ROOT = Path(__file__).resolve().parents[1]
+FEW = "--iterations 4 --no-plot"
+EVERY = (*OPERATIONS, "barrier")
+UNEVEN = ("barrier", *(op for op in OPERATIONS if op.endswith(("_v", "scan"))))
+OURS = [("mpi", "function"), ("mpi", "persistent")]
+Program = Callable[..., Any]
+
+
+def check_document(result: dict[str, Any], ranks: int) -> None:
+    assert tuple(result) == report.KEYS
+    assert result["driver"] is None and result["hardware"] and result["versions"]["numpy"] == np.__version__
+    assert "/" not in result["command"].replace("python -m", "")
+    for row in result["rows"]:
+        assert tuple(row) == report.ROW_KEYS
+        assert row["wrong"] == 0 and row["ranks"] in (ranks, 1)
+        assert 0 < row["time_us"] <= row["p99_us"] and row["cpu_us"] > 0
+        assert row["limit_us"] > 0 or row["ranks"] == 1 or row["arrays"] or row["op"] == "barrier"
+        assert row["algbw_gbps"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3, rel=1e-3)
+        assert row["mode"] in ("eager", "single_shot") and row["iterations"] >= 4
+
+
+def found(rows: Iterable[dict[str, Any]], *columns: str) -> set[tuple[Any, ...]]:
+    return {tuple(row[column] for column in columns) for row in rows}
+
+
+def test_on_threads(program: Program, tmp_path: Path) -> None:
+    done = program("kos.bench", f"--sizes 4K --ranks 3 --collective all {FEW} --json {{json}}")
+    rows = [row for row in done.result["rows"] if row["ranks"] == 3]
+    assert done.code == 0 and done.result["command"].startswith("python -m kos.bench --sizes 4K")
+    check_document(done.result, 3)
+    assert found(rows, "op", "in_place") == set(PLACES) and found(rows, "backend") == {("mock",)}
+    assert found(rows, "call") == {("function",), ("persistent",)}
+    assert done.out.count("# all_reduce on 3 ranks") == 1 and "0 wrong elements in" in done.out
+    assert done.out.count("# summary: ") == len(OPERATIONS) and done.out.endswith("# no picture (--no-plot)\n")
+    assert not (tmp_path / "result.png").exists()
+    pytest.importorskip("matplotlib")
+    from kos.bench.plot import plot, series
+
+    line = series([row for row in rows if row["op"] == "all_reduce"], "eager")["mock"]
+    assert found(line, "bytes", "in_place", "call") == {(4096, True, "function")} and len(line) == 1
+    two = [row for row in done.result["rows"] if row["op"] in ("all_reduce", "all_gather")]  # drawing takes long
+    plot({**done.result, "rows": two}, tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_an_algorithm_is_measured_where_it_exists(program: Program) -> None:
+    """Of the requested operations."""
+    names = "two_shot,one_shot,deterministic"
+    done = program("kos.bench", f"--collective all --algorithm {names} --place out --sizes 4K {FEW} --json {{json}}")
+    assert found(done.result["rows"], "op", "algorithm") == {
+        ("all_reduce", "two_shot"), ("all_reduce", "one_shot"), ("all_reduce", "deterministic"),
+        ("reduce_scatter", "one_shot"), ("reduce_scatter", "deterministic"), ("all_gather", "one_shot"),
+    }  # fmt: skip
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("ranks", "words", "backends"),
+    [
+        (2, "--sizes 1K", {"mpi", "mpi-native", "gloo"}),
+        (1, "--sizes 8 --backend mpi,mpi-native", {"mpi", "mpi-native"}),  # not the mock's threads
+        (3, f"--sizes 1K,2K --mode eager --place out --collective {','.join(UNEVEN)} --backend mpi,mpi-native",
+         {"mpi", "mpi-native"}),
+        (2, f"--sizes 4,1K --arrays 1,3 --collective {','.join(EVERY)} --backend mpi,mpi-native,mpi-again,mpi-c",
+         {"mpi", "mpi-native", "mpi-again", "mpi-c"}),
+    ],
+    ids=["two ranks", "one rank", "uneven sizes", "arrays in rotation"],
+)  # fmt: skip
+def test_beside_open_mpi(ranks: int, words: str, backends: set[str], tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    words = f"-m kos.bench --device host -n 4 {words} {'--no-plot ' * ('gloo' not in backends)}--json {file}"
+    done = run_program(MPIRUN, "-n", str(ranks), *python(), *words.split(), env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    result = report.read(file)
+    rows, measured = result["rows"], backends - result["skipped"].keys()
+    check_document(result, ranks)
+    assert result["command"].startswith(f"mpirun -n {ranks} python -m kos.bench --device host")
+    assert found(rows, "backend") == {(name,) for name in measured} and {"mpi", "mpi-native"} <= measured
+    assert result["skipped"].keys() <= {"gloo", "mpi-c"} & backends
+    if "--collective" not in words and ranks == 2:
+        assert "# summary: all_reduce on 2 ranks, eager; a peer's column" in done.stdout
+        last = done.stdout.splitlines()[-1]
+        if importlib.util.find_spec("matplotlib"):
+            assert last == f"# picture: {file.with_suffix('.png')}" and file.with_suffix(".png").exists()
+        else:
+            assert last.startswith("# no picture: a picture needs matplotlib")
+    elif ranks == 3:
+        assert found(rows, "op", "backend") == set(product(UNEVEN, measured))
+        assert len([row for row in rows if row["op"] == "barrier" and row["backend"] == "mpi-native"]) == 1
+    elif "--arrays" in words:
+        calls = {*OURS, ("mpi", "async"), *((name, "function") for name in measured)}
+        eager = [row for row in rows if row["mode"] == "eager"]
+        assert found(eager, "op", "backend", "call") == {(op, *call) for op in EVERY for call in calls}
+        modes = [(1, "eager"), (1, "single_shot"), (3, "eager")]
+        assert found(rows, "op", "arrays", "mode") == {(op, *each) for op in EVERY for each in modes}
+        assert found(rows, "op", "in_place") == {(op, op == "broadcast") for op in EVERY}
+        assert min(row["bytes"] for row in rows if row["op"] == "all_gather") == 8  # one element of each rank
+        assert "# time of kos / Open MPI" in done.stdout and "# geometric mean of all but all_reduce" in done.stdout
+
+
+def test_the_benchmark_needs_no_packages_of_the_trainer() -> None:
+    code = f"""import sys
+for name in ("pydantic", "rich", "safetensors", "threadpoolctl", "torch", "matplotlib"):
+    sys.modules[name] = None
+from kos.bench.__main__ import main
+sys.exit(main("--sizes 64 {FEW}".split()))"""
+    done = run_program(sys.executable, "-c", code, env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_wrong_elements_give_a_nonzero_exit_code(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementations, "Ours", Lazy)
+    assert program("kos.bench", f"--sizes 64 {FEW}").code == 1
+
+
+@pytest.mark.parametrize("reason", [None, "the compiled core is off: KOS_CORE=0"])
+def test_it_says_that_the_compiled_core_is_away(
+    reason: str | None, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kos._core.unavailable", reason)
+    done = program("kos.bench", f"--sizes 64 {FEW}")
+    assert done.code == 0 and ("; ranks of one host share no memory" in done.out) == (reason is not None)
+
+
+@pytest.mark.parametrize(("warmup", "untimed"), [(0, 0), (1, 1), (9, 3)])
+def test_the_warm_up_is_not_timed(warmup: int, untimed: int, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches of four calls, of one implementation and the copy that gives the limit."""
+    batches, batch = list[str](), Run.batch
+    monkeypatch.setattr(Run, "batch", lambda run, *given: batches.append(str(run.name)) or batch(run, *given))
+    done = program("kos.bench", f"--ranks 1 --sizes 64 -w {warmup} --place in --mode eager {FEW} --json {{json}}")
+    assert done.code == 0 and batches.count("copy") == untimed + 5
+    assert {row["iterations"] for row in done.result["rows"]} == {20}
+
+
+# --- refusals ----------------------------------------------------------------------------------------------
+
+SIZE = "expected a size such as 512, 64K or 16M, got"
+REFUSED = [
+    ("--sizes 4K,4Q", f"--sizes: {SIZE} '4Q'"),
+    ("-b 1.5K", f"-b/--min-bytes: {SIZE} '1.5K'"),
+    ("-e 0", f"-e/--max-bytes: {SIZE} '0'"),
+    ("-b 4K -e 1K", "-e/--max-bytes: expected at least the 4096 of -b, got 1024"),
+    ("-f 1", "-f/--factor: expected a number from 2 on, got 1"),
+    ("--sizes 4K -b 1K -f 2", "--sizes: expected no -b, -e or -f beside it, got -b, -f"),
+    ("-w -1", "expected numbers from 1, 1 and 0 on, got 200, 2 and -1"),
+    ("--iterations 0", "expected numbers from 1, 1 and 0 on, got 0, 2 and 1"),
+    ("--backend smoke", "--backend: expected some of"),
+    ("--mode fast", "--mode: expected some of"),
+    ("--mode eager,graph --device host", "--mode: expected some of eager, single_shot on a host, got 'graph'"),
+    ("--collective all_reduced", "--collective: expected some of"),
+    ("--dtype bool", "--dtype: expected one of float64, "),
+    ("--dtype complex64 --collective all_gather", "--dtype: expected one of float64, "),
+    ("--seed -1", "--seed: expected a number from 0 on, got -1"),
+    ("--algorithm foo", "--algorithm: expected some of auto, ring, "),
+    ("--algorithm ring --collective broadcast", "--algorithm: expected some of auto, got 'ring'"),
+    ("--algorithm deterministic --collective all_gather", "got 'deterministic'"),
+    ("--arrays 1,x", "--arrays: expected numbers from 1 to 1000 such as 1,100, got 'x'"),
+    ("--arrays 1 --algorithm ring", "--arrays: expected host memory and no --algorithm"),
+    ("--sizes", "--sizes: expected one argument, got none"),
+    ("--foo", "unrecognized arguments: --foo"),
+    ("--plot x.png --no-plot", "--plot, --no-plot: expected one of them, got both"),
+    ("--plot x.gif", "x.gif: expected a picture's name that ends in .png or .svg"),
+    ("--json /nowhere/x", "/nowhere/x: expected a file to write, got no such folder"),
+    ("--device gpu", "--device gpu: "),
+    ("--sizes 64,4 --dtype float64", "all_reduce: expected at least one float64 for each of 2 ranks"),
+    ("--op avg --ranks 3", "avg: is exact"),
+    ("--backend gloo", "nothing to measure on a host: gloo: needs mpirun"),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "said"),
+    [
+        *(("kos.bench", *row) for row in REFUSED),
+        ("kos.bench.plot", "{folder}/no {folder}/x.png", "No such file"),
+        ("kos.bench.plot", "{json} {folder}/x.png", "result.json: expected a result of kos.bench, got "),
+        ("benchmarks.train", "--preset 124m --device cuda", "--device cuda: expected a GPU, got none: no CUDA driver"),
+    ],
+)
+def test_one_line_says_what_is_wrong(
+    module: str, words: str, said: str, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is measured."""
+    if module == "kos.bench.plot":
+        pytest.importorskip("matplotlib")
+    (tmp_path / "result.json").write_text('{"rows": [{}]}')
+    monkeypatch.setattr(cuda, "unavailable", lambda: "no CUDA driver")
+    done = program(module, words)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith("kos: error: ") and said in done.err
+
+
+def test_an_operation_that_no_backend_has_is_refused(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ours, "bind", lambda *_: None)
+    done = program("kos.bench", "--sizes 64")
+    said = "nothing was measured: expected a backend that has one of these operations, got none"
+    assert (done.code, done.err) == (2, f"kos: error: {said}\n")
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "bench --collective foo", "bench --foo", "bench --json /nowhere/x", "bench --device gpu",
+        "bench foo", "foo", "doctor --foo", "tune --foo",
+    ],
+)  # fmt: skip
+def test_rank_0_alone_refuses(typed: str) -> None:
+    if "gpu" in typed and driver.unavailable() is None:
+        pytest.skip("needs a machine without a GPU")
+    done = run_program(MPIRUN, "-n", "2", sys.executable, "-m", "kos", *typed.split(), env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("kos: ") == 1, done.stderr
+    assert done.stderr.startswith("kos: error: ")
+
+
+@pytest.mark.parametrize(
+    ("backends", "gpu", "no_gpu", "reasons"),
+    [
+        ("peer nccl", False, "no CUDA driver", {"peer": "no CUDA driver", "nccl": "no CUDA driver"}),
+        ("peer mpi", False, None, {"peer": "it is for GPUs"}),
+        ("mpi gloo peer", True, None, {"mpi": "it is for a host", "gloo": "it is for a host"}),
+        ("mock", False, None, {"mock": "its ranks are threads of one process (start without mpirun)"}),
+        ("", False, None, {}),
+    ],
+)
+def test_why_a_backend_cannot_be_measured(
+    backends: str, gpu: bool, no_gpu: str | None, reasons: dict[str, str]
+) -> None:
+    assert not_measurable(backends.split(), gpu, no_gpu) == reasons
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "torch", "code", "said"),
+    [
+        ("benchmarks.kernels", "", True, 1, "benchmarks.kernels: expected a GPU, got none: no CUDA driver\n"),
+        ("benchmarks.kernels", "", False, 1, "benchmarks.kernels: expected PyTorch (pip install torch), got none\n"),
+        ("benchmarks.kernels", "--help", False, 0, "usage: "),
+        ("benchmarks.kernels", "--bogus", False, 2, "--bogus"),
+        ("benchmarks.recorder", "--help", False, 0, "usage: "),
+        ("benchmarks.recorder", "--bogus", False, 2, "--bogus"),
+        ("benchmarks.recorder", "--json {folder}/none/x.json", False, 1, "expected a file to write, got no such"),
+    ],
+)
+def test_arguments_are_checked_before_requirements(
+    module: str, words: str, torch: bool, code: int, said: str, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch:
+        pytest.importorskip("torch")
+    else:
+        monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(cuda, "unavailable", lambda: "no CUDA driver")
+    done = program(module, words)
+    assert done.code == code and said in (done.err or done.out) and (code == 0) == ("usage: " in done.out)
+    assert code != 1 or (done.err.startswith("kos: error: ") and done.err.count("\n") == 1 and done.out == "")
+
+
+# --- other programs ----------------------------------------------------------------------------------------
+
+
+@needs_core
+def test_the_costs_of_the_recorder(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("timeit.repeat", lambda call, number, repeat: [timeit.timeit(call, number=number)])
+    result = program("benchmarks.recorder", "--json {json}").result
+    assert result.keys() >= {"hardware", "versions", "date", "commit"} and str(tmp_path) not in str(result)
+    assert [row.get("ranks") for row in result["rows"]] == [None, 2, 4, 8]
+
+
+def test_call_costs_of_two_trees_are_compared(program: Program) -> None:
+    done = program("benchmarks.compare", f"{ROOT} {ROOT} --ranks 1 --backend tcp --rounds 1 --json {{json}}")
+    rows = done.result["rows"]
+    assert [row["call"] for row in rows] == ["tcp eager", "tcp persistent"]
+    assert all(len(row[tree]) == 1 and 100 < row[tree][0] < 1e7 for row in rows for tree in ("old", "new"))
+    _, heading, line, *_ = done.out.splitlines()
+    assert heading.split()[:4] == ["call", "old", "new", "new/old"] and line.startswith("tcp eager ")
+    old, new, ratio = map(float, line.split()[2:5])
+    assert abs(ratio - new / old) < 0.01
+
+
+SMALL = """--hidden-size 16 --intermediate-size 24 --num-hidden-layers 2 --num-attention-heads 2 --num-key-value-heads 2
+--device cpu --json {json} """
+
+
+def test_times_of_prefill_and_steps(program: Program) -> None:
+    done = program("benchmarks.generate", SMALL + "--seq-len 64 --prompt 40 --tokens 6 --batches 1 3 --peers uncached")
+    rows, lines = done.result["rows"], done.out.splitlines()[1:]
+    assert [(row["source"], row["batch"]) for row in rows] == [(x, n) for n in (1, 3) for x in ("kos", "uncached")]
+    for row, line in zip(rows, lines, strict=True):
+        assert row["prefill_s"] > 0 and row["step_ms"] > 0 and row["bound_ms"] == 0
+        assert line.startswith(row["source"]) and f"{row['step_ms']:.3f}" in line
+
+
+def test_shares_of_a_step(program: Program) -> None:
+    done = program("benchmarks.optimizers", SMALL + "--seq-len 16 --batch-size 4 --repeats 2")
+    rows = done.result["rows"]
+    assert [row["optimizer"] for row in rows] == ["adamw", "muon"]
+    for row in rows:
+        assert 0 < row["update_ms"] < row["step_ms"] and row["share"] == row["update_ms"] / row["step_ms"]
+        assert row["optimizer"] in done.out and f"{row['share']:.1%}" in done.out
+    assert rows[0]["state_bytes"] > rows[1]["state_bytes"] > rows[0]["state_bytes"] / 2
+
+
+def test_a_run_becomes_a_file(program: Program, tmp_path: Path) -> None:
+    steps = [
+        {"step": 1, "loss": 5.25, "lr": 0.1, "tokens_per_second": 10.0, "val_loss_before": 5.5},
+        {"step": 2, "loss": 3.123456, "lr": 0.1, "tokens_per_second": 30.0, "val_loss": 4.0},
+        {"step": 3, "loss": 3.0, "lr": 0.1, "tokens_per_second": 20.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    log = ["kos: begins", "step   1/12  loss 5", "step  2/12  loss 3  val_loss 4", "step  3/12  loss 3", "done"]
+    (tmp_path / "log").write_text("\n".join(log))
+    words = "{folder} --command 'make train' --log {folder}/log --json {json}"
+    result = program("benchmarks.loss_curve", words).result
+    assert result["command"] == "make train" and result["tokens_per_second"] == 20 and result["val_loss_before"] == 5.5
+    assert result["rows"][1] == {"step": 2, "loss": 3.1235, "val_loss": 4.0, "lr": 0.1} and len(result["rows"]) == 3
+    assert result["output"] == [*log[:3], "done"]
+
+
+def test_training_beside_8_bits(tmp_path: Path) -> None:
+    """The same weights and tokens, a row each; it needs no torch."""
+    flags = SMALL.format(json=tmp_path / "rows.json") + "--seq-len 32 --vocab-size 512 --per-rank 4 --steps 2"
+    words = f"-m benchmarks.train {flags} --repeats 1 --ranks 1 --compare fp8"
+    done = run_program(sys.executable, *words.split(), env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    float32, fp8 = report.read(tmp_path / "rows.json")["rows"]
+    assert [(row["implementation"], row["variant"]) for row in (float32, fp8)] == [("kos", "float32"), ("kos", "fp8")]
+    assert 0 < fp8["loss_difference"] < 1e-2 and float32["loss"] == pytest.approx(fp8["loss"], rel=1e-2)
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_between_two_hosts(tmp_path: Path) -> None:
+    try:
+        with two_hosts(tmp_path, "1gbit"):
+            pass
+    except Impossible as why:
+        pytest.skip(str(why))
+    if "(Open MPI) 5" not in run_program(MPIRUN, "--version").stdout:
+        pytest.skip("needs Open MPI 5")
+    words = f"-m benchmarks.between_hosts --sizes 64K --operations all_reduce --json {tmp_path / 'rows.json'}"
+    env = OUTSIDE | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = run_program(sys.executable, *words.split(), env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (row,) = report.read(tmp_path / "rows.json")["rows"]
+    assert row["bytes"] == 1 << 16 and row["limit_us"] == 524.3  # 64 KiB leave a host at 125 MB/s
+    assert min(row["kos us"], row["kos fp8 us"] * 3, row["Open MPI us"]) >= row["limit_us"]

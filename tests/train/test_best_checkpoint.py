@@ -1,0 +1,276 @@
+"""``--eval-data``, ``--keep-best`` and ``--patience``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import ConfigError, DataError
+from kos.testing import spawn
+from kos.train import checkpoint
+from kos.train.config.flags import parse
+from kos.train.data.batch import Batch
+from kos.train.data.batches import load_data
+from kos.train.device.cpu import CpuDevice
+from kos.train.run import Trainer
+from kos.train.tokenize import tokenize
+from kos.train.tools.metrics import read_metrics
+from tests.train import emulated_runs, test_fit
+from tests.train.emulated_runs import emulated
+from tests.train.refusal import refused
+from tests.train.sharded import tensors_of_run
+from tests.train.test_loop import _config, _train, text
+from tests.train.test_loss_masks import write_lines
+
+__all__ = ["emulated", "text"]
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data to validate on: a text, and prompts with completions."""
+    folder = tmp_path_factory.mktemp("others")
+    (folder / "zig.txt").write_text("zig zag " * 99)
+    pairs = [{"prompt": "zig ", "completion": "zag " * count} for count in (1, 2, 5, 3)]
+    write_lines(folder / "pairs.jsonl", pairs * 9)
+    return folder
+
+
+def named(others: Path) -> list[str]:
+    return [f"zig={others / 'zig.txt'}", f"pairs={others / 'pairs.jsonl'}"]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})])
+def test_the_losses_are_those_of_val_data(
+    text: Path, others: Path, tmp_path: Path, ranks: int, layout: dict[str, int]
+) -> None:
+    """Training does not change, and neither does val_loss."""
+    how: dict[str, Any] = {"steps": 4, "eval_every": 2, "save_every": 0, "sample_tokens": 0, **layout}
+    plain = _train(text, tmp_path / "plain", 1, **how | dict.fromkeys(layout, 1))
+    rows = _train(text, tmp_path / "more", ranks, **how, eval_data=named(others))
+    for key in ("loss", "val_loss", "val_loss_before"):
+        np.testing.assert_allclose([row[key] for row in rows if key in row], [x[key] for x in plain if key in x], 1e-5)
+    for each in named(others):
+        name, _, path = each.partition("=")
+        assert [row["step"] for row in rows if f"val_loss/{name}" in row] == [2, 4]
+        assert f"val_loss_before/{name}" in rows[0]
+        step4 = str(tmp_path / "more" / "checkpoints" / "step-4")
+        on = {"steps": 5, "eval_every": 1, "resume": step4, "lr": 1e-30, "fit": "whole" if name == "pairs" else "cut"}
+        alone = _train(text, tmp_path / name, 1, **how | dict.fromkeys(layout, 1) | on, val_data=path)
+        assert rows[-1][f"val_loss/{name}"] == pytest.approx(alone[-1]["val_loss"], rel=1e-5)
+
+
+def test_a_gpu_has_the_losses_of_a_cpu(emulated: None, text: Path, others: Path, tmp_path: Path) -> None:
+    runs = [
+        emulated_runs.train(text, tmp_path / device, device, seq_len=16, eval_data=named(others))
+        for device in ("cpu", "cuda")
+    ]
+    for key in ("val_loss/zig", "val_loss/pairs"):
+        each = [[row[key] for row in rows if key in row] for rows in runs]
+        assert each[0]
+        np.testing.assert_allclose(*each, rtol=1e-5)
+
+
+def test_all_of_a_file_is_validated_on_by_the_tokenizer_of_the_run(text: Path, others: Path) -> None:
+    """Its characters need not all be in there, and a character that the run does not know is named."""
+    config = _config(text, None, tokenizer="chars", seq_len=8, eval_data=[f"a={others / 'a.txt'}"])
+    (others / "a.txt").write_text("rank ring tree")
+    data = load_data(config)
+    assert data.others["a"].tokenizer is data.tokenizer and data.others["a"].val.size == 14
+    assert data.tokenizer.decode(data.others["a"].val.window(0, 14)) == "rank ring tree"
+    (others / "a.txt").write_text("rank Z ring tree")
+    with refused(DataError, "expected one of its ", "got 'Z' at character 5"):
+        load_data(config)
+    (others / "a.txt").write_text("rank")
+    with refused(DataError, f"--eval-data {others / 'a.txt'}: expected at least --seq-len + 1 = 9 tokens"):
+        load_data(config)
+    with refused(ConfigError, "--eval-data: expected stdlib, tinyshakespeare, or the path", "got 'no'"):
+        load_data(config.model_copy(update={"eval_data": ("a=no",)}))
+
+
+def test_tokens_of_kos_tokenize(text: Path, others: Path, tmp_path: Path) -> None:
+    """What such a folder holds out, or else all of it, if its tokens are those of the run's tokenizer."""
+    val = text.read_text()[:300]
+    (tmp_path / "val.txt").write_text(val)
+    write_lines(tmp_path / "one.jsonl", [{"prompt": "one ", "completion": "rank ring"}])
+    tokenize(tmp_path / "both", [str(text)], val_data=str(tmp_path / "val.txt"))
+    for name, folder in (("pairs", others), ("one", tmp_path)):
+        tokenize(tmp_path / name, [str(folder / f"{name}.jsonl")])
+    named = [f"{name}={tmp_path / name}" for name in ("both", "pairs", "one")]
+    data = load_data(_config(text, None, seq_len=8, eval_data=named))
+    both = data.others["both"].val
+    assert data.tokenizer.decode(both.window(0, both.size)).strip() == val.strip()
+    assert data.others["one"].val.size == 13, "it holds nothing out"
+    alone = load_data(_config(tmp_path / "pairs", None, seq_len=8))
+    assert data.others["pairs"].val.size == alone.val.size and data.others["pairs"].val.masked
+    with refused(DataError, f"--eval-data {tmp_path / 'both'}: expected tokens of the tokenizer chars", "got bytes"):
+        load_data(_config(text, None, tokenizer="chars", seq_len=8, eval_data=named[:1]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--eval-data", "x"], "--eval-data: expected NAME=PATH, each NAME once, got 'x'"),
+        (["--eval-data", "a/b=x"], "--eval-data: expected NAME=PATH"),
+        (["--eval-data", "a="], "--eval-data: expected NAME=PATH"),
+        (["--eval-data", "a=x", "--eval-data", "a=y"], "each NAME once, got 'a=x'"),
+        (["--data", "b:1", "--data", "c:1", "--eval-data", "b=x"], "--eval-data: expected another NAME than a source"),
+        (["--keep-best", "loss"], "--keep-best: expected one of val_loss, got loss"),
+        (["--keep-best", "val_loss/b", "--eval-data", "a=x"], "expected one of val_loss, val_loss/a, got val_loss/b"),
+        (["--keep-best", "val_loss", "--eval-batches", "0"], "--eval-batches: expected at least 1 (--keep-best)"),
+        (["--patience", "2", "--eval-batches", "0"], "--eval-batches: expected at least 1 (--patience), got 0"),
+        (["--patience", "2", "--eval-every", "0"], "--eval-every: expected at least 1 (--patience), got 0"),
+        (["--patience", "2", "--elastic"], "--patience: expected none (--elastic), got 2"),
+        (["--keep-best", "val_loss", "--elastic"], "--keep-best: expected none (--elastic), got val_loss"),
+    ],
+)
+def test_what_is_refused(flags: list[str], expected: str) -> None:
+    with refused(ConfigError, expected):
+        parse(flags)
+    parse(["--data", "b:1", "--data", "c:1", "--keep-best", "val_loss/b", "--patience", "1"])
+
+
+# --- the best checkpoint ----------------------------------------------------------------------------------------
+
+LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 2.5, 12: 2.75, 14: 2.6, 16: 2.55, 18: 2.0}
+"""Validation losses by steps."""
+
+
+def run(
+    text: Path, out: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 1, steps: int = 18, **changes: Any
+) -> tuple[list[int], str]:
+    """A run with these ``LOSSES``: the steps that are saved at its end, and which of them is the best."""
+    trainers: list[Trainer] = []
+
+    def evaluate(device: CpuDevice) -> dict[str, float]:
+        step = next(trainer for trainer in trainers if trainer.device is device).steps_done
+        return {"val_loss": 1.0, "val_loss/zig": LOSSES.get(step, 9.0)}
+
+    def train(comm: Any) -> None:
+        trainers.append(Trainer(_config(text, out, steps=steps, **how), comm))
+        trainers[-1].run()
+
+    (text.parent / "zig.txt").write_text("zig zag " * 99)
+    how = {"eval_every": 2, "save_every": 0, "keep": 1, "sample_tokens": 0, "keep_best": "val_loss/zig",
+           "eval_data": [f"zig={text.parent / 'zig.txt'}"], **changes}  # fmt: skip
+    monkeypatch.setattr(CpuDevice, "evaluate", evaluate)
+    spawn(train, ranks, timeout=100)
+    best = out / "checkpoints" / "best"
+    steps = [step for step, _ in checkpoint.steps_in(out / "checkpoints")]
+    return steps, best.readlink().name if best.is_symlink() else ""
+
+
+@pytest.mark.parametrize(("ranks", "changes"), [(1, {}), (2, {"tp": 2}), (1, {"save_async": True})])
+def test_the_best_is_kept_besides_the_newest(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, ranks: int, changes: dict[str, Any]
+) -> None:
+    assert run(text, tmp_path, monkeypatch, ranks, steps=17, **changes) == ([10, 17], "step-10")
+    best = tmp_path / "checkpoints" / "best"
+    assert f"best:       {best} (val_loss/zig 2.5000 at step 10)" in capsys.readouterr().out
+    assert checkpoint.find(best).step == 10
+    assert json.loads((best / "manifest.json").read_text())["best"] == {"val_loss/zig": 2.5}
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [*range(1, 18)]
+
+
+def test_equal_losses_keep_the_first(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(text, tmp_path, monkeypatch, steps=9) == ([4, 9], "step-4")
+
+
+def test_saving_the_best_changes_nothing_else(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(text, tmp_path / "best", monkeypatch, steps=6)
+    run(text, tmp_path / "none", monkeypatch, steps=6, keep_best=None)
+    assert tensors_of_run(tmp_path / "best") == tensors_of_run(tmp_path / "none")
+
+
+@pytest.mark.parametrize(("patience", "ended"), [(1, 6), (2, 8), (3, 16), (4, 18)])
+def test_patience(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, patience: int, ended: int
+) -> None:
+    """It counts validations since the best, and both ranks end at the same step, which is saved."""
+    steps, best = run(text, tmp_path, monkeypatch, ranks=2, patience=patience)
+    assert steps[-1] == ended and best == f"step-{ {6: 4, 8: 4, 16: 10, 18: 18}[ended]}"
+    without = "1 validation" if patience == 1 else f"{patience} validations"
+    said = f"val_loss/zig has not fallen in {without} (--patience): stopped after step {ended}; resume with: "
+    assert (said in capsys.readouterr().out) == (ended < 18)
+
+
+def test_patience_alone_is_that_of_val_loss(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(text, tmp_path, monkeypatch, keep_best=None, patience=3) == ([2, 8], "step-2")
+
+
+def test_a_resumed_run_knows_the_best(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(text, tmp_path, monkeypatch, steps=12)
+    assert run(text, tmp_path, monkeypatch, steps=15, resume="auto") == ([10, 15], "step-10")
+    assert run(text, tmp_path, monkeypatch, resume="auto", patience=3) == ([10, 16], "step-10")
+    assert run(text, tmp_path, monkeypatch, resume="auto") == ([18], "step-18")
+
+
+def test_a_best_after_the_step_that_a_run_resumes_from_is_gone(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes back before it. Until its next validation there is no best."""
+    run(text, tmp_path, monkeypatch, steps=10, keep=9, save_every=3)
+    before = tmp_path / "checkpoints" / "step-3"
+    assert run(text, tmp_path, monkeypatch, steps=5, eval_every=9, resume=str(before), keep=9)[1] == "step-5"
+    assert run(text, tmp_path, monkeypatch, steps=8, resume=str(before), keep=9)[1] == "step-4"
+
+
+class Weighted:
+    """Validation batches with these losses, one for each validation, if the ``loss`` is that of the weights."""
+
+    def __init__(self, losses: Iterable[float]) -> None:
+        self.losses = iter(losses)
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield test_fit.batch_of(0, weights=np.full((test_fit.ROWS, test_fit.TOKENS), next(self.losses), np.float32))
+
+    @staticmethod
+    def loss(logits: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        return np.ones(len(logits)) if batch.weights is None else batch.weights, np.zeros_like(logits)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_of_a_program_keeps_the_best_and_stops(tmp_path: Path, capsys: Any, ranks: int) -> None:
+    """By its own loss, of its own batches."""
+    config = test_fit.config_of(tmp_path, steps=20, eval_every=1, keep=1, keep_best="val_loss", patience=2)
+    own = {"batches": test_fit.batches_of(20), "loss": Weighted.loss}
+    losses = [9.0, 5.0, 3.0, 4.0, 2.5, 2.5, 2.75]  # the first is that before training
+    results = test_fit.on_ranks(ranks, config, lambda rank: {"val_batches": Weighted(losses)}, **own)
+    assert [(result.step, result.stopped) for result in results] == [(6, True)] * ranks
+    assert [row["val_loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == pytest.approx(losses[1:])
+    found = [step for step, _ in checkpoint.steps_in(tmp_path / "checkpoints")]
+    assert (found, (tmp_path / "checkpoints" / "best").readlink().name) == ([4, 6], "step-4")
+    said = "val_loss has not fallen in 2 validations (--patience): stopped after step 6; resume"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "program", "expected"),
+    [
+        ({"keep_best": "val_loss"}, {"batches": ()},
+         "--keep-best: expected none with batches of one's own, got val_loss"),
+        ({"patience": 1}, {"batches": ()}, "--patience: expected none with batches of one's own, got val_loss"),
+        ({"eval_data": ["a=x"]}, {"batches": ()}, "--eval-data: expected none with batches of one's own, got a=x"),
+        ({"eval_data": ["a=x"]}, {"val_batches": ()}, "--eval-data: expected none with batches of one's own, got a=x"),
+        ({"data": ["a:1", "b:1"], "keep_best": "val_loss/a"}, {"val_batches": ()},
+         "--keep-best: expected none or val_loss with batches of one's own, got val_loss/a"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_of_a_program(changes: Any, program: Any, expected: str, tmp_path: Path) -> None:
+    with refused(ConfigError, expected):
+        Trainer(test_fit.config_of(tmp_path, backend="mock", **changes), **program)
+
+
+def test_a_run_resumes_from_another_folder(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths of --eval-data are those of the folder where it began."""
+    run(text, tmp_path / "run", monkeypatch, steps=2)
+    values = json.loads((tmp_path / "run" / "config.json").read_text())
+    values["config"]["eval_data"] = ["zig=zig.txt", "other=stdlib"]
+    (tmp_path / "config.json").write_text(json.dumps({**values, "cwd": str(text.parent)}))
+    assert parse(["--config", str(tmp_path / "config.json")]).eval_data == (
+        f"zig={text.parent / 'zig.txt'}", "other=stdlib",
+    )  # fmt: skip
