@@ -1,4 +1,7 @@
-"""Files that appear whole or must stay as they are, the user's cache, checks of output files, closed output pipes."""
+"""Files that appear whole or must stay as they are, the user's cache, checks of output files, closed output pipes.
+
+Also the palette of pictures.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,10 @@ from pathlib import Path
 from kos.errors import BackendUnavailable, InvalidArgument, install
 
 PICTURES = (".png", ".svg")
+PALETTE = ("#0b6fb8", "#c2410c", "#2f7d32", "#7c3aed", "#a16207", "#be185d", "#0e7490", "#6b3a1e", "#7b8794", "#1f2933")
+"""The colours of all pictures of kos, in the order in which a picture uses them: dark enough for text on white."""
+PALETTE_LIGHT = ("#7dbdec", "#f5b08a", "#94cc97")
+"""The first three, light enough for black text: variants of what the dark ones show."""
 _drafts = itertools.count()
 
 

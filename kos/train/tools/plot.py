@@ -16,10 +16,9 @@ import numpy as np
 
 from kos.commands import program
 from kos.errors import DataError, KosError
-from kos.files import check_picture
+from kos.files import PALETTE, check_picture
 from kos.train.tools.metrics import METRICS, read_metrics
 
-COLORS = ("#1f5fa8", "#d9480f", "#2b8a3e", "#862e9c", "#e0a100", "#c2255c", "#12a5b8", "#8a5a2b", "#7b8794", "#111111")
 LINES = ("-", ":", "-.")
 """How runs are drawn whose colours repeat."""
 PANELS = {
@@ -59,12 +58,12 @@ def draw(runs: Runs, path: Path) -> None:
     grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1))
     places = (grid[0, :], grid[1, 0], grid[1, 1], grid[1, 2])
     looks: list[dict[str, Any]] = [
-        {"color": COLORS[i % len(COLORS)], "linestyle": LINES[i // len(COLORS) % len(LINES)]} for i in range(len(runs))
+        {"color": PALETTE[i % len(PALETTE)], "linestyle": LINES[i // len(PALETTE) % len(LINES)]} for i in range(len(runs))
     ]
     checked: dict[str, Any] = {"marker": "o", "markerfacecolor": "white", "linestyle": "--", "linewidth": 1.2}
     legend = [Line2D([], [], label=name, **look) for name, look in zip(runs, looks, strict=True)]
-    legend += [Line2D([], [], color="#555555", label="training loss"),
-               Line2D([], [], color="#555555", label="validation loss", **checked)]  # fmt: skip
+    legend += [Line2D([], [], color=PALETTE[-1], label="training loss"),
+               Line2D([], [], color=PALETTE[-1], label="validation loss", **checked)]  # fmt: skip
     figure.legend(handles=legend, loc="outside right upper", fontsize=9, frameon=False)
     for (key, title), place in zip(PANELS.items(), places, strict=True):
         axes = figure.add_subplot(place)
