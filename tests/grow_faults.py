@@ -142,7 +142,7 @@ def _recover(trial: Trial, comm: kos.Communicator) -> kos.Communicator:
 
 
 def _check_out(comm: kos.Communicator, error: KosError) -> None:
-    if "is out" in str(error) and error.ranks == (comm.world_ranks[comm.rank],):
+    if "was left out" in str(error) and error.ranks == (comm.world_ranks[comm.rank],):
         raise Out(str(error))
 
 

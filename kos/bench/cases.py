@@ -259,7 +259,7 @@ def value_range(case: Case) -> tuple[int, int]:
     if case.redop == "avg" and case.op in ("scan", "exscan"):
         raise InvalidArgument(f"avg: expected an operation that has an average, got {case.op}")
     if case.redop == "avg" and (n & (n - 1) or not case.dtype.is_float):
-        raise InvalidArgument(f"avg: is exact, and so checked, for floats on 2, 4, 8... ranks, got {name} on {n}")
+        raise InvalidArgument(f"avg: expected floats on 2, 4, 8, ... ranks, whose average is exact, got {name} on {n}")
     return low, high
 
 

@@ -417,7 +417,7 @@ class Operations:
         if buffer.device != self.device and (buffer.device is not None or not self.backend.carries_host):
             raise InvalidArgument(f"x: expected memory that {self.backend.name} carries, got memory of {buffer.place}")
         if buffer.stream != kept.stream:
-            raise InvalidArgument("residual: expected an array of the stream of x, got another's: say stream=")
+            raise InvalidArgument("residual: expected an array of the stream of x, got one of another: pass stream=")
         if self.size > 1:
             self.backend.feed_back(buffer, kept, form)
 
@@ -826,7 +826,8 @@ class Operations:
 
         Returns its envelope: ``src``, ``dtype``, ``size`` in elements, and ``nbytes``.  The next receive from that
         rank with that tag gets the message.  Receives that were called before and still wait come first.  With
-        ``wait=False``, returns None at once if no message has arrived.  Raises as ``recv``.  It may not be in a batch.
+        ``wait=False``, returns None at once if no message has arrived.  Raises as ``recv``, also with ``wait=False`` if
+        the communicator has failed.  It may not be in a batch.
 
             envelope = comm.probe()
             x = comm.recv(np.empty(envelope.size, envelope.dtype), envelope.src)
@@ -937,7 +938,7 @@ def _signature(o: Operation, op: Any) -> tuple[Any, ...]:
     if send is None or recv is None or recv is send:
         return signature
     if send.stream != recv.stream:
-        raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
+        raise InvalidArgument("out: expected an array of the stream of x, got one of another: pass stream=")
     return *signature, *_array_key(recv), send.address - recv.address if recv.overlaps(send) else None
 
 

@@ -152,7 +152,7 @@ def _listens(place: dict[str, str]) -> bool:
 
 def _single(tensors: list[Any]) -> Any:
     if len(tensors) != 1:
-        raise InvalidArgument(f"tensors: expected one, as kos has one GPU a process, got {len(tensors)}")
+        raise InvalidArgument(f"tensors: expected one, because a process of kos uses one GPU, got {len(tensors)}")
     return tensors[0]
 
 

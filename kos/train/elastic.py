@@ -181,7 +181,7 @@ class Elastic(Runner):
             raise on_every_rank(CollectiveError("expected a rank that has the state of the run, got newcomers alone"))
         if every[0]["logged_epoch"] > max(epochs):  # these ranks were stopped meanwhile
             text = f"expected the run in epoch {max(epochs)}, got {every[0]['logged_epoch']}"
-            raise on_every_rank(CollectiveError(f"{text}: these ranks are out, others have continued it"))
+            raise on_every_rank(CollectiveError(f"{text}: other ranks have continued the run without these ranks"))
         applied = max(each["applied"] for each in every)
         if min(epochs) < 0:
             self._check_newcomers(every[0]["run"])

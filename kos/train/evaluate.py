@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     about = "Plot the table to this file, .png or .svg. Default: none."
     parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help=about)
     for key in SETTINGS:
-        add_flag(parser, key, None if KEYS[key].is_required() else KEYS[key].default)
+        add_flag(parser, key, "the model's context, up to 1024" if key == "seq_len" else KEYS[key].default)
     return parser
 
 

@@ -367,7 +367,7 @@ rest.close()
 def test_a_stopped_rank_wakes_up_and_is_out(tmp_path: Path, stopped: int, shared: bool) -> None:
     """It learns that the others have continued, whether it would lead them or follow."""
     lines = processes(STOPPED.format(stopped=stopped, shared=shared), 3, "", 0, tmp_path)
-    out = f"out: world: shrink: rank {stopped} is out: the others continued without it, as it did not answer"
+    out = f"out: world: shrink: rank {stopped} was left out: the others continued without it, because it did not answer"
     assert lines == ["2", "2", out]
 
 

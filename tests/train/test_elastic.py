@@ -262,7 +262,7 @@ def test_an_exchange_of_gpus_alone_finds_the_loss(
     assert ranks_of(tmp_path)[-1] == (3, 1)
 
 
-@pytest.mark.parametrize("error", ["expected the run in epoch 0, got 1: these ranks are out", "shrink: rank 3 is out"])
+@pytest.mark.parametrize("error", ["expected the run in epoch 0, got 1: other ranks", "shrink: rank 3 was left out"])
 def test_ranks_that_others_have_left_out_do_not_continue(
     error: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def default_rendezvous(
     listening.check()
     if threading.current_thread().name.startswith(RANK_THREAD):
         raise InvalidArgument(
-            "init: expected a function of the comm of kos.testing.spawn, got kos.init() in its thread"
+            "init: expected the function to use the comm that kos.testing.spawn passes, got kos.init() in its thread"
         )
     if not (by_launcher := under_mpirun()) and by_variables():
         if launched_place()[1] == 1:

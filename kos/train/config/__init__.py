@@ -89,7 +89,7 @@ class ModelSection(Section, use_attribute_docstrings=True):
     mlp_bias: bool = option(False, description=_of_some("mlp_bias", "Add biases to the matrices of the MLP"))
     sliding_window: int | None = option(
         None, "no window", ge=1,
-        description=_of_some("sliding_window", "Keys that a token sees at most, its own included"),
+        description=_of_some("sliding_window", "The most keys that a token sees, its own included"),
     )  # fmt: skip
     layer_types: tuple[str, ...] = ()
     no_rope_layers: tuple[int, ...] | None = None

@@ -59,25 +59,26 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     data: str | tuple[str, ...] = option("stdlib", description="Train on stdlib (the sources of Python's standard "
         f"library), tinyshakespeare, or the PATH of a file or folder: {KINDS}. To mix several, repeat the flag with "
-        "PATH:WEIGHT; weights are of tokens.")  # fmt: skip
+        "PATH:WEIGHT; weights are shares of the tokens.")  # fmt: skip
     val_data: str | None = option(None, "a part that is held out of --data", min_length=1)
     """Validate on other data: the same NAMEs and PATHs as --data."""
     eval_data: tuple[str, ...] = option((), "none")
-    """Also validate on NAME=PATH, as val_loss/NAME; repeat the flag for several."""
+    """Also validate on the data at PATH, whose loss is val_loss/NAME; repeat the flag for several."""
     text_field: str = option("text", min_length=1)
     """Field or column that holds the text of a line of a .jsonl file, or of a row of a table."""
     encoding: str = option("utf-8", min_length=1)
     """Encoding of text files, tables and JSON, such as utf-16 or latin-1."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = option(None, "llm.c's header")
-    """Numbers in .bin files without a header: uint16 in those of nanoGPT."""
+    """Type of the numbers in .bin files without a header, such as uint16 for those of nanoGPT."""
     loss_on: Literal["completion", "all"] = option("completion")
-    """Tokens that the loss counts: completion (a .jsonl file's completions, or an assistant's turns; what the masks of
-    token files count), or all."""
+    """Tokens that the loss counts: completion (completions of prompts, turns of an assistant, and what the masks of
+    token files select) or all."""
     split_turns: bool = option(False)
-    """Make a document of each answer of a chat, with what is before it: for templates that drop earlier thinking."""
+    """Make a document of each answer of a chat, together with the messages before it. Use it for templates that drop
+    the thinking of earlier turns."""
     tokenizer: str = option("auto", min_length=1)
-    """Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH; auto takes that of
-    --init-from, else bytes, and bare numbers for token files."""
+    """Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH. auto takes the tokenizer of
+    --init-from, else bytes; for token files it takes plain numbers."""
     split_special_tokens: bool = option(True)
     """Read special tokens that are spelled out in the data, such as <|endoftext|>, as text."""
     documents: Literal["pack", "cross"] = option("pack")
@@ -104,13 +105,14 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     zero: int = option(0, ge=0)
     """Split the optimizer's state over the data-parallel ranks (ZeRO-1): 1, or 0."""
     backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option("auto")
-    """Carry collectives by mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works."""
+    """Run collectives over mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works."""
 
     elastic: str | None = option(None, "a lost rank ends the run")
-    """Go on without ranks that are lost or leave, and with ranks that --join: at least MIN (1), at most MAX (as many as
-    at the start). For dp alone."""
+    """Go on without ranks that are lost or leave, and with ranks that --join, as long as there are at least MIN (1) and
+    at most MAX ranks (as many as at the start). Works with data parallelism only."""
     join: str | None = option(None, "start a run", min_length=1)
-    """Join the elastic run at HOST:PORT, or at the address in FILE (the run writes OUT/address). Pass its flags too."""
+    """Join the elastic run at HOST:PORT, or at the address in FILE (the run writes OUT/address). Pass the flags of the
+    run too."""
 
     steps: int = option(ge=1, lt=2**63)
     """Optimizer steps of the whole run, on sequences drawn at random."""
@@ -124,7 +126,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Resume from the checkpoint in DIR; auto takes the newest complete one of the run."""
 
     optimizer: Literal["adamw", "muon"] = option("adamw")
-    """Update weights by adamw, or the matrices of layers by muon and the others by AdamW."""
+    """Update all weights by adamw; or, with muon, the matrices of layers by Muon and all other weights by AdamW."""
     lr: float = option(gt=0)
     """Peak learning rate; 2e-5 with --init-from."""
     muon_lr: float | None = option(None, "--lr", gt=0)
@@ -173,24 +175,24 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     prompt: str = option("", "none")
     """Text that the sample continues."""
     temperature: float = option(0.8, ge=0)
-    """Temperature of the sample; 0 takes the likeliest token."""
+    """Temperature of the sample; 0 takes the most likely token."""
     top_k: int = option(40, ge=0)
-    """Sample among the N likeliest tokens; 0 takes all."""
+    """Sample among the N most likely tokens; 0 samples among all."""
 
     dtype: Literal["auto", "float32", "bfloat16", "fp8"] = option("auto")
-    """Compute in float32, bfloat16 or fp8 (products of layers in 8 bits, all else in bfloat16); auto takes bfloat16 on
-    GPUs. CPUs emulate fp8."""
+    """Compute in float32, bfloat16 or fp8 (matmuls of layers in 8 bits, all else in bfloat16); auto takes bfloat16 on
+    GPUs, and float32 on CPUs. CPUs emulate fp8."""
     master_weights: Literal["float32", "none"] = option("float32")
     """Weights that the optimizer updates on GPUs: float32, or none for bfloat16 weights with stochastic rounding."""
     grad_dtype: Literal["float32", "bfloat16"] = option("float32")
-    """Gradients on GPUs, in memory and between ranks: float32, or bfloat16 for half the bytes. With several
-    micro-batches of a rank they are float32, and the run says so: sums in bfloat16 would lose digits."""
+    """Gradients on GPUs, in memory and between ranks: float32, or bfloat16 for half the bytes. If a rank has several
+    micro-batches, gradients are float32, because sums in bfloat16 would lose digits; the run then says so."""
     compress: Literal["none", "fp8", "int8", "int4"] = option("none")
     """Send gradients between ranks as fp8, int8 or int4, with error feedback, or as they are (none)."""
     compress_scope: Literal["all", "hosts"] = option("all")
-    """Compress between all ranks (all), or only between hosts, after exact sums within each (hosts)."""
+    """Compress between all ranks (all), or only between hosts, after exact sums within each host (hosts)."""
     deterministic: bool = option(False)
-    """Give the same bits for any number of ranks, and on CPUs in any layout; slower."""
+    """Give the same bits for any number of ranks, and on CPUs in any layout. Steps take longer."""
     seed: int = option(1337, ge=0, lt=2**63)
     """Seed of initial weights, batches and samples."""
 
@@ -199,10 +201,10 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     keep: int = option(2, ge=1)
     """How many of the newest checkpoints to keep."""
     keep_best: str | None = option(None, "none, or val_loss with --patience", min_length=1)
-    """Keep the checkpoint with the lowest val_loss or val_loss/NAME too, as checkpoints/best. It is saved when it is
-    validated."""
+    """Also keep the checkpoint with the lowest val_loss or val_loss/NAME, as checkpoints/best. It is saved right after
+    the validation that finds it."""
     save_async: bool = option(False)
-    """Continue training while a checkpoint is written; takes host memory for the rank's shard."""
+    """Continue training while a checkpoint is written. This takes host memory for a copy of the rank's shard."""
 
     log_every: int = option(1, ge=1)
     """Steps between printed lines."""
@@ -212,13 +214,14 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     micro_batch_size: int | None = option(None, "up to 2,048 tokens, on GPUs 32,768", ge=1)
     """Sequences that a rank computes at once."""
     recompute: Literal["none", "norms", "block"] = option("none")
-    """Save memory by computing again in the backward: none, norms (and SwiGLU) or block (whole layers)."""
+    """What the backward computes again to save memory: nothing (none), norms and SwiGLU (norms), or whole layers
+    (block)."""
     pp_schedule: Literal["1f1b", "zero-bubble-v"] = option("1f1b")
     """Order of a pipeline's forwards and backwards: 1f1b or zero-bubble-v."""
     graph: bool = option(True)
     """Replay each step as one CUDA graph, on GPUs."""
     profile: int = option(0, ge=0)
-    """Only time N steps after 3 others, then print a table and write a Perfetto trace to --out; 0 trains."""
+    """Run 3 steps, time the next N, print a table, write a Perfetto trace to --out, and end; 0 trains."""
 
     show_data: int = option(0, ge=0)
     """Only print the first N sequences as text, with «» around what the loss counts; 0 trains."""
