@@ -27,7 +27,7 @@ _drafts = itertools.count()
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """``$XDG_CACHE_HOME/kos``, or ``~/.cache/kos``: a path that is not absolute counts for none, as XDG wants it."""
+    """``$XDG_CACHE_HOME/kos``, or ``~/.cache/kos``: a path that is not absolute is ignored, as XDG demands."""
     named = environ.get("XDG_CACHE_HOME", "")
     home = Path(environ.get("HOME") or Path.home())
     return (Path(named) if os.path.isabs(named) else home / ".cache") / "kos"
@@ -51,8 +51,8 @@ def replace_file(path: Path, content: bytes) -> None:
 class OpenFile:
     """A file that is read at any place, by any thread, and must stay as it is.
 
-    If another program changes it meanwhile, an OSError names it. Memory-mapped, one that becomes shorter would end the
-    process by SIGBUS, without a word.
+    If another program changes it meanwhile, an OSError names it. It is not memory-mapped, because a mapped file that
+    becomes shorter ends the process by SIGBUS, without a message.
     """
 
     def __init__(self, path: Path) -> None:

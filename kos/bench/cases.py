@@ -67,7 +67,8 @@ _LARGEST_INTEGER = {
 def busbw_factor(op: str, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth: the part of the row's bytes that each link must carry.
 
-    As in doc/PERFORMANCE.md of nccl-tests.  With uneven parts the rank with the smallest part has the busiest link.
+    It is that of nccl-tests (doc/PERFORMANCE.md).  With uneven parts, the rank with the smallest part has the busiest
+    link.
     """
     if op == "all_reduce":
         return 2 * (ranks - 1) / ranks

@@ -49,7 +49,7 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
 
 
 def numbers_of(options: argparse.Namespace) -> list[int]:
-    """Those of ``--arrays``; empty without."""
+    """The numbers of ``--arrays``; empty without the flag."""
     words = options.arrays.split(",") if options.arrays else []
     if wrong := [word for word in words if not word.isdecimal() or not 0 < int(word) <= 1000]:
         raise ConfigError(f"--arrays: expected numbers from 1 to 1000 such as 1,100, got {wrong[0]!r}")

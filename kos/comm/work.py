@@ -355,9 +355,10 @@ class Work(_Base, Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the operation; returns its output array (None where this rank has none).
 
-        ``timeout`` is in seconds from this call; None is the operation's own.  Raises CollectiveTimeout,
-        CollectiveMismatch, RankLost, or CollectiveError for other errors of the backend; InvalidArgument for a
-        timeout that is not positive.
+        ``timeout`` is in seconds from this call; None is the operation's own.  A timeout ends the operation: later
+        waits raise the same error.  A receive in host memory is then withdrawn, and its array does not change any more.
+        Raises CollectiveTimeout, CollectiveMismatch, RankLost, or CollectiveError for other errors of the backend;
+        InvalidArgument for a timeout that is not positive.
         """
         if timeout is not None:
             timeout = check_timeout(timeout)

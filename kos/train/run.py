@@ -100,7 +100,7 @@ class Trainer(RunContext):
         program: ``batches``, ``loss`` and others, by name: see ``kos.train.Program``.
 
     Raises:
-        ConfigError: a setting that cannot be, or that differs between ranks.
+        ConfigError: a setting is invalid, or differs between ranks.
         InvalidArgument: an argument of another type.
     """
 
@@ -441,7 +441,7 @@ class Trainer(RunContext):
         """Make one optimizer step with ``batch``, or with the next batch of the trainer.  Calls ``on_step``.
 
         Returns the row of ``metrics.jsonl``: the mean ``loss`` over the targets, ``grad_norm``, ``lr``, and so on.
-        Signals are the program's: nothing but the program stops it.
+        It does not handle signals, so only the program can stop it.
 
         Raises:
             DataError: the batch has another shape, or there is none; on all ranks if on one of them.

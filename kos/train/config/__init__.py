@@ -46,7 +46,7 @@ def weighted(data: str | Sequence[str]) -> dict[str, float]:
 def option(default: Any = ..., unset: str = "", **constraints: Any) -> Any:
     """A field that is also a flag; without ``default`` the preset gives the value.
 
-    The field's docstring is the help of the flag. ``unset`` says what the default of None, or an empty one, stands for.
+    The field's docstring is the help of the flag. ``unset`` says what a default of None, or an empty default, means.
     """
     return Field(default, json_schema_extra={"unset": unset}, **constraints)
 
@@ -123,9 +123,9 @@ class ModelSection(Section, use_attribute_docstrings=True):
 
 
 class GroupSection(Section):
-    """A table of ``[[groups]]``: settings of the tensors whose names match ``pattern``, and no earlier one's.
+    """A table of ``[[groups]]``: settings of the tensors whose names match ``pattern``, and no pattern before it.
 
-    ``lr`` is the peak learning rate, on the schedule of all. What is left out is as of other tensors.
+    ``lr`` is the peak learning rate; the schedule is that of all tensors. A setting that is None is that of the run.
     """
 
     pattern: str = Field(min_length=1)

@@ -97,7 +97,7 @@ def _help(field: FieldInfo, default: Any) -> str:
 
 
 def _unset(field: FieldInfo) -> Any:
-    """What the default of None, or an empty one, stands for."""
+    """What a default of None, or an empty default, means."""
     return field.json_schema_extra["unset"] if isinstance(field.json_schema_extra, dict) else "none"
 
 
@@ -222,7 +222,8 @@ def _typed(key: str) -> str:
 def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, Mapping[str, Any]]:
     """The model of a Hugging Face folder as a layer above ``layers``, which may leave its shape open.
 
-    Raises ConfigError where they say another; the initial weights and a LLaMA's context are theirs to say.
+    Raises ConfigError if ``layers`` have another shape than the folder. They may have other initial weights, and for a
+    LLaMA another context.
     """
     run = folder / "checkpoints"
     if os.path.isdir(run):  # else read_config says why not
