@@ -58,7 +58,8 @@ def draw(runs: Runs, path: Path) -> None:
     grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1))
     places = (grid[0, :], grid[1, 0], grid[1, 1], grid[1, 2])
     looks: list[dict[str, Any]] = [
-        {"color": PALETTE[i % len(PALETTE)], "linestyle": LINES[i // len(PALETTE) % len(LINES)]} for i in range(len(runs))
+        {"color": PALETTE[i % len(PALETTE)], "linestyle": LINES[i // len(PALETTE) % len(LINES)]}
+        for i in range(len(runs))
     ]
     checked: dict[str, Any] = {"marker": "o", "markerfacecolor": "white", "linestyle": "--", "linewidth": 1.2}
     legend = [Line2D([], [], label=name, **look) for name, look in zip(runs, looks, strict=True)]
