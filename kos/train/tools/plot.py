@@ -63,8 +63,8 @@ def draw(runs: Runs, path: Path) -> None:
     ]
     checked: dict[str, Any] = {"marker": "o", "markerfacecolor": "white", "linestyle": "--", "linewidth": 1.2}
     legend = [Line2D([], [], label=name, **look) for name, look in zip(runs, looks, strict=True)]
-    legend += [Line2D([], [], color=PALETTE[-1], label="training loss"),
-               Line2D([], [], color=PALETTE[-1], label="validation loss", **checked)]  # fmt: skip
+    legend += [Line2D([], [], color="#555555", label="training loss"),
+               Line2D([], [], color="#555555", label="validation loss", **checked)]  # fmt: skip
     figure.legend(handles=legend, loc="outside right upper", fontsize=9, frameon=False)
     for (key, title), place in zip(PANELS.items(), places, strict=True):
         axes = figure.add_subplot(place)
