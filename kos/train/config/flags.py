@@ -128,7 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog=program("kos.train"),
         usage=f"[mpirun -n RANKS] {program('kos.train')} [--preset NAME] [--config FILE] [flags]",
-        description="Train a LLaMA. A preset gives the settings, a --config file overrides it, and flags override both.",
+        description="Train a LLaMA. A preset gives the settings, a --config file overrides it, flags override both.",
         epilog="\n".join(["Presets (above: those of tiny):", *(f"  {x:<10} {y.about}" for x, y in PRESETS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
