@@ -208,7 +208,7 @@ def test_a_part_of_the_variables(
         no_launcher.setenv(name, value)
     with pytest.raises(RendezvousError) as caught:
         kos.init(timeout=5)
-    assert str(caught.value).startswith(f"{missing}: expected beside {given}, got nothing (a process without")
+    assert str(caught.value).startswith(f"{missing}: expected values beside those of {given}, got none (")
 
 
 def test_a_rank_on_the_host_says_nothing(no_launcher: pytest.MonkeyPatch) -> None:
