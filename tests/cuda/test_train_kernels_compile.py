@@ -14,7 +14,8 @@ from kos.cuda.kernels import compile_kernels
 from kos.errors import BackendUnavailable
 from kos.train import ops
 from kos.train.config.flags import parse
-from kos.train.config.options import OPTIMIZERS, TrainConfig
+from kos.train.config.optimizers import OPTIMIZERS
+from kos.train.config.options import TrainConfig
 from kos.train.device import memory_plan
 from kos.train.ops.cuda import CudaOps
 from kos.train.ops.norm import Normalize

@@ -8,14 +8,14 @@ import re
 import tomllib
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
 from kos.errors import ConfigError
 from kos.train.checkpoint.huggingface import to_huggingface
-from kos.train.config import PRESETS, other_names
+from kos.train.config import PRESETS, optimizers, other_names
 from kos.train.config.flags import make_parser, parse
 from kos.train.config.options import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
 from kos.train.model.gpt2 import GPT2Config
@@ -461,6 +461,10 @@ def test_other_names_are_no_flags_and_lead_to_flags() -> None:
     assert len(names) == len({*names}) and not {f"--{name}" for name in names} & flags
     assert not [name for name in names if name != name.lower() or "_" in name or name.startswith("-")]
     assert not [flag for flag in flags if other_names.suggestion(flag, [])]
+    assert get_args(optimizers.OptimizerName) == (*optimizers.OPTIMIZERS,)
+    assert {other_names.suggestion(f"--{name}", []) for name in optimizers.OPTIMIZERS} == {
+        f" (here: --optimizer {name})" for name in optimizers.OPTIMIZERS
+    }
     suggested = {flag for here in table["here"] for flag in re.findall(r"--[a-z0-9-]+", here)}
     assert suggested <= flags and suggested
     page = Path(__file__).parents[2] / other_names.WITHOUT

@@ -16,7 +16,8 @@ from kos.errors import OutOfMemory
 from kos.memory import array as array_module
 from kos.memory.arena import ALIGNMENT
 from kos.testing import spawn
-from kos.train.config.options import TrainConfig, not_of
+from kos.train.config.optimizers import not_of
+from kos.train.config.options import TrainConfig
 from kos.train.device import cuda as engine_module
 from kos.train.device import memory_plan
 from kos.train.device.cuda import CudaDevice

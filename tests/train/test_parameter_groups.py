@@ -17,7 +17,8 @@ from safetensors.numpy import load_file
 from kos.errors import CheckpointError, ConfigError
 from kos.testing import Fault
 from kos.train import checkpoint
-from kos.train.config.options import OPTIMIZERS, TrainConfig
+from kos.train.config.optimizers import OPTIMIZERS
+from kos.train.config.options import TrainConfig
 from kos.train.device.cpu import DryOps
 from kos.train.device.memory_plan import plan_memory
 from kos.train.model.llama import LlamaConfig

@@ -17,7 +17,8 @@ from kos.testing import spawn
 from kos.train import checkpoint
 from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
-from kos.train.config.options import OPTIMIZERS, TrainConfig, flag_of, not_of
+from kos.train.config.optimizers import OPTIMIZERS, not_of
+from kos.train.config.options import TrainConfig, flag_of
 from kos.train.model.parameters import Parameters
 from kos.train.ops.cuda import KERNELS
 from kos.train.optim import BLOCK, Group, LearningRate, MatrixRule, Optimizer, UpdateRule, clip_coefficient

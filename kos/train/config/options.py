@@ -19,8 +19,7 @@ from pydantic import ValidationError, field_validator, model_validator
 
 from kos.errors import ConfigError, SettingError
 from kos.train.config import GroupSection, ModelSection, flatten, one_line, option, preset_values, weighted
-from kos.train.config.optimizers import OPTIMIZERS as OPTIMIZERS
-from kos.train.config.optimizers import not_of as not_of
+from kos.train.config.optimizers import OPTIMIZERS, OptimizerName, not_of
 from kos.train.data.token_files import KINDS
 from kos.train.layers import Placement
 from kos.train.layers.lora import is_adapter
@@ -125,7 +124,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     resume: str | None = option(None, "start a new run", min_length=1)
     """Resume from the checkpoint in DIR; auto takes the newest complete one of the run."""
 
-    optimizer: Literal["adamw", "muon"] = option("adamw")
+    optimizer: OptimizerName = option("adamw")
     """Update all weights by adamw; or, with muon, the matrices of layers by Muon and all other weights by AdamW."""
     lr: float = option(gt=0)
     """Peak learning rate; 2e-5 with --init-from."""
