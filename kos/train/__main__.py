@@ -107,7 +107,7 @@ def _show_data(config: TrainConfig) -> None:
 
 def _join(config: TrainConfig, stop: Stop, arguments: Sequence[str]) -> int:
     """Join a run."""
-    from kos.train.run import Newcomer
+    from kos.train.newcomer import Newcomer
 
     Newcomer(config, stop).run(lambda error: _fail_later(error, 0, arguments))
     return 0

@@ -31,12 +31,13 @@ from kos.train.device.cpu import DryOps
 from kos.train.device.memory_plan import plan_memory
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
+from kos.train.newcomer import Newcomer
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
 from kos.train.parallel import schedules
 from kos.train.parallel.failures import Left, Stop
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.run import Newcomer, Trainer
+from kos.train.run import Trainer
 from kos.train.run_context import ADDRESS
 from kos.train.tools.metrics import read_metrics
 from kos.train.train import Step

@@ -21,7 +21,7 @@ from kos.train import Batch, Callback, CudaLoss, FitResult, TrainConfig, Trainer
 from kos.train.data.batches import load_data
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.elastic import Elastic
-from kos.train.run import Newcomer
+from kos.train.newcomer import Newcomer
 from tests.forked import python
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
