@@ -8,7 +8,7 @@ import re
 import tomllib
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -461,7 +461,6 @@ def test_other_names_are_no_flags_and_lead_to_flags() -> None:
     assert len(names) == len({*names}) and not {f"--{name}" for name in names} & flags
     assert not [name for name in names if name != name.lower() or "_" in name or name.startswith("-")]
     assert not [flag for flag in flags if other_names.suggestion(flag, [])]
-    assert get_args(optimizers.OptimizerName) == (*optimizers.OPTIMIZERS,)
     assert {other_names.suggestion(f"--{name}", []) for name in optimizers.OPTIMIZERS} == {
         f" (here: --optimizer {name})" for name in optimizers.OPTIMIZERS
     }

@@ -24,14 +24,8 @@ from kos.reporting import Parser
 from kos.train.checkpoint import adapter
 from kos.train.checkpoint.huggingface import read_config
 from kos.train.config import PRESETS, flatten, preset_values
-from kos.train.config.options import (
-    FINE_TUNING_WARMUP,
-    KEYS,
-    TrainConfig,
-    build,
-    flag_of,
-    not_of,
-)
+from kos.train.config.optimizers import not_of
+from kos.train.config.options import FINE_TUNING_WARMUP, KEYS, TrainConfig, build, flag_of
 from kos.train.config.other_names import suggestion
 
 METAVARS = {

@@ -56,7 +56,7 @@ def quantize(
     part = rows.scales.shape[-1] if rows is not None else 1
     sources = [0 if each is None else each for each in (x, more, rstd)]
     made = [array for each in (rows, columns) for array in (each or (0, 0))]
-    launch = partial(_launch, ops, (n, f), rows, columns, SOURCE=source, **macros)
+    launch = partial(_launch, ops, (n, f), rows, columns, {"SOURCE": source, **macros})
     tiles = -(-f // SCALE_BLOCK) * -(-n // SCALE_BLOCK)
     with arena.scope():
         largest: Any = 0
@@ -67,8 +67,8 @@ def quantize(
 
 
 def _launch(
-    ops: Any, shape: Sequence[int], rows: Scaled | None, columns: Scaled | None, name: str, *arguments: Any,
-    **macros: int,
+    ops: Any, shape: Sequence[int], rows: Scaled | None, columns: Scaled | None, macros: dict[str, int], name: str,
+    *arguments: Any,
 ) -> None:  # fmt: skip
     """Queue a kernel of fp8.cu, a thread block for each block of a matrix of ``shape``."""
     forms = [made.values.dtype.name for made in (rows, columns) if made is not None]
