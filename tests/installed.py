@@ -21,7 +21,7 @@ with kos.init() as comm:
     x = np.full(4, comm.rank + 1, np.float32)
     comm.all_reduce(x)
     assert x.tolist() == [comm.size * (comm.size + 1) / 2] * 4, x
-    print(comm.rank, comm.size, kos.__file__)
+    print(f"{comm.rank} {comm.size} {kos.__file__}")
 """
 THREADS = """
 import numpy as np
