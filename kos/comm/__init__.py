@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import Any
 
@@ -24,6 +25,9 @@ __all__ = [
     "BACKENDS", "Batch", "Communicator", "Envelope", "NCCLOptions", "Persistent", "PremulSum", "ReduceOp", "Work",
     "init", "join", "register_backend",
 ]  # fmt: skip
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():  # not in kos itself, which torch imports if it is installed
+    raise ImportError("kos: expected the GIL, got a free-threaded Python without it: set PYTHON_GIL=1")
 
 
 def init(

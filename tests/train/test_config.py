@@ -441,8 +441,8 @@ def test_flags_without_effect_are_named() -> None:
     ]  # fmt: skip
 
 
-def test_a_removed_schedule_is_refused_with_its_successor(tmp_path: Path) -> None:
-    """A file of an earlier version has the key pp_chunks: without a value it is left out."""
+def test_a_removed_schedule_is_refused_with_its_successor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file of an earlier version has the key pp_chunks, which is left out; a value is reported."""
     with refused(ConfigError, "--pp-schedule: expected zero-bubble-v, which replaces it, got interleaved"):
         parse(["--pp", "2", "--pp-schedule", "interleaved"])
     path = tmp_path / "old.json"
@@ -451,6 +451,10 @@ def test_a_removed_schedule_is_refused_with_its_successor(tmp_path: Path) -> Non
     path.write_text('{"pp": 2, "pp_schedule": "interleaved", "pp_chunks": 2}')
     with refused(ConfigError, "expected zero-bubble-v, which replaces it, got interleaved"):
         parse(["--config", str(path)])
+    assert parse(["--config", str(path), "--pp-schedule", "zero-bubble-v"]).pp_schedule == "zero-bubble-v"
+    assert caplog.messages == [f"{path}: pp_chunks: 2 is left out, it was of interleaved alone"]
+    with refused(ConfigError, "(here: --pp-schedule zero-bubble-v, which replaces interleaved), got '--pp-chunks'"):
+        parse(["--pp", "2", "--pp-chunks", "2"])
 
 
 def test_other_names_are_no_flags_and_lead_to_flags() -> None:

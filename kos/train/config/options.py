@@ -527,11 +527,11 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     for name in getattr(FAMILIES.get(str(merged.get("model.model_type"))), "fixed", ()):
         if sources.get(key := f"model.{name}", "").startswith("preset"):
             del merged[key]
-    if merged.get("pp_chunks", ...) is None:
-        del merged["pp_chunks"]  # of interleaved alone; files of kos 0.2 have it
     if (old := merged.get("pp_schedule")) == "interleaved":
         expected = "zero-bubble-v, which replaces it"
         raise ConfigError(f"{labels['pp_schedule']}: expected {expected}, got {old}").about("pp_schedule")
+    if (chunks := merged.pop("pp_chunks", None)) is not None:  # files of kos 0.2 have it
+        _log.warning("%s: %s is left out, it was of interleaved alone", labels["pp_chunks"], chunks)
     if old in REMOVED_SCHEDULES:
         merged["pp_schedule"] = "1f1b"
         _log.warning("%s: %s is no longer available, 1f1b is used instead: same results", labels["pp_schedule"], old)
