@@ -13,10 +13,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from itertools import chain
+from itertools import accumulate, chain
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from kos.errors import ConfigError, DataError, install
 
@@ -39,11 +39,49 @@ MARK = "\ud800"
 A message with this content shows where the template writes the content: the rendered texts differ from there on.
 """
 
+PLACE = "\ud801"
+"""Another half. Around the number of a message, in place of its content, it shows where the template writes it."""
+
+LAYOUTS = 1024
+"""Layouts of chats that a template keeps."""
+
 Parts = list[tuple[str, bool]]
 _Rendered = tuple[str, list[tuple[int, int]]]
 """A rendered text, and the (start, stop) of each ``{% generation %}`` block in it."""
 
 _Render = Callable[..., _Rendered]
+
+
+class _Layout(NamedTuple):
+    """How a template writes all chats whose messages have the same roles and keys.
+
+    ``lost`` are the numbers of the messages whose content the template does not write. ``texts`` are the texts before,
+    between and after the contents. ``turns`` maps the number of an answer to the start and stop of its turn: each is a
+    number of a text and a place in it.  ``turns`` is None if one rendering of such a chat does not show its turns.
+    """
+
+    lost: list[int]
+    texts: list[str]
+    turns: dict[int, tuple[tuple[int, int], tuple[int, int]]] | None
+
+    def turns_in(self, whole: str, contents: Sequence[str]) -> dict[int, tuple[int, int]] | None:
+        """The (start, stop) of the turns in ``whole``, the text of a chat with these contents.
+
+        None if ``turns`` is None, or if ``whole`` has other texts around the contents, with or without the spaces at
+        their ends.
+        """
+        starts, at = [0], len(self.texts[0])
+        if self.turns is None or not whole.startswith(self.texts[0]):
+            return None
+        for content, text in zip(contents, self.texts[1:], strict=True):
+            written = (each for each in (content, content.strip()) if whole.startswith(each + text, at))
+            if (found := next(written, None)) is None:
+                return None
+            starts.append(at + len(found))
+            at = starts[-1] + len(text)
+        if at != len(whole):
+            return None
+        return {number: (starts[a] + b, starts[c] + d) for number, ((a, b), (c, d)) in self.turns.items()}
 
 
 class ChatTemplate:
@@ -56,6 +94,7 @@ class ChatTemplate:
         self.source, self.special, self.path = source, special, path
         self._written: list[str] = []  # the pieces of the text that is being rendered
         self._spans: list[tuple[int, int]] = []
+        self._layouts: dict[str, _Layout] = {}
 
     def documents(self, line: Mapping[str, Any], messages: Any, where: str, split_turns: bool = False) -> list[Parts]:
         """Render a chat.  Returns a list of documents, each a list of parts: (text, whether the loss counts it).
@@ -72,7 +111,8 @@ class ChatTemplate:
         Raises DataError, whose text begins with ``where``, if
 
         - ``messages`` is not a list of messages, each with a role and either text or tool calls,
-        - the template cannot render them, or does not use one of their keys or the tools, or
+        - the template cannot render them, or does not use one of their keys or the tools,
+        - the template writes nothing of a message, as that of a role which it does not know, or
         - the template has no blocks and renders a turn differently once later messages follow.
         """
         render = self._renderer(line, where)
@@ -94,6 +134,7 @@ class ChatTemplate:
         """
         render = self._renderer({"tools": tools}, where)
         chat = _with_tables(render, [self._checked(*each, where) for each in enumerate(messages, 1)], where)
+        self._layout(render, chat, where, add_generation_prompt=True)
         prompt, _ = render(chat, add_generation_prompt=True)
         answered, _ = render([*chat, {"role": "assistant", "content": MARK}])
         return prompt, answered.rpartition(MARK)[2]
@@ -138,12 +179,13 @@ class ChatTemplate:
 
     def _parts(self, render: _Render, messages: Sequence[Any], counted: Collection[int], where: str) -> Parts:
         """The text of ``messages`` in parts.  The answers in the messages with the numbers ``counted`` count."""
-        whole, turns = render(messages)
-        answers = _answers(messages)
+        layout, (whole, turns), answers = self._layout(render, messages, where), render(messages), _answers(messages)
         if not self._has_spans:
+            known = layout.turns_in(whole, [each.get("content", "") for each in messages])
             turns = []
             for number in counted:
-                turns.append(self._turn(render, whole, messages, number, turns[-1][1] if turns else 0, where))
+                done = turns[-1][1] if turns else 0
+                turns.append(known[number] if known else self._turn(render, whole, messages, number, done, where))
         elif len(counted) < len(answers):  # blocks are in the order of messages
             ends = [len(render(messages[:number])[1]) for number in answers]
             if sorted(ends) != ends or ends[-1] != len(turns):
@@ -157,24 +199,77 @@ class ChatTemplate:
         return [*parts, (whole[done:], False)]
 
     def _turn(
-        self, render: _Render, whole: str, messages: Sequence[Any], number: int, done: int, where: str
-    ) -> tuple[int, int]:
+        self, render: _Render, whole: str, messages: Sequence[Any], number: int, done: int, where: str,
+        asks_all: bool = False,
+    ) -> tuple[int, int]:  # fmt: skip
         """The (start, stop) of an assistant's turn in ``whole``, the text of all messages.
 
-        ``number`` is that of the message, and ``done`` is where the turn before it ends.
+        ``number`` is that of the message, and ``done`` is where the turn before it ends.  With ``asks_all``, the turn
+        must begin after the whole of the generation prompt.
         """
         earlier, first = messages[: number - 1], [{"role": "assistant", "content": MARK}, *messages[1:]]
-        before = render(earlier)[0] if earlier else ""  # a template may not render an empty chat
         asked, _ = render(earlier, add_generation_prompt=True) if earlier else render(first)
-        upto, _ = render(messages[:number])
         start = len(commonprefix([whole, asked]))  # noqa: RUF071
-        if whole.startswith(upto) and max(done, len(before)) <= start <= len(upto):
+        upto = render(messages[:number])[0] if number < len(messages) else whole
+        if start < len(asked) and not asks_all:
+            done = max(done, len(render(earlier)[0]) if earlier else 0)  # a template may not render an empty chat
+        if whole.startswith(upto) and done <= start <= len(upto) and not (asks_all and start < len(asked)):
             return start, len(upto)
         expected = f"a chat template that does not change a turn for those after it ({self.path})"
         how = "add {% generation %} blocks to the template"
         if len(messages) > number:
             how = f"--split-turns makes a text for each answer, or {how}"
         raise DataError(f"{where}: expected {expected}, got another text up to message {number}; {how}")
+
+    def _layout(self, render: _Render, messages: Sequence[Any], where: str, **how: bool) -> _Layout:
+        """The layout of a chat; ``how`` is how it is rendered.  DataError for a message that the template leaves out.
+
+        A message with tool calls may be written without its content, as in LLaMA 3.1's template.
+        """
+        keys = [[each["role"], sorted(each.keys() - COUNTING), "tool_calls" in each] for each in messages]
+        key = json.dumps([render.args[0], how, keys], default=repr)
+        if key not in self._layouts:
+            if len(self._layouts) == LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = self._make_layout(render, messages, where, how)
+        layout = self._layouts[key]
+        for number in layout.lost:
+            message = messages[number - 1]
+            role, content = message["role"], message.get("content", "")
+            if not content.strip() or message.get("tool_calls"):
+                continue
+            other = [*messages[: number - 1], {**message, "content": content + PLACE}, *messages[number:]]
+            if render(other, **how) == render(messages, **how):
+                system = "; write the role 'system' instead" * (role == "developer")
+                got = f"the role {role!r} in message {number}, whose content would be lost{system}"
+                raise DataError(f"{where}: expected roles that {self.path} writes, got {got}")
+        return layout
+
+    def _make_layout(self, render: _Render, messages: Sequence[Any], where: str, how: Mapping[str, bool]) -> _Layout:
+        marked = [
+            {**each, "content": f"{PLACE}{number}{PLACE}"} if "content" in each else each
+            for number, each in enumerate(messages, 1)
+        ]
+        try:
+            whole, _ = render(marked, **how)
+        except DataError:  # the template looks into contents
+            return _Layout([], [], None)
+        texts = re.split(f"{PLACE}([0-9]+){PLACE}", whole)
+        numbers, texts = [*map(int, texts[1::2])], texts[::2]
+        lost = [number for number in range(1, len(messages) + 1) if number not in numbers]
+        if self._has_spans or how or numbers != [*range(1, len(messages) + 1)]:
+            return _Layout(lost, texts, None)
+        starts = [*accumulate((len(text) + len(f"{PLACE}{n}{PLACE}") for n, text in enumerate(texts, 1)), initial=0)]
+
+        def place(at: int) -> tuple[int, int]:
+            text = bisect_right(starts, at) - 1
+            return text, at - starts[text]
+
+        try:
+            turns = {n: self._turn(render, whole, marked, n, 0, where, asks_all=True) for n in _answers(messages)}
+        except DataError:
+            return _Layout(lost, texts, None)
+        return _Layout(lost, texts, {n: (place(start), place(stop)) for n, (start, stop) in turns.items()})
 
     def _render(
         self, options: Mapping[str, Any], where: str, messages: Sequence[Any], add_generation_prompt: bool = False
