@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kos.errors import BackendUnavailable, ConfigError, DataError, InvalidArgument, KosError, RankLost, in_words
 
@@ -23,7 +23,32 @@ LOST_SECONDS = 3.0
 It does not wait if the process of the other rank ended without a report."""
 
 
-class Parser(argparse.ArgumentParser):
+class ArgumentParser(argparse.ArgumentParser):
+    """Refuses an option of one value that is given twice: a user may expect both values to count."""
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.given = dict[str, Any]()
+        """The values of the options that this parser has read."""
+        for action in (None, "store"):
+            self.register("action", action, _Once)
+
+    def parse_known_args(self, *given: Any, **settings: Any) -> Any:
+        self.given.clear()
+        return super().parse_known_args(*given, **settings)
+
+
+class _Once(argparse.Action):
+    """Stores the value of an argument."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if option_string and self.dest in parser.given:
+            raise argparse.ArgumentError(self, f"expected one value, got {parser.given[self.dest]} and {values}")
+        parser.given[self.dest] = values
+        setattr(namespace, self.dest, values)
+
+
+class Parser(ArgumentParser):
     """Raises ConfigError for arguments that it refuses."""
 
     def error(self, message: str) -> NoReturn:

@@ -18,7 +18,7 @@ from typing import Any
 from kos.commands import program
 from kos.errors import ConfigError, KosError, in_words, plural
 from kos.files import printing
-from kos.reporting import exit_status
+from kos.reporting import ArgumentParser, exit_status
 from kos.train import missing
 
 SETTINGS = ("tokenizer", "val_data", "text_field", "encoding", "loss_on", "split_turns", "split_special_tokens")
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     from kos.train.config.options import KEYS, flag_of
 
     description = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog=program("kos.train.tokenize"), description=description)
+    parser = ArgumentParser(prog=program("kos.train.tokenize"), description=description)
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="text, named as for --data of kos train")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; new, empty or unfinished")
     for name in SETTINGS:
