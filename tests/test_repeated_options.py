@@ -15,7 +15,7 @@ from kos.reporting import ArgumentParser, Parser
 COMMANDS = {
     "kos.train.sample": "run --tokens 1 --tokens 2",
     "kos.train.chat": "run --system a --system b",
-    "kos.train.tokenize": "source out --text-field a --text-field b",
+    "kos.train.tokenize": "source out --loss-on all --loss-on all",
     "kos.train.export": "run out --dtype float32 --dtype bfloat16",
     "kos.train.tools.plot": "run -o a.png --out b.png",
     "kos.comm.schedules.__main__": "--ranks 4 --ranks=8",
@@ -24,7 +24,7 @@ COMMANDS = {
     "kos.doctor.__main__": "--timeout 1 --timeout 2",
     "kos.tune.measure": "--out a --out b",
     "kos.bench.__main__": "--sizes 1K --sizes 2K",
-    "kos.train.evaluate": "run --data stdlib --text-field a --text-field b",
+    "kos.train.evaluate": "run --data stdlib --fit cut --fit whole",
 }
 
 

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a character that a terminal cannot show ends no run
     logging.basicConfig(format=f"kos: rank {rank}: %(message)s", level=logging.WARNING, stream=sys.stderr)
     if rank != 0:  # all ranks read the same settings, and the same packing plan
-        for name in ("kos.train.config", "kos.train.data.packing"):
+        for name in ("kos.train.config", "kos.train.data.packing", "kos.train.data.documents"):
             logging.getLogger(name).setLevel(logging.ERROR)
         if {"-h", "--help"} & set(arguments):
             return 0

@@ -36,6 +36,7 @@ def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, An
     from kos.train.data.loading import lines_of, tokenizing
 
     config = TrainConfig.from_preset(data=sources[0], **settings)
+    config.check_sources([*sources, *filter(None, [config.val_data])])
     corpus = read_corpus(sources, val_data=config.val_data, lines=lines_of(config))
     if corpus.vocab_size is not None or corpus.tokenized:
         raise ConfigError(f"{sources[0]}: expected text, got tokens")
@@ -50,15 +51,17 @@ def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, An
 
 
 def _parser() -> argparse.ArgumentParser:
-    from kos.train.config.options import KEYS, flag_of
+    from kos.train.config.flags import add_flag
+    from kos.train.config.options import KEYS
 
     description = (__doc__ or "").partition("\n")[0]
-    parser = ArgumentParser(prog=program("kos.train.tokenize"), description=description)
+    parser = ArgumentParser(
+        prog=program("kos.train.tokenize"), description=description, argument_default=argparse.SUPPRESS
+    )
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="text, named as for --data of kos train")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; new, empty or unfinished")
     for name in SETTINGS:
-        words: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if KEYS[name].annotation is bool else {}
-        parser.add_argument(flag_of(name), default=argparse.SUPPRESS, help=KEYS[name].description, **words)
+        add_flag(parser, name, KEYS[name].default)
     return parser
 
 

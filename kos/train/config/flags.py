@@ -23,7 +23,7 @@ from kos.errors import CheckpointError, ConfigError
 from kos.reporting import Parser
 from kos.train.checkpoint import adapter
 from kos.train.checkpoint.huggingface import read_config
-from kos.train.config import PRESETS, flatten, preset_values
+from kos.train.config import PRESETS, by_source, flatten, preset_values
 from kos.train.config.options import (
     FINE_TUNING_WARMUP,
     KEYS,
@@ -37,7 +37,8 @@ from kos.train.config.other_names import suggestion
 METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
     "data": "NAME|PATH[:WEIGHT]", "val_data": "NAME|PATH", "eval_data": "NAME=PATH", "tokenizer": "NAME|PATH",
-    "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE", "keep_best": "METRIC", "freeze": "PATTERN",
+    "text_field": "[SOURCE=]NAME", "encoding": "[SOURCE=]NAME", "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE",
+    "keep_best": "METRIC", "freeze": "PATTERN",
 }  # fmt: skip
 
 
@@ -55,7 +56,7 @@ PATHS = ("data", "val_data", "tokenizer", "init_from")
 NAMES = (None, "stdlib", "tinyshakespeare", "auto", "bytes", "chars")
 """Values of ``PATHS`` that are no paths."""
 
-SEVERAL = ("data", "eval_data", "tracker", "lora_targets", "freeze")
+SEVERAL = ("data", "eval_data", "text_field", "encoding", "tracker", "lora_targets", "freeze")
 """Flags that can be repeated."""
 
 GROUPS = {
@@ -295,6 +296,10 @@ def _of_run(path: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
     if elsewhere:
         named = (str(each).partition("=") for each in values.get("eval_data", ()))
         values["eval_data"] = [f"{name}={_found(folder, source)}" for name, _, source in named]
+        for key in ("text_field", "encoding"):
+            if key in values:
+                each = by_source(values[key]).items()
+                values[key] = [f"{_found(folder, name)}={value}" if name else value for name, value in each] or None
     if values.get("resume") != "auto":
         values.pop("resume", None)  # the checkpoint from which that run resumed
     if values.get("epochs") is not None:

@@ -296,12 +296,14 @@ def load_data(
     no target that counts; a prompt that the tokenizer cannot encode.  ConfigError: data or tokenizer missing; a
     tokenizer that does not fit the data.
     """
+    config.check_sources([*weighted(config.data), *filter(None, [config.val_data]), *config.eval_sources.values()])
     if not isinstance(config.data, str):
         sources, parts = weighted(config.data), list[Dataset]()
         for number, name in enumerate(sources, 1):
             folders = [run / f"source-{number}" for run in runs]
             own_val = config.val_data is None or number == 1  # --val-data is that of all sources
             changes = {"data": name, "eval_batches": config.eval_batches if own_val else 0, "eval_data": ()}
+            changes |= config.of_sources(name, config.val_data)
             parts.append(load_data(config.model_copy(update=changes), show, weights, folders, own_val))
         data = mix(sources, parts)
     else:

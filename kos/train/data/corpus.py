@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 
 from kos.errors import ConfigError, DataError, plural
 from kos.train.data import download
-from kos.train.data.documents import OPENERS, TEXT, Document, Lines, Records, check_kind, is_converted, open_documents
+from kos.train.data.documents import (
+    OPENERS,
+    TEXT,
+    Document,
+    Lines,
+    Records,
+    check_encoding,
+    check_kind,
+    is_converted,
+    open_documents,
+)
 from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
 from kos.train.data.token_files import VOCAB_SIZES, is_token_file, is_tokenized, mask_of, open_tokens
 from kos.train.data.tokenizers import SAVED
@@ -173,7 +183,7 @@ def _find(data: str, show: Show, lines: Lines) -> _Source:
         return _Source(data, [], _stdlib)
     if data == download.NAME:
         return _Source(data, [], lambda: [File(data, "", None, open_documents(download.tinyshakespeare()))])
-    path = Path(data)
+    path, lines = Path(data), lines.of(data)
     if path.is_dir() and is_tokenized(path):
         return _Source(data, [each for each in sorted(path.iterdir()) if each.is_file()], list, tokenized=path)
     if path.is_dir():
@@ -182,6 +192,7 @@ def _find(data: str, show: Show, lines: Lines) -> _Source:
         if is_token_file(path, lines.token_dtype):
             return _of_files(path.name, [path], None, show, lines)
         check_kind(path)
+        check_encoding(path, lines)
         return _Source(path.name, [path], lambda: [File(path.name, "", path, open_documents(path, lines))])
     if path.exists():
         raise DataError(f"--data: expected a regular file or a folder, got {data!r} (a device, pipe or socket)")
@@ -237,6 +248,7 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, l
         texts = sorted({*texts} - {*converted})
     for path in texts:
         check_kind(path)
+        check_encoding(path, lines)
     return _Source(name, texts, read_texts, below=[*map(below, texts)])
 
 

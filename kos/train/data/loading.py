@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kos.errors import DataError, SettingError
+from kos.train.config import by_source
 from kos.train.config.options import TrainConfig
 from kos.train.data.chat import read_chat_template
 from kos.train.data.corpus import Corpus, Show
@@ -35,7 +36,9 @@ _BEGINS = ("train.npy", "val.npy")
 def lines_of(config: TrainConfig, weights: str | None = None) -> Lines:
     """How files are read with these settings."""
     template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
-    return Lines(config.text_field, template, config.split_turns, config.encoding, config.token_dtype)
+    fields, encodings = by_source(config.text_field), {"": "utf-8", **by_source(config.encoding)}
+    of_source = {name: (fields.get(name), encodings.get(name)) for name in {*fields, *encodings}}
+    return Lines(fields.get(""), template, config.split_turns, encodings[""], config.token_dtype, of_source)
 
 
 def load_tokens(
