@@ -293,6 +293,7 @@ def test_arguments_as_text_are_not_quoted(tmp_path: Path) -> None:
     assert arguments in texts_that_count(tmp_path, folder, [{"messages": chat}])
 
 
+NAMED = CALLS[0]["function"]
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
 SAME: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "sharegpt": (
@@ -307,6 +308,13 @@ SAME: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"conversations": [{"from": "human", "value": "a"}, {"from": "observation", "value": "b"},
                            {"from": "gpt", "value": "c", "train": True}]},
         [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}, {"role": "assistant", "content": "c"}],
+    ),
+    "sharegpt-call": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": json.dumps(NAMED)},
+                           {"from": "observation", "value": "b"},
+                           {"from": "function_call", "value": json.dumps([NAMED, NAMED])}]},
+        [{"role": "user", "content": "a"}, calling(None), {"role": "tool", "content": "b"},
+         calling(None) | {"tool_calls": CALLS * 2}],
     ),
     "conversations-of-roles": ({"conversations": [USER, ANSWER]}, [USER, ANSWER]),
     "alpaca": (ALPACA, [{"role": "user", "content": "Add.\n1 2"}, {"role": "assistant", "content": "3"}]),
@@ -380,7 +388,22 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": [{**USER, "train": True}]},
         "train of assistants alone, got True with the role user",
     ),
-    "from": (BOTH, {"conversations": [{"from": "function_call", "value": "x"}]}, "tool, got 'function_call'"),
+    "from": (BOTH, {"conversations": [{"from": "robot", "value": "x"}]}, "tool, got 'robot'"),
+    "function-call": (
+        BOTH,
+        {"conversations": [{"from": "function_call", "value": "x"}]},
+        "JSON as the value from function_call, got 'x' (Expecting value: ",
+    ),
+    "functions": (
+        BOTH,
+        {"messages": [USER, ANSWER], "functions": [{"name": "weather"}]},
+        "the field 'tools', got its earlier name 'functions'; write each of them into \"tools\", as ",
+    ),
+    "parts": (
+        BOTH,
+        {"messages": [{**USER, "content": [{"type": "text", "text": "hi"}]}, ANSWER]},
+        "one text as the content of message 1, got a list of parts: [{",
+    ),
     "alpaca": (
         BOTH,
         {"instruction": "x", "input": "y"},

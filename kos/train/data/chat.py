@@ -22,7 +22,10 @@ from kos.errors import ConfigError, DataError, install
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function": "tool"}
-"""ShareGPT's names of roles, and ours.  ShareGPT's messages have the keys ``from`` and ``value``."""
+"""ShareGPT's names of roles, and ours.  ShareGPT's messages have the keys ``from`` and ``value``.
+
+A message from ``function_call`` has the tool calls of an assistant as JSON: one, or a list.
+"""
 
 KNOWN = ("role", "content", "weight", "train", "name", "tool_call_id")
 """Keys that a message may have even if the template does not use them."""
@@ -153,6 +156,8 @@ class ChatTemplate:
         """Check one message, and return it with kos's names of keys and roles, without the keys that are None."""
         if isinstance(given, dict) and "from" in given and "role" not in given:
             given = {{"from": "role", "value": "content"}.get(key, key): value for key, value in given.items()}
+            if given["role"] == "function_call":
+                given = _calling(given, where)
             given["role"] = SHAREGPT.get(str(given["role"]), given["role"])
         message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
         role, calls = message.get("role"), message.get("tool_calls")
@@ -161,6 +166,9 @@ class ChatTemplate:
         else:
             known = role is not None and isinstance(message.get("content"), str) and isinstance(calls or [], list)
             known = known and all(isinstance(call, dict) for call in calls or ())
+        if isinstance(message.get("content"), list):
+            got = f"a list of parts: {reprlib.repr(message['content'])}"
+            raise DataError(f"{where}: expected one text as the content of message {number}, got {got}")
         if not known:
             raise DataError(f"{where}: expected messages with role and content, got {reprlib.repr(given)}")
         if role not in ROLES:
@@ -327,6 +335,17 @@ class ChatTemplate:
             raise DataError(f"{self.path}: expected a chat template, got {error}") from None
 
 
+def _calling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """ShareGPT's message with tool calls, in OpenAI's form."""
+    try:
+        calls = json.loads(given["content"])
+    except (ValueError, TypeError, KeyError) as error:
+        got = f"{reprlib.repr(given.get('content'))} ({error})"
+        raise DataError(f"{where}: expected JSON as the value from function_call, got {got}") from None
+    functions = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+    return {**given, "role": "assistant", "content": None, "tool_calls": functions}
+
+
 def _answers(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """The numbers of the assistant's messages, counted from 1."""
     return [number for number, each in enumerate(messages, 1) if each["role"] == "assistant"]
@@ -362,6 +381,9 @@ def _with_tables(render: _Render, chat: list[dict[str, Any]], where: str) -> lis
 def _options(line: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The variables of a template other than the messages.  The fields of the line have the names that TRL uses."""
     tools, others = line.get("tools"), line.get("chat_template_kwargs") or {}
+    if line.get("functions"):
+        how = 'write each of them into "tools", as {"type": "function", "function": …}'
+        raise DataError(f"{where}: expected the field 'tools', got its earlier name 'functions'; {how}")
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except ValueError as error:

@@ -15,7 +15,8 @@ from typing import Any
 OF_MODEL = {"mistral": "", "olmo2": "", "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 """The classes that transformers registers for values of ``model_type``; "" if it uses the rules in ``tokenizer.json``.
 
-It uses this class if the folder names no class, and for ``IGNORED`` whatever the folder names (src/transformers/models/auto/tokenization_auto.py of transformers 5.24).
+It uses this class if the folder names no class, and for ``IGNORED`` whatever the folder names.
+Source: transformers 5.24, src/transformers/models/auto/tokenization_auto.py.
 """
 
 IGNORED = ("mistral", "olmo2", "qwen2")
