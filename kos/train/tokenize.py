@@ -7,11 +7,15 @@ validation data together. If the command is interrupted, the same command contin
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
+import logging
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +32,8 @@ SETTINGS = ("tokenizer", "val_data", "text_field", "encoding", "loss_on", "split
 def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, Any]:
     """Write the tokens of ``sources`` to ``out``, a new, empty or unfinished folder, and return its manifest.
 
-    ``settings`` are those of ``kos train``.  Raises ConfigError if ``out`` holds anything else or a source has tokens,
-    and the errors of ``kos.train.data.batches.load_data``.
+    ``settings`` are those of ``kos train``.  Raises ConfigError if ``out`` holds anything else, if another process
+    writes to it, or if a source has tokens, and the errors of ``kos.train.data.batches.load_data``.
     """
     from kos.train.config.options import TrainConfig
     from kos.train.data.corpus import read_corpus
@@ -43,11 +47,30 @@ def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, An
     how, make = tokenizing(corpus, config, None, lambda what, share: None)
     status = [(str(path), path.stat()) for path in (*corpus.files, *corpus.val_files)]
     files = [[path, each.st_size, each.st_mtime_ns] for path, each in status]
-    key = hashlib.sha256(json.dumps([how, [*sources], config.val_data, files]).encode()).hexdigest()
+    key = " ".join(
+        hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in ([how, [*sources], config.val_data], files)
+    )
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out}: expected a new or an empty folder, got a file")
     out.mkdir(parents=True, exist_ok=True)
-    return make(out, key)
+    with _alone(out):
+        return make(out, key)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """ConfigError if another process writes to the folder in such a context."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # of a file system without locks
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                got = "one to which another kos tokenize writes"
+                raise ConfigError(f"{folder}: expected a folder of its own, got {got}") from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
+    logging.basicConfig(format="kos: %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
         settings = vars(_parser().parse_args(argv))
         manifest = tokenize(out := settings.pop("out"), settings.pop("sources"), **settings)
