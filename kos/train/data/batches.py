@@ -146,12 +146,23 @@ class Dataset:
         got = self.windows(self.train, starts)
         return got._replace(targets=np.where(fills[:, None], np.int32(LEFT_OUT), got.targets)) if fills.any() else got
 
+    def place(self, step: int, row: int) -> tuple[str, Dataset, int]:
+        """The source of a row of ``batch(step)`` ("" if there is one), its data, and where the row starts in it."""
+        if self.mixture is None:
+            return "", self, int(self._starts(step, np.array([row]))[0][0])
+        name, number = self.mixture.place(step * self.batch_size, self.batch_size, row)
+        part = self.mixture.parts[name]
+        return name, part, int(part._starts_in_order(np.array([number]))[0])
+
     def in_order(self, numbers: NDArray[np.int64]) -> Batch:
         """The training sequences of these numbers if each comes once, in random order, and then each again."""
+        return self.windows(self.train, self._starts_in_order(numbers))
+
+    def _starts_in_order(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         epochs, places = np.divmod(numbers, count := self.sequences_in(self.train))
         for epoch in np.unique(epochs):
             places[epochs == epoch] = permuted(places[epochs == epoch], count, self.seed, int(epoch))
-        return self.windows(self.train, places * self.seq_len)
+        return places * self.seq_len
 
     def _starts(self, step: int, rows: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Where the sequences of some rows start, and which of them only fill the last batch of an epoch."""
@@ -344,7 +355,9 @@ def _load(
         if not about["counted"]:
             expected = "expected completions or answers to train on"
             raise DataError(f"--data {config.data}: {expected}, got none").about("data")
-        between += f"; the loss counts {about['counted']:,} of {len(train):,} tokens (--loss-on {config.loss_on})"
+        if (config.fit or about.get("fit")) != "whole":  # else a line on the sequences says what they count
+            counts = f"{about['counted']:,} of {len(train):,} tokens"
+            between += f"; the loss counts {counts} (--loss-on {config.loss_on})"
     tokenizer.encode(config.prompt)
     packing = None
     if (config.fit or about.get("fit", "cut")) == "whole":

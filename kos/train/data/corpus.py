@@ -36,6 +36,9 @@ _log = logging.getLogger(__name__)
 HELD_OUT = 10
 """One part in this many is held out for validation: of a file, or of the files of a folder."""
 
+MUCH = 0.2
+"""The share of the data that is more than a user may expect to be held out."""
+
 SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 """Words in the name of a file or of its folder, and the split that the file belongs to."""
 
@@ -55,6 +58,11 @@ class File(NamedTuple):
     split: str
     path: Path | None
     content: Any
+
+    @property
+    def size(self) -> int:
+        """In bytes; without a path, the length of the content."""
+        return self.path.stat().st_size if self.path else len(self.content)
 
     @property
     def key(self) -> str:
@@ -271,7 +279,10 @@ def split(data: str, files: Sequence[File], val_files: Sequence[File] | None = N
         held, text = _validation_files(val_files) or [*val_files], val_name
     elif not held and len(files) > 1:
         numbered = [each for each in files if each.split == ""]
-        held, text = numbered[HELD_OUT - 1 :: HELD_OUT] or numbered[-1:], f" (of {len(files)} files)"
+        held = numbered[HELD_OUT - 1 :: HELD_OUT] or numbered[-1:]
+        share = sum(each.size for each in held) / max(1, sum(each.size for each in files))
+        much = f", {share:.0%} of the data; --val-data, or a file with val in its name, replaces it" * (share > MUCH)
+        text = f" (of {len(files)} files{much})" if held else ""
     apart = {each.key for each in held}
     train = [each for each in files if each.split not in ("val", "test") and each.key not in apart]
     if files and not train:
