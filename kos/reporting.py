@@ -75,12 +75,12 @@ def end_process(code: int) -> None:
     os._exit(code)
 
 
-def report(error: Exception, rank: int, note: str = "", debug: bool = False) -> None:
+def report(error: Exception, rank: int, note: str = "", debug: bool = False, alone: bool = False) -> None:
     """Print the error and its note on one line; the process then ends with an exit code that is not 0.
 
     mpirun ends the other ranks as soon as one process exits with an error. So a rank that only saw another rank fail
     lets that rank print first. If several ranks have the same error, the lowest of them prints it, once. ``debug``:
-    print the traceback before it.
+    print the traceback before it. ``alone``: this is the only process of the job, so its rank is not named.
     """
     shared = isinstance(error, KosError) and error.on_every_rank
     likely = isinstance(error, ConfigError)  # but a file may be missing on one machine
@@ -94,6 +94,6 @@ def report(error: Exception, rank: int, note: str = "", debug: bool = False) -> 
         time.sleep(min(rank, 8) * TURN_SECONDS)
     if debug:
         traceback.print_exception(error)
-    where = "" if shared or (likely and rank == 0) else f"rank {rank}: "
+    where = "" if alone or shared or (likely and rank == 0) else f"rank {rank}: "
     with contextlib.suppress(OSError, ValueError):
         print(f"kos: error: {where}{in_words(error)}{note}", file=sys.stderr, flush=True)

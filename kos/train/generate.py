@@ -247,20 +247,21 @@ def continue_texts(
 
 
 def sample_text(
-    next_logits: Callable[[np.ndarray], np.ndarray], context: int, tokenizer: Tokenizer, prompt: str, count: int, *,
-    stopped: Callable[[], bool] = lambda: False, **sampling: Any,
+    next_logits: Callable[[np.ndarray], np.ndarray], context: int, tokenizer: Tokenizer, prompt: str | Sequence[int],
+    count: int, *, stopped: Callable[[], bool] = lambda: False, **sampling: Any,
 ) -> str:  # fmt: skip
-    """``prompt`` and the text of up to ``count`` tokens that follow it.
+    """``prompt``, a text or token ids, and the text of up to ``count`` tokens that follow it.
 
     ``next_logits`` maps token ids (1, T) to the logits (V,) of the next token.  A text that outgrows the context gives
     no warning.
     """
-    ids, ends = prompt_ids(tokenizer, prompt), () if tokenizer.eos is None else (tokenizer.eos,)
+    ids = prompt_ids(tokenizer, prompt) if isinstance(prompt, str) else [*prompt]
+    ends = () if tokenizer.eos is None else (tokenizer.eos,)
     pieces = continue_texts(
         Uncached(next_logits), context, tokenizer, [ids], count, Sampling(**sampling), ends=ends, stopped=stopped,
         warns=False,
     )  # fmt: skip
-    return prompt + "".join(piece for _, piece in pieces)
+    return (prompt if isinstance(prompt, str) else tokenizer.decode(ids)) + "".join(piece for _, piece in pieces)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:

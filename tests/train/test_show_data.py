@@ -93,6 +93,25 @@ def test_a_run_that_resumes_is_shown_from_its_next_step(
         assert printed.startswith("--- step 3, sequence 1: ") and all(text in printed for text in expected)
 
 
+def test_a_run_on_chats_answers_a_question_at_its_end(
+    chats: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a chat that is held out, or else trained on; the last line says how to chat.  Other data has no question."""
+    how: dict[str, Any] = {"tokenizer": chats[3], "seq_len": 400, "steps": 1, "eval_batches": 0}
+    for out, changes in (("a", {}), ("b", {"prompt": "rain"}), ("c", {"loss_on": "all"})):
+        config = _config(Path(chats[1]), tmp_path / out, **how).model_copy(update={"sample_tokens": 3, **changes})
+        spawn(lambda comm, config=config: Trainer(config, comm).run(), 2, timeout=100)
+        printed = capsys.readouterr().out
+        sample = printed.partition("--- a sample ---\n")[2]
+        assert sample.startswith(ASKED) == (out == "a") and sample.startswith("rain") == (out == "b")
+        assert "more text:" not in printed and printed.count(f" chat {tmp_path / out}") == 1
+    data = load_data(_config(Path(chats[1]), tmp_path, **how))
+    ids = data.question(400)
+    assert data.tokenizer.decode(ids) == ASKED and data.question(len(ids) - 1) == []
+    lines = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}] * 400)
+    assert load_data(_config(lines, tmp_path, **how)).question(400) == []
+
+
 def test_only_rank_0_prints(
     chats: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

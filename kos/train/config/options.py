@@ -174,7 +174,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Stop after N validations in a row in which the metric of --keep-best (val_loss) has not fallen; 0 never does."""
     sample_tokens: int = option(200, ge=0)
     """Tokens of text generated at the end; 0 generates none."""
-    prompt: str = option("", "none")
+    prompt: str = option("", "none; for chats, one of them up to its first answer")
     """Text that the sample continues."""
     temperature: float = option(0.8, ge=0)
     """Temperature of the sample; 0 takes the most likely token."""

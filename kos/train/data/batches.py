@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ EVAL_BATCH_TOKENS = 16_384
 """Most tokens in a validation batch."""
 
 LEFT_OUT = -1  # a target that no loss counts
+
+QUESTIONS = 100
+"""Chats among which one is found for the sample at the end of a run."""
 
 SAMPLED = 256
 """Sequences in which tokens are counted that lack the beginning of their document."""
@@ -174,6 +178,21 @@ class Dataset:
         epoch, batch = divmod(step, self.steps_per_epoch)
         places, last = batch * self.batch_size + rows, self.sequences_in(self.train) - 1
         return permuted(places.clip(max=last), last + 1, self.seed, epoch) * self.seq_len, places > last
+
+    def question(self, most: int) -> list[int]:
+        """The tokens of a chat before its first answer, at most ``most``; none if there is no such chat.
+
+        It is one of the first chats to validate on, or else to train on.
+        """
+        for row in (each for part in self.parts if part.what == "chat" for each in (part.val, part.train)):
+            if not (row.masked and row.size):
+                continue
+            whole, bounds = Tokens(row.shards, row.documents), [*row.begins[:QUESTIONS].tolist(), row.size]
+            for start, stop in pairwise(bounds[: QUESTIONS + 1]):
+                tokens = whole.window(start, min(stop - start, most + 1))
+                if (counted := np.flatnonzero(tokens >= 0)).size and counted[0]:
+                    return [*map(int, unmasked(tokens[: counted[0]]))]
+        return []
 
     def fit_in_words(self) -> str:
         """Lines for the log on how documents fit into sequences; "" if sequences cut text, or no document.
