@@ -52,7 +52,7 @@ Parts = list[tuple[str, bool]]
 _Rendered = tuple[str, list[tuple[int, int]]]
 """A rendered text, and the (start, stop) of each ``{% generation %}`` block in it."""
 
-_Render = Callable[..., _Rendered]
+_Render = partial[_Rendered]
 
 
 class _Layout(NamedTuple):
