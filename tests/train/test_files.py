@@ -116,6 +116,8 @@ def test_a_column_by_another_name(tmp_path: Path) -> None:
         content = table(rows, "excel") if name == "a.csv" else rows_of_parquet(rows)
         (tmp_path / name).write_bytes(content)
         assert documents(tmp_path / name, lines=Lines("body")) == (["yes 0", "yes 1"], ["yes 2"])
+        with refused(DataError, "expected the field 'boddy' (--text-field), prompt and completion, or messages, got"):
+            documents(tmp_path / name, lines=Lines("boddy"))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

@@ -161,11 +161,9 @@ class ChatTemplate:
             given["role"] = SHAREGPT.get(str(given["role"]), given["role"])
         message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
         role, calls = message.get("role"), message.get("tool_calls")
-        if role == "assistant" and "content" not in message and isinstance(calls, list) and calls:
-            known = all(isinstance(call, dict) for call in calls)
-        else:
-            known = role is not None and isinstance(message.get("content"), str) and isinstance(calls or [], list)
-            known = known and all(isinstance(call, dict) for call in calls or ())
+        known = isinstance(calls or [], list) and all(isinstance(call, dict) for call in calls or ())
+        if role != "assistant" or "content" in message or not calls:
+            known = known and role is not None and isinstance(message.get("content"), str)
         if isinstance(message.get("content"), list):
             got = f"a list of parts: {reprlib.repr(message['content'])}"
             raise DataError(f"{where}: expected one text as the content of message {number}, got {got}")
@@ -207,21 +205,19 @@ class ChatTemplate:
         return [*parts, (whole[done:], False)]
 
     def _turn(
-        self, render: _Render, whole: str, messages: Sequence[Any], number: int, done: int, where: str,
-        asks_all: bool = False,
-    ) -> tuple[int, int]:  # fmt: skip
+        self, render: _Render, whole: str, messages: Sequence[Any], number: int, done: int, where: str
+    ) -> tuple[int, int]:
         """The (start, stop) of an assistant's turn in ``whole``, the text of all messages.
 
-        ``number`` is that of the message, and ``done`` is where the turn before it ends.  With ``asks_all``, the turn
-        must begin after the whole of the generation prompt.
+        ``number`` is that of the message, and ``done`` is where the turn before it ends.
         """
         earlier, first = messages[: number - 1], [{"role": "assistant", "content": MARK}, *messages[1:]]
         asked, _ = render(earlier, add_generation_prompt=True) if earlier else render(first)
         start = len(commonprefix([whole, asked]))  # noqa: RUF071
         upto = render(messages[:number])[0] if number < len(messages) else whole
-        if start < len(asked) and not asks_all:
+        if start < len(asked):
             done = max(done, len(render(earlier)[0]) if earlier else 0)  # a template may not render an empty chat
-        if whole.startswith(upto) and done <= start <= len(upto) and not (asks_all and start < len(asked)):
+        if whole.startswith(upto) and done <= start <= len(upto):
             return start, len(upto)
         expected = f"a chat template that does not change a turn for those after it ({self.path})"
         how = "add {% generation %} blocks to the template"
@@ -234,12 +230,12 @@ class ChatTemplate:
 
         A message with tool calls may be written without its content, as in LLaMA 3.1's template.
         """
-        keys = [[each["role"], sorted(each.keys() - COUNTING), "tool_calls" in each] for each in messages]
+        keys = [[each["role"], *sorted(each.keys() - COUNTING)] for each in messages]
         key = json.dumps([render.args[0], how, keys], default=repr)
         if key not in self._layouts:
             if len(self._layouts) == LAYOUTS:
                 self._layouts.clear()
-            self._layouts[key] = self._make_layout(render, messages, where, how)
+            self._layouts[key] = self._make_layout(render, messages, how)
         layout = self._layouts[key]
         for number in layout.lost:
             message = messages[number - 1]
@@ -253,31 +249,28 @@ class ChatTemplate:
                 raise DataError(f"{where}: expected roles that {self.path} writes, got {got}")
         return layout
 
-    def _make_layout(self, render: _Render, messages: Sequence[Any], where: str, how: Mapping[str, bool]) -> _Layout:
+    def _make_layout(self, render: _Render, messages: Sequence[Any], how: Mapping[str, bool]) -> _Layout:
+        places = [f"{PLACE}{number}{PLACE}" for number in range(1, len(messages) + 1)]
         marked = [
-            {**each, "content": f"{PLACE}{number}{PLACE}"} if "content" in each else each
-            for number, each in enumerate(messages, 1)
+            {**each, "content": place} if "content" in each else each
+            for each, place in zip(messages, places, strict=True)
         ]
-        try:
+        lost, texts, turns, done = list[int](), [""], dict[int, Any](), 0
+        with suppress(DataError):  # of a template that looks into contents
             whole, _ = render(marked, **how)
-        except DataError:  # the template looks into contents
-            return _Layout([], [], None)
-        texts = re.split(f"{PLACE}([0-9]+){PLACE}", whole)
-        numbers, texts = [*map(int, texts[1::2])], texts[::2]
-        lost = [number for number in range(1, len(messages) + 1) if number not in numbers]
-        if self._has_spans or how or numbers != [*range(1, len(messages) + 1)]:
-            return _Layout(lost, texts, None)
-        starts = [*accumulate((len(text) + len(f"{PLACE}{n}{PLACE}") for n, text in enumerate(texts, 1)), initial=0)]
-
-        def place(at: int) -> tuple[int, int]:
-            text = bisect_right(starts, at) - 1
-            return text, at - starts[text]
-
-        try:
-            turns = {n: self._turn(render, whole, marked, n, 0, where, asks_all=True) for n in _answers(messages)}
-        except DataError:
-            return _Layout(lost, texts, None)
-        return _Layout(lost, texts, {n: (place(start), place(stop)) for n, (start, stop) in turns.items()})
+            lost = [number for number, place in enumerate(places, 1) if place not in whole]
+            texts = re.split(f"{PLACE}[0-9]+{PLACE}", whole)
+            known = not (self._has_spans or how) and re.findall(f"{PLACE}[0-9]+{PLACE}", whole) == places
+            starts = [*accumulate(map(len, chain.from_iterable(zip(texts, places, strict=False))), initial=0)][::2]
+            for number in _answers(messages) if known else ():
+                asked, _ = render(marked[: number - 1], add_generation_prompt=True)
+                upto, _ = render(marked[:number])
+                if number == 1 or len(asked) < done or not (upto.startswith(asked) and whole.startswith(upto)):
+                    return _Layout(lost, texts, None)
+                done, at = len(upto), [bisect_right(starts, len(each)) - 1 for each in (asked, upto)]
+                turns[number] = (at[0], len(asked) - starts[at[0]]), (at[1], done - starts[at[1]])
+            return _Layout(lost, texts, turns if known else None)
+        return _Layout(lost, texts, None)
 
     def _render(
         self, options: Mapping[str, Any], where: str, messages: Sequence[Any], add_generation_prompt: bool = False

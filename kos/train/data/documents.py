@@ -367,12 +367,13 @@ def read_records(path: Path, lines: Lines = TEXT) -> Iterator[tuple[str, Any]]:
 
 def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Document]:
     fields: Mapping[str, Any] = value if isinstance(value, dict) else {}
-    field, given = lines.text_field, [name for name in FORMS if fields.get(name)]
-    if len(given) > 1 and field not in fields:
-        how = f"name the text or the chat to train on, as --text-field {given[0]}, or remove the others"
-        raise DataError(f"{where}: expected one of the fields {', '.join(FORMS)}, got {' and '.join(given)}; {how}")
-    if field not in fields:
-        field = next((name for name in (*given, *FORMS, "prompt") if name in fields), None)
+    if (field := lines.text_field) not in fields:
+        forms = FORMS if field is None else FORMS[1:]
+        given = [name for name in forms if fields.get(name)]
+        if len(given) > 1:
+            how = f"name the text or the chat to train on, as --text-field {given[0]}, or remove the others"
+            raise DataError(f"{where}: expected one of the fields {', '.join(forms)}, got {' and '.join(given)}; {how}")
+        field = next((name for name in (*given, *forms, "prompt") if name in fields), None)
     if field in ("prompt", "completion") and field != lines.text_field:
         prompt, completion = (_text_of(fields, name, where) for name in ("prompt", "completion"))
         return [Document(((prompt, False), (completion, True)))]
