@@ -156,8 +156,9 @@ def tokenizing(
     tokenizer = given or (None if spec == "chars" else make_tokenizer(spec))
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
-    how += [config.split_special_tokens, config.text_field, config.loss_on, config.split_turns, corpus.below]
-    how += [corpus.other_val, config.encoding, *([template.source, template.special] if template else [])]
+    fields, encodings = (sorted(by_source(each).items()) for each in (config.text_field, config.encoding))
+    how += [config.split_special_tokens, fields, config.loss_on, config.split_turns, corpus.below]
+    how += [corpus.other_val, encodings, *([template.source, template.special] if template else [])]
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
     how += [name for name, files in sources if not files]  # others are known by their files
 
