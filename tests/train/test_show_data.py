@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,11 @@ def test_only_rank_0_prints(
     chats: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kos.comm.control.identity.launched_rank", lambda: 1)
-    assert main([*chats, "--show-data", "1"]) == 0
+    try:
+        assert main([*chats, "--show-data", "1"]) == 0
+    finally:
+        for name in ("config", "data.packing", "data.documents"):  # which are quiet on this rank, and would stay so
+            logging.getLogger(f"kos.train.{name}").setLevel(logging.NOTSET)
     assert capsys.readouterr().out == ""
 
 
