@@ -6,7 +6,6 @@ are such rows), bus bandwidth back to back on the right; one line per implementa
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from kos.bench.implementations import OURS
 from kos.bench.report import size
 from kos.errors import KosError
 from kos.files import PALETTE, PALETTE_LIGHT, check_picture
+from kos.reporting import ArgumentParser
 
 Row = dict[str, Any]
 
@@ -104,7 +104,7 @@ def _panel(axes: Any, lines: dict[str, list[Row]], value: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m kos.bench.plot", description=__doc__)
+    parser = ArgumentParser(prog="python -m kos.bench.plot", description=__doc__)
     parser.add_argument("result", type=Path, metavar="RESULT.json")
     parser.add_argument("picture", type=Path, metavar="PICTURE.png")
     options = parser.parse_args()

@@ -44,6 +44,9 @@ _EXTRAS = {
     "": ("numpy", "ml_dtypes", "mpi4py"),
     "train": ("pydantic", "rich", "safetensors", "threadpoolctl"),
     "tokenizers": ("tokenizers",),
+    "chat": ("jinja2",),
+    "parquet": ("pyarrow",),
+    **({"zstd": ("backports.zstd",)} if sys.version_info < (3, 14) else {}),  # later Pythons have it
     "cuda": ("cuda-core", "cuda-bindings", "cuda-pathfinder", "nccl4py", "nvmath-python"),
     "plot": ("matplotlib",),
 }

@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_picture(options["plot"])
         run(options, Console(rank, 0))
     except (KosError, OSError, MemoryError) as error:
-        report(error, rank, debug="--debug" in arguments or debugging())
+        report(error, rank, debug="--debug" in arguments or debugging(), alone=ranks == 1)
         status = exit_status(error) if all(map(Path.exists, options.get("checkpoints", ()))) else 2
         if ranks > 1:
             end_process(status)

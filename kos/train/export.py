@@ -7,7 +7,6 @@ weights, config.json, the tokenizer, and the files that the run has kept of the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -19,7 +18,7 @@ from typing import Any
 from kos.commands import program
 from kos.errors import CheckpointError, ConfigError, KosError
 from kos.files import printing, sync
-from kos.reporting import exit_status
+from kos.reporting import ArgumentParser, exit_status
 from kos.train import missing
 
 
@@ -90,7 +89,7 @@ def _write(found: Path, folder: Path, dtype: str, merge: bool) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("kos.train.export"), description=(__doc__ or "").partition("\n")[0])
+    parser = ArgumentParser(prog=program("kos.train.export"), description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run or of a checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write: a new or an empty one")
     about = "write the whole model of a run with --lora: its base, with the adapters added"

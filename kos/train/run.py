@@ -468,8 +468,9 @@ class Trainer(RunContext):
 
         if next_logits is None or (model.size == 1 and self.comm.rank > 0):
             return ""
+        context = self.model_config.max_position_embeddings
         return sample_text(
-            next_logits, self.model_config.max_position_embeddings, self.data.tokenizer, config.prompt,
+            next_logits, context, self.data.tokenizer, config.prompt or self.data.question(context // 2),
             config.sample_tokens, seed=config.seed, temperature=config.temperature, top_k=config.top_k,
             stopped=stopped_by_any,
         )  # fmt: skip

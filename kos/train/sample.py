@@ -14,7 +14,7 @@ from typing import Any
 from kos.commands import program
 from kos.errors import ConfigError, InvalidArgument, KosError
 from kos.files import printing
-from kos.reporting import exit_status
+from kos.reporting import ArgumentParser, exit_status
 
 FLAGS: dict[str, tuple[Any, str]] = {
     "temperature": (0.8, "divide the logits by this number; 0 always takes the most likely token"),
@@ -29,7 +29,7 @@ FLAGS: dict[str, tuple[Any, str]] = {
 
 def make_parser(module: str, doc: str, tokens: int) -> argparse.ArgumentParser:
     """The flags that ``kos sample`` and ``kos chat`` have in common."""
-    parser = argparse.ArgumentParser(prog=program(module), description=doc.partition("\n")[0])
+    parser = ArgumentParser(prog=program(module), description=doc.partition("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, of a checkpoint or of Hugging Face")
     parser.add_argument("--tokens", type=int, default=tokens, help="the most tokens to generate (default: %(default)s)")
     for name, (default, what) in FLAGS.items():

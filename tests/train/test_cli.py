@@ -26,6 +26,7 @@ from kos.train.parallel.failures import together
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, run_program, running_program
+from tests.words import merged
 
 ENVIRONMENT = {**OUTSIDE, "PYTHONUNBUFFERED": ""}  # as users have it
 SHAPE = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8", "--seq-len=32"]
@@ -36,7 +37,7 @@ def _command(*flags: str | Path, ranks: int = 2, fresh: bool = False) -> list[st
     if ranks > 1 and not MPIRUN:
         pytest.skip("needs mpirun")
     launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
-    return [*launcher, *([sys.executable] if fresh else python()), "-m", "kos.train", *SHAPE, *map(str, flags)]
+    return [*launcher, *([sys.executable] if fresh else python()), "-m", "kos.train", *merged([*SHAPE, *flags])]
 
 
 def _run(*flags: str | Path, ranks: int = 2, fresh: bool = False) -> subprocess.CompletedProcess[str]:
@@ -82,6 +83,17 @@ def test_data_that_kos_does_not_read_ends_with_status_2(tmp_path: Path, name: st
     (data := tmp_path / name).write_text(content)
     done = _run("--data", data, "--out", tmp_path / "run", "--device", "cpu", ranks=1)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
+
+
+def test_a_process_that_is_alone_has_no_rank(tmp_path: Path) -> None:
+    """In errors and in warnings."""
+    (tmp_path / "a.jsonl").write_text('{"text": 3}\n')
+    (tmp_path / "b.txt").write_text("é" * 999)
+    command = [sys.executable, "-m", "kos.train", "--seq-len", "4", "--show-data", "1", "--data"]
+    done = run_program(*command, str(tmp_path / "a.jsonl"), env=ENVIRONMENT)
+    assert done.stderr.startswith(f"kos: error: --data {tmp_path / 'a.jsonl'}, line 1: expected text"), done.stderr
+    done = run_program(*command, str(tmp_path / "b.txt"), "--encoding", "latin-1", env=ENVIRONMENT)
+    assert done.stderr.startswith(f"kos: --data {tmp_path / 'b.txt'}: the text is valid UTF-8, but "), done.stderr
 
 
 @pytest.mark.parametrize("case", ["flag", "missing", "batch", "out", "init", "resume"])

@@ -18,6 +18,7 @@ from kos.train import checkpoint
 from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, nccl_ranks
 from tests.train.test_cli import text
+from tests.words import merged
 
 __all__ = ["text"]
 
@@ -39,7 +40,7 @@ pytestmark = [
 
 def command(text: Path, out: Path, backend: str, *flags: str, timeout: float = TIMEOUT) -> list[str]:
     run = [sys.executable, "-m", "kos.train", *FLAGS, "--data", str(text), "--out", str(out), "--backend", backend]
-    return [MPIRUN, "-n", "2", *run, "--timeout", str(timeout), *flags]
+    return merged([MPIRUN, "-n", 2, *run, "--timeout", timeout, *flags])
 
 
 def finish(text: Path, out: Path, backend: str, *flags: str, timeout: float = TIMEOUT) -> list[float]:

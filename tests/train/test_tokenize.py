@@ -131,6 +131,50 @@ def test_other_data_or_settings_are_no_continuation(folder: Path, tmp_path: Path
         tokenize(tmp_path / "again", [str(out)])
 
 
+def test_a_folder_of_a_failed_call_does_not_block_its_repair(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor with other settings, while no shard is complete."""
+    out, broken = tmp_path / "out", folder / "d_train.jsonl"
+    (val := tmp_path / "val.txt").write_text("val " * 9)
+    good = "".join(json.dumps({"text": f"line {number} " * 9}) + "\n" for number in range(40))
+    broken.write_text(good + '{"text": 3}\n')
+    with refused(DataError, f"--data {broken}, line 41: expected text in the field 'text', got text: 3"):
+        tokenize(out, [str(folder)], val_data=str(val), loss_on="all")
+    with refused(DataError, f"--data {broken}, line 41: "):
+        tokenize(out, [str(folder)], val_data=str(val))
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenized, "SHARD_TOKENS", 300)
+        patch.setattr(tokenizers, "PORTION", 100)
+        with refused(DataError, f"--data {broken}, line 41: "):
+            tokenize(out, [str(folder)], val_data=str(val))
+    assert len([*out.glob("*.bin")]) > 1
+    with refused(ConfigError, f"{out}: expected a new folder, got one with tokens of other data or settings"):
+        tokenize(out, [str(folder)], val_data=str(val), loss_on="all")
+    broken.write_text(good)
+    assert not caplog.messages
+    tokenize(out, [str(folder)], val_data=str(val))
+    assert [message.partition(" since ")[0] for message in caplog.messages] == [f"{out}: the data has changed"]
+    assert [path.name for path in out.glob("*.bin")] == ["00000.bin"]
+    same(load(out), load(folder, "--val-data", str(val)))
+
+
+def test_two_calls_do_not_write_to_one_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, real, refusals = tmp_path / "out", tokenized.replace_file, []
+
+    def second(path: Path, content: bytes) -> None:
+        real(path, content)
+        if not refusals:
+            refusals.append(kos("tokenize", folder, out))
+
+    monkeypatch.setattr(tokenized, "replace_file", second)
+    tokenize(out, [str(folder)])
+    expected = f"kos: error: {out}: expected a folder of its own, got one to which another kos tokenize writes\n"
+    assert (refusals[0].returncode, refusals[0].stderr) == (2, expected)
+    same(load(out), load(folder))
+    assert kos("tokenize", folder, out).returncode == 0
+
+
 def test_damaged_shards_are_refused_on_all_ranks(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     tokenize(out, [str(folder)])

@@ -15,6 +15,7 @@ from kos.comm.schedules.verify import verify
 from kos.commands import program
 from kos.errors import InvalidArgument, KosError, plural
 from kos.files import check_picture, printing
+from kos.reporting import ArgumentParser
 
 PIPELINES = (1, 4, 16, 64, 256)
 """Numbers of chunks that --predict tries, for algorithms that pipeline a whole vector."""
@@ -63,7 +64,7 @@ def _numbers(given: str) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog=program("kos.comm.schedules"), description=__doc__, epilog=EXAMPLES,
+    p = ArgumentParser(prog=program("kos.comm.schedules"), description=__doc__, epilog=EXAMPLES,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("algorithm", nargs="?", help="the name of an algorithm (default: list or predict all)")
     p.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",

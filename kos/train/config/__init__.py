@@ -43,6 +43,12 @@ def weighted(data: str | Sequence[str]) -> dict[str, float]:
     return sources
 
 
+def by_source(given: str | Sequence[str] | None) -> dict[str, str]:
+    """The values of a setting by source: of SOURCE=VALUE, and under "" the value for all others."""
+    pairs = (each.rpartition("=") for each in ([given] if isinstance(given, str) else given or ()))
+    return {source: value for source, _, value in pairs}
+
+
 def option(default: Any = ..., unset: str = "", **constraints: Any) -> Any:
     """A field that is also a flag; without ``default`` the preset gives the value.
 

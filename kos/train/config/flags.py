@@ -23,7 +23,7 @@ from kos.errors import CheckpointError, ConfigError
 from kos.reporting import Parser
 from kos.train.checkpoint import adapter
 from kos.train.checkpoint.huggingface import read_config
-from kos.train.config import PRESETS, flatten, preset_values
+from kos.train.config import PRESETS, by_source, flatten, preset_values
 from kos.train.config.optimizers import not_of
 from kos.train.config.options import FINE_TUNING_WARMUP, KEYS, TrainConfig, build, flag_of
 from kos.train.config.other_names import suggestion
@@ -31,7 +31,8 @@ from kos.train.config.other_names import suggestion
 METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
     "data": "NAME|PATH[:WEIGHT]", "val_data": "NAME|PATH", "eval_data": "NAME=PATH", "tokenizer": "NAME|PATH",
-    "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE", "keep_best": "METRIC", "freeze": "PATTERN",
+    "text_field": "[SOURCE=]NAME", "encoding": "[SOURCE=]NAME", "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE",
+    "keep_best": "METRIC", "freeze": "PATTERN",
 }  # fmt: skip
 
 
@@ -49,7 +50,7 @@ PATHS = ("data", "val_data", "tokenizer", "init_from")
 NAMES = (None, "stdlib", "tinyshakespeare", "auto", "bytes", "chars")
 """Values of ``PATHS`` that are no paths."""
 
-SEVERAL = ("data", "eval_data", "tracker", "lora_targets", "freeze")
+SEVERAL = ("data", "eval_data", "text_field", "encoding", "tracker", "lora_targets", "freeze")
 """Flags that can be repeated."""
 
 GROUPS = {
@@ -60,15 +61,6 @@ GROUPS = {
     "model.model_type": "Shape of the model (a preset or --init-from gives it)",
 }  # fmt: skip
 """The groups of ``--help``: the first setting of each, and its title."""
-
-
-class _Once(argparse.Action):
-    """Stores the value of a flag.  ConfigError if the flag is given twice: a user may expect both values to count."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if hasattr(namespace, self.dest):
-            raise ConfigError(f"{option_string}: expected one value, got {getattr(namespace, self.dest)} and {values}")
-        setattr(namespace, self.dest, values)
 
 
 def _type_of(field: FieldInfo) -> Any:
@@ -111,7 +103,7 @@ def add_flag(group: Any, key: str, default: Any) -> None:
     field, kind = KEYS[key], dict[str, Any](action=argparse.BooleanOptionalAction)
     if field.annotation is not bool:
         metavar = METAVARS.get(key, {int: "N", float: "X", Path: "DIR"}.get(_type_of(field), "NAME"))
-        action = {**dict.fromkeys(SEVERAL, "append"), "val_data": _Once}.get(key, "store")
+        action = "append" if key in SEVERAL else "store"
         kind = {"metavar": metavar, "type": functools.partial(_value, field), "action": action}
         kind |= {"nargs": "?", "const": "1"} if key == "elastic" else {}
     group.add_argument(flag_of(key), dest=key, help=_help(field, default), **kind)
@@ -135,7 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
         if isinstance(field.json_schema_extra, dict):
             add_flag(group, key, attrgetter(key)(defaults))
     config = "Read settings from a TOML or JSON file, or from the config.json of a run. Default: none."
-    groups["preset"].add_argument("--config", action=_Once, metavar="FILE", help=config)
+    groups["preset"].add_argument("--config", metavar="FILE", help=config)
     add_plan(groups["device"])
     return parser
 
@@ -298,6 +290,10 @@ def _of_run(path: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
     if elsewhere:
         named = (str(each).partition("=") for each in values.get("eval_data", ()))
         values["eval_data"] = [f"{name}={_found(folder, source)}" for name, _, source in named]
+        for key in ("text_field", "encoding"):
+            if key in values:
+                each = by_source(values[key]).items()
+                values[key] = [f"{_found(folder, name)}={value}" if name else value for name, value in each] or None
     if values.get("resume") != "auto":
         values.pop("resume", None)  # the checkpoint from which that run resumed
     if values.get("epochs") is not None:

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
 from kos.errors import ConfigError, SettingError
-from kos.train.config import GroupSection, ModelSection, flatten, one_line, option, preset_values, weighted
+from kos.train.config import GroupSection, ModelSection, by_source, flatten, one_line, option, preset_values, weighted
 from kos.train.config.optimizers import OPTIMIZERS, OptimizerName, not_of
 from kos.train.data.token_files import KINDS
 from kos.train.layers import Placement
@@ -63,10 +63,12 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Validate on other data: the same NAMEs and PATHs as --data."""
     eval_data: tuple[str, ...] = option((), "none")
     """Also validate on the data at PATH, whose loss is val_loss/NAME; repeat the flag for several."""
-    text_field: str = option("text", min_length=1)
-    """Field or column that holds the text of a line of a .jsonl file, or of a row of a table."""
-    encoding: str = option("utf-8", min_length=1)
-    """Encoding of text files, tables and JSON, such as utf-16 or latin-1."""
+    text_field: str | tuple[str, ...] | None = option(None, "text", min_length=1)
+    """Field or column that holds the text, or the messages of a chat; SOURCE=NAME is that of one source. Repeat the
+    flag for several sources."""
+    encoding: str | tuple[str, ...] = option("utf-8", min_length=1)
+    """Encoding of text files, tables and JSON, such as utf-16 or latin-1; SOURCE=NAME is that of one source. Repeat the
+    flag for several sources."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = option(None, "llm.c's header")
     """Type of the numbers in .bin files without a header, such as uint16 for those of nanoGPT."""
     loss_on: Literal["completion", "all"] = option("completion")
@@ -171,7 +173,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Stop after N validations in a row in which the metric of --keep-best (val_loss) has not fallen; 0 never does."""
     sample_tokens: int = option(200, ge=0)
     """Tokens of text generated at the end; 0 generates none."""
-    prompt: str = option("", "none")
+    prompt: str = option("", "none; for chats, one of them up to its first answer")
     """Text that the sample continues."""
     temperature: float = option(0.8, ge=0)
     """Temperature of the sample; 0 takes the most likely token."""
@@ -260,14 +262,23 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         words = given if isinstance(given, list | tuple) else [given]
         return tuple(dict.fromkeys(name.strip() for word in words for name in str(word).split(",")))
 
+    @field_validator("text_field", "encoding", mode="before")
+    @classmethod
+    def _by_source(cls, given: Any, about: ValidationInfo) -> Any:
+        values = given if isinstance(given, list | tuple) else [given]
+        if all(isinstance(each, str) for each in values) and len(by_source(values)) < len(values):
+            raise SettingError(str(about.field_name), "one value, or SOURCE=VALUE once a source", " and ".join(values))
+        return (tuple(given) if len(given) > 1 else given[0]) if isinstance(given, list | tuple) and given else given
+
     @field_validator("encoding")
     @classmethod
-    def _known(cls, given: str) -> str:
-        try:
-            if "a".encode(given).decode(given) != "a":
-                raise LookupError
-        except (LookupError, UnicodeError):
-            raise SettingError("encoding", "an encoding of text, such as utf-16", repr(given)) from None
+    def _known(cls, given: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for name in by_source(given).values():
+            try:
+                if "a".encode(name).decode(name) != "a":
+                    raise LookupError
+            except (LookupError, UnicodeError):
+                raise SettingError("encoding", "an encoding of text, such as utf-16", repr(name)) from None
         return given
 
     @model_validator(mode="after")
@@ -324,6 +335,21 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file: every field."""
         return self.model_dump(mode="json")
+
+    def check_sources(self, names: Iterable[str]) -> None:
+        """ConfigError if ``text_field`` or ``encoding`` names a source that is none of ``names``."""
+        known = [*dict.fromkeys(names)]
+        for name in ("text_field", "encoding"):
+            if unknown := by_source(getattr(self, name)).keys() - {"", *known}:
+                raise SettingError(flag_of(name), f"SOURCE=VALUE of {' or '.join(known)}", min(unknown))
+
+    def of_sources(self, *names: str | None) -> dict[str, Any]:
+        """``text_field`` and ``encoding``, without the values of other sources than ``names``."""
+        found = {}
+        for key in ("text_field", "encoding"):
+            each = {name: value for name, value in by_source(getattr(self, key)).items() if name in ("", *names)}
+            found[key] = tuple(f"{name}={value}" if name else value for name, value in each.items())
+        return found
 
     @property
     def eval_sources(self) -> dict[str, str]:

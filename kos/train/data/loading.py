@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kos.errors import DataError, SettingError
+from kos.train.config import by_source
 from kos.train.config.options import TrainConfig
 from kos.train.data.chat import read_chat_template
 from kos.train.data.corpus import Corpus, Show
@@ -35,7 +36,9 @@ _BEGINS = ("train.npy", "val.npy")
 def lines_of(config: TrainConfig, weights: str | None = None) -> Lines:
     """How files are read with these settings."""
     template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
-    return Lines(config.text_field, template, config.split_turns, config.encoding, config.token_dtype)
+    fields, encodings = by_source(config.text_field), {"": "utf-8", **by_source(config.encoding)}
+    of_source = {name: (fields.get(name), encodings.get(name)) for name in {*fields, *encodings}}
+    return Lines(fields.get(""), template, config.split_turns, encodings[""], config.token_dtype, of_source)
 
 
 def load_tokens(
@@ -153,8 +156,9 @@ def tokenizing(
     tokenizer = given or (None if spec == "chars" else make_tokenizer(spec))
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
-    how += [config.split_special_tokens, config.text_field, config.loss_on, config.split_turns, corpus.below]
-    how += [corpus.other_val, config.encoding, *([template.source, template.special] if template else [])]
+    fields, encodings = (sorted(by_source(each).items()) for each in (config.text_field, config.encoding))
+    how += [config.split_special_tokens, fields, config.loss_on, config.split_turns, corpus.below]
+    how += [corpus.other_val, encodings, *([template.source, template.special] if template else [])]
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
     how += [name for name, files in sources if not files]  # others are known by their files
 

@@ -5,7 +5,6 @@ RUN is the folder of a run. Its metrics.jsonl is drawn, also while the run goes 
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from kos.commands import program
 from kos.errors import DataError, KosError
 from kos.files import PALETTE, check_picture
+from kos.reporting import ArgumentParser
 from kos.train.tools.metrics import METRICS, read_metrics
 
 LINES = ("-", ":", "-.")
@@ -112,7 +112,7 @@ def _values(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np
 
 def main(argv: Sequence[str] | None = None) -> int:
     about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog=program("kos.train.tools.plot"), description=about)
+    parser = ArgumentParser(prog=program("kos.train.tools.plot"), description=about)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="The folder of a run.")
     about = "The picture, .png or .svg. Default: plot.png in the folder of the first run."
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help=about)
