@@ -34,7 +34,7 @@ MEMORY_PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "layouts.md").rea
 
 
 def planned(ranks, *flags, speed=SLOW):
-    config, given, _, ranks, _, network = parse_plan(merged(["--plan", "--ranks", ranks, *SHAPE, *flags]))
+    config, given, _, ranks, _, network = parse_plan(["--plan", "--ranks", str(ranks), *SHAPE, *flags])
     return planning.plan(config, given, ranks, speed, config.model_config_for(V), network)
 
 
