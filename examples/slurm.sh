@@ -26,7 +26,6 @@ out=
 if [ "$1 ${2-}" = "-m kos.train" ]; then
     more=(--resume auto) previous=
     for each in "${@:3}"; do
-        case $each in --resume | --resume=*) more=() ;; esac # from the checkpoint that is named
         case $each in --out=* | --config=*) previous=${each%%=*} each=${each#*=} ;; esac
         case $previous in
         --out) out=$each ;;

@@ -187,9 +187,6 @@ def test_a_slurm_job_keeps_the_folder_of_out(tmp_path: Path, slurm: dict[str, st
     (tmp_path / "runs/slurm-1/checkpoints").mkdir(parents=True)
     done = run_program("bash", str(EXAMPLES / "slurm.sh"), "-m", "kos.train", *more, env=slurm, cwd=tmp_path)
     assert output(done).splitlines() == [" ".join(["-m kos.train --resume auto", *more])] * 2
-    more = ["--resume=there", *more]
-    done = run_program("bash", str(EXAMPLES / "slurm.sh"), "-m", "kos.train", *more, env=slurm, cwd=tmp_path)
-    assert output(done).splitlines() == [" ".join(["-m kos.train", *more])] * 2
 
 
 def test_a_slurm_job_has_a_folder_of_its_own(tmp_path: Path, slurm: dict[str, str]) -> None:

@@ -12,7 +12,6 @@ from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Mesh
 from tests.train.test_model import torch_llama
-from tests.words import merged
 
 SETTINGS = """
 --hidden-size 256 --num-hidden-layers 3 --num-attention-heads 4 --num-key-value-heads 2 --intermediate-size 512
@@ -26,7 +25,7 @@ crosses them: which sequences have a boundary depends on Python's version."""
 def losses_beside_torch(device, dtype, steps, *flags):
     """The losses of an engine, and of a plain model and ``torch.optim.AdamW`` with fp32 weights, cast for the pass."""
     torch = pytest.importorskip("torch")
-    flags = merged([*SETTINGS, "--steps", steps, "--device", device, "--dtype", dtype, *flags])
+    flags = [*SETTINGS, "--steps", str(steps), "--device", device, "--dtype", dtype, *flags]
     config = parse(flags).for_world(1, device)
     data = load_data(config)
     shape = config.model_config_for(data.tokenizer.vocab_size)

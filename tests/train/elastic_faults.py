@@ -31,7 +31,6 @@ from kos.cuda.devices import visible_devices
 from kos.train.tools.metrics import read_metrics
 from tests.forked import PATHS
 from tests.launcher import OUTSIDE
-from tests.words import merged
 
 RANKS, SPARES = 4, 2
 SECONDS = 400  # of a run at most
@@ -81,7 +80,7 @@ class Run:
         self.ready = list[Path]()
         self.steps, more = DEVICES[device]
         about = [f"--device={device}", f"--backend={backend}", f"--steps={self.steps}", *more]
-        self.flags = merged([*FLAGS, *about, f"--data={text}", f"--out={self.out}", *flags])
+        self.flags = [*FLAGS, *about, f"--data={text}", f"--out={self.out}", *flags]
         port = 20_000 + random.SystemRandom().randrange(12_000)
         place = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.processes = [self.start(f"rank-{rank}", {**place, "RANK": str(rank)}) for rank in range(RANKS)]

@@ -32,7 +32,6 @@ from tests.train.test_corpus import token_bytes
 from tests.train.test_loop import _config
 from tests.train.test_loss_masks import data_text, read, write_lines
 from tests.train.test_tokenizers import byte_level_bpe
-from tests.words import merged
 
 CALL = "CALL {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}"
 OPEN = "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}"
@@ -429,7 +428,7 @@ def test_refused(tmp_path: Path, kind: str) -> None:
 
 
 def cuts(path: Path, *flags: str) -> str:
-    return load_data(parse(merged(["--data", str(path), "--eval-batches", "0", *flags]))).fit_in_words()
+    return load_data(parse(["--data", str(path), "--eval-batches", "0", *flags])).fit_in_words()
 
 
 def test_documents_that_sequences_cut_are_counted(tmp_path: Path) -> None:

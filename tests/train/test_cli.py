@@ -26,7 +26,6 @@ from kos.train.parallel.failures import together
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, run_program, running_program
-from tests.words import merged
 
 ENVIRONMENT = {**OUTSIDE, "PYTHONUNBUFFERED": ""}  # as users have it
 SHAPE = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8", "--seq-len=32"]
@@ -37,7 +36,7 @@ def _command(*flags: str | Path, ranks: int = 2, fresh: bool = False) -> list[st
     if ranks > 1 and not MPIRUN:
         pytest.skip("needs mpirun")
     launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
-    return [*launcher, *([sys.executable] if fresh else python()), "-m", "kos.train", *merged([*SHAPE, *flags])]
+    return [*launcher, *([sys.executable] if fresh else python()), "-m", "kos.train", *SHAPE, *map(str, flags)]
 
 
 def _run(*flags: str | Path, ranks: int = 2, fresh: bool = False) -> subprocess.CompletedProcess[str]:

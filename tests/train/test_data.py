@@ -16,7 +16,6 @@ from kos.train.data.batches import EVAL_BATCH_TOKENS, Dataset, Tokens, load_data
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.data.tokens import Separator
 from tests.train.refusal import refused
-from tests.words import merged
 
 MASK = 2**64 - 1
 
@@ -144,7 +143,7 @@ def words(tmp_path: Path) -> str:
 
 def read(data: str, *flags: str) -> tuple[list[int], list[int], str]:
     """The tokens that ``--data`` gives, and what the log says about them."""
-    got = load_data(parse(merged(["--data", data, "--seq-len", "1", *flags])))
+    got = load_data(parse(["--data", data, "--seq-len", "1", *flags]))
     train, val = (tokens.window(0, len(tokens)).tolist() for tokens in (got.train, got.val))
     return train, val, got.held_out
 
@@ -174,7 +173,7 @@ def test_documents_begin_where_their_first_tokens_are(tmp_path: Path, words: str
     texts = ["a b a", "b", "", "a a", "b b b"]
     lines = write(tmp_path, "".join(f'{{"text": "{text}"}}\n' for text in texts * 8), "lines.jsonl")
     for flags, between in (((), 0), (("--tokenizer", words), 2)):
-        data = load_data(parse(merged(["--data", lines, "--seq-len", "9", "--batch-size", "64", *flags])))
+        data = load_data(parse(["--data", lines, "--seq-len", "9", "--batch-size", "64", *flags]))
         sizes = [(len(text) if not between else len(text.split())) + between for text in texts * 8 if text]
         begins = np.cumsum([0, *sizes])
         batch = data.batch(3)
@@ -201,7 +200,7 @@ def test_documents_of_token_files(tmp_path: Path) -> None:
         header = np.zeros(256, "<i4")
         header[:3] = 20240520, 1, len(content)
         path = write(tmp_path, header.tobytes() + content.astype("<u2").tobytes(), name)
-        data = load_data(parse(merged(["--data", path, "--seq-len", "20", *flags])))
+        data = load_data(parse(["--data", path, "--seq-len", "20", *flags]))
         assert said in data.held_out, data.held_out
         batch = data.batch(0)
         assert (batch.document_starts is None) == ("no documents" in said) == (data.fields == ("tokens", "targets"))
@@ -235,13 +234,13 @@ def test_special_tokens_in_the_text_are_counted(tmp_path: Path, words: str) -> N
     for repeats in (1, 1000, 1000):  # large data are tokenised once, and the result is kept
         path = write(tmp_path, "a <end> b <begin><end>\n" * 100 * repeats)
         count = f"{300 * repeats:,} (<end> {200 * repeats:,}, <begin> {100 * repeats:,})"
-        assert load_data(parse(merged(["--data", path, *flags]))).note == (
+        assert load_data(parse(["--data", path, *flags])).note == (
             f"special tokens spelled out in the text and read as text: {count}; "
             "--no-split-special-tokens reads them as special tokens"
         )
-    assert load_data(parse(merged(["--data", path, *flags, "--no-split-special-tokens"]))).note == ""
-    assert load_data(parse(merged(["--data", path, *flags[:2]]))).note == ""
-    assert load_data(parse(merged(["--data", write(tmp_path, "a b " * 500), *flags]))).note == ""
+    assert load_data(parse(["--data", path, *flags, "--no-split-special-tokens"])).note == ""
+    assert load_data(parse(["--data", path, *flags[:2]])).note == ""
+    assert load_data(parse(["--data", write(tmp_path, "a b " * 500), *flags])).note == ""
 
 
 def test_val_data(tmp_path: Path) -> None:
@@ -271,19 +270,19 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     flags = ["--seq-len", "9", "--tokenizer", "bytes"]
     at_5 = f"--data {path}: expected tokens below the vocabulary's 256, got 300 at token 5"
     with refused(DataError, at_5):
-        load_data(parse(merged(["--data", path, *flags])))
+        load_data(parse(["--data", path, *flags]))
     Path(path).with_suffix(".mask").write_bytes(b"\1\0" * 50)
     for loss_on in ("completion", "all"):
         with refused(DataError, at_5):
-            load_data(parse(merged(["--data", path, *flags, "--loss-on", loss_on])))
+            load_data(parse(["--data", path, *flags, "--loss-on", loss_on]))
     path = tokens_file(tmp_path, [7] * 99 + [256])
     with refused(DataError, f"--data {path}: expected tokens below the vocabulary's 256, got 256 at token 99"):
-        load_data(parse(merged(["--data", path, *flags])))
+        load_data(parse(["--data", path, *flags]))
     folder = tmp_path / "good"
     folder.mkdir()
     good = tokens_file(folder, [7] * 100)
     with refused(DataError, f"--val-data {path}: expected tokens below the vocabulary's 256, got 256 at token 99"):
-        load_data(parse(merged(["--data", good, "--val-data", path, *flags])))
+        load_data(parse(["--data", good, "--val-data", path, *flags]))
 
 
 def test_a_vocabulary_is_checked_again_when_it_becomes_smaller(tmp_path: Path) -> None:

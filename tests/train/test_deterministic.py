@@ -27,7 +27,6 @@ from tests.launcher import MPIRUN, run_program
 from tests.train.sharded import tensors_of_run
 from tests.train.test_layouts import SHAPE, layouts, named, train
 from tests.train.test_tensor_parallel import part_of
-from tests.words import merged
 
 RUN: dict[str, Any] = {"seq_len": 32, "batch_size": 8, "micro_batch_size": 1, "steps": 3, "deterministic": True}
 
@@ -214,7 +213,7 @@ def test_runs_and_checkpoints_under_mpirun(tmp_path: Path) -> None:
     def run(name: str, ranks: int, *more: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
         launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
         out = tmp_path / name
-        done = run_program(*launcher, *python(), "-m", "kos.train", *merged([*flags, "--out", out, *more]))
+        done = run_program(*launcher, *python(), "-m", "kos.train", *flags, "--out", str(out), *more)
         assert done.returncode == 0, done.stderr
         return read_metrics(out / "metrics.jsonl"), tensors_of_run(out)
 

@@ -13,7 +13,6 @@ from kos.train.tools import plan as planning
 from kos.train.tools.costs import Rates, gpu_rates
 from kos.train.tools.dry_step import ONE_HOST, Clock, Link, Network, TimedDryRun
 from kos.train.tools.plan import make_job, predict
-from tests.words import merged
 
 SLOW = Rates("the CPU", 1e9, (1e9, 1e9), 1e9, 1e-6, 1e9, 1e-5, False)
 D, F, V, A, W, LAYERS, T, B = 32, 48, 256, 32, 64, 4, 16, 2  # of the flags below; W: q, k and v together
@@ -26,7 +25,7 @@ PARAMETERS = 2 * V * D + MATRICES + (2 * LAYERS + 1) * D
 
 
 def predicted(*flags, axes=None, speed=SLOW, network=ONE_HOST):
-    config, layout = parse(merged([*SHAPE, *flags])), Layout(**(axes or {}))
+    config, layout = parse([*SHAPE, *flags]), Layout(**(axes or {}))
     job = make_job(config, config.model_config_for(V), layout, speed, network)
     return predict(job, job.memory(0))
 
@@ -82,7 +81,7 @@ def test_tensor_parallel_sends_four_activations_each_way_in_a_block(batch):
 def test_collectives_of_tensor_parallel_overlap_products_on_gpus(sequences, most):
     """``most``: the share of the collectives' time that the step may wait, more if both halves share a sequence."""
     flags = ["--device=cuda", "--preset=8b", "--num-hidden-layers=4", f"--micro-batch-size={sequences}"]
-    config, layout = parse(merged([*flags, f"--batch-size={sequences}", "--tp=4"])), Layout(tp=4)
+    config, layout = parse([*flags, f"--batch-size={sequences}", "--tp=4"]), Layout(tp=4)
     model, rates = config.model_config_for(config.model.vocab_size), gpu_rates("H200", 128)
 
     def step(wire):

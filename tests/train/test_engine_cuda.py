@@ -16,7 +16,6 @@ from kos import cuda
 from kos.train.tools.metrics import read_metrics
 from tests.train.beside_torch import losses_beside_torch
 from tests.train.sharded import tensors_of_run
-from tests.words import merged
 
 GPUS = len(cuda.visible_devices())
 MPIRUN = shutil.which("mpirun")
@@ -56,7 +55,7 @@ def text(tmp_path_factory):
 def run(text: Path, out: Path, *flags: object, ranks: int = 1, error: str = "", **environment: str) -> str:
     """What a run says; with ``error``, what it is refused with."""
     launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
-    command = [*launcher, sys.executable, "-m", "kos.train", "--data", text, "--out", out, *merged([*MODEL, *flags])]
+    command = [*launcher, sys.executable, "-m", "kos.train", "--data", text, "--out", out, *MODEL, *flags]
     done = subprocess.run(
         list(map(str, command)), env={**os.environ, **environment}, capture_output=True, text=True, timeout=SECONDS
     )

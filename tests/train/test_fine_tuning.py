@@ -21,7 +21,6 @@ from kos.train.tools.metrics import read_metrics
 from tests.train.chat_templates import CHATML, SPECIAL
 from tests.train.test_loss_masks import write_lines
 from tests.train.test_tokenizers import byte_level_bpe
-from tests.words import merged
 
 REASON = "the reference needs transformers and torch (pip install transformers torch)"
 transformers = pytest.importorskip("transformers", reason=REASON)
@@ -74,7 +73,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def train(folder: Path, out: Path, ranks: int = 1, *flags: str) -> list[dict[str, Any]]:
-    config = parse(merged([*arguments(folder), f"--out={out}", *flags]))
+    config = parse([*arguments(folder), f"--out={out}", *flags])
     spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=200)
     return read_metrics(out)
 

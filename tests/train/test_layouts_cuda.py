@@ -15,7 +15,6 @@ from kos.train.model.families import FAMILIES
 from kos.train.parallel.schedules import SCHEDULES
 from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, nccl_ranks
-from tests.words import merged
 
 SECONDS = 80  # of a run, which takes some 6
 STEPS = 8
@@ -41,7 +40,7 @@ def train(tmp_path_factory):
         if (ranks, *flags) not in known:
             out = tmp_path_factory.mktemp("run")
             launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
-            command = [*launcher, sys.executable, "-m", "kos.train", *merged([*FLAGS, "--out", out, *flags])]
+            command = [*launcher, sys.executable, "-m", "kos.train", *FLAGS, "--out", str(out), *flags]
             done = subprocess.run(command, env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS)
             assert done.returncode == 0, done.stderr[-2500:] + done.stdout[-500:]
             known[ranks, *flags] = _rows(out), _tensors(out)
@@ -215,7 +214,7 @@ def test_compressed_gradients_go_on(train, tmp_path: Path) -> None:
     rows, tensors = train(2, *flags)
     command = [MPIRUN, "-n", "2", sys.executable, "-m", "kos.train", *FLAGS, *flags, "--out", str(tmp_path)]
     for more in (["--steps", str(STEPS // 2)], ["--resume", "auto"]):
-        done = subprocess.run(merged([*command, *more]), env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run([*command, *more], env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS)
         assert done.returncode == 0, done.stderr[-2500:] + done.stdout[-500:]
     np.testing.assert_array_equal(_rows(tmp_path), rows)
     there = _tensors(tmp_path)
@@ -233,7 +232,7 @@ def test_another_layout_goes_on(train, flags: str, tmp_path: Path) -> None:
     first = [MPIRUN, "-n", "4", sys.executable, "-m", "kos.train", *FLAGS, "--dtype", "float32", "--backend", "peer"]
     half = ["--steps", str(STEPS // 2), "--out", str(tmp_path)]
     then = [sys.executable, "-m", "kos.train", *FLAGS, "--dtype", "float32", "--out", str(tmp_path), "--resume", "auto"]
-    for command in (merged([*first, *flags.split(), *half]), then):
+    for command in ([*first, *flags.split(), *half], then):
         done = subprocess.run(command, env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS)
         assert done.returncode == 0, done.stderr[-2500:] + done.stdout[-500:]
     np.testing.assert_allclose(_rows(tmp_path), train(1, "--dtype", "float32")[0], rtol=2e-5)

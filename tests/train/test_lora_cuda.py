@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 from kos.train import checkpoint
 from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, nccl_ranks
-from tests.words import merged
 
 SECONDS = 80  # of a run
 SHAPE = """
@@ -30,7 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(4 * SECONDS)]
 
 def run(out: Path, ranks: int, *flags: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     launcher = [str(MPIRUN), "-n", str(ranks)] if ranks > 1 else []
-    command = [*launcher, sys.executable, "-m", "kos.train", *merged([*FLAGS, "--out", out, *flags])]
+    command = [*launcher, sys.executable, "-m", "kos.train", *FLAGS, "--out", str(out), *flags]
     done = subprocess.run(command, env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr[-2500:] + done.stdout[-500:]
     rows = np.array([(row["loss"], row["grad_norm"]) for row in read_metrics(out / "metrics.jsonl")])

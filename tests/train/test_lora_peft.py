@@ -18,7 +18,6 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.run import Trainer
 from tests.train.models import loss_and_gradients
-from tests.words import merged
 
 REASON = "the reference needs peft, transformers and torch (pip install peft transformers torch)"
 transformers = pytest.importorskip("transformers", reason=REASON)
@@ -101,7 +100,7 @@ def test_peft_loads_what_a_run_has_saved(base: Path, tmp_path: Path) -> None:
     flags = [f"--init-from={base}", f"--data={data}", "--lora=3", "--steps=3", "--batch-size=4", "--seq-len=32",
              "--lr=1e-2", "--eval-batches=0", "--sample-tokens=0", "--device=cpu"]  # fmt: skip
     out = tmp_path / "run"
-    config = parse(merged([*flags, f"--out={out}", "--dp=2" if base.name == "gpt2" else "--pp=2"]))
+    config = parse([*flags, f"--out={out}", "--dp=2" if base.name == "gpt2" else "--pp=2"])
     spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
     saved = out / "checkpoints" / "step-3"
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

@@ -25,7 +25,6 @@ from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.train import elastic_runs, test_elastic_joins
 from tests.train.elastic_runs import no_dry_run, ranks_of
-from tests.words import merged
 
 __all__ = ["no_dry_run"]
 
@@ -44,7 +43,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(text: Path, out: Path, *flags: str, ranks: int = 1) -> np.ndarray:
-    config = parse(merged([f"--data={text}", *SHORT, f"--out={out}", *flags]))
+    config = parse([f"--data={text}", *SHORT, f"--out={out}", *flags])
     spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
     return np.array([[row["loss"], row["grad_norm"]] for row in read_metrics(out / "metrics.jsonl")])
 
@@ -193,7 +192,7 @@ def test_training_goes_on_from_a_folder_of_peft(
     tokens = np.arange(16)[None] + 97
     np.testing.assert_allclose(load(tmp_path / "more").logits(tokens), load(whole[0]).logits(tokens), rtol=1e-4)
     assert checkpoint.find(tmp_path / "more").config["base"]["path"] == str(base)
-    with Trainer(parse(merged([folder, *SHORT, f"--out={tmp_path / 'own'}", "--backend=mock"])), batches=()) as own:
+    with Trainer(parse([folder, *SHORT, f"--out={tmp_path / 'own'}", "--backend=mock"]), batches=()) as own:
         assert own.data.tokenizer.name == "bytes"
     monkeypatch.setattr(show, "load_data", lambda config, weights, runs: 1 / (weights != str(base)))
     with pytest.raises(ZeroDivisionError):

@@ -32,7 +32,6 @@ from tests.train.test_corpus import token_bytes
 from tests.train.test_left_out_targets import mean_loss
 from tests.train.test_loop import _config, _losses, _train
 from tests.train.test_tokenizers import byte_level_bpe
-from tests.words import merged
 
 __all__ = ["emulated"]
 
@@ -82,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(path: Path, *flags: str) -> tuple[list[int], list[bool], Dataset]:
     """The training tokens, and whether the loss counts each."""
-    data = load_data(parse(merged(["--data", str(path), "--seq-len", "1", "--fit", "cut", *flags])))
+    data = load_data(parse(["--data", str(path), "--seq-len", "1", "--fit", "cut", *flags]))
     batch = data.windows(data.train, range(len(data.train) - 1))
     stored = data.train.window(0, len(data.train)).astype(np.int64)
     tokens, counted = np.where(stored < 0, -1 - stored, stored), stored >= 0

@@ -18,7 +18,6 @@ from kos.train import checkpoint
 from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, nccl_ranks
 from tests.train.test_cli import text
-from tests.words import merged
 
 __all__ = ["text"]
 
@@ -40,7 +39,7 @@ pytestmark = [
 
 def command(text: Path, out: Path, backend: str, *flags: str, timeout: float = TIMEOUT) -> list[str]:
     run = [sys.executable, "-m", "kos.train", *FLAGS, "--data", str(text), "--out", str(out), "--backend", backend]
-    return merged([MPIRUN, "-n", 2, *run, "--timeout", timeout, *flags])
+    return [MPIRUN, "-n", "2", *run, "--timeout", str(timeout), *flags]
 
 
 def finish(text: Path, out: Path, backend: str, *flags: str, timeout: float = TIMEOUT) -> list[float]:

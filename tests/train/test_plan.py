@@ -27,7 +27,6 @@ from kos.train.tools.costs import gpu_rates
 from kos.train.tools.plan import make_job, parse_plan, predict
 from tests.train.host_kernels.engine import DeviceComm, host_engine
 from tests.train.test_dry_step import SHAPE, SLOW, D, V
-from tests.words import merged
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MEMORY_PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "layouts.md").read_text()
@@ -54,7 +53,7 @@ def as_run(prediction, ranks):
 
 def test_a_proposal_names_each_flag_once():
     words = ["--preset=tiny", "--dp", "2", "--zero=1"]
-    (line,) = [each for each in planning.report(merged(["--plan", "--ranks", "2", "--gpu=H200", *words])).splitlines()
+    (line,) = [each for each in planning.report(["--plan", "--ranks", "2", "--gpu=H200", *words]).splitlines()
                if each.startswith("proposal: ")]  # fmt: skip
     assert line.partition(" -m kos.train ")[2].startswith(shlex.join(words))
     flags = [word.partition("=")[0] for word in line.split() if word.startswith("--")]
@@ -106,7 +105,7 @@ def test_what_is_given_stays():
 def test_the_settings_of_a_run_are_given_where_it_changed_them(tmp_path):
     """The config.json of a run has all settings; those with their default values do not count as given."""
     for name, flags in (("default", []), ("tp", ["--tp=2", "--zero=1"])):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"config": parse(merged([*SHAPE, *flags])).to_json()}))
+        (tmp_path / f"{name}.json").write_text(json.dumps({"config": parse([*SHAPE, *flags]).to_json()}))
     file = ["--config", str(tmp_path / "default.json")]
     assert {each.job.layout for each in planned(4, *file)[0]} == {each.job.layout for each in planned(4)[0]}
     file = ["--config", str(tmp_path / "tp.json"), "--pp", "1"]
@@ -136,7 +135,7 @@ def test_memory_is_the_plan_of_the_device(sizes, tmp_path):
     (tmp_path / "text").write_bytes(b"the quick brown fox " * 200)
     flags = [*SHAPE, "--data", str(tmp_path / "text"), "--steps", "1", "--eval-batches", "0", "--sample-tokens", "0"]
     flags += ["--zero", "1", "--out", str(tmp_path / "run")]
-    config = parse(merged([*flags, *(f"--{axis}={size}" for axis, size in sizes.items())]))
+    config = parse([*flags, *(f"--{axis}={size}" for axis, size in sizes.items())])
     plans = spawn(lambda comm: plan_of(Trainer(config, comm)), 2, timeout=100)
     job = make_job(config, config.model_config_for(V), Layout(**sizes), SLOW)
     for rank in range(sizes.get("pp", 1)):
@@ -150,7 +149,7 @@ def test_memory_is_the_plan_of_the_device_of_gpus(sizes, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "choose_device", lambda asked, comm: asked)
     (tmp_path / "text").write_bytes(b"the quick brown fox " * 200)
     flags = [*SHAPE[1:], "--device=cuda", "--eval-batches=0", f"--data={tmp_path / 'text'}", f"--out={tmp_path}/run"]
-    config = parse(merged([*flags, *(f"--{axis}={size}" for axis, size in sizes.items())]))
+    config = parse([*flags, *(f"--{axis}={size}" for axis, size in sizes.items())])
     plans = spawn(lambda comm: plan_of(Trainer(config, DeviceComm(comm))), 2, timeout=100)
     job = make_job(config, config.model_config_for(V), Layout(**sizes), gpu_rates("H200", 8))
     for rank in range(sizes.get("pp", 1)):
@@ -176,7 +175,7 @@ def test_predicted_times_are_near_those_measured(gpu, row):
     flags += ["--batch-size", str(row["batch_size"] * ranks), "--micro-batch-size", str(row["batch_size"])]
     if preset == "8b-4-layers":
         flags += ["--num-hidden-layers", "4", "--vocab-size", "32000", "--tie-word-embeddings"]
-    config = parse(merged([*flags, "--zero", str(int("zero1" in row["layout"]))])).model_copy(update={"device": "cuda"})
+    config = parse([*flags, "--zero", str(int("zero1" in row["layout"]))]).model_copy(update={"device": "cuda"})
     model = config.model_config_for(256)
     job = make_job(config, model, Layout(dp=ranks), gpu_rates(gpu, model.head_dim))
     memory = job.memory(0)
@@ -277,9 +276,9 @@ def test_the_vocabulary_is_that_of_the_data(tmp_path):
     flags = ["--plan", "--ranks", "1", "--gpu", "H200", "--data", str(tmp_path / "tokens.bin")]
     for more, vocabulary in (([], 50_257), (["--tokenizer", "bytes"], 256), (["--vocab-size", "60000"], 60_000)):
         model = parse([]).model_config_for(vocabulary)
-        assert f" {model.num_parameters():,} parameters" in planning.report(merged([*flags, *more]))
+        assert f" {model.num_parameters():,} parameters" in planning.report([*flags, *more])
     with pytest.raises(ConfigError, match="no such file"):
-        planning.report(merged([*flags[:-1], str(tmp_path / "none")]))
+        planning.report([*flags[:-1], str(tmp_path / "none")])
 
 
 def test_layouts_of_sizes_that_have_no_product_in_8_bits():
@@ -287,7 +286,7 @@ def test_layouts_of_sizes_that_have_no_product_in_8_bits():
     flags = ["--plan", "--ranks", "4", "--gpu", "H100", "--preset", "124m", "--dtype", "fp8", "--seq-len", "64"]
     said = planning.report(flags)
     assert "refused: dp 1 tp 4 pp 1 cp 1: --dtype fp8: expected --seq-len 64 / 8 to be a multiple of 16, got 8" in said
-    assert "seq-len 64 / 8" not in planning.report(merged([*flags[:-4], "--seq-len", "64"]))
+    assert "seq-len 64 / 8" not in planning.report([*flags[:-4], "--seq-len", "64"])
 
 
 def test_what_waits_for_its_turn_is_in_8_bits():
@@ -295,7 +294,7 @@ def test_what_waits_for_its_turn_is_in_8_bits():
     slots = {}
     for dtype in ("bfloat16", "fp8"):
         flags = ["--preset", "1b", "--ranks", "2", "--pp", "2", "--pp-schedule", "zero-bubble-v", "--dtype", dtype]
-        config, *_ = planning.parse_plan(merged(["--plan", *flags, "--device", "cuda", "--micro-batch-size", "1"]))
+        config, *_ = planning.parse_plan(["--plan", *flags, "--device", "cuda", "--micro-batch-size", "1"])
         model = config.model_config_for(32_000)
         job = planning.make_job(config, model, Layout(pp=2), gpu_rates("H100", model.head_dim))
         slots[dtype] = job.memory(0).slot
@@ -304,7 +303,7 @@ def test_what_waits_for_its_turn_is_in_8_bits():
 
 def test_the_ways_between_hosts_are_compared(capsys):
     hosts = ["--hosts=2", "--network=0.001"]
-    assert main(merged(["--plan", "--ranks=4", "--dp=4", *SHAPE, *hosts])) == 0
+    assert main(["--plan", "--ranks=4", "--dp=4", *SHAPE, *hosts]) == 0
     out = capsys.readouterr().out
     assert "2 hosts with 0.001 Gbit/s each" in out and "no run on several machines has confirmed its prediction" in out
     rows = re.findall(r"^(exact, .+?|--compress .+?)  +(\S+) +(\S+) +\S+$", out, re.MULTILINE)
@@ -313,13 +312,13 @@ def test_the_ways_between_hosts_are_compared(capsys):
     ]  # fmt: skip
     ring, phases, every, between = (float(ms) for _, _, ms in rows)
     assert between < every < phases < ring
-    assert main(merged(["--plan", "--ranks=4", "--pp=2", "--dp=2", *SHAPE, *hosts])) == 0
+    assert main(["--plan", "--ranks=4", "--pp=2", "--dp=2", *SHAPE, *hosts]) == 0
     assert "\nno gradients leave a host\n" in capsys.readouterr().out
 
 
 def test_hosts_that_do_not_divide_are_refused(capsys):
     hosts = ["--hosts=2", "--network=1"]
-    assert main(merged(["--plan", "--ranks=6", *SHAPE, "--batch-size=12", "--micro-batch-size=1", *hosts])) == 0
+    assert main(["--plan", "--ranks=6", *SHAPE, "--batch-size=12", "--micro-batch-size=1", *hosts]) == 0
     out = capsys.readouterr().out
     assert "refused: dp 3 tp 2 pp 1 cp 1: --hosts 2: expected as many ranks of dp and cp on every host" in out
 
@@ -346,7 +345,7 @@ def test_bad_requests_are_refused():
         (["--ranks", "2", "--deterministic"], "expected no --deterministic"),
     ):
         with pytest.raises(ConfigError, match=said):
-            planning.report(merged(["--plan", *flags]))
+            planning.report(["--plan", *flags])
     with pytest.raises(ConfigError, match="--ranks: expected only together with --plan, .* mpirun -n N"):
         parse(["--ranks", "2"])
     with pytest.raises(ConfigError, match="--hosts: expected only together with --plan, got no --plan$"):

@@ -13,7 +13,6 @@ import pytest
 
 from kos.train.tools.metrics import read_metrics
 from tests.train.sharded import tensors_of_run
-from tests.words import merged
 
 MPIRUN = shutil.which("mpirun")
 SECONDS = 40  # of a run, which takes some 5
@@ -41,7 +40,7 @@ def train(tmp_path_factory):
         if (ranks, *flags) not in known:
             out = tmp_path_factory.mktemp("run")
             launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
-            command = [*launcher, sys.executable, "-m", "kos.train", *merged([*FLAGS, "--out", out, *flags])]
+            command = [*launcher, sys.executable, "-m", "kos.train", *FLAGS, "--out", str(out), *flags]
             command += ["--backend", "peer"] * (ranks > 1)
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
             assert done.returncode == 0, done.stderr[-1500:] + done.stdout[-500:]
