@@ -18,7 +18,7 @@ from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.registry import BACKENDS, register_backend, register_installed
 from kos.comm.versions import versions
 from kos.comm.work import Work
-from kos.errors import InvalidArgument, RankLost, RendezvousError
+from kos.errors import InvalidArgument, RankLost, RendezvousError, without_own_frames
 
 __all__ = [
     "BACKENDS", "Batch", "Communicator", "Envelope", "NCCLOptions", "Persistent", "PremulSum", "ReduceOp", "Work",
@@ -26,6 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@without_own_frames
 def init(
     backend: str = "auto",
     *,
@@ -102,6 +103,7 @@ def init(
     )
 
 
+@without_own_frames
 def join(
     address: str | None = None,
     *,

@@ -826,8 +826,9 @@ class Operations:
 
         Returns its envelope: ``src``, ``dtype``, ``size`` in elements, and ``nbytes``.  The next receive from that
         rank with that tag gets the message.  Receives that were called before and still wait come first.  With
-        ``wait=False``, returns None at once if no message has arrived.  Raises as ``recv``, also with ``wait=False`` if
-        the communicator has failed.  It may not be in a batch.
+        ``wait=False``, returns None at once if no message has arrived.  Raises as ``recv``, also with
+        ``wait=False``: RankLost once ``src`` has ended, or with ``src=None`` once a rank is lost or all have closed the
+        communicator.  It may not be in a batch.
 
             envelope = comm.probe()
             x = comm.recv(np.empty(envelope.size, envelope.dtype), envelope.src)
