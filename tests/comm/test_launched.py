@@ -32,8 +32,8 @@ def child(command=(sys.executable, "-c", INIT), **options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, **options)
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 def refused(said):
-    expected = f"init: process {os.getpid()}, which has started this one, is already rank {comm.rank} of {comm.size} of "
-    expected += "this job: expected no second one, got process "
+    expected = f"init: process {os.getpid()}, which has started this one, is already rank {comm.rank} of {comm.size}"
+    expected += " of this job: expected no second one, got process "
     assert "kos.errors.RendezvousError: " + expected in said, said
     ways = "; to make it a group of one, start it without the variables "
     assert ways in said and said.endswith("start it with a launcher of that job"), said
@@ -365,9 +365,9 @@ def test_a_group_that_is_freed_while_another_is_made_leaves_the_claim(launched: 
 
 
 @contextmanager
-def claiming(by_mpi: bool = False, then: str = "") -> Iterator[subprocess.Popen[str]]:
+def claiming(by_mpi: bool = False) -> Iterator[subprocess.Popen[str]]:
     """A process that has claimed the rank of this environment, until it is killed or told to end."""
-    program = f"from kos.comm.control.identity import claimed\nimport os, sys\nwith claimed({by_mpi}):\n    {then or 'pass'}"
+    program = f"from kos.comm.control.identity import claimed\nimport sys\nwith claimed({by_mpi}):"
     program += "\n    print('claimed', flush=True)\n    sys.stdin.readline()"
     command = (sys.executable, "-c", program)
     with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -174,7 +174,8 @@ def test_a_change_names_the_rank_that_is_late_also_if_another_one_is_gone(on: An
         failed[comm.rank].set()
         if comm.rank == 0:
             assert failed[1].wait(20)
-            with pytest.raises(RendezvousError, match=rf"^world: {call}: ranks \[1\] did not arrive within 0.3 s$") as caught:
+            late = rf"^world: {call}: ranks \[1\] did not arrive within 0.3 s$"
+            with pytest.raises(RendezvousError, match=late) as caught:
                 getattr(comm, call)(timeout=0.3)
             assert caught.value.ranks == (1,)
             done.set()

@@ -152,7 +152,7 @@ def _holder(address: str) -> int | None:
 def _address(by_mpi: bool) -> str:
     """The address of the claim: the same in all processes of a user and host that have the same job and rank.
 
-    Abstract sockets belong to a network namespace.  Jobs are named by ids of processes, which belong to a PID namespace.
+    Abstract sockets belong to a network namespace.  Ids of processes, in names of jobs, belong to a PID namespace.
     """
     try:
         namespace = os.readlink("/proc/self/ns/pid")
@@ -167,14 +167,17 @@ def _identity(by_mpi: bool) -> tuple[str, str]:
 
     Variables of other launchers do not count.  For example, a torchrun inside a rank of mpirun sets some too.
     """
-    launcher, names = "", ((_RUN, *VARIABLES[2:]), VARIABLES[:2])
+    launcher, of_job, of_rank = "", list[str](), [*VARIABLES[:2]]
     if by_mpi:
         launcher = _launcher()
-        names = _JOB[:1] if launcher or _JOB[0] in os.environ else _JOB[1:], tuple(rank for rank, _ in OF_MPI)
-    elif VARIABLES[0] not in os.environ:
-        names = (*_JOB[1:], *VARIABLES[2:]), _OF_OTHERS[1]
-    job, rank = (" ".join(f"{name}={os.environ[name]}" for name in each if name in os.environ) for each in names)
-    return launcher + job, rank
+        of_job += _JOB[:1] if launcher or _JOB[0] in os.environ else _JOB[1:]
+        of_rank = [rank for rank, _ in OF_MPI]
+    elif VARIABLES[0] in os.environ:
+        of_job += [_RUN, *VARIABLES[2:]]
+    else:
+        of_job, of_rank = [*_JOB[1:], *VARIABLES[2:]], [*_OF_OTHERS[1]]
+    given = [[f"{name}={os.environ[name]}" for name in names if name in os.environ] for names in (of_job, of_rank)]
+    return launcher + " ".join(given[0]), " ".join(given[1])
 
 
 def _claim(address: str, by_mpi: bool) -> socket.socket | None:
