@@ -125,8 +125,9 @@ def claimed(by_mpi: bool) -> Iterator[None]:
     """
     making = hold(lambda: None)  # keeps the claim if another group is closed meanwhile
     try:
-        if (address := _address(by_mpi)) not in _claims and (claim := _claim(address, by_mpi)) is not None:
-            _claims[address] = claim, by_mpi
+        with suppress(OSError):  # no file descriptor is left: what comes next says so
+            if (address := _address(by_mpi)) not in _claims and (claim := _claim(address, by_mpi)) is not None:
+                _claims[address] = claim, by_mpi
         yield
     finally:
         release(making)
