@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.control.identity import claimed, hold, holder
+from kos.comm.control.identity import claimant, claimed, hold
 from kos.comm.control.mpi_start import EXIT_CODE
 from tests.comm.tcp_ranks import free_port, run_processes
 from tests.comm.test_jobs import environment, mpirun, output, program
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 
 CHILD = """
-import subprocess
-from kos.comm.control.identity import holder
+import re, subprocess
+from kos.comm.control.identity import claimant
 INIT = "import kos; c = kos.init(timeout=60); print(f'child: rank {c.rank} of {c.size} on {c.backend_name}')"
 def child(command=(sys.executable, "-c", INIT), **options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, **options)
@@ -35,8 +35,8 @@ def refused(said):
     expected = f"init: process {os.getpid()}, which has started this one, is already rank {comm.rank} of {comm.size}"
     expected += " of this job: expected no second one, got process "
     assert "kos.errors.RendezvousError: " + expected in said, said
-    ways = "; to make it a group of one, start it without the variables "
-    assert ways in said and said.endswith("start it with a launcher of that job"), said
+    ways = r", got process (\\d+); to make process \\1 a group of one, start it without the variables "
+    assert re.search(ways, said) and said.endswith("start it with a launcher of that job"), said
     return said
 """
 
@@ -181,9 +181,9 @@ comm.close()
 
 BEFORE = """
 import multiprocessing, subprocess, time
-from kos.comm.control.identity import holder
+from kos.comm.control.identity import claimant
 def run(rank=None):
-    while rank is not None and holder({by_mpi}) != rank:  # until the rank has called kos.init
+    while rank is not None and claimant({by_mpi}) != rank:  # until the rank has called kos.init
         time.sleep(0.01)
     try:
         kos.init(timeout=60)
@@ -232,8 +232,8 @@ if __name__ == "__main__":
 """
     done = output(tmp_path, text, 2, fresh=True).splitlines()
     refused = [line for line in done if re.match(
-        r"init: expected the process that a launcher has started as rank [01] of 2, got process \d+, "
-        r"which process \d+ has started by multiprocessing; to make it a group of one, start it without", line)]
+        r"init: expected the process that a launcher has started as rank [01] of 2, got process (\d+), "
+        r"which process \d+ has started by multiprocessing; to make process \1 a group of one, start it without", line)]
     assert len(refused) == 2 and sorted(done) == [*["done"] * 2, *sorted(refused)], done
 
 
@@ -281,7 +281,7 @@ comm.barrier()
 comm.close()
 refused(child())  # ``part`` is open
 part.close()
-assert holder(False) is None
+assert claimant(False) is None
 assert child() == f"child: rank {{comm.rank}} of 2 on tcp"
 """
     assert run_processes(text, 2) == [(0, "")] * 2
@@ -289,21 +289,21 @@ assert child() == f"child: rank {{comm.rank}} of 2 on tcp"
 
 def test_the_claim_lasts_as_long_as_a_group_of_the_rank() -> None:
     text = """import os, numpy as np, kos
-from kos.comm.control.identity import holder
+from kos.comm.control.identity import claimant
 from kos.errors import BackendUnavailable
 for attempt in range(2):
     with pytest.raises(BackendUnavailable):
         kos.init("mock", timeout=60)
-    assert holder(False) is None
+    assert claimant(False) is None
 with kos.init(timeout=60) as comm:
-    assert holder(False) == os.getpid()
+    assert claimant(False) == os.getpid()
     again = kos.init(timeout=60)  # a second group of the same process
     again.close()
-    assert holder(False) == os.getpid()
+    assert claimant(False) == os.getpid()
     grown = comm.shrink()
-assert holder(False) == os.getpid()
+assert claimant(False) == os.getpid()
 grown.abort()
-assert holder(False) is None
+assert claimant(False) is None
 """
     assert run_processes("import pytest\n" + text, 2) == [(0, "")] * 2
 
@@ -321,7 +321,7 @@ comm.barrier()
 rank = comm.rank
 del comm
 gc.collect()
-assert holder(False) is None
+assert claimant(False) is None
 assert child() == f"child: rank {{rank}} of 2 on tcp"
 """
     assert run_processes(text, 2) == [(0, "")] * 2
@@ -356,12 +356,12 @@ def test_a_group_that_is_freed_while_another_is_made_leaves_the_claim(launched: 
     with claimed(False):
         del old
         gc.collect()
-        assert holder(False) == os.getpid()
+        assert claimant(False) == os.getpid()
         new = hold(Group())
-    assert holder(False) == os.getpid()
+    assert claimant(False) == os.getpid()
     del new
     gc.collect()
-    assert holder(False) is None
+    assert claimant(False) is None
 
 
 @contextmanager
@@ -385,7 +385,8 @@ def test_the_claim_of_another_process(launched: Any, launcher: str) -> None:
     alone = r"start it without the variables .*MASTER_PORT"
     with claiming() as process:
         expected = rf"^init: process {process.pid}, which this one has started, is already rank 0 of 2 of this job: "
-        with pytest.raises(kos.errors.RendezvousError, match=rf"{expected}.*, got process {os.getpid()}; .*{alone}"):
+        expected += rf".*, got process {os.getpid()}; to make process {process.pid} a group of one, {alone}"
+        with pytest.raises(kos.errors.RendezvousError, match=expected):
             kos.init(timeout=0.1)
         with pytest.MonkeyPatch.context() as other:
             other.setenv("MASTER_PORT", str(free_port()))
@@ -395,7 +396,7 @@ def test_the_claim_of_another_process(launched: Any, launcher: str) -> None:
         process.wait(60)
         with pytest.raises(kos.errors.RendezvousError, match=r"ranks \[1\] of 2 did not"):
             kos.init(timeout=0.1)
-    assert holder(False) is None and environment
+    assert claimant(False) is None and environment
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])
@@ -414,12 +415,12 @@ def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched: Any
         assert process.stdout is not None
         left = int(process.stdout.readline())
         try:
-            assert holder(False) == process.pid
+            assert claimant(False) == process.pid
             process.kill()
             process.wait(60)
             os.kill(left, 0)  # it runs
             with claimed(False):
-                assert holder(False) == os.getpid()
+                assert claimant(False) == os.getpid()
         finally:
             os.kill(left, signal.SIGKILL)
             process.stdout.close()
@@ -433,7 +434,7 @@ def test_a_job_without_a_name(launched: Any, relation: str) -> None:
         if relation == "unrelated":
             environment.setattr(Path, "read_text", lambda path, **_: "1 (other) S 0" + " 0" * 20)
             with claimed(True):
-                assert holder(True) != os.getpid()
+                assert claimant(True) != os.getpid()
         else:
             with pytest.raises(kos.errors.RendezvousError, match="is already rank 0 of 2"), claimed(True):
                 pass
@@ -451,7 +452,7 @@ def test_processes_of_other_users_may_be_hidden(no_launcher: pytest.MonkeyPatch)
     no_launcher.setenv("OMPI_COMM_WORLD_RANK", "0")
     no_launcher.setattr(Path, "read_text", read_own)
     with claimed(True):
-        assert holder(True) == os.getpid()
+        assert claimant(True) == os.getpid()
 
 
 # MPI_Init.

@@ -133,12 +133,12 @@ def claimed(by_mpi: bool) -> Iterator[None]:
         release(making)
 
 
-def holder(by_mpi: bool) -> int | None:
-    """The id of the process that holds the claim of this process's rank; None if there is none, 0 if it is unknown."""
-    return _holder(_address(by_mpi))
+def claimant(by_mpi: bool) -> int | None:
+    """The id of the process that has claimed this process's rank; None if there is none, 0 if the id is unknown."""
+    return _claimant(_address(by_mpi))
 
 
-def _holder(address: str) -> int | None:
+def _claimant(address: str) -> int | None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
         try:
@@ -188,7 +188,7 @@ def _claim(address: str, by_mpi: bool) -> socket.socket | None:
     ended, the rank could not start it any more.
     """
     for _ in range(1000):
-        if (pid := _holder(address)) is not None:
+        if (pid := _claimant(address)) is not None:
             if pid == os.getpid() or _is_of_another_job(pid, by_mpi):
                 return None
             raise RendezvousError(_refusal(by_mpi, pid))
@@ -226,19 +226,21 @@ def _is_of_another_job(pid: int, by_mpi: bool) -> bool:
 def _refusal(by_mpi: bool, pid: int, method: str = "") -> str:
     """The text of the error in a process whose rank is process ``pid``, or which that has started by ``method``."""
     (rank, size), me = launched_place(), os.getpid()
+    other = me
     if method:
         text = f"expected the process that a launcher has started as rank {rank} of {size}, got process {me}"
         text += f", which process {pid} has started by {method}"
     else:
         how = ", which has started this one," if _started(pid, me) else ""
-        how = ", which this one has started," if _started(me, pid) else how
-        other = f"process {pid}" if pid else "another process"
-        text = f"{other}{how} is already rank {rank} of {size} of this job: expected no second one, got process {me}"
+        if _started(me, pid):
+            how, other = ", which this one has started,", pid
+        claimant = f"process {pid}" if pid else "another process"
+        text = f"{claimant}{how} is already rank {rank} of {size} of this job: expected no second one, got process {me}"
     if by_mpi:
         names = [f"{each}*" for each in _PREFIXES if any(name.startswith(each) for name in os.environ)]
     else:
         names = [name for name in (*VARIABLES, "SLURM_STEP_NUM_TASKS") if name in os.environ]
-    alone = f"to make it a group of one, start it without the variables {', '.join(names)}"
+    alone = f"to make process {other} a group of one, start it without the variables {', '.join(names)}"
     return f"init: {text}; {alone}; to make it a rank of another job, start it with a launcher of that job"
 
 
