@@ -145,10 +145,9 @@ def _interrupt_all(comm: kos.Communicator, name: str, begin: Callable[[bool], No
         before = comm.recorder.count
         interrupted = interrupt(call, lambda: begin(True))
         assert comm.failure is None, comm.failure
-        receives = name.startswith("recv")
-        if receives:
-            comm.synchronize()  # a Work that was returned
-        if comm.recorder.count == before or (receives and not x.any()):
+        if name == "recv_async":
+            comm.synchronize()  # a Work that was returned stays in flight
+        if comm.recorder.count == before or (name.startswith("recv") and not x.any()):
             call()  # it was interrupted before it began, or was withdrawn
         if name == "probe":
             comm.recv(x, src=1)
