@@ -368,7 +368,7 @@ def test_an_error_of_init_has_no_frames_within_kos(no_launcher: pytest.MonkeyPat
                 kos.init(timeout=5)
         except RendezvousError as error:
             printed = "".join(traceback.format_exception(error))
-    assert ("OSError: [Errno" if case == "in use" else "MASTER_PORT: expected beside") in printed
+    assert ("OSError: [Errno" if case == "in use" else "MASTER_PORT") in printed
     frames, mine = printed.count('  File "'), printed.count(f'  File "{__file__}"')
     assert mine == (1 if case == "in use" else 2), printed  # the other one raises ValueError
     assert frames > mine + 1 if debug == "1" else frames == mine + 1, printed
