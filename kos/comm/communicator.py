@@ -112,7 +112,8 @@ class Communicator(Groups):
     def _finish(self, work: Work[Any], waits: bool) -> Any:
         """The result of a call that the core has begun, and that was not complete then; the Work unless it ``waits``.
 
-        The engine has the Work already: if Ctrl-C comes before it is held back, the Work stays in flight.
+        The engine has the Work already.  If Ctrl-C comes before it is held back, a collective or a send stays in
+        flight, and the core withdraws a receive.
         """
         held = self.device is None and interrupts.hold()
         try:

@@ -17,7 +17,7 @@ from kos._core import native
 from kos.comm import interrupts
 from kos.comm.arguments import check_timeout
 from kos.comm.failures import StoppedRanks
-from kos.comm.operation import Operation
+from kos.comm.operation import RECEIVES, Operation
 from kos.comm.recorder import COMPLETED, ERROR, SEQUENCE, call_site
 from kos.errors import CollectiveError, Interrupted, KosError
 
@@ -393,6 +393,12 @@ class Work(_Base, Generic[T]):
                 if self.left is not None:  # its steps had not begun
                     self.left.cancel()
                 self._fail(error)
+
+    def withdraw(self) -> None:
+        """Cancel the receive of a call that raises, such as Ctrl-C: nobody has the Work, which would take a message."""
+        if self.prepared.name in RECEIVES and self.backend.device is None:
+            self.cancel(CollectiveError(f"{self}: interrupted"))
+            self.reported = True
 
     def expire(self, seconds: float | None) -> None:
         """End the operation because its timeout of ``seconds`` has passed: ``wait`` raises CollectiveTimeout."""
