@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -11,6 +12,8 @@ import traceback
 from typing import Any, NoReturn
 
 from kos.errors import BackendUnavailable, ConfigError, DataError, InvalidArgument, KosError, RankLost, in_words
+
+_log = logging.getLogger(__name__)
 
 RANK_0_SECONDS = 10.0
 """How long the other ranks wait for rank 0 to print an error that all have; its exit ends them."""
@@ -24,26 +27,26 @@ It does not wait if the process of the other rank ended without a report."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Refuses an option of one value that is given twice: a user may expect both values to count."""
+    """Warns of an option of one value that is given twice: the last one counts, and a user may expect both to count."""
 
     def __init__(self, *given: Any, **settings: Any) -> None:
         super().__init__(*given, **settings)
         self.given = dict[str, Any]()
         """The values of the options that this parser has read."""
         for action in (None, "store"):
-            self.register("action", action, _Once)
+            self.register("action", action, _Last)
 
     def parse_known_args(self, *given: Any, **settings: Any) -> Any:
         self.given.clear()
         return super().parse_known_args(*given, **settings)
 
 
-class _Once(argparse.Action):
-    """Stores the value of an argument."""
+class _Last(argparse.Action):
+    """Stores the last value of an argument."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if option_string and self.dest in parser.given:
-            raise argparse.ArgumentError(self, f"expected one value, got {parser.given[self.dest]} and {values}")
+        if option_string and parser.given.get(self.dest, values) != values:
+            _log.warning("%s is given twice: %s counts, not %s", option_string, values, parser.given[self.dest])
         parser.given[self.dest] = values
         setattr(namespace, self.dest, values)
 

@@ -1,58 +1,50 @@
-"""An option that takes one value is refused if it is given twice, by every command."""
+"""Every command says which value counts if an option that takes one value is given twice."""
 
 from __future__ import annotations
 
-import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import kos
-from kos.errors import ConfigError
 from kos.reporting import ArgumentParser, Parser
 
-COMMANDS = {
-    "kos.train.sample": "run --tokens 1 --tokens 2",
-    "kos.train.chat": "run --system a --system b",
-    "kos.train.tokenize": "source out --loss-on all --loss-on all",
-    "kos.train.export": "run out --dtype float32 --dtype bfloat16",
-    "kos.train.tools.plot": "run -o a.png --out b.png",
-    "kos.comm.schedules.__main__": "--ranks 4 --ranks=8",
-    "kos.comm.recorder.__main__": "dump --trace a --trace b",
-    "kos.testing.conformance.__main__": "--ranks 2 --ranks 3",
-    "kos.doctor.__main__": "--timeout 1 --timeout 2",
-    "kos.tune.measure": "--out a --out b",
-    "kos.bench.__main__": "--sizes 1K --sizes 2K",
-    "kos.train.evaluate": "run --data stdlib --fit cut --fit whole",
-}
+
+def parser(kind: type[ArgumentParser]) -> ArgumentParser:
+    made = kind()
+    made.add_argument("--one", type=int)
+    made.add_argument("--several", action="append")
+    made.add_argument("--on", action="store_true")
+    return made
 
 
-@pytest.mark.parametrize("module", COMMANDS)
-def test_a_command_refuses_it(module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    if module.startswith("kos.train"):
-        pytest.importorskip("pydantic", reason="needs the extra 'train'")
-    ended = []
-    monkeypatch.setattr("os._exit", ended.append)
-    try:
-        status = importlib.import_module(module).main(COMMANDS[module].split())
-    except SystemExit as end:
-        status = end.code
-    assert 2 in (status, *ended)
-    assert re.search(r"(--[a-z-]+): expected one value, got \S+ and \S+$", capsys.readouterr().err.strip())
+@pytest.mark.parametrize("kind", [ArgumentParser, Parser])
+def test_the_last_value_counts_and_this_is_said(kind: type[ArgumentParser], caplog: pytest.LogCaptureFixture) -> None:
+    made = parser(kind)
+    assert made.parse_args(["--one=1", "--one", "2"]).one == 2
+    assert [record.getMessage() for record in caplog.records] == ["--one is given twice: 2 counts, not 1"]
 
 
-def test_a_parser_may_be_used_again_and_options_of_several_values_are_repeated() -> None:
-    parser = Parser()
-    parser.add_argument("--one", type=int)
-    parser.add_argument("--several", action="append")
-    parser.add_argument("--on", action="store_true")
-    for _ in range(2):
-        found = parser.parse_args(["--one", "1", "--several", "a", "--several", "b", "--on", "--on"])
+@pytest.mark.parametrize("kind", [ArgumentParser, Parser])
+def test_nothing_is_said_of_equal_values_and_of_options_of_several(
+    kind: type[ArgumentParser], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = parser(kind)
+    for _ in range(2):  # a parser may be used again
+        found = made.parse_args(["--one", "1", "--one", "1", "--several", "a", "--several", "b", "--on", "--on"])
         assert (found.one, found.several, found.on) == (1, ["a", "b"], True)
-    with pytest.raises(ConfigError, match=r"^--one: expected one value, got 1 and 1$"):
-        parser.parse_args(["--one=1", "--one", "1"])
-    assert isinstance(parser, ArgumentParser)
+    assert not made.parse_args(["--one", "3"]).on and not caplog.records
+
+
+def test_the_trainer_says_it_once_for_all_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("pydantic", reason="needs the extra 'train'")
+    command = [sys.executable, "-m", "kos.train", "--steps", "4", "--steps=3", "--plan"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("--steps is given twice: 3 counts, not 4") == 1
 
 
 def test_every_command_has_such_a_parser() -> None:

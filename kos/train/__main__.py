@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = "" if launched_place()[1] == 1 else f"rank {rank}: "
     logging.basicConfig(format=f"kos: {where}%(message)s", level=logging.WARNING, stream=sys.stderr)
     if rank != 0:  # all ranks read the same settings, and the same packing plan
-        for name in ("kos.train.config", "kos.train.data.packing", "kos.train.data.documents"):
+        for name in ("kos.reporting", "kos.train.config", "kos.train.data.packing", "kos.train.data.documents"):
             logging.getLogger(name).setLevel(logging.ERROR)
         if {"-h", "--help"} & set(arguments):
             return 0

@@ -63,6 +63,15 @@ GROUPS = {
 """The groups of ``--help``: the first setting of each, and its title."""
 
 
+class _Once(argparse.Action):
+    """Stores the value of a flag.  ConfigError if the flag is given twice: a user may expect both values to count."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            raise ConfigError(f"{option_string}: expected one value, got {getattr(namespace, self.dest)} and {values}")
+        setattr(namespace, self.dest, values)
+
+
 def _type_of(field: FieldInfo) -> Any:
     """``int | None`` -> ``int``."""
     return next((t for t in get_args(field.annotation) if t is not NoneType), field.annotation)
@@ -103,7 +112,7 @@ def add_flag(group: Any, key: str, default: Any) -> None:
     field, kind = KEYS[key], dict[str, Any](action=argparse.BooleanOptionalAction)
     if field.annotation is not bool:
         metavar = METAVARS.get(key, {int: "N", float: "X", Path: "DIR"}.get(_type_of(field), "NAME"))
-        action = "append" if key in SEVERAL else "store"
+        action = {**dict.fromkeys(SEVERAL, "append"), "val_data": _Once}.get(key, "store")
         kind = {"metavar": metavar, "type": functools.partial(_value, field), "action": action}
         kind |= {"nargs": "?", "const": "1"} if key == "elastic" else {}
     group.add_argument(flag_of(key), dest=key, help=_help(field, default), **kind)
@@ -127,7 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
         if isinstance(field.json_schema_extra, dict):
             add_flag(group, key, attrgetter(key)(defaults))
     config = "Read settings from a TOML or JSON file, or from the config.json of a run. Default: none."
-    groups["preset"].add_argument("--config", metavar="FILE", help=config)
+    groups["preset"].add_argument("--config", action=_Once, metavar="FILE", help=config)
     add_plan(groups["device"])
     return parser
 
