@@ -199,7 +199,8 @@ class Program:
             self.twin.__dict__.pop(name, None)  # the method of the class
         self.on_gpu, self.prepared = comm.device is not None, Prepared(comm)
         self.random, self.number = np.random.default_rng(seed), 0
-        self.known = set[Call]()
+        self.known: dict[Call, bool] = {}  # by key, whether the first such call had a shard within the other array
+        self.made = set[Call]()
         self.stream: int | None = 0  # of the last call, if that is known
         self.kept: dict[Call, tuple[Arrays, Arrays]] = {}
         self.pool = [self.draw() for _ in range(POOL)]
@@ -289,28 +290,38 @@ class Program:
             self.check(pair, expected, mine, twins)
         least, most = self.expected_hits(pair[0])
         assert least <= hits(self.comm) - before <= most, (call, least, hits(self.comm) - before, most)
-        if self.key(call) in self.known and call.step.sized and call.step.op is not ReduceOp.PREMUL_SUM:
+        if call in self.made and call.step.sized and call.step.op is not ReduceOp.PREMUL_SUM:
             assert not self.prepared, call
         self.check_record()
-        self.known.add(self.key(call))
+        self.made.add(call)
+        self.note(pair[0])
         self.stream = None if call.options else call.stream
 
-    @staticmethod
-    def key(call: Call) -> Call:
-        """The same for calls that the core takes for one another: counts are compared by value."""
-        return replace(call, counts=list if call.counts is tuple else call.counts)
+    def note(self, arrays: Arrays) -> None:
+        """The core knows the call now, unless two arrays have one address."""
+        if self.on_gpu or not (arrays.has_shard and arrays.start == 0):
+            self.known.setdefault(self.key(arrays), arrays.has_shard)
+
+    def key(self, arrays: Arrays) -> Call:
+        """The same for calls that the core takes for one another: this rank passes the same, and counts by value."""
+        call, step = arrays.call, arrays.call.step
+        in_place, made = arrays.target is None and step.name in IN_PLACE, step.made and arrays.out is not None
+        counts, twice = list if call.counts is tuple else call.counts, arrays.target is arrays.source
+        return replace(call, step=replace(step, in_place=in_place, made=made), counts=counts, twice=twice)
 
     def expected_hits(self, arrays: Arrays) -> tuple[int, int]:
         """The least and the most of TIMES such calls that the core makes."""
-        call = arrays.call
+        call, known = arrays.call, self.known.get(self.key(arrays))
         if not self.may_hit(arrays):
             return 0, 0
         if not self.cached(call.step) or (self.on_gpu and arrays.is_empty):
             return 0, TIMES
         if not self.on_gpu:
-            return (TIMES - (self.key(call) not in self.known),) * 2
-        if self.key(call) not in self.known:
+            return (TIMES - (known is None),) * 2
+        if known is None:
             return 1, TIMES - 1
+        if known != arrays.has_shard:  # the core keeps one of the two, which differ in where their arrays lie
+            return 0, TIMES
         moved = self.stream != call.stream  # Python makes a stream follow another one; and every 64th call
         return TIMES - 1 - moved, TIMES - (moved and self.stream is not None)
 
@@ -322,22 +333,26 @@ class Program:
             assert mine[name] == twins[name], name
 
     def wrong_call(self, call: Call) -> None:
-        """Like one that may be known, but for something that is wrong: nothing is sent."""
+        """Calls like one that is known, but for something that is wrong with them: nothing is sent."""
         step = replace(call.step, in_place=False, made=False, sized=True)
         flaws = [flaw for flaw, names in FLAWS.items() if step.name in names]
         flaws = [flaw for flaw in flaws if flaw not in (ON_HOST if self.on_gpu else ON_GPU)]
         flaws = [flaw for flaw in flaws if flaw != "overlap of shards" or (step.count == 5 and self.comm.size > 1)]
         if not flaws or step.count == 1:
             return
+        call = replace(call, step=step)
+        self.call(call)
         before = hits(self.comm)
-        pair = self.pair(replace(call, step=step, flaw=self.choose(flaws)))
-        mine, twins = (each.outcome(each.make) for each in pair)
-        self.check(pair, None, mine, twins)
-        assert mine[0] == "raised" and hits(self.comm) == before, pair[0].call
+        for flaw in flaws:
+            pair = self.pair(replace(call, flaw=flaw))
+            mine, twins = (each.outcome(each.make) for each in pair)
+            self.check(pair, None, mine, twins)
+            assert mine[0] == "raised" and hits(self.comm) == before, pair[0].call
 
     def set_timeout(self, call: Call) -> None:
         self.comm.timeout = self.twin.timeout = self.choose((31.0, 32.0, 33.0))
         self.known.clear()
+        self.made.clear()
 
     def batch(self, call: Call) -> None:
         """Python makes its calls."""
@@ -375,7 +390,7 @@ class Program:
         expected = self.fill(pair)
         self.check(pair, expected, *(each.outcome(each.make) for each in pair))
         assert hits(comm) == before, call
-        self.known.add(self.key(call))
+        self.note(pair[0])
         comm.rendezvous.barrier()
         comm.send(np.ones(1), (comm.rank + 1) % comm.size, tag=7)
         received.wait()

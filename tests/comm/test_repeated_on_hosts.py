@@ -156,6 +156,6 @@ def test_cached_calls_take_no_array_of_another_rank_than_the_root(comm: kos.Comm
             gather(part, *counts, out=None if comm.rank else whole)
         if comm.rank:
             with pytest.raises(InvalidArgument, match="x: expected None on rank 1"):
-                scatter(whole, *counts, part)
+                scatter(part, *counts, part)
             with pytest.raises(InvalidArgument, match="out: expected None on rank 1"):
                 gather(part, *counts, out=whole)
