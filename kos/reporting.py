@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -45,10 +46,16 @@ class _Last(argparse.Action):
     """Stores the last value of an argument."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if option_string and parser.given.get(self.dest, values) != values:
-            _log.warning("%s is given twice: %s counts, not %s", option_string, values, parser.given[self.dest])
+        if option_string and self.dest in parser.given and (earlier := parser.given[self.dest]) != values:
+            _warn(f"{option_string} is given twice: {values} counts, not {earlier}")
         parser.given[self.dest] = values
         setattr(namespace, self.dest, values)
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Warn once, also if a command reads its arguments several times."""
+    _log.warning(message)
 
 
 class Parser(ArgumentParser):
