@@ -188,18 +188,23 @@ class Plan:
     def check(self) -> None:
         """InvalidArgument unless every element that is wanted is read exactly once, from a rank that holds it."""
         for layout in {id(layout): layout for layout in self.wants}.values():
-            for name, (_, placement) in layout.items():
+            for name, (dtype, placement) in layout.items():
                 if sum(math.prod(part.size) for part in placement.parts) != placement.count:
                     raise InvalidArgument(f"{name}: expected parts of {placement.count} elements in all")
                 for part in placement.parts:
-                    self._check_part(part, self.offers.pieces(part))
+                    pieces = self.offers.pieces(part)
+                    for theirs in {holder.dtype for piece in pieces for holder in piece.holders}:
+                        if theirs is not dtype and not (theirs.is_float and dtype.is_float):
+                            raise InvalidArgument(f"{part.tensor}: expected {theirs}, as published, got {dtype}")
+                    self._check_part(part, pieces)
 
     @staticmethod
     def _check_part(want: Part, pieces: Sequence[Piece]) -> None:
         low, high = _bounds([(piece.start, piece.size) for piece in pieces])
         for index, (start, size, holders) in enumerate(pieces):
             inside = intersect(start, size, want.start, want.size) == (start, size)
-            held = all(intersect(start, size, *box) == (start, size) for box in {(h.part.start, h.part.size) for h in holders})
+            boxes = {(each.part.start, each.part.size) for each in holders}
+            held = all(intersect(start, size, *each) == (start, size) for each in boxes)
             twice = ((low[:index] < high[index]) & (low[index] < high[:index])).all(axis=1).any()
             if not inside or not held or twice or not holders:
                 raise InvalidArgument(f"{want.tensor}: expected each element once, got {_in_words(start, size)} amiss")
@@ -233,7 +238,7 @@ class Plan:
 def _bounds(boxes: Iterable[tuple[Sizes, Sizes]]) -> tuple[np.ndarray, np.ndarray]:
     """The first index of each box, and the index after its last element: (boxes, axes) each."""
     pairs = [*boxes]
-    low = np.array([start for start, _ in pairs], np.int64).reshape(len(pairs), -1)
+    low = np.array([start for start, _ in pairs], np.int64).reshape(len(pairs), len(pairs[0][0]) if pairs else 0)
     return low, low + np.array([size for _, size in pairs], np.int64).reshape(low.shape)
 
 

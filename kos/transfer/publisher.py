@@ -1,0 +1,340 @@
+"""The side that has the weights.
+
+Each publisher rank copies its arrays into a buffer of its own (``buffers.py``), and has threads that send parts of it
+to subscribers.  Rank 0 also knows which version is visible, and which subscribers read it (``Board``).  ``publish`` is
+the only method that waits for other ranks, and it waits for subscribers at most ``patience`` seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from typing import Any
+
+import numpy as np
+
+from kos.comm.arguments import check_int, check_timeout
+from kos.comm.communicator import Communicator
+from kos.comm.control.wire import Acceptor, Connection, drive, is_loopback
+from kos.dtypes import DTYPES
+from kos.errors import CollectiveMismatch, InvalidArgument, KosError, RendezvousError, TransferError, in_words
+from kos.transfer.buffers import Buffers
+from kos.transfer.exchange import (
+    GRACE,
+    PURPOSE,
+    Address,
+    Stale,
+    as_bytes,
+    checksum,
+    flat_arrays,
+    layout_to_json,
+    network,
+    own_host,
+    parse,
+    place,
+    push,
+    receive,
+    send,
+)
+from kos.transfer.placement import Arrays, box
+
+IDLE_SECONDS = 3600.0
+"""A connection is closed when the subscriber has sent nothing for so long; it then connects again."""
+SEND_SECONDS = 60.0
+"""The longest that a subscriber may take to receive the answer to one request."""
+LONGEST_LEASE = 600.0
+_ADMIT_SECONDS = 0.2
+_log = logging.getLogger(__name__)
+
+
+class Board:
+    """Which version is visible, and who reads which version; on rank 0 of a publisher."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._newest: tuple[int, int] | None = None
+        self._leases: dict[int, tuple[int, float, int]] = {}  # lease -> (serial, deadline, connection)
+        self._numbers = itertools.count(1)
+
+    def newest(self, seconds: float) -> tuple[int, int] | None:
+        """Serial and version of the newest one; waits at most ``seconds`` for the first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest is not None, seconds)
+            return self._newest
+
+    def lease(self, serial: int, seconds: float, holder: int) -> int:
+        """Pin a version that is visible.  Raises Stale."""
+        with self._changed:
+            if self._newest is None or self._newest[0] != serial:
+                raise Stale
+            number = next(self._numbers)
+            self._leases[number] = serial, time.monotonic() + min(seconds, LONGEST_LEASE), holder
+            return number
+
+    def release(self, number: int = 0, holder: int = 0) -> None:
+        """End a lease, or all leases of a connection."""
+        with self._changed:
+            for each, (_, _, owner) in list(self._leases.items()):
+                if each == number or owner == holder:
+                    del self._leases[each]
+            self._changed.notify_all()
+
+    def reclaim(self, serial: int, patience: float, hide: bool) -> int:
+        """Wait at most ``patience`` seconds for the readers of ``serial``; returns how many still read it.
+
+        ``hide``: it is visible, and is not from now on.
+        """
+        limit = time.monotonic() + patience
+        with self._changed:
+            self._newest = None if hide else self._newest
+            while readers := [until for of, until, _ in self._leases.values() if of == serial]:
+                now = time.monotonic()
+                if (remaining := min(limit, max(readers)) - now) <= 0:
+                    break
+                self._changed.wait(remaining)
+            now = time.monotonic()
+            late = sum(of == serial and until > now for of, until, _ in self._leases.values())
+            self._leases = {n: lease for n, lease in self._leases.items() if lease[0] != serial}
+            return late
+
+    def show(self, serial: int, version: int) -> None:
+        with self._changed:
+            self._newest = serial, version
+            self._changed.notify_all()
+
+
+class Publisher:
+    """Offers the arrays of the ranks of ``comm`` to subscribers, which pull them.  Collective.
+
+    Args:
+        comm: the communicator; None: one process alone.
+        arrays: the arrays of this rank in host memory, and what each holds.  ``publish`` copies them.
+        address: "HOST:PORT" by which subscribers reach rank 0.  Port 0: a free one, see ``address``.
+        name: the name of the publisher in errors.
+        buffers: how many versions are in memory at once; each takes as much memory as the arrays.  With 2, the
+            last version can be read while the next one is written.  With 1, no version is visible meanwhile.
+        patience: how many seconds ``publish`` waits for subscribers that still read the buffer that it uses next.
+        checksums: compute a checksum of each array at ``publish`` (about 1 s a GB), for ``update(verify=True)``.
+
+    Raises InvalidArgument on all ranks for wrong arguments of one, such as memory of a GPU; RendezvousError if rank 0
+    cannot listen at ``address``; OutOfMemory.
+    """
+
+    def __init__(
+        self, comm: Communicator | None, arrays: Arrays, address: str = "127.0.0.1:0", *, name: str = "trainer",
+        buffers: int = 2, patience: float = 1.0, checksums: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.rank, self._comm = name, 0 if comm is None else comm.rank, comm
+        self._patience, self._checksums, self._serial, self._closed = patience, checksums, 0, False
+        self._sums: dict[int, dict[str, int]] = {}
+        self._connections: dict[int, Connection] = {}
+        self._numbers, self._lock, self._board = itertools.count(1), threading.Lock(), Board()
+
+        def check() -> Any:
+            if check_int("buffers", buffers) < 1 or not patience >= 0:
+                raise InvalidArgument(f"buffers, patience: expected at least 1 and 0, got {buffers} and {patience}")
+            self._flat, self._layout = flat_arrays(arrays, False)
+            return [secrets.token_hex(16), parse(address), buffers, checksums]
+
+        first, *others = self._together(check)
+        if wrong := [rank for rank, each in enumerate(others, 1) if each[1:] != first[1:]]:
+            raise CollectiveMismatch(f"Publisher: expected {first[1:]} on all ranks, got others on rank {wrong[0]}")
+        self.incarnation, (host, port) = first[0], first[1]
+        facts = self._together(lambda: self._listen(host, port, buffers))
+        self._place = [Address(*each[0]) for each in facts]
+        self.address = f"{host}:{self._place[0].port}"
+        """The address for subscribers."""
+        alike: dict[str, list[int]] = {}
+        for rank, (_, layout) in enumerate(facts):
+            alike.setdefault(layout, []).append(rank)
+        groups = [[json.loads(layout), ranks] for layout, ranks in alike.items()]
+        self._catalogue = {"name": name, "buffers": buffers, "checksums": checksums, "ranks": self._place,
+                           "groups": groups}  # fmt: skip
+        self._thread = threading.Thread(target=self._accept, name="kos-publisher", daemon=True)
+        self._thread.start()
+
+    def _listen(self, host: str, port: int, buffers: int) -> list[Any]:
+        """Allocate the memory, and listen."""
+        self._buffers = Buffers(self._layout, buffers, self.incarnation, self.rank)
+        net = network(host)
+        own = own_host(host, port, self.rank)
+        try:
+            listener = net.listen(port if self.rank == 0 else 0)
+        except OSError as error:
+            raise RendezvousError(f"address: rank {self.rank} cannot listen at {host}:{port}: {error}") from error
+        self._acceptor = Acceptor(listener, net.key(PURPOSE))
+        nbytes = sum(each.nbytes for each in self._flat.values())
+        mine = Address(own, listener.getsockname()[1], place(), os.getpid(), self._buffers.file, nbytes)
+        return [mine, json.dumps(layout_to_json(self._layout))]
+
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        """The results of all ranks, in JSON.  The error of one rank is raised on all."""
+        error: BaseException | None = None
+        result: Any = None
+        try:
+            result = work()
+        except (KosError, OSError) as problem:
+            error = problem
+        if self._comm is None or self._comm.size == 1:
+            if error is not None:
+                raise error
+            return [json.loads(json.dumps(result))]
+        mine = json.dumps([result, None if error is None else in_words(error)]).encode()
+        found = [json.loads(each) for each in self._comm.all_gather_bytes(mine)]
+        if error is not None:
+            raise error
+        for rank, (_, problem) in enumerate(found):
+            if problem is not None:
+                raise TransferError(f"Publisher: rank {rank}: {problem}", ranks=[rank])
+        return [each for each, _ in found]
+
+    def publish(self, version: int) -> int:
+        """Copy the arrays, and make them visible as ``version``.  Collective.
+
+        Returns how many subscribers still read the version whose buffer was used again; their reads are stale, and
+        they go on with the newest version.  The arrays may change afterwards.  An error of one rank is raised on all
+        ranks, and then the version is not visible.
+
+        Raises InvalidArgument for a version that is no whole number, CollectiveMismatch for different ones, and
+        TransferError after ``close``.
+        """
+        serial, late = self._serial + 1, 0
+
+        def begin() -> Any:
+            nonlocal late
+            if self._closed:
+                raise TransferError(f"publisher {self.name}: expected an open publisher, got a closed one")
+            number = check_int("version", version)
+            if self.rank == 0:
+                late = self._board.reclaim(serial - self._buffers.count, self._patience, self._buffers.count == 1)
+            return [number, serial, late]
+
+        first, *others = self._together(begin)
+        if wrong := [rank for rank, each in enumerate(others, 1) if each[:2] != first[:2]]:
+            got = f"{others[wrong[0] - 1][0]} on rank {wrong[0]}"
+            raise CollectiveMismatch(f"publish: expected version {first[0]} on all ranks, got {got}", ranks=wrong[:1])
+        self._serial = serial
+        self._together(self._write)
+        self._board.show(serial, first[0])
+        return int(first[2])
+
+    def _write(self) -> None:
+        self._sums.pop(self._serial - self._buffers.count, None)
+        self._buffers.write(self._serial, self._flat)
+        if self._checksums:
+            arrays = {name: self._buffers.array(name, self._serial) for name in self._flat}
+            self._sums[self._serial] = {name: checksum([array]) for name, array in arrays.items()}
+
+    # --- the threads that answer subscribers ------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                caller = self._acceptor.admit(_ADMIT_SECONDS)
+            except OSError as error:  # no file descriptor is left
+                if not self._closed:
+                    _log.warning("publisher %s: rank %d: %s", self.name, self.rank, error)
+                    time.sleep(_ADMIT_SECONDS)
+                continue
+            if caller is not None:
+                number = next(self._numbers)
+                with self._lock:
+                    self._connections[number] = caller[2]
+                work = threading.Thread(target=self._serve, args=(number, caller[2]), daemon=True)
+                work.start()
+        self._acceptor.close()
+
+    def _serve(self, number: int, connection: Connection) -> None:
+        """Answer the requests of one connection until it ends."""
+        with closing(connection):
+            try:
+                while not self._closed:
+                    request = receive(connection, time.monotonic() + IDLE_SECONDS)
+                    self._answer(number, connection, request)
+            except (OSError, KosError, ValueError, KeyError, TypeError) as error:
+                _log.debug("publisher %s: rank %d: a subscriber's connection ended: %s", self.name, self.rank, error)
+            finally:
+                self._board.release(holder=number)
+                with self._lock:
+                    self._connections.pop(number, None)
+
+    def _answer(self, number: int, connection: Connection, request: dict[str, Any]) -> None:
+        deadline, memory = time.monotonic() + SEND_SECONDS, list[np.ndarray[Any, Any]]()
+        try:
+            if request["incarnation"] not in ("", self.incarnation):
+                answer: dict[str, Any] = {"error": "another incarnation"}
+            elif request["ask"] == "catalogue":
+                answer = self._catalogue
+            elif request["ask"] == "newest":
+                answer = self._newest(number, request)
+            elif request["ask"] == "release":
+                self._board.release(int(request["lease"]))
+                answer = {}
+            else:
+                memory = self._read(request)
+                answer = {"sum": checksum(memory)} if request["verify"] else {}
+                memory = memory if request["ask"] == "read" else []
+        except Stale:
+            answer, memory = {"stale": True}, []
+        except KosError as error:
+            answer, memory = {"error": in_words(error)}, []
+        send(connection, answer, self.incarnation, deadline)
+        for each in memory:
+            drive(push(connection.sock, as_bytes(each)), connection.sock, deadline)
+        if request["ask"] in ("read", "check"):  # whether the bytes before it are those of the version
+            send(connection, {"stale": not self._buffers.holds(request["serial"])}, self.incarnation, deadline)
+
+    def _newest(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
+        newest = self._board.newest(min(float(request["wait"]), GRACE))
+        if newest is None:
+            return {"serial": None}
+        serial, version = newest
+        found = {"serial": serial, "version": version}
+        if request["have"] == serial:
+            return found
+        return found | {"lease": self._board.lease(serial, float(request["seconds"]), number)}
+
+    def _read(self, request: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
+        """The boxes that a subscriber asks for, converted to its dtype where that is smaller."""
+        serial, found = int(request["serial"]), list[np.ndarray[Any, Any]]()
+        if not self._buffers.holds(serial):
+            raise Stale
+        for name, dtype, offset, size, strides in request["boxes"]:
+            view = box(self._buffers.array(name, serial), int(offset), tuple(size), tuple(strides))
+            found.append(np.ascontiguousarray(view, DTYPES[dtype].numpy))
+        if request["verify"] and self._checksums:
+            for name in {name for name, *_ in request["boxes"]}:
+                if checksum([self._buffers.array(name, serial)]) != self._sums.get(serial, {}).get(name):
+                    if not self._buffers.holds(serial):
+                        raise Stale
+                    raise TransferError(f"rank {self.rank}: {name}: the published bytes have changed since")
+        return found
+
+    def close(self) -> None:
+        """Stop answering, and free the memory once no subscriber maps it.  Not collective; waits for no other process.
+
+        A subscriber that reads meanwhile raises TransferError.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with self._lock:
+            for each in self._connections.values():
+                with suppress(OSError):
+                    each.sock.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
+        self._thread.join(2 * _ADMIT_SECONDS)  # then its port is free
+        self._buffers.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
