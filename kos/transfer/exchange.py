@@ -127,15 +127,20 @@ def send(connection: Connection, message: dict[str, Any], incarnation: str, dead
 
 
 def receive(connection: Connection, deadline: float) -> dict[str, Any]:
-    """A request or an answer.  Raises OSError, TimeoutError; TransferError for another protocol."""
+    """A request or an answer.  Raises OSError, TimeoutError."""
     message: dict[str, Any] = json.loads(drive(connection.receive(), connection.sock, deadline))
-    if message.get("protocol") != PROTOCOL:
-        raise TransferError(f"expected protocol {PROTOCOL} of kos.transfer, got {message.get('protocol')}")
     return message
+
+
+def check_protocol(message: dict[str, Any]) -> None:
+    """TransferError for another version of the protocol."""
+    if message["protocol"] != PROTOCOL:
+        raise TransferError(f"expected protocol {PROTOCOL} of kos.transfer, got {message['protocol']}")
 
 
 def answered(message: dict[str, Any], incarnation: str) -> dict[str, Any]:
     """An answer that is no error.  Raises Restarted, Stale, TransferError."""
+    check_protocol(message)
     if incarnation and message["incarnation"] != incarnation:
         raise Restarted
     if message.get("stale"):

@@ -55,8 +55,8 @@ def box(flat: np.ndarray, offset: int, size: Sizes, strides: Sizes) -> np.ndarra
     if offset < 0 or min(strides, default=0) < 0 or min(size, default=1) < 1 or last >= flat.size:
         got = f"elements {offset} to {last} (shape {size}, strides {strides})"
         raise InvalidArgument(f"box: expected elements within an array of {flat.size}, got {got}")
-    steps = [stride * flat.itemsize for stride in strides]
-    return np.lib.stride_tricks.as_strided(flat[offset:], size, steps)
+    steps = [stride * flat.itemsize for stride in strides]  # as_strided does not know the types of ml_dtypes
+    return np.ndarray(size, flat.dtype, flat.view(np.uint8).data, offset * flat.itemsize, steps)
 
 
 @dataclass(frozen=True, slots=True)

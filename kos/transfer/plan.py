@@ -111,9 +111,9 @@ class Offers:
             return self._found[key]
         whole = self.shapes.get(want.tensor)
         if whole is None:
-            near = difflib.get_close_matches(want.tensor, self.shapes, 1)
-            raise InvalidArgument(f"{want.tensor}: expected a tensor of the publisher, got none of that name"
-                                  + f" (closest: {near[0]})" * bool(near))  # fmt: skip
+            near = difflib.get_close_matches(want.tensor, self.shapes, 1, 0)
+            closest = "".join(f" (closest: {name})" for name in near)
+            raise InvalidArgument(f"{want.tensor}: expected a tensor of the publisher, got none of that name{closest}")
         if whole != want.whole:
             raise InvalidArgument(f"{want.tensor}: expected the publisher's shape {whole}, got {want.whole}")
         missing, found = [(want.start, want.size)], list[Piece]()

@@ -33,6 +33,7 @@ from kos.transfer.exchange import (
     Address,
     Stale,
     as_bytes,
+    check_protocol,
     checksum,
     flat_arrays,
     layout_to_json,
@@ -269,6 +270,7 @@ class Publisher:
     def _answer(self, number: int, connection: Connection, request: dict[str, Any]) -> None:
         deadline, memory = time.monotonic() + SEND_SECONDS, list[np.ndarray[Any, Any]]()
         try:
+            check_protocol(request)
             if request["incarnation"] not in ("", self.incarnation):
                 answer: dict[str, Any] = {"error": "another incarnation"}
             elif request["ask"] == "catalogue":
