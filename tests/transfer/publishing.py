@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -11,20 +12,20 @@ from typing import Any
 import numpy as np
 
 from kos.comm import Communicator
-from kos.testing import spawn
-from kos.transfer import Array, Offers, Placement, Plan, Publisher
 from kos.dtypes import DTYPES
+from kos.testing import spawn
+from kos.transfer import Array, Offers, Placement, Plan, Publisher, read_catalogue
 
 SHAPES = {"a.weight": (12, 8), "b.weight": (6, 6), "norm": (7,), "scale": ()}
 SECONDS = 60.0
 
 
 def contents(version: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, np.ndarray]:
-    """The tensors of a version: every element tells tensor, place and version apart."""
+    """The tensors of a version, which float32 holds exactly; each element differs in versions less than 1000 apart."""
     made = {}
     for index, (name, shape) in enumerate(shapes.items()):
         size = int(np.prod(shape))
-        made[name] = (np.arange(size, dtype=np.float32) + 1000 * index + 10_000 * version).reshape(shape)
+        made[name] = (np.arange(size, dtype=np.float32) + 1000 * index + 10_000 * (version % 1000)).reshape(shape)
     return made
 
 
@@ -59,8 +60,8 @@ class Ranks:
     def __init__(self) -> None:
         self.publishers: dict[int, Publisher] = {}
         self.arrays: dict[int, dict[str, tuple[np.ndarray, Placement]]] = {}
-        self._orders: list[queue.Queue[Any]] = []
-        self._answers: queue.Queue[Any] = queue.Queue()
+        self.orders: list[queue.Queue[Any]] = []
+        self.answers: queue.Queue[Any] = queue.Queue()
 
     @property
     def address(self) -> str:
@@ -73,24 +74,24 @@ class Ranks:
         )[1])  # fmt: skip
 
     def on_all(self, work: Callable[[int], Any]) -> list[Any]:
-        for each in self._orders:
+        for each in self.orders:
             each.put(work)
-        found = dict(self._answers.get(timeout=SECONDS) for _ in self._orders)
-        return [found[rank] for rank in range(len(self._orders))]
+        found = dict(self.answers.get(timeout=SECONDS) for _ in self.orders)
+        return [found[rank] for rank in range(len(self.orders))]
 
     def run(self, comm: Communicator | None, rank: int, orders: queue.Queue[Any]) -> None:
         while (work := orders.get(timeout=SECONDS)) is not None:
             try:
-                self._answers.put((rank, work(rank)))
+                self.answers.put((rank, work(rank)))
             except Exception as error:
-                self._answers.put((rank, error))
+                self.answers.put((rank, error))
 
 
 @contextmanager
 def publishing(layouts: list[Mapping[str, Placement]], **options: Any) -> Iterator[Ranks]:
     """A publisher with a rank for each of ``layouts``."""
     ranks, errors = Ranks(), list[BaseException]()
-    ranks._orders = [queue.Queue() for _ in layouts]
+    ranks.orders = [queue.Queue() for _ in layouts]
     ready = threading.Barrier(len(layouts) + 1, timeout=SECONDS)
 
     def rank(comm: Communicator) -> None:
@@ -98,7 +99,7 @@ def publishing(layouts: list[Mapping[str, Placement]], **options: Any) -> Iterat
         with Publisher(comm, arrays, **options) as publisher:
             ranks.publishers[comm.rank] = publisher
             ready.wait()
-            ranks.run(comm, comm.rank, ranks._orders[comm.rank])
+            ranks.run(comm, comm.rank, ranks.orders[comm.rank])
 
     def run() -> None:
         try:
@@ -113,11 +114,19 @@ def publishing(layouts: list[Mapping[str, Placement]], **options: Any) -> Iterat
         ready.wait()
         yield ranks
     finally:
-        for each in ranks._orders:
+        for each in ranks.orders:
             each.put(None)
         thread.join(SECONDS)
         assert not thread.is_alive()
     assert not errors, errors
+
+
+def corrupt(address: str, rank: int, right: np.ndarray) -> None:
+    """Change one byte of ``right`` in the memory of a publisher rank of this process, as a stray write would."""
+    where = read_catalogue(address).ranks[rank]
+    memory = os.pread(where.file, os.fstat(where.file).st_size, 0)
+    at = memory.rindex(right.tobytes())
+    os.pwrite(where.file, bytes([memory[at] ^ 1]), at)
 
 
 def planned_bytes(

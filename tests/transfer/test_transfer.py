@@ -15,13 +15,15 @@ import pytest
 from kos.comm import Communicator
 from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout
 from kos.testing import spawn
-from kos.transfer import Placement, Publisher, Subscriber, read_catalogue
+from kos.transfer import Placement, Plan, Publisher, Subscriber, read_catalogue
+from kos.transfer import subscriber as module
 from kos.comm.control.wire import drive
 from kos.transfer.exchange import PROTOCOL, PURPOSE, answered, network, receive
 from tests.transfer.publishing import (
     SHAPES,
     arrays_of,
     contents,
+    corrupt,
     expect_version,
     planned_bytes,
     publishing,
@@ -176,16 +178,13 @@ def test_a_version_that_is_replaced_while_it_is_read_is_stale(way: Any, monkeypa
         set_version(mine, 1)
         publisher.publish(1)
         late = list[int]()
-        read = reader._planned
+        def slow(*arguments: Any) -> Plan:  # between the lease and the first byte, the publisher goes on twice
+            for version in (2, 3):
+                set_version(mine, version)
+                late.append(publisher.publish(version))
+            return Plan(*arguments)
 
-        def slow() -> Any:  # between the lease and the first byte, the publisher goes on twice
-            if not late:
-                for version in (2, 3):
-                    set_version(mine, version)
-                    late.append(publisher.publish(version))
-            return read()
-
-        monkeypatch.setattr(reader, "_planned", slow)
+        monkeypatch.setattr(module, "Plan", slow)
         assert reader.update(30).version == 3
         expect_version(arrays, 3)
         assert late == [0, 1]
@@ -237,11 +236,9 @@ def test_wrong_bytes_are_found_and_the_culprit_is_named(way: Any, when: str, mon
             subscriber.update(30, verify=True)
             ranks.publish(2)
             if when == "published":  # a stray write in the process of rank 1
-                ranks.publishers[1]._buffers.array("b.weight", 2)[5] += 1
+                corrupt(ranks.address, 1, contents(2)["b.weight"])
                 wanted = "publisher rank 1 .*b.weight.*the published bytes have changed since"
             else:
-                from kos.transfer import subscriber as module
-
                 right = module.checksum
                 monkeypatch.setattr(module, "checksum", lambda arrays: right([a for a in arrays if a.shape != (6, 6)]))
                 wanted = "publisher rank 1 .*b.weight.*: expected checksum"
@@ -259,7 +256,7 @@ def test_an_unstaged_update_that_fails_says_that_the_arrays_are_undefined() -> N
         with Subscriber(ranks.address, arrays, staged=False) as subscriber:
             subscriber.update(30)
             ranks.publish(2)
-            ranks.publishers[0]._buffers.array("norm", 2)[0] += 1
+            corrupt(ranks.address, 0, contents(2)["norm"])
             with pytest.raises(TransferError, match="norm"):
                 subscriber.update(30, verify=True)
             assert subscriber.version is None
@@ -280,7 +277,7 @@ def test_all_ranks_get_the_same_version_or_none() -> None:
                 comm.barrier()
                 if comm.rank == 0:
                     ranks.publish(2)
-                    ranks.publishers[0]._buffers.array("b.weight", 2)[0] += 1  # which rank 1 reads
+                    corrupt(ranks.address, 0, contents(2)["b.weight"])  # which rank 1 reads
                 comm.barrier()
                 with pytest.raises(TransferError) as raised:
                     subscriber.update(30, verify=True)
