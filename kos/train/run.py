@@ -56,6 +56,7 @@ from kos.train.parallel.failures import (
 )
 from kos.train.parallel.mesh import Mesh
 from kos.train.program import Program
+from kos.train.publish import published_arrays
 from kos.train.report import NO_TARGETS, announce, conclude
 from kos.train.run_context import (
     ADDRESS,
@@ -72,6 +73,7 @@ from kos.train.tools.metrics import METRICS
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import Runner, StepResult, train
 from kos.train.trained import TrainedModel
+from kos.transfer.publisher import Publisher
 
 LEAVES = "this rank leaves after"
 
@@ -159,6 +161,7 @@ class Trainer(RunContext):
             announce(self)
             load_weights(self)
             self.steps_done = self.start
+            self._open_publisher()
             together(comm, lambda: open_output(self) if comm.rank == 0 else None)
             self.name = check_shared(self.out, comm)
         except BaseException:
@@ -326,7 +329,25 @@ class Trainer(RunContext):
                 self.best, self.improved = (self.steps_done, losses[metric]), True
         return losses
 
+    def _open_publisher(self) -> None:
+        """With ``--publish``, offer the weights, and publish those from which the run starts."""
+        self.publisher, address = None, self.config.publish
+        if address is not None and self.trains:
+            arrays = published_arrays(self.device, self.model_config.lora is not None)
+            try:
+                self.publisher = self.held.enter_context(Publisher(self.comm, arrays, address, name="kos.train"))
+            except (InvalidArgument, RendezvousError) as error:
+                raise ConfigError(f"--publish {address}: {error}").about("publish") from error
+            self.publisher.publish(self.steps_done)
+            self.console.say(f"publishing weights at {self.publisher.address}")
+
+    def _publish(self) -> None:
+        every = self.config.publish_every
+        if self.publisher is not None and (self.steps_done % every == 0 or self.steps_done == self.config.steps):
+            self.publisher.publish(self.steps_done)
+
     def after_step(self, row: dict[str, Any]) -> bool:
+        self._publish()
         self.call("on_step", row)
         if "val_loss" in row:
             self.call("on_evaluate", row)
@@ -375,6 +396,7 @@ class Trainer(RunContext):
         row = self.measure(self.device.finish_step(self.steps_done))
         self.steps_done += 1
         self.log(row, last=False)
+        self._publish()
         self.call("on_step", row)
         return row
 
