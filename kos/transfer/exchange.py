@@ -12,7 +12,7 @@ import select
 import socket
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,9 +33,6 @@ PROTOCOL = 1
 PURPOSE = b"kos transfer"
 GRACE = 2.0
 """Seconds that an answer may take longer than the wait that it was asked for."""
-
-Box = tuple[str, int, Sequence[int], Sequence[int]]
-"""An array, and the offset, size and strides of a box in it, in elements."""
 
 
 class Stale(Exception):
@@ -174,6 +171,8 @@ def checksum(arrays: Iterable[np.ndarray[Any, Any]]) -> int:
 
 def late(what: str, deadline: float, error: BaseException) -> TransferError:
     """The error of a peer that failed, ``what``: it ended, or did not answer before the deadline."""
+    if isinstance(error, TransferError) and not isinstance(error, TimeoutError):
+        return TransferError(f"{what}: {error}")
     if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
         return TransferTimeout(f"{what}: expected an answer before the deadline, got none")
     why = str(error) or type(error).__name__

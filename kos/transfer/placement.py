@@ -98,14 +98,6 @@ class Placement:
         return cls.cut(shape, axis, rank * parts // ranks * size, size, tensor)
 
     @classmethod
-    def sections(cls, shape: Sequence[int], slices: Iterable[tuple[int, int]], tensor: str = "") -> Placement:
-        """Several slices (start, stop) of the rows of one tensor, one after another.
-
-        So a rank of tp holds its rows of q, of k and of v where all three are one tensor ``qkv``.
-        """
-        return cls.joined([cls.cut(shape, 0, start, stop - start, tensor) for start, stop in slices])
-
-    @classmethod
     def joined(cls, placements: Sequence[Placement], shape: Sequence[int] | None = None) -> Placement:
         """Arrays one after another in memory, as one array, by default stacked along their first axis."""
         if not placements:

@@ -21,30 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.arguments import check_int, check_timeout
+from kos.comm.arguments import check_int
 from kos.comm.communicator import Communicator
-from kos.comm.control.wire import Acceptor, Connection, drive, is_loopback
+from kos.comm.control.wire import Acceptor, Connection, drive
 from kos.dtypes import DTYPES
 from kos.errors import CollectiveMismatch, InvalidArgument, KosError, RendezvousError, TransferError, in_words
 from kos.transfer.buffers import Buffers
-from kos.transfer.exchange import (
-    GRACE,
-    PURPOSE,
-    Address,
-    Stale,
-    as_bytes,
-    check_protocol,
-    checksum,
-    flat_arrays,
-    layout_to_json,
-    network,
-    own_host,
-    parse,
-    place,
-    push,
-    receive,
-    send,
-)
+from kos.transfer import exchange
+from kos.transfer.exchange import GRACE, Address, Stale
 from kos.transfer.placement import Arrays, box
 
 IDLE_SECONDS = 3600.0
@@ -62,30 +46,24 @@ class Board:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._newest: tuple[int, int] | None = None
-        self._leases: dict[int, tuple[int, float, int]] = {}  # lease -> (serial, deadline, connection)
-        self._numbers = itertools.count(1)
+        self._leases: dict[int, tuple[int, float]] = {}  # connection -> serial, deadline
 
-    def newest(self, seconds: float) -> tuple[int, int] | None:
-        """Serial and version of the newest one; waits at most ``seconds`` for the first."""
+    def lease(self, holder: int, have: int | None, wait: float, seconds: float) -> tuple[int | None, int]:
+        """Serial and version of the newest one; the connection ``holder`` pins it, unless it is the one that it has.
+
+        Waits at most ``wait`` seconds for the first version.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._newest is not None, seconds)
+            self._changed.wait_for(lambda: self._newest is not None, wait)
+            if self._newest is None:
+                return None, 0
+            if self._newest[0] != have:
+                self._leases[holder] = self._newest[0], time.monotonic() + min(seconds, LONGEST_LEASE)
             return self._newest
 
-    def lease(self, serial: int, seconds: float, holder: int) -> int:
-        """Pin a version that is visible.  Raises Stale."""
+    def release(self, holder: int) -> None:
         with self._changed:
-            if self._newest is None or self._newest[0] != serial:
-                raise Stale
-            number = next(self._numbers)
-            self._leases[number] = serial, time.monotonic() + min(seconds, LONGEST_LEASE), holder
-            return number
-
-    def release(self, number: int = 0, holder: int = 0) -> None:
-        """End a lease, or all leases of a connection."""
-        with self._changed:
-            for each, (_, _, owner) in list(self._leases.items()):
-                if each == number or owner == holder:
-                    del self._leases[each]
+            self._leases.pop(holder, None)
             self._changed.notify_all()
 
     def reclaim(self, serial: int, patience: float, hide: bool) -> int:
@@ -96,15 +74,13 @@ class Board:
         limit = time.monotonic() + patience
         with self._changed:
             self._newest = None if hide else self._newest
-            while readers := [until for of, until, _ in self._leases.values() if of == serial]:
+            while True:
                 now = time.monotonic()
-                if (remaining := min(limit, max(readers)) - now) <= 0:
-                    break
-                self._changed.wait(remaining)
-            now = time.monotonic()
-            late = sum(of == serial and until > now for of, until, _ in self._leases.values())
-            self._leases = {n: lease for n, lease in self._leases.items() if lease[0] != serial}
-            return late
+                readers = [until for of, until in self._leases.values() if of == serial and until > now]
+                if not readers or limit <= now:
+                    self._leases = {holder: lease for holder, lease in self._leases.items() if lease[0] != serial}
+                    return len(readers)
+                self._changed.wait(min(limit, *readers) - now)
 
     def show(self, serial: int, version: int) -> None:
         with self._changed:
@@ -142,8 +118,8 @@ class Publisher:
         def check() -> Any:
             if check_int("buffers", buffers) < 1 or not patience >= 0:
                 raise InvalidArgument(f"buffers, patience: expected at least 1 and 0, got {buffers} and {patience}")
-            self._flat, self._layout = flat_arrays(arrays, False)
-            return [secrets.token_hex(16), parse(address), buffers, checksums]
+            self._flat, self._layout = exchange.flat_arrays(arrays, False)
+            return [secrets.token_hex(16), exchange.parse(address), buffers, checksums]
 
         first, *others = self._together(check)
         if wrong := [rank for rank, each in enumerate(others, 1) if each[1:] != first[1:]]:
@@ -165,16 +141,16 @@ class Publisher:
     def _listen(self, host: str, port: int, buffers: int) -> list[Any]:
         """Allocate the memory, and listen."""
         self._buffers = Buffers(self._layout, buffers, self.incarnation, self.rank)
-        net = network(host)
-        own = own_host(host, port, self.rank)
+        net = exchange.network(host)
+        own = exchange.own_host(host, port, self.rank)
         try:
             listener = net.listen(port if self.rank == 0 else 0)
         except OSError as error:
             raise RendezvousError(f"address: rank {self.rank} cannot listen at {host}:{port}: {error}") from error
-        self._acceptor = Acceptor(listener, net.key(PURPOSE))
+        self._acceptor = Acceptor(listener, net.key(exchange.PURPOSE))
         nbytes = sum(each.nbytes for each in self._flat.values())
-        mine = Address(own, listener.getsockname()[1], place(), os.getpid(), self._buffers.file, nbytes)
-        return [mine, json.dumps(layout_to_json(self._layout))]
+        mine = Address(own, listener.getsockname()[1], exchange.place(), os.getpid(), self._buffers.file, nbytes)
+        return [mine, json.dumps(exchange.layout_to_json(self._layout))]
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """The results of all ranks, in JSON.  The error of one rank is raised on all."""
@@ -232,7 +208,7 @@ class Publisher:
         self._buffers.write(self._serial, self._flat)
         if self._checksums:
             arrays = {name: self._buffers.array(name, self._serial) for name in self._flat}
-            self._sums[self._serial] = {name: checksum([array]) for name, array in arrays.items()}
+            self._sums[self._serial] = {name: exchange.checksum([array]) for name, array in arrays.items()}
 
     # --- the threads that answer subscribers ------------------------------------------------------------
 
@@ -258,51 +234,42 @@ class Publisher:
         with closing(connection):
             try:
                 while not self._closed:
-                    request = receive(connection, time.monotonic() + IDLE_SECONDS)
+                    request = exchange.receive(connection, time.monotonic() + IDLE_SECONDS)
                     self._answer(number, connection, request)
             except (OSError, KosError, ValueError, KeyError, TypeError) as error:
                 _log.debug("publisher %s: rank %d: a subscriber's connection ended: %s", self.name, self.rank, error)
             finally:
-                self._board.release(holder=number)
+                self._board.release(number)
                 with self._lock:
                     self._connections.pop(number, None)
 
     def _answer(self, number: int, connection: Connection, request: dict[str, Any]) -> None:
         deadline, memory = time.monotonic() + SEND_SECONDS, list[np.ndarray[Any, Any]]()
         try:
-            check_protocol(request)
+            exchange.check_protocol(request)
             if request["incarnation"] not in ("", self.incarnation):
                 answer: dict[str, Any] = {"error": "another incarnation"}
             elif request["ask"] == "catalogue":
                 answer = self._catalogue
             elif request["ask"] == "newest":
-                answer = self._newest(number, request)
+                wait, have = min(float(request["wait"]), GRACE), request["have"]
+                serial, version = self._board.lease(number, have, wait, float(request["seconds"]))
+                answer = {"serial": serial, "version": version}
             elif request["ask"] == "release":
-                self._board.release(int(request["lease"]))
+                self._board.release(number)
                 answer = {}
             else:
                 memory = self._read(request)
-                answer = {"sum": checksum(memory)} if request["verify"] else {}
-                memory = memory if request["ask"] == "read" else []
+                answer = {"sum": exchange.checksum(memory)} if request["verify"] else {}
         except Stale:
             answer, memory = {"stale": True}, []
         except KosError as error:
             answer, memory = {"error": in_words(error)}, []
-        send(connection, answer, self.incarnation, deadline)
+        exchange.send(connection, answer, self.incarnation, deadline)
         for each in memory:
-            drive(push(connection.sock, as_bytes(each)), connection.sock, deadline)
-        if request["ask"] in ("read", "check"):  # whether the bytes before it are those of the version
-            send(connection, {"stale": not self._buffers.holds(request["serial"])}, self.incarnation, deadline)
-
-    def _newest(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
-        newest = self._board.newest(min(float(request["wait"]), GRACE))
-        if newest is None:
-            return {"serial": None}
-        serial, version = newest
-        found = {"serial": serial, "version": version}
-        if request["have"] == serial:
-            return found
-        return found | {"lease": self._board.lease(serial, float(request["seconds"]), number)}
+            drive(exchange.push(connection.sock, exchange.as_bytes(each)), connection.sock, deadline)
+        if request["ask"] == "read":  # whether the bytes before it are those of the version
+            exchange.send(connection, {"stale": not self._buffers.holds(request["serial"])}, self.incarnation, deadline)
 
     def _read(self, request: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
         """The boxes that a subscriber asks for, converted to its dtype where that is smaller."""
@@ -314,7 +281,7 @@ class Publisher:
             found.append(np.ascontiguousarray(view, DTYPES[dtype].numpy))
         if request["verify"] and self._checksums:
             for name in {name for name, *_ in request["boxes"]}:
-                if checksum([self._buffers.array(name, serial)]) != self._sums.get(serial, {}).get(name):
+                if exchange.checksum([self._buffers.array(name, serial)]) != self._sums.get(serial, {}).get(name):
                     if not self._buffers.holds(serial):
                         raise Stale
                     raise TransferError(f"rank {self.rank}: {name}: the published bytes have changed since")

@@ -22,30 +22,12 @@ from kos.comm.communicator import Communicator
 from kos.comm.control.wire import Connection, drive, fill
 from kos.dtypes import BY_NUMPY, DType
 from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout, in_words
+from kos.transfer import exchange
 from kos.transfer.buffers import Buffers
-from kos.transfer.exchange import (
-    GRACE,
-    PURPOSE,
-    Address,
-    Box,
-    Restarted,
-    Stale,
-    answered,
-    as_bytes,
-    checksum,
-    flat_arrays,
-    late,
-    layout_from_json,
-    network,
-    parse,
-    place,
-    receive,
-    send,
-)
+from kos.transfer.exchange import GRACE, Address, Restarted, Stale
 from kos.transfer.placement import Arrays
 from kos.transfer.plan import Copy, Layout, Offers, Plan
 
-Way = Literal["auto", "shared", "tcp"]
 CHUNK = 8 << 20  # bytes of a request
 _MOST_BOXES = 64  # of a request
 _MOST_THREADS = 16
@@ -68,28 +50,20 @@ class Update(NamedTuple):
 
 
 class Version(NamedTuple):
-    """A version of a publisher, and the lease that pins it."""
+    """A version of a publisher."""
 
     incarnation: str
     serial: int
     number: int
-    lease: int
 
 
 class Catalogue:
     """What a publisher offers, and where its ranks are."""
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
-        self.incarnation: str = answer["incarnation"]
-        self.name, self.count, self.checksums = answer["name"], int(answer["buffers"]), bool(answer["checksums"])
+        self.incarnation, self.name, self.buffers = answer["incarnation"], answer["name"], answer["buffers"]
         self.ranks = [Address(*each) for each in answer["ranks"]]
-        self.groups: list[tuple[Layout, list[int]]] = [
-            (layout_from_json(layout), ranks) for layout, ranks in answer["groups"]
-        ]
-        self.offers = Offers(self.groups)
-
-    def layout(self, rank: int) -> Layout:
-        return next(layout for layout, ranks in self.groups if rank in ranks)
+        self.offers = Offers([(exchange.layout_from_json(layout), ranks) for layout, ranks in answer["groups"]])
 
 
 def read_catalogue(address: str, timeout: float = 30.0) -> Catalogue:
@@ -97,11 +71,8 @@ def read_catalogue(address: str, timeout: float = 30.0) -> Catalogue:
 
     Waits at most ``timeout`` seconds for a publisher to come.  Raises TransferError, TransferTimeout.
     """
-    subscriber = Subscriber(address, None)
-    try:
+    with Subscriber(address, None) as subscriber:
         return subscriber.catalogue(timeout)
-    finally:
-        subscriber.close()
 
 
 class Subscriber:
@@ -122,26 +93,23 @@ class Subscriber:
 
     def __init__(
         self, address: str, arrays: Arrays | None, *, comm: Communicator | None = None, streams: int = 4,
-        way: Way = "auto", staged: bool = True,
+        way: Literal["auto", "shared", "tcp"] = "auto", staged: bool = True,
     ) -> None:  # fmt: skip
-        self.address, self._comm, self._way = address, comm, way
+        self.address, self._comm, self._way, self._streams = address, comm, way, check_int("streams", streams)
         self._rank, self._size = (0, 1) if comm is None else (comm.rank, comm.size)
-        self._host, self._port = parse(address)
-        self._network, self._streams = network(self._host), check_int("streams", streams)
-        if self._streams < 1 or way not in ("auto", "shared", "tcp"):
+        if streams < 1 or way not in ("auto", "shared", "tcp"):
             raise InvalidArgument(f"streams, way: expected at least 1 and auto, shared or tcp, got {streams}, {way!r}")
-        self._flat, self._layout = ({}, {}) if arrays is None else flat_arrays(arrays, True)
-        self._into = {name: np.empty_like(flat) if staged else flat for name, flat in self._flat.items()}
+        self._host, self._port = exchange.parse(address)
+        self._network = exchange.network(self._host)
+        self._flat, self._layout = ({}, {}) if arrays is None else exchange.flat_arrays(arrays, True)
+        self._staged, self.into = staged, {n: np.empty_like(x) if staged else x for n, x in self._flat.items()}
         self._lead: Connection | None = None
         self._data: dict[tuple[int, int], Connection] = {}
-        self._mapped: dict[int, Buffers | None] = {}
+        self._mapped: dict[int, Buffers] = {}
         self._known: Catalogue | None = None
         self._plan: Plan | None = None
         self._held: Version | None = None
-        self._ends = False
-        """Whether a reader has failed, so that the others end."""
-
-    # --- what a program calls ---------------------------------------------------------------------------
+        self._failed = False  # whether a reader has failed, so that the others end
 
     @property
     def version(self) -> int | None:
@@ -153,58 +121,55 @@ class Subscriber:
 
         Waits at most ``timeout`` seconds in all, for the publisher to come, for its first version, and for the bytes.
         If the publisher uses the buffer of the version again, the update begins again with the newest one.
-        ``verify`` compares checksums of all bytes with the publisher's, and where it was made with ``checksums``,
-        these with the checksums at ``publish``.
+        ``verify`` reads over TCP, and compares checksums of all bytes with the publisher's, and where it was made with
+        ``checksums``, these with the checksums at ``publish``.
 
         Raises TransferError, which names the publisher's rank and what it holds, if it has ended or its bytes are
         wrong; TransferTimeout if it does not answer in time.  The arrays then hold the version from before, unless
         ``staged`` is False.  A later ``update`` connects again.
         """
-        began, limit = time.monotonic(), check_timeout(timeout)
-        deadline, before = began + limit, self._held
+        began, before = time.monotonic(), self._held
+        deadline = began + check_timeout(timeout)
         while True:
-            wanted = self._shared(deadline, lambda: self._newest(deadline))
+            wanted = self._agree(deadline)
             if before is not None and wanted[:2] == before[:2]:
                 return Update(wanted.number, False, False, time.monotonic() - began, 0)
-            try:
+            with suppress(Stale):  # rank 0 ends the loop at the deadline, for all ranks
                 nbytes = self._pull_together(wanted, deadline, verify)
-            except Stale:
-                continue  # rank 0 ends it at the deadline, for all ranks
-            restarted = before is not None and before.incarnation != wanted.incarnation
-            return Update(wanted.number, True, restarted, time.monotonic() - began, nbytes)
+                restarted = before is not None and before.incarnation != wanted.incarnation
+                return Update(wanted.number, True, restarted, time.monotonic() - began, nbytes)
 
     def catalogue(self, timeout: float = 30.0) -> Catalogue:
         """What the publisher offers."""
         deadline = time.monotonic() + check_timeout(timeout)
         while True:
             try:
-                answer = self._ask("catalogue", deadline, incarnation="")
+                found = Catalogue(self._ask("catalogue", deadline, incarnation=""))
                 break
-            except TransferTimeout:
-                raise
             except TransferError as error:  # it may still come
-                if not isinstance(error.__cause__, OSError):
+                if isinstance(error, TransferTimeout) or not isinstance(error.__cause__, OSError):
                     raise
                 if time.monotonic() + _AGAIN_SECONDS > deadline:
-                    raise late(f"{self._name()}, which never came: {error.__cause__}", 0, error) from error
+                    why = f"{self._name()}, which never came ({error.__cause__})"
+                    raise exchange.late(why, deadline, TimeoutError()) from error
                 time.sleep(_AGAIN_SECONDS)
-        self._use(Catalogue(answer))
-        assert self._known is not None
+        if self._known is None or self._known.incarnation != found.incarnation:
+            self._drop_data()
+            self._known, self._plan = found, None
         return self._known
 
     def plan(self, timeout: float = 30.0) -> Plan:
         """Which bytes this rank reads from which publisher rank."""
-        self.catalogue(timeout)
-        return self._planned()
+        known = self._known or self.catalogue(timeout)
+        if self._plan is None:
+            self._plan = Plan(known.offers, [self._layout], self._rank)
+            self._plan.check()
+        return self._plan
 
     def close(self) -> None:
         """Close the connections, and unmap the publisher's memory."""
         self._drop_data()
         self._drop_lead()
-        for each in self._mapped.values():
-            if each is not None:
-                each.close()
-        self._mapped.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -215,170 +180,137 @@ class Subscriber:
     # --- the exchange with rank 0 of the publisher ----------------------------------------------------------
 
     def _name(self) -> str:
-        known, held = self._known, self._held
-        what = f"publisher at {self.address}" if known is None else f"publisher {known.name} at {self.address}"
-        return what if held is None else f"{what}, which had version {held.number}"
+        name = "publisher" if self._known is None else f"publisher {self._known.name}"
+        return f"{name} at {self.address}" + ("" if self._held is None else f", which had version {self.version}")
 
-    def _ask(self, what: str, deadline: float, incarnation: str | None = None, **more: Any) -> dict[str, Any]:
+    def _ask(self, what: str, deadline: float, incarnation: str, **more: Any) -> dict[str, Any]:
         """An answer of the publisher's rank 0.  Raises Restarted, Stale, TransferError."""
-        if incarnation is None:
-            incarnation = "" if self._known is None else self._known.incarnation
         try:
             if self._lead is None:
-                self._lead = self._call(self._host, self._port, deadline)
-            send(self._lead, {"ask": what, **more}, incarnation, deadline)
-            answer = receive(self._lead, deadline)
-        except (OSError, KosError) as error:
+                self._lead = self.call(self._host, self._port, deadline)
+            exchange.send(self._lead, {"ask": what, **more}, incarnation, deadline)
+            answer = exchange.receive(self._lead, deadline)
+        except BaseException as error:  # the answer to this request may still come: not on the next connection
             self._drop_lead()
-            raise late(self._name(), deadline, error) from error
-        except BaseException:  # an interrupt: the answer would be taken for that of the next request
-            self._drop_lead()
+            if isinstance(error, OSError | KosError):
+                raise exchange.late(self._name(), deadline, error) from error
             raise
-        return answered(answer, incarnation)
+        return exchange.answered(answer, incarnation)
 
-    def _call(self, host: str, port: int, deadline: float) -> Connection:
-        return self._network.call(host, port, PURPOSE, self._rank, self._size, deadline)
+    def call(self, host: str, port: int, deadline: float) -> Connection:
+        """A new connection to a publisher rank."""
+        return self._network.call(host, port, exchange.PURPOSE, self._rank, self._size, deadline)
 
     def _newest(self, deadline: float) -> Version:
         """The newest version, and a lease unless it is held here already."""
         again = self._lead is not None
-        while True:
-            if time.monotonic() >= deadline:
-                raise TransferTimeout(f"{self._name()}: expected a version that stays until it is read, got none")
-            known, held = self._known or self.catalogue(_left(deadline)), self._held
+        while (left := deadline - time.monotonic()) > 0:
+            known, held = self._known or self.catalogue(left), self._held
             have = held.serial if held is not None and held.incarnation == known.incarnation else None
-            left = deadline - time.monotonic()
+            wants = {"have": have, "wait": left - 0.1, "seconds": left + _LINGER}
             try:
-                answer = self._ask("newest", deadline, have=have, wait=left - 0.1, seconds=left + _LINGER)
+                answer = self._ask("newest", deadline, known.incarnation, **wants)
             except (Restarted, Stale):
                 self._known = None
                 continue
-            except TransferTimeout:
-                raise
-            except TransferError:
-                if not again:  # else the publisher may have been restarted since
+            except TransferError as error:
+                if isinstance(error, TransferTimeout) or not again:
                     raise
-                again = False
+                again = False  # the publisher may have been restarted since the last update
                 continue
             if answer["serial"] is not None:
-                return Version(known.incarnation, answer["serial"], answer["version"], answer.get("lease", 0))
-            if deadline - time.monotonic() < 0.2:
-                raise TransferTimeout(f"{self._name()}: expected a version, got none before the deadline")
-
-    def _use(self, catalogue: Catalogue) -> None:
-        """Read from this publisher from now on."""
-        if self._known is None or self._known.incarnation != catalogue.incarnation or self._plan is None:
-            self._drop_data()
-            for each in self._mapped.values():
-                if each is not None:
-                    each.close()
-            self._mapped.clear()
-            self._plan = None
-        self._known = catalogue
-
-    def _planned(self) -> Plan:
-        assert self._known is not None
-        if self._plan is None:
-            self._plan = Plan(self._known.offers, [self._layout], self._rank)
-            self._plan.check()
-        return self._plan
-
-    # --- several ranks that subscribe together --------------------------------------------------------------
-
-    def _shared(self, deadline: float, find: Callable[[], Version]) -> Version:
-        """The version that rank 0 has found; its error is raised on all ranks."""
-        if self._comm is None or self._size == 1:
-            return find()
-        found, error = None, None
-        if self._rank == 0:
-            try:
-                found = find()
-            except KosError as problem:
-                error = problem
-        mine = json.dumps([found, None if error is None else [in_words(error), isinstance(error, TimeoutError)]])
-        answer = json.loads(self._comm.broadcast_bytes(
-            mine.encode() if self._rank == 0 else None, timeout=max(deadline - time.monotonic(), 0) + GRACE
-        ))  # fmt: skip
-        if error is not None:
-            raise error
-        if answer[1] is not None:
-            text, timed_out = answer[1]
-            raise (TransferTimeout if timed_out else TransferError)(f"subscriber rank 0: {text}")
-        return Version(*answer[0])
-
-    def _pull_together(self, wanted: Version, deadline: float, verify: bool) -> int:
-        """Read a version, and copy it to the arrays if all ranks have it.  Raises Stale on all ranks if on one."""
-        error: BaseException | None = None
-        nbytes = 0
-        in_place = any(self._into[name] is flat for name, flat in self._flat.items())
-        self._held = None if in_place else self._held
-        try:
-            nbytes = self._pull(wanted, deadline, verify)
-        except (KosError, Stale) as problem:
-            error = problem
-        finally:
-            self._release(wanted, isinstance(error, TransferError))
-        if self._comm is not None and self._size > 1:
-            mine = "" if error is None else "stale" if isinstance(error, Stale) else in_words(error)
-            left = max(deadline - time.monotonic(), 0) + GRACE
-            found = [each.decode() for each in self._comm.all_gather_bytes(mine.encode(), timeout=left)]
-            for rank, text in enumerate(found):
-                if text not in ("", "stale") and (error is None or isinstance(error, Stale)):
-                    error = TransferError(f"subscriber rank {rank}: {text}")
-            if error is None and any(found):
-                error = Stale()
-        if error is not None:
-            raise error
-        self._held = None
-        for name, flat in self._flat.items() if not in_place else ():
-            np.copyto(flat, self._into[name])
-        self._held = wanted
-        return nbytes
-
-    def _release(self, wanted: Version, failed: bool) -> None:
-        """End the lease: by its connection, where the publisher has failed and may not answer."""
-        if failed:
-            self._drop_lead()
-        elif self._rank == 0 and wanted.lease and self._lead is not None:
-            with suppress(KosError, Stale, Restarted):
-                self._ask("release", time.monotonic() + GRACE, wanted.incarnation, lease=wanted.lease)
+                return Version(known.incarnation, answer["serial"], answer["version"])
+        why = "none was published, or each was replaced before it was read whole"
+        raise TransferTimeout(f"{self._name()}: expected a version, got none in time ({why})")
 
     def _drop_lead(self) -> None:
         lead, self._lead = self._lead, None
         if lead is not None:
             lead.close()
 
-    # --- reading ------------------------------------------------------------------------------------------
+    def _drop_data(self) -> None:
+        for each in (*self._data.values(), *self._mapped.values()):
+            each.close()
+        self._data.clear()
+        self._mapped.clear()
+
+    # --- several ranks that subscribe together --------------------------------------------------------------
+
+    def _agree(self, deadline: float) -> Version:
+        """The newest version as rank 0 has found it; its error is raised on all ranks."""
+        if self._comm is None or self._size == 1:
+            return self._newest(deadline)
+        error: KosError | None = None
+        found: Version | None = None
+        try:
+            found = self._newest(deadline) if self._rank == 0 else None
+        except KosError as problem:
+            error = problem
+        mine = json.dumps([found, error and in_words(error), isinstance(error, TimeoutError)]).encode()
+        left = max(deadline - time.monotonic(), 0) + GRACE
+        version, text, late = json.loads(self._comm.broadcast_bytes(mine if self._rank == 0 else None, timeout=left))
+        if text is not None:
+            raise error or (TransferTimeout if late else TransferError)(f"subscriber rank 0: {text}")
+        return Version(*version)
+
+    def _pull_together(self, wanted: Version, deadline: float, verify: bool) -> int:
+        """Read a version, and copy it to the arrays if all ranks have it.  Raises Stale on all ranks if on one."""
+        error: BaseException | None = None
+        nbytes, self._held = 0, self._held if self._staged else None
+        try:
+            nbytes = self._pull(wanted, deadline, verify)
+        except (KosError, Stale) as problem:
+            error = problem
+        if error is not None and not isinstance(error, Stale):
+            self._drop_lead()  # which ends the lease: a publisher that has failed may not answer
+        elif self._rank == 0:
+            with suppress(KosError, Stale, Restarted):
+                self._ask("release", time.monotonic() + GRACE, wanted.incarnation)
+        if self._comm is not None and self._size > 1:
+            mine = "" if error is None else "stale" if isinstance(error, Stale) else in_words(error)
+            left = max(deadline - time.monotonic(), 0) + GRACE
+            found = [each.decode() for each in self._comm.all_gather_bytes(mine.encode(), timeout=left)]
+            failed = [f"subscriber rank {rank}: {text}" for rank, text in enumerate(found) if text not in ("", "stale")]
+            if failed and (error is None or isinstance(error, Stale)):
+                error = TransferError(failed[0])
+            elif any(found) and error is None:
+                error = Stale()
+        if error is not None:
+            raise error
+        self._held = None
+        for name, flat in self._flat.items() if self._staged else ():
+            np.copyto(flat, self.into[name])
+        self._held = wanted
+        return nbytes
+
+    # --- reading --------------------------------------------------------------------------------------------
 
     def _pull(self, wanted: Version, deadline: float, verify: bool) -> int:
-        """Read all boxes of a version.  Raises Stale, TransferError."""
+        """Read all boxes of a version; returns the bytes read.  Raises Stale, TransferError."""
         if self._known is None or self._known.incarnation != wanted.incarnation:
             self._known = None
-            if self.catalogue(_left(deadline)).incarnation != wanted.incarnation:
+            if self.catalogue(max(deadline - time.monotonic(), 0.001)).incarnation != wanted.incarnation:
                 raise Stale
-        known = self._known
-        assert known is not None
         by_rank: dict[int, list[Copy]] = {}
-        for copy in self._planned().copies(0):
+        for copy in self.plan().copies(0):
             itemsize = max(copy.source.dtype.itemsize, self._layout[copy.array].dtype.itemsize)
-            for each in _chunks(copy, itemsize):
-                by_rank.setdefault(copy.source.rank, []).append(each)
+            by_rank.setdefault(copy.source.rank, []).extend(_chunks(copy, itemsize))
         work: list[Callable[[], int]] = []
         for rank, copies in by_rank.items():
-            requests, _ = [*_requests(copies)], self._map(rank)
+            requests, mapped = [*_requests(copies)], None if verify else self._map(rank)
             for stream in range(streams := min(self._streams, len(requests))):
-                mine = requests[stream::streams]
-                work.append(_Reader(self, known, wanted, rank, stream, mine, deadline, verify).run)
-        self._ends = False
+                reader = Reader(self, wanted, rank, mapped, stream, requests[stream::streams], deadline, verify)
+                work.append(reader.run)
+        self._failed = False
         try:
-            with ThreadPoolExecutor(min(_MOST_THREADS, max(1, len(work))), "kos-subscriber") as pool:
-                futures = [pool.submit(each) for each in work]
+            with ThreadPoolExecutor(min(_MOST_THREADS, len(work) or 1), "kos-subscriber") as pool:
                 try:
-                    return sum(each.result() for each in as_completed(futures))
+                    return sum(each.result() for each in as_completed([pool.submit(each) for each in work]))
                 except BaseException:
-                    self._ends = True
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    self._shut_data()  # so that the other readers end now
+                    self._failed = True
+                    for connection in list(self._data.values()):
+                        with suppress(OSError):
+                            connection.sock.shutdown(socket.SHUT_RDWR)  # so that the other readers end now
                     raise
         except BaseException:
             self._drop_data()
@@ -386,146 +318,114 @@ class Subscriber:
 
     def _map(self, rank: int) -> Buffers | None:
         """The mapped memory of a publisher rank, if that works."""
-        known = self._known
-        assert known is not None
-        if rank not in self._mapped:
-            where, found = known.ranks[rank], None
-            if self._way != "tcp" and where.place == place():
-                path = f"/proc/{where.pid}/fd/{where.file}"
-                with suppress(KosError, OSError):
-                    found = Buffers(known.layout(rank), known.count, known.incarnation, rank, path)
-            if found is None and self._way == "shared":
-                raise TransferError(f"{where.name(rank)}: expected memory that this process can map, got none")
-            self._mapped[rank] = found
-        return self._mapped[rank]
+        assert self._known is not None
+        where = self._known.ranks[rank]
+        if rank not in self._mapped and self._way != "tcp" and where.place == exchange.place():
+            layout = next(layout for layout, ranks in self._known.offers.groups if rank in ranks)
+            path = f"/proc/{where.pid}/fd/{where.file}"
+            with suppress(KosError, OSError):
+                self._mapped[rank] = Buffers(layout, self._known.buffers, self._known.incarnation, rank, path)
+        if rank not in self._mapped and self._way == "shared":
+            raise TransferError(f"{where.name(rank)}: expected memory that this process can map, got none")
+        return self._mapped.get(rank)
 
-    def _shut_data(self) -> None:
-        for each in list(self._data.values()):
-            with suppress(OSError):
-                each.sock.shutdown(socket.SHUT_RDWR)
+    def data(self, rank: int, stream: int, deadline: float) -> Connection:
+        """The connection of a reader."""
+        if self._failed:
+            raise ConnectionError("another reader has failed")
+        if (rank, stream) not in self._data:
+            assert self._known is not None
+            where = self._known.ranks[rank]
+            self._data[rank, stream] = self.call(where.host, where.port, deadline)
+        return self._data[rank, stream]
 
-    def _drop_data(self) -> None:
-        for each in self._data.values():
-            each.close()
-        self._data.clear()
+    def describe_rank(self, rank: int) -> str:
+        """A publisher rank, for errors."""
+        assert self._known is not None
+        return f"{self._known.name}: {self._known.ranks[rank].name(rank)}"
 
 
-class _Reader:
+class Reader:
     """Reads some requests from one publisher rank, in a thread of its own."""
 
     def __init__(
-        self, subscriber: Subscriber, known: Catalogue, wanted: Version, rank: int, stream: int,
+        self, of: Subscriber, wanted: Version, rank: int, mapped: Buffers | None, stream: int,
         requests: Sequence[Sequence[Copy]], deadline: float, verify: bool,
     ) -> None:  # fmt: skip
-        self._of, self._known, self._wanted, self._rank, self._stream = subscriber, known, wanted, rank, stream
+        self._of, self._wanted, self._rank, self._mapped, self._stream = of, wanted, rank, mapped, stream
         self._requests, self._deadline, self._verify = requests, deadline, verify
-        self._mapped, self._where = subscriber._mapped[rank], known.ranks[rank]
 
     def run(self) -> int:
         try:
-            if self._mapped is not None:
-                return self._read_mapped(self._mapped)
-            return self._read_tcp()
-        except (OSError, ValueError, KosError) as error:
-            tensors = sorted({copy.tensor for request in self._requests for copy in request})
-            what = f"{self._known.name}: {self._where.name(self._rank)}, from which {tensors[0]}"
-            what += f" and {len(tensors) - 1} more tensors are read" if len(tensors) > 1 else " is read"
-            if isinstance(error, KosError) and not isinstance(error, TimeoutError):
-                raise TransferError(f"{what}: {in_words(error)}", ranks=[self._rank]) from error
-            failure = late(what, self._deadline, error)
-            failure.ranks = (self._rank,)
-            raise failure from error
+            return self._read_tcp() if self._mapped is None else self._read_mapped(self._mapped)
         except Restarted:
             raise Stale from None
+        except (OSError, ValueError, KosError) as error:
+            tensors = sorted({copy.tensor for request in self._requests for copy in request})
+            more = f" and {len(tensors) - 1} more" * (len(tensors) > 1)
+            what = f"{self._of.describe_rank(self._rank)}, from which {tensors[0]}{more} should come"
+            failure = exchange.late(what, self._deadline, error)
+            failure.ranks = (self._rank,)
+            raise failure from error
 
     def _view(self, copy: Copy) -> np.ndarray[Any, Any]:
-        return copy.part.view(self._of._into[copy.array], copy.start, copy.size)
+        return copy.part.view(self._of.into[copy.array], copy.start, copy.size)
 
     def _read_mapped(self, memory: Buffers) -> int:
         serial, nbytes = self._wanted.serial, 0
         if not memory.holds(serial):
             raise Stale
-        for request in self._requests:
+        for copy in (copy for request in self._requests for copy in request):
             if time.monotonic() > self._deadline:
                 raise TimeoutError
-            for copy in request:
-                source = copy.source.part.view(memory.array(copy.source.array, serial), copy.start, copy.size)
-                np.copyto(self._view(copy), source, casting="unsafe")
-                nbytes += source.nbytes
-            if self._verify:
-                self._compare(request, self._exchange(request, "check")["sum"])
-                self._complete()
+            source = copy.source.part.view(memory.array(copy.source.array, serial), copy.start, copy.size)
+            np.copyto(self._view(copy), source, casting="unsafe")
+            nbytes += source.nbytes
         if not memory.holds(serial):
             raise Stale
         return nbytes
 
     def _read_tcp(self) -> int:
         nbytes, scratch = 0, np.empty(CHUNK, np.uint8)
+        connection = self._of.data(self._rank, self._stream, self._deadline)
+        self._post(connection, self._requests[0])
         for index, request in enumerate(self._requests):
-            if index == 0:
-                self._post(request, "read")
-            answer = answered(receive(self._connection(), self._deadline), self._wanted.incarnation)
+            answer = self._answer(connection)
             if index + 1 < len(self._requests):  # while the bytes of this one come
-                self._post(self._requests[index + 1], "read")
+                self._post(connection, self._requests[index + 1])
             for copy in request:
-                nbytes += self._take(copy, scratch)
-            self._complete()
-            if self._verify:
-                self._compare(request, answer["sum"])
+                nbytes += self._take(connection, copy, scratch)
+            self._answer(connection)  # the publisher still had the version after it sent the bytes, or Stale
+            if self._verify and (got := exchange.checksum(map(self._view, request))) != answer["sum"]:
+                names = ", ".join(sorted({copy.tensor for copy in request}))
+                raise TransferError(f"{names}: expected checksum {answer['sum']:08x}, got {got:08x}")
         return nbytes
 
-    def _take(self, copy: Copy, scratch: np.ndarray[Any, Any]) -> int:
+    def _take(self, connection: Connection, copy: Copy, scratch: np.ndarray[Any, Any]) -> int:
         """Receive one box."""
-        view, dtype, connection = self._view(copy), self._dtype(copy), self._connection()
-        count = copy.count * dtype.itemsize
-        if dtype.numpy == view.dtype and view.flags.c_contiguous:
-            memory = as_bytes(view)
-            drive(fill(connection.sock, lambda: memory), connection.sock, self._deadline)
-        else:
-            memory = scratch[:count].data
-            drive(fill(connection.sock, lambda: memory), connection.sock, self._deadline)
-            np.copyto(view, scratch[:count].view(dtype.numpy).reshape(view.shape), casting="unsafe")
-        return count
+        view, dtype = self._view(copy), self._dtype(copy)
+        direct = dtype.numpy == view.dtype and view.flags.c_contiguous
+        memory = exchange.as_bytes(view if direct else scratch[: copy.count * dtype.itemsize])
+        drive(fill(connection.sock, lambda: memory), connection.sock, self._deadline)
+        if not direct:
+            np.copyto(view, scratch[: len(memory)].view(dtype.numpy).reshape(view.shape), casting="unsafe")
+        return len(memory)
 
     def _dtype(self, copy: Copy) -> DType:
-        """Of the bytes that travel."""
-        mine = BY_NUMPY[self._of._into[copy.array].dtype]
+        """Of the bytes that travel: the smaller of both; with checksums, that of the array."""
+        mine = BY_NUMPY[self._of.into[copy.array].dtype]
         return mine if self._verify or mine.itemsize < copy.source.dtype.itemsize else copy.source.dtype
 
-    def _connection(self) -> Connection:
-        key = self._rank, self._stream
-        if self._of._ends:
-            raise ConnectionError("another reader has failed")
-        if key not in self._of._data:
-            self._of._data[key] = self._of._call(self._where.host, self._where.port, self._deadline)
-        return self._of._data[key]
+    def _post(self, connection: Connection, request: Sequence[Copy]) -> None:
+        boxes = [
+            (copy.source.array, self._dtype(copy).name, copy.source.part.at(copy.start), copy.size,
+             copy.source.part.strides) for copy in request
+        ]  # fmt: skip
+        message = {"ask": "read", "serial": self._wanted.serial, "boxes": boxes, "verify": self._verify}
+        exchange.send(connection, message, self._wanted.incarnation, self._deadline)
 
-    def _post(self, request: Sequence[Copy], ask: str) -> None:
-        boxes: list[Any] = []
-        for copy in request:
-            where = copy.source
-            at: Box = where.array, where.part.at(copy.start), copy.size, where.part.strides
-            boxes.append([at[0], self._dtype(copy).name, *at[1:]])
-        message = {"ask": ask, "serial": self._wanted.serial, "boxes": boxes, "verify": self._verify}
-        send(self._connection(), message, self._wanted.incarnation, self._deadline)
-
-    def _exchange(self, request: Sequence[Copy], ask: str) -> dict[str, Any]:
-        self._post(request, ask)
-        return answered(receive(self._connection(), self._deadline), self._wanted.incarnation)
-
-    def _complete(self) -> None:
-        """The publisher still had the version after it sent the bytes, or Stale."""
-        answered(receive(self._connection(), self._deadline), self._wanted.incarnation)
-
-    def _compare(self, request: Sequence[Copy], expected: int) -> None:
-        got = checksum(map(self._view, request))
-        if got != expected:
-            names = ", ".join(sorted({copy.tensor for copy in request}))
-            raise TransferError(f"{names}: expected checksum {expected:08x}, got {got:08x}")
-
-
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.001)
+    def _answer(self, connection: Connection) -> dict[str, Any]:
+        return exchange.answered(exchange.receive(connection, self._deadline), self._wanted.incarnation)
 
 
 def _chunks(copy: Copy, itemsize: int) -> Iterator[Copy]:
@@ -539,7 +439,8 @@ def _chunks(copy: Copy, itemsize: int) -> Iterator[Copy]:
     for first in range(0, copy.size[axis], step):
         count = min(step, copy.size[axis] - first)
         start = (*copy.start[:axis], copy.start[axis] + first, *copy.start[axis + 1 :])
-        yield from _chunks(copy._replace(start=start, size=(*copy.size[:axis], count, *copy.size[axis + 1 :])), itemsize)
+        size = (*copy.size[:axis], count, *copy.size[axis + 1 :])
+        yield from _chunks(copy._replace(start=start, size=size), itemsize)
 
 
 def _requests(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
@@ -554,5 +455,3 @@ def _requests(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
         nbytes += size
     if found:
         yield found
-
-
