@@ -93,8 +93,6 @@ def own_host(host: str, port: int, rank: int) -> str:
 def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, np.ndarray[Any, Any]], Layout]:
     """The memory of ``arrays``, flattened, and their layout.  Raises InvalidArgument, also for memory of a GPU."""
     flat, layout = dict[str, np.ndarray[Any, Any]](), dict[str, Array]()
-    if not arrays:
-        raise InvalidArgument("arrays: expected at least one, got none")
     for name, (array, placement) in arrays.items():
         buffer = as_buffer(array, name, writable)
         if buffer.device is not None:

@@ -129,6 +129,8 @@ class Publisher:
         self._place = [Address(*each[0]) for each in facts]
         self.address = f"{host}:{self._place[0].port}"
         """The address for subscribers."""
+        if not any(layout != "{}" for _, layout in facts):
+            raise InvalidArgument("arrays: expected at least one on some rank, got none")
         alike: dict[str, list[int]] = {}
         for rank, (_, layout) in enumerate(facts):
             alike.setdefault(layout, []).append(rank)

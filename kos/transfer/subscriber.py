@@ -97,6 +97,8 @@ class Subscriber:
     ) -> None:  # fmt: skip
         self.address, self._comm, self._way, self._streams = address, comm, way, check_int("streams", streams)
         self._rank, self._size = (0, 1) if comm is None else (comm.rank, comm.size)
+        if arrays is not None and not arrays:
+            raise InvalidArgument("arrays: expected at least one, got none")
         if streams < 1 or way not in ("auto", "shared", "tcp"):
             raise InvalidArgument(f"streams, way: expected at least 1 and auto, shared or tcp, got {streams}, {way!r}")
         self._host, self._port = exchange.parse(address)

@@ -59,6 +59,11 @@ def stages(rank: int, ranks: int) -> Layout:
     return {name: WHOLE[name] for name in [*SHAPES][rank::ranks]}
 
 
+def last_alone(rank: int, ranks: int) -> Layout:
+    """The other ranks have nothing, as some do with Muon and ZeRO."""
+    return WHOLE if rank == ranks - 1 else {}
+
+
 def one_array(rank: int, ranks: int) -> Layout:
     """As the trainer has it: slices of all tensors in one flat array."""
     flats = [Placement.whole(shape, name) for name, shape in SHAPES.items()]
@@ -80,6 +85,7 @@ FUSED = {"ab": Placement.joined([Placement.shard((12, 8), 0, 1, 2, "a.weight"), 
         pytest.param([zero_of_tensor(r) for r in range(4)], [WHOLE], id="dp2 x tp2, ZeRO, to 1"),
         pytest.param([stages(r, 2) for r in range(2)], [FUSED], id="pp2 to fused and transposed"),
         pytest.param([one_array(r, 2) for r in range(2)], [tensor(1, 2)], id="one flat array to tp2"),
+        pytest.param([last_alone(r, 2) for r in range(2)], [tensor(0, 2)], id="a rank without arrays"),
         pytest.param([WHOLE], [tensor(r, 2) for r in range(2)], id="1 to tp2"),
     ],
 )
@@ -345,7 +351,8 @@ def test_wrong_arguments() -> None:
     right = {"w": (x, Placement.whole((2, 3)))}
     with Publisher(None, right) as publisher:
         for make, expected in (
-            (lambda: Publisher(None, {}), "arrays: expected at least one"),
+            (lambda: Publisher(None, {}), "arrays: expected at least one on some rank"),
+            (lambda: Subscriber(publisher.address, {}), "arrays: expected at least one"),
             (lambda: Publisher(None, {"w": (x, Placement.whole((3, 2)))}), r"w: expected an array of shape \(3, 2\)"),
             (lambda: Publisher(None, {"w": (x.T, Placement.whole((3, 2)))}), "w: expected a C-contiguous array"),
             (lambda: Publisher(None, right, "nowhere"), 'address: expected "HOST:PORT", got'),
