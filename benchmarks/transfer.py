@@ -166,8 +166,8 @@ def provenance() -> dict[str, Any]:
     return {
         "cpu": cpu, "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0], "kernel": platform.release(),
         "python": platform.python_version(), "numpy": np.__version__, "kos": kos.__version__,
-        "commit": commit.strip(), "date": time.strftime("%Y-%m-%d"), "command": " ".join(["python -m benchmarks.transfer",
-                                                                                          *sys.argv[1:]]),
+        "commit": commit.strip(), "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python -m benchmarks.transfer", *sys.argv[1:]]),
     }  # fmt: skip
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (
-    "comm", "cuda", "memory", "doctor", "testing", "tune", "transfer", "interop", "train", "bench", "_core", "kos", "tests"
+    "comm", "cuda", "memory", "doctor", "testing", "tune", "transfer", "interop", "train", "bench", "_core", "kos",
+    "tests",
 )  # fmt: skip
 """The folders in ``kos``; ``kos`` are the files right in it, ``tests`` the tests."""
 LANGUAGES = {

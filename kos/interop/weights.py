@@ -23,8 +23,8 @@ def bind(
     (``kos.transfer.placements``); it is rank ``rank`` of ``ranks`` of tensor parallelism.  Waits at most ``timeout``
     seconds for the publisher.  ``options`` are those of ``Subscriber``.
 
-    Raises InvalidArgument if the publisher has no such tensor, a shape differs, or a parameter is on a GPU; TransferError
-    and TransferTimeout.
+    Raises InvalidArgument if the publisher has no such tensor, a shape differs, or a parameter is on a GPU;
+    TransferError, TransferTimeout.
     """
     parameters = {name: each.detach() for name, each in module.named_parameters()}
     shapes = {name: tuple(each.shape) for name, each in parameters.items()}

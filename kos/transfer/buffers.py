@@ -36,7 +36,7 @@ _LINE = 64
 class Buffers:
     """The mapped memory: ``count`` buffers for the arrays of ``layout``.
 
-    Raises OutOfMemory if the host has too little memory, TransferError if the memory of ``file`` is another publisher's.
+    Raises OutOfMemory if the host has too little memory, TransferError if ``path`` is another publisher's memory.
     """
 
     def __init__(self, layout: Layout, count: int, incarnation: str, rank: int, path: str = "") -> None:

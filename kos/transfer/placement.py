@@ -8,7 +8,7 @@ matrix, and the pieces of flattened tensors that a rank of ZeRO holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any

@@ -26,8 +26,8 @@ from kos.comm.communicator import Communicator
 from kos.comm.control.wire import Acceptor, Connection, drive
 from kos.dtypes import DTYPES
 from kos.errors import CollectiveMismatch, InvalidArgument, KosError, RendezvousError, TransferError, in_words
-from kos.transfer.buffers import Buffers
 from kos.transfer import exchange
+from kos.transfer.buffers import Buffers
 from kos.transfer.exchange import GRACE, Address, Stale
 from kos.transfer.placement import Arrays, box
 

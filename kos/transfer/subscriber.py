@@ -26,7 +26,7 @@ from kos.transfer import exchange
 from kos.transfer.buffers import Buffers
 from kos.transfer.exchange import GRACE, Address, Restarted, Stale
 from kos.transfer.placement import Arrays
-from kos.transfer.plan import Copy, Layout, Offers, Plan
+from kos.transfer.plan import Copy, Offers, Plan
 
 CHUNK = 8 << 20  # bytes of a request
 _MOST_BOXES = 64  # of a request

@@ -34,7 +34,8 @@ class Server(Callback):
     def on_step(self, trainer: Any, metrics: Any) -> None:
         if self.subscriber is None:
             shapes = read_catalogue(self.address).offers.shapes
-            self.arrays = {name: (np.zeros(shape, np.float32), Placement.whole(shape)) for name, shape in shapes.items()}
+            wholes = {name: Placement.whole(shape) for name, shape in shapes.items()}
+            self.arrays = {name: (np.zeros(each.shape, np.float32), each) for name, each in wholes.items()}
             self.subscriber = Subscriber(self.address, self.arrays)
         update = self.subscriber.update(30)
         self.seen[update.version] = {name: array.copy() for name, (array, _) in self.arrays.items()}

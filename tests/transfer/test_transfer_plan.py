@@ -197,7 +197,7 @@ HF = {"l.q_proj.weight": (8, 4), "l.k_proj.weight": (4, 4), "l.v_proj.weight": (
 
 @pytest.mark.parametrize(("ranks", "key_rows"), [(1, 4), (2, 2), (4, 2)])
 def test_vllm_names_fuse_and_cut(ranks: int, key_rows: int) -> None:
-    """``qkv_proj`` has this rank's rows of q, of k and of v; with 4 ranks and 2 key/value heads, two ranks share one."""
+    """``qkv_proj`` has this rank's rows of q, k and v; with 4 ranks and 2 key/value heads, two ranks share one."""
     tensors = {name: np.arange(math.prod(shape), dtype=np.float32).reshape(shape) for name, shape in HF.items()}
     for rank in range(ranks):
         q, share = 8 // ranks, 4 // key_rows
