@@ -16,11 +16,11 @@ from kos.transfer import Placement, Subscriber
 
 port, out = int((*sys.argv, 29_600)[1]), Path(tempfile.mkdtemp(prefix="kos-weights-"))
 address = f"127.0.0.1:{port}"
-flags = "--device cpu --zero 1 --seq-len 64 --batch-size 8 --steps 100000 --save-every 5 --keep 99 --eval-batches 0"
+flags = "--device cpu --zero 1 --seq-len 64 --batch-size 8 --steps 100000 --save-every 5 --keep 99 --resume auto"
 
 
 def start_trainer() -> list[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "kos.train", *flags.split(), "--resume", "auto", "--out", out, "--publish", address]
+    command = [sys.executable, "-m", "kos.train", *flags.split(), "--out", out, "--publish", address]
     env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port + 1)}
     return [subprocess.Popen(command, env=env | {"RANK": rank}) for rank in "01"]
 

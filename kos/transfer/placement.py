@@ -169,7 +169,7 @@ class Placement:
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> Placement:
         shape, parts = value
-        found = (Part(name, *map(tuple, sizes), offset, tuple(strides)) for name, *sizes, offset, strides in parts)
+        found = [Part(n, tuple(w), tuple(at), tuple(size), first, tuple(by)) for n, w, at, size, first, by in parts]
         return cls(tuple(shape), tuple(found))
 
 

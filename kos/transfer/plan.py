@@ -63,13 +63,13 @@ class Copy(NamedTuple):
         return self.part.tensor
 
     @property
-    def count(self) -> int:
-        """The number of elements."""
+    def elements(self) -> int:
+        """How many it reads."""
         return math.prod(self.size)
 
     def nbytes(self, dtype: DType) -> int:
         """The bytes that travel if the subscriber wants ``dtype``: of the smaller of both types."""
-        return self.count * min(self.source.dtype.itemsize, dtype.itemsize)
+        return self.elements * min(self.source.dtype.itemsize, dtype.itemsize)
 
 
 class Offers:
@@ -93,6 +93,8 @@ class Offers:
                     boxes = self._held.setdefault(part.tensor, {})
                     held = boxes.setdefault((part.start, part.size), [])
                     held += [Holder(rank, array, dtype, part) for rank in ranks]
+        self.replicas = {len(held) for boxes in self._held.values() for held in boxes.values()}
+        """The numbers of ranks that hold the same box."""
         self._bounds = {name: _bounds(boxes) for name, boxes in self._held.items()}
         self._found: dict[tuple[str, Sizes, Sizes], list[Piece]] = {}
 
@@ -163,76 +165,60 @@ class Plan:
 
     def traffic(self) -> Counter[tuple[int, int]]:
         """(publisher rank, subscriber rank) -> bytes.  Subscribers with the same object as layout are counted once."""
-        found, sums = Counter[tuple[int, int]](), dict[int, dict[int, list[Counter[int]]]]()
-        for rank, layout in enumerate(self.wants):
-            if id(layout) not in sums:
-                sums[id(layout)] = self._by_turn(layout)
-            for turns in sums[id(layout)].values():
-                for source, nbytes in turns[(self.first + rank) % len(turns)].items():
-                    found[source, self.first + rank] += nbytes
-        return found
-
-    def _by_turn(self, layout: Layout) -> dict[int, list[Counter[int]]]:
-        """The bytes of each publisher rank: of boxes that n ranks hold, for each remainder of the first turn by n."""
-        found, turn = dict[int, list[Counter[int]]](), 0
-        for dtype, placement in layout.values():
-            for part in placement.parts:
-                for _, size, holders in self.offers.pieces(part):
-                    sums = found.setdefault(len(holders), [Counter() for _ in holders])
-                    for first, counter in enumerate(sums):
-                        source = holders[(first + turn) % len(holders)]
-                        counter[source.rank] += math.prod(size) * min(source.dtype.itemsize, dtype.itemsize)
-                    turn += 1
+        found, known = Counter[tuple[int, int]](), dict[tuple[int, int], Counter[int]]()
+        cycle = math.lcm(*self.offers.replicas)  # after so many turns the same ranks are chosen
+        for rank, layout in enumerate(self.wants, self.first):
+            key = id(layout), rank % cycle
+            if key not in known:
+                known[key] = Counter()
+                for copy in self.copies(rank - self.first):
+                    known[key][copy.source.rank] += copy.nbytes(layout[copy.array].dtype)
+            found.update({(source, rank): nbytes for source, nbytes in known[key].items()})
         return found
 
     def check(self) -> None:
         """InvalidArgument unless every element that is wanted is read exactly once, from a rank that holds it."""
         for layout in {id(layout): layout for layout in self.wants}.values():
-            for name, (dtype, placement) in layout.items():
-                if sum(math.prod(part.size) for part in placement.parts) != placement.count:
-                    raise InvalidArgument(f"{name}: expected parts of {placement.count} elements in all")
-                for part in placement.parts:
-                    pieces = self.offers.pieces(part)
-                    for theirs in {holder.dtype for piece in pieces for holder in piece.holders}:
-                        if theirs is not dtype and not (theirs.is_float and dtype.is_float):
-                            raise InvalidArgument(f"{part.tensor}: expected {theirs}, as published, got {dtype}")
-                    self._check_part(part, pieces)
-
-    @staticmethod
-    def _check_part(want: Part, pieces: Sequence[Piece]) -> None:
-        low, high = _bounds([(piece.start, piece.size) for piece in pieces])
-        for index, (start, size, holders) in enumerate(pieces):
-            inside = intersect(start, size, want.start, want.size) == (start, size)
-            boxes = {(each.part.start, each.part.size) for each in holders}
-            held = all(intersect(start, size, *each) == (start, size) for each in boxes)
-            twice = ((low[:index] < high[index]) & (low[index] < high[:index])).all(axis=1).any()
-            if not inside or not held or twice or not holders:
-                raise InvalidArgument(f"{want.tensor}: expected each element once, got {_in_words(start, size)} amiss")
-        got, wanted = sum(math.prod(piece.size) for piece in pieces), math.prod(want.size)
-        if got != wanted:
-            raise InvalidArgument(f"{want.tensor}: expected {wanted} elements, got {got}")
+            for dtype, placement in layout.values():
+                for want in placement.parts:
+                    pieces = self.offers.pieces(want)
+                    if not _covers(want, pieces):
+                        raise InvalidArgument(f"{want.tensor}: expected each element once, from a rank that holds it")
+                    for theirs in {holder.dtype for piece in pieces for holder in piece.holders} - {dtype}:
+                        if not (theirs.is_float and dtype.is_float):
+                            raise InvalidArgument(f"{want.tensor}: expected {theirs}, as published, got {dtype}")
 
     def describe(self, most: int = 16) -> str:
-        """The plan as text: totals, the bytes between ranks, and the first ``most`` copies of the first rank."""
-        traffic, copies = self.traffic(), [*self.copies(0)] if self.wants else []
-        total, sources = sum(traffic.values()), Counter[int]()
+        """The plan as text: totals, the bytes between ranks, and the copies of the first rank; ``most`` of each."""
+        traffic, copies, sent = self.traffic(), [*self.copies(0)] if self.wants else [], Counter[int]()
         for (source, _), nbytes in traffic.items():
-            sources[source] += nbytes
-        lines = [
-            f"{plural(len(self.offers.ranks), 'publisher rank')} -> {plural(len(self.wants), 'subscriber rank')}: "
-            f"{plural(len({copy.tensor for copy in copies}), 'tensor')}, {total:,} bytes in all; a publisher rank "
-            f"sends {min(sources.values(), default=0):,} to {max(sources.values(), default=0):,} of them "
-            f"({len(self.offers.ranks) - len(sources)} send none)"
-        ]
-        lines += [f"  {source} -> {target}: {traffic[source, target]:,} bytes" for source, target in
-                  sorted(traffic)[:most]]  # fmt: skip
-        lines += [f"  ... {len(traffic) - most:,} more pairs"] * (len(traffic) > most)
-        lines += [
+            sent[source] += nbytes
+        pairs = [f"  {source} -> {target}: {traffic[source, target]:,} bytes" for source, target in sorted(traffic)]
+        rows = [
             f"  {copy.tensor}[{_in_words(copy.start, copy.size)}] {copy.source.dtype}: rank {copy.source.rank} "
             f"{copy.source.array}+{copy.source.part.at(copy.start)} -> {copy.array}+{copy.part.at(copy.start)}"
             for copy in copies[:most]
         ]  # fmt: skip
-        return "\n".join([*lines, *[f"  ... {len(copies) - most:,} more copies"] * (len(copies) > most)])
+        ranks = f"{plural(len(self.offers.ranks), 'publisher rank')} -> {plural(len(self.wants), 'subscriber rank')}"
+        tensors, total = plural(len({copy.tensor for copy in copies}), "tensor"), f"{sum(sent.values()):,} bytes in all"
+        least, largest = min(sent.values(), default=0), max(sent.values(), default=0)
+        each = f"{least:,} to {largest:,} bytes of each of {len(sent)} ranks"
+        more = [f"  ... {len(pairs) - most:,} more pairs"] * (len(pairs) > most)
+        rest = [f"  ... {len(copies) - most:,} more copies"] * (len(copies) > most)
+        return "\n".join([f"{ranks}: {tensors}, {total}; {each}", *pairs[:most], *more, *rows, *rest])
+
+
+def _covers(want: Part, pieces: Sequence[Piece]) -> bool:
+    """Whether the pieces are ``want``, without an element twice, and all of each piece lies at each holder."""
+    low, high = _bounds([(piece.start, piece.size) for piece in pieces])
+    inside = (low >= want.start).all() and (high <= np.add(want.start, want.size)).all()
+    shared = ((low[:, None] < high) & (low < high[:, None])).all(axis=2).sum() - len(pieces)
+    total = sum(math.prod(piece.size) for piece in pieces)
+    held = all(
+        piece.holders and all(intersect(*piece[:2], *box) == piece[:2] for box in
+                              {(each.part.start, each.part.size) for each in piece.holders}) for piece in pieces
+    )  # fmt: skip
+    return bool(inside and not shared and total == math.prod(want.size) and held)
 
 
 def _bounds(boxes: Iterable[tuple[Sizes, Sizes]]) -> tuple[np.ndarray, np.ndarray]:

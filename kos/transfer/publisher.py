@@ -125,7 +125,13 @@ class Publisher:
         if wrong := [rank for rank, each in enumerate(others, 1) if each[1:] != first[1:]]:
             raise CollectiveMismatch(f"Publisher: expected {first[1:]} on all ranks, got others on rank {wrong[0]}")
         self.incarnation, (host, port) = first[0], first[1]
-        facts = self._together(lambda: self._listen(host, port, buffers))
+        try:
+            facts = self._together(lambda: self._listen(host, port, buffers))
+        except BaseException:
+            for each in ("_acceptor", "_buffers"):  # of this rank, if another one has failed
+                if hasattr(self, each):
+                    getattr(self, each).close()
+            raise
         self._place = [Address(*each[0]) for each in facts]
         self.address = f"{host}:{self._place[0].port}"
         """The address for subscribers."""
@@ -156,24 +162,19 @@ class Publisher:
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """The results of all ranks, in JSON.  The error of one rank is raised on all."""
-        error: BaseException | None = None
-        result: Any = None
+        result, error = None, None
         try:
             result = work()
-        except (KosError, OSError) as problem:
+        except Exception as problem:
             error = problem
-        if self._comm is None or self._comm.size == 1:
-            if error is not None:
-                raise error
-            return [json.loads(json.dumps(result))]
-        mine = json.dumps([result, None if error is None else in_words(error)]).encode()
-        found = [json.loads(each) for each in self._comm.all_gather_bytes(mine)]
+        mine = json.dumps([result, error and in_words(error)]).encode()
+        found = [mine] if self._comm is None else self._comm.all_gather_bytes(mine)
         if error is not None:
             raise error
-        for rank, (_, problem) in enumerate(found):
-            if problem is not None:
-                raise TransferError(f"Publisher: rank {rank}: {problem}", ranks=[rank])
-        return [each for each, _ in found]
+        for rank, (_, text) in enumerate(every := [json.loads(each) for each in found]):
+            if text is not None:
+                raise TransferError(f"Publisher: rank {rank}: {text}", ranks=[rank])
+        return [each for each, _ in every]
 
     def publish(self, version: int) -> int:
         """Copy the arrays, and make them visible as ``version``.  Collective.
@@ -185,32 +186,29 @@ class Publisher:
         Raises InvalidArgument for a version that is no whole number, CollectiveMismatch for different ones, and
         TransferError after ``close``.
         """
-        serial, late = self._serial + 1, 0
+        serial, buffers = self._serial + 1, self._buffers.count
 
-        def begin() -> Any:
-            nonlocal late
+        def begin() -> list[int]:
             if self._closed:
                 raise TransferError(f"publisher {self.name}: expected an open publisher, got a closed one")
-            number = check_int("version", version)
-            if self.rank == 0:
-                late = self._board.reclaim(serial - self._buffers.count, self._patience, self._buffers.count == 1)
-            return [number, serial, late]
+            number = check_int("version", version)  # before anything is given up; only rank 0 has leases
+            return [number, serial, self._board.reclaim(serial - buffers, self._patience, buffers == 1)]
 
         first, *others = self._together(begin)
         if wrong := [rank for rank, each in enumerate(others, 1) if each[:2] != first[:2]]:
             got = f"{others[wrong[0] - 1][0]} on rank {wrong[0]}"
             raise CollectiveMismatch(f"publish: expected version {first[0]} on all ranks, got {got}", ranks=wrong[:1])
+        self._together(lambda: self._write(serial))
         self._serial = serial
-        self._together(self._write)
         self._board.show(serial, first[0])
         return int(first[2])
 
-    def _write(self) -> None:
-        self._sums.pop(self._serial - self._buffers.count, None)
-        self._buffers.write(self._serial, self._flat)
+    def _write(self, serial: int) -> None:
+        self._sums.pop(serial - self._buffers.count, None)
+        self._buffers.write(serial, self._flat)
         if self._checksums:
-            arrays = {name: self._buffers.array(name, self._serial) for name in self._flat}
-            self._sums[self._serial] = {name: exchange.checksum([array]) for name, array in arrays.items()}
+            arrays = {name: self._buffers.array(name, serial) for name in self._flat}
+            self._sums[serial] = {name: exchange.checksum([array]) for name, array in arrays.items()}
 
     # --- the threads that answer subscribers ------------------------------------------------------------
 

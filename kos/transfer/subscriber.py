@@ -231,7 +231,8 @@ class Subscriber:
             lead.close()
 
     def _drop_data(self) -> None:
-        for each in (*self._data.values(), *self._mapped.values()):
+        held: list[Connection | Buffers] = [*self._data.values(), *self._mapped.values()]
+        for each in held:
             each.close()
         self._data.clear()
         self._mapped.clear()
@@ -407,7 +408,7 @@ class Reader:
         """Receive one box."""
         view, dtype = self._view(copy), self._dtype(copy)
         direct = dtype.numpy == view.dtype and view.flags.c_contiguous
-        memory = exchange.as_bytes(view if direct else scratch[: copy.count * dtype.itemsize])
+        memory = exchange.as_bytes(view if direct else scratch[: copy.elements * dtype.itemsize])
         drive(fill(connection.sock, lambda: memory), connection.sock, self._deadline)
         if not direct:
             np.copyto(view, scratch[: len(memory)].view(dtype.numpy).reshape(view.shape), casting="unsafe")
@@ -432,7 +433,7 @@ class Reader:
 
 def _chunks(copy: Copy, itemsize: int) -> Iterator[Copy]:
     """A copy in pieces of at most ``CHUNK`` bytes, split along its first axes."""
-    nbytes = copy.count * itemsize
+    nbytes = copy.elements * itemsize
     axis = next((axis for axis, count in enumerate(copy.size) if count > 1), None)
     if nbytes <= CHUNK or axis is None:
         yield copy
@@ -449,7 +450,7 @@ def _requests(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
     """Copies that are asked for at once: at most ``CHUNK`` bytes and ``_MOST_BOXES`` boxes."""
     found, nbytes = list[Copy](), 0
     for copy in copies:
-        size = copy.count * copy.source.dtype.itemsize
+        size = copy.elements * copy.source.dtype.itemsize
         if found and (nbytes + size > CHUNK or len(found) == _MOST_BOXES):
             yield found
             found, nbytes = [], 0

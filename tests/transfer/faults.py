@@ -1,9 +1,10 @@
 """Random faults of publishers and subscribers, each a process of its own.
 
-``python -m tests.transfer.faults --faults 200 --seed 1`` runs a campaign, and prints what was wrong.  One publisher of 1 to 3 ranks publishes all the time, and subscribers update all the time.  After each fault the driver
-waits until every subscriber that lives has a version that was published after it.  Wrong are: an ``update`` or
-``publish`` that takes longer than its limit (hung); a version that is not whole (torn); an error that does not name
-what has failed; and a side that does not go on.
+``python -m tests.transfer.faults --faults 200 --seed 1`` runs a campaign, and prints what was wrong.  One publisher of
+1 to 3 ranks publishes all the time, and subscribers update all the time.  After each fault the driver waits until every
+subscriber that lives has a version that was published after it.  Wrong are: an ``update`` or ``publish`` that takes
+longer than its limit (hung); a version that is not whole (torn); an error that does not name what has failed; and a
+side that does not go on.
 """
 
 from __future__ import annotations

@@ -265,4 +265,4 @@ def test_a_piece_and_a_copy_are_plain_data() -> None:
     (piece,) = offers.pieces(layout["w"].placement.parts[0])
     (copy,) = Plan(offers, [layout]).copies(0)
     assert isinstance(piece, Piece) and isinstance(copy, Copy)
-    assert (copy.tensor, copy.count, copy.source.rank, copy.start, copy.size) == ("w", 4, 0, (0,), (4,))
+    assert (copy.tensor, copy.elements, copy.source.rank, copy.start, copy.size) == ("w", 4, 0, (0,), (4,))
