@@ -28,6 +28,7 @@ from kos.errors import (
     RendezvousError,
     SettingError,
     TrainingError,
+    TransferError,
     plural,
 )
 from kos.train import checkpoint, report
@@ -97,6 +98,9 @@ class Trainer(RunContext):
         ConfigError: a setting is invalid, or differs between ranks.
         InvalidArgument: an argument of another type.
     """
+
+    publisher: Publisher | None = None
+    """With ``--publish``."""
 
     def __init__(
         self, config: TrainConfig, comm: Communicator | None = None, stop: Stop | None = None,
@@ -243,7 +247,9 @@ class Trainer(RunContext):
                 conclude(self, self._sample() if samples else "")
             except CompileError:
                 raise
-            except (CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory, RendezvousError) as error:
+            except (
+                CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory, RendezvousError, TransferError
+            ) as error:  # fmt: skip
                 failing(failure := self._interrupted(error))
                 raise failure from error
 
@@ -331,8 +337,7 @@ class Trainer(RunContext):
 
     def _open_publisher(self) -> None:
         """With ``--publish``, offer the weights, and publish those from which the run starts."""
-        self.publisher, address = None, self.config.publish
-        if address is not None and self.trains:
+        if (address := self.config.publish) is not None and self.trains:
             arrays = published_arrays(self.device, self.model_config.lora is not None)
             try:
                 self.publisher = self.held.enter_context(Publisher(self.comm, arrays, address, name="kos.train"))

@@ -211,7 +211,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Publish the weights at HOST:PORT for servers, which pull them with kos.transfer; on CPUs. Takes host memory for
     two more copies of the rank's shard of the weights."""
     publish_every: int = option(1, ge=1)
-    """Steps between published versions; the initial weights and the last step are always published."""
+    """Steps between published versions. The initial weights and those after --steps are published too."""
 
     log_every: int = option(1, ge=1)
     """Steps between printed lines."""
