@@ -149,10 +149,10 @@ class Subscriber:
                 found = Catalogue(self._ask("catalogue", deadline, incarnation=""))
                 break
             except TransferError as error:  # it may still come
-                if isinstance(error, TransferTimeout) or not isinstance(error.__cause__, OSError):
+                if not isinstance(error.__cause__, OSError):
                     raise
                 if time.monotonic() + _AGAIN_SECONDS > deadline:
-                    why = f"{self._name()}, which never came ({error.__cause__})"
+                    why = f"{self._name()}, which never answered ({error.__cause__})"
                     raise exchange.late(why, deadline, TimeoutError()) from error
                 time.sleep(_AGAIN_SECONDS)
         if self._known is None or self._known.incarnation != found.incarnation:
@@ -264,11 +264,6 @@ class Subscriber:
             nbytes = self._pull(wanted, deadline, verify)
         except (KosError, Stale) as problem:
             error = problem
-        if error is not None and not isinstance(error, Stale):
-            self._drop_lead()  # which ends the lease: a publisher that has failed may not answer
-        elif self._rank == 0:
-            with suppress(KosError, Stale, Restarted):
-                self._ask("release", time.monotonic() + GRACE, wanted.incarnation)
         if self._comm is not None and self._size > 1:
             mine = "" if error is None else "stale" if isinstance(error, Stale) else in_words(error)
             left = max(deadline - time.monotonic(), 0) + GRACE
@@ -278,6 +273,11 @@ class Subscriber:
                 error = TransferError(failed[0])
             elif any(found) and error is None:
                 error = Stale()
+        if error is not None and not isinstance(error, Stale):
+            self._drop_lead()  # which ends the lease: a publisher that has failed may not answer
+        elif self._rank == 0:
+            with suppress(KosError, Stale, Restarted):
+                self._ask("release", time.monotonic() + GRACE, wanted.incarnation)
         if error is not None:
             raise error
         self._held = None

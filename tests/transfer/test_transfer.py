@@ -196,6 +196,56 @@ def test_a_version_that_is_replaced_while_it_is_read_is_stale(way: Any, monkeypa
         assert late == [0, 1]
 
 
+@WAYS
+def test_a_publisher_waits_for_a_reader_within_its_patience(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer that is read is written again when the reader has its version."""
+    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
+    late = list[int]()
+    with Publisher(None, mine, patience=60) as publisher, Subscriber(publisher.address, arrays, way=way) as reader:
+        def publish() -> None:
+            for version in (2, 3):
+                set_version(mine, version)
+                late.append(publisher.publish(version))
+
+        thread = threading.Thread(target=publish, daemon=True)
+
+        def slow(*arguments: Any) -> Plan:
+            thread.start()
+            thread.join(1.0)  # it does not end
+            return Plan(*arguments)
+
+        set_version(mine, 1)
+        publisher.publish(1)
+        monkeypatch.setattr(module, "Plan", slow)
+        assert reader.update(50).version == 1
+        expect_version(arrays, 1)
+        thread.join(30)
+        assert late == [0, 0]
+        assert reader.update(50).version == 3
+
+
+def test_if_one_rank_reads_a_stale_version_all_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with publishing([WHOLE], patience=0.0) as ranks:
+        ranks.publish(1)
+
+        def subscribe(comm: Communicator) -> int:
+            arrays = arrays_of({[*SHAPES][comm.rank]: WHOLE[[*SHAPES][comm.rank]]})
+            with Subscriber(ranks.address, arrays, comm=comm) as subscriber:
+                comm.barrier()
+                version = subscriber.update(30).version
+                expect_version(arrays, version)
+                return version
+
+        def slow(offers: Any, wants: Any, first: int) -> Plan:
+            if first == 1:
+                ranks.publish(2)
+                ranks.publish(3)
+            return Plan(offers, wants, first)
+
+        monkeypatch.setattr(module, "Plan", slow)
+        assert spawn(subscribe, 2, timeout=60) == [3, 3]
+
+
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_no_torn_version_is_seen(buffers: int) -> None:
     """A publisher that never waits, and readers that read all the time: each version is whole."""

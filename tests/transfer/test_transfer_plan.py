@@ -160,6 +160,7 @@ def test_a_wrong_plan_is_found() -> None:
     for wrong in (
         lambda piece: [piece._replace(size=(3,))],
         lambda piece: [piece, piece._replace(size=(1,))],
+        lambda piece: [piece._replace(size=(3,)), piece._replace(start=(1,), size=(1,))],
         lambda piece: [piece._replace(size=(5,))],
         lambda piece: [piece._replace(holders=[])],
     ):
