@@ -37,6 +37,7 @@ SEND_SECONDS = 60.0
 """The longest that a subscriber may take to receive the answer to one request."""
 LONGEST_LEASE = 600.0
 _ADMIT_SECONDS = 0.2
+_CLOSE_SECONDS = 5.0  # the thread that accepts ends within _ADMIT_SECONDS, unless the machine is very busy
 _log = logging.getLogger(__name__)
 
 
@@ -299,7 +300,7 @@ class Publisher:
             for each in self._connections.values():
                 with suppress(OSError):
                     each.sock.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
-        self._thread.join(2 * _ADMIT_SECONDS)  # then its port is free
+        self._thread.join(_CLOSE_SECONDS)  # then its port is free
         self._buffers.close()
 
     def __enter__(self) -> Publisher:
