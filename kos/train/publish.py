@@ -9,13 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from kos.errors import ConfigError, InvalidArgument, RendezvousError
 from kos.train.checkpoint.huggingface import name_as_saved, shape_as_saved
 from kos.train.device import Device
 from kos.train.layers import Placement as Place
 from kos.train.model.gpt2 import TRANSPOSED
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Axis
+from kos.train.run_context import RunContext
 from kos.transfer.placement import Arrays, Placement
+from kos.transfer.publisher import Publisher
+
+
+def open_publisher(run: RunContext) -> Publisher | None:
+    """With ``--publish``, offer the weights of a run, and publish those from which it starts.  Collective."""
+    if (address := run.config.publish) is None or not run.trains:
+        return None
+    arrays = published_arrays(run.device, run.model_config.lora is not None)
+    try:
+        publisher = run.held.enter_context(Publisher(run.comm, arrays, address, name="kos.train"))
+    except (InvalidArgument, RendezvousError) as error:
+        raise ConfigError(f"--publish {address}: {error}").about("publish") from error
+    publisher.publish(run.steps_done)
+    run.console.say(f"publishing weights at {publisher.address}")
+    return publisher
 
 
 def published_arrays(device: Device, adapters: bool) -> Arrays:

@@ -57,7 +57,7 @@ from kos.train.parallel.failures import (
 )
 from kos.train.parallel.mesh import Mesh
 from kos.train.program import Program
-from kos.train.publish import published_arrays
+from kos.train.publish import open_publisher
 from kos.train.report import NO_TARGETS, announce, conclude
 from kos.train.run_context import (
     ADDRESS,
@@ -165,7 +165,7 @@ class Trainer(RunContext):
             announce(self)
             load_weights(self)
             self.steps_done = self.start
-            self._open_publisher()
+            self.publisher = open_publisher(self)
             together(comm, lambda: open_output(self) if comm.rank == 0 else None)
             self.name = check_shared(self.out, comm)
         except BaseException:
@@ -334,17 +334,6 @@ class Trainer(RunContext):
             if losses[metric] < self.best[1]:
                 self.best, self.improved = (self.steps_done, losses[metric]), True
         return losses
-
-    def _open_publisher(self) -> None:
-        """With ``--publish``, offer the weights, and publish those from which the run starts."""
-        if (address := self.config.publish) is not None and self.trains:
-            arrays = published_arrays(self.device, self.model_config.lora is not None)
-            try:
-                self.publisher = self.held.enter_context(Publisher(self.comm, arrays, address, name="kos.train"))
-            except (InvalidArgument, RendezvousError) as error:
-                raise ConfigError(f"--publish {address}: {error}").about("publish") from error
-            self.publisher.publish(self.steps_done)
-            self.console.say(f"publishing weights at {self.publisher.address}")
 
     def _publish(self) -> None:
         every = self.config.publish_every
