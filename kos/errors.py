@@ -109,6 +109,14 @@ class RankLost(CollectiveError):
     """Another rank exited, was killed, or aborted while this one was waiting for it."""
 
 
+class TransferError(KosError):
+    """Weights could not be handed over; names the publisher or the subscriber that failed, and what it held."""
+
+
+class TransferTimeout(TransferError, TimeoutError):
+    """A publisher or subscriber did not answer in time; names it, and what it held."""
+
+
 class ConfigError(KosError, ValueError):
     """A configuration value, file or flag was refused."""
 

@@ -33,6 +33,7 @@ FLOORS = {
     "testing": 3,
     "tune": 3,
     "doctor": 3,
+    "transfer": 3,
     "interop": 3,
     "train": 3,
     "bench": 4,
@@ -40,7 +41,7 @@ FLOORS = {
 }
 SAME_FLOOR = {
     ("memory", "cuda"), ("dtypes", "errors"), ("files", "errors"), ("", "comm"), ("errors", ""), ("doctor", "testing"),
-    ("errors", "commands"), ("reporting", "errors"),
+    ("errors", "commands"), ("reporting", "errors"), ("train", "transfer"), ("interop", "transfer"),
 }  # fmt: skip
 
 ALLOWED_BY_CORE = {"numpy", "ml_dtypes", "kos"}

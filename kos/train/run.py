@@ -28,6 +28,7 @@ from kos.errors import (
     RendezvousError,
     SettingError,
     TrainingError,
+    TransferError,
     plural,
 )
 from kos.train import checkpoint, report
@@ -56,6 +57,7 @@ from kos.train.parallel.failures import (
 )
 from kos.train.parallel.mesh import Mesh
 from kos.train.program import Program
+from kos.train.publish import open_publisher
 from kos.train.report import NO_TARGETS, announce, conclude
 from kos.train.run_context import (
     ADDRESS,
@@ -72,6 +74,7 @@ from kos.train.tools.metrics import METRICS
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import Runner, StepResult, train
 from kos.train.trained import TrainedModel
+from kos.transfer.publisher import Publisher
 
 LEAVES = "this rank leaves after"
 
@@ -95,6 +98,9 @@ class Trainer(RunContext):
         ConfigError: a setting is invalid, or differs between ranks.
         InvalidArgument: an argument of another type.
     """
+
+    publisher: Publisher | None = None
+    """With ``--publish``."""
 
     def __init__(
         self, config: TrainConfig, comm: Communicator | None = None, stop: Stop | None = None,
@@ -159,6 +165,7 @@ class Trainer(RunContext):
             announce(self)
             load_weights(self)
             self.steps_done = self.start
+            self.publisher = open_publisher(self)
             together(comm, lambda: open_output(self) if comm.rank == 0 else None)
             self.name = check_shared(self.out, comm)
         except BaseException:
@@ -240,7 +247,9 @@ class Trainer(RunContext):
                 conclude(self, self._sample() if samples else "")
             except CompileError:
                 raise
-            except (CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory, RendezvousError) as error:
+            except (
+                CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory, RendezvousError, TransferError
+            ) as error:  # fmt: skip
                 failing(failure := self._interrupted(error))
                 raise failure from error
 
@@ -326,7 +335,13 @@ class Trainer(RunContext):
                 self.best, self.improved = (self.steps_done, losses[metric]), True
         return losses
 
+    def _publish(self) -> None:
+        every = self.config.publish_every
+        if self.publisher is not None and (self.steps_done % every == 0 or self.steps_done == self.config.steps):
+            self.publisher.publish(self.steps_done)
+
     def after_step(self, row: dict[str, Any]) -> bool:
+        self._publish()
         self.call("on_step", row)
         if "val_loss" in row:
             self.call("on_evaluate", row)
@@ -375,6 +390,7 @@ class Trainer(RunContext):
         row = self.measure(self.device.finish_step(self.steps_done))
         self.steps_done += 1
         self.log(row, last=False)
+        self._publish()
         self.call("on_step", row)
         return row
 
