@@ -24,7 +24,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.run import Trainer
-from tests.train import test_layouts as layouts
+from tests.train import layouts
 from tests.train.refusal import refused
 from tests.train.sharded import make_state, save, tensors_of_run
 from tests.train.test_checkpoint_layouts import grouped

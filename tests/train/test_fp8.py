@@ -22,15 +22,14 @@ from kos.train.ops.fp8 import Fp8Ops, check_sizes
 from kos.train.ops.linear import LinearOps
 from kos.train.parallel.mesh import ALONE, Layout
 from kos.train.train import Step
-from tests.train import test_layouts as on_cpus
-from tests.train import test_layouts_on_host as layouts
+from tests.train import layouts as on_cpus
+from tests.train import layouts_on_host as layouts
 from tests.train.emulated_runs import SMALL, column, text, train
 from tests.train.emulated_runs import emulated as emulated_runs
 from tests.train.host_kernels.engine import QueuedOps, on_host
+from tests.train.layouts import compare, length, named
+from tests.train.layouts_on_host import HEAD_ALONE, emulated
 from tests.train.sharded import tensors_of_run
-from tests.train.test_deterministic import length
-from tests.train.test_layouts import named
-from tests.train.test_layouts_on_host import HEAD_ALONE, emulated
 
 __all__ = ["emulated", "emulated_runs", "text"]
 
@@ -195,7 +194,7 @@ FIXED = [
 @pytest.mark.parametrize(("layout", "changes"), FIXED, ids=lambda x: named(x) if isinstance(x, Layout) else str(x))
 def test_deterministic(emulated, sixteens, layout, changes, monkeypatch):
     """The bits of one rank."""
-    layouts.check_deterministic(layout, {"seq_len": 128, "dtype": "fp8", **changes}, monkeypatch)
+    layouts.check_bits(layout, {"seq_len": 128, "dtype": "fp8", **changes}, monkeypatch)
 
 
 GATHERED = [
@@ -240,9 +239,7 @@ def test_zero_gathers_in_8_bits_on_cpus(sixteens, elastic, monkeypatch):
 def test_deterministic_on_cpus(sixteens, layout):
     how: dict[str, Any] = {"dtype": "fp8", "deterministic": True, "seq_len": length(2), "batch_size": 4, "steps": 2}
     (alone,) = on_cpus.train(Layout(), CpuDevice, 2, True, **how)
-    for got in on_cpus.train(layout, CpuDevice, 2, True, **how):
-        assert got["rows"].tobytes() == alone["rows"].tobytes() and got["loss"] == alone["loss"]
-        assert all(value.tobytes() == alone["weights"][name].tobytes() for name, value in got["weights"].items())
+    compare(on_cpus.train(layout, CpuDevice, 2, True, **how), alone, layout)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2)], ids=named)
@@ -345,4 +342,4 @@ def test_settings():
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2)], ids=named)
 def test_the_plan_counts_all(emulated, sixteens, layout, monkeypatch):
-    layouts.test_allocated_memory_is_within_the_plan(emulated, layout, {"dtype": "fp8"}, monkeypatch)
+    layouts.check_memory(layout, {"dtype": "fp8"}, monkeypatch)
