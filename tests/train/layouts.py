@@ -22,7 +22,7 @@ from kos.train.ops.fixed_order import LEAST_CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train.models import part_of
 
-STEPS = 3
+STEPS = 4
 SHAPE: dict[str, Any] = {
     "hidden_size": 16, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 2, "intermediate_size": 24,
     "vocab_size": 40, "initializer_range": 0.3,

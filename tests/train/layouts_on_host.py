@@ -107,9 +107,9 @@ def check(layout: Layout, changes: dict[str, Any]) -> None:
     compare(ranks, serial(layers, changes.get("tied", False), **alone), layout, 2e-5)
 
 
-def check_bits(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``--deterministic``."""
-    monkeypatch.setattr(fixed_order, "LEAST_CHUNK_ON_GPUS", 2)
+def check_bits(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, least: int = 2) -> None:
+    """With ``--deterministic``, whose pieces of a sequence have at least so many tokens."""
+    monkeypatch.setattr(fixed_order, "LEAST_CHUNK_ON_GPUS", least)
     monkeypatch.setattr(cuda_optimizer, "CHUNK", 256)
     monkeypatch.setattr(memory_plan, "CHUNK", 256)
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * 1024)
