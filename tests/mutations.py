@@ -43,7 +43,6 @@ PARALLEL, LAYOUTS = TRAIN + "parallel/", "tests/train/test_layouts.py -k "
 LAYERS = TRAIN + "layers/"
 TENSOR = "tests/train/test_tensor_parallel.py -k tied-none-None"
 HALVES = "tests/train/test_layouts_on_host.py -k test_layout[tp2-block-2]"
-DETERMINISTIC = "tests/train/test_deterministic.py -k "
 FIXED_ON_HOST = "tests/train/test_layouts_on_host.py -k "
 TRAIN_KERNELS = TRAIN + "ops/cuda/kernels/"
 
@@ -155,25 +154,25 @@ MUTATIONS = [
              "            for turn in turns:\n                for _ in turn:\n                    pass",
              FIXED_ON_HOST + "test_layout[tp2-True-norms-False]"),
     Mutation(LAYERS + "vocabulary.py", "tp.axis.comm.all_gather(mine, of_all)", "of_all[:] = mine", TENSOR),
-    Mutation(PARALLEL + "tensor.py", "self.axis.comm.all_reduce(gradient)", "pass", LAYOUTS + "test_layout[tp2]"),
+    Mutation(PARALLEL + "tensor.py", "self.axis.comm.all_reduce(gradient)", "pass", LAYOUTS + "test_layout[tp2-2]"),
     Mutation(PARALLEL + "pipeline.py", "self._ends.all_reduce(gradient)", "pass",
-             LAYOUTS + "test_schedule[1f1b-tied]"),
+             LAYOUTS + "test_layout[pp2-5-tied-1f1b]"),
     Mutation(PARALLEL + "data.py", "comm.all_reduce(x, async_op=True, compress=form)",
-             "comm.all_gather(x[:1], async_op=True)", LAYOUTS + "test_layout[dp2]"),
+             "comm.all_gather(x[:1], async_op=True)", LAYOUTS + "test_layout[dp2-2-tied]"),
     Mutation(PARALLEL + "context.py", "self.ops.add(d_kv, d_mine, d_kv)", "pass",
              "tests/train/test_context_parallel.py"),
     Mutation(TRAIN + "train.py", "((self.sums.replicated, self.mesh.tp), (", "((set(), self.mesh.tp), (",
-             LAYOUTS + "test_layout[tp2]"),
+             LAYOUTS + "test_layout[tp2-2]"),
     Mutation(TRAIN + "train.py", "(self.sums.copied, self", "(set(), self", LAYOUTS + "kv_heads[tp4-2]"),
     Mutation(TRAIN + "train.py", "twice = {self.models[0].config.embedding} if", "twice = set[str]() if",
-             LAYOUTS + "test_schedule[1f1b-tied]"),
+             LAYOUTS + "test_layout[pp2-5-tied-1f1b]"),
     Mutation(PARALLEL + "tensor.py", "self.copies.comm.all_reduce(gradient)", "pass", LAYOUTS + "kv_heads[tp4-2]"),
     Mutation(LAYERS + "__init__.py", "shard // copies * size", "shard * size",
              "tests/train/test_checkpoint_layouts.py -k copies"),
     Mutation(TRAIN + "data/tokenizers.py", 'np.searchsorted(ends, at, side="right")', "np.searchsorted(ends, at)",
              "tests/train/test_loss_masks.py tests/train/test_chats.py"),
     Mutation(TRAIN + "optim/__init__.py", "sums = others.comm.all_gather(np.array(math.fsum(sums)))", "pass",
-             LAYOUTS + "test_layout[pp2]"),
+             LAYOUTS + "test_layout[pp2-3]"),
     Mutation(TRAIN + "checkpoint/state.py", "tp.comm.all_gather(piece, buffer[: tp.size * size])", "pass",
              "tests/train/test_checkpoint_layouts.py"),
     Mutation(TRAIN + "checkpoint/state.py", "range(0, tp.size, placement.copies)", "range(tp.size)",
@@ -182,18 +181,19 @@ MUTATIONS = [
              "tests/train/test_checkpoint_layouts.py"),
     # The order of sums, with --deterministic.
     Mutation(TRAIN + "ops/fixed_order.py", "self.pieces * math.gcd(self.split.features, of_piece) // self.tp.size", "1",
-             DETERMINISTIC + "test_layout[tp2]"),
+             LAYOUTS + "test_deterministic[tp2-2-32-8]"),
     Mutation(TRAIN + "ops/fixed_order.py", "axis.comm.all_to_all(x, terms)", "terms[:] = x.reshape(terms.shape)",
-             DETERMINISTIC + "test_layout[tp2]"),
+             LAYOUTS + "test_deterministic[tp2-2-32-8]"),
     Mutation(PARALLEL + "context.py", "self.axis.comm.all_gather(mine, of_ranks)", "of_ranks[:] = mine",
-             DETERMINISTIC + "test_layout[cp2]"),
+             LAYOUTS + "test_deterministic[cp2-2-256-8]"),
     Mutation(LAYERS + "vocabulary.py", "name = LOOKUPS if LOOKUPS in of else self", "name = self",
              FIXED_ON_HOST + "test_deterministic[pp2-1f1b-True]"),
     Mutation(TRAIN + "device/cuda.py", "exact=sum(sizes.values()) if config.deterministic else 0", "exact=0",
              FIXED_ON_HOST + "test_deterministic[pp2-1f1b-True]"),
     Mutation(TRAIN + "device/cuda.py", "places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), "
              "strict=False))", "places=None", FIXED_ON_HOST + "test_deterministic[dp2-pp2-zero-bubble-v-none-False-1]"),
-    Mutation(PARALLEL + "gradients.py", "finish(whole=self.tied_apart)", "finish()", DETERMINISTIC + "shards_cut"),
+    Mutation(PARALLEL + "gradients.py", "finish(whole=self.tied_apart)", "finish()",
+             "tests/train/test_deterministic.py -k shards_cut"),
     Mutation(TRAIN + "ops/fixed_order.py", "for n in self.rows(len(d_out)):", "for n in [slice(None)]:",
              FIXED_ON_HOST + "shapes_of_one_rank"),
     Mutation(TRAIN + "ops/fixed_order.py", "sum_over_ranks(self.inner, self.arena, self.cp, out)", "pass",
