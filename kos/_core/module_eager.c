@@ -251,6 +251,14 @@ static PyObject *keep(Operation *o, PyObject *value) {
     return value;
 }
 
+// The call that made this Work raises: a receive that is in flight takes no message.  Other results are left as they are.
+static void withdraw(PyObject *work) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    Py_XDECREF(PyObject_CallMethod(work, "withdraw", NULL));
+    PyErr_Restore(type, value, traceback);
+}
+
 // A call that is known; NULL without an exception: the method must make it.
 static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *args, char *const *data,
                      PyObject *frame) {
@@ -269,7 +277,7 @@ static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *ar
     if (!sequence)
         return NULL;
     PyObject *send = k->send < 0 ? Py_None : args[k->send], *recv = k->recv < 0 ? Py_None : args[k->recv];
-    PyObject *result = k->result < 0 ? Py_None : args[k->result], *how = Py_NewRef(k->how), *old[2], *raised[3];
+    PyObject *result = k->result < 0 ? Py_None : args[k->result], *how = Py_NewRef(k->how), *old[2];
     void *from = k->send < 0 ? NULL : data[k->send], *to = k->recv < 0 ? NULL : data[k->recv];
     g->hits++;
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
@@ -282,11 +290,8 @@ static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *ar
     if (value && left != Py_None && (waits || !is_pending(left))) {
         PyObject *work = value;
         value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, work, waits ? Py_True : Py_False, NULL);
-        if (!value && message) {  // such as Ctrl-C before the method holds it back
-            PyErr_Fetch(&raised[0], &raised[1], &raised[2]);
-            Py_XDECREF(PyObject_CallMethod(work, "withdraw", NULL));
-            PyErr_Restore(raised[0], raised[1], raised[2]);
-        }
+        if (!value && message)  // such as Ctrl-C before the method holds it back
+            withdraw(work);
         Py_DECREF(work);
     }
     PyObject *used[] = {left, old[0], old[1], how, sequence};
@@ -319,8 +324,10 @@ static PyObject *ask(Operation *o, Group *g, const call_key *key, PyObject *cons
             remember(o, key, how, generation);
         if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
             PyErr_Clear();  // the call itself has succeeded
-        else if (PyErr_Occurred())
-            Py_CLEAR(result);  // a signal's handler has raised
+        else if (PyErr_Occurred()) {  // a signal's handler has raised
+            withdraw(result);
+            Py_CLEAR(result);
+        }
         Py_XDECREF(how);
     }
     PyObject *used[] = {node, asked, method, given, options};

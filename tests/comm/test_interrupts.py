@@ -23,7 +23,8 @@ import kos
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from tests.comm.ranks import TIMEOUT, MPIRanks
-from tests.comm.tcp_ranks import environment, free_port
+from tests.comm.tcp_ranks import environment, free_port, run_processes
+from tests.core.core_ranks import needs_core
 
 _KOS = f"{os.sep}kos{os.sep}comm{os.sep}"
 WAITS = 4  # how often a line has run when the other rank begins: the call waits then
@@ -256,3 +257,29 @@ def test_a_receive_that_ctrl_c_ends_takes_no_message(call: str, raised: type[Bas
         interrupted.set()
         assert comm.recv_bytes(timeout=5) == (b"later", 1)
     thread.join(TIMEOUT)
+
+
+@needs_core
+def test_a_receive_that_ctrl_c_ends_before_it_is_returned() -> None:
+    """While the first call of its kind is kept for later calls of the core."""
+    text = """import numpy as np, pytest, kos
+from kos.comm.host.shared.node import Node
+keep, armed = Node.remember, []
+def interrupted(*args):
+    if armed:
+        raise armed.pop()
+    return keep(*args)
+Node.remember = interrupted
+with kos.init(timeout=60) as comm:
+    lost, x = np.zeros(4), np.zeros(4)
+    if comm.rank:
+        comm.barrier()
+        comm.send(np.ones(4), 0)
+    else:
+        armed.append(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            comm.recv(lost, 1, async_op=True)
+        comm.barrier()
+        assert not armed and comm.recv(x, 1)[0].all() and not lost.any()
+"""
+    assert run_processes(text, 2) == [(0, "")] * 2

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def test_a_program_between_mpirun_and_the_rank(tmp_path: Path, wrapper: str) -> 
         "shell": ["sh", "-c", f"'{sys.executable}' '{path}' && true"],
         "python": [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, {path!r}])"],
         "exec": [sys.executable, "-c", "import os, sys; from kos.comm.control import identity\n"
-                 "with identity.claimed(True): os.execv(sys.executable, [sys.executable, sys.argv[1]])", path],
+                 "with identity.claimed(True, 60): os.execv(sys.executable, [sys.executable, sys.argv[1]])", path],
     }[wrapper]  # fmt: skip
     done = run_program(MPIRUN, "-n", "2", *command, env=environment(), cwd="/")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n" * 2, "")
@@ -353,7 +354,7 @@ def test_a_group_that_is_freed_while_another_is_made_leaves_the_claim(launched: 
 
     launched("shell")
     old = hold(Group())
-    with claimed(False):
+    with claimed(False, 60):
         del old
         gc.collect()
         assert claimant(False) == os.getpid()
@@ -367,7 +368,7 @@ def test_a_group_that_is_freed_while_another_is_made_leaves_the_claim(launched: 
 @contextmanager
 def claiming(by_mpi: bool = False) -> Iterator[subprocess.Popen[str]]:
     """A process that has claimed the rank of this environment, until it is killed or told to end."""
-    program = f"from kos.comm.control.identity import claimed\nimport sys\nwith claimed({by_mpi}):"
+    program = f"from kos.comm.control.identity import claimed\nimport sys\nwith claimed({by_mpi}, 60):"
     program += "\n    print('claimed', flush=True)\n    sys.stdin.readline()"
     command = (sys.executable, "-c", program)
     with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -399,6 +400,47 @@ def test_the_claim_of_another_process(launched: Any, launcher: str) -> None:
     assert claimant(False) is None and environment
 
 
+@contextmanager
+def orphaned() -> Iterator[tuple[int, int]]:
+    """A process that claims this process's rank, and that no living process has started: its id, and the pipe that ends
+    it when it is closed."""
+    program = "from kos.comm.control.identity import claimed\nimport os, sys\nwith claimed(False, 60):\n"
+    program += "    print(os.getpid(), flush=True)\n    sys.stdin.readline()"
+    ends, pipe = os.pipe()
+    command = ["sh", "-c", 'exec 3<&0; "$@" <&3 & exec 3<&-', "sh", sys.executable, "-c", program]
+    with subprocess.Popen(command, text=True, stdin=ends, stdout=subprocess.PIPE) as shell:
+        os.close(ends)
+        assert shell.stdout is not None
+        pid = int(shell.stdout.readline())
+        assert shell.wait(60) == 0
+        try:
+            yield pid, pipe
+        finally:
+            with suppress(OSError):
+                os.close(pipe)
+
+
+def test_a_rank_of_an_earlier_run_that_is_about_to_end(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a script starts a job again when one of its ranks has ended: the others may end a moment later."""
+    launched("shell")
+    with orphaned() as (pid, pipe):
+        expected = f"^init: process {pid}, perhaps of an earlier run, is already rank 0 of 2 of this job: "
+        with pytest.raises(kos.errors.RendezvousError, match=expected), claimed(False, 0.1):
+            pass
+        sleep, waits = time.sleep, list[float]()
+
+        def end_it(seconds: float) -> None:
+            if not waits:
+                os.close(pipe)
+            waits.append(seconds)
+            sleep(seconds)
+
+        monkeypatch.setattr("time.sleep", end_it)
+        monkeypatch.setattr("kos.comm.control.identity.ENDING_SECONDS", 60.0)
+        with claimed(False, 60):
+            assert waits and claimant(False) == os.getpid()
+
+
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched: Any, how: str) -> None:
     """As workers that load data, when the rank is killed and a launcher starts it again."""
@@ -408,8 +450,8 @@ def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched: Any
         "fork": f"(pid := os.fork()) or exec('{sleep}'); print(pid, flush=True)",
         "spawn": f"import subprocess; print(subprocess.Popen([sys.executable, '-c', '{sleep}']).pid, flush=True)",
     }[how]
-    program = f"from kos.comm.control.identity import claimed\nimport os, sys\nwith claimed(False):\n    {then}\n    "
-    program += "sys.stdin.readline()"
+    program = "from kos.comm.control.identity import claimed\nimport os, sys\nwith claimed(False, 60):\n"
+    program += f"    {then}\n    sys.stdin.readline()"
     command = (sys.executable, "-c", program)
     with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -419,7 +461,7 @@ def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched: Any
             process.kill()
             process.wait(60)
             os.kill(left, 0)  # it runs
-            with claimed(False):
+            with claimed(False, 60):
                 assert claimant(False) == os.getpid()
         finally:
             os.kill(left, signal.SIGKILL)
@@ -433,10 +475,10 @@ def test_a_job_without_a_name(launched: Any, relation: str) -> None:
     with claiming(by_mpi=True):
         if relation == "unrelated":
             environment.setattr(Path, "read_text", lambda path, **_: "1 (other) S 0" + " 0" * 20)
-            with claimed(True):
+            with claimed(True, 60):
                 assert claimant(True) != os.getpid()
         else:
-            with pytest.raises(kos.errors.RendezvousError, match="is already rank 0 of 2"), claimed(True):
+            with pytest.raises(kos.errors.RendezvousError, match="is already rank 0 of 2"), claimed(True, 0.1):
                 pass
 
 
@@ -451,7 +493,7 @@ def test_processes_of_other_users_may_be_hidden(no_launcher: pytest.MonkeyPatch)
 
     no_launcher.setenv("OMPI_COMM_WORLD_RANK", "0")
     no_launcher.setattr(Path, "read_text", read_own)
-    with claimed(True):
+    with claimed(True, 60):
         assert claimant(True) == os.getpid()
 
 

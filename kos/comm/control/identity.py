@@ -117,16 +117,22 @@ def _launcher() -> str:
     return next((str(pid) for pid, name in _ancestry(os.getpid()) if name == _HYDRA), "")
 
 
+ENDING_SECONDS = 5.0
+"""How long a process waits at most for the end of another one that has the same job and rank."""
+
+
 @contextmanager
-def claimed(by_mpi: bool) -> Iterator[None]:
+def claimed(by_mpi: bool, timeout: float) -> Iterator[None]:
     """Claim the rank that the environment variables name, while its group is created.  An error frees the claim.
 
-    Raises RendezvousError if another process of this host holds the claim.
+    Raises RendezvousError if another process of this host holds the claim.  If that may be a rank of an earlier run
+    which is about to end, as neither of the two processes has started the other one, this one waits for it for at most
+    ``timeout`` and ``ENDING_SECONDS`` seconds.
     """
     making = hold(lambda: None)  # keeps the claim if another group is closed meanwhile
     try:
         with suppress(OSError):  # no file descriptor is left: what comes next says so
-            if (address := _address(by_mpi)) not in _claims and (claim := _claim(address, by_mpi)) is not None:
+            if (address := _address(by_mpi)) not in _claims and (claim := _claim(address, by_mpi, timeout)) is not None:
                 _claims[address] = claim, by_mpi
         yield
     finally:
@@ -181,17 +187,21 @@ def _identity(by_mpi: bool) -> tuple[str, str]:
     return launcher + " ".join(given[0]), " ".join(given[1])
 
 
-def _claim(address: str, by_mpi: bool) -> socket.socket | None:
+def _claim(address: str, by_mpi: bool, timeout: float) -> socket.socket | None:
     """The socket of a new claim; None where none can be made.  Raises RendezvousError if another process holds it.
 
     It is also raised in a child of multiprocessing under MPI, which starts once in a rank: if the child started MPI and
     ended, the rank could not start it any more.
     """
-    for _ in range(1000):
+    end, me = time.monotonic() + min(timeout, ENDING_SECONDS), os.getpid()
+    while True:
         if (pid := _claimant(address)) is not None:
-            if pid == os.getpid() or _is_of_another_job(pid, by_mpi):
+            if pid == me or _is_of_another_job(pid, by_mpi):
                 return None
-            raise RendezvousError(_refusal(by_mpi, pid))
+            if time.monotonic() > end or _started(pid, me) or _started(me, pid):
+                raise RendezvousError(_refusal(by_mpi, pid))
+            time.sleep(0.01)
+            continue
         multiprocessing = sys.modules.get("multiprocessing.process")
         parent = multiprocessing.parent_process() if by_mpi and multiprocessing is not None else None
         if parent is not None:
@@ -205,8 +215,9 @@ def _claim(address: str, by_mpi: bool) -> socket.socket | None:
             claim.close()
             if error.errno != errno.EADDRINUSE:
                 return None
+        if time.monotonic() > end:
+            raise RendezvousError(_refusal(by_mpi, 0))
         time.sleep(0.001)  # another process has bound the socket, and does not listen yet
-    raise RendezvousError(_refusal(by_mpi, 0))
 
 
 def _is_of_another_job(pid: int, by_mpi: bool) -> bool:
@@ -234,7 +245,7 @@ def _refusal(by_mpi: bool, pid: int, method: str = "") -> str:
         how = ", which has started this one," if _started(pid, me) else ""
         if _started(me, pid):
             how, other = ", which this one has started,", pid
-        claimant = f"process {pid}" if pid else "another process"
+        claimant, how = f"process {pid}" if pid else "another process", how or ", perhaps of an earlier run,"
         text = f"{claimant}{how} is already rank {rank} of {size} of this job: expected no second one, got process {me}"
     if by_mpi:
         names = [f"{each}*" for each in _PREFIXES if any(name.startswith(each) for name in os.environ)]
