@@ -135,7 +135,7 @@ def bounds(counted: list[File]) -> list[Bound]:
         Bound(f"Python in {', '.join(LIBRARY)}", 19_760, lines("Python", *LIBRARY)),
         Bound("C in _core", 3_008, lines("C", "_core")),
         Bound("Python in interop", 1_270, lines("Python", "interop")),
-        Bound("Python in transfer", 1_120, lines("Python", "transfer")),
+        Bound("Python in transfer", 1_100, lines("Python", "transfer")),
         Bound("Python in train", 15_480, lines("Python", "train")),
         Bound("Python in tests", 61_240, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_200, lines("CUDA", "comm", "train")),

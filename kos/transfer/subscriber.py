@@ -31,6 +31,7 @@ CHUNK = 8 << 20  # bytes of a request
 _MOST_BOXES = 64  # of a request
 _MOST_THREADS = 16
 _AGAIN_SECONDS = 0.05  # between two tries to reach a publisher that has not come yet
+_RANK = "subscriber rank"
 _LINGER = 5.0  # seconds that a lease outlives the deadline of the reader
 
 
@@ -95,7 +96,7 @@ class Subscriber:
         way: Literal["auto", "shared", "tcp"] = "auto", staged: bool = True,
     ) -> None:  # fmt: skip
         self.address, self._comm, self._way, self._streams = address, comm, way, check_int("streams", streams)
-        self._rank, self._size = (0, 1) if comm is None else (comm.rank, comm.size)
+        self._rank = 0 if comm is None else comm.rank
         if arrays is not None and not arrays:
             raise InvalidArgument("arrays: expected at least one, got none")
         if streams < 1 or way not in ("auto", "shared", "tcp"):
@@ -132,7 +133,8 @@ class Subscriber:
         began, before = time.monotonic(), self._held
         deadline = began + check_timeout(timeout)
         while True:
-            wanted = self._agree(deadline)
+            found = exchange.together(self._comm, _RANK, lambda: self._newest(deadline), deadline)
+            wanted = Version(*found[0])  # of rank 0, which has the lease
             if before is not None and wanted[:2] == before[:2]:
                 return Update(wanted.number, False, False, time.monotonic() - began, 0)
             with suppress(Stale):  # rank 0 ends the loop at the deadline, for all ranks
@@ -200,10 +202,12 @@ class Subscriber:
 
     def call(self, host: str, port: int, deadline: float) -> Connection:
         """A new connection to a publisher rank."""
-        return self._network.call(host, port, exchange.PURPOSE, self._rank, self._size, deadline)
+        return self._network.call(host, port, exchange.PURPOSE, self._rank, 1, deadline)
 
-    def _newest(self, deadline: float) -> Version:
-        """The newest version, and a lease unless it is held here already."""
+    def _newest(self, deadline: float) -> Version | None:
+        """The newest version, and a lease unless it is held here already; None on other ranks than 0."""
+        if self._rank:
+            return None
         if self._lead is not None and self._lead.drain():  # the publisher may have been restarted since the last update
             self._drop_lead()
         while (left := deadline - time.monotonic()) > 0:
@@ -244,21 +248,11 @@ class Subscriber:
 
     # --- several ranks that subscribe together --------------------------------------------------------------
 
-    def _agree(self, deadline: float) -> Version:
-        """The newest version as rank 0 has found it; its error is raised on all ranks."""
-        def find() -> Version | None:
-            return self._newest(deadline) if self._rank == 0 else None
-
-        return Version(*exchange.together(self._comm, "subscriber rank", find, deadline)[0])
-
     def _pull_together(self, wanted: Version, deadline: float, verify: bool) -> int:
         """Read a version, and copy it to the arrays if all ranks have it.  Raises Stale on all ranks if on one."""
         self._held = self._held if self._staged else None
-        def pull() -> int:
-            return self._pull(wanted, deadline, verify)
-
         try:
-            read = exchange.together(self._comm, "subscriber rank", pull, deadline)
+            read = exchange.together(self._comm, _RANK, lambda: self._pull(wanted, deadline, verify), deadline)
         finally:
             self._release()
         self._held = None
@@ -316,13 +310,13 @@ class Subscriber:
 
     def data(self, where: Address, stream: int, deadline: float) -> Connection:
         """The connection of a reader."""
-        if self._failed:
-            raise ConnectionError("another reader has failed")
         held = self._data.get((where, stream))
         if held is None or held.drain():  # the publisher closes those that are not used
             if held is not None:
                 held.close()
             held = self._data[where, stream] = self.call(where.host, where.port, deadline)
+        if self._failed:  # perhaps while this one connected
+            raise ConnectionError("another reader has failed")
         return held
 
 
