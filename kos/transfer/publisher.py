@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -101,6 +102,7 @@ class Publisher:
         buffers: how many versions are in memory at once; each takes as much memory as the arrays.  With 2, the
             last version can be read while the next one is written.  With 1, no version is visible meanwhile.
         patience: how many seconds ``publish`` waits for subscribers that still read the buffer that it uses next.
+            Less than the timeout of ``comm``: the other ranks wait for rank 0 meanwhile.
         checksums: compute a checksum of each array at ``publish`` (about 1 s a GB), for ``update(verify=True)``.
 
     Raises InvalidArgument on all ranks for wrong arguments of one, such as memory of a GPU; RendezvousError if rank 0
@@ -118,8 +120,10 @@ class Publisher:
         self._lock, self._board = threading.Lock(), Board()
 
         def check() -> Any:
-            if check_int("buffers", buffers) < 1 or not patience >= 0:
-                raise InvalidArgument(f"buffers, patience: expected at least 1 and 0, got {buffers} and {patience}")
+            limit = math.inf if comm is None else comm.timeout  # with which the others wait meanwhile
+            if check_int("buffers", buffers) < 1 or not 0 <= patience < limit:
+                expected = f"expected at least 1 and 0, patience below the communicator's timeout ({limit:g})"
+                raise InvalidArgument(f"buffers, patience: {expected}, got {buffers} and {patience}")
             self._flat, self._layout = exchange.flat_arrays(arrays, False)
             return [bool(self._flat), secrets.token_hex(16), exchange.parse(address), buffers, checksums]
 
@@ -202,22 +206,23 @@ class Publisher:
 
     def _accept(self) -> None:
         while not self._closed:
+            caller = None
             try:
-                caller = self._acceptor.admit(_ADMIT_SECONDS)
-            except OSError as error:  # no file descriptor is left
+                if caller := self._acceptor.admit(_ADMIT_SECONDS):
+                    threading.Thread(target=self._serve, args=caller[2:], daemon=True).start()
+            except (OSError, RuntimeError) as error:  # no file descriptor, or no thread, is left
+                if caller:
+                    caller[2].close()
                 if not self._closed:
                     _log.warning("publisher %s: rank %d: %s", self.name, self.rank, error)
                     time.sleep(_ADMIT_SECONDS)
-                continue
-            if caller is not None:
-                with self._lock:
-                    self._connections.add(caller[2])
-                threading.Thread(target=self._serve, args=caller[2:], daemon=True).start()
         self._acceptor.close()
 
     def _serve(self, connection: Connection) -> None:
         """Answer the requests of one connection until it ends."""
         with closing(connection):
+            with self._lock:
+                self._connections.add(connection)
             try:
                 while not self._closed:
                     request = exchange.receive(connection, time.monotonic() + IDLE_SECONDS)

@@ -411,6 +411,7 @@ def test_wrong_arguments() -> None:
             (lambda: Publisher(None, {"w": (x.T, Placement.whole((3, 2)))}), "w: expected a C-contiguous array"),
             (lambda: Publisher(None, right, "nowhere"), 'address: expected "HOST:PORT", got'),
             (lambda: Publisher(None, right, buffers=0), "buffers, patience: expected at least 1"),
+            (lambda: Publisher(None, right, patience=float("inf")), "patience below the communicator's timeout"),
             (lambda: publisher.publish(1.5), "version: expected a whole number"),  # type: ignore[arg-type]
             (lambda: Subscriber(publisher.address, right, way="rdma"), "expected at least 1 and auto"),  # type: ignore
             (lambda: Subscriber(publisher.address, right).update(-1), "timeout: expected a positive number"),
@@ -604,3 +605,29 @@ def test_a_descriptor_that_is_another_file_is_not_mapped(what: str, tmp_path: Pa
         expect_version(arrays, 1)
         os.close(file)
         os.close(pipe)
+
+
+def test_a_publisher_of_ranks_waits_for_readers_less_than_its_ranks_for_each_other() -> None:
+    def make(comm: Communicator) -> None:
+        with pytest.raises(InvalidArgument, match=r"patience below the communicator's timeout \(30\), got 2 and 30"):
+            Publisher(comm, arrays_of(WHOLE), patience=30)
+
+    spawn(make, 2, timeout=30)
+
+
+def test_a_publisher_goes_on_after_a_thread_could_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one caller is gone; the next one is served."""
+    start, failed = threading.Thread.start, list[str]()
+
+    def once(thread: threading.Thread) -> None:
+        if "_serve" in thread.name and not failed:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", once)
+    with Publisher(None, arrays_of(WHOLE)) as publisher:
+        publisher.publish(1)
+        with Subscriber(publisher.address, arrays_of(WHOLE)) as reader:
+            assert reader.update(30).version == 1
+    assert failed
