@@ -19,7 +19,6 @@ import os
 import struct
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -48,16 +47,20 @@ class Buffers:
         self._stride, self._first = end, _aligned(_SEQUENCES + 8 * count)
         self.nbytes = self._first + count * end
         head = _HEAD.pack(_MAGIC, bytes.fromhex(incarnation), rank)
-        self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if path else os.memfd_create("kos-transfer", 3)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # it may be another file by now, such as a pipe
+        self.file = os.open(path, flags) if path else os.memfd_create("kos-transfer", 3)
         try:
-            if not path:  # flags 3: MFD_CLOEXEC and MFD_ALLOW_SEALING
+            if path:
+                fcntl.fcntl(self.file, fcntl.F_GET_SEALS)  # raises for a file of another kind
+            else:  # flags 3: MFD_CLOEXEC and MFD_ALLOW_SEALING
                 os.posix_fallocate(self.file, 0, self.nbytes)
                 fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # else a reader could die of SIGBUS
-            self._memory = mmap.mmap(self.file, self.nbytes, prot=mmap.PROT_READ | (0 if path else mmap.PROT_WRITE))
-        except OSError as error:
-            self.close()
+            access = mmap.PROT_READ if path else mmap.PROT_READ | mmap.PROT_WRITE
+            self._memory: Any = mmap.mmap(self.file, self.nbytes, prot=access)
+        except (OSError, ValueError) as error:
+            os.close(self.file)
             raise OutOfMemory(f"transfer: expected {self.nbytes:,} bytes of shared memory, got: {error}") from error
-        self._sequences = np.frombuffer(self._memory, np.uint64, count, _SEQUENCES)
+        self._sequences: np.ndarray[Any, Any] = np.frombuffer(self._memory, np.uint64, count, _SEQUENCES)
         if not path:
             self._memory[: _HEAD.size] = head
         elif self._memory[: _HEAD.size] != head:
@@ -82,22 +85,26 @@ class Buffers:
     def holds(self, serial: int) -> bool:
         """Whether the version ``serial`` is in its buffer, complete."""
         _fence()
-        return int(self._sequences[serial % self.count]) == 2 * serial
+        found = int(self._sequences[serial % self.count])
+        _fence()
+        return found == 2 * serial
 
     def close(self) -> None:
-        """Close the file.  The memory is unmapped once no array uses it."""
-        with suppress(OSError):
-            os.close(self.file)
+        """Close the file.  The memory is unmapped once no array uses it; no version is in it from now on."""
+        os.close(self.file)
+        self._memory, self._sequences = b"", np.full(self.count, 1, np.uint64)
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _LINE) * _LINE
 
 
-_lock = threading.Lock()
-
-
 def _fence() -> None:
-    """Order memory accesses: taking and freeing a lock is a barrier, also on processors that reorder stores."""
-    with _lock:
-        pass
+    """Order memory accesses: to free a lock and take it again is a barrier, also on processors that reorder them.
+
+    The lock is one of its own: one that another thread held at a fork would never be free in the child.
+    """
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import socket
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kos.comm.communicator import Communicator
 from kos.comm.control.base import machine_id
-from kos.comm.control.listening import bound
 from kos.comm.control.secret import load_secret
-from kos.comm.control.wire import Connection, Network, Waiting, drive, is_loopback
+from kos.comm.control.wire import Connection, Network, drive, is_loopback
 from kos.comm.host.shared.segment import namespaces
 from kos.dtypes import DTYPES
-from kos.errors import InvalidArgument, TransferError, TransferTimeout
+from kos.errors import InvalidArgument, TransferError, TransferTimeout, in_words
 from kos.memory.buffer import as_buffer
 from kos.memory.ipc import pretended_host
 from kos.transfer.placement import Arrays, Placement
@@ -77,17 +75,6 @@ def parse(address: str) -> tuple[str, int]:
 def network(host: str) -> Network:
     """The connections to ``host`` and the secret of ``KOS_SECRET``, or the user's.  Raises RendezvousError."""
     return Network(load_secret(os.environ), host, "", is_loopback(host))
-
-
-def own_host(host: str, port: int, rank: int) -> str:
-    """The address of this publisher rank, given that of rank 0."""
-    if rank == 0 or is_loopback(host) or bound():
-        return host if rank == 0 else bound() or host
-    kind = socket.getaddrinfo(host, port)[0][0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
-        probe.connect((host, port))
-        own = str(probe.getsockname()[0])
-    return host if is_loopback(own) else own
 
 
 def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, np.ndarray[Any, Any]], Layout]:
@@ -145,15 +132,6 @@ def answered(message: dict[str, Any], incarnation: str) -> dict[str, Any]:
     return message
 
 
-def push(sock: socket.socket, memory: memoryview) -> Waiting[None]:
-    """Send the bytes of a tensor."""
-    while memory:
-        try:
-            memory = memory[sock.send(memory) :]
-        except BlockingIOError:
-            yield select.POLLOUT
-
-
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
     """The memory of a C-contiguous array."""
     return array.reshape(-1).view(np.uint8).data
@@ -165,6 +143,32 @@ def checksum(arrays: Iterable[np.ndarray[Any, Any]]) -> int:
     for each in arrays:
         found = zlib.crc32(as_bytes(np.ascontiguousarray(each)), found)
     return found
+
+
+def together(comm: Communicator | None, who: str, work: Callable[[], Any], deadline: float | None = None) -> list[Any]:
+    """The results of ``work`` on all ranks, in JSON.  Collective.
+
+    The error of one rank is raised on all, Stale only if no rank has another one.  The other ranks name it as ``who``
+    and its number.  They wait for its result until ``GRACE`` seconds after the deadline, or as long as ``comm`` does.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as problem:
+        error = problem
+    stale = isinstance(error, Stale)
+    mine = json.dumps([result, error and in_words(error), stale, isinstance(error, TimeoutError)]).encode()
+    timeout = None if deadline is None else max(deadline - time.monotonic(), 0) + GRACE
+    every = [mine] if comm is None else comm.all_gather_bytes(mine, timeout=timeout)
+    if error is not None and not stale:
+        raise error
+    found = [json.loads(each) for each in every]
+    for rank, (_, text, replaced, timed_out) in enumerate(found):
+        if text is not None and not replaced:
+            raise (TransferTimeout if timed_out else TransferError)(f"{who} {rank}: {text}", ranks=[rank])
+    if any(replaced for _, _, replaced, _ in found):
+        raise Stale
+    return [each for each, *_ in found]
 
 
 def late(what: str, deadline: float, error: BaseException) -> TransferError:

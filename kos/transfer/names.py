@@ -37,10 +37,8 @@ def placements(
     ``parameters`` are this rank's names and shapes, ``tensors`` the names and whole shapes of the publisher
     (``read_catalogue(address).offers.shapes``).  Raises InvalidArgument if a shape does not follow from the rules.
     """
-    return {
-        name: _placement(name, tuple(shape), tensors, read_rules(rules), rank, ranks)
-        for name, shape in parameters.items()
-    }
+    read = read_rules(rules)
+    return {name: _placement(name, tuple(shape), tensors, read, rank, ranks) for name, shape in parameters.items()}
 
 
 def _placement(

@@ -52,7 +52,8 @@ def box(flat: np.ndarray, offset: int, size: Sizes, strides: Sizes) -> np.ndarra
     Raises InvalidArgument if one lies outside of ``flat``.
     """
     last = offset + sum((count - 1) * stride for count, stride in zip(size, strides, strict=True))
-    if offset < 0 or min(strides, default=0) < 0 or min(size, default=1) < 1 or last >= flat.size:
+    within = offset >= 0 and last < flat.size >= math.prod(size)  # the product: else strides of 0 make it any size
+    if not within or min(strides, default=0) < 0 or min(size, default=1) < 1:
         got = f"elements {offset} to {last} (shape {size}, strides {strides})"
         raise InvalidArgument(f"box: expected elements within an array of {flat.size}, got {got}")
     steps = [stride * flat.itemsize for stride in strides]  # as_strided does not know the types of ml_dtypes

@@ -7,9 +7,9 @@ the only method that waits for other ranks, and it waits for subscribers at most
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -23,7 +23,9 @@ import numpy as np
 
 from kos.comm.arguments import check_int
 from kos.comm.communicator import Communicator
-from kos.comm.control.wire import Acceptor, Connection, drive
+from kos.comm.control.listening import bound
+from kos.comm.control.offers import own_address
+from kos.comm.control.wire import Acceptor, Connection
 from kos.dtypes import DTYPES
 from kos.errors import CollectiveMismatch, InvalidArgument, KosError, RendezvousError, TransferError, in_words
 from kos.transfer import exchange
@@ -47,10 +49,10 @@ class Board:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._newest: tuple[int, int] | None = None
-        self._leases: dict[int, tuple[int, float]] = {}  # connection -> serial, deadline
+        self._leases: dict[Connection, tuple[int, float]] = {}  # -> serial, deadline
 
-    def lease(self, holder: int, have: int | None, wait: float, seconds: float) -> tuple[int | None, int]:
-        """Serial and version of the newest one; the connection ``holder`` pins it, unless it is the one that it has.
+    def lease(self, holder: Connection, have: int | None, wait: float, seconds: float) -> tuple[int | None, int]:
+        """Serial and version of the newest one; ``holder`` pins it, unless it is the one that it has.
 
         Waits at most ``wait`` seconds for the first version.
         """
@@ -62,7 +64,7 @@ class Board:
                 self._leases[holder] = self._newest[0], time.monotonic() + min(seconds, LONGEST_LEASE)
             return self._newest
 
-    def release(self, holder: int) -> None:
+    def release(self, holder: Connection) -> None:
         with self._changed:
             self._leases.pop(holder, None)
             self._changed.notify_all()
@@ -100,6 +102,7 @@ class Publisher:
         buffers: how many versions are in memory at once; each takes as much memory as the arrays.  With 2, the
             last version can be read while the next one is written.  With 1, no version is visible meanwhile.
         patience: how many seconds ``publish`` waits for subscribers that still read the buffer that it uses next.
+            Less than the timeout of ``comm``: the other ranks wait for rank 0 meanwhile.
         checksums: compute a checksum of each array at ``publish`` (about 1 s a GB), for ``update(verify=True)``.
 
     Raises InvalidArgument on all ranks for wrong arguments of one, such as memory of a GPU; RendezvousError if rank 0
@@ -113,19 +116,23 @@ class Publisher:
         self.name, self.rank, self._comm = name, 0 if comm is None else comm.rank, comm
         self._patience, self._checksums, self._serial, self._closed = patience, checksums, 0, False
         self._sums: dict[int, dict[str, int]] = {}
-        self._connections: dict[int, Connection] = {}
-        self._numbers, self._lock, self._board = itertools.count(1), threading.Lock(), Board()
+        self._connections = set[Connection]()
+        self._lock, self._board = threading.Lock(), Board()
 
         def check() -> Any:
-            if check_int("buffers", buffers) < 1 or not patience >= 0:
-                raise InvalidArgument(f"buffers, patience: expected at least 1 and 0, got {buffers} and {patience}")
+            limit = math.inf if comm is None else comm.timeout  # with which the others wait meanwhile
+            if check_int("buffers", buffers) < 1 or not 0 <= patience < limit:
+                expected = f"expected at least 1 and 0, patience below the communicator's timeout ({limit:g})"
+                raise InvalidArgument(f"buffers, patience: {expected}, got {buffers} and {patience}")
             self._flat, self._layout = exchange.flat_arrays(arrays, False)
-            return [secrets.token_hex(16), exchange.parse(address), buffers, checksums]
+            return [bool(self._flat), secrets.token_hex(16), exchange.parse(address), buffers, checksums]
 
-        first, *others = self._together(check)
-        if wrong := [rank for rank, each in enumerate(others, 1) if each[1:] != first[1:]]:
-            raise CollectiveMismatch(f"Publisher: expected {first[1:]} on all ranks, got others on rank {wrong[0]}")
-        self.incarnation, (host, port) = first[0], first[1]
+        first, *others = facts = self._together(check)
+        if wrong := [rank for rank, each in enumerate(others, 1) if each[2:] != first[2:]]:
+            raise CollectiveMismatch(f"Publisher: expected {first[2:]} on all ranks, got others on rank {wrong[0]}")
+        if not any(each[0] for each in facts):
+            raise InvalidArgument("arrays: expected at least one on some rank, got none")
+        _, self.incarnation, (host, port), *_ = first
         try:
             facts = self._together(lambda: self._listen(host, port, buffers))
         except BaseException:
@@ -133,17 +140,14 @@ class Publisher:
                 if hasattr(self, each):
                     getattr(self, each).close()
             raise
-        self._place = [Address(*each[0]) for each in facts]
-        self.address = f"{host}:{self._place[0].port}"
+        ranks = [place for place, _ in facts]
+        self.address = f"{host}:{Address(*ranks[0]).port}"
         """The address for subscribers."""
-        if not any(layout != "{}" for _, layout in facts):
-            raise InvalidArgument("arrays: expected at least one on some rank, got none")
         alike: dict[str, list[int]] = {}
         for rank, (_, layout) in enumerate(facts):
             alike.setdefault(layout, []).append(rank)
         groups = [[json.loads(layout), ranks] for layout, ranks in alike.items()]
-        self._catalogue = {"name": name, "buffers": buffers, "checksums": checksums, "ranks": self._place,
-                           "groups": groups}  # fmt: skip
+        self._catalogue = {"name": name, "buffers": buffers, "ranks": ranks, "groups": groups}
         self._thread = threading.Thread(target=self._accept, name="kos-publisher", daemon=True)
         self._thread.start()
 
@@ -151,7 +155,7 @@ class Publisher:
         """Allocate the memory, and listen."""
         self._buffers = Buffers(self._layout, buffers, self.incarnation, self.rank)
         net = exchange.network(host)
-        own = exchange.own_host(host, port, self.rank)
+        own = host if self.rank == 0 or net.loopback else bound() or own_address(host)
         try:
             listener = net.listen(port if self.rank == 0 else 0)
         except OSError as error:
@@ -162,20 +166,7 @@ class Publisher:
         return [mine, json.dumps(exchange.layout_to_json(self._layout))]
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """The results of all ranks, in JSON.  The error of one rank is raised on all."""
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as problem:
-            error = problem
-        mine = json.dumps([result, error and in_words(error)]).encode()
-        found = [mine] if self._comm is None else self._comm.all_gather_bytes(mine)
-        if error is not None:
-            raise error
-        for rank, (_, text) in enumerate(every := [json.loads(each) for each in found]):
-            if text is not None:
-                raise TransferError(f"Publisher: rank {rank}: {text}", ranks=[rank])
-        return [each for each, _ in every]
+        return exchange.together(self._comm, "Publisher: rank", work)
 
     def publish(self, version: int) -> int:
         """Copy the arrays, and make them visible as ``version``.  Collective.
@@ -205,8 +196,8 @@ class Publisher:
         return int(first[2])
 
     def _write(self, serial: int) -> None:
-        self._sums.pop(serial - self._buffers.count, None)
         self._buffers.write(serial, self._flat)
+        self._sums.pop(serial - self._buffers.count, None)  # not earlier: who reads that version may still compare
         if self._checksums:
             arrays = {name: self._buffers.array(name, serial) for name in self._flat}
             self._sums[serial] = {name: exchange.checksum([array]) for name, array in arrays.items()}
@@ -215,36 +206,35 @@ class Publisher:
 
     def _accept(self) -> None:
         while not self._closed:
+            caller = None
             try:
-                caller = self._acceptor.admit(_ADMIT_SECONDS)
-            except OSError as error:  # no file descriptor is left
+                if caller := self._acceptor.admit(_ADMIT_SECONDS):
+                    threading.Thread(target=self._serve, args=caller[2:], daemon=True).start()
+            except (OSError, RuntimeError) as error:  # no file descriptor, or no thread, is left
+                if caller:
+                    caller[2].close()
                 if not self._closed:
                     _log.warning("publisher %s: rank %d: %s", self.name, self.rank, error)
                     time.sleep(_ADMIT_SECONDS)
-                continue
-            if caller is not None:
-                number = next(self._numbers)
-                with self._lock:
-                    self._connections[number] = caller[2]
-                work = threading.Thread(target=self._serve, args=(number, caller[2]), daemon=True)
-                work.start()
         self._acceptor.close()
 
-    def _serve(self, number: int, connection: Connection) -> None:
+    def _serve(self, connection: Connection) -> None:
         """Answer the requests of one connection until it ends."""
         with closing(connection):
+            with self._lock:
+                self._connections.add(connection)
             try:
                 while not self._closed:
                     request = exchange.receive(connection, time.monotonic() + IDLE_SECONDS)
-                    self._answer(number, connection, request)
+                    self._answer(connection, request)
             except (OSError, KosError, ValueError, KeyError, TypeError) as error:
                 _log.debug("publisher %s: rank %d: a subscriber's connection ended: %s", self.name, self.rank, error)
             finally:
-                self._board.release(number)
+                self._board.release(connection)
                 with self._lock:
-                    self._connections.pop(number, None)
+                    self._connections.discard(connection)
 
-    def _answer(self, number: int, connection: Connection, request: dict[str, Any]) -> None:
+    def _answer(self, connection: Connection, request: dict[str, Any]) -> None:
         deadline, memory = time.monotonic() + SEND_SECONDS, list[np.ndarray[Any, Any]]()
         try:
             exchange.check_protocol(request)
@@ -254,10 +244,13 @@ class Publisher:
                 answer = self._catalogue
             elif request["ask"] == "newest":
                 wait, have = min(float(request["wait"]), GRACE), request["have"]
-                serial, version = self._board.lease(number, have, wait, float(request["seconds"]))
+                serial, version = self._board.lease(connection, have, wait, float(request["seconds"]))
                 answer = {"serial": serial, "version": version}
             elif request["ask"] == "release":
-                self._board.release(number)
+                self._board.release(connection)
+                return  # nobody waits for an answer
+            elif request["ask"] == "compare":
+                self._compare(int(request["serial"]), request["arrays"])
                 answer = {}
             else:
                 memory = self._read(request)
@@ -268,7 +261,9 @@ class Publisher:
             answer, memory = {"error": in_words(error)}, []
         exchange.send(connection, answer, self.incarnation, deadline)
         for each in memory:
-            drive(exchange.push(connection.sock, exchange.as_bytes(each)), connection.sock, deadline)
+            connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            connection.sock.sendall(exchange.as_bytes(each))
+        connection.sock.setblocking(False)
         if request["ask"] == "read":  # whether the bytes before it are those of the version
             exchange.send(connection, {"stale": not self._buffers.holds(request["serial"])}, self.incarnation, deadline)
 
@@ -280,13 +275,16 @@ class Publisher:
         for name, dtype, offset, size, strides in request["boxes"]:
             view = box(self._buffers.array(name, serial), int(offset), tuple(size), tuple(strides))
             found.append(np.ascontiguousarray(view, DTYPES[dtype].numpy))
-        if request["verify"] and self._checksums:
-            for name in {name for name, *_ in request["boxes"]}:
-                if exchange.checksum([self._buffers.array(name, serial)]) != self._sums.get(serial, {}).get(name):
-                    if not self._buffers.holds(serial):
-                        raise Stale
-                    raise TransferError(f"rank {self.rank}: {name}: the published bytes have changed since")
         return found
+
+    def _compare(self, serial: int, names: list[str]) -> None:
+        """Compare arrays with their checksums at ``publish``.  Raises Stale, TransferError."""
+        for name in names if self._checksums else ():
+            same = exchange.checksum([self._buffers.array(name, serial)]) == self._sums.get(serial, {}).get(name)
+            if not self._buffers.holds(serial):
+                raise Stale
+            if not same:
+                raise TransferError(f"rank {self.rank}: {name}: the published bytes have changed since")
 
     def close(self) -> None:
         """Stop answering, and free the memory once no subscriber maps it.  Not collective; waits for no other process.
@@ -297,7 +295,7 @@ class Publisher:
             return
         self._closed = True
         with self._lock:
-            for each in self._connections.values():
+            for each in self._connections:
                 with suppress(OSError):
                     each.sock.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
         self._thread.join(_CLOSE_SECONDS)  # then its port is free

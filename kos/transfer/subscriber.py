@@ -7,7 +7,6 @@ memory first.  It is copied to the arrays when the version was read whole, on al
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from kos.comm.arguments import check_int, check_timeout
 from kos.comm.communicator import Communicator
 from kos.comm.control.wire import Connection, drive, fill
 from kos.dtypes import BY_NUMPY, DType
-from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout, in_words
+from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout
 from kos.transfer import exchange
 from kos.transfer.buffers import Buffers
 from kos.transfer.exchange import GRACE, Address, Restarted, Stale
@@ -32,6 +31,7 @@ CHUNK = 8 << 20  # bytes of a request
 _MOST_BOXES = 64  # of a request
 _MOST_THREADS = 16
 _AGAIN_SECONDS = 0.05  # between two tries to reach a publisher that has not come yet
+_RANK = "subscriber rank"
 _LINGER = 5.0  # seconds that a lease outlives the deadline of the reader
 
 
@@ -96,7 +96,7 @@ class Subscriber:
         way: Literal["auto", "shared", "tcp"] = "auto", staged: bool = True,
     ) -> None:  # fmt: skip
         self.address, self._comm, self._way, self._streams = address, comm, way, check_int("streams", streams)
-        self._rank, self._size = (0, 1) if comm is None else (comm.rank, comm.size)
+        self._rank = 0 if comm is None else comm.rank
         if arrays is not None and not arrays:
             raise InvalidArgument("arrays: expected at least one, got none")
         if streams < 1 or way not in ("auto", "shared", "tcp"):
@@ -106,7 +106,7 @@ class Subscriber:
         self._flat, self._layout = ({}, {}) if arrays is None else exchange.flat_arrays(arrays, True)
         self._staged, self.into = staged, {n: np.empty_like(x) if staged else x for n, x in self._flat.items()}
         self._lead: Connection | None = None
-        self._data: dict[tuple[int, int], Connection] = {}
+        self._data: dict[tuple[Address, int], Connection] = {}
         self._mapped: dict[int, Buffers] = {}
         self._known: Catalogue | None = None
         self._plan: Plan | None = None
@@ -133,7 +133,8 @@ class Subscriber:
         began, before = time.monotonic(), self._held
         deadline = began + check_timeout(timeout)
         while True:
-            wanted = self._agree(deadline)
+            found = exchange.together(self._comm, _RANK, lambda: self._newest(deadline), deadline)
+            wanted = Version(*found[0])  # of rank 0, which has the lease
             if before is not None and wanted[:2] == before[:2]:
                 return Update(wanted.number, False, False, time.monotonic() - began, 0)
             with suppress(Stale):  # rank 0 ends the loop at the deadline, for all ranks
@@ -201,29 +202,37 @@ class Subscriber:
 
     def call(self, host: str, port: int, deadline: float) -> Connection:
         """A new connection to a publisher rank."""
-        return self._network.call(host, port, exchange.PURPOSE, self._rank, self._size, deadline)
+        return self._network.call(host, port, exchange.PURPOSE, self._rank, 1, deadline)
 
-    def _newest(self, deadline: float) -> Version:
-        """The newest version, and a lease unless it is held here already."""
-        again = self._lead is not None
+    def _newest(self, deadline: float) -> Version | None:
+        """The newest version, and a lease unless it is held here already; None on other ranks than 0."""
+        if self._rank:
+            return None
+        if self._lead is not None and self._lead.drain():  # the publisher may have been restarted since the last update
+            self._drop_lead()
         while (left := deadline - time.monotonic()) > 0:
             known, held = self._known or self.catalogue(left), self._held
             have = held.serial if held is not None and held.incarnation == known.incarnation else None
-            wants = {"have": have, "wait": left - 0.1, "seconds": left + _LINGER}
+            wants = {"have": have, "wait": left * 0.75, "seconds": left + _LINGER}
             try:
                 answer = self._ask("newest", deadline, known.incarnation, **wants)
             except (Restarted, Stale):
                 self._known = None
                 continue
-            except TransferError as error:
-                if isinstance(error, TransferTimeout) or not again:
-                    raise
-                again = False  # the publisher may have been restarted since the last update
-                continue
             if answer["serial"] is not None:
                 return Version(known.incarnation, answer["serial"], answer["version"])
+            if left < GRACE:  # the answer to another request could come late
+                break
         why = "none was published, or each was replaced before it was read whole"
         raise TransferTimeout(f"{self._name()}: expected a version, got none in time ({why})")
+
+    def _release(self) -> None:
+        """End the lease.  Nobody waits for an answer, as there is nothing to do about it."""
+        if self._lead is not None:
+            try:
+                exchange.send(self._lead, {"ask": "release"}, "", time.monotonic())
+            except OSError:  # which ends it, too
+                self._drop_lead()
 
     def _drop_lead(self) -> None:
         lead, self._lead = self._lead, None
@@ -239,60 +248,27 @@ class Subscriber:
 
     # --- several ranks that subscribe together --------------------------------------------------------------
 
-    def _agree(self, deadline: float) -> Version:
-        """The newest version as rank 0 has found it; its error is raised on all ranks."""
-        if self._comm is None or self._size == 1:
-            return self._newest(deadline)
-        error: KosError | None = None
-        found: Version | None = None
-        try:
-            found = self._newest(deadline) if self._rank == 0 else None
-        except KosError as problem:
-            error = problem
-        mine = json.dumps([found, error and in_words(error), isinstance(error, TimeoutError)]).encode()
-        left = max(deadline - time.monotonic(), 0) + GRACE
-        version, text, late = json.loads(self._comm.broadcast_bytes(mine if self._rank == 0 else None, timeout=left))
-        if text is not None:
-            raise error or (TransferTimeout if late else TransferError)(f"subscriber rank 0: {text}")
-        return Version(*version)
-
     def _pull_together(self, wanted: Version, deadline: float, verify: bool) -> int:
         """Read a version, and copy it to the arrays if all ranks have it.  Raises Stale on all ranks if on one."""
-        error: BaseException | None = None
-        nbytes, self._held = 0, self._held if self._staged else None
+        self._held = self._held if self._staged else None
         try:
-            nbytes = self._pull(wanted, deadline, verify)
-        except (KosError, Stale) as problem:
-            error = problem
-        if self._comm is not None and self._size > 1:
-            mine = "" if error is None else "stale" if isinstance(error, Stale) else in_words(error)
-            left = max(deadline - time.monotonic(), 0) + GRACE
-            found = [each.decode() for each in self._comm.all_gather_bytes(mine.encode(), timeout=left)]
-            failed = [f"subscriber rank {rank}: {text}" for rank, text in enumerate(found) if text not in ("", "stale")]
-            if failed and (error is None or isinstance(error, Stale)):
-                error = TransferError(failed[0])
-            elif any(found) and error is None:
-                error = Stale()
-        if error is not None and not isinstance(error, Stale):
-            self._drop_lead()  # which ends the lease: a publisher that has failed may not answer
-        elif self._rank == 0:
-            with suppress(KosError, Stale, Restarted):
-                self._ask("release", time.monotonic() + GRACE, wanted.incarnation)
-        if error is not None:
-            raise error
+            read = exchange.together(self._comm, _RANK, lambda: self._pull(wanted, deadline, verify), deadline)
+        finally:
+            self._release()
         self._held = None
         for name, flat in self._flat.items() if self._staged else ():
             np.copyto(flat, self.into[name])
         self._held = wanted
-        return nbytes
+        return int(read[self._rank])
 
     # --- reading --------------------------------------------------------------------------------------------
 
     def _pull(self, wanted: Version, deadline: float, verify: bool) -> int:
         """Read all boxes of a version; returns the bytes read.  Raises Stale, TransferError."""
-        if self._known is None or self._known.incarnation != wanted.incarnation:
-            self._known = None
-            if self.catalogue(max(deadline - time.monotonic(), 0.001)).incarnation != wanted.incarnation:
+        known = self._known
+        if known is None or known.incarnation != wanted.incarnation:
+            known = self.catalogue(max(deadline - time.monotonic(), 0.001))
+            if known.incarnation != wanted.incarnation:
                 raise Stale
         by_rank: dict[int, list[Copy]] = {}
         for copy in self.plan().copies(0):
@@ -300,10 +276,11 @@ class Subscriber:
             by_rank.setdefault(copy.source.rank, []).extend(_chunks(copy, itemsize))
         work: list[Callable[[], int]] = []
         for rank, copies in by_rank.items():
-            requests, mapped = [*_requests(copies)], None if verify else self._map(rank)
+            requests, mapped = [*_requests(copies)], None if verify else self._map(known, rank)
+            names = sorted({copy.source.array for copy in copies}) if verify else []
             for stream in range(streams := min(self._streams, len(requests))):
-                reader = Reader(self, wanted, rank, mapped, stream, requests[stream::streams], deadline, verify)
-                work.append(reader.run)
+                parts = requests[stream::streams], names[stream::streams]
+                work.append(Reader(self, wanted, known, rank, mapped, stream, *parts, deadline, verify).run)
         self._failed = False
         try:
             with ThreadPoolExecutor(min(_MOST_THREADS, len(work) or 1), "kos-subscriber") as pool:
@@ -319,44 +296,41 @@ class Subscriber:
             self._drop_data()
             raise
 
-    def _map(self, rank: int) -> Buffers | None:
+    def _map(self, known: Catalogue, rank: int) -> Buffers | None:
         """The mapped memory of a publisher rank, if that works."""
-        assert self._known is not None
-        where = self._known.ranks[rank]
+        where = known.ranks[rank]
         if rank not in self._mapped and self._way != "tcp" and where.place == exchange.place():
-            layout = next(layout for layout, ranks in self._known.offers.groups if rank in ranks)
+            layout = next(layout for layout, ranks in known.offers.groups if rank in ranks)
             path = f"/proc/{where.pid}/fd/{where.file}"
             with suppress(KosError, OSError):
-                self._mapped[rank] = Buffers(layout, self._known.buffers, self._known.incarnation, rank, path)
+                self._mapped[rank] = Buffers(layout, known.buffers, known.incarnation, rank, path)
         if rank not in self._mapped and self._way == "shared":
             raise TransferError(f"{where.name(rank)}: expected memory that this process can map, got none")
         return self._mapped.get(rank)
 
-    def data(self, rank: int, stream: int, deadline: float) -> Connection:
+    def data(self, where: Address, stream: int, deadline: float) -> Connection:
         """The connection of a reader."""
-        if self._failed:
+        held = self._data.get((where, stream))
+        if held is None or held.drain():  # the publisher closes those that are not used
+            if held is not None:
+                held.close()
+            held = self._data[where, stream] = self.call(where.host, where.port, deadline)
+        if self._failed:  # perhaps while this one connected
             raise ConnectionError("another reader has failed")
-        if (rank, stream) not in self._data:
-            assert self._known is not None
-            where = self._known.ranks[rank]
-            self._data[rank, stream] = self.call(where.host, where.port, deadline)
-        return self._data[rank, stream]
-
-    def describe_rank(self, rank: int) -> str:
-        """A publisher rank, for errors."""
-        assert self._known is not None
-        return f"{self._known.name}: {self._known.ranks[rank].name(rank)}"
+        return held
 
 
 class Reader:
     """Reads some requests from one publisher rank, in a thread of its own."""
 
     def __init__(
-        self, of: Subscriber, wanted: Version, rank: int, mapped: Buffers | None, stream: int,
-        requests: Sequence[Sequence[Copy]], deadline: float, verify: bool,
+        self, of: Subscriber, wanted: Version, known: Catalogue, rank: int, mapped: Buffers | None, stream: int,
+        requests: Sequence[Sequence[Copy]], compared: Sequence[str], deadline: float, verify: bool,
     ) -> None:  # fmt: skip
+        """``compared``: the publisher's arrays that it compares with their checksums afterwards."""
         self._of, self._wanted, self._rank, self._mapped, self._stream = of, wanted, rank, mapped, stream
-        self._requests, self._deadline, self._verify = requests, deadline, verify
+        self._where, self._name = known.ranks[rank], f"{known.name}: {known.ranks[rank].name(rank)}"
+        self._requests, self._compared, self._deadline, self._verify = requests, compared, deadline, verify
 
     def run(self) -> int:
         try:
@@ -366,7 +340,7 @@ class Reader:
         except (OSError, ValueError, KosError) as error:
             tensors = sorted({copy.tensor for request in self._requests for copy in request})
             more = f" and {len(tensors) - 1} more" * (len(tensors) > 1)
-            what = f"{self._of.describe_rank(self._rank)}, from which {tensors[0]}{more} should come"
+            what = f"{self._name}, from which {tensors[0]}{more} should come"
             failure = exchange.late(what, self._deadline, error)
             failure.ranks = (self._rank,)
             raise failure from error
@@ -390,7 +364,7 @@ class Reader:
 
     def _read_tcp(self) -> int:
         nbytes, scratch = 0, np.empty(CHUNK, np.uint8)
-        connection = self._of.data(self._rank, self._stream, self._deadline)
+        connection = self._of.data(self._where, self._stream, self._deadline)
         self._post(connection, self._requests[0])
         for index, request in enumerate(self._requests):
             answer = self._answer(connection)
@@ -402,6 +376,10 @@ class Reader:
             if self._verify and (got := exchange.checksum(map(self._view, request))) != answer["sum"]:
                 names = ", ".join(sorted({copy.tensor for copy in request}))
                 raise TransferError(f"{names}: expected checksum {answer['sum']:08x}, got {got:08x}")
+        if self._compared:
+            message = {"ask": "compare", "serial": self._wanted.serial, "arrays": self._compared}
+            exchange.send(connection, message, self._wanted.incarnation, self._deadline)
+            self._answer(connection)
         return nbytes
 
     def _take(self, connection: Connection, copy: Copy, scratch: np.ndarray[Any, Any]) -> int:

@@ -38,8 +38,8 @@ KINDS = (
     "publisher rank killed", "publisher rank stopped", "publisher restarted", "publisher with other ranks",
     "subscriber killed", "subscriber stopped", "subscriber joins", "wrong secret",
 )  # fmt: skip
-UPDATE_SECONDS, COMM_SECONDS, RECOVER_SECONDS = 3.0, 4.0, 60.0
-MARGIN = 4.0  # seconds that a call may take longer on a busy machine
+START_SECONDS, UPDATE_SECONDS, COMM_SECONDS, RECOVER_SECONDS = 30.0, 3.0, 5.0, 60.0
+MARGIN = 10.0  # seconds that a call may take longer on a busy machine; one that hangs does not end at all
 SECRET = "of the tests"
 
 
@@ -66,7 +66,8 @@ def run_publisher(address: str, report: str, first: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: ends.append(1))
     path, version, began = Path(report), first, time.monotonic()
     try:
-        with kos.init("tcp", timeout=COMM_SECONDS) as comm:
+        with kos.init("tcp", timeout=START_SECONDS) as comm:
+            comm.timeout = COMM_SECONDS
             wholes = {name: Placement.whole(shape) for name, shape in SHAPES.items()}
             r, n = comm.rank, comm.size
             placed = {k: p.flat(p.count * r // n, p.count * (r + 1) // n) for k, p in wholes.items()}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.transfer import Array, Offers, Part, Placement, Plan, placements
+from kos.transfer.placement import box
 from kos.transfer.plan import Copy, Layout, Piece, intersect, subtract
 
 F32 = DTYPES["float32"]
@@ -267,3 +268,11 @@ def test_a_piece_and_a_copy_are_plain_data() -> None:
     (copy,) = Plan(offers, [layout]).copies(0)
     assert isinstance(piece, Piece) and isinstance(copy, Copy)
     assert (copy.tensor, copy.elements, copy.source.rank, copy.start, copy.size) == ("w", 4, 0, (0,), (4,))
+
+
+def test_a_box_is_no_larger_than_its_array() -> None:
+    """Whatever a message says: strides of 0 would make the memory of an answer as large as its sender likes."""
+    assert box(np.zeros(6), 1, (2, 2), (3, 1)).shape == (2, 2)
+    for offset, size, strides in ((0, (1 << 40,), (0,)), (0, (7,), (1,)), (5, (2,), (1,)), (-1, (1,), (1,))):
+        with pytest.raises(InvalidArgument, match="box: expected elements within an array of 6"):
+            box(np.zeros(6), offset, size, strides)
