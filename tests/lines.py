@@ -133,11 +133,11 @@ def bounds(counted: list[File]) -> list[Bound]:
     long = tuple(large_files(counted, *LIBRARY, "_core"))
     return [
         Bound(f"Python in {', '.join(LIBRARY)}", 19_760, lines("Python", *LIBRARY)),
-        Bound("C in _core", 3_008, lines("C", "_core")),
+        Bound("C in _core", 3_020, lines("C", "_core")),
         Bound("Python in interop", 1_270, lines("Python", "interop")),
         Bound("Python in transfer", 1_100, lines("Python", "transfer")),
         Bound("Python in train", 15_480, lines("Python", "train")),
-        Bound("Python in tests", 61_360, lines("Python", "tests")),
+        Bound("Python in tests", 61_500, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_200, lines("CUDA", "comm", "train")),
         Bound("classes in comm", 123, sum(file.classes for file in counted if file.folder == "comm")),
         Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), found=functions),
