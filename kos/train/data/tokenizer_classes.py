@@ -16,7 +16,7 @@ OF_MODEL = {"mistral": "", "olmo2": "", "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2
 """The classes that transformers registers for values of ``model_type``; "" if it uses the rules in ``tokenizer.json``.
 
 It uses this class if the folder names no class, and for ``IGNORED`` whatever the folder names.
-Source: transformers 5.24, src/transformers/models/auto/tokenization_auto.py.
+Source: the module models.auto.tokenization_auto of transformers 5.24.
 """
 
 IGNORED = ("mistral", "olmo2", "qwen2")
