@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from kos.memory.arena import Arena
-from tests.host_compiler import COMPILER
+from tests.host_compiler import needs_compiler as needs_compiler
 from tests.train.host_kernels import emulator
-
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
 
 
 @pytest.fixture
