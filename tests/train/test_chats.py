@@ -235,7 +235,7 @@ def test_chats_of_one_layout_have_the_turns_of_each(tmp_path: Path, template: st
 
 
 def test_the_turns_of_a_layout_are_found_by_one_rendering(tmp_path: Path) -> None:
-    """Of each chat but the first, however many turns it has."""
+    """And its prompt by another one, in each chat but the first."""
     renderings = 0
 
     class Counting(str):
@@ -249,7 +249,51 @@ def test_the_turns_of_a_layout_are_found_by_one_rendering(tmp_path: Path) -> Non
         renderings = 0
         chat = [{"role": role, "content": f"{role} {number}"} for role in ["user", "assistant"] * 9]
         assert sum(counts for _, counts in template.documents({}, chat, "here")[0]) == 9
-    assert renderings == 1
+    assert renderings == 1 + 9
+
+
+SHOWN = "{% for m in messages %}{% if not m.hidden %}<{{ m.role }}>{% if m.reasoning and loop.last %}({{ m.reasoning }})"
+SHOWN += "{% endif %}{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+"""Writes no hidden message, and the reasoning of the last one."""
+
+
+@pytest.mark.parametrize("fields", [{"reasoning": ["", "because"]}, {"hidden": [False, True]}], ids=["reasons", "hidden"])
+def test_a_layout_is_that_of_the_values_of_other_keys(tmp_path: Path, fields: dict[str, list[Any]]) -> None:
+    """What is refused does not depend on the order of the chats."""
+    ((key, values),) = fields.items()
+    good, wrong = ([{**USER, key: value}, {**ANSWER, key: values[0]}] for value in values)
+    if key == "reasoning":
+        good, wrong = ([USER, {**ANSWER, key: value}, *AGAIN] for value in values)
+    told = "expected a chat template that does not change" if key == "reasoning" else "expected roles that "
+    for order in ([wrong, good], [good, wrong]):
+        template = ChatTemplate(SHOWN, {}, tmp_path)
+        for chat in order:
+            if chat is good:
+                ((*parts, _),) = template.documents({}, chat, "here")
+                assert parts[:2] == [("<user>rain today?<|end|><assistant>", False), ("take an umbrella<|end|>", True)]
+            else:
+                with refused(DataError, "here: ", told):
+                    template.documents({}, chat, "here")
+
+
+def test_a_generation_prompt_that_depends_on_contents(tmp_path: Path) -> None:
+    """As Qwen3's: what it writes is no part of the answer, in the first turn or in a later one."""
+    prompt = "{% if '/no_think' in messages[-1].content %}<think></think>{% endif %}"
+    template = ChatTemplate(SHOWN.replace("<assistant>{% endif %}", f"<assistant>{prompt}{{% endif %}}"), {}, tmp_path)
+    asked = {"role": "user", "content": "2 + 2? /no_think"}
+    plain, quick = [USER, ANSWER], [asked, {"role": "assistant", "content": "<think></think>4"}]
+    for chat in ([*plain, *plain], [*plain, *quick], [*quick, *plain], [*quick, *quick]):
+        (parts,) = template.documents({}, chat, "here")
+        expected = [("4" if each[0] is asked else ANSWER["content"]) + "<|end|>" for each in (chat[:2], chat[2:])]
+        assert [text for text, counts in parts if counts] == expected
+
+
+def test_content_that_may_end_in_two_places(tmp_path: Path) -> None:
+    """With its spaces or without them: what follows it begins with a space, too."""
+    source = "{% for m in messages %}{{ m.content | trim if m.role == 'user' else m.content }}\n{% endfor %}"
+    chat = [{"role": "user", "content": "hi\n"}, {"role": "assistant", "content": "\nanswer"}]
+    ((first, turn, _),) = ChatTemplate(source, {}, tmp_path).documents({}, chat, "here")
+    assert (first, turn) == (("hi\n", False), ("\nanswer\n", True))
 
 
 def test_a_token_of_two_parts_counts_if_one_of_them_does(tmp_path: Path) -> None:

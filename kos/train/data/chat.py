@@ -56,7 +56,7 @@ _Render = partial[_Rendered]
 
 
 class _Layout(NamedTuple):
-    """How a template writes all chats whose messages have the same roles and keys.
+    """How a template writes all chats whose messages differ in their contents alone.
 
     ``lost`` are the numbers of the messages whose content the template does not write. ``texts`` are the texts before,
     between and after the contents. ``turns`` maps the number of an answer to the start and stop of its turn: each is a
@@ -71,16 +71,16 @@ class _Layout(NamedTuple):
         """The (start, stop) of the turns in ``whole``, the text of a chat with these contents.
 
         None if ``turns`` is None, or if ``whole`` has other texts around the contents, with or without the spaces at
-        their ends.
+        their ends, or has these texts with and without the spaces.
         """
         starts, at = [0], len(self.texts[0])
         if self.turns is None or not whole.startswith(self.texts[0]):
             return None
         for content, text in zip(contents, self.texts[1:], strict=True):
-            written = (each for each in (content, content.strip()) if whole.startswith(each + text, at))
-            if (found := next(written, None)) is None:
+            fits = {len(each) for each in (content, content.strip()) if whole.startswith(each + text, at)}
+            if len(fits) != 1:
                 return None
-            starts.append(at + len(found))
+            starts.append(at + fits.pop())
             at = starts[-1] + len(text)
         if at != len(whole):
             return None
@@ -187,7 +187,10 @@ class ChatTemplate:
         """The text of ``messages`` in parts.  The answers in the messages with the numbers ``counted`` count."""
         layout, (whole, turns), answers = self._layout(render, messages, where), render(messages), _answers(messages)
         if not self._has_spans:
-            known = layout.turns_in(whole, [each.get("content", "") for each in messages])
+            known = layout.turns_in(whole, [each.get("content", "") for each in messages]) or {}
+            asked = ((n, render(messages[: n - 1], add_generation_prompt=True)[0]) for n in counted if known)
+            if any(text != whole[: known[number][0]] for number, text in asked):
+                known = {}  # a generation prompt may depend on contents, too
             turns = []
             for number in counted:
                 done = turns[-1][1] if turns else 0
@@ -230,8 +233,9 @@ class ChatTemplate:
 
         A message with tool calls may be written without its content, as in LLaMA 3.1's template.
         """
-        keys = [[each["role"], *sorted(each.keys() - COUNTING)] for each in messages]
-        key = json.dumps([render.args[0], how, keys], default=repr)
+        left_out = {"content", *COUNTING}
+        others = [{name: each[name] for name in each if name not in left_out} for each in messages]
+        key = json.dumps([render.args[0], how, others, ["content" in each for each in messages]], default=repr)
         if key not in self._layouts:
             if len(self._layouts) == LAYOUTS:
                 self._layouts.clear()
@@ -332,7 +336,7 @@ def _calling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """ShareGPT's message with tool calls, in OpenAI's form."""
     try:
         calls = json.loads(given["content"])
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         got = f"{reprlib.repr(given.get('content'))} ({error})"
         raise DataError(f"{where}: expected JSON as the value from function_call, got {got}") from None
     functions = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
@@ -355,7 +359,7 @@ def _with_tables(render: _Render, chat: list[dict[str, Any]], where: str) -> lis
     for text in texts:
         try:
             json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             got = f"{reprlib.repr(text)} ({error})"
             raise DataError(f"{where}: expected JSON as the arguments of a tool call, got {got}") from None
     with suppress(DataError):  # a template may expect a table
@@ -379,7 +383,7 @@ def _options(line: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise DataError(f"{where}: expected the field 'tools', got its earlier name 'functions'; {how}")
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: expected JSON in the field 'tools', got {error}") from None
     if not isinstance(tools, list | None) or not isinstance(others, dict):
         got = reprlib.repr({"tools": tools, "chat_template_kwargs": others})
