@@ -397,6 +397,9 @@ def test_an_answer_of_no_weight_and_a_call_of_weight(tmp_path: Path) -> None:
 CHANGING = bare(IGNORES).replace("<|end|>{%", "{% if loop.last %}!{% endif %}<|end|>{%")
 """Writes a turn in another way if it is the last one."""
 
+DEEP = "[" * 100_000
+"""Nested more deeply than Python's json reads."""
+
 UNKNOWN = {"role": "user", "content": "hi"}
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "changing": (CHANGING, {"messages": CHATS["answered"]}, "does not change a turn for those after it"),
@@ -459,6 +462,17 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "messages for a chat of several turns, got the field 'history'",
     ),
     "system": (BOTH, {"messages": [USER, ANSWER], "system": 3}, "text in the field 'system', got system: 3"),
+    "deep-call": (
+        BOTH,
+        {"conversations": [{"from": "function_call", "value": DEEP}]},
+        "JSON as the value from function_call, got '[[[",
+    ),
+    "deep-arguments": (
+        bare(QWEN),
+        {"messages": [USER, {**calling(None), "tool_calls": [{"function": {"name": "a", "arguments": DEEP}}]}]},
+        "JSON as the arguments of a tool call, got '[[[",
+    ),
+    "deep-tools": (BOTH + "{{ tools }}", {"messages": [USER, ANSWER], "tools": DEEP}, "JSON in the field 'tools', got "),
 }
 
 
