@@ -47,9 +47,8 @@ def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, An
     how, make = tokenizing(corpus, config, None, lambda what, share: None)
     status = [(str(path), path.stat()) for path in (*corpus.files, *corpus.val_files)]
     files = [[path, each.st_size, each.st_mtime_ns] for path, each in status]
-    key = " ".join(
-        hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in ([how, [*sources], config.val_data], files)
-    )
+    parts = [how, [*sources], config.val_data], [corpus.below, files]
+    key = " ".join(hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in parts)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out}: expected a new or an empty folder, got a file")
     out.mkdir(parents=True, exist_ok=True)

@@ -159,6 +159,32 @@ def test_a_folder_of_a_failed_call_does_not_block_its_repair(
     same(load(out), load(folder, "--val-data", str(val)))
 
 
+@pytest.mark.parametrize("change", ["added", "removed"])
+def test_it_begins_again_with_other_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
+    monkeypatch.setattr(tokenizers, "PORTION", 100)
+    out, real = tmp_path / "out", tokenized.replace_file
+
+    def stop(path: Path, content: bytes) -> None:
+        if len(json.loads(content)["shards"]) == 3:
+            raise KeyboardInterrupt
+        real(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenized, "replace_file", stop)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(out, [str(folder)])
+    if change == "added":
+        (folder / "d_train.txt").write_text("more " * 99)
+    else:
+        (folder / "a_train.txt").unlink()
+    tokenize(out, [str(folder)])
+    assert [message.partition(" since ")[0] for message in caplog.messages] == [f"{out}: the data has changed"]
+    same(load(out), load(folder))
+
+
 def test_two_calls_do_not_write_to_one_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, real, refusals = tmp_path / "out", tokenized.replace_file, []
 

@@ -106,6 +106,7 @@ class Corpus:
     below: Sequence[str] = ()  # the paths of files below --data, which tell their splits
     tokenized: Path | None = None  # the folder of ``kos tokenize`` that --data names
     flags: Sequence[tuple[str, str]] = (("--data", ""), ("--data", ""))  # those that name ``train`` and ``val``
+    lines: Sequence[Lines] = (TEXT,)  # how the files of each source are read
 
     @cached_property
     def splits(self) -> Splits:
@@ -168,7 +169,7 @@ def read_corpus(
     return Corpus(
         first.name, [*chain(*(each.paths for each in of_data))], read, first.vocab_size,
         sources[-1].paths if val_data is not None else (), [*chain(*(each.below for each in of_data))],
-        first.tokenized, (named[0], named[-1 if val_data is not None else 0]),
+        first.tokenized, (named[0], named[-1 if val_data is not None else 0]), [lines.of(name) for _, name in named],
     )  # fmt: skip
 
 

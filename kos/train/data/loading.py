@@ -137,7 +137,7 @@ def _load_text(
 ) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
     """``load_tokens`` of text."""
     how, make = tokenizing(corpus, config, weights, show, given)
-    with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
+    with prepared(corpus.files, [how, corpus.below], make, corpus.val_files) as (folder, about):
         return *read_rows(folder, about), given or _tokenizer_of(about), about
 
 
@@ -151,14 +151,17 @@ def _tokenizer_of(about: Mapping[str, Any]) -> Tokenizer:
 def tokenizing(
     corpus: Corpus, config: TrainConfig, weights: str | None, show: Show, given: Tokenizer | None = None
 ) -> tuple[list[Any], Callable[..., dict[str, Any]]]:
-    """What the tokens of text depend on beside its files, and ``make(folder, key)``, which writes them to a folder."""
+    """What the tokens of text depend on, and ``make(folder, key)``, which writes them to a folder.
+
+    They also depend on the files and on ``corpus.below``.
+    """
     spec = _tokenizer_of_text(config, weights)
     tokenizer = given or (None if spec == "chars" else make_tokenizer(spec))
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
-    fields, encodings = (sorted(by_source(each).items()) for each in (config.text_field, config.encoding))
-    how += [config.split_special_tokens, fields, config.loss_on, config.split_turns, corpus.below]
-    how += [corpus.other_val, encodings, *([template.source, template.special] if template else [])]
+    how += [config.split_special_tokens, config.loss_on, config.split_turns, corpus.other_val]
+    how += [[(each.text_field, each.encoding) for each in corpus.lines]]
+    how += [template.source, template.special] if template else []
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
     how += [name for name, files in sources if not files]  # others are known by their files
 
