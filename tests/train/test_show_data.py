@@ -16,7 +16,7 @@ from kos.train.data import show
 from kos.train.data.batches import load_data
 from kos.train.run import Trainer
 from tests.train.chat_templates import QWEN, bare
-from tests.train.test_chats import TOOL, USER, calling, folder_of
+from tests.train.test_chats import ANSWER, TOOL, USER, calling, folder_of
 from tests.train.test_loop import _config
 from tests.train.test_loss_masks import write_lines
 
@@ -109,6 +109,11 @@ def test_a_run_on_chats_answers_a_question_at_its_end(
     data = load_data(_config(Path(chats[1]), tmp_path, **how))
     ids = data.question(400)
     assert data.tokenizer.decode(ids) == ASKED and data.question(len(ids) - 1) == []
+    none = {"messages": [USER, {**ANSWER, "weight": 0}]}
+    late = write_lines(tmp_path / "late.jsonl", [none] * 100 + [{"messages": [USER, ANSWER]}] * 30)
+    of_val = {**how, "eval_batches": 1}
+    data = load_data(_config(Path(chats[1]), tmp_path, **of_val).model_copy(update={"val_data": str(late)}))
+    assert data.question(400) == ids, "of the hundredth chat there is no more than this chat"
     lines = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}] * 400)
     assert load_data(_config(lines, tmp_path, **how)).question(400) == []
 

@@ -187,7 +187,7 @@ class Dataset:
         for row in (each for part in self.parts if part.what == "chat" for each in (part.val, part.train)):
             if not (row.masked and row.size):
                 continue
-            whole, bounds = Tokens(row.shards, row.documents), [*row.begins[:QUESTIONS].tolist(), row.size]
+            whole, bounds = Tokens(row.shards, row.documents), [*row.begins[: QUESTIONS + 1].tolist(), row.size]
             for start, stop in pairwise(bounds[: QUESTIONS + 1]):
                 tokens = whole.window(start, min(stop - start, most + 1))
                 if (counted := np.flatnonzero(tokens >= 0)).size and counted[0]:
