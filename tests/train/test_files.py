@@ -154,14 +154,38 @@ def test_each_source_has_its_field_and_its_encoding(tmp_path: Path) -> None:
         assert bytes(val.window(0, len(val)).tolist()).decode().startswith("ü0ü1")
     manifest = tokenize(tmp_path / "out", [a, b], text_field=("body", f"{b}=inhalt"), encoding=f"{b}=latin-1")
     assert manifest["train_tokens"] > 0
-    for wrong in ("x.csv=inhalt", "=inhalt=", "body=x"):
+    for wrong in ("x.csv=inhalt", "body=x"):
         with refused(KosError, f"--text-field: expected SOURCE=VALUE of {a}, got "):
             load_data(parse(["--data", a, "--seq-len", "9", "--text-field", wrong]))
+    for flag, empty in (("--text-field", "=inhalt"), ("--text-field", f"{a}="), ("--encoding", "=utf-8")):
+        with refused(KosError, f"{flag}: expected a value or SOURCE=VALUE, neither of them empty, got '{empty}'"):
+            parse(["--data", a, flag, empty])
     for twice in (["body", "inhalt"], [f"{a}=body", f"{a}=inhalt"]):
         with refused(KosError, "--text-field: expected one value, or SOURCE=VALUE once a source, got ", " and "):
             parse(["--data", a, "--text-field", twice[0], "--text-field", twice[1]])
     with refused(KosError, "--encoding: expected an encoding of text, such as utf-16, got 'utf-9'"):
         parse(["--data", a, "--encoding", f"{a}=utf-9"])
+
+
+def test_what_is_kept_of_a_source_does_not_depend_on_fields_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kos.train.data.prepared.LEAST", 0)
+    monkeypatch.setattr("kos.train.data.prepared.cache_folder", lambda: tmp_path / "cache")
+    for name, field in (("a", "body"), ("b", "inhalt")):
+        write = [json.dumps({field: f"{name} {number} " * 9, "other": "x" * 99}) for number in range(9)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text("\n".join(write))
+    a, b = (str(tmp_path / name / "a.jsonl") for name in "ab")
+    for fields in (["body"], [f"{a}=body"], ["body", f"{b}=inhalt"], [f"{b}=inhalt", f"{a}=body"]):
+        named = [word for field in fields for word in ("--text-field", field)]
+        flags = ["--data", a, "--eval-data", f"b={b}", "--seq-len", "9", "--eval-batches", "0", *named]
+        if len(fields) == 1:
+            flags[2:4] = []
+        load_data(parse(flags))
+        assert len([*(tmp_path / "a" / ".kos").iterdir()]) == 1
+    load_data(parse(["--data", a, "--seq-len", "9", "--text-field", "other"]))
+    assert len([*(tmp_path / "a" / ".kos").iterdir()]) == 2
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.txt.gz", "folder"])

@@ -272,6 +272,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     @classmethod
     def _by_source(cls, given: Any, about: ValidationInfo) -> Any:
         values = given if isinstance(given, list | tuple) else [given]
+        if empty := [each for each in values if isinstance(each, str) and not all(each.rsplit("=", 1))]:
+            expected = "a value or SOURCE=VALUE, neither of them empty"
+            raise SettingError(str(about.field_name), expected, repr(empty[0]))
         if all(isinstance(each, str) for each in values) and len(by_source(values)) < len(values):
             raise SettingError(str(about.field_name), "one value, or SOURCE=VALUE once a source", " and ".join(values))
         return (tuple(given) if len(given) > 1 else given[0]) if isinstance(given, list | tuple) and given else given
