@@ -1,7 +1,7 @@
 """Tokenizer rules that transformers 5 takes from the class, ``tokenizer_class``, and not from ``tokenizer.json``.
 
-A tokenizer class of transformers (src/transformers/models, ``llama``, ``qwen2`` and ``gpt2``) reads the vocabulary, the
-merges and the special tokens from the file. The class itself defines the normalizer, the pre-tokenizer and the decoder.
+A tokenizer class of transformers (src/transformers/models, ``llama``, ``code_llama``, ``qwen2``, ``gpt2`` and
+``gpt_neox``) reads the vocabulary, the merges and the special tokens from the file. The class itself defines the normalizer, the pre-tokenizer and the decoder.
 For example, the files of Llama 2 and TinyLlama have the normalizer Prepend, which puts a space at the start of the text
 and after every special token. LlamaTokenizer puts one at the start of the text only.
 """
@@ -12,7 +12,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-OF_MODEL = {"mistral": "", "olmo2": "", "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+OF_MODEL = {
+    "mistral": "", "olmo2": "", "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer",
+    "code_llama": "CodeLlamaTokenizer", "gpt_neox": "GPTNeoXTokenizer", "olmo": "GPTNeoXTokenizer",
+}  # fmt: skip
 """The classes that transformers registers for values of ``model_type``; "" if it uses the rules in ``tokenizer.json``.
 
 It uses this class if the folder names no class, and for ``IGNORED`` whatever the folder names.
@@ -70,6 +73,14 @@ def _llama(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return rules, {"fuse_unk": True, "byte_fallback": True}
 
 
+def _code_llama(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    rules, bpe = _llama({**settings, "legacy": False})
+    unknown = settings.get("unk_token") or "<unk>"
+    stripped = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    rules["decoder"] = {"type": "Sequence", "decoders": [*rules["decoder"]["decoders"][:3], stripped]}
+    return rules, {**bpe, "unk_token": unknown["content"] if isinstance(unknown, dict) else unknown}
+
+
 def _qwen(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     space = bool(settings.get("add_prefix_space"))
     split = {"type": "Split", "pattern": {"Regex": _QWEN}, "behavior": "Isolated", "invert": False}
@@ -92,4 +103,12 @@ def _gpt2(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return rules, {"fuse_unk": False, "byte_fallback": False}
 
 
-_RULES = {"LlamaTokenizer": _llama, "Qwen2Tokenizer": _qwen, "GPT2Tokenizer": _gpt2}
+def _gpt_neox(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    rules, bpe = _gpt2(settings)
+    return {**rules, "normalizer": {"type": "NFC"}}, bpe
+
+
+_RULES = {
+    "LlamaTokenizer": _llama, "CodeLlamaTokenizer": _code_llama, "Qwen2Tokenizer": _qwen, "GPT2Tokenizer": _gpt2,
+    "GPTNeoXTokenizer": _gpt_neox,
+}  # fmt: skip
