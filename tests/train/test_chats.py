@@ -252,15 +252,15 @@ def test_the_turns_of_a_layout_are_found_by_one_rendering(tmp_path: Path) -> Non
     assert renderings == 1 + 9
 
 
-SHOWN = "{% for m in messages %}{% if not m.hidden %}<{{ m.role }}>{% if m.reasoning and loop.last %}({{ m.reasoning }})"
-SHOWN += "{% endif %}{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+SHOWN = "{% for m in messages %}{% if not m.hidden %}<{{ m.role }}>{% if m.reasoning and loop.last %}"
+SHOWN += "({{ m.reasoning }}){% endif %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+SHOWN += "{% if add_generation_prompt %}<assistant>{% endif %}"
 """Writes no hidden message, and the reasoning of the last one."""
 
 
-@pytest.mark.parametrize("fields", [{"reasoning": ["", "because"]}, {"hidden": [False, True]}], ids=["reasons", "hidden"])
-def test_a_layout_is_that_of_the_values_of_other_keys(tmp_path: Path, fields: dict[str, list[Any]]) -> None:
+@pytest.mark.parametrize(("key", "values"), [("reasoning", ["", "because"]), ("hidden", [False, True])])
+def test_a_layout_is_that_of_the_values_of_other_keys(tmp_path: Path, key: str, values: list[Any]) -> None:
     """What is refused does not depend on the order of the chats."""
-    ((key, values),) = fields.items()
     good, wrong = ([{**USER, key: value}, {**ANSWER, key: values[0]}] for value in values)
     if key == "reasoning":
         good, wrong = ([USER, {**ANSWER, key: value}, *AGAIN] for value in values)
@@ -472,7 +472,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": [USER, {**calling(None), "tool_calls": [{"function": {"name": "a", "arguments": DEEP}}]}]},
         "JSON as the arguments of a tool call, got '[[[",
     ),
-    "deep-tools": (BOTH + "{{ tools }}", {"messages": [USER, ANSWER], "tools": DEEP}, "JSON in the field 'tools', got "),
+    "deep-tools": (BOTH, {"messages": [USER, ANSWER], "tools": DEEP}, "JSON in the field 'tools', got "),
 }
 
 

@@ -1,9 +1,10 @@
 """Tokenizer rules that transformers 5 takes from the class, ``tokenizer_class``, and not from ``tokenizer.json``.
 
 A tokenizer class of transformers (src/transformers/models, ``llama``, ``code_llama``, ``qwen2``, ``gpt2`` and
-``gpt_neox``) reads the vocabulary, the merges and the special tokens from the file. The class itself defines the normalizer, the pre-tokenizer and the decoder.
-For example, the files of Llama 2 and TinyLlama have the normalizer Prepend, which puts a space at the start of the text
-and after every special token. LlamaTokenizer puts one at the start of the text only.
+``gpt_neox``) reads the vocabulary, the merges and the special tokens from the file. The class itself defines the
+normalizer, the pre-tokenizer and the decoder. For example, the files of Llama 2 and TinyLlama have the normalizer
+Prepend, which puts a space at the start of the text and after every special token. LlamaTokenizer puts one at the start
+of the text only.
 """
 
 from __future__ import annotations
