@@ -235,7 +235,7 @@ def test_chats_of_one_layout_have_the_turns_of_each(tmp_path: Path, template: st
 
 
 def test_the_turns_of_a_layout_are_found_by_one_rendering(tmp_path: Path) -> None:
-    """And its prompt by another one, in each chat but the first."""
+    """Of each chat but the first, however many turns it has; by one more a turn if its prompt may be another."""
     renderings = 0
 
     class Counting(str):
@@ -244,12 +244,14 @@ def test_the_turns_of_a_layout_are_found_by_one_rendering(tmp_path: Path) -> Non
             renderings += 1
             return ""
 
-    template = ChatTemplate("{{ bos_token }}" + bare(QWEN), {"bos_token": Counting()}, tmp_path)
-    for number in range(5):
-        renderings = 0
-        chat = [{"role": role, "content": f"{role} {number}"} for role in ["user", "assistant"] * 9]
-        assert sum(counts for _, counts in template.documents({}, chat, "here")[0]) == 9
-    assert renderings == 1 + 9
+    unsure = bare(QWEN).replace("{%- if add_generation_prompt %}", "{%- if messages and add_generation_prompt %}")
+    for source, expected in ((bare(QWEN), 1), (unsure, 1 + 9)):
+        template = ChatTemplate("{{ bos_token }}" + source, {"bos_token": Counting()}, tmp_path)
+        for number in range(5):
+            renderings = 0
+            chat = [{"role": role, "content": f"{role} {number}"} for role in ["user", "assistant"] * 9]
+            assert sum(counts for _, counts in template.documents({}, chat, "here")[0]) == 9
+        assert renderings == expected
 
 
 SHOWN = "{% for m in messages %}{% if not m.hidden %}<{{ m.role }}>{% if m.reasoning and loop.last %}"
@@ -276,10 +278,19 @@ def test_a_layout_is_that_of_the_values_of_other_keys(tmp_path: Path, key: str, 
                     template.documents({}, chat, "here")
 
 
-def test_a_generation_prompt_that_depends_on_contents(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", range(5))
+def test_a_generation_prompt_that_depends_on_contents(tmp_path: Path, kind: int) -> None:
     """As Qwen3's: what it writes is no part of the answer, in the first turn or in a later one."""
     prompt = "{% if '/no_think' in messages[-1].content %}<think></think>{% endif %}"
-    template = ChatTemplate(SHOWN.replace("<assistant>{% endif %}", f"<assistant>{prompt}{{% endif %}}"), {}, tmp_path)
+    ask, later = "{% if add_generation_prompt %}", prompt.replace("messages[-1].content", "last")
+    sources = [
+        f"{SHOWN}{ask}{prompt}{{% endif %}}",
+        f"{{% set last = messages[-1].content %}}{SHOWN}{ask}{later}{{% endif %}}",
+        f"{SHOWN}{{% if add_generation_prompt and true %}}{prompt}{{% endif %}}",
+        SHOWN + prompt.replace("<think></think>", ask + "<think></think>{% endif %}"),
+        f"{{% macro think() %}}{prompt}{{% endmacro %}}{SHOWN}{ask}{{{{ think() }}}}{{% endif %}}",
+    ]
+    template = ChatTemplate(sources[kind], {}, tmp_path)
     asked = {"role": "user", "content": "2 + 2? /no_think"}
     plain, quick = [USER, ANSWER], [asked, {"role": "assistant", "content": "<think></think>4"}]
     for chat in ([*plain, *plain], [*plain, *quick], [*quick, *plain], [*quick, *quick]):

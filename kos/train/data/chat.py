@@ -188,9 +188,10 @@ class ChatTemplate:
         layout, (whole, turns), answers = self._layout(render, messages, where), render(messages), _answers(messages)
         if not self._has_spans:
             known = layout.turns_in(whole, [each.get("content", "") for each in messages]) or {}
-            asked = ((n, render(messages[: n - 1], add_generation_prompt=True)[0]) for n in counted if known)
+            unsure = counted if known and not self._asks_alike else ()
+            asked = ((number, render(messages[: number - 1], add_generation_prompt=True)[0]) for number in unsure)
             if any(text != whole[: known[number][0]] for number, text in asked):
-                known = {}  # a generation prompt may depend on contents, too
+                known = {}
             turns = []
             for number in counted:
                 done = turns[-1][1] if turns else 0
@@ -294,6 +295,25 @@ class ChatTemplate:
     @cached_property
     def _has_spans(self) -> bool:
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
+
+    @cached_property
+    def _asks_alike(self) -> bool:
+        """Whether the generation prompt is certain to be the same after all messages.
+
+        It is if ``add_generation_prompt`` is used only as the test of an ``if`` outside of loops and other tests, and
+        if this ``if`` uses only constants and options.
+        """
+        from jinja2 import nodes
+
+        def names(tree: nodes.Node) -> list[str]:
+            return [each.name for each in tree.find_all(nodes.Name)]
+
+        whole, flag = self._template.environment.parse(self.source), nodes.Name("add_generation_prompt", "load")
+        asks = [each for each in whole.body if isinstance(each, nodes.If) and each.test == flag]
+        used = [name for each in asks for name in names(each)]
+        made = {"messages", *(each.name for each in whole.find_all(nodes.Name) if each.ctx == "store")}
+        alone = names(whole).count(flag.name) == used.count(flag.name) == len(asks)
+        return alone and not made & {*used} and not any(each.find(nodes.Call) for each in asks)
 
     @cached_property
     def _template(self) -> Any:
