@@ -31,6 +31,7 @@ from kos.errors import (
 )
 from kos.testing import Fault, spawn
 from tests.comm.ranks import TIMEOUT, MockRanks, on_each_rank, time_is_up
+from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TCPRanks, run_threads
 
 
@@ -116,7 +117,7 @@ def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(ranks_of_mp
     ranks_of_mpi.run(body)
 
 
-@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
+@pytest.mark.parametrize("on", [MockRanks, pytest.param(TCPRanks, marks=needs_core)])
 def test_a_rank_that_is_late_in_another_group_is_named(on: Any) -> None:
     """Rank 0 waits for rank 1, which waits in another group for rank 2."""
     begins, ended = threading.Event(), threading.Event()
