@@ -234,7 +234,8 @@ def _library(name: str, extra: str, path: Path) -> Any:
 
 def _decoded(path: Path, encoding: str, newline: str | None = None) -> Iterator[str]:
     """The text of a file, in parts of READ characters; in lines if ``newline`` says, as for ``open``, how they end."""
-    hint = f"expected {encoding.upper()} {KINDS}, got {{}}; --encoding reads text in another one, such as utf-16"
+    other = "--encoding reads text in another one, such as latin-1 or utf-16"
+    hint = f"expected {encoding.upper()} {KINDS}, got {{}}; {other}"
     codec = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
     with OPENERS.get(path.suffix.lower(), lambda path: path.open("rb"))(path) as raw:
         file, at = io.TextIOWrapper(raw, codec, newline=newline or ""), 0
