@@ -50,8 +50,8 @@ def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, An
     parts = [how, [*sources], config.val_data], [corpus.below, files]
     key = " ".join(hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in parts)
     if out.exists() and not out.is_dir():
-        how = "the last argument is the folder that is written"
-        raise ConfigError(f"{out}: expected a new or an empty folder, got a file; {how}")
+        last = "the last argument is the folder that is written"
+        raise ConfigError(f"{out}: expected a new or an empty folder, got a file; {last}")
     out.mkdir(parents=True, exist_ok=True)
     with _alone(out):
         return make(out, key)
