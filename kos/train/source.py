@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kos.errors import CheckpointError
 from kos.train import checkpoint
@@ -14,11 +14,24 @@ from kos.train.run_context import RunContext, check_free, check_unlocked, read_k
 from kos.train.tools import trackers
 
 
-def find_source(run: RunContext) -> tuple[str | None, int, int, bool, str | None]:
-    """Where a checkpoint or a Hugging Face folder to begin from is, its step, this if it is ours, which, and
-    the ``fit`` of the checkpoint's run.
+class Source(NamedTuple):
+    """Where a run begins.  Without a ``path``, its weights are drawn."""
 
-    What can be refused before there are data is refused here.
+    path: str | None
+    """The folder of a checkpoint, or one in Hugging Face's format."""
+    step: int = 0
+    """The step of the checkpoint."""
+    saved_step: int = -1
+    """``step`` if the checkpoint is in the run's own folder, else -1."""
+    is_checkpoint: bool = False
+    fit: str | None = None
+    """How documents fill the sequences (``--fit``) in the run that saved the checkpoint."""
+
+
+def find_source(run: RunContext) -> Source:
+    """Where the run begins.
+
+    Settings that the checkpoint alone shows to be wrong are refused here, before any data are read.
     """
     config = run.config
     check_unlocked(run.out)
@@ -30,7 +43,7 @@ def find_source(run: RunContext) -> tuple[str | None, int, int, bool, str | None
         check_free(run, 0, -1)
         if config.init_from is not None:
             huggingface.check_weights(adapter.base_of(Path(config.init_from)))
-        return config.init_from, 0, -1, False, None
+        return Source(config.init_from)
     path, step, _ = run.found
     saved_step = step if path.parent.resolve() == run.checkpoints.resolve() else -1
     check_free(run, step, saved_step)
@@ -38,7 +51,7 @@ def find_source(run: RunContext) -> tuple[str | None, int, int, bool, str | None
     resume.check_order(run.found, config)
     theirs = huggingface.read_config(path)
     resume.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
-    return str(path), step, saved_step, True, resume.fit_of(run.found)
+    return Source(str(path), step, saved_step, True, resume.fit_of(run.found))
 
 
 def check_source(run: RunContext) -> None:
