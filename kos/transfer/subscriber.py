@@ -69,7 +69,7 @@ class Catalogue:
 def read_catalogue(address: str, timeout: float = 30.0) -> Catalogue:
     """What the publisher at ``address`` offers, such as the shapes of its tensors: ``offers.shapes``.
 
-    Waits at most ``timeout`` seconds for a publisher to come.  Raises TransferError, TransferTimeout.
+    Waits at most ``timeout`` seconds until a publisher answers.  Raises TransferError, TransferTimeout.
     """
     with Subscriber(address, None) as subscriber:
         return subscriber.catalogue(timeout)
@@ -121,7 +121,7 @@ class Subscriber:
     def update(self, timeout: float = 30.0, *, verify: bool = False) -> Update:
         """Pull the newest version.  Collective if there is a communicator.
 
-        Waits at most ``timeout`` seconds in all, for the publisher to come, for its first version, and for the bytes.
+        Waits at most ``timeout`` seconds in all, until the publisher answers, has a version, and has sent its bytes.
         If the publisher uses the buffer of the version again, the update begins again with the newest one.
         ``verify`` reads over TCP, and compares checksums of all bytes with the publisher's, and where it was made with
         ``checksums``, these with the checksums at ``publish``.

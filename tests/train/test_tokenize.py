@@ -86,10 +86,8 @@ def test_several_sources_and_other_validation_data(folder: Path, tmp_path: Path)
     assert "the last tenth of b_train.jsonl, a_train.txt" in load(tmp_path / "both").held_out
 
 
-def test_it_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
-    monkeypatch.setattr(tokenizers, "PORTION", 100)
-    whole, out = tokenize(tmp_path / "whole", [str(folder)]), tmp_path / "out"
+def interrupt(out: Path, folder: Path) -> None:
+    """Interrupt ``kos tokenize`` while it records its third shard."""
     saved, real = [], tokenized.replace_file
 
     def stop(path: Path, content: bytes) -> None:
@@ -98,11 +96,18 @@ def test_it_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path, monkeypat
             raise KeyboardInterrupt
         real(path, content)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenized, "replace_file", stop)
         with pytest.raises(KeyboardInterrupt):
             tokenize(out, [str(folder)])
     assert saved == [0, 1, 2, 3]
+
+
+def test_it_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
+    monkeypatch.setattr(tokenizers, "PORTION", 100)
+    whole, out = tokenize(tmp_path / "whole", [str(folder)]), tmp_path / "out"
+    interrupt(out, folder)
     with refused(DataError, f"--data {out}: expected all shards, got 2 of an interrupted kos tokenize"):
         load(out)
     times = [(out / f"{number:05}.bin").stat().st_mtime_ns for number in range(2)]
@@ -165,17 +170,8 @@ def test_it_begins_again_with_other_files(
 ) -> None:
     monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
     monkeypatch.setattr(tokenizers, "PORTION", 100)
-    out, real = tmp_path / "out", tokenized.replace_file
-
-    def stop(path: Path, content: bytes) -> None:
-        if len(json.loads(content)["shards"]) == 3:
-            raise KeyboardInterrupt
-        real(path, content)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tokenized, "replace_file", stop)
-        with pytest.raises(KeyboardInterrupt):
-            tokenize(out, [str(folder)])
+    out = tmp_path / "out"
+    interrupt(out, folder)
     if change == "added":
         (folder / "d_train.txt").write_text("more " * 99)
     else:
