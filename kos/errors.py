@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from kos.commands import near, pip_install
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _PACKAGE, _PYTHON = Path(__file__).resolve().parent, Path(os.__file__).parent
 
 
@@ -106,6 +109,14 @@ class RankLost(CollectiveError):
     """Another rank exited, was killed, or aborted while this one was waiting for it."""
 
 
+class TransferError(KosError):
+    """Weights could not be handed over; names the publisher or the subscriber that failed, and what it held."""
+
+
+class TransferTimeout(TransferError, TimeoutError):
+    """A publisher or subscriber did not answer in time; names it, and what it held."""
+
+
 class ConfigError(KosError, ValueError):
     """A configuration value, file or flag was refused."""
 
@@ -191,6 +202,27 @@ def describe(error: BaseException) -> tuple[str, str]:
     if debugging() or (not isinstance(error, KosError) and (chained or within)):
         return line, "".join(kept.format())
     return line, "".join(traceback.StackSummary.from_list(mine).format())
+
+
+def without_own_frames(call: Callable[P, T]) -> Callable[P, T]:
+    """``call``, whose errors have no frames of the calls within it, nor have their causes.
+
+    Where no hook of kos is set, Python prints all frames of an uncaught error.  KOS_DEBUG=1 leaves them in.
+    """
+
+    @wraps(call)
+    def short(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            return call(*args, **options)
+        except KosError as error:
+            each: BaseException | None = None if debugging() else error
+            while each is not None and (trace := each.__traceback__) is not None:
+                if not Path(trace.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
+                    break  # an error of the program, which called kos while it handled it
+                each.__traceback__, each = None, each.__cause__ or each.__context__
+            raise error
+
+    return short
 
 
 def debugging() -> bool:

@@ -1,4 +1,7 @@
-"""Files that appear whole or must stay as they are, the user's cache, checks of output files, closed output pipes."""
+"""Files that appear whole or must stay as they are, the user's cache, checks of output files, closed output pipes.
+
+Also the palette of pictures.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,15 @@ from pathlib import Path
 from kos.errors import BackendUnavailable, InvalidArgument, install
 
 PICTURES = (".png", ".svg")
+PALETTE = ("#0b6fb8", "#c2410c", "#2f7d32", "#7c3aed", "#a16207", "#be185d", "#0e7490", "#6b3a1e", "#7b8794", "#1f2933")
+"""The colours of all pictures of kos, in the order in which a picture uses them: dark enough for text on white."""
+PALETTE_LIGHT = ("#7dbdec", "#f5b08a", "#94cc97")
+"""The first three, light enough for black text: variants of what the dark ones show."""
 _drafts = itertools.count()
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """``$XDG_CACHE_HOME/kos``, or ``~/.cache/kos``: a path that is not absolute counts for none, as XDG wants it."""
+    """``$XDG_CACHE_HOME/kos``, or ``~/.cache/kos``: a path that is not absolute is ignored, as XDG demands."""
     named = environ.get("XDG_CACHE_HOME", "")
     home = Path(environ.get("HOME") or Path.home())
     return (Path(named) if os.path.isabs(named) else home / ".cache") / "kos"
@@ -44,8 +51,8 @@ def replace_file(path: Path, content: bytes) -> None:
 class OpenFile:
     """A file that is read at any place, by any thread, and must stay as it is.
 
-    If another program changes it meanwhile, an OSError names it. Memory-mapped, one that becomes shorter would end the
-    process by SIGBUS, without a word.
+    If another program changes it meanwhile, an OSError names it. It is not memory-mapped, because a mapped file that
+    becomes shorter ends the process by SIGBUS, without a message.
     """
 
     def __init__(self, path: Path) -> None:

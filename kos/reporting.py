@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import logging
 import os
 import sys
 import time
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kos.errors import BackendUnavailable, ConfigError, DataError, InvalidArgument, KosError, RankLost, in_words
+
+_log = logging.getLogger(__name__)
 
 RANK_0_SECONDS = 10.0
 """How long the other ranks wait for rank 0 to print an error that all have; its exit ends them."""
@@ -23,7 +27,38 @@ LOST_SECONDS = 3.0
 It does not wait if the process of the other rank ended without a report."""
 
 
-class Parser(argparse.ArgumentParser):
+class ArgumentParser(argparse.ArgumentParser):
+    """Warns of an option of one value that is given twice: the last one counts, and a user may expect both to count."""
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.given = dict[str, Any]()
+        """The values of the options that this parser has read."""
+        for action in (None, "store"):
+            self.register("action", action, _Last)
+
+    def parse_known_args(self, *given: Any, **settings: Any) -> Any:
+        self.given.clear()
+        return super().parse_known_args(*given, **settings)
+
+
+class _Last(argparse.Action):
+    """Stores the last value of an argument."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if option_string and self.dest in parser.given and (earlier := parser.given[self.dest]) != values:
+            _warn(f"{option_string} is given twice: {values} counts, not {earlier}")
+        parser.given[self.dest] = values
+        setattr(namespace, self.dest, values)
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Warn once, also if a command reads its arguments several times."""
+    _log.warning(message)
+
+
+class Parser(ArgumentParser):
     """Raises ConfigError for arguments that it refuses."""
 
     def error(self, message: str) -> NoReturn:
@@ -50,12 +85,12 @@ def end_process(code: int) -> None:
     os._exit(code)
 
 
-def report(error: Exception, rank: int, note: str = "", debug: bool = False) -> None:
+def report(error: Exception, rank: int, note: str = "", debug: bool = False, alone: bool = False) -> None:
     """Print the error and its note on one line; the process then ends with an exit code that is not 0.
 
     mpirun ends the other ranks as soon as one process exits with an error. So a rank that only saw another rank fail
     lets that rank print first. If several ranks have the same error, the lowest of them prints it, once. ``debug``:
-    print the traceback before it.
+    print the traceback before it. ``alone``: this is the only process of the job, so its rank is not named.
     """
     shared = isinstance(error, KosError) and error.on_every_rank
     likely = isinstance(error, ConfigError)  # but a file may be missing on one machine
@@ -69,6 +104,6 @@ def report(error: Exception, rank: int, note: str = "", debug: bool = False) -> 
         time.sleep(min(rank, 8) * TURN_SECONDS)
     if debug:
         traceback.print_exception(error)
-    where = "" if shared or (likely and rank == 0) else f"rank {rank}: "
+    where = "" if alone or shared or (likely and rank == 0) else f"rank {rank}: "
     with contextlib.suppress(OSError, ValueError):
         print(f"kos: error: {where}{in_words(error)}{note}", file=sys.stderr, flush=True)

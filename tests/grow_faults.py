@@ -21,7 +21,6 @@ import faulthandler
 import json
 import os
 import signal
-import socket
 import tempfile
 import time
 from collections import Counter
@@ -36,6 +35,7 @@ import numpy as np
 import kos
 from kos.errors import KosError
 from kos.memory import Array
+from tests.comm.tcp_ranks import free_port
 from tests.forked import PATHS, Forked, fork_server
 
 START_SECONDS = 60.0  # for ranks to come
@@ -142,7 +142,7 @@ def _recover(trial: Trial, comm: kos.Communicator) -> kos.Communicator:
 
 
 def _check_out(comm: kos.Communicator, error: KosError) -> None:
-    if "is out" in str(error) and error.ranks == (comm.world_ranks[comm.rank],):
+    if "was left out" in str(error) and error.ranks == (comm.world_ranks[comm.rank],):
         raise Out(str(error))
 
 
@@ -337,7 +337,7 @@ def run_trial(trial: Trial) -> tuple[str, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
         env |= {"PYTHONPATH": PATHS, "OPENBLAS_NUM_THREADS": "1", "KOS_SECRET": "of the tests"}
         env |= {"KOS_JOIN": f"{folder}/address", "WORLD_SIZE": str(trial.size), "MASTER_ADDR": "127.0.0.1"}
-        env["MASTER_PORT"] = str(_free_port())
+        env["MASTER_PORT"] = str(free_port())
         ranks = Ranks(trial, folder, env)
         try:
             for rank in range(trial.size):
@@ -362,12 +362,6 @@ def _story(ranks: Ranks) -> Iterator[str]:
         yield ranks.continue_stopped()
         yield ranks.settle(SETTLE_SECONDS)
     yield ranks.finish()
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def campaign(trials: int, backend: str, seed: int, timeout: float, jobs: int, out: Path | None = None) -> int:

@@ -16,9 +16,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
 from kos.cuda.kernels import KernelCache
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
 FOLDER = Path(__file__).resolve().parent.parent / "build" / "kernels"
 KEPT = KernelCache(FOLDER)  # of those that NVRTC compiles
 # Hidden: else g++ gives static variables of inline functions and templates, __shared__ memory too, one place in the

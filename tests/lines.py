@@ -1,4 +1,7 @@
-"""Count the lines of code of each folder, and compare them with the bounds that are set (``python tests/lines.py``).
+"""Count the lines of code of each folder, and compare them with their bounds (``python tests/lines.py``).
+
+The bounds are the present sizes, rounded up a little. ``test_lines.py`` fails if one is exceeded. A change that needs
+more raises the bound, so that its review sees the growth. A change that removes much lowers it.
 
 A line counts that is neither blank, nor comment, nor docstring; a string that is a statement is a docstring.
 """
@@ -16,7 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (
-    "comm", "cuda", "memory", "doctor", "testing", "tune", "interop", "train", "bench", "_core", "kos", "tests"
+    "comm", "cuda", "memory", "doctor", "testing", "tune", "transfer", "interop", "train", "bench", "_core", "kos",
+    "tests",
 )  # fmt: skip
 """The folders in ``kos``; ``kos`` are the files right in it, ``tests`` the tests."""
 LANGUAGES = {
@@ -47,12 +51,11 @@ class File:
 
 @dataclass(frozen=True)
 class Bound:
-    """What may not be exceeded; ``held``: a test fails if it is.  ``found``: the functions or files that exceed it."""
+    """What may not be exceeded.  ``found``: the functions or files that exceed it."""
 
     what: str
     most: int
     value: int
-    held: bool
     found: tuple[str, ...] = ()
 
 
@@ -112,30 +115,34 @@ def large_functions(counted: list[File]) -> list[str]:
     ]  # fmt: skip
 
 
-def large_files(counted: list[File]) -> list[str]:
-    """The files of the library with more lines, of whatever kind, than ``MOST_IN_FILE``; collectives.py may have."""
+def large_files(counted: list[File], *folders: str) -> list[str]:
+    """The files in ``folders`` with more lines, of whatever kind, than ``MOST_IN_FILE``; collectives.py may have."""
     return [
         f"{file.path}: {file.total}" for file in counted
-        if file.folder in (*LIBRARY, "_core") and file.total > MOST_IN_FILE and file.path != "kos/comm/collectives.py"
+        if file.folder in folders and file.total > MOST_IN_FILE and file.path != "kos/comm/collectives.py"
     ]  # fmt: skip
 
 
 def bounds(counted: list[File]) -> list[Bound]:
-    """The bounds that are set, and how they stand."""
+    """The bounds, and the present sizes."""
 
     def lines(language: str, *folders: str) -> int:
         return sum(file.code for file in counted if file.folder in folders and file.language == language)
 
-    functions, long = tuple(large_functions(counted)), tuple(large_files(counted))
+    functions, of_train = tuple(large_functions(counted)), tuple(large_files(counted, "train"))
+    long = tuple(large_files(counted, *LIBRARY, "_core"))
     return [
-        Bound(f"Python in {', '.join(LIBRARY)}", 14_400, lines("Python", *LIBRARY), held=False),
-        Bound("C in _core", 3_008, lines("C", "_core"), held=True),
-        Bound("Python in interop", 1_200, lines("Python", "interop"), held=False),
-        Bound("Python in train", 7_700, lines("Python", "train"), held=False),
-        Bound("Python in tests", 31_000, lines("Python", "tests"), held=False),
-        Bound("classes in comm", 123, sum(file.classes for file in counted if file.folder == "comm"), held=True),
-        Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), held=True, found=functions),
-        Bound(f"files of over {MOST_IN_FILE} lines in these", 0, len(long), held=True, found=long),
+        Bound(f"Python in {', '.join(LIBRARY)}", 19_760, lines("Python", *LIBRARY)),
+        Bound("C in _core", 3_020, lines("C", "_core")),
+        Bound("Python in interop", 1_270, lines("Python", "interop")),
+        Bound("Python in transfer", 1_100, lines("Python", "transfer")),
+        Bound("Python in train", 15_520, lines("Python", "train")),
+        Bound("Python in tests", 61_650, lines("Python", "tests")),
+        Bound("CUDA in comm and train", 5_200, lines("CUDA", "comm", "train")),
+        Bound("classes in comm", 123, sum(file.classes for file in counted if file.folder == "comm")),
+        Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), found=functions),
+        Bound(f"files of over {MOST_IN_FILE} lines in the library and _core", 0, len(long), found=long),
+        Bound(f"files of over {MOST_IN_FILE} lines in train", 2, len(of_train), found=of_train),
     ]
 
 

@@ -14,7 +14,7 @@ from kos.bench import report
 from kos.errors import BackendUnavailable
 from kos.train.config import PRESETS
 from kos.train.ops.cuda.cublaslt import scale_mode
-from tests.host_compiler import COMPILER
+from tests.host_compiler import needs_compiler
 from tests.train.host_kernels import emulator
 
 
@@ -33,7 +33,7 @@ class Ops(emulator.HostOps):
         super().matmul(a, b, out, scales=scales if 5 in modes else (), **options)
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+@needs_compiler
 def test_all_tables(monkeypatch, tmp_path, capsys):
     emulator.host_memory(monkeypatch)
     made: list[Ops] = []

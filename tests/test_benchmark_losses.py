@@ -23,7 +23,7 @@ from kos.errors import ConfigError, DataError
 from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
-from tests.host_compiler import COMPILER
+from tests.host_compiler import needs_compiler
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 from tests.train.host_kernels.engine import DeviceComm, host_engine
 from tests.train.refusal import refused
@@ -134,7 +134,7 @@ def test_compressed_gradients(corpus: Path) -> None:
     assert "int8 differs by" in done.stdout and "2 seeds" in done.stdout
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+@needs_compiler
 def test_losses_on_an_emulated_gpu(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs of a GPU are those of a CPU, one after another in one process."""
     flags = [*FLAGS[:-2], "--data", str(unpack(corpus)), "--epochs", "1", "--eval-batches", "2"]

@@ -186,12 +186,12 @@ REFUSED = [
     ("--arrays 1 --algorithm ring", "--arrays: expected host memory and no --algorithm"),
     ("--sizes", "--sizes: expected one argument, got none"),
     ("--foo", "unrecognized arguments: --foo"),
-    ("--plot x.png --no-plot", "--plot, --no-plot: expected one of them, got both"),
+    ("--plot x.png --no-plot", "--plot, --no-plot: expected one of the two, got both"),
     ("--plot x.gif", "x.gif: expected a picture's name that ends in .png or .svg"),
     ("--json /nowhere/x", "/nowhere/x: expected a file to write, got no such folder"),
     ("--device gpu", "--device gpu: "),
     ("--sizes 64,4 --dtype float64", "all_reduce: expected at least one float64 for each of 2 ranks"),
-    ("--op avg --ranks 3", "avg: is exact"),
+    ("--op avg --ranks 3", "avg: expected floats on 2, 4, 8"),
     ("--backend gloo", "nothing to measure on a host: gloo: needs mpirun"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -234,4 +235,8 @@ fn=(2)
 0 60
 """
     assert instructions.counted(text) == {"core": 15, "python": 0, "libc": 60}
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_the_tools_by_which_instructions_are_counted_are_recorded() -> None:
     assert json.loads(json.dumps(instructions.toolchain()))["machine"]

@@ -188,7 +188,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
         "mock", nccl={"max_ctas": 8}
     ),
     "InvalidArgument: backend: expected auto or one of …, got …": lambda: kos.init("none"),
-    "RendezvousError: …: expected beside …, got nothing (a process without any of … is a group of one)": by_environment(
+    "RendezvousError: …: expected values beside those of …, got none (a process without any of …": by_environment(
         RANK="0", WORLD_SIZE="2"
     ),
     "RendezvousError: RANK: expected a whole number from 0 to …, got …": by_environment(

@@ -13,7 +13,9 @@ from docs.hooks.fences import CODE
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-OUTSIDE = ("README.md", "CHANGELOG.md", "examples/README.md", "benchmarks/notebook.md")
+OUTSIDE = (
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "benchmarks/notebook.md"
+)  # fmt: skip
 PAGES = [*(ROOT / each for each in OUTSIDE), *DOCS]
 LINK = re.compile(r"\]\(\s*([^)\s]+)|^\[[^\]\n]+\]:\s*(\S+)|<(?:a|img)\b[^>]*?\b(?:href|src)=\"([^\"]+)", re.M)
 HEADING = re.compile(r"^#{1,6} +(.+?)[ #]*$", re.M)

@@ -163,13 +163,19 @@ def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
 
 
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_version", lambda name: None if name in ("rich", "nccl4py") else "1.0")
+    extras = {"jinja2": "chat", "pyarrow": "parquet", "backports.zstd": "zstd"}
+    if sys.version_info >= (3, 14):
+        del extras["backports.zstd"]
+    monkeypatch.setattr(checks, "_version", lambda name: None if name in ("rich", "nccl4py", *extras) else "1.0")
     for kernel_driver, remedy in ((None, ""), ("NVRM version: 580", install("cuda"))):  # without a GPU none wants it
         monkeypatch.setattr(checks, "_kernel_driver", lambda kernel_driver=kernel_driver: kernel_driver)
         found = {check.name: check for check in checks.packages()}
         assert found["packages (core)"].verdict == OK
         assert found["packages (train)"] == Check("packages (train)", NO, "not installed: rich", install("train"))
         assert found["packages (cuda)"] == Check("packages (cuda)", NO, "not installed: nccl4py", remedy)
+        for name, extra in extras.items():
+            title = f"packages ({extra})"
+            assert found[title] == Check(title, NO, f"not installed: {name}", install(extra))
 
 
 @pytest.mark.parametrize(

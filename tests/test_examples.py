@@ -113,6 +113,15 @@ def test_survivors_go_on() -> None:
         assert f"rank {rank}: [1. 2. 3.] after 10 steps on 2 ranks" in texts[rank]
 
 
+def test_weights_to_a_server(tmp_path: Path) -> None:
+    """The server has four versions, then keeps its weights while the trainer is away, then has four of the next one."""
+    port = next(port for port in iter(free_port, 0) if port < 60_000)
+    env = {**environment(), "TMPDIR": str(tmp_path)}
+    text = output(run_program(*python(), str(EXAMPLES / "weights_to_server.py"), str(port), env=env, cwd=tmp_path))
+    assert len(re.findall(r"^version \d+", text, re.M)) == 8 and text.count("of a restarted trainer") == 1
+    assert re.search(rf"publisher kos.train at 127.0.0.1:{port}, which had version \d+: expected it to answer", text)
+
+
 SLURM = {
     "scontrol": '[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\\nnode2\\n" || echo "scontrol $*"',
     "srun": """[ "$1 $2" = "--kill-on-bad-exit=1 --cpus-per-task=3" ] || exit 2; shift 2

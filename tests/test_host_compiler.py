@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import host_compiler
-from tests.host_compiler import COMPILER, compiled
+from tests.host_compiler import compiled, needs_compiler
 from tests.train.host_kernels.emulator import SIMT
 
 SOURCE = f"""#include "{SIMT}"
@@ -29,7 +29,6 @@ extern "C" EXPORTED void places(void** found) {{
 """
 
 
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
 
 
 @needs_compiler

@@ -33,6 +33,7 @@ FLOORS = {
     "testing": 3,
     "tune": 3,
     "doctor": 3,
+    "transfer": 3,
     "interop": 3,
     "train": 3,
     "bench": 4,
@@ -40,7 +41,7 @@ FLOORS = {
 }
 SAME_FLOOR = {
     ("memory", "cuda"), ("dtypes", "errors"), ("files", "errors"), ("", "comm"), ("errors", ""), ("doctor", "testing"),
-    ("errors", "commands"), ("reporting", "errors"),
+    ("errors", "commands"), ("reporting", "errors"), ("train", "transfer"), ("interop", "transfer"),
 }  # fmt: skip
 
 ALLOWED_BY_CORE = {"numpy", "ml_dtypes", "kos"}
@@ -207,3 +208,14 @@ def test_kos_imports_neither_torch_nor_pickle() -> None:
         if module.partition(".")[0] in banned
     ]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("code", ["from kos import init", "import kos; kos.init", "from kos.train import fit"])
+def test_a_python_without_the_gil_is_refused(code: str) -> None:
+    """By the first import of what communicates: torch imports ``kos.interop.autoload`` in every program."""
+    program = f"import sys; sys._is_gil_enabled = lambda: False; import kos.interop.autoload; {code}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    expected = "ImportError: kos: expected the GIL, got a free-threaded Python without it: set PYTHON_GIL=1"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == expected
+    again = program.replace("False", "True")
+    assert subprocess.run([sys.executable, "-c", again], timeout=60).returncode == 0

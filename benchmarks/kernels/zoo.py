@@ -17,6 +17,7 @@ from kos.memory.array import Array
 from kos.train.config import ModelSection
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import CudaOps
+from kos.train.ops.norm import Normalize
 from kos.train.tools.costs import cost
 
 DEVICE = "cuda"
@@ -101,7 +102,7 @@ class Zoo:
         """
 
         def expected() -> list[np.ndarray]:
-            host = [to_host(x, columns) if isinstance(x, torch.Tensor) else x for x in arguments]
+            host = [each_tensor(lambda x: to_host(x, columns), x) for x in arguments]
             getattr(reference, name)(*(Arena() if x is self.arena else x for x in host))
             return [x for x, there in zip(host, arguments, strict=True) if any(there is out for out in writes)]
 
@@ -124,8 +125,15 @@ def backward_of(output: torch.Tensor, leaves: Sequence[torch.Tensor], d_output: 
 
 
 def as_array(x: Any) -> Any:
-    """A tensor as the operations take it; anything else as it is."""
-    return Array.from_dlpack(x) if isinstance(x, torch.Tensor) else x
+    """A tensor, or each of a record, as the operations take it; anything else as it is."""
+    return each_tensor(Array.from_dlpack, x)
+
+
+def each_tensor(convert: Callable[[torch.Tensor], Any], x: Any) -> Any:
+    """A tensor, or each of a ``Normalize``, converted; anything else as it is."""
+    if isinstance(x, Normalize):
+        return x._make(each_tensor(convert, each) for each in x)
+    return convert(x) if isinstance(x, torch.Tensor) else x
 
 
 def to_host(tensor: torch.Tensor, columns: bool = False) -> np.ndarray:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kos.bench.report import size
+from kos.files import PALETTE, PALETTE_LIGHT
 
-KOS, KOS_LIGHT = "#d1495b", "#edae49"
-PEER, PEER_LIGHT, PEER_THIRD, PEER_FOURTH = "#00558c", "#5fa8d3", "#3a7d44", "#8d99ae"
-LIMIT = "#222222"
+(PEER, KOS, PEER_THIRD), (PEER_LIGHT, KOS_LIGHT, _) = PALETTE[:3], PALETTE_LIGHT
+PEER_FOURTH, LIMIT = PALETTE[-2:]
 LIMIT_LINE: dict[str, Any] = {"color": LIMIT, "linestyle": (0, (3, 2)), "linewidth": 1.1}
 STYLES: dict[str, dict[str, Any]] = {
     "kos": {"color": KOS, "marker": "o"},

@@ -13,7 +13,7 @@ def messages() -> str:
     note = f"between hosts, {limits}: eager; else: rendezvous"
     return exchange("Messages over TCP", note, ["rank 0: program", "rank 0: socket", "rank 1: socket",
                                                 "rank 1: program"], [
-        (0, 1, "send(short)"), (1, 2, "EAGER and data"), (2, 2, "no receive yet: buffered"),
+        (0, 1, "send(short)"), (1, 2, "EAGER, data"), (2, 2, "no receive yet: buffered"),
         (3, 2, "recv(out)"), (2, 3, "copied"),
         (0, 1, "send(long)"), (1, 2, "RTS, no data"), (3, 2, "recv(out)"), (2, 1, "CTS, credits"),
         (1, 2, "DATA"), (2, 3, "read straight into out"),
@@ -28,7 +28,7 @@ def rendezvous() -> str:
         (3, 1, "call, proof of the secret"), (1, 1, "all ranks are here"),
         (0, 1, "bytes of 0"), (2, 1, "bytes of 1"), (3, 1, "bytes of 2"), (4, 1, "bytes of 3"),
         (1, 4, "all four, to every rank"), (1, 0, "all four"),
-        (3, 2, "direct connection, when a backend needs one"),
+        (3, 2, "a connection, if a backend needs it"),
     ])  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def core() -> str:
     """``kos/_core``: a call that the core completes, and one whose other rank was killed."""
     return exchange("A call through the compiled core", "Python runs for the first call and for failures",
                     ["rank 0: Python", "rank 0: core", "segment", "rank 1: core"], [
-        (0, 1, "first all_reduce(x)"), (1, 0, "unknown"), (0, 1, "prepare(signature)"),
+        (0, 1, "first all_reduce(x)"), (1, 0, "not in the cache"), (0, 1, "prepare(signature)"),
         (0, 1, "all_reduce(x)"), (1, 2, "fingerprint, data, stamp"), (3, 2, "fingerprint, data, stamp"),
         (2, 1, "stamp of rank 1: same call"), (1, 0, "x"),
         (0, 1, "all_reduce(y)"), (1, 2, "fingerprint, data, stamp"), (3, 3, "killed"), (1, 0, "after 10 ms: a Work"),
@@ -48,12 +48,12 @@ def core_gpu() -> str:
     """``kos/_core/module_launch.c`` and ``kos.comm.gpu.eager``."""
     return exchange("A call on a GPU through the core", "Python makes the first call, and those with a changed guard",
                     ["rank 0: Python", "rank 0: core", "segment", "driver or NCCL"], [
-        (0, 1, "first all_reduce(x)"), (1, 0, "unknown"), (0, 3, "orders the stream, launches"),
+        (0, 1, "first all_reduce(x)"), (1, 0, "not in the cache"), (0, 3, "order the stream, launch"),
         (0, 1, "the launch and its guards"),
-        (0, 1, "all_reduce(x)"), (1, 1, "guards as they were"), (1, 2, "fingerprint"),
+        (0, 1, "all_reduce(x)"), (1, 1, "the guards hold"), (1, 2, "fingerprint"),
         (1, 3, "launch, without the GIL"), (1, 0, "x"),
         (0, 1, "all_reduce(y), another stream"), (1, 0, "a guard has changed"), (0, 3, "event, wait, launch"),
-        (0, 1, "every 64th all_reduce(x)"), (1, 0, "back to Python"), (0, 2, "compares the fingerprints so far"),
+        (0, 1, "every 64th all_reduce(x)"), (1, 0, "back to Python"), (0, 2, "compare the fingerprints so far"),
     ])  # fmt: skip
 
 
@@ -73,12 +73,12 @@ def replacement() -> str:
     events = [
         (1, 0, "epoch 0, step 7"),
         (2, 0, "epoch 0, step 7"),
-        (0, 0, "all alike: update 7"),
-        (2, 2, "is killed"),
+        (0, 0, "all equal: update 7"),
+        (2, 2, "killed"),
         (1, 1, "RankLost: no update"),
         (0, 1, "shrink: applied 7"),
         (1, 0, "shrink: applied 6"),
-        (1, 1, "update 7, kept sums"),
+        (1, 1, "applies update 7"),
         (0, 0, "epoch 1: 2 ranks"),
         (3, 0, "join"),
         (0, 1, "step 8, 1 newcomer"),
@@ -86,7 +86,7 @@ def replacement() -> str:
         (0, 0, "epoch 2: 3 ranks"),
     ]
     actors = ["rank 0", "rank 1", "rank 2", "newcomer"]
-    about = "each rank's entry reaches all others; some of them are left out"
+    about = "each rank's entry reaches all others; some of these messages are not drawn"
     return exchange("A rank is replaced", about, actors, events)
 
 
@@ -97,7 +97,7 @@ def watchdog() -> str:
         (0, 1, "all_reduce, queued"), (0, 0, "waits for the stream"), (1, 1, "kernel waits for rank 2"),
         (2, 3, "is a process gone?"), (2, 1, "which rank is awaited?"), (2, 3, "publishes: waits for 2"),
         (1, 1, "deadline in the kernel"), (1, 3, "notifies all kernels"), (1, 0, "stream ends"),
-        (2, 2, "records CollectiveTimeout"), (2, 0, "next call raises: rank 2"),
+        (2, 2, "records CollectiveTimeout"), (2, 0, "next call raises, naming rank 2"),
     ])  # fmt: skip
 
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
+from kos.files import PALETTE
+from kos.files import PALETTE_LIGHT as LIGHT
+
 WIDTH = 700
-INK, GREY, PALE = "#1f2933", "#7b8794", "#e4e7eb"
-COLOURS = ("#0b6fb8", "#c2410c", "#2f7d32", "#7c3aed")
-"""One for each rank: dark enough for text on white."""
-LIGHT = ("#7dbdec", "#f5b08a", "#94cc97")
-"""The first three, light enough for black text."""
+INK, GREY, PALE = PALETTE[-1], PALETTE[-2], "#e4e7eb"
+COLOURS = PALETTE[:4]
+"""One for each rank."""
 
 
 class Picture:

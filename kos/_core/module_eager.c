@@ -251,6 +251,14 @@ static PyObject *keep(Operation *o, PyObject *value) {
     return value;
 }
 
+// The call that made this Work raises: a receive that is in flight takes no message.  Other results are left as they are.
+static void withdraw(PyObject *work) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    Py_XDECREF(PyObject_CallMethod(work, "withdraw", NULL));
+    PyErr_Restore(type, value, traceback);
+}
+
 // A call that is known; NULL without an exception: the method must make it.
 static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *args, char *const *data,
                      PyObject *frame) {
@@ -259,7 +267,7 @@ static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *ar
         return k->how == Py_False ? NULL
             : keep(o, queue_call(g, k->how, frame, k->result < 0 ? Py_None : args[k->result],
                                  k->send < 0 ? NULL : data[k->send], k->recv < 0 ? NULL : data[k->recv]));
-    const int message = k->core->algorithm == KOS_MAIL;
+    const int message = k->core->algorithm == KOS_MAIL, waits = k->waits;  // Python code may free k
     if (g->off || (o->last && !o->last->reported) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
         || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, data)
         || *g->active != Py_None || *g->last != Py_None || *g->first != Py_None
@@ -272,7 +280,6 @@ static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *ar
     PyObject *result = k->result < 0 ? Py_None : args[k->result], *how = Py_NewRef(k->how), *old[2];
     void *from = k->send < 0 ? NULL : data[k->send], *to = k->recv < 0 ? NULL : data[k->recv];
     g->hits++;
-    const int waits = k->waits;  // Python code may free k
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
     const kos_result r = begin(g, k->core, number, from, to);
     PyObject *slot = note(g, k->description, sequence, frame, old);  // while the data is on its way
@@ -283,13 +290,13 @@ static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *ar
     if (value && left != Py_None && (waits || !is_pending(left))) {
         PyObject *work = value;
         value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, work, waits ? Py_True : Py_False, NULL);
+        if (!value && message)  // such as Ctrl-C before the method holds it back
+            withdraw(work);
         Py_DECREF(work);
     }
-    Py_DECREF(left);
-    Py_DECREF(old[0]);
-    Py_DECREF(old[1]);
-    Py_DECREF(how);
-    Py_DECREF(sequence);
+    PyObject *used[] = {left, old[0], old[1], how, sequence};
+    for (int i = 0; i < 5; i++)
+        Py_DECREF(used[i]);
     return value;
 }
 
@@ -317,15 +324,15 @@ static PyObject *ask(Operation *o, Group *g, const call_key *key, PyObject *cons
             remember(o, key, how, generation);
         if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
             PyErr_Clear();  // the call itself has succeeded
-        else if (PyErr_Occurred())
-            Py_CLEAR(result);  // a signal's handler has raised
+        else if (PyErr_Occurred()) {  // a signal's handler has raised
+            withdraw(result);
+            Py_CLEAR(result);
+        }
         Py_XDECREF(how);
     }
-    Py_DECREF(node);
-    Py_XDECREF(asked);
-    Py_XDECREF(method);
-    Py_XDECREF(given);
-    Py_XDECREF(options);
+    PyObject *used[] = {node, asked, method, given, options};
+    for (int i = 0; i < 5; i++)
+        Py_XDECREF(used[i]);
     return result;
 }
 

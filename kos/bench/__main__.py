@@ -234,7 +234,7 @@ class Benchmark:
 
 
 def refuse(control: Communicator, problem: str) -> NoReturn:
-    """End every rank; one of them says why."""
+    """End all ranks; one of them prints the reason."""
     if control.rank == 0:
         print(f"kos: error: {problem}", file=sys.stderr, flush=True)
     raise SystemExit(2)
@@ -279,7 +279,7 @@ def work(control: Communicator, options: argparse.Namespace) -> report.Row | Non
 
 
 def draw(result: report.Row, options: argparse.Namespace) -> str:
-    """Draw the picture unless ``--no-plot``; what became of it, on one line."""
+    """Draw the picture unless ``--no-plot``.  Returns a line that names its file, or says why there is none."""
     if not options.plot and options.no_plot:
         return "# no picture (--no-plot)"
     path = options.plot or picture_name(result, options.json)
@@ -292,7 +292,7 @@ def draw(result: report.Row, options: argparse.Namespace) -> str:
 
 
 def picture_name(result: report.Row, json: Path | None) -> Path:
-    """Beside the rows, or named after what was measured, in the current folder."""
+    """The file of the picture: beside that of the rows, or in the current folder, named after what was measured."""
     if json is not None:
         return json.with_suffix(".png")
     ops = list(dict.fromkeys(row["op"] for row in result["rows"]))
@@ -301,7 +301,7 @@ def picture_name(result: report.Row, json: Path | None) -> Path:
 
 
 def all_cases(options: argparse.Namespace, ranks: int) -> list[list[Case]]:
-    """What will be measured, by operation and size; what cannot be is refused here."""
+    """The cases to measure, by operation and size.  Raises InvalidArgument for one that cannot be measured."""
 
     def places(op: str) -> list[bool]:
         if options.arrays:  # called again on the same arrays; Open MPI has no other broadcast

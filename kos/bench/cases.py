@@ -67,7 +67,8 @@ _LARGEST_INTEGER = {
 def busbw_factor(op: str, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth: the part of the row's bytes that each link must carry.
 
-    As in doc/PERFORMANCE.md of nccl-tests.  With uneven parts the rank with the smallest part has the busiest link.
+    It is that of nccl-tests (doc/PERFORMANCE.md).  With uneven parts, the rank with the smallest part has the busiest
+    link.
     """
     if op == "all_reduce":
         return 2 * (ranks - 1) / ranks
@@ -259,7 +260,7 @@ def value_range(case: Case) -> tuple[int, int]:
     if case.redop == "avg" and case.op in ("scan", "exscan"):
         raise InvalidArgument(f"avg: expected an operation that has an average, got {case.op}")
     if case.redop == "avg" and (n & (n - 1) or not case.dtype.is_float):
-        raise InvalidArgument(f"avg: is exact, and so checked, for floats on 2, 4, 8... ranks, got {name} on {n}")
+        raise InvalidArgument(f"avg: expected floats on 2, 4, 8, ... ranks, whose average is exact, got {name} on {n}")
     return low, high
 
 

@@ -20,7 +20,10 @@ GPU_BACKENDS = ("kos-nccl", "peer", "auto", "nccl", "nccl-window", "torch-nccl",
 
 
 def not_measurable(backends: Iterable[str], gpu: bool, no_gpu: str | None) -> dict[str, str]:
-    """Those backends that a job of processes cannot measure in this memory, and why.  ``no_gpu``: why there is none."""
+    """The backends that a job of processes cannot measure in this memory, with the reasons.
+
+    ``no_gpu`` is the reason why there is no GPU.
+    """
     reason = "it is for a host" if gpu else no_gpu or "it is for GPUs"
     threads = "its ranks are threads of one process (start without mpirun)"
     elsewhere = [name for name in backends if name == "mock" or (name in GPU_BACKENDS) != gpu]
@@ -35,7 +38,7 @@ def choices(op: str) -> tuple[str, ...]:
 
 
 class Implementation:
-    """One way to carry collectives, and one way to call it ("function", "persistent" or "async")."""
+    """A library that runs collectives, and one way to call it ("function", "persistent" or "async")."""
 
     backend = ""
     algorithm = "auto"

@@ -6,12 +6,12 @@ are of several commits, each row names its commit.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 from kos.bench.report import KEYS, Row, read, to_json
 from kos.errors import ConfigError, KosError
+from kos.reporting import ArgumentParser
 
 CASE = ("op", "backend", "algorithm", "dtype", "bytes", "ranks", "mode", "redop", "in_place", "call")
 
@@ -47,7 +47,7 @@ def join(results: list[Row]) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m kos.bench.join", description=__doc__)
+    parser = ArgumentParser(prog="python -m kos.bench.join", description=__doc__)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="JOINED", required=True)
     options = parser.parse_args()

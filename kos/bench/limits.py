@@ -66,7 +66,7 @@ def copy_run(case: Case, rank: int, slots: int) -> Run:
 
 
 def host_flag_us(job: Job) -> float:
-    """A flag's way through shared memory to another process of this host and back; 0 without one to ask."""
+    """The round trip of a flag through shared memory to another process of this host, in us; 0 if there is none."""
     if job.is_mock or job.size == 1 or (os.cpu_count() or 1) < 2:
         return 0.0
     segment, _ = open_segment(job.comm.rendezvous)

@@ -1,4 +1,4 @@
-"""Batches of calls: timed, checked, interleaved among implementations."""
+"""Runs batches of calls of all implementations in turns, measures their times and checks their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where inputs and outputs lie: slots, one for each call of a batch, written before it and checked after it."""
+"""The memory of inputs and outputs: a slot for each call of a batch, written before the batch and checked after it."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
 
 
 def numbers_of(options: argparse.Namespace) -> list[int]:
-    """Those of ``--arrays``; empty without."""
+    """The numbers of ``--arrays``; empty without the flag."""
     words = options.arrays.split(",") if options.arrays else []
     if wrong := [word for word in words if not word.isdecimal() or not 0 < int(word) <= 1000]:
         raise ConfigError(f"--arrays: expected numbers from 1 to 1000 such as 1,100, got {wrong[0]!r}")
@@ -71,10 +71,10 @@ def _parser() -> Parser:
     add("-b", "--min-bytes", type=parse_size, metavar="SIZE", help="smallest size, such as 512 or 64K (default 1K)")
     add("-e", "--max-bytes", type=parse_size, metavar="SIZE", help="largest size (default 64M)")
     add("-f", "--factor", type=int, metavar="N", help="each size is N times the one before (default 4)")
-    add("--sizes", type=parse_sizes, metavar="SIZES", help="sizes such as 8,1K,1M, instead of -b, -e and -f")
+    add("--sizes", type=parse_sizes, metavar="SIZES", help="these sizes, such as 8,1K,1M, instead of -b, -e and -f")
     add("-d", "--dtype", default="float32", help=f"element type: one of {_names(MEASURED)} (default %(default)s)")
     add("-o", "--op", default="sum", choices=REDUCE_OPS, help="reduce operation (default %(default)s)")
-    add("--backend", help=f"measure only these: some of {_names([*HOST_BACKENDS, *GPU_BACKENDS])}")
+    add("--backend", help=f"measure only these backends: some of {_names([*HOST_BACKENDS, *GPU_BACKENDS])}")
     add("--algorithm", default="auto", help="an algorithm of kos, or deterministic (default %(default)s)")
     add("--mode", help="some of graph (GPUs), eager, single_shot (default: all)")
     add("--place", choices=("in", "out", "both"), default="both", help="in place or out of place (default %(default)s)")
@@ -83,11 +83,12 @@ def _parser() -> Parser:
     add("-n", "--iterations", type=int, default=200, metavar="N", help=about)
     about = "untimed calls before these, in whole batches (default %(default)s)"
     add("-w", "--warmup", type=int, default=1, metavar="N", help=about)
-    about = "hosts: measure calls on so many arrays in turn, such as 1,100; adds async calls, noise, and MPI from C"
+    about = "on hosts: measure calls on so many arrays in rotation, such as 1,100; also measures async calls, the "
+    about += "noise, and MPI called from C"
     add("--arrays", metavar="N,N", help=about)
     add("--ranks", type=int, default=2, help="threads to use if no mpirun has started ranks (default %(default)s)")
     add("--seed", type=int, default=0, help="seed of the values that are sent (default %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write the rows, with what they were measured on")
+    add("--json", type=Path, metavar="FILE", help="write the rows, and the hardware and software, to this file")
     where = "the picture of latency and bus bandwidth by size (default: beside --json, or bench-*.png)"
     add("--plot", type=Path, metavar="FILE", help=where)
     add("--no-plot", action="store_true", help="draw no picture")
@@ -125,5 +126,5 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         got = f"{options.iterations}, {options.ranks} and {options.warmup}"
         raise ConfigError(f"--iterations, --ranks, --warmup: expected numbers from 1, 1 and 0 on, got {got}")
     if options.plot and options.no_plot:
-        raise ConfigError("--plot, --no-plot: expected one of them, got both")
+        raise ConfigError("--plot, --no-plot: expected one of the two, got both")
     return options

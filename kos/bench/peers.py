@@ -1,4 +1,4 @@
-"""Peers for host memory: Open MPI's own calls through mpi4py, and Gloo through torch.distributed."""
+"""Other libraries for host memory: Open MPI called through mpi4py, and Gloo through torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Peers for GPUs: NCCL without kos, plain and in symmetric windows, NCCL and symmetric memory through torch.
+"""Other libraries for GPUs: NCCL, on plain memory and in symmetric windows; NCCL and symmetric memory through torch.
 
-NVLink multicast stays as the environment has it; the kernels of torch's symmetric memory used here do without.
+The environment decides whether NVLink multicast is used; the kernels of torch's symmetric memory that run here do not
+use it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ are such rows), bus bandwidth back to back on the right; one line per implementa
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,17 @@ from typing import Any
 from kos.bench.implementations import OURS
 from kos.bench.report import size
 from kos.errors import KosError
-from kos.files import check_picture
+from kos.files import PALETTE, PALETTE_LIGHT, check_picture
+from kos.reporting import ArgumentParser
 
 Row = dict[str, Any]
 
+_BLUE, _ORANGE, _GREEN, *_, _BROWN, _GREY, _INK = PALETTE
 _COLORS = {
-    "mpi": "#c1121f", "kos-nccl": "#c1121f", "mock": "#c1121f", "peer": "#e85d04", "tcp": "#e85d04", "auto": "#6a040f",
-    "mpi-native": "#1d3557", "nccl": "#1d3557", "nccl-window": "#457b9d", "gloo": "#2a9d8f", "torch-nccl": "#2a9d8f",
-    "torch-symm": "#8d99ae",
+    "mpi": _ORANGE, "kos-nccl": _ORANGE, "mock": _ORANGE, "auto": _BROWN,
+    "peer": PALETTE_LIGHT[1], "tcp": PALETTE_LIGHT[1],
+    "mpi-native": _BLUE, "nccl": _BLUE, "nccl-window": PALETTE_LIGHT[0], "gloo": _GREEN, "torch-nccl": _GREEN,
+    "torch-symm": _GREY,
 }  # fmt: skip
 _STYLES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 _MARKERS = "os^Dvx"
@@ -88,7 +90,7 @@ def _panel(axes: Any, lines: dict[str, list[Row]], value: str) -> None:
         seen.append(backend)
         axes.plot(
             [row["bytes"] for row in rows], [row[value] for row in rows], label=f"{name} (kos)" if ours else name,
-            color=_COLORS.get(backend, "#555555"), linewidth=2.4 if ours else 1.5, linestyle=style,
+            color=_COLORS.get(backend, _INK), linewidth=2.4 if ours else 1.5, linestyle=style,
             marker=_MARKERS[index % len(_MARKERS)], markersize=4, zorder=3 if ours else 2,
         )  # fmt: skip
         for row in rows:
@@ -98,11 +100,11 @@ def _panel(axes: Any, lines: dict[str, list[Row]], value: str) -> None:
     bound = [limits[size] for size in sizes]
     if value == "busbw_gbps":
         bound = [sized[size][value] * sized[size]["time_us"] / limits[size] for size in sizes]
-    axes.plot(sizes, bound, label="physical limit", color="black", linestyle="--", linewidth=1.2, zorder=1)
+    axes.plot(sizes, bound, label="physical limit", color=_INK, linestyle="--", linewidth=1.2, zorder=1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m kos.bench.plot", description=__doc__)
+    parser = ArgumentParser(prog="python -m kos.bench.plot", description=__doc__)
     parser.add_argument("result", type=Path, metavar="RESULT.json")
     parser.add_argument("picture", type=Path, metavar="PICTURE.png")
     options = parser.parse_args()

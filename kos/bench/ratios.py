@@ -1,4 +1,4 @@
-"""Times of kos as ratios to Open MPI's, from the rows of ``--arrays``."""
+"""Times of kos divided by those of Open MPI, from the rows of ``--arrays``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows, as a table that reads like nccl-tests' and as one JSON object."""
+"""The rows as a table with the columns of nccl-tests, and as one JSON object."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def heading(op: str, ranks: int) -> str:
 
 
 def table(rows: Iterable[Row]) -> list[str]:
-    """A line for each implementation, mode and size; what was not measured in one of the two places is n/a."""
+    """A line for each implementation, mode and size; n/a where in place, or out of place, was not measured."""
     lines: dict[tuple[Any, ...], dict[bool, Row]] = {}
     for row in rows:
         key = tuple(row.get(name) for name in _LINE)  # rows of before have no ``arrays``
@@ -111,7 +111,7 @@ def document(rows: list[Row], device: int | None, limits: dict[str, float], skip
 
 
 def provenance(program: str, device: int | None, ranks: int) -> Row:
-    """What every file of results begins with: the machine, the software, when and by which command."""
+    """The beginning of every file of results: the machine, the software, the date and the command."""
     hardware, driver = _gpu(device, ranks) if device is not None else (_cpu(), None)
     versions = versions_of(PACKAGES)
     if device is not None:
@@ -127,7 +127,7 @@ def provenance(program: str, device: int | None, ranks: int) -> Row:
 
 
 def read(path: Path, *keys: str) -> Row:
-    """What a benchmark has written to ``path``; ConfigError where that is something else, without those keys."""
+    """The JSON that a benchmark has written to ``path``.  Raises ConfigError if the file lacks those keys."""
     try:
         result = json.loads(path.read_text())
         missing = [key for key in keys if key not in result]
@@ -166,7 +166,7 @@ def _gpu(device: int, ranks: int) -> tuple[str, str]:
 
 
 def command(program: str, arguments: list[str]) -> str:
-    """What was typed; of paths from the root, the home or a folder above only the last part."""
+    """The command that was typed; of paths that begin at the root, the home or a folder above, only the last part."""
     words = [re.sub(r"(^|=)(?:/|~|\.\.).*?([^/]*)/?$", r"\1\2", word) for word in arguments]
     size = os.environ.get("OMPI_COMM_WORLD_SIZE")
     start = "".join(f"{name}={os.environ[name]} " for name in NOTED if name in os.environ)

@@ -46,13 +46,13 @@ def legend(rows: list[Row]) -> str:
 
 
 def busy(rows: list[Row]) -> list[str]:
-    """A line where the spread says that other programs had the cores."""
+    """A warning if the spread of the times shows that other programs used the cores; else no line."""
     wide = sum(row["p99_us"] > BUSY * row["time_us"] for row in rows)
     return [f"# the machine was busy: p99 over {BUSY} times the median in {wide} of {len(rows)} rows"] if wide else []
 
 
 def name_of(row: Row) -> str:
-    """The backend, and what of algorithm and call is not the default."""
+    """The backend, with the algorithm and the kind of call if they are not the default."""
     return " ".join([row["backend"], *(each for each in (row["algorithm"], row["call"])
                                        if each not in ("auto", "function"))])  # fmt: skip
 

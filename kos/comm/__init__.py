@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import Any
 
@@ -18,14 +19,18 @@ from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.registry import BACKENDS, register_backend, register_installed
 from kos.comm.versions import versions
 from kos.comm.work import Work
-from kos.errors import InvalidArgument, RankLost, RendezvousError
+from kos.errors import InvalidArgument, RankLost, RendezvousError, without_own_frames
 
 __all__ = [
     "BACKENDS", "Batch", "Communicator", "Envelope", "NCCLOptions", "Persistent", "PremulSum", "ReduceOp", "Work",
     "init", "join", "register_backend",
 ]  # fmt: skip
 
+if not getattr(sys, "_is_gil_enabled", lambda: True)():  # not in kos itself, which torch imports if it is installed
+    raise ImportError("kos: expected the GIL, got a free-threaded Python without it: set PYTHON_GIL=1")
 
+
+@without_own_frames
 def init(
     backend: str = "auto",
     *,
@@ -102,6 +107,7 @@ def init(
     )
 
 
+@without_own_frames
 def join(
     address: str | None = None,
     *,

@@ -44,7 +44,7 @@ from kos.comm.prepared import BY_CAPTURE, MOST_STORED, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
-from kos.errors import BackendUnavailable, CollectiveError, InvalidArgument
+from kos.errors import BackendUnavailable, InvalidArgument
 from kos.memory import Array, Buffer, as_buffer, windows
 from kos.memory.buffer import handle_and_keeper
 from kos.memory.libraries import plain_array
@@ -417,7 +417,7 @@ class Operations:
         if buffer.device != self.device and (buffer.device is not None or not self.backend.carries_host):
             raise InvalidArgument(f"x: expected memory that {self.backend.name} carries, got memory of {buffer.place}")
         if buffer.stream != kept.stream:
-            raise InvalidArgument("residual: expected an array of the stream of x, got another's: say stream=")
+            raise InvalidArgument("residual: expected an array of the stream of x, got one of another: pass stream=")
         if self.size > 1:
             self.backend.feed_back(buffer, kept, form)
 
@@ -826,7 +826,9 @@ class Operations:
 
         Returns its envelope: ``src``, ``dtype``, ``size`` in elements, and ``nbytes``.  The next receive from that
         rank with that tag gets the message.  Receives that were called before and still wait come first.  With
-        ``wait=False``, returns None at once if no message has arrived.  Raises as ``recv``.  It may not be in a batch.
+        ``wait=False``, returns None at once if no message has arrived.  Raises as ``recv``, also with
+        ``wait=False``: RankLost once ``src`` has ended, or with ``src=None`` once a rank is lost or all have closed the
+        communicator.  It may not be in a batch.
 
             envelope = comm.probe()
             x = comm.recv(np.empty(envelope.size, envelope.dtype), envelope.src)
@@ -848,13 +850,9 @@ class Operations:
         return Operation(name, self.rank, options, message=message)
 
     def _start_awaited(self, operation: Operation) -> Any:
-        """Start a call whose result only its caller gets."""
+        """Start a call that may wait for the envelope of a message."""
         work = self._prepare(operation)
-        try:
-            return work.prepared.start(self, work)
-        except BaseException:  # such as Ctrl-C: nobody has the Work, which would take the next message
-            work.cancel(CollectiveError(f"{work}: interrupted"))
-            raise
+        return work.prepared.start(self, work)
 
     def _source(self, name: str, src: Any) -> int:
         """The source of a message: another rank, or ANY."""
@@ -937,7 +935,7 @@ def _signature(o: Operation, op: Any) -> tuple[Any, ...]:
     if send is None or recv is None or recv is send:
         return signature
     if send.stream != recv.stream:
-        raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
+        raise InvalidArgument("out: expected an array of the stream of x, got one of another: pass stream=")
     return *signature, *_array_key(recv), send.address - recv.address if recv.overlaps(send) else None
 
 

@@ -112,7 +112,8 @@ class Communicator(Groups):
     def _finish(self, work: Work[Any], waits: bool) -> Any:
         """The result of a call that the core has begun, and that was not complete then; the Work unless it ``waits``.
 
-        The engine has the Work already: if Ctrl-C comes before it is held back, the Work stays in flight.
+        The engine has the Work already.  If Ctrl-C comes before it is held back, a collective or a send stays in
+        flight, and the core withdraws a receive.
         """
         held = self.device is None and interrupts.hold()
         try:
@@ -248,7 +249,7 @@ class Communicator(Groups):
         return self.backend.views(as_buffer(x, "x", writable=False))
 
     def register(self, x: Any) -> Array:
-        """Let the backend move the memory of ``x`` where it lies, as that of ``allocate``.  Collective.
+        """Register ``x`` for zero-copy transfers, as memory of ``allocate`` is.  Collective.
 
         ``x`` is an array on this rank's GPU that the program has allocated.  It has the same number of bytes on all
         ranks.  Returns a ``kos.memory.Array`` of the same memory, which keeps ``x`` alive.  The registration lasts
@@ -302,7 +303,8 @@ class Communicator(Groups):
     def close(self) -> None:
         """Wait for the operations in flight and free all resources.  Collective; a second call does nothing.
 
-        Raises the error of an operation in flight.  A communicator that has failed is aborted instead.
+        Groups split from it stay open.  Raises the error of an operation in flight.  A communicator that has failed is
+        aborted instead.
 
             with kos.init() as comm:                     # closes it, or aborts it after an exception
                 comm.barrier()

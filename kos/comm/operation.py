@@ -12,6 +12,8 @@ from kos.memory import Buffer
 T = TypeVar("T")
 
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv", "recv_bytes", "probe"})
+RECEIVES = frozenset({"recv", "recv_bytes", "probe"})
+"""Those that only wait for a message."""
 EAGER = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "scan",
     "exscan", "barrier", "send", "recv", "send_recv", "reduce_scatter_v", "all_gather_v", "gather_v", "scatter_v",

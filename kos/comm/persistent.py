@@ -68,7 +68,7 @@ class Persistent(Generic[T]):
 
 
 def persistent(comm: Any, *checked: Any) -> Persistent[Any]:
-    """A Persistent of ``comm``, of what a Persistent is made of."""
+    """A Persistent of ``comm``, which the core starts if it can.  ``checked`` are the other arguments of Persistent."""
     if comm._eager is None or (comm.device is not None and not checked[-1].backend.on_gpu):
         return Persistent(comm, *checked)
     made: Persistent[Any] = _InCore(comm, *checked)

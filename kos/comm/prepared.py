@@ -96,17 +96,21 @@ class Prepared:
         """
         held = self.backend.device is None and interrupts.hold()  # the first call on a GPU may connect for long
         try:
-            if not begun:
-                if comm._batch is not None:
-                    return comm._batch.add(work)
-                if comm._closed:
-                    comm._check_open()
-                if self.collective and comm._active is not None:
-                    check_one_thread(comm, work)
-            return self._launch(comm, work, waits, begun)
-        finally:
-            if held:
-                interrupts.release()
+            try:
+                if not begun:
+                    if comm._batch is not None:
+                        return comm._batch.add(work)
+                    if comm._closed:
+                        comm._check_open()
+                    if self.collective and comm._active is not None:
+                        check_one_thread(comm, work)
+                return self._launch(comm, work, waits, begun)
+            finally:
+                if held:
+                    interrupts.release()
+        except BaseException:
+            work.withdraw()
+            raise
 
     def _launch(self, comm: Any, work: Work[Any], waits: bool, begun: bool) -> Any:
         collective, backend = self.collective, self.backend

@@ -40,7 +40,7 @@ def cycle(names: str, one_group: bool) -> str:
 
 def left_out(call: str, me: str) -> str:
     """The error of a rank that a change of the membership has left out."""
-    return f"{call}: {me} is out: the others continued without it, as it did not answer"
+    return f"{call}: {me} was left out: the others continued without it, because it did not answer"
 
 
 def last_called(name: str, call: str) -> str:
@@ -60,7 +60,7 @@ def unbegun(seconds: float | None) -> str:
 
 def stuck(names: str) -> str:
     """A collective in shared memory that every rank has begun: the ranks that do not continue."""
-    return f"every rank arrived, {names} went no further"
+    return f"every rank arrived, but {names} went no further"
 
 
 def awaited(names: str) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from kos.comm import compressed
 from kos.comm.contract import Backend, Request
 from kos.comm.failures import FailureLog
-from kos.comm.matching import Expected, Matching
+from kos.comm.matching import BYTES, Expected, Matching
 from kos.comm.operation import ANY, AUTO, Operation
 from kos.comm.reduction import Reduction
 from kos.comm.schedules import runnable
@@ -333,5 +333,7 @@ def wrong_message(
         f"{nbytes // dtype.itemsize} elements of {dtype}" if nbytes % dtype.itemsize == 0 else f"{nbytes} bytes"
         for nbytes, dtype in (expected, got)
     )
+    if expected == (got[0], BYTES):  # also that of recv_bytes, which expects no length
+        what = "elements of uint8"
     ranks = sorted(failures.world[rank] for rank in (receiver, sender))
     return CollectiveMismatch(f"{to} expected {what} from {source}, got {more}", ranks=ranks, expected=what, got=more)

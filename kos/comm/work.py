@@ -17,7 +17,7 @@ from kos._core import native
 from kos.comm import interrupts
 from kos.comm.arguments import check_timeout
 from kos.comm.failures import StoppedRanks
-from kos.comm.operation import Operation
+from kos.comm.operation import RECEIVES, Operation
 from kos.comm.recorder import COMPLETED, ERROR, SEQUENCE, call_site
 from kos.errors import CollectiveError, Interrupted, KosError
 
@@ -355,9 +355,10 @@ class Work(_Base, Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the operation; returns its output array (None where this rank has none).
 
-        ``timeout`` is in seconds from this call; None is the operation's own.  Raises CollectiveTimeout,
-        CollectiveMismatch, RankLost, or CollectiveError for other errors of the backend; InvalidArgument for a
-        timeout that is not positive.
+        ``timeout`` is in seconds from this call; None is the operation's own.  A timeout ends the operation: later
+        waits raise the same error.  A receive in host memory is then withdrawn, and its array does not change any more.
+        Raises CollectiveTimeout, CollectiveMismatch, RankLost, or CollectiveError for other errors of the backend;
+        InvalidArgument for a timeout that is not positive.
         """
         if timeout is not None:
             timeout = check_timeout(timeout)
@@ -392,6 +393,12 @@ class Work(_Base, Generic[T]):
                 if self.left is not None:  # its steps had not begun
                     self.left.cancel()
                 self._fail(error)
+
+    def withdraw(self) -> None:
+        """Cancel the receive of a call that raises, such as Ctrl-C: nobody has the Work, which would take a message."""
+        if self.prepared.name in RECEIVES and self.backend.device is None:
+            self.cancel(CollectiveError(f"{self}: interrupted"))
+            self.reported = True
 
     def expire(self, seconds: float | None) -> None:
         """End the operation because its timeout of ``seconds`` has passed: ``wait`` raises CollectiveTimeout."""

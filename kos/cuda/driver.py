@@ -22,10 +22,13 @@ class _Driver:
 
     def __getattr__(self, name: str) -> Any:
         try:
-            from cuda.bindings import driver
+            from cuda.bindings import __version__, driver
         except ImportError as error:
             reason = f"the CUDA packages are not installed: {install('cuda')}"
             raise BackendUnavailable(f"CUDA: {reason}") from error
+        if int(__version__.partition(".")[0]) < 13:  # kos has not run on an older one
+            got = f"got cuda-bindings {__version__}"
+            raise BackendUnavailable(f"CUDA: expected the packages of CUDA 13, {got}: {install('cuda')}")
         self.__dict__.update(vars(driver))
         return getattr(driver, name)
 
@@ -49,6 +52,10 @@ def unavailable() -> str | None:
         hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
         if status != cu.CUresult.CUDA_SUCCESS:
             return f"the CUDA driver found no usable GPU{hidden}: {_describe(status)}"
+        _, version = cu.cuDriverGetVersion()
+        if version < 13000:
+            got = f"{version // 1000}.{version % 1000 // 10}"
+            return f"expected a driver of CUDA 13 (580 or newer), got one of CUDA {got}"
         _, count = cu.cuDeviceGetCount()
         if not count:
             return f"no GPU is visible{hidden}"

@@ -140,7 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = Parser(prog=program("kos.doctor"), description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="longest wait for others (30)")
+    about = "the longest wait for other ranks (default: 30)"
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help=about)
     try:
         options = parser.parse_args(arguments)
         if not 1 <= options.timeout <= 1e5:

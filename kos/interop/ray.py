@@ -31,9 +31,9 @@ _POLL_SECONDS, _PROBE_SECONDS = 0.05, 1.0
 class Collectives:
     """The operations of Ray's ``BaseGroup`` on the communicator ``comm``.
 
-    Ray passes each tensor in a list, with one tensor for each GPU of the process.  kos has one GPU a process.  Raises
-    InvalidArgument for more tensors, and the other classes of KosError as ``kos.Communicator`` does: RankLost when
-    another actor has died.
+    Ray passes each tensor in a list, with one tensor for each GPU of the process.  A process of kos uses one GPU.
+    Raises InvalidArgument for more tensors, and the other classes of KosError as ``kos.Communicator`` does, such as
+    RankLost when another actor has died.
     """
 
     comm: kos.Communicator
@@ -152,7 +152,7 @@ def _listens(place: dict[str, str]) -> bool:
 
 def _single(tensors: list[Any]) -> Any:
     if len(tensors) != 1:
-        raise InvalidArgument(f"tensors: expected one, as kos has one GPU a process, got {len(tensors)}")
+        raise InvalidArgument(f"tensors: expected one, because a process of kos uses one GPU, got {len(tensors)}")
     return tensors[0]
 
 

@@ -98,7 +98,7 @@ def in_windows(launch: Run, pointers: Iterable[Any]) -> Run:
 
 
 def place(pointer: int) -> int:
-    """What a call depends on of an address: the address itself if it lies in a window, else its alignment."""
+    """The property of an address on which a call depends: the address itself in a window, elsewhere its alignment."""
     for memory in list(memories.values()):
         if 0 <= pointer - memory.pointer < memory.nbytes:
             return pointer

@@ -35,15 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = Stop()
     stop.listen()
     arguments = sys.argv[1:] if argv is None else list(argv)
-    from kos.comm.control.identity import launched_rank  # which takes a tenth of a second
+    from kos.comm.control.identity import launched_place, launched_rank  # which takes a tenth of a second
 
     rank, trainer, begun = launched_rank(), None, False
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that a terminal cannot show ends no run
-    logging.basicConfig(format=f"kos: rank {rank}: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    where = "" if launched_place()[1] == 1 else f"rank {rank}: "
+    logging.basicConfig(format=f"kos: {where}%(message)s", level=logging.WARNING, stream=sys.stderr)
     if rank != 0:  # all ranks read the same settings, and the same packing plan
-        for name in ("kos.train.config", "kos.train.data.packing"):
+        for name in ("kos.reporting", "kos.train.config", "kos.train.data.packing", "kos.train.data.documents"):
             logging.getLogger(name).setLevel(logging.ERROR)
         if {"-h", "--help"} & set(arguments):
             return 0
@@ -107,7 +108,7 @@ def _show_data(config: TrainConfig) -> None:
 
 def _join(config: TrainConfig, stop: Stop, arguments: Sequence[str]) -> int:
     """Join a run."""
-    from kos.train.run import Newcomer
+    from kos.train.newcomer import Newcomer
 
     Newcomer(config, stop).run(lambda error: _fail_later(error, 0, arguments))
     return 0
@@ -127,7 +128,9 @@ def _fail(error: Exception, rank: int, note: str, debug: bool, begun: bool = Tru
     That is data of no kind that kos reads, or a backend that cannot run here.  All other errors end it with 1.
     ``sys.exit`` is not used: MPI_Finalize would wait for ranks that do not call it.
     """
-    report(error, rank, note, debug)
+    from kos.comm.control.identity import launched_place
+
+    report(error, rank, note, debug, alone=launched_place()[1] == 1)
     end_process(2 if isinstance(error, ConfigError) else 1 if begun else exit_status(error))
 
 

@@ -5,12 +5,15 @@ Each line is a message. ``/reset`` begins a new chat. ``/exit`` or Ctrl-D ends t
 
 from __future__ import annotations
 
+import json
+import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from kos.errors import DataError
+from kos.errors import ConfigError, DataError
 from kos.files import printing
 from kos.train.sample import make_parser, run
 
@@ -18,6 +21,7 @@ from kos.train.sample import make_parser, run
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("kos.train.chat", __doc__ or "", 1000)
     parser.add_argument("--system", metavar="TEXT", help="a system message at the beginning of each chat")
+    parser.add_argument("--tools", type=Path, metavar="FILE", help="a JSON list of the tools that the model may call")
     parser.epilog = (
         "Each line is a message. /reset begins a new chat. /exit or Ctrl-D ends the program. Ctrl-C ends an answer."
     )
@@ -26,17 +30,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         import readline  # noqa: F401 (input gets a line editor with a history)
 
     def talk(model: Any, options: Mapping[str, Any]) -> None:
+        tools = _tools(arguments.tools)
         beginning = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
         model.stream([""], **options)  # refuse wrong settings before the first message
-        model.chat_prompt([*beginning, {"role": "user", "content": "?"}])  # and a model without a template
+        model.chat_prompt([*beginning, {"role": "user", "content": "?"}], tools)  # and a model without a template
         messages = [*beginning]
         while (text := _ask()) is not None:
             if text == "/reset":
                 messages = [*beginning]
             elif text:
-                messages = _reply(model, [*messages, {"role": "user", "content": text}], options)
+                messages = _reply(model, [*messages, {"role": "user", "content": text}], {**options, "tools": tools})
 
     return run(arguments, talk)
+
+
+def _tools(file: Path | None) -> list[Any] | None:
+    try:
+        tools = None if file is None else json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--tools: expected a file with JSON, got {error}") from None
+    if not isinstance(tools, list | None):
+        raise ConfigError(f"--tools: expected a list of tools, got {reprlib.repr(tools)}")
+    return tools
 
 
 def _ask() -> str | None:

@@ -1,19 +1,20 @@
 """``--elastic``: a run of data-parallel ranks goes on when some of them are lost, leave or join.
 
-Between two steps all ranks hold the same weights. What is to be decided after a loss is only whether the step under way
-counts:
+Between two steps, all ranks hold the same weights. So after a loss, the ranks only have to decide whether the step that
+was interrupted counts:
 
 1. The last exchange of a step, before its update, has the epoch and the step of every rank (``Step.run``). A rank makes
-   the update only if all entries are alike. So if one rank has made it, all ranks had their sums.
-2. The next step is not begun before: what an update reads (sums and norm) stays until all have passed that exchange.
-3. The ranks that are left agree on the last step that any of them has applied. Who is behind applies it from its own
-   sums. If none has applied the step under way, all discard it, and compute it again.
-4. With ZeRO-1 the next rank holds each part of the state too (``DataParallel.twice``), with the same updates.
-5. Weights and state go to host memory, and everything that depends on the ranks is made again, as at the start of a
-   run. Then each rank takes what it now holds, from its own host memory or from a rank that has it.
+   the update only if all entries are equal. So if one rank has made the update, all ranks had their reduced gradients.
+2. No rank begins the next step before that. So the reduced gradients and the norm, which an update reads, stay in
+   memory until all ranks have passed that exchange.
+3. The remaining ranks agree on the last step that any of them has applied. A rank that is behind applies the update
+   from the gradients that it stored. If no rank has applied the interrupted step, all discard it and compute it again.
+4. With ZeRO-1, the next rank holds each part of the state too (``DataParallel.twice``), and makes the same updates.
+5. Weights and state are copied to host memory, and everything that depends on the ranks is made again, as at the start
+   of a run. Then each rank loads its part, from its own host memory or from a rank that has it.
 
-The loss of a rank meanwhile begins this again. What is in host memory is kept until all ranks have loaded; from then on
-a rank that has not heard of it is told so by the others' epoch.
+If a rank is lost during these steps, they begin again. The copies in host memory are kept until all ranks have loaded
+their parts. From then on, a rank that does not know of the change learns of it by the epoch of the others.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class Elastic(Runner):
             raise on_every_rank(CollectiveError("expected a rank that has the state of the run, got newcomers alone"))
         if every[0]["logged_epoch"] > max(epochs):  # these ranks were stopped meanwhile
             text = f"expected the run in epoch {max(epochs)}, got {every[0]['logged_epoch']}"
-            raise on_every_rank(CollectiveError(f"{text}: these ranks are out, others have continued it"))
+            raise on_every_rank(CollectiveError(f"{text}: other ranks have continued the run without these ranks"))
         applied = max(each["applied"] for each in every)
         if min(epochs) < 0:
             self._check_newcomers(every[0]["run"])

@@ -15,7 +15,7 @@ from typing import Any
 import kos
 from kos.commands import program
 from kos.errors import ConfigError, KosError, debugging
-from kos.files import check_picture, printing
+from kos.files import PALETTE, check_picture, printing
 from kos.reporting import Parser, end_process, exit_status, report
 from kos.train import missing
 
@@ -48,8 +48,6 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot a panel for each metric, with the checkpoints in the order given and a line for each source or task."""
     from matplotlib.figure import Figure
 
-    from kos.train.tools.plot import COLORS
-
     metrics = [name for name in ("loss", "bits_per_byte", "acc", "acc_norm") if any(name in row for row in rows)]
     checkpoints = [*dict.fromkeys(row["checkpoint"] for row in rows)]
     figure = Figure(figsize=(4.5 * len(metrics), 4.5), layout="constrained")
@@ -58,7 +56,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         of = [row for row in rows if metric in row]
         for source, name in enumerate(dict.fromkeys(row["data"] for row in of)):
             points = [(checkpoints.index(row["checkpoint"]), row[metric]) for row in of if row["data"] == name]
-            axes.plot(*zip(*points, strict=True), marker="o", color=COLORS[source % len(COLORS)], label=name)
+            axes.plot(*zip(*points, strict=True), marker="o", color=PALETTE[source % len(PALETTE)], label=name)
         axes.set_title(metric.replace("_per_", "/"), fontsize=11, loc="left")
         axes.set_xticks(range(len(checkpoints)), checkpoints, rotation=30, ha="right", fontsize=8)
         axes.grid(color="#dddddd", linewidth=0.7)
@@ -85,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     about = "Plot the table to this file, .png or .svg. Default: none."
     parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help=about)
     for key in SETTINGS:
-        add_flag(parser, key, None if KEYS[key].is_required() else KEYS[key].default)
+        add_flag(parser, key, "the model's context, up to 1024" if key == "seq_len" else KEYS[key].default)
     return parser
 
 
@@ -131,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_picture(options["plot"])
         run(options, Console(rank, 0))
     except (KosError, OSError, MemoryError) as error:
-        report(error, rank, debug="--debug" in arguments or debugging())
+        report(error, rank, debug="--debug" in arguments or debugging(), alone=ranks == 1)
         status = exit_status(error) if all(map(Path.exists, options.get("checkpoints", ()))) else 2
         if ranks > 1:
             end_process(status)

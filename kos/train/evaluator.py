@@ -181,6 +181,8 @@ def evaluate(
     config = together(comm, lambda: settings_of(adapter.base_of(path), model, flags, comm.size))
     most = model.max_position_embeddings // (parts := multiple_of(config)) * parts
 
+    together(comm, lambda: config.check_sources(sources))
+
     def read() -> tuple[list[Dataset], list[list[Question]]]:
         tokenizer = make_tokenizer(home) if has_tokenizer(Path(home)) else NumberTokenizer(model.vocab_size)
         data = [load_held_out(config, "--data", name, tokenizer, show, home) for name in sources]

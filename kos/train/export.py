@@ -7,7 +7,6 @@ weights, config.json, the tokenizer, and the files that the run has kept of the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -19,7 +18,7 @@ from typing import Any
 from kos.commands import program
 from kos.errors import CheckpointError, ConfigError, KosError
 from kos.files import printing, sync
-from kos.reporting import exit_status
+from kos.reporting import ArgumentParser, exit_status
 from kos.train import missing
 
 
@@ -90,15 +89,13 @@ def _write(found: Path, folder: Path, dtype: str, merge: bool) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("kos.train.export"),
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = ArgumentParser(prog=program("kos.train.export"), description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run or of a checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write: a new or an empty one")
-    parser.add_argument("--merge", action="store_true", help="write the base of a run with --lora, adapters added")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the weights")
+    about = "write the whole model of a run with --lora: its base, with the adapters added"
+    parser.add_argument("--merge", action="store_true", help=about)
+    about = "the dtype of the weights (default: bfloat16)"
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=about)
     arguments = parser.parse_args(argv)
     try:
         parameters = export(arguments.run, arguments.out, arguments.dtype, arguments.merge)

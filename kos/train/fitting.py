@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, Unpack
 
 from kos.comm.communicator import Communicator
 from kos.train.config.options import TrainConfig
+from kos.train.newcomer import Newcomer
 from kos.train.parallel.failures import Stop
 from kos.train.program import Program
-from kos.train.run import Newcomer, Trainer
+from kos.train.run import Trainer
 
 
 class FitResult(NamedTuple):

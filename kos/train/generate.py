@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -201,22 +202,34 @@ class _Text:
     """The text of a prompt's new tokens, in pieces that are final.  It ends before the first text of ``stop``."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
-        self._tokenizer, self._stop, self._tokens, self._said = tokenizer, stop, list[int](), 0
-        self._prompt = [*prompt[-CONTEXT:]]
-        self._before, self.stopped = tokenizer.decode(self._prompt), False
+        self._tokenizer, self._stop, self.stopped = tokenizer, stop, False
+        self._unsaid, self._said = "", 0  # text of tokens that are decoded, and how much of all text is returned
+        self._done: list[list[int]] = []  # the last tokens before, in groups of whole characters
+        self._begin(prompt[-CONTEXT:])
+
+    def _begin(self, done: Sequence[int]) -> None:
+        """Decode only the tokens that follow, after some of those before them."""
+        self._done.append([*done])
+        while sum(map(len, self._done[1:])) >= CONTEXT:
+            del self._done[0]
+        self._prompt, self._tokens = [*chain.from_iterable(self._done)], list[int]()
+        self._before = self._tokenizer.decode(self._prompt)
 
     def add(self, *tokens: int, last: bool = False) -> str:
         """Add tokens; returns the text that is now final.  ``last``: no more tokens follow, so all text is final."""
         self._tokens += tokens
         text = self._tokenizer.decode([*self._prompt, *self._tokens])  # with the space between prompt and new text
         new = text.startswith(self._before) and bool(self._prompt)
-        text = text.removeprefix(self._before) if new else self._tokenizer.decode(self._tokens)
+        text = self._unsaid + (text.removeprefix(self._before) if new else self._tokenizer.decode(self._tokens))
         found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
         whole = text.rstrip("\ufffd")
         ready = len(text) if last else len(whole) - self._withheld(whole)
         if found:
             ready, self.stopped = min(found), True
         piece, self._said = text[self._said : ready], max(self._said, ready)
+        if whole == text:  # the next token does not change it
+            self._unsaid, self._said = text[self._said :], 0
+            self._begin(self._tokens)
         return piece
 
     def _withheld(self, text: str) -> int:
@@ -247,20 +260,21 @@ def continue_texts(
 
 
 def sample_text(
-    next_logits: Callable[[np.ndarray], np.ndarray], context: int, tokenizer: Tokenizer, prompt: str, count: int, *,
-    stopped: Callable[[], bool] = lambda: False, **sampling: Any,
+    next_logits: Callable[[np.ndarray], np.ndarray], context: int, tokenizer: Tokenizer, prompt: str | Sequence[int],
+    count: int, *, stopped: Callable[[], bool] = lambda: False, **sampling: Any,
 ) -> str:  # fmt: skip
-    """``prompt`` and the text of up to ``count`` tokens that follow it.
+    """``prompt``, a text or token ids, and the text of up to ``count`` tokens that follow it.
 
     ``next_logits`` maps token ids (1, T) to the logits (V,) of the next token.  A text that outgrows the context gives
     no warning.
     """
-    ids, ends = prompt_ids(tokenizer, prompt), () if tokenizer.eos is None else (tokenizer.eos,)
+    ids = prompt_ids(tokenizer, prompt) if isinstance(prompt, str) else [*prompt]
+    ends = () if tokenizer.eos is None else (tokenizer.eos,)
     pieces = continue_texts(
         Uncached(next_logits), context, tokenizer, [ids], count, Sampling(**sampling), ends=ends, stopped=stopped,
         warns=False,
     )  # fmt: skip
-    return prompt + "".join(piece for _, piece in pieces)
+    return (prompt if isinstance(prompt, str) else tokenizer.decode(ids)) + "".join(piece for _, piece in pieces)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -36,8 +36,8 @@ PACKAGES = (
 
 @lru_cache(maxsize=1)
 def thread_pools() -> ThreadpoolController:
-    """Those of BLAS. To be called before other threads import: the look-up holds the loader's lock and waits for
-    Python's, an import the other way round."""
+    """The thread pools of BLAS. Call this before other threads import modules: the look-up holds the lock of the
+    dynamic loader and waits for Python's lock, and an import does the opposite, so the two could deadlock."""
     from threadpoolctl import ThreadpoolController  # here, since the benchmarks of collectives do not need it
 
     return ThreadpoolController()

@@ -18,8 +18,9 @@ from kos.comm.control import mpi_job
 from kos.comm.control.identity import under_mpirun
 from kos.commands import mpirun, near, python, several_programs
 from kos.errors import plural
-from kos.train.checkpoint import BEST, dropout, extra_names
+from kos.train.checkpoint import BEST, adapter, dropout, extra_names
 from kos.train.config.options import TrainConfig, flag_of
+from kos.train.data.chat import read_chat_template
 from kos.train.data.show import first_line
 from kos.train.run_context import ADDRESS, RunContext
 from kos.train.tools.console import duration
@@ -156,7 +157,7 @@ def conclude(run: RunContext, text: str) -> None:
     if command := plot(out):
         say(f"plot:       {command}")
     if not early:
-        say(f"more text:  {sample(out, config)}")
+        say(f"chat:       {sample(out, config, 'chat')}" if _chats(run) else f"more text:  {sample(out, config)}")
         if step > run.start and not run.of_program:  # else config.json may be that of another run, of another layout
             say(f"more steps: {more_steps(out, run.comm.size, config)}")
 
@@ -201,12 +202,21 @@ def more_steps(out: Path, ranks: int, config: TrainConfig) -> str:
     return resume(out, ranks, *flags)
 
 
-def sample(out: Path, config: TrainConfig) -> str:
-    """The command that samples text from the run in ``out``, with the settings of this run."""
-    asked = {name: getattr(config, name) for name in ("prompt", "temperature", "top_k")}  # whose defaults are the same
+def _chats(run: RunContext) -> bool:
+    """Whether the run trains on chats, and ``kos chat`` finds their template in its checkpoint."""
+    if not any(part.what == "chat" for part in run.data.parts):
+        return False
+    folder = str(run.checkpoints / f"step-{run.steps_done}")
+    return read_chat_template(adapter.tokenizer_folder(folder) or folder) is not None
+
+
+def sample(out: Path, config: TrainConfig, command: str = "sample") -> str:
+    """The command that samples text from the run in ``out``, or chats, with the settings of this run."""
+    names = ("temperature", "top_k") if command == "chat" else ("prompt", "temperature", "top_k")
+    asked = {name: getattr(config, name) for name in names}  # whose defaults are the same
     given = [(name, value) for name, value in asked.items() if value != TrainConfig.model_fields[name].default]
     flags = [f"{flag_of(name)}={value}" for name, value in given]  # the value may begin with a dash
-    return shlex.join([*_kos_command(), "sample", str(out), *flags])
+    return shlex.join([*_kos_command(), command, str(out), *flags])
 
 
 def plot(out: Path) -> str | None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -30,11 +28,11 @@ from kos.errors import (
     RendezvousError,
     SettingError,
     TrainingError,
+    TransferError,
     plural,
 )
 from kos.train import checkpoint, report
-from kos.train.checkpoint import adapter, huggingface, resume
-from kos.train.checkpoint.resume import Residuals, saved_residuals, warn_of_residuals
+from kos.train.checkpoint import adapter
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
@@ -46,9 +44,7 @@ from kos.train.machine import limit_threads
 from kos.train.model.parameters import Parameters
 from kos.train.ops import CudaLoss
 from kos.train.parallel.failures import (
-    PATIENCE,
     STOP,
-    Left,
     Stop,
     Stopped,
     alone,
@@ -61,25 +57,24 @@ from kos.train.parallel.failures import (
 )
 from kos.train.parallel.mesh import Mesh
 from kos.train.program import Program
+from kos.train.publish import open_publisher
 from kos.train.report import NO_TARGETS, announce, conclude
 from kos.train.run_context import (
     ADDRESS,
     RunContext,
     check_folder,
-    check_free,
     check_shared,
-    check_unlocked,
     open_output,
-    read_kept_files,
     remove_address,
     run_folder,
 )
-from kos.train.tools import trackers
+from kos.train.source import check_source, find_source, load_weights
 from kos.train.tools.console import Console, by_source
 from kos.train.tools.metrics import METRICS
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import Runner, StepResult, train
 from kos.train.trained import TrainedModel
+from kos.transfer.publisher import Publisher
 
 LEAVES = "this rank leaves after"
 
@@ -100,9 +95,12 @@ class Trainer(RunContext):
         program: ``batches``, ``loss`` and others, by name: see ``kos.train.Program``.
 
     Raises:
-        ConfigError: a setting that cannot be, or that differs between ranks.
+        ConfigError: a setting is invalid, or differs between ranks.
         InvalidArgument: an argument of another type.
     """
+
+    publisher: Publisher | None = None
+    """With ``--publish``."""
 
     def __init__(
         self, config: TrainConfig, comm: Communicator | None = None, stop: Stop | None = None,
@@ -120,7 +118,7 @@ class Trainer(RunContext):
     def _begin(self, config: TrainConfig, comm: Communicator) -> None:
         """Everything up to the first step."""
         self.comm, self.profiler = comm, Profiler()
-        self._found: checkpoint.Checkpoint | None = None
+        self.found = None
         asked = {name: value for name, value in self.asked.items() if name not in PATHS}
         self.watched = any(same_on_all(comm, asked | self.brings, len(self.callbacks)))
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
@@ -147,7 +145,7 @@ class Trainer(RunContext):
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
         together(comm, lambda: check_folder(self.out, comm.rank))
         try:
-            self.source, self.start, self.saved_step, self._resumes, fit = alone(comm, self._find_source)
+            self.source, self.start, self.saved_step, self.resumes, fit = alone(comm, lambda: find_source(self))
             self.config = config = config.model_copy(update={"fit": config.fit or fit})
             self.base = alone(comm, lambda: adapter.find_base(config))
             self.data = self._load_data()
@@ -159,14 +157,15 @@ class Trainer(RunContext):
             same_on_all(comm, {"data": self.data_in_words})
             with raised_on_every_rank():
                 self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
-            alone(comm, self._check_source)
+            alone(comm, lambda: check_source(self))
             self._load_state_of_batches()
             self.make_device()
             self.held.push(self._close_groups)
             self.held.callback(self.console.close)
             announce(self)
-            self._load()
+            load_weights(self)
             self.steps_done = self.start
+            self.publisher = open_publisher(self)
             together(comm, lambda: open_output(self) if comm.rank == 0 else None)
             self.name = check_shared(self.out, comm)
         except BaseException:
@@ -179,12 +178,12 @@ class Trainer(RunContext):
     def _load_data(self) -> Dataset:
         """Read the data.  One rank of each machine prepares it, and the others read the result."""
         # Of a resumed run the checkpoint's: the folder of ``init_from`` may be gone.
-        initialized = self._resumes and (self.brings_batches or self.config.init_from is not None)
+        initialized = self.resumes and (self.brings_batches or self.config.init_from is not None)
         weights = self.source if initialized else adapter.tokenizer_folder(self.config.init_from)
         if self.brings_batches:
             return together(self.comm, lambda: own_data(self.config, weights))
         first = self.comm.local_rank == 0
-        runs = [Path(str(self.source)).parent.parent] if self._resumes else []  # with the plan that it began with
+        runs = [Path(str(self.source)).parent.parent] if self.resumes else []  # with the plan that it began with
 
         @self.stop.at_once()
         def load() -> Dataset:
@@ -205,81 +204,9 @@ class Trainer(RunContext):
 
     def _load_state_of_batches(self) -> None:
         """Continue with the batches after those of the checkpoint."""
-        if self.brings_batches and self._resumes:
-            saved = alone(self.comm, lambda: self._found and self._found.config.get("batches"))
+        if self.brings_batches and self.resumes:
+            saved = alone(self.comm, lambda: self.found and self.found.config.get("batches"))
             together(self.comm, lambda: self.own.load_state(saved, self.mesh.dp.rank, self.mesh.dp.size))
-
-    def _find_source(self) -> tuple[str | None, int, int, bool, str | None]:
-        """Where a checkpoint or a Hugging Face folder to begin from is, its step, this if it is ours, which, and
-        the ``fit`` of the checkpoint's run.
-
-        What can be refused before there are data is refused here.
-        """
-        config = self.config
-        check_unlocked(self.out)
-        trackers.check(config.tracker)
-        self._found = resume.find(config, self.checkpoints, self.console.progress)
-        if self._found is None and config.resume:
-            self.console.say(f"no checkpoint in {self.checkpoints}: starting a new run")
-        if self._found is None:
-            check_free(self, 0, -1)
-            if config.init_from is not None:
-                huggingface.check_weights(adapter.base_of(Path(config.init_from)))
-            return config.init_from, 0, -1, False, None
-        path, step, _ = self._found
-        saved_step = step if path.parent.resolve() == self.checkpoints.resolve() else -1
-        check_free(self, step, saved_step)
-        resume.check_optimizer(self._found, config)
-        resume.check_order(self._found, config)
-        theirs = huggingface.read_config(path)
-        resume.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
-        return str(path), step, saved_step, True, resume.fit_of(self._found)
-
-    def _load(self) -> None:
-        """Give the device its weights: of the ``source`` each rank reads its part; or all draw them together."""
-
-        @self.stop.at_once()
-        def begin() -> None:
-            if self.source is None:
-                return self.device.draw_weights()
-            path, model = Path(self.source), self.model_config
-            if self.base is not None and not adapter.is_folder(path):
-                return self.device.draw_weights(self.base_weights())
-            shapes, kept = model.parameter_shapes(), self.config.state_of(model)
-            if not path.is_dir():
-                got = f"got none on rank {self.comm.rank}"
-                raise CheckpointError(f"{path}: expected a folder that all ranks see, {got}")
-            state = checkpoint.state_files(path, shapes, kept) if self._resumes else None
-            residual = self._residuals(path) if self._resumes else None
-            weights: Any = adapter.files_of(path, model) if self.base else huggingface.weight_files(path, shapes)
-            weights = adapter.Joined(self.base_weights(), weights) if self.base else weights
-            self.device.read(weights, state, self.start, residual)
-
-        together(self.comm, begin)
-        self.console.close()
-
-    def _residuals(self, path: Path) -> Residuals | None:
-        """What this rank gets of the residuals in a checkpoint."""
-        replicas, every = self.mesh.replicas, self.model_config.parameter_shapes()
-        shapes = {name: every[name] for group in self.config.trained_groups(self.model_config) for name in group.names}
-        return saved_residuals(path, shapes, self.config, replicas.rank, replicas.size, self.mesh.local)
-
-    def _check_source(self) -> None:
-        """Check that the weights fit the run, and read the files that checkpoints keep."""
-        read_kept_files(self)
-        if self.source is None:
-            return
-        source = Path(self.source)
-        resume.check_tokenizer(source, self.data.tokenizer)
-        if self._found is not None:
-            resume.check_data(self._found, self.config, self.data.fingerprint)
-            resume.check_adapters(self._found, self.config, self.model_config, self.base)
-            resume.check_frozen(self._found, self.config, self.model_config)
-            resume.warn_of_changes(self._found, self.config, self.description)
-        of_model = source if self.base is None else Path(self.base["path"])
-        resume.check_model(of_model, huggingface.read_config(of_model), self.model_config.base)
-        if self._found is not None:
-            warn_of_residuals(source, self._residuals(source), self.config, self.mesh.replicas.size)
 
     def _close_groups(self, failed: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """After a failure the abort of the world ends them: ranks out of step cannot close them together."""
@@ -320,7 +247,9 @@ class Trainer(RunContext):
                 conclude(self, self._sample() if samples else "")
             except CompileError:
                 raise
-            except (CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory, RendezvousError) as error:
+            except (
+                CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory, RendezvousError, TransferError
+            ) as error:  # fmt: skip
                 failing(failure := self._interrupted(error))
                 raise failure from error
 
@@ -406,7 +335,13 @@ class Trainer(RunContext):
                 self.best, self.improved = (self.steps_done, losses[metric]), True
         return losses
 
+    def _publish(self) -> None:
+        every = self.config.publish_every
+        if self.publisher is not None and (self.steps_done % every == 0 or self.steps_done == self.config.steps):
+            self.publisher.publish(self.steps_done)
+
     def after_step(self, row: dict[str, Any]) -> bool:
+        self._publish()
         self.call("on_step", row)
         if "val_loss" in row:
             self.call("on_evaluate", row)
@@ -441,7 +376,7 @@ class Trainer(RunContext):
         """Make one optimizer step with ``batch``, or with the next batch of the trainer.  Calls ``on_step``.
 
         Returns the row of ``metrics.jsonl``: the mean ``loss`` over the targets, ``grad_norm``, ``lr``, and so on.
-        Signals are the program's: nothing but the program stops it.
+        It does not handle signals, so only the program can stop it.
 
         Raises:
             DataError: the batch has another shape, or there is none; on all ranks if on one of them.
@@ -455,6 +390,7 @@ class Trainer(RunContext):
         row = self.measure(self.device.finish_step(self.steps_done))
         self.steps_done += 1
         self.log(row, last=False)
+        self._publish()
         self.call("on_step", row)
         return row
 
@@ -548,70 +484,9 @@ class Trainer(RunContext):
 
         if next_logits is None or (model.size == 1 and self.comm.rank > 0):
             return ""
+        context = self.model_config.max_position_embeddings
         return sample_text(
-            next_logits, self.model_config.max_position_embeddings, self.data.tokenizer, config.prompt,
+            next_logits, context, self.data.tokenizer, config.prompt or self.data.question(context // 2),
             config.sample_tokens, seed=config.seed, temperature=config.temperature, top_k=config.top_k,
             stopped=stopped_by_any,
         )  # fmt: skip
-
-
-LOOK_EVERY = 0.05  # seconds between two looks for the file of a run that has not begun
-
-
-class Newcomer(Trainer):
-    """``kos train --join``: the run of ``config`` that this process joins, at ``config.join``.
-
-    Weights and state come from the run's ranks.
-
-    The process reads the settings and the data before it calls the run, so that the ranks of the run wait as short as
-    possible. They admit it between two steps, and send it the state of the run (``kos.train.elastic``).
-    Raises ConfigError if its settings or data differ from those of the run, RendezvousError if the run does not admit
-    it, and Left if it was asked to stop before.
-    """
-
-    def __init__(self, config: TrainConfig, stop: Stop | None = None, **program: Unpack[Program]) -> None:
-        RunContext.__init__(self, config, stop, **program)
-        self.console, self.epoch, self.steps_done, self.trains = Console(self.verbose - 1, config.steps), -1, 0, True
-        self.stop.announce(lambda text: self.console.warn(text))
-        self.start = 0
-        try:
-            with self.stop.at_once():
-                weights = adapter.tokenizer_folder(config.init_from)
-                if self.brings_batches:
-                    self.data = own_data(config, weights)
-                else:
-                    self.data = load_data(config, self.console.progress, weights)
-                self.base = adapter.find_base(config)
-            self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
-            self.console.close()
-            self.comm = self._join()
-        except Stopped as stopped:
-            raise Left("left before it joined the run, as asked") from stopped
-        self.stop.leaves = True
-        self.held.push(self._close_groups)
-        self.held.callback(lambda: self.console.close())
-
-    def _interrupted(self, error: KosError) -> KosError:
-        if self.epoch >= 0:
-            return super()._interrupted(error)
-        failure = type(error)(f"while joining the run at {self.config.join}: {error}")  # of which nothing is known yet
-        vars(failure).update(vars(error))  # such as ``ranks``
-        return failure
-
-    def _join(self) -> Communicator:
-        """Wait until the run admits this rank, or ends.  The address file exists as long as the run."""
-        where, timeout, limit = str(self.config.join), self.config.timeout, time.monotonic() + PATIENCE
-        if os.sep in where and not os.path.isfile(where):
-            self.console.say(f"waiting for {where}, which a run with --elastic writes")
-            with self.stop.at_once():
-                while not os.path.isfile(where) and time.monotonic() < limit:
-                    time.sleep(LOOK_EVERY)
-        while True:
-            began = time.monotonic()
-            try:
-                with self.stop.at_once():
-                    return kos.join(where, timeout=timeout)
-            except RendezvousError:
-                refused = time.monotonic() - began < timeout  # else nobody has answered
-                if refused or not os.path.isfile(where) or time.monotonic() > limit:
-                    raise

@@ -58,7 +58,7 @@ SEEN_SECONDS = 5.0
 
 
 class RunContext:
-    """The state of a run of ``config``. ``kos.train.run.Trainer`` begins one, and ``Newcomer`` joins one.
+    """The state of a run of ``config``. ``Trainer`` (``run.py``) begins one, and ``Newcomer`` joins one.
 
     ``held`` is what the end of the run closes. ``asked`` are the settings as they were given.
     """
@@ -72,6 +72,10 @@ class RunContext:
     out: Path
     source: str | None
     """The folder of the weights from which the run began."""
+    found: checkpoint.Checkpoint | None
+    """The checkpoint that the run resumes, with its settings and files."""
+    resumes: bool
+    """Whether ``source`` is a checkpoint, and not only weights."""
     name: str
     """That no other run on ``out`` has."""
     start: int

@@ -1,4 +1,4 @@
-"""Text from a trained model: ``python -m kos.train.sample RUN --prompt "def "``.
+"""Generate text with a trained model: ``python -m kos.train.sample RUN --prompt "def "``.
 
 RUN is a run's folder (its newest complete checkpoint is taken) or a checkpoint's. One process, no MPI.
 """
@@ -14,29 +14,30 @@ from typing import Any
 from kos.commands import program
 from kos.errors import ConfigError, InvalidArgument, KosError
 from kos.files import printing
-from kos.reporting import exit_status
+from kos.reporting import ArgumentParser, exit_status
 
 FLAGS: dict[str, tuple[Any, str]] = {
-    "temperature": (0.8, "0 takes the likeliest"),
-    "top_k": (40, "draw among the k likeliest; 0: all"),
-    "top_p": (1.0, "draw among the fewest likeliest whose probabilities sum to P; 1: all"),
-    "min_p": (0.0, "draw among those at least P times as likely as the likeliest; 0: all"),
-    "repetition_penalty": (1.0, "divides the logits of tokens that the text has already; 1: none"),
-    "seed": (0, "of the random numbers; each prompt is sampled as if it were alone"),
+    "temperature": (0.8, "divide the logits by this number; 0 always takes the most likely token"),
+    "top_k": (40, "draw among the K most likely tokens; 0 draws among all"),
+    "top_p": (1.0, "draw among the fewest most likely tokens whose probabilities sum to P; 1 draws among all"),
+    "min_p": (0.0, "draw among the tokens that are at least P times as likely as the most likely; 0 draws among all"),
+    "repetition_penalty": (1.0, "divide the logits of tokens that the text already has by this number; 1 changes none"),
+    "seed": (0, "seed of the random numbers; a prompt gives the same text alone and in a batch"),
 }
 """The settings of ``Sampling``, whose module needs packages of the extra: their defaults, and what they do."""
 
 
 def make_parser(module: str, doc: str, tokens: int) -> argparse.ArgumentParser:
     """The flags that ``kos sample`` and ``kos chat`` have in common."""
-    show = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(prog=program(module), description=doc.partition("\n")[0], formatter_class=show)
+    parser = ArgumentParser(prog=program(module), description=doc.partition("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, of a checkpoint or of Hugging Face")
-    parser.add_argument("--tokens", type=int, default=tokens, help="tokens to generate, at most")
+    parser.add_argument("--tokens", type=int, default=tokens, help="the most tokens to generate (default: %(default)s)")
     for name, (default, what) in FLAGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=what)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+        about = f"{what} (default: {default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=about)
+    about = "end the text before TEXT; the flag may be repeated"
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=about)
+    parser.add_argument("--device", default="cpu", help="compute on cpu, cuda or cuda:N (default: cpu)")
     return parser
 
 
@@ -58,8 +59,9 @@ def run(arguments: argparse.Namespace, use: Callable[[Any, Mapping[str, Any]], N
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("kos.train.sample", __doc__ or "", 500)
-    parser.add_argument("--prompt", action="append", help="text to continue; several make a batch")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a file with a prompt a line, more of the batch")
+    parser.add_argument("--prompt", action="append", help="a text to continue; several prompts form a batch")
+    about = "a file with one prompt on each line, which are added to the batch"
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=about)
     arguments = parser.parse_args(argv)
 
     def say(model: Any, options: Mapping[str, Any]) -> None:

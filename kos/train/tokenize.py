@@ -7,18 +7,22 @@ validation data together. If the command is interrupted, the same command contin
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
+import logging
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kos.commands import program
 from kos.errors import ConfigError, KosError, in_words, plural
 from kos.files import printing
-from kos.reporting import exit_status
+from kos.reporting import ArgumentParser, exit_status
 from kos.train import missing
 
 SETTINGS = ("tokenizer", "val_data", "text_field", "encoding", "loss_on", "split_turns", "split_special_tokens")
@@ -28,42 +32,65 @@ SETTINGS = ("tokenizer", "val_data", "text_field", "encoding", "loss_on", "split
 def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, Any]:
     """Write the tokens of ``sources`` to ``out``, a new, empty or unfinished folder, and return its manifest.
 
-    ``settings`` are those of ``kos train``.  Raises ConfigError if ``out`` holds anything else or a source has tokens,
-    and the errors of ``kos.train.data.batches.load_data``.
+    ``settings`` are those of ``kos train``.  Raises ConfigError if ``out`` holds anything else, if another process
+    writes to it, or if a source has tokens, and the errors of ``kos.train.data.batches.load_data``.
     """
     from kos.train.config.options import TrainConfig
     from kos.train.data.corpus import read_corpus
     from kos.train.data.loading import lines_of, tokenizing
 
     config = TrainConfig.from_preset(data=sources[0], **settings)
+    config.check_sources([*sources, *filter(None, [config.val_data])])
     corpus = read_corpus(sources, val_data=config.val_data, lines=lines_of(config))
     if corpus.vocab_size is not None or corpus.tokenized:
         raise ConfigError(f"{sources[0]}: expected text, got tokens")
     how, make = tokenizing(corpus, config, None, lambda what, share: None)
     status = [(str(path), path.stat()) for path in (*corpus.files, *corpus.val_files)]
     files = [[path, each.st_size, each.st_mtime_ns] for path, each in status]
-    key = hashlib.sha256(json.dumps([how, [*sources], config.val_data, files]).encode()).hexdigest()
+    parts = [how, [*sources], config.val_data], [corpus.below, files]
+    key = " ".join(hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in parts)
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out}: expected a new or an empty folder, got a file")
+        last = "the last argument is the folder that is written"
+        raise ConfigError(f"{out}: expected a new or an empty folder, got a file; {last}")
     out.mkdir(parents=True, exist_ok=True)
-    return make(out, key)
+    with _alone(out):
+        return make(out, key)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """ConfigError if another process writes to the folder in such a context."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # of a file system without locks
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                got = "one to which another kos tokenize writes"
+                raise ConfigError(f"{folder}: expected a folder of its own, got {got}") from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def _parser() -> argparse.ArgumentParser:
-    from kos.train.config.options import KEYS, flag_of
+    from kos.train.config.flags import add_flag
+    from kos.train.config.options import KEYS
 
     description = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog=program("kos.train.tokenize"), description=description)
+    parser = ArgumentParser(
+        prog=program("kos.train.tokenize"), description=description, argument_default=argparse.SUPPRESS
+    )
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="text, named as for --data of kos train")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; new, empty or unfinished")
     for name in SETTINGS:
-        words: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if KEYS[name].annotation is bool else {}
-        parser.add_argument(flag_of(name), default=argparse.SUPPRESS, help=KEYS[name].description, **words)
+        add_flag(parser, name, KEYS[name].default)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
+    logging.basicConfig(format="kos: %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
         settings = vars(_parser().parse_args(argv))
         manifest = tokenize(out := settings.pop("out"), settings.pop("sources"), **settings)

@@ -322,10 +322,9 @@ def _bytes(text: str) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = Parser(prog=program("kos.tune"), description=(__doc__ or "").partition("\n")[2])
-    parser.add_argument("--largest", type=_bytes, default=GB, metavar="SIZE", help="measure up to this size (1G)")
-    parser.add_argument(
-        "--with", dest="others", action="append", default=[], metavar="NAME", help="also a backend of another package"
-    )
+    parser.add_argument("--largest", type=_bytes, default=GB, metavar="SIZE", help="the largest size (default: 1G)")
+    about = "also measure this backend of another package; the flag may be repeated"
+    parser.add_argument("--with", dest="others", action="append", default=[], metavar="NAME", help=about)
     parser.add_argument("--out", type=Path, metavar="FILE", help="the file to write (default: in the user's cache)")
     try:
         options = parser.parse_args(arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 
 import kos
 from kos import _core, cuda
-from tests.comm.ranks import MockRanks, MPIRanks, on_hosts
+from tests.comm.ranks import MockRanks, MPIRanks, on_hosts, on_threads
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES
 from tests.launcher import MPIRUN
 from tests.run import RANK_VARIABLES
@@ -154,6 +154,34 @@ def gpu_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     ranks: Any = FakeRanks(2) if request.param == "nccl" else ThreadRanks(2)
     with no_gpu(monkeypatch) if request.param == "nccl" else no_gpus(monkeypatch, 2):
         yield lambda body: ranks.run(lambda gpu: body(gpu.comm))
+
+
+@pytest.fixture(params=["nccl", "peer", "auto"])
+def gpu_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Runs a function of a communicator of one rank and of the stand-in for the driver."""
+    from kos.comm.gpu.backend import GPUBackend
+    from kos.comm.gpu.nccl import NCCLBackend
+    from kos.comm.gpu.peer.backend import PeerBackend
+    from kos.comm.host.backend import HostBackend
+    from kos.comm.host.threads import ThreadTransport
+    from tests.comm.fake_nccl import WAIT, Comm, Group
+    from tests.comm.fake_peer import no_gpus
+    from tests.host_compiler import COMPILER
+
+    kind, group = request.param, Group(1)
+    if COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+
+    def rank(rendezvous: Any, body: Callable[..., None], fake: Any) -> None:
+        host = HostBackend(rendezvous, ThreadTransport)
+        routes: list[Any] = [NCCLBackend(rendezvous, host.engine, 0, Comm(group, 0))] if kind != "peer" else []
+        routes += [PeerBackend(rendezvous, host.engine, 0)] if kind != "nccl" else []
+        backend = GPUBackend(rendezvous, routes, host if kind == "auto" else None)
+        with kos.Communicator(backend, rendezvous, {}, WAIT) as comm:
+            body(comm, fake.driver)
+
+    with no_gpus(monkeypatch, 1) as fake:
+        yield lambda body: on_threads(1, lambda rendezvous: rank(rendezvous, body, fake), WAIT, group.barrier.abort)
 
 
 @pytest.fixture(scope="module", params=["nccl", "peer", "auto"])

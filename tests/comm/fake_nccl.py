@@ -15,6 +15,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import index
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,11 +229,14 @@ class FakeNCCL:
         data = at(pointer, count, DTYPE_OF[code].numpy).copy() if pointer else np.empty(0)
         return comm.group.swap(comm.rank, data)
 
-    def _reduced(self, comm: Comm, pointer: int, count: int, code: int, op: int) -> np.ndarray:
+    def _reduced(
+        self, comm: Comm, pointer: int, count: int, code: int, op: int, factor: float | None = None
+    ) -> np.ndarray:
         dtype = DTYPE_OF[code]
         data = at(pointer, count, dtype.numpy).copy()
-        if op in comm.premultiplied:
-            data *= dtype.numpy.type(comm.premultiplied[op])
+        if factor is None:
+            factor = comm.premultiplied.get(op, 1)
+        data *= dtype.numpy.type(factor)
         reduction = resolve(OPS.get(op, ReduceOp.SUM), dtype, comm.group.size)
         xs = comm.group.swap(comm.rank, data)
         total = reduction.stage(xs[0], None)
@@ -246,10 +250,15 @@ class FakeNCCL:
         return out
 
     def all_reduce(self, send: int, recv: int, count: int, code: int, op: int, comm: Comm, stream: int) -> None:
-        self._do("collective", lambda: self.reduce(send, recv, count, code, op, comm.rank, comm, stream))
+        factor = comm.premultiplied.get(op)  # NCCL reads it now, though the call may be one of a group
+        run = partial(self.reduce, send, recv, count, code, op, comm.rank, comm, stream, factor)
+        self._do("collective", run)
 
-    def reduce(self, send: int, recv: int, count: int, code: int, op: int, root: int, comm: Comm, stream: int) -> None:
-        got = self._reduced(comm, send, count, code, op)
+    def reduce(
+        self, send: int, recv: int, count: int, code: int, op: int, root: int, comm: Comm, stream: int,
+        factor: float | None = None,
+    ) -> None:  # fmt: skip
+        got = self._reduced(comm, send, count, code, op, factor)
         if comm.rank == root:
             at(recv, count, DTYPE_OF[code].numpy)[:] = got
         else:

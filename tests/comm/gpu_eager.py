@@ -19,7 +19,9 @@ Run = Callable[[Callable[[Any], None]], None]
 
 
 def hits(comm: Any) -> int:
-    return int(comm._eager.hits)
+    """The calls of ``comm`` that the core has made."""
+    eager = comm._eager
+    return 0 if eager is None else int(eager.hits)
 
 
 def on_gpu(values: Any, stream: Any = None) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import tempfile
@@ -11,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,15 @@ LAUNCHERS_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOC
 
 
 def free_port() -> int:
-    """A port of this host that nobody uses."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port of this host that nobody uses.
+
+    It is none that the system gives to a connection or a listener of its own choice: another test could get it first.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 29_000)
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def environment(rank: int, size: int, port: int, **more: str) -> dict[str, str]:

@@ -1,10 +1,8 @@
-"""Messages from any rank and of any length, and probes: on threads, on tcp and MPI with the core and without."""
+"""Receives from any rank, on threads, over ``tcp`` and ``mpi``."""
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from types import SimpleNamespace
@@ -14,64 +12,19 @@ import numpy as np
 import pytest
 
 import kos
-from kos import _core
-from kos.comm.contract import Backend
 from kos.comm.host.mpi import MPITransport
-from kos.comm.host.threads import ThreadTransport
-from kos.comm.matching import Expected
 from kos.errors import (
-    BackendUnavailable,
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
-    InvalidArgument,
     RankLost,
 )
 from kos.testing import Fault, spawn
-from tests.comm.conftest import UNDER_MPIRUN
-from tests.comm.ranks import MockRanks, MPIRanks, on_each_rank
-from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_ranks
+from tests.comm.any_source import LONG, kind, meet, run, wait_for_marks
+from tests.comm.ranks import MockRanks, on_each_rank
+from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_ranks
 
-SIZE, LONG = 3, 5 << 20
-ON_MPI = [pytest.param(name, marks=pytest.mark.mpi) for name in ("mpi", "mpi apart")]
-
-
-@pytest.fixture(params=[*(() if UNDER_MPIRUN else ("mock", "tcp", "tcp apart")), *ON_MPI])
-def kind(request: pytest.FixtureRequest) -> str:
-    if request.param.endswith("apart"):
-        request.getfixturevalue("apart")
-    elif request.param != "mock" and _core.native is None:
-        pytest.skip(str(_core.unavailable))
-    return request.param
-
-
-@pytest.fixture
-def run(kind: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Runs a function of a communicator on three ranks, or under mpirun on all of them."""
-    if "mpi" in kind:
-        world = request.getfixturevalue("mpi_world")
-        if world.size == 1:
-            pytest.skip("needs mpirun with two ranks or more")
-        return MPIRanks(world).run
-    if kind == "mock":
-        return lambda fn: spawn(fn, SIZE, timeout=TIMEOUT, buffer_bytes=1 << 16)  # as processes of one host
-    return TCPRanks(SIZE).run
-
-
-@pytest.fixture
-def meet(kind: str) -> Callable[[kos.Communicator], Any]:
-    """Waits for all ranks, outside of kos where ranks are threads: a rank that waits in kos is not named as late."""
-    barrier = threading.Barrier(SIZE)
-    return (lambda comm: comm.rendezvous.barrier()) if "mpi" in kind else (lambda comm: barrier.wait(TIMEOUT))
-
-
-def wait_for_marks(comm: kos.Communicator, tag: int = 99) -> None:
-    """Rank 0 waits until what the others have sent before has arrived."""
-    if comm.rank:
-        comm.send(np.zeros(0), 0, tag)
-        return
-    for rank in range(1, comm.size):
-        comm.recv(np.zeros(0), rank, tag)
+__all__ = ["kind", "meet", "run"]  # fixtures
 
 
 @on_each_rank("run")
@@ -137,24 +90,6 @@ def test_receives_match_in_the_order_in_which_they_were_posted(comm: kos.Communi
         comm.barrier()
 
 
-@on_each_rank("run")
-def test_a_receive_of_bytes_holds_up_no_other_sender(comm: kos.Communicator, /) -> None:
-    if comm.size < 3:
-        return
-    if comm.rank == 0:
-        data = comm.recv_bytes(1, async_op=True)
-        assert comm.recv(np.zeros(2), 2, timeout=20)[0] == 2
-        assert comm.recv(np.zeros(2), timeout=20)[1] == 2
-        comm.send(np.zeros(1), 1, 5)
-        assert data.wait() == b"late"
-    elif comm.rank == 1:
-        comm.recv(np.zeros(1), 0, 5)
-        comm.send_bytes(b"late", 0)
-    elif comm.rank == 2:
-        comm.send(np.full(2, 2.0), 0)
-        comm.send(np.full(2, 2.0), 0)
-
-
 @pytest.mark.parametrize("posted", ["before", "after"])
 @on_each_rank("run")
 def test_a_message_of_another_size_raises_and_spoils_nothing(comm: kos.Communicator, /, posted: str) -> None:
@@ -185,72 +120,6 @@ def test_a_message_of_another_size_raises_and_spoils_nothing(comm: kos.Communica
     comm.barrier()
 
 
-@pytest.mark.parametrize("count", [0, 1, 1 << 16, LONG])
-@on_each_rank("run")
-def test_bytes_of_any_length(comm: kos.Communicator, /, count: int) -> None:
-    data = bytes(range(256)) * (count // 256 + 1)
-    if comm.rank:
-        mine = data[: count + comm.rank * (count > 0)]
-        spread = memoryview(np.repeat(np.frombuffer(mine, np.uint8), 2))[::2]
-        for each in (mine, bytearray(mine), memoryview(mine), spread):
-            comm.send_bytes(each, 0, 3)
-        comm.send_bytes(mine, 0, 4, async_op=True).wait()
-        return
-    for rank in range(1, comm.size):
-        for _ in range(4):
-            got = comm.recv_bytes(rank, 3)
-            assert type(got) is bytes and got == data[: count + rank * (count > 0)]
-    for _ in range(1, comm.size):
-        got, source = comm.recv_bytes(tag=4)
-        assert type(got) is bytes and got == data[: count + source * (count > 0)]
-
-
-@on_each_rank("run")
-def test_bytes_are_arrays_of_uint8(comm: kos.Communicator, /) -> None:
-    if comm.rank == 0:
-        assert comm.recv(np.zeros(3, np.uint8), 1).tobytes() == b"abc"
-        assert comm.recv_bytes(1) == b"\1\2"
-        expected = "recv_bytes #2, from rank 1.* with tag 0: rank 0 expected 16 elements of uint8 from rank 1, got 2 "
-        with pytest.raises(CollectiveMismatch, match=f"{expected}elements of float64"):
-            comm.recv_bytes(1)
-        assert comm.recv_bytes(1) == b"next"
-    elif comm.rank == 1:
-        comm.send_bytes(b"abc", 0)
-        comm.send(np.array([1, 2], np.uint8), 0)
-        comm.send(np.zeros(2), 0)
-        comm.send_bytes(b"next", 0)
-    comm.barrier()
-
-
-@on_each_rank("run")
-def test_a_probe_takes_nothing(comm: kos.Communicator, /) -> None:
-    if comm.rank == 0:
-        assert comm.probe(tag=6, wait=False) is None
-        comm.barrier()
-        for source in (1, None):
-            for _ in range(2):
-                envelope = comm.probe(source, 6)
-                assert envelope == comm.probe(source, 6, wait=False) == (1, np.int32, 5) and envelope.nbytes == 20
-        assert comm.probe(tag=5, wait=False) is None
-        assert comm.recv(np.zeros(5, np.int32), tag=6)[1] == 1
-        assert comm.probe(tag=6, wait=False) is None
-        waiting = comm.recv(np.zeros(1), tag=6, async_op=True)
-        comm.barrier()
-        wait_for_marks(comm)
-        assert comm.probe(tag=6, wait=False) is None, "its message is for the receive that waits"
-        assert waiting.wait()[0][0] == 8
-        comm.barrier()
-    else:
-        comm.barrier()
-        if comm.rank == 1:
-            comm.send(np.ones(5, np.int32), 0, 6)
-        comm.barrier()
-        if comm.rank == 1:
-            comm.send(np.full(1, 8.0), 0, 6)
-        wait_for_marks(comm)
-        comm.barrier()
-
-
 @on_each_rank("run")
 def test_no_sender_is_served_alone(comm: kos.Communicator, /) -> None:
     if comm.rank:
@@ -261,41 +130,6 @@ def test_no_sender_is_served_alone(comm: kos.Communicator, /) -> None:
         for _ in range(4):
             sources = [comm.recv(np.zeros(1))[1] for _ in range(comm.size - 1)]
             assert sorted(sources) == list(range(1, comm.size))
-
-
-def poll_for_ever(comm: kos.Communicator, src: int | None) -> None:
-    while comm.probe(src, 2, wait=False) is None:
-        pass
-
-
-WAITS: dict[str, Callable[..., Any]] = {
-    "recv": lambda comm, src, **options: comm.recv(np.zeros(1), src, 2, **options),
-    "recv_bytes": lambda comm, src, **options: comm.recv_bytes(src, 2, **options),
-    "probe": lambda comm, src, **options: comm.probe(src, 2, **options),
-}
-
-
-@pytest.mark.parametrize("source", [None, 1])
-@pytest.mark.parametrize("name", WAITS)
-@on_each_rank("run")
-def test_a_timeout_names_those_that_sent_nothing(
-    comm: kos.Communicator, /, name: str, source: int | None, meet: Any, kind: str
-) -> None:
-    late = [1] if source else list(range(1, comm.size))
-    if comm.rank == 0:
-        names = f"ranks {late}" if len(late) > 1 else "rank 1"
-        with pytest.raises(CollectiveTimeout, match=f"{name} #0.* with tag 2: not complete after 0.2 s; ") as caught:
-            WAITS[name](comm, source, timeout=0.2)
-        if "mpi" not in kind:
-            assert f"; {names} sent nothing with tag 2" in str(caught.value), caught.value
-        named = {*caught.value.ranks}
-        assert named == {*late} or ("mpi" in kind and named and named <= {*range(1, comm.size)})
-    meet(comm)
-    if comm.rank == 1:
-        comm.send(np.ones(1), 0, 2)
-    if comm.rank == 0:
-        assert comm.recv(np.zeros(1), tag=2)[1] == 1, "a receive that timed out took a later message"
-    comm.barrier()
 
 
 @pytest.mark.parametrize("memory", ["shared", "none"], indirect=True)
@@ -318,26 +152,6 @@ def test_a_wait_reports_late_ranks_while_another_thread_aborts(memory: str, sour
     TCPRanks(2).run(body)
 
 
-@pytest.mark.parametrize("source", [None, 1])
-@pytest.mark.parametrize("name", [*WAITS, "polled"])
-@on_each_rank("run")
-def test_a_rank_that_aborts_is_named(comm: kos.Communicator, /, name: str, source: int | None) -> None:
-    part = comm.duplicate()
-    if comm.rank == 1:
-        part.send_bytes(b"last", 0, 2)
-        part.abort(reason="it had enough")
-    elif comm.rank == 0:
-        assert part.recv_bytes(source, 2) in (b"last", (b"last", 1)), "it was sent before"
-        call = (lambda: poll_for_ever(part, source)) if name == "polled" else lambda: WAITS[name](part, source)
-        with pytest.raises(RankLost, match="rank 1 is gone: .*it had enough") as caught:
-            call()
-        assert caught.value.ranks == (1,)
-        part.abort()
-    comm.rendezvous.barrier()
-    part.abort()
-    comm.barrier()
-
-
 @on_each_rank("run")
 def test_a_rank_that_has_closed_ends_no_receive_from_others(comm: kos.Communicator, /) -> None:
     part, last = comm.duplicate(), comm.size - 1
@@ -358,44 +172,6 @@ def test_a_rank_that_has_closed_ends_no_receive_from_others(comm: kos.Communicat
         part.send_bytes(b"x", 0)
         part.close()
     comm.barrier()
-
-
-@on_each_rank("run")
-def test_wrong_arguments_raise_before_anything_is_sent(comm: kos.Communicator, /) -> None:
-    other = (comm.rank + 1) % comm.size
-    wrong: dict[str, Callable[[], Any]] = {
-        "data: expected bytes, got str": lambda: comm.send_bytes("text", other),  # type: ignore[arg-type]
-        "data: expected bytes, got ndarray": lambda: comm.send_bytes(np.zeros(3), other),  # type: ignore[arg-type]
-        f"dst: expected a rank from 0 to {comm.size - 1}": lambda: comm.send_bytes(b"", comm.size),
-        "dst: expected another rank": lambda: comm.send_bytes(b"", comm.rank),
-        "tag: expected a number from 0": lambda: comm.recv_bytes(other, 1 << 20),
-        "tag: expected a number from": lambda: comm.probe(tag=-1),
-        "src: expected a rank from 0": lambda: comm.recv(np.zeros(1), -1, 1, async_op=True),
-        "src: expected a rank": lambda: comm.recv_bytes(-1),
-        "src: expected another rank": lambda: comm.probe(comm.rank),
-        "timeout: expected a positive number": lambda: comm.probe(timeout=0),
-        "wait: expected True or False": lambda: comm.probe(wait="no"),  # type: ignore[call-overload]
-        "x: expected": lambda: comm.recv(np.zeros((4, 4))[:, 1]),
-    }
-    receive = comm.recv(np.zeros(1), tag=1, async_op=True)  # from any rank: -1 must not find it
-    for text, call in wrong.items():
-        with pytest.raises(InvalidArgument, match=text):
-            call()
-    for name, call in {"recv_bytes": comm.recv_bytes, "probe": comm.probe}.items():
-        with pytest.raises(InvalidArgument, match=f"{name}: expected a call outside of a batch"), comm.batch():
-            call()
-    comm.send(np.full(1, 4.0), other, 1)
-    assert receive.wait()[0][0] == 4
-    comm.barrier()
-
-
-def test_a_group_of_one_has_no_other_rank() -> None:
-    def body(comm: kos.Communicator) -> None:
-        for call in (lambda: comm.recv(np.zeros(1)), comm.recv_bytes, comm.probe):
-            with pytest.raises(InvalidArgument, match="src: expected another rank, got None in a group of one"):
-                call()
-
-    spawn(body, 1)
 
 
 @on_each_rank("run")
@@ -424,39 +200,6 @@ def test_groups_in_batches_and_persistent(comm: kos.Communicator, /) -> None:
             group.send(np.full(2, 9.0), 0)
     comm.rendezvous.barrier()
     group.close()
-
-
-DEAD = """
-import os, sys
-import numpy as np, kos
-comm = kos.init("tcp", timeout=30)
-if comm.rank == 1:
-    comm.send_bytes(b"last", 0, 2)
-    comm.barrier()
-    os._exit(7)
-comm.barrier()
-if comm.rank == 2:
-    try:
-        comm.recv(np.zeros(1), 0)
-    except kos.errors.CollectiveError as error:
-        print(error)
-    os._exit(0)
-try:
-    print(comm.recv_bytes(tag=2))
-    {call}
-except kos.errors.RankLost as error:
-    print(error.ranks, error, flush=True)
-os._exit(0)
-"""
-CALLS = ["comm.recv(np.zeros(1))", "comm.recv_bytes()", "comm.probe()", "while True: comm.probe(wait=False)"]
-
-
-@pytest.mark.parametrize("core", ["1", "0"])
-@pytest.mark.parametrize("call", CALLS)
-def test_a_rank_whose_process_ends_is_named(call: str, core: str) -> None:
-    (code, output), _, _ = run_processes(DEAD.replace("{call}", call), 3, KOS_CORE=core)
-    assert code == 0 and "(b'last', 1)" in output, output
-    assert "(1,) " in output and "rank 1 is gone" in output, output
 
 
 @pytest.mark.parametrize("kind", ["drop", "crash", "error", "stall"])
@@ -495,33 +238,6 @@ def test_a_receive_behind_another_is_named_at_its_timeout(memory: str) -> None:
     TCPRanks(2).run(body)
 
 
-@pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
-def test_a_message_whose_sender_has_cancelled_it_is_passed() -> None:
-    """Not as a probe's, and not by a receive of bytes, whose length would be that of the cancelled one."""
-
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 1:
-            work = comm.send_bytes(b"x" * LONG, 0, async_op=True)
-            comm.rendezvous.barrier()
-            comm.rendezvous.barrier()
-            work.cancel(CollectiveMismatch("cancelled, as after the loss of another rank"))
-            comm.rendezvous.barrier()
-            comm.rendezvous.barrier()
-            comm.send_bytes(b"next", 0)
-        else:
-            comm.rendezvous.barrier()
-            assert comm.probe() == (1, np.uint8, LONG)
-            comm.rendezvous.barrier()
-            comm.rendezvous.barrier()
-            assert comm.probe(wait=False) is None
-            waiting = comm.recv_bytes(async_op=True)
-            comm.rendezvous.barrier()
-            assert waiting.wait() == (b"next", 1)
-        comm.barrier()
-
-    TCPRanks(2).run(body)
-
-
 def test_mpi_shows_no_more_messages_than_are_taken() -> None:
     """Messages that no receive takes yet stay in MPI."""
     shown = list[int]()
@@ -535,20 +251,6 @@ def test_mpi_shows_no_more_messages_than_are_taken() -> None:
     for _ in range(2):  # the second time it is known
         assert MPITransport.arrived(mpi, [1, 2], 3)[:1] == (2,)  # type: ignore[arg-type, index]
         assert shown == [-1, -1]
-
-
-@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
-def test_polls_of_many_tags_leave_nothing_behind(on: Any) -> None:
-    def body(comm: kos.Communicator) -> int:
-        comm.barrier()
-        if comm.rank == 0:
-            for tag in range(500):
-                assert comm.probe(tag=tag, wait=False) is None
-        left = sum(isinstance(each, Expected) for each in gc.get_objects())
-        comm.barrier()
-        return left
-
-    assert max(on(2).run(body)) < 10
 
 
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
@@ -588,32 +290,3 @@ def test_a_progress_thread_receives_from_any_rank() -> None:
             body(comm)
 
     run_ranks(3, rank)
-
-
-def test_a_transport_without_envelopes_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadTransport, "arrived", Backend.arrived)
-
-    def body(comm: kos.Communicator) -> None:
-        calls: dict[str, Callable[[], Any]] = {
-            "recv from any rank": lambda: comm.recv(np.zeros(1)), "recv_bytes": lambda: comm.recv_bytes(0),
-            "probe": comm.probe, "send_bytes": lambda: comm.send_bytes(b"", 1),
-        }  # fmt: skip
-        for name, call in calls.items():
-            with pytest.raises(BackendUnavailable, match=f"{name}: expected a backend .*, got mock"):
-                call()
-
-    spawn(body, 2)
-
-
-def test_backends_for_gpus_refuse(gpu_run: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
-        x, name = comm.allocate(3, np.float32), comm.backend_name
-        for what, call in {
-            "recv from any rank": lambda: comm.recv(x), "recv_bytes": comm.recv_bytes, "probe": comm.probe,
-            "send_bytes": lambda: comm.send_bytes(b"", 1 - comm.rank),
-        }.items():  # fmt: skip
-            with pytest.raises(BackendUnavailable, match=f"{what}: expected a backend for host memory.*, got {name}"):
-                call()
-        comm.barrier()
-
-    gpu_run(body)

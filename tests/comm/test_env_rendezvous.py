@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -208,7 +209,7 @@ def test_a_part_of_the_variables(
         no_launcher.setenv(name, value)
     with pytest.raises(RendezvousError) as caught:
         kos.init(timeout=5)
-    assert str(caught.value).startswith(f"{missing}: expected beside {given}, got nothing (a process without")
+    assert str(caught.value).startswith(f"{missing}: expected values beside those of {given}, got none (")
 
 
 def test_a_rank_on_the_host_says_nothing(no_launcher: pytest.MonkeyPatch) -> None:
@@ -348,3 +349,26 @@ def test_another_program_at_the_port() -> None:
 
         _, errors = run_threads(program, lambda: errors_of(20, environment(1, 2, port)))
     assert errors == [f"rendezvous: rank 1: 127.0.0.1:{port}: expected a rank of kos (kos/tcp4), got b'HTTP/1.1'"]
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+@pytest.mark.parametrize("case", ["in use", "missing"])
+def test_an_error_of_init_has_no_frames_within_kos(no_launcher: pytest.MonkeyPatch, case: str, debug: str) -> None:
+    """Python prints them where no hook of kos is set, as under torchrun.  Those of the program stay."""
+    no_launcher.setenv("KOS_DEBUG", debug)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for name, value in environment(0, 2, taken.getsockname()[1]).items():
+            no_launcher.setenv(name, value)
+        if case == "missing":
+            no_launcher.delenv("MASTER_PORT")
+        try:
+            try:
+                int("no number")
+            except ValueError:
+                kos.init(timeout=5)
+        except RendezvousError as error:
+            printed = "".join(traceback.format_exception(error))
+    assert ("OSError: [Errno" if case == "in use" else "MASTER_PORT") in printed
+    frames, mine = printed.count('  File "'), printed.count(f'  File "{__file__}"')
+    assert mine == (1 if case == "in use" else 2), printed  # the other one raises ValueError
+    assert frames > mine + 1 if debug == "1" else frames == mine + 1, printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from kos.errors import (
 )
 from kos.testing import Fault, spawn
 from tests.comm.ranks import TIMEOUT, MockRanks, on_each_rank, time_is_up
+from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TCPRanks, run_threads
 
 
@@ -115,7 +117,7 @@ def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(ranks_of_mp
     ranks_of_mpi.run(body)
 
 
-@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
+@pytest.mark.parametrize("on", [MockRanks, pytest.param(TCPRanks, marks=needs_core)])
 def test_a_rank_that_is_late_in_another_group_is_named(on: Any) -> None:
     """Rank 0 waits for rank 1, which waits in another group for rank 2."""
     begins, ended = threading.Event(), threading.Event()
@@ -234,52 +236,42 @@ def test_a_timeout_longer_than_clocks_count(comm: kos.Communicator, /, timeout: 
         patient.barrier(timeout=timeout)
 
 
-@pytest.mark.parametrize("waiting", ["all_reduce", "barrier", "recv", "rendezvous", "split"])
-def test_the_other_ranks_hear_of_an_exception(waiting: str) -> None:
-    heard: list[str] = []
+WAITS: dict[str, Callable[[kos.Communicator, kos.Communicator], Any]] = {
+    "all_reduce": lambda comm, part: comm.all_reduce(np.zeros(4)),
+    "barrier": lambda comm, part: comm.barrier(),
+    "recv": lambda comm, part: comm.recv(np.zeros(1), 1),
+    "rendezvous": lambda comm, part: comm.rendezvous.allgather(b""),
+    "in a part": lambda comm, part: part.all_reduce(np.zeros(4), algorithm="ring"),
+}
+"""Calls that wait for rank 1."""
+
+
+@pytest.mark.parametrize("waiting", WAITS)
+@pytest.mark.parametrize(("end", "why"), [
+    ("raises", "ZeroDivisionError: boom"), ("returns", "its function returned"), ("aborts", "the data are damaged"),
+])  # fmt: skip
+def test_a_rank_that_ends_is_named_by_those_that_wait_for_it(waiting: str, end: str, why: str) -> None:
+    """Also by a rank that waits after the thread of that rank has ended."""
+    told: list[str] = []
 
     def body(comm: kos.Communicator) -> None:
         part = comm.split(0)
-        if comm.rank == 1:
+        if comm.rank == 1 and end == "raises":
             raise ZeroDivisionError("boom")
-        waits: dict[str, Callable[[], Any]] = {
-            "all_reduce": lambda: comm.all_reduce(np.zeros(4)),
-            "barrier": comm.barrier,
-            "recv": lambda: comm.recv(np.zeros(1), 1),
-            "rendezvous": lambda: comm.rendezvous.allgather(b""),
-            "split": lambda: part.all_reduce(np.zeros(4), algorithm="ring"),
-        }
-        with pytest.raises(RankLost) as caught:
-            waits[waiting]()
-        heard.append(str(caught.value))
+        if comm.rank == 1 and end == "aborts":
+            comm.abort(reason=why)
+        if comm.rank == 1:
+            return
+        while end == "aborts" and 1 not in comm.rendezvous.threads.world.ends:
+            time.sleep(0.001)
+        with pytest.raises(RankLost, match=f"rank 1 is gone: {why}") as caught:
+            WAITS[waiting](comm, part)
+        assert caught.value.ranks == (1,)
+        told.append(str(caught.value))
 
-    with pytest.raises(ZeroDivisionError, match="boom") as caught:
+    with pytest.raises(ZeroDivisionError, match="boom") if end == "raises" else contextlib.nullcontext() as caught:
         spawn(body, 3, timeout=40)
-    assert caught.value.__notes__ == ["raised on rank 1 of 3"]
-    assert len(heard) == 2
-    assert all("rank 1" in text for text in heard), heard
-
-
-@on_each_rank(spawn, 2, timeout=60)
-def test_a_rank_that_returned_is_gone(comm: kos.Communicator, /) -> None:
-    if comm.rank == 0:
-        for call in (lambda: comm.recv(np.zeros(1), 1), comm.barrier, lambda: comm.rendezvous.allgather(b"")):
-            with pytest.raises(RankLost, match="rank 1 is gone: its function returned"):
-                call()
-
-
-@on_each_rank(spawn, 2, timeout=60)
-def test_the_reason_of_an_abort_outlives_the_rank(comm: kos.Communicator, /) -> None:
-    """Also for a rank that waits after the thread of the aborted one has ended."""
-    part = comm.split(0)
-    if comm.rank == 1:
-        comm.abort(reason="the data are damaged")
-        return
-    while 1 not in comm.rendezvous.threads.world.ends:
-        time.sleep(0.001)
-    for call in (lambda: part.recv(np.zeros(1), 1), comm.barrier, lambda: comm.rendezvous.allgather(b"")):
-        with pytest.raises(RankLost, match="rank 1 is gone: the data are damaged"):
-            call()
+    assert len(told) == 2 and (end != "raises" or caught.value.__notes__ == ["raised on rank 1 of 3"])
 
 
 def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

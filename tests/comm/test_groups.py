@@ -15,7 +15,8 @@ from kos.comm.gpu import nccl_binding
 from kos.errors import CollectiveMismatch, InvalidArgument, RendezvousError
 from kos.testing import spawn
 from tests.comm.fake_nccl import no_gpu
-from tests.comm.tcp_ranks import run_threads
+from tests.comm.ranks import MockRanks
+from tests.comm.tcp_ranks import TCPRanks, run_threads
 
 
 def members(comm: kos.Communicator) -> list[int]:
@@ -45,6 +46,21 @@ def test_chosen_ranks_in_their_order() -> None:
         return None if part is None else members(part)
 
     assert spawn(body, 4) == [[3, 0, 2], None, [3, 0, 2], [3, 0, 2]]
+
+
+@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
+def test_groups_stay_open_after_the_communicator_that_they_were_split_from(on: Any) -> None:
+    def body(comm: kos.Communicator) -> None:
+        part = comm.group([0, 1])
+        comm.close()
+        if part is not None:
+            assert part.all_reduce(np.ones(1)) == 2
+            half = part.split(part.rank)
+            assert half.all_gather(np.ones(1)).shape == (1, 1)
+            half.close()
+            part.close()
+
+    on(3).run(body)
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (3, 1, 2), 6])

@@ -36,6 +36,7 @@ from tests.comm.growing import both, check, join, known, run
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES, SECRET, environment, free_port
 from tests.comm.test_shared_failures import ULFM, job
 from tests.forked import PATHS, Forked, fork_server
+from tests.host_compiler import needs_compiler
 from tests.launcher import needs_mpirun
 
 __all__ = ["known"]  # a fixture of every test
@@ -175,7 +176,7 @@ def test_a_member_that_is_lost_fails_a_grow_and_is_replaced() -> None:
     assert run("mock", 3, body, newcomer) == [(0, 3), None, (1, 3), (2, 3)]
 
 
-@pytest.mark.parametrize("backend", ["nccl", "peer"])
+@pytest.mark.parametrize("backend", ["nccl", pytest.param("peer", marks=needs_compiler)])
 def test_the_backend_of_gpus_is_made_again(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With slabs, kernels and communicators of their own: on stand-ins for GPUs."""
     with fake_nccl.no_gpu(monkeypatch) if backend == "nccl" else fake_peer.no_gpus(monkeypatch, 3):
@@ -367,7 +368,7 @@ rest.close()
 def test_a_stopped_rank_wakes_up_and_is_out(tmp_path: Path, stopped: int, shared: bool) -> None:
     """It learns that the others have continued, whether it would lead them or follow."""
     lines = processes(STOPPED.format(stopped=stopped, shared=shared), 3, "", 0, tmp_path)
-    out = f"out: world: shrink: rank {stopped} is out: the others continued without it, as it did not answer"
+    out = f"out: world: shrink: rank {stopped} was left out: the others continued without it, because it did not answer"
     assert lines == ["2", "2", out]
 
 

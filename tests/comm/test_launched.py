@@ -1,4 +1,4 @@
-"""Programs that a rank starts do not take its place.  A rank does not wait in MPI_Init for longer than its timeout."""
+"""Programs that a rank starts do not take its place: a process claims the rank of its job."""
 
 from __future__ import annotations
 
@@ -6,32 +6,37 @@ import gc
 import multiprocessing
 import os
 import re
+import signal
+import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kos
-from kos.comm.control.identity import MARK, claimed, hold, process
-from kos.comm.control.mpi_start import EXIT_CODE
+from kos.comm.control.identity import claimant, claimed, hold
 from tests.comm.tcp_ranks import free_port, run_processes
-from tests.comm.test_jobs import environment, mpirun, output, program
+from tests.comm.test_jobs import environment, output, program
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 
 CHILD = """
-import subprocess
-from kos.comm.control.identity import MARK
+import re, subprocess
+from kos.comm.control.identity import claimant
 INIT = "import kos; c = kos.init(timeout=60); print(f'child: rank {c.rank} of {c.size} on {c.backend_name}')"
 def child(command=(sys.executable, "-c", INIT), **options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, **options)
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 def refused(said):
-    expected = f"expected the process that is rank {comm.rank} of {comm.size}, got a process that this rank has started"
-    expected += "; to make it a group of one, start it without the variables "
-    assert "kos.errors.RendezvousError: init: " + expected in said, said
-    assert f"start it with a launcher of that job (the rank is process {os.getpid()}, this one is " in said, said
+    expected = f"init: process {os.getpid()}, which has started this one, is already rank {comm.rank} of {comm.size}"
+    expected += " of this job: expected no second one, got process "
+    assert "kos.errors.RendezvousError: " + expected in said, said
+    ways = r", got process (\\d+); to make process \\1 a group of one, start it without the variables "
+    assert re.search(ways, said) and said.endswith("start it with a launcher of that job"), said
     return said
 """
 
@@ -56,7 +61,7 @@ def run():
     try:
         kos.init(timeout=60)
     except kos.errors.RendezvousError as error:
-        sys.exit(7 if "that is rank" in str(error) else str(error))
+        sys.exit(7 if "is already rank" in str(error) else str(error))
 process = multiprocessing.get_context("fork").Process(target=run)
 process.start()
 process.join(100)
@@ -140,7 +145,6 @@ def test_a_group_of_one_may_start_an_mpirun(tmp_path: Path, variables: dict[str,
     text = f"""{CHILD}
 os.environ |= {variables}
 comm = kos.init(timeout=60)
-assert MARK not in os.environ
 said = child(["{MPIRUN}", "-n", "2", sys.executable, "-c", INIT])
 assert sorted(said.splitlines()) == [f"child: rank {{rank}} of 2 on mpi" for rank in range(2)], said
 print("done", flush=True)
@@ -157,7 +161,7 @@ def test_a_program_between_mpirun_and_the_rank(tmp_path: Path, wrapper: str) -> 
         "shell": ["sh", "-c", f"'{sys.executable}' '{path}' && true"],
         "python": [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, {path!r}])"],
         "exec": [sys.executable, "-c", "import os, sys; from kos.comm.control import identity\n"
-                 "with identity.claimed(True): os.execv(sys.executable, [sys.executable, sys.argv[1]])", path],
+                 "with identity.claimed(True, 60): os.execv(sys.executable, [sys.executable, sys.argv[1]])", path],
     }[wrapper]  # fmt: skip
     done = run_program(MPIRUN, "-n", "2", *command, env=environment(), cwd="/")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n" * 2, "")
@@ -175,6 +179,94 @@ comm.close()
     assert run_processes(text, 2) == [(0, "")] * 2
 
 
+BEFORE = """
+import multiprocessing, subprocess, time
+from kos.comm.control.identity import claimant
+def run(rank=None):
+    while rank is not None and claimant({by_mpi}) != rank:  # until the rank has called kos.init
+        time.sleep(0.01)
+    try:
+        kos.init(timeout=60)
+    except kos.errors.RendezvousError as error:
+        print(error, flush=True)
+    else:
+        print("is the rank", flush=True)
+def begin():
+    program = [sys.executable, __file__, str(os.getpid())]
+    return subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
+def said(child):
+    return child.communicate(timeout=100)[0].strip()
+"""
+
+# A rank whose child calls ``kos.init`` before it does.
+EARLY = """if len(sys.argv) > 1:
+    sys.exit(run(int(sys.argv[1])))
+child = begin()
+comm = kos.init(timeout=60)
+assert f"init: process {os.getpid()}, which has started this one, is already rank {comm.rank} of 2" in said(child)
+assert comm.all_reduce(np.ones(1)) == 2
+comm.close()
+"""
+
+
+@needs_mpirun
+def test_a_program_that_starts_before_its_rank_of_mpi_is_refused(tmp_path: Path) -> None:
+    text = f"""{BEFORE.format(by_mpi=True)}
+{EARLY}print("done", flush=True)
+"""
+    assert output(tmp_path, text, 2, fresh=True) == "done\n" * 2
+
+
+@needs_mpirun
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_multiprocessing_starts_no_rank_of_mpi(tmp_path: Path, method: str) -> None:
+    """Not even a process that starts, calls ``kos.init`` and ends before its rank does: MPI could not start again."""
+    if method == "spawn":
+        skip_without_semaphores()
+    text = f"""{BEFORE.format(by_mpi=True)}
+if __name__ == "__main__":
+    child = multiprocessing.get_context("{method}").Process(target=run)
+    child.start()
+    child.join(100)
+    comm = kos.init(timeout=60)
+    assert comm.all_reduce(np.ones(1)) == 2
+    comm.close()
+    print("done", flush=True)
+"""
+    done = output(tmp_path, text, 2, fresh=True).splitlines()
+    refused = [line for line in done if re.match(
+        r"init: expected the process that a launcher has started as rank [01] of 2, got process (\d+), "
+        r"which process \d+ has started by multiprocessing; to make process \1 a group of one, start it without", line)]
+    assert len(refused) == 2 and sorted(done) == [*["done"] * 2, *sorted(refused)], done
+
+
+def test_a_program_that_starts_before_its_rank_without_mpi_is_refused(tmp_path: Path) -> None:
+    (path := tmp_path / "program.py").write_text(f"""import os, sys, numpy as np, kos
+{BEFORE.format(by_mpi=False)}
+{EARLY}""")
+    assert run_processes(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", 2) == [(0, "")] * 2
+
+
+def test_a_rank_whose_place_a_program_has_taken_is_refused() -> None:
+    """A program that the rank has started before it calls ``kos.init``."""
+    text = """import os, subprocess, sys, kos
+INIT = "import kos, sys\\nwith kos.init(timeout=60):\\n    print(1, flush=True)\\n    sys.stdin.readline()"
+command = (sys.executable, "-c", INIT)
+with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    assert child.stdout.readline() == "1\\n"
+    try:
+        kos.init(timeout=60)
+    except kos.errors.RendezvousError as error:
+        text = f"init: process {child.pid}, which this one has started, is already rank {os.environ['RANK']} of 2 of"
+        assert text in str(error), error
+    else:
+        raise AssertionError("not refused")
+    child.stdin.close()
+    assert child.wait(60) == 0
+"""
+    assert run_processes(text, 2) == [(0, "")] * 2
+
+
 def test_the_place_of_a_rank_without_mpi_is_free_once_it_has_closed() -> None:
     text = f"""import os, sys, numpy as np, kos
 {CHILD}
@@ -185,32 +277,34 @@ comm.barrier()
 comm.close()
 refused(child())  # ``part`` is open
 part.close()
-assert MARK not in os.environ
+assert claimant(False) is None
 assert child() == f"child: rank {{comm.rank}} of 2 on tcp"
 """
     assert run_processes(text, 2) == [(0, "")] * 2
 
 
-def test_the_mark_lasts_as_long_as_a_group_of_the_rank() -> None:
+def test_the_claim_lasts_as_long_as_a_group_of_the_rank() -> None:
     text = """import os, numpy as np, kos
-from kos.comm.control.identity import MARK
+from kos.comm.control.identity import claimant
 from kos.errors import BackendUnavailable
-mark = f"{os.getpid()} "
 for attempt in range(2):
     with pytest.raises(BackendUnavailable):
         kos.init("mock", timeout=60)
-    assert MARK not in os.environ
+    assert claimant(False) is None
 with kos.init(timeout=60) as comm:
-    assert os.environ[MARK].startswith(mark)
+    assert claimant(False) == os.getpid()
+    again = kos.init(timeout=60)  # a second group of the same process
+    again.close()
+    assert claimant(False) == os.getpid()
     grown = comm.shrink()
-    assert os.environ[MARK].startswith(mark)
+assert claimant(False) == os.getpid()
 grown.abort()
-assert MARK not in os.environ
+assert claimant(False) is None
 """
     assert run_processes("import pytest\n" + text, 2) == [(0, "")] * 2
 
 
-def test_the_mark_goes_with_a_communicator_that_the_program_drops() -> None:
+def test_the_claim_goes_with_a_communicator_that_the_program_drops() -> None:
     text = f"""import gc, os, sys, numpy as np, kos
 {CHILD}
 comm = kos.init(timeout=60)
@@ -223,55 +317,168 @@ comm.barrier()
 rank = comm.rank
 del comm
 gc.collect()
-assert MARK not in os.environ
+assert claimant(False) is None
 assert child() == f"child: rank {{rank}} of 2 on tcp"
 """
     assert run_processes(text, 2) == [(0, "")] * 2
-
-
-def test_a_group_that_is_freed_while_another_is_made_leaves_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Group:
-        pass
-
-    monkeypatch.delenv(MARK, raising=False)
-    old = hold(Group())
-    with claimed(False):
-        del old
-        gc.collect()
-        assert os.environ[MARK].startswith(f"{os.getpid()} ")
-        new = hold(Group())
-    assert os.environ[MARK].startswith(f"{os.getpid()} ")
-    del new
-    gc.collect()
-    assert MARK not in os.environ
 
 
 LAUNCHERS = {
     "shell": {"RANK": "0", "WORLD_SIZE": "2"},
     "torchrun": {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"},
     "srun": {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+    "mpi": {"PMI_RANK": "0", "PMI_SIZE": "2"},
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("case", ["runs", "has ended", "is of another job"])
-def test_a_mark_of_another_process(no_launcher: pytest.MonkeyPatch, launcher: str, case: str) -> None:
-    """If the process has ended, this one is its successor, which it had started."""
-    job = {**LAUNCHERS[launcher], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    identity = " ".join(["tcp", *(f"{name}={value}" for name, value in job.items())])
-    job["MASTER_PORT"] = str(free_port()) if case == "is of another job" else job["MASTER_PORT"]
-    for name, value in {**job, "KOS_SECRET": "s", "SLURM_STEP_NUM_TASKS": "2" if launcher == "srun" else "1"}.items():
-        no_launcher.setenv(name, value)
-    pid = 2**22 + 1 if case == "has ended" else os.getppid()
-    no_launcher.setenv(MARK, f"{pid} {process(pid)[1] or 12} - {identity}")
-    expected = rf"got a process .* without the variables .*MASTER_PORT.*; .*, this one is {os.getpid()}\)"
-    with pytest.raises(kos.errors.RendezvousError, match=expected if case == "runs" else r"ranks \[1\] of 2 did not"):
-        kos.init(timeout=0.1)
-    assert (MARK in os.environ) == (case == "runs")
+@pytest.fixture
+def launched(no_launcher: pytest.MonkeyPatch) -> Callable[..., pytest.MonkeyPatch]:
+    def launch(launcher: str, **more: str) -> pytest.MonkeyPatch:
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "KOS_SECRET": "s"}
+        job["SLURM_STEP_NUM_TASKS"] = "2" if launcher == "srun" else "1"
+        for name, value in {**LAUNCHERS[launcher], **job, **more}.items():
+            no_launcher.setenv(name, value)
+        return no_launcher
+
+    return launch
+
+
+def test_a_group_that_is_freed_while_another_is_made_leaves_the_claim(launched: Any) -> None:
+    class Group:
+        pass
+
+    launched("shell")
+    old = hold(Group())
+    with claimed(False, 60):
+        del old
+        gc.collect()
+        assert claimant(False) == os.getpid()
+        new = hold(Group())
+    assert claimant(False) == os.getpid()
+    del new
+    gc.collect()
+    assert claimant(False) is None
+
+
+@contextmanager
+def claiming(by_mpi: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A process that has claimed the rank of this environment, until it is killed or told to end."""
+    program = f"from kos.comm.control.identity import claimed\nimport sys\nwith claimed({by_mpi}, 60):"
+    program += "\n    print('claimed', flush=True)\n    sys.stdin.readline()"
+    command = (sys.executable, "-c", program)
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "claimed\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("launcher", ["shell", "torchrun", "srun"])
+def test_the_claim_of_another_process(launched: Any, launcher: str) -> None:
+    """While that process runs, this one is refused.  Once it is killed, this one is its successor."""
+    environment = launched(launcher)
+    alone = r"start it without the variables .*MASTER_PORT"
+    with claiming() as process:
+        expected = rf"^init: process {process.pid}, which this one has started, is already rank 0 of 2 of this job: "
+        expected += rf".*, got process {os.getpid()}; to make process {process.pid} a group of one, {alone}"
+        with pytest.raises(kos.errors.RendezvousError, match=expected):
+            kos.init(timeout=0.1)
+        with pytest.MonkeyPatch.context() as other:
+            other.setenv("MASTER_PORT", str(free_port()))
+            with pytest.raises(kos.errors.RendezvousError, match=r"ranks \[1\] of 2 did not"):
+                kos.init(timeout=0.1)
+        process.kill()
+        process.wait(60)
+        with pytest.raises(kos.errors.RendezvousError, match=r"ranks \[1\] of 2 did not"):
+            kos.init(timeout=0.1)
+    assert claimant(False) is None and environment
+
+
+@contextmanager
+def orphaned() -> Iterator[tuple[int, int]]:
+    """A process that claims this process's rank, and that no living process has started: its id, and the pipe that ends
+    it when it is closed."""
+    program = "from kos.comm.control.identity import claimed\nimport os, sys\nwith claimed(False, 60):\n"
+    program += "    print(os.getpid(), flush=True)\n    sys.stdin.readline()"
+    ends, pipe = os.pipe()
+    command = ["sh", "-c", 'exec 3<&0; "$@" <&3 & exec 3<&-', "sh", sys.executable, "-c", program]
+    with subprocess.Popen(command, text=True, stdin=ends, stdout=subprocess.PIPE) as shell:
+        os.close(ends)
+        assert shell.stdout is not None
+        pid = int(shell.stdout.readline())
+        assert shell.wait(60) == 0
+        try:
+            yield pid, pipe
+        finally:
+            with suppress(OSError):
+                os.close(pipe)
+
+
+def test_a_rank_of_an_earlier_run_that_is_about_to_end(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a script starts a job again when one of its ranks has ended: the others may end a moment later."""
+    launched("shell")
+    with orphaned() as (pid, pipe):
+        expected = f"^init: process {pid}, perhaps of an earlier run, is already rank 0 of 2 of this job: "
+        with pytest.raises(kos.errors.RendezvousError, match=expected), claimed(False, 0.1):
+            pass
+        sleep, waits = time.sleep, list[float]()
+
+        def end_it(seconds: float) -> None:
+            if not waits:
+                os.close(pipe)
+            waits.append(seconds)
+            sleep(seconds)
+
+        monkeypatch.setattr("time.sleep", end_it)
+        monkeypatch.setattr("kos.comm.control.identity.ENDING_SECONDS", 60.0)
+        with claimed(False, 60):
+            assert waits and claimant(False) == os.getpid()
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched: Any, how: str) -> None:
+    """As workers that load data, when the rank is killed and a launcher starts it again."""
+    launched("shell")
+    sleep = "import time; time.sleep(100)"
+    then = {
+        "fork": f"(pid := os.fork()) or exec('{sleep}'); print(pid, flush=True)",
+        "spawn": f"import subprocess; print(subprocess.Popen([sys.executable, '-c', '{sleep}']).pid, flush=True)",
+    }[how]
+    program = "from kos.comm.control.identity import claimed\nimport os, sys\nwith claimed(False, 60):\n"
+    program += f"    {then}\n    sys.stdin.readline()"
+    command = (sys.executable, "-c", program)
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        left = int(process.stdout.readline())
+        try:
+            assert claimant(False) == process.pid
+            process.kill()
+            process.wait(60)
+            os.kill(left, 0)  # it runs
+            with claimed(False, 60):
+                assert claimant(False) == os.getpid()
+        finally:
+            os.kill(left, signal.SIGKILL)
+            process.stdout.close()
+
+
+@pytest.mark.parametrize("relation", ["unrelated", "parent"])
+def test_a_job_without_a_name(launched: Any, relation: str) -> None:
+    """Of a launcher that kos does not know: two of its jobs on a host cannot be told apart."""
+    environment = launched("mpi")
+    with claiming(by_mpi=True):
+        if relation == "unrelated":
+            environment.setattr(Path, "read_text", lambda path, **_: "1 (other) S 0" + " 0" * 20)
+            with claimed(True, 60):
+                assert claimant(True) != os.getpid()
+        else:
+            with pytest.raises(kos.errors.RendezvousError, match="is already rank 0 of 2"), claimed(True, 0.1):
+                pass
 
 
 def test_processes_of_other_users_may_be_hidden(no_launcher: pytest.MonkeyPatch) -> None:
-    """As by hidepid=1 of /proc: those that have started the launcher, and one with the number of a former rank."""
+    """As by hidepid=1 of /proc: those that have started the launcher."""
     read, mine = Path.read_text, Path(f"/proc/{os.getpid()}/stat")
 
     def read_own(path: Path, *args: Any, **options: Any) -> str:
@@ -280,113 +487,6 @@ def test_processes_of_other_users_may_be_hidden(no_launcher: pytest.MonkeyPatch)
         return read(path, *args, **options)
 
     no_launcher.setenv("OMPI_COMM_WORLD_RANK", "0")
-    no_launcher.setenv(MARK, f"{os.getppid()} 12 - mpi OMPI_COMM_WORLD_RANK=0")
     no_launcher.setattr(Path, "read_text", read_own)
-    with claimed(True):
-        assert os.environ[MARK].startswith(f"{os.getpid()} ")
-
-
-# MPI_Init.
-
-MISSING = r"rank 1: RendezvousError: rendezvous: start: rank 0 did not arrive within 0\.5 s, as MPI_Init needs all r"
-
-
-@needs_mpirun
-@pytest.mark.parametrize("how", ["exits", "does not come"])
-def test_mpi_init_ends_at_the_timeout(tmp_path: Path, how: str) -> None:
-    """Rank 1 begins once the process of rank 0 has ended; mpirun ends a job whose ranks do that in another order."""
-    file = tmp_path / "pid"
-    text = f"""
-from kos.comm.control.identity import process
-if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
-    open("{file}.new", "w").write(str(os.getpid()))
-    os.rename("{file}.new", "{file}")
-    if "{how}" == "exits":
-        os._exit(0)
-    time.sleep(150)
-while not os.path.exists("{file}") or ("{how}" == "exits" and process(open("{file}").read())[0] != "X"):
-    time.sleep(0.01)
-kos.init(timeout=0.5)
-"""
-    done = mpirun(2, program(tmp_path, text), fresh=True)
-    line = re.search(MISSING + r"anks \(program\.py:\d+\)\n", done.stderr)
-    assert line and done.stderr.count("RendezvousError") == 1, done.stderr
-    assert done.returncode == EXIT_CODE
-
-
-@needs_mpirun
-def test_ranks_of_other_hosts_are_not_named(tmp_path: Path) -> None:
-    text = """
-os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = "1"
-if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
-    time.sleep(150)
-kos.init(timeout=0.5)
-"""
-    done = mpirun(2, program(tmp_path, text))
-    assert "rank 1: RendezvousError: rendezvous: start: MPI_Init did not end within 0.5 s; which ranks" in done.stderr
-    assert done.returncode == EXIT_CODE
-
-
-@needs_mpirun
-def test_a_rank_may_come_late(tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    text = f"""
-if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
-    while not os.path.exists("{here}"):
-        time.sleep(0.01)
-    time.sleep(0.5)
-else:
-    open("{here}", "w").close()
-with kos.init(timeout=60) as comm:
-    print(comm.all_reduce(np.ones(1)), flush=True)
-"""
-    assert output(tmp_path, text, 2) == "[2.]\n" * 2
-
-
-@needs_mpirun
-def test_a_rank_that_has_started_is_not_ended_at_its_turn(tmp_path: Path) -> None:
-    """The timeout has passed when MPI_Init returns, and the turn of the last rank comes 4 s later."""
-    text = """
-import threading
-import mpi4py
-from kos.comm.control import mpi_start
-os.environ |= {"OMPI_COMM_WORLD_RANK": "8", "OMPI_COMM_WORLD_SIZE": "9"}
-mpi_start.start(mpi4py.rc, 0.001)
-for thread in threading.enumerate():
-    if thread is not threading.main_thread():
-        thread.join(60)
-print("runs", flush=True)
-from mpi4py import MPI
-MPI.Finalize()
-"""
-    assert output(tmp_path, text, fresh=True) == "runs\n"
-
-
-@needs_mpirun
-def test_a_program_may_have_called_mpi_init(tmp_path: Path) -> None:
-    text = """
-import ctypes, importlib.util
-ctypes.CDLL(importlib.util.find_spec("mpi4py.MPI").origin).MPI_Init(None, None)  # as a library of the program does
-with kos.init(timeout=60) as comm:
-    print(comm.all_reduce(np.ones(1)), flush=True)
-"""
-    assert output(tmp_path, text, 2, fresh=True) == "[2.]\n" * 2
-
-
-@needs_mpirun
-@pytest.mark.parametrize(
-    ("option", "level"), [("rc.thread_level = 'serialized'", "SERIALIZED"), ("rc.threads = False", "SINGLE")]
-)
-def test_mpi_starts_with_the_settings_of_mpi4py(tmp_path: Path, option: str, level: str) -> None:
-    text = f"""
-import mpi4py
-mpi4py.{option}
-with kos.init(timeout=60):
-    from mpi4py import MPI
-    print(MPI.Query_thread() <= MPI.THREAD_{level}, flush=True)
-try:
-    MPI.COMM_WORLD.Send(np.ones(1), 77)
-except MPI.Exception:
-    print("raises", flush=True)
-"""
-    assert sorted(output(tmp_path, text, 2, fresh=True).split()) == ["True"] * 2 + ["raises"] * 2
+    with claimed(True, 60):
+        assert claimant(True) == os.getpid()

@@ -65,7 +65,8 @@ def taken(count: int) -> Iterator[int]:
 
 
 def none_free(port: int) -> str:
-    return f"KOS_PORTS: expected a free port from {port} to {port}, got 1 that are in use or not allowed"
+    got = "got 1 that are in use or not allowed; a host needs one for each of its ranks in each open group, the world"
+    return f"KOS_PORTS: expected a free port from {port} to {port}, {got} included, and one more"
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ from tests.comm.outside.kos_relay import Relay
 from tests.comm.ranks import on_threads
 from tests.comm.shared_ranks import needs_core
 from tests.comm.test_tuning import changed
+from tests.host_compiler import needs_compiler
 
 OUTSIDE = Path(__file__).parent / "outside"
 SIZE = 3
@@ -92,9 +93,10 @@ SLOW = [case for case in ON_GPU if case.name.startswith("compressed") and not ca
 
 
 @pytest.mark.parametrize("group", [
-    pytest.param([case for case in ON_GPU if case not in (*SLOW, *FAILURES)], id="most"),
+    pytest.param([case for case in ON_GPU if case not in (*SLOW, *FAILURES)], marks=needs_compiler, id="most"),
     pytest.param(FAILURES, marks=needs_core, id="failures"),
-    *(pytest.param([case], marks=pytest.mark.slow, id=case.name) for case in SLOW),  # emulated kernels take long
+    # Emulated kernels take long.
+    *(pytest.param([case], marks=[pytest.mark.slow, needs_compiler], id=case.name) for case in SLOW),
 ])  # fmt: skip
 def test_gpu_memory(gpus: None, group: list[Case]) -> None:
     def body(comm: kos.Communicator) -> None:

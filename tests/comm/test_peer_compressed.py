@@ -22,9 +22,9 @@ from kos.testing.conformance.values import vector
 from tests.comm.fake_nccl import captures
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.peer_storm import FLOAT, compressed_storm
-from tests.host_compiler import COMPILER
+from tests.host_compiler import needs_compiler
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
+pytestmark = needs_compiler
 
 BF16, INT8 = np.dtype(ml_dtypes.bfloat16), FORMATS["int8"]
 

@@ -50,9 +50,9 @@ from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_refusals,
     test_what_overlaps_goes_by_copy_engines,
 )
-from tests.host_compiler import COMPILER
+from tests.host_compiler import needs_compiler
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
+pytestmark = needs_compiler
 
 SIZE = 3
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -26,15 +26,11 @@ from tests.comm.fake_nccl import FakeNCCL, Stream, captures, launching_alone
 from tests.comm.fake_peer import Memory, ThreadRanks
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.host_kernel import HostKernel
-from tests.comm.model import Step
 from tests.comm.ranks import on_each_rank
 from tests.comm.test_current_device import Devices
 from tests.comm.test_nccl_logic import test_a_window_outlives_the_graphs_that_captured_it  # noqa: F401
-from tests.comm.test_operations import on_gpu
 from tests.comm.test_peer import test_windows_are_freed_once_no_rank_uses_them  # noqa: F401 -- collected here
 from tests.comm.test_peer_logic import SIZE, no_gpu, pytestmark, ranks
-from tests.comm.test_repeated import FORMS
-from tests.comm.test_repeated_on_hosts import check_cached
 from tests.comm.test_streams import Device
 from tests.comm.test_streams import Stream as OwnedStream
 
@@ -187,11 +183,6 @@ def test_windows_keep_their_numbers_when_others_are_freed(gpu: Any, /) -> None:
     comm.allocate(1, np.float32)
     assert len(comm.backend.routes[0]._windows.memories) == 2
     assert comm.all_reduce_init(x)._work.prepared.kernel == early._work.prepared.kernel
-
-
-@pytest.mark.parametrize("name", [*FORMS, "scan", "exscan"])
-def test_repeated_calls_with_counts_and_scans(ranks: ThreadRanks, seed: int, name: str) -> None:
-    ranks.run(lambda gpu: check_cached(gpu.comm, Step(name, root=1, dtype=np.int32), seed, *on_gpu(0)))
 
 
 @pytest.mark.parametrize("name", ["all_to_all_v", "reduce_scatter_v", "scan"])

@@ -97,6 +97,7 @@ def test_communicators_of_tcp_leave_nothing_open(how: str, memory: str) -> None:
         for thread in threading.enumerate():
             if thread.name == "kos rendezvous":  # it ends after its ranks
                 thread.join(TIMEOUT)
+        gc.collect()  # the traceback of a refusal refers to its rendezvous
         return len(_descriptors()), _maps()
 
     first = make(3)  # also what is made once for a process

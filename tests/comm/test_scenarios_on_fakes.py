@@ -11,7 +11,7 @@ from tests.comm.fake_nccl import FakeRanks, quiet
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.ranks import check_scenario
 from tests.comm.shared_ranks import needs_core
-from tests.host_compiler import COMPILER
+from tests.host_compiler import needs_compiler
 
 SIZE = 3
 ROWS = [row for row in SCENARIOS if GPU not in row.never]
@@ -31,7 +31,7 @@ def test_on_nccl(row: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_core
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
+@needs_compiler
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=pytest.mark.slow) if row.program in ALIKE else row for row in ROWS], ids=str
 )

@@ -410,5 +410,5 @@ def test_only_those_that_are_waited_for_are_named(name: str, one_copy: bool, mon
         return str(caught.value)
 
     first, _, last = run(body, 3)
-    assert first.endswith("not complete after 0.3 s; every rank arrived, ranks [1] went no further")
+    assert first.endswith("not complete after 0.3 s; every rank arrived, but ranks [1] went no further")
     assert last == first, "all hear of the first failure"

@@ -160,6 +160,31 @@ def test_shrink_has_a_timeout_of_its_own(on: Any) -> None:
 
 
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
+@pytest.mark.parametrize("call", ["shrink", "replace"])
+def test_a_change_names_the_rank_that_is_late_also_if_another_one_is_gone(on: Any, call: str) -> None:
+    """The late rank has met the end of the other rank too, and so it has failed before."""
+    done, failed = threading.Event(), [threading.Event() for _ in range(3)]
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 2:
+            comm.abort()
+            return
+        with pytest.raises(RankLost, match=r"rank 2 is gone"):
+            comm.recv(np.empty(1), 2)
+        failed[comm.rank].set()
+        if comm.rank == 0:
+            assert failed[1].wait(20)
+            late = rf"^world: {call}: ranks \[1\] did not arrive within 0.3 s$"
+            with pytest.raises(RendezvousError, match=late) as caught:
+                getattr(comm, call)(timeout=0.3)
+            assert caught.value.ranks == (1,)
+            done.set()
+        assert done.wait(20)
+
+    on(3).run(body)
+
+
+@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
 @pytest.mark.parametrize("call", ["shrink", "grow", "replace"])
 @pytest.mark.parametrize("lowest_is_late", [False, True])
 def test_a_change_of_the_membership_ends_at_the_first_deadline_of_all_ranks(
@@ -236,7 +261,7 @@ def test_shrink_leaves_out_a_missing_rank_that_the_failure_names(in_call: Any) -
     def body(comm: kos.Communicator) -> int:
         if comm.rank == 1:
             assert done.wait(20)
-            with pytest.raises(RankLost, match="shrink: rank 1 is out: the others continued without it") as caught:
+            with pytest.raises(RankLost, match="shrink: rank 1 was left out: the others continued") as caught:
                 comm.shrink()
             assert caught.value.ranks == (1,)
             return 0

@@ -235,7 +235,7 @@ def test_messages_that_nobody_received() -> None:
 
 
 def test_init_in_the_thread_of_a_rank_is_no_group_of_one() -> None:
-    with pytest.raises(InvalidArgument, match=r"init: expected a function of the comm of .*spawn, got kos.init\(\)"):
+    with pytest.raises(InvalidArgument, match=r"init: expected the function to use the comm .*, got kos.init\(\)"):
         spawn(lambda comm: kos.init().size, 2)
 
 

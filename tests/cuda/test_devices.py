@@ -123,6 +123,34 @@ def test_without_the_cuda_packages(tmp_path: Path) -> None:
     assert f"CUDA: the CUDA packages are not installed: {install('cuda')}" in said
 
 
+_OTHER_BINDINGS = """
+import sys, types
+sys.modules["cuda.bindings"] = types.ModuleType("cuda.bindings")
+sys.modules["cuda.bindings"].__version__ = "12.9.10"
+sys.modules["cuda.bindings"].driver = types.ModuleType("cuda.bindings.driver")
+"""
+
+
+def test_packages_of_cuda_12(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").write_bytes(_some_library())
+    said = _say(_OTHER_BINDINGS, LD_LIBRARY_PATH=f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}")
+    assert said.count(f"expected the packages of CUDA 13, got cuda-bindings 12.9.10: {install('cuda')}") == 2
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [(12040, "expected a driver of CUDA 13 (580 or newer), got one of CUDA 12.4"), (13000, None), (13010, None)],
+)
+def test_a_driver_of_cuda_12(version: int, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = SimpleNamespace(
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0), cuInit=lambda _: (0,), cuDeviceGetCount=lambda: (0, 1),
+        cuDriverGetVersion=lambda: (0, version),
+    )  # fmt: skip
+    monkeypatch.setattr(driver, "cu", stand_in)
+    monkeypatch.setattr(driver, "importlib", SimpleNamespace(import_module=lambda name: None))
+    assert driver.unavailable.__wrapped__() == expected
+
+
 @pytest.mark.skipif("no CUDA driver" not in (cuda.unavailable() or ""), reason="there is a CUDA driver")
 @pytest.mark.parametrize("code", ["", _NO_PACKAGES], ids=["packages", "no packages"])
 def test_without_a_driver(code: str) -> None:
@@ -172,8 +200,9 @@ def test_threads_import_the_packages_one_at_a_time(monkeypatch: pytest.MonkeyPat
             second.set()
 
     stand_in = SimpleNamespace(
-        CUresult=SimpleNamespace(CUDA_SUCCESS=0), cuInit=lambda _: (0,), cuDeviceGetCount=lambda: (0, 1)
-    )
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0), cuInit=lambda _: (0,), cuDeviceGetCount=lambda: (0, 1),
+        cuDriverGetVersion=lambda: (0, 13000),
+    )  # fmt: skip
     monkeypatch.setattr(driver, "cu", stand_in)
     monkeypatch.setattr(driver, "importlib", SimpleNamespace(import_module=load))
     threads = [threading.Thread(target=driver.unavailable.__wrapped__, daemon=True) for _ in range(2)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,11 +14,14 @@ from kos.cuda.kernels import compile_kernels
 from kos.errors import BackendUnavailable
 from kos.train import ops
 from kos.train.config.flags import parse
-from kos.train.config.options import OPTIMIZERS, TrainConfig
+from kos.train.config.optimizers import OPTIMIZERS
+from kos.train.config.options import TrainConfig
 from kos.train.device import memory_plan
 from kos.train.ops.cuda import CudaOps
+from kos.train.ops.norm import Normalize
 from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh
+from kos.train.tools.costs import GPUS
 from tests.host_compiler import KEPT
 
 try:
@@ -30,10 +36,10 @@ FP32 = {"DTYPE": "float32", "WIDTH": 4}
 MATRICES = {"DTYPE": "bfloat16"}
 MUON = [b"muon_momentum", b"arrange", b"frobenius", b"normalize", b"muon_update"]
 ODD = {"DTYPE": "bfloat16", "WIDTH": 1}
+NORMS: list[dict[str, Any]] = [{}]
+"""Settings of ``Normalize``, one for each variant of the norms."""
+OF_NORMS = [Normalize(None, 1e-5, **settings).macros() for settings in NORMS]
 SUMS = {"GRADIENT": "float32", "ACCUMULATE": 1}
-NORM = [b"norm_forward", b"norm_backward"]
-WARPS = {"THREADS": 32, "HEADS": 8}
-HEAD_NORM = [b"head_norm", b"head_norm_backward"]
 EMBEDDING = [b"embedding", b"count_from", b"digit_counts", b"scan", b"scatter", b"sum_runs", b"join_runs"]
 ENTROPY = [b"cross_entropy", b"count_targets", b"mean_loss"]
 OF_PARTS = [b"logit_statistics", b"cross_entropy_of_parts"]
@@ -44,6 +50,43 @@ OPTIMIZED = [
     {"MASTER": "bfloat16", "GRADIENT": "bfloat16", "WEIGHT": "float32", "COPY": 0},
 ]
 RULES = sorted({TrainConfig.from_preset(optimizer=name).update_rule().kernel for name in OPTIMIZERS})
+
+
+def of_norms() -> Iterator[tuple[str, dict[str, Any], list[bytes]]]:
+    """The kernels of norms with the macros that their operations ask for, of each of ``NORMS``."""
+    launches = defaultdict[Any, dict[bytes, None]](dict)
+
+    class Recorded(memory_plan.DryCudaOps):
+        def launch(self, file: str, name: str, *arguments: Any, **defines: Any) -> None:
+            launches[file, tuple(defines.items())][name.encode()] = None
+
+    ops = Recorded(GPUS["H200"])
+    arena = ops.make_arena()
+    for settings in NORMS:
+        for dtype, columns, centered in (
+            ("bfloat16", 4096, False), ("bfloat16", 37, False), ("float32", 8192, False), ("bfloat16", 768, True),
+        ):  # fmt: skip
+            x, vector, statistics = (ops.zeros(shape, dtype) for shape in ((512, columns), (columns,), (2, 512)))
+            norm, into = Normalize(vector, 1e-5, **settings), [x, vector, *[vector] * centered]
+            if centered:
+                ops.layer_norm(x, norm := norm._replace(bias=vector), x, statistics)
+                ops.layer_norm_backward(x, x, norm, statistics, *into, False, arena)
+            else:
+                ops.rms_norm(x, norm, x, statistics)
+                ops.rms_norm_backward(x, x, norm, statistics, *into, False, arena)
+        for dtype, size, row, columns in (
+            ("bfloat16", 128, 4096, 3072), ("bfloat16", 80, 960, 720), ("float32", 10, 120, 80),
+            ("bfloat16", 5120, 15_360, 10_240),
+        ):  # fmt: skip
+            x, raw, vector = (ops.zeros(shape, dtype) for shape in ((512, row), (512, columns), (size,)))
+            norm = Normalize(vector, 1e-5, **settings)
+            ops.head_norm(x, norm, slice(0, 1), raw)
+            ops.head_norm_backward(raw, norm, slice(0, 1), x, vector, False, arena)
+    for (file, defines), names in launches.items():
+        if file != "sums.cu":
+            yield file, dict(defines), [*names]
+
+
 CASES = [
     ("elementwise.cu", {**BF16, "COLUMNS": 2048, "SOURCE": "float32"}, [b"add", b"cast", b"swiglu"]),
     (
@@ -57,18 +100,7 @@ CASES = [
         {**BF16, "COLUMNS": 1024, "SOURCE": "float32"},
         [b"last_columns", b"add_to_last_columns"],
     ),
-    ("norms.cu", {"CENTERED": 0, **BF16, "COLUMNS": 4096, "THREADS": 256, "ROWS": 2}, NORM),
-    ("norms.cu", {"CENTERED": 0, **ODD, "COLUMNS": 37, "THREADS": 32, "ROWS": 8}, NORM),
-    ("norms.cu", {"CENTERED": 0, **FP32, "COLUMNS": 8192, "THREADS": 512, "ROWS": 1}, NORM),
-    ("norms.cu", {"CENTERED": 1, **BF16, "COLUMNS": 768, "THREADS": 96, "ROWS": 8}, NORM),
-    ("head_norm.cu", {"DTYPE": "bfloat16", "COLUMNS": 128, "ROW": 4096, "RAW": 3072, **WARPS}, HEAD_NORM),
-    ("head_norm.cu", {"DTYPE": "bfloat16", "COLUMNS": 80, "ROW": 960, "RAW": 720, **WARPS}, HEAD_NORM),
-    ("head_norm.cu", {"DTYPE": "float32", "COLUMNS": 10, "ROW": 120, "RAW": 80, **WARPS}, HEAD_NORM),
-    (
-        "head_norm.cu",
-        {"DTYPE": "bfloat16", "COLUMNS": 5120, "ROW": 15_360, "RAW": 10_240, "THREADS": 256, "HEADS": 1},
-        HEAD_NORM,
-    ),
+    *of_norms(),
     ("sums.cu", {**BF16, **SUMS, "COLUMNS": 1024 * 768}, [b"sum_rows", b"sum_partials"]),
     ("sums.cu", {**ODD, "GRADIENT": "bfloat16", "ACCUMULATE": 0, "COLUMNS": 37}, [b"sum_rows", b"sum_partials"]),
     ("rope.cu", {**BF16, "HALF": 64, "HEADS": 40, "ROW": 6144, "SIGN": -1}, [b"rope"]),
@@ -88,11 +120,11 @@ CASES = [
     ("muon.cu", {"DTYPE": "float32", "MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "float32", "COPY": 0}, MUON),
 ]
 EIGHT_BITS = [
-    {"SOURCE": source, "E5M2": int(source == 2), "ROWS": rows, "COLUMNS": columns, "STAGE": stage}
+    {"SOURCE": source, "E5M2": int(source == 2), "ROWS": rows, "COLUMNS": columns, "STAGE": stage, **macros}
     for stage, sources, copies in (
         (0, range(4), ((1, 1), (1, 2), (2, 2), (1, 0), (0, 1), (0, 2), (3, 3), (3, 0))),
         (1, [0], ((0, 0), (1, 0), (3, 0))), (2, [0], ((2, 2), (3, 3))),
-    ) for source in sources for rows, columns in copies
+    ) for source in sources for rows, columns in copies for macros in (OF_NORMS if source == 3 else [{}])
 ]  # fmt: skip
 
 

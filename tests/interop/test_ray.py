@@ -84,7 +84,7 @@ def test_calls_of_ray_on_arrays_of(name: str) -> None:
             group.recv([y], options(src_rank=0))
             assert y.tolist() == x.tolist()
         group.barrier()
-        with pytest.raises(InvalidArgument, match="expected one, as kos has one GPU a process, got 2"):
+        with pytest.raises(InvalidArgument, match="expected one, because a process of kos uses one GPU, got 2"):
             group.allreduce([x, x], options(reduceOp=RayOp.SUM))
 
     spawn(body, 3)

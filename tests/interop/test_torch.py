@@ -162,7 +162,7 @@ def test_a_closed_group_raises():
 
 def test_a_communicator_of_kos_among_the_ranks_of_a_group():
     found = run(f"{PROGRAMS}:communicator", 3, "gloo")
-    outside = ["group: this rank is not in it"]
+    outside = ["group: expected one that has this rank, got one without it"]
     assert found == [outside, ["tcp", 0, [3.0] * 3, True], ["tcp", 1, [3.0] * 3, True]]
 
 

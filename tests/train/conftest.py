@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kos.train import machine
+from kos.train.device import cpu
 
 SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 
@@ -24,3 +25,9 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     one = machine.limit_threads
     for module in ("run", "elastic"):
         monkeypatch.setattr(f"kos.train.{module}.limit_threads", lambda comm, threads=None: one(comm, 1))
+
+
+@pytest.fixture(autouse=True)
+def _two_dry_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Precede the first step, and no more of them to tell how long it takes: most runs here have fewer steps."""
+    monkeypatch.setattr(cpu, "WARM_SECONDS", 0.0)

@@ -103,3 +103,20 @@ def queue(optimizer: Any, gradients: Any, average: float = 1.0, add_up: Any = No
     """One update of a ``CudaOptimizer``."""
     optimizer.norm(gradients, add_up)
     optimizer.update(gradients, 1 / average)
+
+
+def part_of(name: str, value: np.ndarray, config: LlamaConfig, tp: int, rank: int) -> np.ndarray:
+    """What a rank of ``tp`` holds of a tensor."""
+    if (adapter := name.rpartition(".lora_"))[1]:  # split as its matrix, or whole
+        matrix = f"{adapter[0]}.weight"
+        splits = adapter[2].startswith("A") == matrix.endswith(config.residual)
+        return part_of(matrix, value, config, tp, rank) if splits else value
+    if name.endswith(tuple(f".{each}_proj.{kind}" for each in "kv" for kind in ("weight", "bias"))):
+        parts = min(tp, config.num_key_value_heads)  # fewer heads than ranks: neighbours hold the same one
+        return np.split(value, parts)[rank * parts // tp]
+    if value.ndim == 1:
+        split = name.endswith(tuple(f".{each}_proj.bias" for each in ("q", "gate", "up")))
+        return np.split(value, tp)[rank] if split else value
+    if name.endswith(config.residual):
+        return np.split(value, tp, axis=1)[rank]
+    return np.split(value, tp)[rank]

@@ -12,13 +12,13 @@ import pytest
 
 from kos.errors import InvalidArgument
 from kos.train.ops.cuda import attention
-from tests.host_compiler import COMPILER
 from tests.train import attention_cases as cases
 from tests.train import test_attention_cuda as on_device
 from tests.train import test_attention_masks_cuda as on_masks
 from tests.train.host_kernels import emulator
+from tests.train.host_kernels.ops import needs_compiler
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+pytestmark = needs_compiler
 
 KERNEL_SETS = ["mma", "hopper"]
 

@@ -20,7 +20,7 @@ from kos.train.device.cpu import CpuDevice
 from kos.train.run import Trainer
 from kos.train.tokenize import tokenize
 from kos.train.tools.metrics import read_metrics
-from tests.train import emulated_runs, test_fit
+from tests.train import emulated_runs, fits
 from tests.train.emulated_runs import emulated
 from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
@@ -226,7 +226,7 @@ class Weighted:
         self.losses = iter(losses)
 
     def __iter__(self) -> Iterator[Batch]:
-        yield test_fit.batch_of(0, weights=np.full((test_fit.ROWS, test_fit.TOKENS), next(self.losses), np.float32))
+        yield fits.batch_of(0, weights=np.full((fits.ROWS, fits.TOKENS), next(self.losses), np.float32))
 
     @staticmethod
     def loss(logits: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -236,10 +236,10 @@ class Weighted:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_of_a_program_keeps_the_best_and_stops(tmp_path: Path, capsys: Any, ranks: int) -> None:
     """By its own loss, of its own batches."""
-    config = test_fit.config_of(tmp_path, steps=20, eval_every=1, keep=1, keep_best="val_loss", patience=2)
-    own = {"batches": test_fit.batches_of(20), "loss": Weighted.loss}
+    config = fits.config_of(tmp_path, steps=20, eval_every=1, keep=1, keep_best="val_loss", patience=2)
+    own = {"batches": fits.batches_of(20), "loss": Weighted.loss}
     losses = [9.0, 5.0, 3.0, 4.0, 2.5, 2.5, 2.75]  # the first is that before training
-    results = test_fit.on_ranks(ranks, config, lambda rank: {"val_batches": Weighted(losses)}, **own)
+    results = fits.on_ranks(ranks, config, lambda rank: {"val_batches": Weighted(losses)}, **own)
     assert [(result.step, result.stopped) for result in results] == [(6, True)] * ranks
     assert [row["val_loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == pytest.approx(losses[1:])
     found = [step for step, _ in checkpoint.steps_in(tmp_path / "checkpoints")]
@@ -262,7 +262,7 @@ def test_a_run_of_a_program_keeps_the_best_and_stops(tmp_path: Path, capsys: Any
 )  # fmt: skip
 def test_what_is_refused_of_a_program(changes: Any, program: Any, expected: str, tmp_path: Path) -> None:
     with refused(ConfigError, expected):
-        Trainer(test_fit.config_of(tmp_path, backend="mock", **changes), **program)
+        Trainer(fits.config_of(tmp_path, backend="mock", **changes), **program)
 
 
 def test_a_run_resumes_from_another_folder(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

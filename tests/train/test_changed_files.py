@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,8 @@ from kos.files import OpenFile
 from kos.train import checkpoint
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
-from tests.launcher import OUTSIDE, SECONDS
+from tests.forked import python
+from tests.launcher import OUTSIDE, run_program
 from tests.train.refusal import refused
 from tests.train.test_corpus import token_bytes
 
@@ -69,9 +69,8 @@ except CheckpointError as error:
 """
 
 
-def python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=OUTSIDE)
+def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_program(*python(), "-c", program, *map(str, arguments), env=OUTSIDE)
 
 
 @pytest.mark.parametrize("kind", ["tokens", "mask", "text"])
@@ -89,7 +88,7 @@ def test_a_file_that_becomes_shorter_ends_the_run_with_its_name(tmp_path: Path, 
     shape = ["--hidden-size=16", "--num-hidden-layers=1", "--intermediate-size=16", "--batch-size=8", "--seq-len=8"]
     run = ["--steps=9", "--save-every=2", "--eval-batches=0", "--sample-tokens=0", "--device=cpu", "--vocab-size=256"]
     out = tmp_path / "out"
-    done = python(RUN, changed, "--data", data, "--out", out, *shape, *run)
+    done = run_python(RUN, changed, "--data", data, "--out", out, *shape, *run)
     assert done.returncode == 1, (done.stdout, done.stderr)
     errors = json.loads(done.stdout.splitlines()[-1])
     assert sorted(errors) == ["0", "1"], done.stdout
@@ -102,7 +101,7 @@ def test_a_file_that_becomes_shorter_ends_the_run_with_its_name(tmp_path: Path, 
 
 
 def test_a_file_of_weights_that_becomes_shorter_is_named(tmp_path: Path) -> None:
-    done = python(READ, tmp_path)
+    done = run_python(READ, tmp_path)
     expected = f"{tmp_path}/a.safetensors: expected readable safetensors, got [Errno "
     assert done.returncode == 0 and done.stdout.startswith(expected), (done.stdout, done.stderr)
     assert "expected the file as it was opened, of " in done.stdout and "got 1,000 bytes" in done.stdout

@@ -14,7 +14,7 @@ from kos.errors import DataError
 from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
-from kos.train.data.chat import read_chat_template
+from kos.train.data.chat import ChatTemplate, read_chat_template
 from kos.train.run import Trainer
 from tests.train.chat_templates import (
     CHATML,
@@ -180,15 +180,131 @@ def test_answers_of_no_weight_are_no_texts_of_their_own(tmp_path: Path, marked: 
 
 
 def test_a_system_prompt_that_is_written_into_the_last_message(tmp_path: Path) -> None:
-    """As in templates of Mistral: what is before an answer is not what asked for it, so the turn is not known."""
-    folder = folder_of(tmp_path, MISTRAL_LAST)
-    expected = marked_by_transformers(folder, USED["system"])
-    assert counted_in(tmp_path, folder, [{"messages": USED["system"]}]) == expected
-    (folder / "chat_template.jinja").write_text(bare(MISTRAL_LAST))
-    with refused(DataError, "line 1: expected a chat template that does not change", "add {% generation %} blocks"):
-        counted_in(tmp_path, folder, [{"messages": USED["system"]}])
-    tokens, marks = counted_in(tmp_path, folder, [{"messages": USED["system"][1:]}])
-    assert 0 < sum(marks) < len(tokens)
+    """As in templates of Mistral: a chat that ends with an answer is written without its system prompt."""
+    template = read_chat_template(str(folder := folder_of(tmp_path, MISTRAL_LAST)))
+    assert template is not None and "Be brief." in template.prompt([SYSTEM, USER], "chat")[0]
+    for text in (MISTRAL_LAST, bare(MISTRAL_LAST)):
+        (folder / "chat_template.jinja").write_text(text)
+        with refused(DataError, "line 1: expected roles that ", "got the role 'system' in message 1, whose content"):
+            counted_in(tmp_path, folder, [{"messages": USED["system"]}])
+        tokens, marks = counted_in(tmp_path, folder, [{"messages": USED["system"][1:]}])
+        assert 0 < sum(marks) < len(tokens)
+
+
+ROLES = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|{{ m.role }}|>{% generation %}"
+ROLES += "{{ m.content | tojson(ensure_ascii=True) }}{% endgeneration %}{% endif %}{% endfor %}"
+"""Writes two roles, and content only as escapes."""
+
+
+@pytest.mark.parametrize("template", [QWEN, bare(QWEN), bare(ROLES) + ASK], ids=["marked", "bare", "escaped"])
+def test_a_message_that_the_template_does_not_write(tmp_path: Path, template: str) -> None:
+    """Also in a later chat of the same roles; a message without content may be missing."""
+    folder = folder_of(tmp_path, template)
+    other = {"role": "developer", "content": ""}
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": [other, USER, ANSWER]}] * 3)
+    read(path, "--tokenizer", str(folder))
+    chat = [USER, {**other, "content": "rain"}, ANSWER]
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": [USER, other, ANSWER]}] * 2 + [{"messages": chat}] * 2)
+    got = "got the role 'developer' in message 2, whose content would be lost; write the role 'system' instead"
+    with refused(DataError, f"--data {path}, line 3: expected roles that {folder / 'chat_template.jinja'} writes", got):
+        read(path, "--tokenizer", str(folder))
+    found = read_chat_template(str(folder))
+    assert found is not None
+    with refused(DataError, "chat: expected roles that ", got):
+        found.prompt([*chat, USER], "chat")
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, MISTRAL, QWEN], ids=["chatml", "llama", "mistral", "qwen"])
+def test_chats_of_one_layout_have_the_turns_of_each(tmp_path: Path, template: str) -> None:
+    """A template is rendered once for each of them; the turns are those of its marks, whatever the contents are."""
+    texts = ["", " a ", "<|im_end|>", "<tool_response>x", "assistant\n", "\n\nb", "a" * 300, "[/INST]"]
+    chats = [
+        [{"role": role, "content": texts[(n * number + place) % len(texts)]} for place, role in enumerate(roles)]
+        for roles in (["user", "assistant"] * 2, ["system", "user", "assistant", "user", "assistant", "user"])
+        for n in range(len(texts)) for number in (1, 3)
+    ]  # fmt: skip
+    marked = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}, tmp_path)
+    without = ChatTemplate(bare(template), marked.special, tmp_path)
+    for number, chat in enumerate(chats):
+        if not all(each["content"].strip() for each in chat if each["role"] == "system"):
+            continue
+        weights = [{**each, "weight": number % 2} if each["role"] == "assistant" else each for each in chat]
+        for messages in (chat, weights):
+            expected, got = (each.documents({}, messages, "here") for each in (marked, without))
+            assert [part for part in got[0] if part[0]] == [part for part in expected[0] if part[0]], messages
+
+
+def test_the_turns_of_a_layout_are_found_by_one_rendering(tmp_path: Path) -> None:
+    """Of each chat but the first, however many turns it has; by one more a turn if its prompt may be another."""
+    renderings = 0
+
+    class Counting(str):
+        def __str__(self) -> str:
+            nonlocal renderings
+            renderings += 1
+            return ""
+
+    unsure = bare(QWEN).replace("{%- if add_generation_prompt %}", "{%- if messages and add_generation_prompt %}")
+    for source, expected in ((bare(QWEN), 1), (unsure, 1 + 9)):
+        template = ChatTemplate("{{ bos_token }}" + source, {"bos_token": Counting()}, tmp_path)
+        for number in range(5):
+            renderings = 0
+            chat = [{"role": role, "content": f"{role} {number}"} for role in ["user", "assistant"] * 9]
+            assert sum(counts for _, counts in template.documents({}, chat, "here")[0]) == 9
+        assert renderings == expected
+
+
+SHOWN = "{% for m in messages %}{% if not m.hidden %}<{{ m.role }}>{% if m.reasoning and loop.last %}"
+SHOWN += "({{ m.reasoning }}){% endif %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+SHOWN += "{% if add_generation_prompt %}<assistant>{% endif %}"
+"""Writes no hidden message, and the reasoning of the last one."""
+
+
+@pytest.mark.parametrize(("key", "values"), [("reasoning", ["", "because"]), ("hidden", [False, True])])
+def test_a_layout_is_that_of_the_values_of_other_keys(tmp_path: Path, key: str, values: list[Any]) -> None:
+    """What is refused does not depend on the order of the chats."""
+    good, wrong = ([{**USER, key: value}, {**ANSWER, key: values[0]}] for value in values)
+    if key == "reasoning":
+        good, wrong = ([USER, {**ANSWER, key: value}, *AGAIN] for value in values)
+    told = "expected a chat template that does not change" if key == "reasoning" else "expected roles that "
+    for order in ([wrong, good], [good, wrong]):
+        template = ChatTemplate(SHOWN, {}, tmp_path)
+        for chat in order:
+            if chat is good:
+                ((*parts, _),) = template.documents({}, chat, "here")
+                assert parts[:2] == [("<user>rain today?<|end|><assistant>", False), ("take an umbrella<|end|>", True)]
+            else:
+                with refused(DataError, "here: ", told):
+                    template.documents({}, chat, "here")
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_a_generation_prompt_that_depends_on_contents(tmp_path: Path, kind: int) -> None:
+    """As Qwen3's: what it writes is no part of the answer, in the first turn or in a later one."""
+    prompt = "{% if '/no_think' in messages[-1].content %}<think></think>{% endif %}"
+    ask, later = "{% if add_generation_prompt %}", prompt.replace("messages[-1].content", "last")
+    sources = [
+        f"{SHOWN}{ask}{prompt}{{% endif %}}",
+        f"{{% set last = messages[-1].content %}}{SHOWN}{ask}{later}{{% endif %}}",
+        f"{SHOWN}{{% if add_generation_prompt and true %}}{prompt}{{% endif %}}",
+        SHOWN + prompt.replace("<think></think>", ask + "<think></think>{% endif %}"),
+        f"{{% macro think() %}}{prompt}{{% endmacro %}}{SHOWN}{ask}{{{{ think() }}}}{{% endif %}}",
+    ]
+    template = ChatTemplate(sources[kind], {}, tmp_path)
+    asked = {"role": "user", "content": "2 + 2? /no_think"}
+    plain, quick = [USER, ANSWER], [asked, {"role": "assistant", "content": "<think></think>4"}]
+    for chat in ([*plain, *plain], [*plain, *quick], [*quick, *plain], [*quick, *quick]):
+        (parts,) = template.documents({}, chat, "here")
+        expected = [("4" if each[0] is asked else ANSWER["content"]) + "<|end|>" for each in (chat[:2], chat[2:])]
+        assert [text for text, counts in parts if counts] == expected
+
+
+def test_content_that_may_end_in_two_places(tmp_path: Path) -> None:
+    """With its spaces or without them: what follows it begins with a space, too."""
+    source = "{% for m in messages %}{{ m.content | trim if m.role == 'user' else m.content }}\n{% endfor %}"
+    chat = [{"role": "user", "content": "hi\n"}, {"role": "assistant", "content": "\nanswer"}]
+    ((first, turn, _),) = ChatTemplate(source, {}, tmp_path).documents({}, chat, "here")
+    assert (first, turn) == (("hi\n", False), ("\nanswer\n", True))
 
 
 def test_a_token_of_two_parts_counts_if_one_of_them_does(tmp_path: Path) -> None:
@@ -232,6 +348,7 @@ def test_arguments_as_text_are_not_quoted(tmp_path: Path) -> None:
     assert arguments in texts_that_count(tmp_path, folder, [{"messages": chat}])
 
 
+NAMED = CALLS[0]["function"]
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
 SAME: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "sharegpt": (
@@ -246,6 +363,13 @@ SAME: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"conversations": [{"from": "human", "value": "a"}, {"from": "observation", "value": "b"},
                            {"from": "gpt", "value": "c", "train": True}]},
         [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}, {"role": "assistant", "content": "c"}],
+    ),
+    "sharegpt-call": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": json.dumps(NAMED)},
+                           {"from": "observation", "value": "b"},
+                           {"from": "function_call", "value": json.dumps([NAMED, NAMED])}]},
+        [{"role": "user", "content": "a"}, calling(None), {"role": "tool", "content": "b"},
+         calling(None) | {"tool_calls": CALLS * 2}],
     ),
     "conversations-of-roles": ({"conversations": [USER, ANSWER]}, [USER, ANSWER]),
     "alpaca": (ALPACA, [{"role": "user", "content": "Add.\n1 2"}, {"role": "assistant", "content": "3"}]),
@@ -284,6 +408,9 @@ def test_an_answer_of_no_weight_and_a_call_of_weight(tmp_path: Path) -> None:
 CHANGING = bare(IGNORES).replace("<|end|>{%", "{% if loop.last %}!{% endif %}<|end|>{%")
 """Writes a turn in another way if it is the last one."""
 
+DEEP = "[" * 100_000
+"""Nested more deeply than Python's json reads."""
+
 UNKNOWN = {"role": "user", "content": "hi"}
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "changing": (CHANGING, {"messages": CHATS["answered"]}, "does not change a turn for those after it"),
@@ -319,7 +446,22 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": [{**USER, "train": True}]},
         "train of assistants alone, got True with the role user",
     ),
-    "from": (BOTH, {"conversations": [{"from": "function_call", "value": "x"}]}, "tool, got 'function_call'"),
+    "from": (BOTH, {"conversations": [{"from": "robot", "value": "x"}]}, "tool, got 'robot'"),
+    "function-call": (
+        BOTH,
+        {"conversations": [{"from": "function_call", "value": "x"}]},
+        "JSON as the value from function_call, got 'x' (Expecting value: ",
+    ),
+    "functions": (
+        BOTH,
+        {"messages": [USER, ANSWER], "functions": [{"name": "weather"}]},
+        "the field 'tools', got its earlier name 'functions'; write each of them into \"tools\", as ",
+    ),
+    "parts": (
+        BOTH,
+        {"messages": [{**USER, "content": [{"type": "text", "text": "hi"}]}, ANSWER]},
+        "one text as the content of message 1, got a list of parts: [{",
+    ),
     "alpaca": (
         BOTH,
         {"instruction": "x", "input": "y"},
@@ -331,6 +473,17 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "messages for a chat of several turns, got the field 'history'",
     ),
     "system": (BOTH, {"messages": [USER, ANSWER], "system": 3}, "text in the field 'system', got system: 3"),
+    "deep-call": (
+        BOTH,
+        {"conversations": [{"from": "function_call", "value": DEEP}]},
+        "JSON as the value from function_call, got '[[[",
+    ),
+    "deep-arguments": (
+        bare(QWEN),
+        {"messages": [USER, {**calling(None), "tool_calls": [{"function": {"name": "a", "arguments": DEEP}}]}]},
+        "JSON as the arguments of a tool call, got '[[[",
+    ),
+    "deep-tools": (BOTH, {"messages": [USER, ANSWER], "tools": DEEP}, "JSON in the field 'tools', got "),
 }
 
 

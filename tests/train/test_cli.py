@@ -84,6 +84,17 @@ def test_data_that_kos_does_not_read_ends_with_status_2(tmp_path: Path, name: st
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
 
 
+def test_a_process_that_is_alone_has_no_rank(tmp_path: Path) -> None:
+    """In errors and in warnings."""
+    (tmp_path / "a.jsonl").write_text('{"text": 3}\n')
+    (tmp_path / "b.txt").write_text("é" * 999)
+    command = [sys.executable, "-m", "kos.train", "--seq-len", "4", "--show-data", "1", "--data"]
+    done = run_program(*command, str(tmp_path / "a.jsonl"), env=ENVIRONMENT)
+    assert done.stderr.startswith(f"kos: error: --data {tmp_path / 'a.jsonl'}, line 1: expected text"), done.stderr
+    done = run_program(*command, str(tmp_path / "b.txt"), "--encoding", "latin-1", env=ENVIRONMENT)
+    assert done.stderr.startswith(f"kos: --data {tmp_path / 'b.txt'}: the text is valid UTF-8, but "), done.stderr
+
+
 @pytest.mark.parametrize("case", ["flag", "missing", "batch", "out", "init", "resume"])
 def test_bad_input_is_one_line_and_ends_the_job(text: Path, tmp_path: Path, case: str) -> None:
     flags, expected = _bad_input(text, tmp_path)[case]

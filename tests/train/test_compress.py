@@ -24,7 +24,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.run import Trainer
-from tests.train import test_layouts as layouts
+from tests.train import layouts
 from tests.train.refusal import refused
 from tests.train.sharded import make_state, save, tensors_of_run
 from tests.train.test_checkpoint_layouts import grouped
@@ -43,12 +43,12 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_losses_are_near_those_without(text: Path, tmp_path: Path, zero: int) -> None:
-    how = {**QUIET, "zero": zero, "steps": 40, "save_every": 0}
+    how = {**QUIET, "zero": zero, "steps": 20, "save_every": 0}
     exact = _losses(_train(text, tmp_path / "exact", 2, **how))
     for name, near in NEAR.items():
         losses = _losses(_train(text, tmp_path / name, 2, compress=name, **how))
         assert 0 < np.abs(losses / exact - 1).max() < near, name
-        assert losses[-1] < losses[0] / 2, "it learns"
+        assert losses[-1] < 0.7 * losses[0], "it learns"
 
 
 LAYOUTS = [
@@ -112,12 +112,19 @@ def test_what_is_lost_is_sent_later(sharded: bool) -> None:
             np.testing.assert_allclose(off, 0, atol=1e-5 * steps)
 
 
-RESUMED = [
+BETWEEN: dict[str, Any] = {"compress": "int8", "compress_scope": "hosts", "hosts": [2, 2]}
+RESUMED: list[tuple[int, dict[str, Any]]] = [
     (2, {"compress": "int8"}),
     (2, {"compress": "fp8", "zero": 1}),
     (2, {"compress": "int4", "cp": 2}),
     (4, {"compress": "int4", "tp": 2, "zero": 1}),
     (4, {"compress": "int8", "pp": 2, "batch_size": 16}),
+    (4, BETWEEN),
+    (4, {**BETWEEN, "compress": "fp8", "zero": 1}),
+    (4, {**BETWEEN, "compress": "int4", "cp": 2}),
+    (6, {**BETWEEN, "hosts": [3, 3], "zero": 1, "batch_size": 12}),
+    (8, {**BETWEEN, "hosts": [4, 4], "tp": 2, "zero": 1}),
+    (2, {**BETWEEN, "hosts": [1, 1]}),
 ]
 
 
@@ -126,7 +133,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(
     text: Path, tmp_path: Path, ranks: int, how: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = {"hidden_size": 64, "num_hidden_layers": 3}
-    how = {**QUIET, "steps": 6, "save_every": 2, "schedule": "constant", "model": model, **how}
+    how = {**QUIET, "steps": 4, "save_every": 2, "schedule": "constant", "model": model, **how}
     rows = _train(text, tmp_path / "whole", ranks, **how)
     step = tmp_path / "whole/checkpoints/step-2"
     assert any(tensor.any() for file in step.glob("residual-*") for tensor in load_file(file).values())

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from kos.errors import ConfigError
 from kos.train.checkpoint.huggingface import to_huggingface
-from kos.train.config import PRESETS, other_names
+from kos.train.config import PRESETS, optimizers, other_names
 from kos.train.config.flags import make_parser, parse
 from kos.train.config.options import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
 from kos.train.model.gpt2 import GPT2Config
@@ -441,8 +441,8 @@ def test_flags_without_effect_are_named() -> None:
     ]  # fmt: skip
 
 
-def test_a_removed_schedule_is_refused_with_its_successor(tmp_path: Path) -> None:
-    """A file of an earlier version has the key pp_chunks: without a value it is left out."""
+def test_a_removed_schedule_is_refused_with_its_successor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file of an earlier version has the key pp_chunks, which is left out; a value is reported."""
     with refused(ConfigError, "--pp-schedule: expected zero-bubble-v, which replaces it, got interleaved"):
         parse(["--pp", "2", "--pp-schedule", "interleaved"])
     path = tmp_path / "old.json"
@@ -451,6 +451,10 @@ def test_a_removed_schedule_is_refused_with_its_successor(tmp_path: Path) -> Non
     path.write_text('{"pp": 2, "pp_schedule": "interleaved", "pp_chunks": 2}')
     with refused(ConfigError, "expected zero-bubble-v, which replaces it, got interleaved"):
         parse(["--config", str(path)])
+    assert parse(["--config", str(path), "--pp-schedule", "zero-bubble-v"]).pp_schedule == "zero-bubble-v"
+    assert caplog.messages == [f"{path}: pp_chunks: 2 is left out, it was of interleaved alone"]
+    with refused(ConfigError, "(here: --pp-schedule zero-bubble-v, which replaces interleaved), got '--pp-chunks'"):
+        parse(["--pp", "2", "--pp-chunks", "2"])
 
 
 def test_other_names_are_no_flags_and_lead_to_flags() -> None:
@@ -461,6 +465,9 @@ def test_other_names_are_no_flags_and_lead_to_flags() -> None:
     assert len(names) == len({*names}) and not {f"--{name}" for name in names} & flags
     assert not [name for name in names if name != name.lower() or "_" in name or name.startswith("-")]
     assert not [flag for flag in flags if other_names.suggestion(flag, [])]
+    assert {other_names.suggestion(f"--{name}", []) for name in optimizers.OPTIMIZERS} == {
+        f" (here: --optimizer {name})" for name in optimizers.OPTIMIZERS
+    }
     suggested = {flag for here in table["here"] for flag in re.findall(r"--[a-z0-9-]+", here)}
     assert suggested <= flags and suggested
     page = Path(__file__).parents[2] / other_names.WITHOUT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import termios
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,42 +55,43 @@ BAR = re.compile(r"training.*?(\d+)/9")
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-class Terminal:
-    """A pseudo-terminal and everything that was written to it."""
+@pytest.fixture
+def terminal() -> Iterator[Callable[[int], io.StringIO]]:
+    """Makes a terminal of that width of ``sys.stdout``."""
+    with pytest.MonkeyPatch.context() as patch:  # undone before ``capsys``, which puts its own in that place
 
-    def __init__(self, columns: int) -> None:
-        self._master, self.slave = os.openpty()
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30 if columns else 0, columns, 0, 0))
-        self._said = b""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        def make(columns: int) -> io.StringIO:
+            (made := io.StringIO()).isatty, made.fileno = lambda: True, lambda: 1  # type: ignore[method-assign]
+            patch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((columns, 30)))
+            patch.setattr(sys, "stdout", made)
+            patch.setenv("TERM", "xterm")
+            return made
 
-    def _read(self) -> None:
-        try:
-            while part := os.read(self._master, 4096):
-                self._said += part
-        except OSError:  # what a master reads when no slave is open any more
-            pass
-
-    def close(self) -> str:
-        """What was said; nothing may have the terminal open any more."""
-        os.close(self.slave)
-        self._reader.join(10)
-        assert not self._reader.is_alive(), "somebody still has the terminal open"
-        os.close(self._master)
-        return self._said.decode()
+        yield make
 
 
-def _on_a_terminal(*command: str | Path, columns: int = 100, code: int = 0) -> str:
-    terminal = Terminal(columns)
-    env = ENVIRONMENT | {"TERM": "xterm", "COLUMNS": str(columns)}
-    pipes = {"capture_output": False, "stdout": terminal.slave, "stderr": subprocess.PIPE}
+def _on_a_terminal(*command: str | Path, code: int = 0) -> str:
+    """What another process wrote to a terminal of 100 columns."""
+    (master, slave), said = os.openpty(), list[bytes]()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # what a master reads when no slave is open any more
+            while part := os.read(master, 4096):
+                said.append(part)
+
+    (reader := threading.Thread(target=read, daemon=True)).start()
+    pipes = {"capture_output": False, "stdout": slave, "stderr": subprocess.PIPE}
+    env = ENVIRONMENT | {"TERM": "xterm", "COLUMNS": "100"}
     try:
         done = run_program(*map(str, command), env=env, stdin=subprocess.DEVNULL, **pipes)
     finally:
-        said = terminal.close()
+        os.close(slave)
+        reader.join(10)
+        assert not reader.is_alive(), "somebody still has the terminal open"
+        os.close(master)
     assert done.returncode == code, done.stderr
-    return said
+    return b"".join(said).decode()
 
 
 def _check_bar(said: str, columns: int = 100) -> None:
@@ -110,19 +113,22 @@ def _check_bar(said: str, columns: int = 100) -> None:
 
 
 @pytest.mark.parametrize("columns", [100, 80, 60, 40, 30])
-def test_a_terminal_gets_a_bar(columns: int) -> None:
-    start = [sys.executable] if columns == 100 else python()
-    _check_bar(_on_a_terminal(*start, "-c", SPEAKER, columns=columns), columns)
+def test_a_terminal_gets_a_bar(columns: int, terminal: Any) -> None:
+    made = terminal(columns)
+    exec(SPEAKER, {})
+    _check_bar(made.getvalue(), columns)
 
 
-def test_a_terminal_of_unknown_size_gets_lines() -> None:
+def test_a_terminal_of_unknown_size_gets_lines(terminal: Any) -> None:
     """That of ``expect`` and of some containers: 0 x 0."""
-    assert _on_a_terminal(*python(), "-c", SPEAKER, columns=0).replace("\r\n", "\n") == PLAIN
+    made = terminal(0)
+    exec(SPEAKER, {})
+    assert made.getvalue() == PLAIN
 
 
-def test_a_pipe_gets_lines() -> None:
-    done = subprocess.run([sys.executable, "-c", SPEAKER], env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", PLAIN)
+def test_a_pipe_gets_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    exec(SPEAKER, {})
+    assert capfd.readouterr() == (PLAIN, "")
 
 
 @needs_mpirun
@@ -131,16 +137,14 @@ def test_mpirun_on_a_terminal_gets_a_bar() -> None:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("target", ["pipe", pytest.param("file", marks=pytest.mark.slow)])
-def test_mpirun_elsewhere_gets_lines(tmp_path: Path, target: str) -> None:
+def test_mpirun_to_a_file_gets_lines(tmp_path: Path) -> None:
     """Though each rank's own standard output is a pseudo-terminal of mpirun's."""
     command = [MPIRUN, "-n", "2", sys.executable, "-c", SPEAKER]
     with open(tmp_path / "said", "w+") as file:
-        pipes = {"stdout": subprocess.PIPE if target == "pipe" else file, "stderr": subprocess.PIPE}
-        done = run_program(*command, env=ENVIRONMENT, capture_output=False, **pipes)
+        done = run_program(*command, env=ENVIRONMENT, capture_output=False, stdout=file, stderr=subprocess.PIPE)
         assert done.returncode == 0, done.stderr
         file.seek(0)
-        assert (done.stdout or file.read()).replace("\r\n", "\n") == PLAIN
+        assert file.read().replace("\r\n", "\n") == PLAIN
 
 
 def _flags(folder: Path) -> list[str | Path]:
@@ -182,23 +186,17 @@ def _screen(said: str, columns: int) -> list[str]:
     return [line for line in ("".join(row).rstrip() for row in rows) if line]
 
 
-CTRL_C = """
-import os
-from kos.train.tools.console import Console
-console = Console(0, 9)
-row = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
-console.step({"step": 5, **row}, log=True)
-console._bar._live.refresh()
-os.write(1, b"^C")  # as a terminal echoes the key
-console.warn("kos: stopping after this step")
-console.step({"step": 9, **row}, log=True)
-console.close()
-"""
-
-
 @pytest.mark.parametrize("columns", [100, 80, 59, 58, 57, 30])
-def test_ctrl_c_leaves_one_bar_and_a_line_above_it(columns: int) -> None:
-    lines = _screen(_on_a_terminal(*python(), "-c", CTRL_C, columns=columns), columns)
+def test_ctrl_c_leaves_one_bar_and_a_line_above_it(columns: int, terminal: Any) -> None:
+    made, console = terminal(columns), Console(0, 9)
+    console.step({"step": 5, **ROW}, log=True)
+    assert console._bar is not None
+    console._bar._live.refresh()
+    made.write("^C")  # as a terminal echoes the key
+    console.warn("kos: stopping after this step")
+    console.step({"step": 9, **ROW}, log=True)
+    console.close()
+    lines = _screen(made.getvalue().replace("\n", "\r\n"), columns)
     assert lines[0] == "kos: stopping after this step" and lines[1].startswith("training 9/9"), lines
     assert sum("training" in line for line in lines) == 1 and "^C" not in "".join(lines), lines
 
@@ -228,47 +226,42 @@ FULL = ROW | {
 @pytest.mark.parametrize("width", [20, 40, 60, 100, 200])
 @pytest.mark.parametrize("headline", ["training 19999/20000", "tokenizing the data: 45%", "loading the checkpoint: 5%"])
 def test_no_field_is_cut_on_a_narrow_terminal(width: int, headline: str) -> None:
-    bar, fields = Bar(io.StringIO(), width), describe(FULL)
-    bar._headline, bar._share, bar._fields = headline, 0.45, fields
-    terminal = io.StringIO()
-    rich.console.Console(file=terminal, width=width, force_terminal=False).print(bar)
-    lines = terminal.getvalue().splitlines()
-    assert all(len(line) <= width for line in lines) and "…" not in terminal.getvalue()
+    bar, fields, shown = Bar(io.StringIO(), width), describe(FULL), io.StringIO()
+    bar.update(headline, 0.45, fields)
+    rich.console.Console(file=shown, width=width, force_terminal=False).print(bar)
+    bar.stop(None)
+    lines = shown.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines) and "…" not in shown.getvalue()
     assert width < len(headline) or lines[0].startswith(headline)
     assert all(any(field in line for line in lines) for field in fields), "a field is on one line, whole"
     assert (len(lines) == 1) == (width == 200)
     assert ("━" in lines[0]) == (width >= 40), "there is a bar where there is room for one"
 
 
-def test_what_is_over_does_not_stay_on_the_terminal(monkeypatch: Any) -> None:
-    terminal, clock = io.StringIO(), iter(range(0, 1000, 3))
-    monkeypatch.setattr(console, "_terminal", lambda: terminal)
-    monkeypatch.setattr(console, "columns", lambda terminal: 40)
+def test_what_is_over_does_not_stay_on_the_terminal(monkeypatch: Any, terminal: Any) -> None:
+    made, clock = terminal(40), iter(range(0, 1000, 3))
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=lambda: 0.0))
     lines = Console(0, 9)
     for _ in range(2):
         lines.progress("reading the data", 0.5)
         lines.close()
-    assert terminal.getvalue().endswith("\x1b[2K"), "the bar's line is erased"
+    assert made.getvalue().endswith("\x1b[2K"), "the bar's line is erased"
     lines.step({"step": 9, **ROW}, log=True)
     lines.progress("saving a checkpoint", 0.5)
     assert lines._bar is not None and lines._bar._fields == [*describe(ROW), "saving a checkpoint: 50%"]
     for _ in range(2):
         lines.close()
-    shown = ESCAPE.sub("", terminal.getvalue()).split("training 9/9")
+    shown = ESCAPE.sub("", made.getvalue()).split("training 9/9")
     assert shown[-1].split()[1:] == " ".join(describe(ROW)).split()
 
 
-def test_the_terminal_has_its_cursor_after_a_warning(monkeypatch: Any) -> None:
+def test_the_terminal_has_its_cursor_after_a_warning(terminal: Any) -> None:
     """A second Ctrl-C then ends the process without another word."""
-    terminal = io.StringIO()
-    monkeypatch.setattr(console, "_terminal", lambda: terminal)
-    monkeypatch.setattr(console, "columns", lambda terminal: 80)
-    lines = Console(0, 9)
+    made, lines = terminal(80), Console(0, 9)
     lines.step({"step": 1, **ROW}, log=True)
     lines.warn("kos: stopping after this step")
     lines.step({"step": 2, **ROW}, log=True)
-    said = terminal.getvalue()
+    said = made.getvalue()
     lines.close()
     assert said.count(HIDE) == said.count(SHOW) == 1, "the bar is still there"
 
@@ -282,16 +275,15 @@ def test_what_takes_long_is_a_line_now_and_then(monkeypatch: Any, capsys: Any) -
     assert capsys.readouterr().out == "tokenizing the data: 25%\ntokenizing the data: 58%\ntokenizing the data: 92%\n"
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_of_a_task_never_decreases(monkeypatch: Any, capsys: Any, terminal: bool) -> None:
+@pytest.mark.parametrize("bar", [False, True])
+def test_progress_of_a_task_never_decreases(monkeypatch: Any, capsys: Any, terminal: Any, bar: bool) -> None:
     """The passes of a pipeline come in any order.  A task that starts again after a step or another task is shown."""
     clock, shown = iter(range(0, 10_000, 11)), []
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=lambda: 0.0))
-    monkeypatch.setattr(console, "_terminal", io.StringIO if terminal else lambda: None)
-    monkeypatch.setattr(console, "columns", lambda terminal: 80)
+    if bar:
+        monkeypatch.setattr(Bar, "update", lambda self, headline="", *given, **fields: shown.append(headline))
+        terminal(80)
     lines = Console(0, 9)
-    if lines._bar is not None:
-        monkeypatch.setattr(lines._bar, "update", lambda headline="", *given, **fields: shown.append(headline))
     for share in (0.25, 0.5, 0.125, 0.75):
         lines.progress("step 1", share)
     lines.progress("validation", 0.5)
@@ -299,7 +291,7 @@ def test_progress_of_a_task_never_decreases(monkeypatch: Any, capsys: Any, termi
     lines.progress("validation", 0.5)
     lines.close()
     shown += capsys.readouterr().out.splitlines()
-    one = "step 1: {}%" if terminal else "step 1/9: {}% of this step"
+    one = "step 1: {}%" if bar else "step 1/9: {}% of this step"
     assert shown == [*(one.format(share) for share in (25, 50, 75)), "validation: 50%", "validation: 50%"]
 
 

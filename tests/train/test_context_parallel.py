@@ -20,12 +20,11 @@ from kos.train.ops.fixed_order import Split
 from kos.train.parallel.context import ContextParallel, FixedContext
 from kos.train.parallel.mesh import Axis, Layout, Mesh
 from kos.train.parallel.tensor import TensorParallel
-from tests.host_compiler import COMPILER
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.engine import on_host
-from tests.train.models import loss_and_gradients, make, make_batch
+from tests.train.host_kernels.ops import needs_compiler
+from tests.train.models import loss_and_gradients, make, make_batch, part_of
 from tests.train.test_ops import columns, nan, nan_columns, poisoned_slab
-from tests.train.test_tensor_parallel import part_of
 
 
 class Deferred:
@@ -146,7 +145,7 @@ def test_statistics_of_another_dtype():
     attention_of_ranks(4, ops=ops, dtype=np.dtype(np.float32), rtol=2e-6)
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rtol"), [("float32", 2e-6), ("bfloat16", 4e-2)])
 def test_on_an_emulated_gpu(dtype, rtol, monkeypatch):

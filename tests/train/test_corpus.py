@@ -58,6 +58,16 @@ def token_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, coun
 # Text files and folders
 
 
+@pytest.mark.parametrize(("sizes", "share"), [((100, 900), "90%"), ((900, 101), None), ((790, 210), "21%")])
+def test_much_that_is_held_out_is_said(tmp_path: Path, sizes: tuple[int, int], share: str | None) -> None:
+    """Of two files, one is held out as a whole, however large it is."""
+    for name, size in zip(("a.txt", "b.txt"), sizes, strict=True):
+        (tmp_path / name).write_text("x" * size)
+    said = read_corpus(str(tmp_path)).splits.held_out
+    how = f", {share} of the data; --val-data, or a file with val in its name, replaces it"
+    assert said == f"b.txt (of 2 files{how if share else ''})"
+
+
 def test_the_last_tenth_of_a_text_is_held_out(tmp_path: Path) -> None:
     text = "".join(chr(0x100 + i % 400) for i in range(1003))
     path = tmp_path / "poem.txt"

@@ -378,5 +378,5 @@ def test_what_fails_is_an_error_of_kos(monkeypatch, planned):
     for status, said in ((0, r"EXECUTION_FAILED \(13\)$"), (broken, r"\(13\); CUDA_ERROR_ILLEGAL_ADDRESS \(why\)$")):
         cu = SimpleNamespace(cuMemGetInfo=lambda s=status: (s, 0, 0), cuGetErrorString=lambda status: (0, b"why"))
         monkeypatch.setattr(driver, "cu", cu)
-        with pytest.raises(CudaError, match=f"^a matrix product by cuBLASLt failed: .*{said}"):
+        with pytest.raises(CudaError, match=f"^a matmul by cuBLASLt failed: .*{said}"):
             matmul(x, x, x)

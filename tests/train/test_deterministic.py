@@ -1,8 +1,7 @@
-"""``--deterministic``: losses, norms, weights, moments and validation have the bits of one rank in every layout."""
+"""``--deterministic``: orders of sums, and runs and checkpoints of commands that have the bits of one rank."""
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -14,112 +13,16 @@ from kos.errors import ConfigError
 from kos.train import optim
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
-from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
-from kos.train.ops.fixed_order import LEAST_CHUNK, Split
+from kos.train.ops.fixed_order import Split
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
 from kos.train.parallel.mesh import Layout
-from kos.train.parallel.schedules import SCHEDULES
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, run_program
+from tests.train.layouts import BITS, SHAPE, compare, length, named, train
 from tests.train.sharded import tensors_of_run
-from tests.train.test_layouts import SHAPE, layouts, named, train
-from tests.train.test_tensor_parallel import part_of
-
-RUN: dict[str, Any] = {"seq_len": 32, "batch_size": 8, "micro_batch_size": 1, "steps": 3, "deterministic": True}
-
-
-@functools.cache
-def serial(layers: int, tied: bool, **changes: Any) -> dict[str, Any]:
-    (alone,) = train(Layout(), CpuDevice, layers, tied, **changes)
-    return alone
-
-
-def differs(layout: Layout, layers: int, tied: bool, **changes: Any) -> list[str]:
-    """What of a run has other bits than on one rank."""
-    changes = RUN | changes
-    alone = {key: value for key, value in changes.items() if key not in ("pp_schedule", "zero", "recompute")}
-    expected = serial(layers, tied, **alone)
-    ranks, found, held = train(layout, CpuDevice, layers, tied, **changes), [], set()
-    model: LlamaConfig = expected["model"]
-    for rank, got in enumerate(ranks):
-        if got["rows"].tobytes() != expected["rows"].tobytes():
-            found.append(f"losses and norms of rank {rank}")
-        if got["loss"] != expected["loss"]:
-            found.append(f"validation of rank {rank}")
-        for name, value in got["weights"].items():
-            wanted = part_of(name, expected["weights"][name], model, layout.tp, layout.coordinates(rank)["tp"])
-            if value.tobytes() != np.ascontiguousarray(wanted).tobytes():
-                found.append(f"{name} of rank {rank}")
-            held.add(name)
-    assert held == set(expected["weights"])
-    return found
-
-
-def length(cp: int) -> int:
-    return 32 if cp == 1 else 2 * LEAST_CHUNK * cp
-
-
-EVERY = [layout for ranks in (2, 4, 6, 8) for layout in layouts(ranks)]
-QUICK = [Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(dp=2, tp=2), Layout(pp=2, cp=2)]
-
-
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(pp=2, cp=2)], ids=named)
-def test_documents(layout: Layout) -> None:
-    """Where attention stays within them."""
-    assert differs(layout, 3, False, seq_len=length(2), documents="pack") == []
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow, id=named(each)) for each in EVERY],
-)
-def test_layout(layout: Layout) -> None:
-    """Heads are tied in every other; six micro-batches a rank make subtrees of several sizes."""
-    tied = layout.dp % 2 == 0 or layout.pp % 2 == 0
-    batch = 12 if layout.ranks == 6 else 8
-    layers = max(2, layout.pp + layout.pp // 2)
-    assert differs(layout, layers, tied, seq_len=length(layout.cp), batch_size=batch) == []
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(dp=2), Layout(tp=2), *(pytest.param(x, marks=pytest.mark.slow) for x in (Layout(pp=2), Layout(cp=2)))],
-    ids=named,
-)
-def test_the_order_of_sums_shows(layout: Layout) -> None:
-    """Without --deterministic the same runs differ, so that the tests of this file can fail."""
-    assert differs(layout, 2, True, seq_len=length(layout.cp), deterministic=False)
-
-
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(name, marks=() if name == "zero-bubble-v" else pytest.mark.slow) for name in SCHEDULES]
-)
-def test_schedule(schedule: str, tied: bool) -> None:
-    layout = Layout(pp=2, tp=2, dp=2) if tied else Layout(pp=2, dp=2)
-    assert differs(layout, 4, tied, pp_schedule=schedule, batch_size=16) == []
-
-
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [
-        (Layout(dp=2), {"zero": 1}),
-        (Layout(dp=2, pp=2), {"zero": 1}),
-        pytest.param(Layout(dp=4, tp=2), {"zero": 1}, marks=pytest.mark.slow),
-        pytest.param(Layout(cp=2, dp=2), {"zero": 1, "seq_len": length(2)}, marks=pytest.mark.slow),
-        pytest.param(Layout(tp=4, dp=2), {"micro_batch_size": 4}, marks=pytest.mark.slow),
-        pytest.param(Layout(dp=3), {"batch_size": 18, "micro_batch_size": 2}, marks=pytest.mark.slow),
-        pytest.param(Layout(tp=2, pp=2), {"recompute": "block"}, marks=pytest.mark.slow),
-        pytest.param(Layout(tp=2, cp=2), {"seq_len": 2 * length(2)}, marks=pytest.mark.slow),
-    ],
-    ids=lambda value: named(value) if isinstance(value, Layout) else "-".join(value),
-)
-def test_options(layout: Layout, changes: dict[str, Any]) -> None:
-    """ZeRO-1, accumulation, micro-batches that are no power of two, recomputing, more pieces than ranks."""
-    assert differs(layout, 3, layout.pp > 1, **changes) == []
 
 
 def test_shards_cut_a_tied_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +30,8 @@ def test_shards_cut_a_tied_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (optim, memory_plan):
         monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setitem(SHAPE, "vocab_size", 400)
-    (alone,) = train(Layout(), CpuDevice, 3, True, **RUN)
-    for got in train(Layout(dp=2, pp=2), CpuDevice, 3, True, **RUN, zero=1):
+    (alone,) = train(Layout(), CpuDevice, 3, True, **BITS)
+    for got in train(Layout(dp=2, pp=2), CpuDevice, 3, True, **BITS, zero=1):
         assert got["rows"].tobytes() == alone["rows"].tobytes()
 
 
@@ -137,11 +40,13 @@ def test_biases(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of matrices that ranks split by columns: the first part of a product has it."""
     for name in ("attention_bias", "mlp_bias"):
         monkeypatch.setitem(SHAPE, name, True)
-    serial.cache_clear()
-    try:
-        assert differs(layout, 2, False, seq_len=length(layout.cp)) == []
-    finally:
-        serial.cache_clear()
+    of_one_rank, ranks = runs(layout, seq_len=length(layout.cp))
+    compare(ranks, *of_one_rank, layout)
+
+
+def runs(layout: Layout, **changes: Any) -> list[list[dict[str, Any]]]:
+    """On one rank and in that layout, of a model that no other test has."""
+    return [train(each, CpuDevice, 2, False, **BITS | changes) for each in (Layout(), layout)]
 
 
 @pytest.mark.parametrize(
@@ -172,16 +77,11 @@ def test_what_cannot_be_cut_is_refused(layout: Layout, changes: dict[str, int], 
         for name, value in changes.items():
             patch.setitem(SHAPE, name, value)
         if error is None:
-            assert not _differs_alone(layout)
+            (alone,), ranks = runs(layout)
+            assert all(got["rows"].tobytes() == alone["rows"].tobytes() for got in ranks)
             return
         with pytest.raises(ConfigError, match=error):
-            train(layout, CpuDevice, 2, False, **RUN | {"seq_len": 48})
-
-
-def _differs_alone(layout: Layout) -> bool:
-    """As ``differs``, of losses and norms, of a model that no other test has."""
-    (alone,), ranks = (train(each, CpuDevice, 2, False, **RUN) for each in (Layout(), layout))
-    return any(got["rows"].tobytes() != alone["rows"].tobytes() for got in ranks)
+            runs(layout, seq_len=48)
 
 
 def test_sums_of_squares_are_exact(rng: np.random.Generator) -> None:

@@ -26,8 +26,8 @@ from kos.errors import (
 from kos.testing import Fault
 from kos.train import checkpoint, elastic
 from kos.train.checkpoint import saving
+from kos.train.newcomer import Newcomer
 from kos.train.parallel.failures import LEAVE
-from kos.train.run import Newcomer
 from kos.train.run_context import ADDRESS
 from tests.train.elastic_runs import (
     RANKS,

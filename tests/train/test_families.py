@@ -33,11 +33,10 @@ from kos.train.model.parameters import Parameters
 from kos.train.model.rope import RopeScaling
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import AXES, Layout, Mesh
+from tests.train.layouts import Precise, make_data
 from tests.train.masks import visible
-from tests.train.models import loss_and_gradients, read_weights, tensors_of
+from tests.train.models import loss_and_gradients, part_of, read_weights, tensors_of
 from tests.train.refusal import refused
-from tests.train.test_layouts import Precise, make_data
-from tests.train.test_tensor_parallel import part_of
 
 REASON = "the reference needs transformers and torch (pip install transformers torch)"
 transformers = pytest.importorskip("transformers", reason=REASON)

@@ -24,9 +24,11 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data import documents as kos_documents
 from kos.train.data.batches import load_data
+from kos.train.data.chat import ChatTemplate
 from kos.train.data.corpus import read_corpus
 from kos.train.data.documents import Lines
 from kos.train.run import Trainer
+from kos.train.tokenize import tokenize
 from tests.train.refusal import refused
 from tests.train.test_corpus import documents, jsonl, refusal
 from tests.train.test_loop import SMALL
@@ -114,6 +116,98 @@ def test_a_column_by_another_name(tmp_path: Path) -> None:
         content = table(rows, "excel") if name == "a.csv" else rows_of_parquet(rows)
         (tmp_path / name).write_bytes(content)
         assert documents(tmp_path / name, lines=Lines("body")) == (["yes 0", "yes 1"], ["yes 2"])
+        with refused(DataError, "expected the field 'boddy' (--text-field), prompt and completion, or messages, got"):
+            documents(tmp_path / name, lines=Lines("boddy"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_row_of_two_forms_is_what_the_field_names(tmp_path: Path, kind: str) -> None:
+    """A text, or the messages of a chat, which may have any name."""
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    source = "{{ tools[0] }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template = ChatTemplate(source + "{% if add_generation_prompt %}<assistant>{% endif %}", {}, tmp_path)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"text": "t", "messages": chat, "talk": [chat[0], *chat], "tools": ["x"]}] * 3
+    lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    (path := tmp_path / f"a.{kind}").write_bytes(lines if kind == "jsonl" else rows_of_parquet(rows))
+    expected = {"text": "t", "messages": "x<user>a<assistant>b", "talk": "x<user>a<user>a<assistant>b"}
+    for name, text in expected.items():
+        train, val = documents(path, lines=Lines(name, lambda: template))
+        assert [*map(str, (*train, *val))] == [text] * 3
+
+
+def test_each_source_has_its_field_and_its_encoding(tmp_path: Path) -> None:
+    """By flags, by a file of settings, and for the data that is validated on."""
+    (tmp_path / "a.parquet").write_bytes(rows_of_parquet([{"text": "no", "body": f"é{n}"} for n in range(99)]))
+    content = table([{"text": "no", "inhalt": f"ü{number}"} for number in range(99)], "excel")
+    (tmp_path / "b.csv").write_bytes(content.decode().encode("latin-1"))
+    a, b = str(tmp_path / "a.parquet"), str(tmp_path / "b.csv")
+    flags = ["--text-field", "body", "--text-field", f"{b}=inhalt", "--encoding", f"{b}=latin-1", "--seq-len", "9"]
+    values = {"data": [f"{a}:0.5", f"{b}:0.5"], "text_field": [f"{a}=body", f"{b}=inhalt"], "encoding": f"{b}=latin-1"}
+    (tmp_path / "c.json").write_text(json.dumps({**values, "seq_len": 9}))
+    for given in (["--data", f"{a}:0.5", "--data", f"{b}:0.5", *flags], ["--config", str(tmp_path / "c.json")]):
+        parts = load_data(parse(given)).parts
+        texts = [bytes(part.train.window(0, len(part.train)).tolist()).decode() for part in parts]
+        assert [text[:4] for text in texts] == ["é0é1", "ü0ü1"]
+    data = load_data(parse(["--data", a, "--val-data", b, "--eval-data", f"b={b}", *flags]))
+    for val in (data.val, data.others["b"].val):
+        assert bytes(val.window(0, len(val)).tolist()).decode().startswith("ü0ü1")
+    manifest = tokenize(tmp_path / "out", [a, b], text_field=("body", f"{b}=inhalt"), encoding=f"{b}=latin-1")
+    assert manifest["train_tokens"] > 0
+    for wrong in ("x.csv=inhalt", "body=x"):
+        with refused(KosError, f"--text-field: expected SOURCE=VALUE of {a}, got "):
+            load_data(parse(["--data", a, "--seq-len", "9", "--text-field", wrong]))
+    for flag, empty in (("--text-field", "=inhalt"), ("--text-field", f"{a}="), ("--encoding", "=utf-8")):
+        with refused(KosError, f"{flag}: expected a value or SOURCE=VALUE, neither of them empty, got '{empty}'"):
+            parse(["--data", a, flag, empty])
+    for twice in (["body", "inhalt"], [f"{a}=body", f"{a}=inhalt"]):
+        with refused(KosError, "--text-field: expected one value, or SOURCE=VALUE once a source, got ", " and "):
+            parse(["--data", a, "--text-field", twice[0], "--text-field", twice[1]])
+    with refused(KosError, "--encoding: expected an encoding of text, such as utf-16, got 'utf-9'"):
+        parse(["--data", a, "--encoding", f"{a}=utf-9"])
+
+
+def test_what_is_kept_of_a_source_does_not_depend_on_fields_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kos.train.data.prepared.LEAST", 0)
+    monkeypatch.setattr("kos.train.data.prepared.cache_folder", lambda: tmp_path / "cache")
+    for name, field in (("a", "body"), ("b", "inhalt")):
+        write = [json.dumps({field: f"{name} {number} " * 9, "other": "x" * 99}) for number in range(9)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text("\n".join(write))
+    a, b = (str(tmp_path / name / "a.jsonl") for name in "ab")
+    for fields in (["body"], [f"{a}=body"], ["body", f"{b}=inhalt"], [f"{b}=inhalt", f"{a}=body"]):
+        named = [word for field in fields for word in ("--text-field", field)]
+        flags = ["--data", a, "--eval-data", f"b={b}", "--seq-len", "9", "--eval-batches", "0", *named]
+        if len(fields) == 1:
+            flags[2:4] = []
+        load_data(parse(flags))
+        assert len([*(tmp_path / "a" / ".kos").iterdir()]) == 1
+    load_data(parse(["--data", a, "--seq-len", "9", "--text-field", "other"]))
+    assert len([*(tmp_path / "a" / ".kos").iterdir()]) == 2
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.txt.gz", "folder"])
+def test_utf_8_that_is_read_as_another_encoding(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+        (tmp_path / name / "b.txt").write_text("only ASCII")
+        (tmp_path / name / "a.jsonl").write_text('{"text": "café"}', "utf-8")
+    else:
+        path.write_bytes((gzip.compress if name.endswith("gz") else bytes)("text\ncafé".encode()))
+    file = path / "a.jsonl" if name == "folder" else path
+    with caplog.at_level(logging.WARNING):
+        read_corpus(str(path), lines=Lines(encoding="latin-1"))
+    said = f"--data {file}: the text is valid UTF-8, but --encoding latin-1 reads 'é' as 'Ã©'"
+    assert [record.getMessage() for record in caplog.records] == [said]
+    caplog.clear()
+    for encoding, text in {"utf-8": "café", "latin-1": "cafe", "cp1252": "caf\xe9"}.items():
+        file.write_bytes(text.encode(encoding))
+        if not name.endswith("gz"):
+            read_corpus(str(path), lines=Lines(encoding=encoding))
+    assert not caplog.records
 
 
 def test_a_text_file_that_is_compressed(tmp_path: Path) -> None:
@@ -145,7 +239,19 @@ BROKEN: dict[str, tuple[bytes, list[str]]] = {
     "header.csv": (b"text,label\n", ["expected lines with text, got none"]),
     "columns.csv": (b"text,label\na,1\nb\n", ["line 3: expected 2 columns, as in the first line, got 1"]),
     "more.tsv": (b"text\tlabel\na\t1\t2\t3\n", ["line 2: expected 2 columns, as in the first line, got 4"]),
-    "quote.csv": (b'text\na\n"b\n', [", after line 2: expected a whole .csv file, got unexpected end of data"]),
+    "quote.csv": (b'text\na\n"b\n', [", line 3: expected a whole row of a table, got unexpected end of data"]),
+    "lines.csv": (b'text,label\n"a\nb",1\n\n"c\n"\n', ["line 5: expected 2 columns, as in the first line, got 1"]),
+    "lines of other.csv": (b'body\n"x\ny"\n', ["line 2: expected the field 'text'"]),
+    "string.jsonl": (b'{"text": "a', ["line 1: expected JSON, got", "(Unterminated string starting at column 10)"]),
+    "two forms.jsonl": (
+        b'{"text": "a", "messages": []}\n{"text": "a", "messages": [{}]}\n',
+        ["line 2: expected one of the fields text, completion, messages, conversations, instruction, got text and "
+         "messages; name the text or the chat to train on, as --text-field text, or remove the others"],
+    ),
+    "two forms.parquet": (
+        rows_of_parquet([{"text": None, "completion": "b", "prompt": "c"}, {"text": "a", "completion": "b"}]),
+        ["row 2: expected one of the fields text, ", "got text and completion; "],
+    ),
     "other.csv": (b"body\nx\n", ["line 2: expected the field 'text' (--text-field)", "got the fields body"]),
     "binary.csv": (b"text\nx\0\n", ["expected UTF-8", "got a NUL at character 6", "--encoding"]),
     "latin.csv": (b"text\ncaf\xe9\n", ["line 2: expected UTF-8", "got byte 0xe9 at 8; --encoding"]),
@@ -258,10 +364,10 @@ SAVED: dict[str, Callable[[Path], object]] = {
 def test_arrays_of_tokens(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     SAVED[name](path)
-    flags = ["--seq-len", "4", "--vocab-size", "500"]
+    flags = ["--seq-len", "4"]
     flags += ["--token-dtype", {"u2.bin": "uint16", "i4.bin": "int32"}[name]] if name.endswith(".bin") else []
     for data in (path, tmp_path):
-        got = load_data(parse(["--data", str(data), *flags]))
+        got = load_data(parse(["--data", str(data), *flags, "--vocab-size", "500"]))
         assert got.train.window(0, 450).tolist() == [*range(450)]
         assert got.val.window(0, 50).tolist() == [*range(450, 500)]
         assert not got.masks_targets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,105 +15,31 @@ import pytest
 import kos.train
 from kos.comm.communicator import Communicator
 from kos.errors import CollectiveError, ConfigError, DataError, InvalidArgument
-from kos.memory import Array
 from kos.testing import Fault, spawn
-from kos.train import Batch, Callback, CudaLoss, FitResult, TrainConfig, Trainer, fit, read_metrics
+from kos.train import Batch, Callback, Trainer, fit, read_metrics
 from kos.train.data.batches import load_data
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.elastic import Elastic
-from kos.train.run import Newcomer
+from kos.train.newcomer import Newcomer
 from tests.forked import python
 from tests.launcher import MPIRUN, needs_mpirun, run_program
-from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
-from tests.train.sharded import tensors_of_run
+from tests.train.fits import (
+    LAYOUTS,
+    NAMES,
+    SHAPE,
+    STEPS,
+    VOCABULARY,
+    OnStep,
+    Stream,
+    batch_of,
+    batches_of,
+    column,
+    config_of,
+    on_ranks,
+    part,
+    result,
+)  # fmt: skip
 from tests.train.test_cli import ENVIRONMENT
-
-STEPS, ROWS, TOKENS, VOCABULARY = 4, 8, 16, 32
-SHAPE = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2,
-}  # fmt: skip
-
-
-def config_of(out: Path, **changes: Any) -> TrainConfig:
-    values: dict[str, Any] = {
-        "steps": STEPS, "batch_size": ROWS, "micro_batch_size": 2, "seq_len": TOKENS, "lr": 1e-2, "warmup_steps": 0,
-        "eval_every": 2, "sample_tokens": 0, "save_every": 0, "device": "cpu", "model": SHAPE, "out": out,
-    }  # fmt: skip
-    return TrainConfig.from_preset("tiny", **{**values, **changes})
-
-
-def batch_of(step: int, rows: int = ROWS, **more: Any) -> Batch:
-    """Rising tokens; every fifth target is left out."""
-    tokens = np.sort(np.random.default_rng(step).integers(0, VOCABULARY, (rows, TOKENS + 1)), axis=1)
-    targets = np.where(np.arange(TOKENS) % 5 == 4, -1, tokens[:, 1:])
-    return Batch(tokens[:, :-1], targets, **more)
-
-
-def batches_of(count: int = STEPS, **more: Any) -> list[Batch]:
-    return [batch_of(step, **more) for step in range(count)]
-
-
-def part(batch: Batch, rank: int, ranks: int) -> Batch:
-    rows = len(batch.tokens) // ranks
-    return batch.map(lambda field: field[rank * rows : (rank + 1) * rows])
-
-
-class OnStep(Callback):
-    def __init__(self, function: Callable[[Trainer, Mapping[str, Any]], object]) -> None:
-        self.function = function
-
-    def on_step(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
-        self.function(trainer, metrics)
-
-
-class Stream:
-    """Batches with a state, as a data loader has it; the number of the next one."""
-
-    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
-        self.step, self.rank, self.ranks = 0, rank, ranks
-
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
-            self.step += 1
-            yield part(batch_of(self.step - 1), self.rank, self.ranks)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step, "rank": self.rank}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        assert state["rank"] == self.rank
-        self.step = state["step"]
-
-
-def cross_entropy(logits: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """What a program may write; targets that are left out give nonsense, which counts nothing."""
-    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
-    odds /= odds.sum(axis=1, keepdims=True)
-    at_target = np.arange(len(odds)), batch.targets
-    losses = -np.log(odds[at_target])
-    odds[at_target] -= 1
-    weights = 1 if batch.weights is None else batch.weights
-    return losses * weights, odds * (1 if batch.weights is None else batch.weights[:, None])
-
-
-def on_ranks(ranks: int, config: TrainConfig, of: Callable[[int], Mapping[str, Any]] | None = None,
-             **program: Any) -> list[FitResult]:  # fmt: skip
-    """The results of ``fit`` on ranks that are threads; ``of(rank)`` are more arguments of a rank."""
-    return spawn(lambda comm: fit(config, comm, **program, **(of(comm.rank) if of else {})), ranks, timeout=100)
-
-
-def column(out: Path, *names: str) -> list[Any]:
-    return [tuple(row[name] for name in names) for row in read_metrics(out) if names[-1] in row]
-
-
-def result(out: Path) -> tuple[Any, Any]:
-    """The numbers of each step, and the weights and the state at the end."""
-    return column(out, "step", "loss", "grad_norm"), tensors_of_run(out)
-
-
-LAYOUTS = [(1, {}), (2, {}), (2, {"zero": 1}), (2, {"pp": 2}), (2, {"cp": 2}), (2, {"tp": 2})]
-NAMES = ["one", "dp", "zero", "pp", "cp", "tp"]
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=NAMES)
@@ -135,51 +61,6 @@ def test_the_same_batches_give_the_run_of_the_command(
     last = on_ranks(ranks, own, of, rows=rows)[-1]
     assert result(tmp_path / "own") == result(tmp_path / "data")
     assert last.step == STEPS and not last.stopped and last.checkpoint == tmp_path / "own" / "checkpoints" / "step-4"
-
-
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS[:5], ids=NAMES[:5])
-def test_a_loss_of_ones_own(ranks: int, layout: dict[str, Any], tmp_path: Path) -> None:
-    """The cross-entropy of a program is that of the trainer, in training and in validation."""
-    for name, loss in (("ours", None), ("own", cross_entropy)):
-        config = config_of(tmp_path / name, **layout)
-        on_ranks(ranks, config, batches=batches_of(), val_batches=batches_of(2, rows=3), loss=loss)
-    for count, *names in ((STEPS, "loss", "grad_norm"), (2, "val_loss")):
-        ours, own = (np.array(column(tmp_path / name, *names)) for name in ("ours", "own"))
-        assert len(own) == count
-        np.testing.assert_allclose(own, ours, rtol=2e-5)
-
-
-def test_a_loss_of_ones_own_sees_every_token_once(tmp_path: Path) -> None:
-    """In chunks, with the fields of its batch."""
-    seen = list[tuple[int, ...]]()
-
-    def loss(logits: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        assert logits.shape == (len(batch.tokens), VOCABULARY) and batch.document_starts is None
-        seen.extend(zip(batch.tokens.tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True))
-        return np.zeros(len(logits)), np.zeros_like(logits)
-
-    weights = np.random.default_rng(0).random((ROWS, TOKENS), np.float32)
-    batch = batch_of(0, weights=weights)
-    last = fit(config_of(tmp_path, steps=1, backend="mock"), batches=[batch], loss=loss)
-    fields = (np.ravel(field).tolist() for field in (batch.tokens, batch.targets, weights))
-    assert sorted(seen) == sorted(zip(*fields, strict=True))
-    assert last.metrics["loss"] == last.metrics["grad_norm"] == 0
-
-
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=NAMES)
-def test_weights_of_targets(ranks: int, layout: dict[str, Any], tmp_path: Path) -> None:
-    """Of 1 they change no bit; others give what the same loss of the program gives."""
-    weights = np.random.default_rng(1).normal(size=(ROWS, TOKENS))
-    runs: dict[str, tuple[Any, Any]] = {
-        "plain": (batches_of(), None), "ones": (batches_of(weights=np.ones((ROWS, TOKENS))), None),
-        "weights": (batches_of(weights=weights), None), "own": (batches_of(weights=weights), cross_entropy),
-    }  # fmt: skip
-    for name, (batches, loss) in runs.items():
-        of = (1, {}) if loss else (ranks, layout)
-        on_ranks(of[0], config_of(tmp_path / name, eval_every=0, **of[1]), batches=batches, loss=loss)
-    plain, ones, weighted, own = (column(tmp_path / name, "loss", "grad_norm") for name in runs)
-    assert plain == ones and weighted != plain
-    np.testing.assert_allclose(weighted, own, rtol=1e-4, atol=1e-6)
 
 
 def test_validation_is_the_mean_over_all_targets(tmp_path: Path) -> None:
@@ -511,7 +392,7 @@ import os, signal, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from kos.train import fit
-from tests.train.test_fit import OnStep, batches_of, config_of
+from tests.train.fits import OnStep, batches_of, config_of
 
 def interrupt(trainer, metrics):
     if metrics["step"] == 2:
@@ -558,7 +439,7 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 import kos
 from kos.train import fit
-from tests.train.test_fit import batches_of, config_of, cross_entropy
+from tests.train.fits import batches_of, config_of, cross_entropy
 
 for number in range(2):
     out = Path(sys.argv[1]) / str(number)
@@ -583,61 +464,3 @@ def test_under_mpirun(tmp_path: Path) -> None:
         for name in ("loss", "val_loss"):
             got, alone = column(tmp_path / number, name), column(tmp_path / "alone", name)
             np.testing.assert_allclose(got, alone, rtol=2e-5)
-
-
-KERNEL = """
-extern "C" __global__ void loss(DTYPE* logits, const int* targets, const float* weights, float* losses,
-                                int vocabulary) {
-    DTYPE* row = logits + long(blockIdx.x) * vocabulary;
-    const int target = targets[blockIdx.x];
-    const float weight = weights ? weights[blockIdx.x] : 1;
-    float top = widen(row[0]), total = 0;
-    for (int i = 1; i < vocabulary; ++i) top = fmaxf(top, widen(row[i]));
-    for (int i = 0; i < vocabulary; ++i) total += expf(widen(row[i]) - top);
-    const float loss = target < 0 ? 0 : logf(total) + top - widen(row[target]);
-    __syncthreads();  // all threads have read the row
-    if (threadIdx.x == 0) losses[blockIdx.x] = weight * loss;
-    for (int i = threadIdx.x; i < vocabulary; i += blockDim.x)
-        narrow(weight * (expf(widen(row[i]) - top) / total - (i == target)), row[i]);
-}
-"""
-
-
-def on_memory(logits: Array, batch: Batch) -> tuple[Array, Array]:
-    """The loss of the emulated device: its memory is the host's."""
-    losses = Array.empty((len(logits),), "float32", logits.device)
-    on_host(losses)[...], on_host(logits)[...] = cross_entropy(on_host(logits), batch.map(on_host))
-    return losses, logits
-
-
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    host_engine(monkeypatch)
-    monkeypatch.setattr("kos.train.run.choose_device", lambda asked, comm: asked)
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"pp": 2})], ids=["one", "dp", "pp"])
-def test_an_emulated_gpu(ranks: int, layout: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    """All fields of a batch, validation, and each kind of loss, as on the CPU."""
-    starts = np.repeat([[0] * 8 + [8] * 8], ROWS, axis=0)
-    more = {"weights": np.random.default_rng(2).normal(size=(ROWS, TOKENS)), "document_starts": starts}
-    losses: dict[str, Any] = {"cpu": cross_entropy, "ours": None, "array": on_memory, "cuda": CudaLoss(KERNEL, 32)}
-    val = [batch_of(9, 3)._replace(**{name: field[:3] for name, field in more.items()})]
-    for name, loss in losses.items():
-        device = {"device": "cpu"} if name == "cpu" else {"device": "cuda", "dtype": "float32", **layout}
-        config = config_of(tmp_path / name, **device)
-        of = DeviceComm if name != "cpu" else lambda comm: comm
-
-        def run(comm: Communicator, config: TrainConfig = config, loss: Any = loss, of: Any = of) -> None:
-            callbacks = [OnStep(lambda trainer, metrics: layout or trainer.model.logits([1, 2]))]
-            fit(config, of(comm), batches=batches_of(**more), val_batches=val, loss=loss, callbacks=callbacks)
-
-        spawn(run, ranks if name != "cpu" else 1, timeout=100)
-        without = ", so there is no CUDA graph" in capsys.readouterr().out
-        assert without == (name == "array")
-    expected = np.array(column(tmp_path / "cpu", "loss", "grad_norm"))
-    for name in losses:
-        np.testing.assert_allclose(column(tmp_path / name, "loss", "grad_norm"), expected, rtol=1e-4, err_msg=name)
-        val_loss = column(tmp_path / name, "val_loss")
-        np.testing.assert_allclose(val_loss, column(tmp_path / "cpu", "val_loss"), rtol=1e-4, err_msg=name)

@@ -14,7 +14,7 @@ from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, DataError, InvalidArgument
 from kos.testing import spawn
 from kos.train import Batch, Callback, fit
-from tests.train.test_fit import ROWS, SHAPE, TOKENS, batch_of, batches_of, config_of, cross_entropy, on_ranks
+from tests.train.fits import ROWS, SHAPE, TOKENS, batch_of, batches_of, config_of, cross_entropy, on_ranks
 
 
 def changed(**fields: Any) -> list[Batch]:

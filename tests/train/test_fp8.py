@@ -22,15 +22,14 @@ from kos.train.ops.fp8 import Fp8Ops, check_sizes
 from kos.train.ops.linear import LinearOps
 from kos.train.parallel.mesh import ALONE, Layout
 from kos.train.train import Step
-from tests.train import test_layouts as on_cpus
-from tests.train import test_layouts_on_host as layouts
+from tests.train import layouts as on_cpus
+from tests.train import layouts_on_host as layouts
 from tests.train.emulated_runs import SMALL, column, text, train
 from tests.train.emulated_runs import emulated as emulated_runs
 from tests.train.host_kernels.engine import QueuedOps, on_host
+from tests.train.layouts import compare, length, named
+from tests.train.layouts_on_host import HEAD_ALONE, emulated
 from tests.train.sharded import tensors_of_run
-from tests.train.test_deterministic import length
-from tests.train.test_layouts import named
-from tests.train.test_layouts_on_host import HEAD_ALONE, emulated
 
 __all__ = ["emulated", "emulated_runs", "text"]
 
@@ -173,10 +172,10 @@ LAYOUTS = [
 @pytest.mark.parametrize(("layout", "changes"), LAYOUTS, ids=lambda x: named(x) if isinstance(x, Layout) else str(x))
 def test_layout(emulated, sixteens, layout, changes):
     """Near one rank's: ranks of tp have scales of their own, and other sums round weights otherwise."""
-    how = {"seq_len": 64, "dtype": "fp8", "lr": 1e-3, "layers": layouts.layers_of(layout), **changes}
-    layers = how.pop("layers")
-    alone = {key: how[key] for key in ("documents", "family", "seq_len", "dtype", "lr", "tied") if key in how}
-    (expected,) = layouts.train(Layout(), layers, **alone)
+    how = {"seq_len": 64, "batch_size": 4, "dtype": "fp8", "lr": 1e-3, **changes}
+    layers = how.pop("layers", layouts.layers_of(layout))
+    of_one = {"documents", "family", "seq_len", "batch_size", "dtype", "lr", "tied"}
+    (expected,) = layouts.train(Layout(), layers, **{key: how[key] for key in of_one & how.keys()})
     for rank, got in enumerate(layouts.train(layout, layers, **how)):
         np.testing.assert_allclose(got["rows"][:, 0], expected["rows"][:, 0], rtol=NEAR, err_msg=f"rank {rank}")
         np.testing.assert_allclose(got["rows"][:, 1], expected["rows"][:, 1], rtol=0.05, err_msg=f"rank {rank}")
@@ -195,7 +194,8 @@ FIXED = [
 @pytest.mark.parametrize(("layout", "changes"), FIXED, ids=lambda x: named(x) if isinstance(x, Layout) else str(x))
 def test_deterministic(emulated, sixteens, layout, changes, monkeypatch):
     """The bits of one rank."""
-    layouts.check_deterministic(layout, {"seq_len": 128, "dtype": "fp8", **changes}, monkeypatch)
+    how = {"seq_len": 32 * layout.cp, "dtype": "fp8", **changes}  # two pieces of 16 tokens a rank
+    layouts.check_bits(layout, how, monkeypatch, least=8)
 
 
 GATHERED = [
@@ -217,7 +217,7 @@ def test_zero_gathers_in_8_bits(emulated, sixteens, layout, changes, one, monkey
     """With the bits of a gather in 16 bits."""
     monkeypatch.setattr(QueuedOps, "one_scale", one)
     monkeypatch.setattr(reference, "one_scale", one)
-    how = {"seq_len": 64, "dtype": "fp8", "zero": 1, "layers": layouts.layers_of(layout), **changes}
+    how = {"seq_len": 64, "batch_size": 4, "dtype": "fp8", "zero": 1, "layers": layouts.layers_of(layout), **changes}
     layers = how.pop("layers")
     ours = layouts.train(layout, layers, **how)
     monkeypatch.setattr(Step, "gather", in_16_bits)
@@ -240,9 +240,7 @@ def test_zero_gathers_in_8_bits_on_cpus(sixteens, elastic, monkeypatch):
 def test_deterministic_on_cpus(sixteens, layout):
     how: dict[str, Any] = {"dtype": "fp8", "deterministic": True, "seq_len": length(2), "batch_size": 4, "steps": 2}
     (alone,) = on_cpus.train(Layout(), CpuDevice, 2, True, **how)
-    for got in on_cpus.train(layout, CpuDevice, 2, True, **how):
-        assert got["rows"].tobytes() == alone["rows"].tobytes() and got["loss"] == alone["loss"]
-        assert all(value.tobytes() == alone["weights"][name].tobytes() for name, value in got["weights"].items())
+    compare(on_cpus.train(layout, CpuDevice, 2, True, **how), alone, layout)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2)], ids=named)
@@ -345,4 +343,4 @@ def test_settings():
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2)], ids=named)
 def test_the_plan_counts_all(emulated, sixteens, layout, monkeypatch):
-    layouts.test_allocated_memory_is_within_the_plan(emulated, layout, {"dtype": "fp8"}, monkeypatch)
+    layouts.check_memory(layout, {"dtype": "fp8"}, monkeypatch)

@@ -20,6 +20,7 @@ from kos.train.ops import Scaled, scales_shape
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import CudaOps
 from kos.train.ops.cuda.fp8 import LEAST_CAPABILITY
+from kos.train.ops.norm import Normalize
 from kos.train.ops.numpy_blocks import widen
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix
 from tests.train.test_engine_cuda import column, run, text
@@ -93,11 +94,12 @@ def check_rms_norm(ops: Any, arena: Arena, x: np.ndarray, weight: np.ndarray) ->
     """As of a matrix in 16 bits, which is not written: the same bits, and the same statistics."""
     given, weights, (n, f) = _put(ops, x, "bfloat16"), _put(ops, weight, "bfloat16"), x.shape
     out, rstd, again = ops.zeros((n, f), "bfloat16"), ops.zeros((n,), "float32"), ops.zeros((n,), "float32")
-    ops.rms_norm(given, weights, 1e-5, out, rstd)
+    norm = Normalize(weights, 1e-5)
+    ops.rms_norm(given, norm, out, rstd)
     for kinds in KINDS_OF_COPIES:
         both = list[Any]()
         for write in (lambda *made: ops.quantize(out, *made, arena),
-                      lambda *made: ops.quantize_rms_norm(given, weights, 1e-5, again, *made, arena)):  # fmt: skip
+                      lambda *made: ops.quantize_rms_norm(given, norm, again, *made, arena)):  # fmt: skip
             made = [kind and empty(ops, shape, "float8_e4m3fn", *kind)
                     for shape, kind in zip((x.shape, x.shape[::-1]), kinds, strict=True)]  # fmt: skip
             write(*made)

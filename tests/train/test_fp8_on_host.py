@@ -6,24 +6,14 @@ import numpy as np
 import pytest
 
 from kos.train.ops.cuda import cublaslt
-from tests.host_compiler import COMPILER
 from tests.train import test_fp8_cuda as on_gpus
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix
-from tests.train.host_kernels import emulator
+from tests.train.host_kernels.ops import arena, needs_compiler, ops
+
+__all__ = ["arena", "ops"]
 
 
-@pytest.fixture
-def ops(monkeypatch):
-    emulator.host_memory(monkeypatch)
-    return emulator.HostOps()
-
-
-@pytest.fixture
-def arena(ops):
-    return ops.make_arena()
-
-
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+@needs_compiler
 class TestKernels:
     @pytest.mark.parametrize("form", FORMATS)
     @pytest.mark.parametrize("kind", KINDS)

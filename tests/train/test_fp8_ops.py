@@ -12,6 +12,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.ops import Scaled, scales_shape
 from kos.train.ops import numpy as ops
 from kos.train.ops.fp8 import WEIGHTS, Fp8Weights, Quantized, check_sizes, first_of
+from kos.train.ops.norm import Normalize
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix, nearest
 from tests.train.test_ops import poisoned_slab
 
@@ -185,10 +186,11 @@ def test_rms_norm_in_8_bits(rng, arena):
     """The bits of its output, quantized; and its statistics."""
     x, weight, out = rng.normal(size=(150, 140)), rng.normal(size=140), np.empty((150, 140))
     rstd, again = np.empty(150), np.empty(150)
-    ops.rms_norm(x, weight, 1e-5, out, rstd)
+    norm = Normalize(weight, 1e-5)
+    ops.rms_norm(x, norm, out, rstd)
     both = [[empty(size, "float8_e4m3fn") for size in (x.shape, x.shape[::-1])] for _ in range(2)]
     ops.quantize(out, *both[0], arena)
-    ops.quantize_rms_norm(x, weight, 1e-5, again, *both[1], arena)
+    ops.quantize_rms_norm(x, norm, again, *both[1], arena)
     assert same(both[0][0], both[1][0]) and same(both[0][1], both[1][1]) and rstd.tobytes() == again.tobytes()
 
 

@@ -168,6 +168,33 @@ def test_the_command_chats(folder: Path) -> None:
         assert done.stdout.replace("> ", "").rstrip("\n").split("\n") == "\n".join(said).rstrip("\n").split("\n")
 
 
+def test_the_command_passes_tools_to_the_template(
+    folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    shown = "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}"
+    (folder / "chat_template.jinja").write_text(shown + TEMPLATE)
+    tools, messages = [{"name": "weather"}, {"name": "time"}], [{"role": "user", "content": "ring"}]
+    (file := tmp_path / "tools.json").write_text(json.dumps(tools))
+    model, flags = kos.train.load(folder), ["--tokens=9", "--temperature=0"]
+    expected = [model.chat(messages, 9, temperature=0, tools=each) for each in (tools, None)]
+    assert expected[0] != expected[1], "else this shows nothing"
+    for more, answer in ((["--tools", str(file)], expected[0]), ([], expected[1])):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("ring\n"))
+        capsys.readouterr()
+        assert chat.main([str(folder), *flags, *more]) == 0
+        assert capsys.readouterr().out.replace("> ", "").rstrip("\n") == answer.rstrip("\n")
+    wrong = {"{}": "expected a list of tools, got {}", "[": "expected a file with JSON, got Expecting"}
+    for content, said in wrong.items():
+        file.write_text(content)
+        assert chat.main([str(folder), *flags, "--tools", str(file)]) == 2
+        assert capsys.readouterr().err.startswith(f"kos: error: --tools: {said}")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    file.write_text(json.dumps(tools))
+    assert chat.main([str(folder), *flags, "--tools", str(file)]) == 2
+    assert "expected a chat template that uses tools" in capsys.readouterr().err
+
+
 def test_a_line_that_the_tokenizer_refuses(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is left out of the chat, which goes on."""
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")

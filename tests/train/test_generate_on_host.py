@@ -10,25 +10,13 @@ import pytest
 from kos.memory.arena import Arena
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.trained import TrainedModel
-from tests.host_compiler import COMPILER
 from tests.train import generate_cases as cases
-from tests.train.host_kernels import emulator
+from tests.train.host_kernels.ops import arena, needs_compiler, ops
 from tests.train.ops_cases import Side
 from tests.train.test_generate import CASES, random_weights
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
-
-
-@pytest.fixture
-def ops(monkeypatch: pytest.MonkeyPatch) -> Any:
-    emulator.host_memory(monkeypatch)
-    return emulator.HostOps()
-
-
-@pytest.fixture
-def arena(ops: Any) -> Arena:
-    made: Arena = ops.make_arena()
-    return made
+__all__ = ["arena", "ops"]
+pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize(("number", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")])

@@ -12,11 +12,12 @@ import pytest
 from benchmarks import kernels
 from kos.memory.array import Array
 from kos.train.config import PRESETS, ModelSection
-from tests.host_compiler import COMPILER, compiled
+from tests.host_compiler import compiled
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.engine import on_host
+from tests.train.host_kernels.ops import needs_compiler
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+pytestmark = needs_compiler
 
 TINY = ModelSection(**PRESETS["tiny"].values["model"], vocab_size=301)
 ODD = ModelSection(

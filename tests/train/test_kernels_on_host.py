@@ -13,37 +13,25 @@ import numpy as np
 import pytest
 
 from kos.dtypes import DTYPES
-from kos.memory.arena import Arena
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.optim import Group, LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.cuda import CHUNK, CudaOptimizer
-from tests.host_compiler import COMPILER
 from tests.train import ops_cases
 from tests.train import test_cross_entropy_cuda as on_loss
 from tests.train import test_model_cuda as on_models
 from tests.train import test_ops_cuda as on_ops
-from tests.train.host_kernels import emulator
 from tests.train.host_kernels.engine import exact_sums
+from tests.train.host_kernels.ops import arena, needs_compiler, ops
 from tests.train.models import queue
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
-
-
-@pytest.fixture
-def ops(monkeypatch):
-    emulator.host_memory(monkeypatch)
-    return emulator.HostOps()
+__all__ = ["arena", "ops"]
+pytestmark = needs_compiler
 
 
 @pytest.fixture(params=ops_cases.DTYPES)
 def side(ops, request):
     return ops_cases.Side(ops, request.param)
-
-
-@pytest.fixture
-def arena(ops):
-    return Arena(0, ops.make_arena()._allocate, ops.make_arena()._view)
 
 
 def shapes(names, quick, others=()):

@@ -284,15 +284,19 @@ def test_a_folder_is_one_runs_at_a_time(text: Path, tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path).step == 2
 
 
-def test_progress_in_a_log_never_decreases(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.parametrize(("seconds", "dry_runs"), [(0.0, 2), (1e9, 6)])
+def test_progress_in_a_log_never_decreases(
+    text: Path, tmp_path: Path, seconds: float, dry_runs: int, monkeypatch: Any, capsys: Any
+) -> None:
     """Dry runs have their own names, and the passes of a pipeline come in any order."""
+    monkeypatch.setattr(cpu, "WARM_SECONDS", seconds)
     monkeypatch.setattr("kos.train.tools.console.SILENCE", -1.0)
     _train(text, tmp_path, 2, steps=2, pp=2, micro_batch_size=1)
     said = re.findall(r"^((?:dry run|step) \d)(?:/2)?: +(\d+)%", capsys.readouterr().out, re.M)
     for (what, share), (following, more) in itertools.pairwise(said):
         assert what != following or int(share) < int(more), said
     tasks = [what for what, share in said if share == "0"]
-    assert tasks[0] == "dry run 1" and tasks[-2:] == ["step 1", "step 2"] and len(tasks) == len(set(tasks))
+    assert tasks == [*(f"dry run {1 + number}" for number in range(dry_runs)), "step 1", "step 2"]
 
 
 def test_init_from_hugging_face(text: Path, tmp_path: Path) -> None:
@@ -386,7 +390,6 @@ def test_a_rank_lost_in_a_pipeline_is_reported_with_step_and_advice(
     text: Path, tmp_path: Path, schedule: str, messages: int, call: str, monkeypatch: Any
 ) -> None:
     """Also while messages go in the other direction: the first cause, the step, and once the command to resume."""
-    monkeypatch.setattr(cpu, "_WARM_SECONDS", 0.0)  # two dry runs precede step 1
     shape: dict[str, Any] = {"pp": 3, "micro_batch_size": 1, "pp_schedule": schedule, "sample_tokens": 0}
     shape["model"] = {**SMALL["model"], "num_hidden_layers": 5}
     said: dict[int, str] = {}

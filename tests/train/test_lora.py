@@ -17,12 +17,11 @@ from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Layout
-from tests.train import test_layouts, test_layouts_on_host
-from tests.train.models import small
-from tests.train.test_layouts import CpuDevice, Precise, named
-from tests.train.test_layouts_on_host import emulated
+from tests.train import layouts, layouts_on_host
+from tests.train.layouts import CpuDevice, Precise, named
+from tests.train.layouts_on_host import emulated
+from tests.train.models import part_of, small
 from tests.train.test_parameter_groups import plan_of
-from tests.train.test_tensor_parallel import part_of
 
 __all__ = ["emulated"]
 
@@ -46,7 +45,7 @@ IDS = ["-".join([named(layout), *map(str, changes.values())]) for layout, change
 def test_layouts_agree(layout: Layout, changes: dict[str, Any]) -> None:
     """Losses, norms, adapters and text are those of one rank."""
     changes = {**changes, **({"lora_targets": (*changes["lora_targets"],)} if "lora_targets" in changes else {})}
-    test_layouts.check(layout, Precise, 5 if layout.pp > 1 else 2, False, **LORA, **changes)
+    layouts.check(layout, Precise, 5 if layout.pp > 1 else 2, False, **LORA, **changes)
 
 
 IN_ORDER: list[tuple[Layout, dict[str, Any]]] = [
@@ -62,14 +61,7 @@ IN_ORDER: list[tuple[Layout, dict[str, Any]]] = [
 )
 def test_deterministic(layout: Layout, changes: dict[str, Any]) -> None:
     """The same bits as one rank, of two adapters of one matrix too."""
-    how = {**LORA, "deterministic": True, "batch_size": 16, "seq_len": 256}
-    (alone,) = test_layouts.train(Layout(), CpuDevice, 3, False, 3, **how)
-    for rank, got in enumerate(test_layouts.train(layout, CpuDevice, 3, False, 3, **how, **changes)):
-        assert got["rows"].tobytes() == alone["rows"].tobytes()
-        for name, value in got["weights"].items():
-            place = layout.tp, layout.coordinates(rank)["tp"]
-            wanted = part_of(name, alone["weights"][name], alone["model"], *place)
-            assert value.tobytes() == np.ascontiguousarray(wanted).tobytes(), name
+    layouts.check_bits(layout, 3, False, seq_len=layouts.length(layout.cp), **LORA, **changes)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -86,9 +78,9 @@ def test_layouts_on_an_emulated_gpu(layout: Layout, changes: dict[str, Any]) -> 
     """Where arrays are contiguous, and a matrix's part of stacked features is a view that only products take."""
     layers = 5 if layout.pp > 1 else 2
     alike = {name: value for name, value in changes.items() if name in ("micro_batch_size", "dtype")}
-    (alone,) = test_layouts_on_host.train(Layout(), layers, lora=4, **alike)
+    (alone,) = layouts_on_host.train(Layout(), layers, lora=4, **alike)
     close = 2e-2 if changes.get("dtype") == "bfloat16" else 3e-5
-    for rank, got in enumerate(test_layouts_on_host.train(layout, layers, lora=4, **changes)):
+    for rank, got in enumerate(layouts_on_host.train(layout, layers, lora=4, **changes)):
         np.testing.assert_allclose(got["rows"], alone["rows"], rtol=close, err_msg=f"rank {rank}")
         moved = [np.abs(value).max() for name, value in got["weights"].items() if name.endswith(B)]
         assert min(moved) > 0
@@ -98,13 +90,13 @@ def test_layouts_on_an_emulated_gpu(layout: Layout, changes: dict[str, Any]) -> 
 def test_products_in_8_bits(targets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters read inputs and gradients in 16 bits, whichever others are in 8 bits, saved or computed again."""
     for name, value in {"hidden_size": 128, "intermediate_size": 256, "head_dim": 8}.items():
-        monkeypatch.setitem(test_layouts.SHAPE, name, value)
-    how: dict[str, Any] = {**LORA, "lora_targets": targets}
-    (wide,) = test_layouts.train(Layout(), CpuDevice, 2, False, 3, **how)
-    (saved,) = test_layouts.train(Layout(), CpuDevice, 2, False, 3, dtype="fp8", **how)
+        monkeypatch.setitem(layouts.SHAPE, name, value)
+    how: dict[str, Any] = {**LORA, "lora_targets": targets, "batch_size": 2}
+    (wide,) = layouts.train(Layout(), CpuDevice, 2, False, 3, **how)
+    (saved,) = layouts.train(Layout(), CpuDevice, 2, False, 3, dtype="fp8", **how)
     np.testing.assert_allclose(saved["rows"][:, 0], wide["rows"][:, 0], rtol=0.05)
     for recompute in ("norms", "block"):
-        (again,) = test_layouts.train(Layout(), CpuDevice, 2, False, 3, dtype="fp8", recompute=recompute, **how)
+        (again,) = layouts.train(Layout(), CpuDevice, 2, False, 3, dtype="fp8", recompute=recompute, **how)
         assert again["rows"].tobytes() == saved["rows"].tobytes()
 
 
@@ -117,13 +109,13 @@ def test_no_product_for_the_gradient_of_the_base(schedule: str, monkeypatch: pyt
         whole(d_out, x, d_weight, *more)
 
     monkeypatch.setattr(numpy_ops, "linear_weight_gradient", product)
-    test_layouts.train(Layout(pp=2), Precise, 5, True, 1, pp_schedule=schedule, lora_targets=("o_proj",), **LORA)
+    layouts.train(Layout(pp=2), Precise, 5, True, 1, pp_schedule=schedule, lora_targets=("o_proj",), **LORA)
     assert sorted(shapes) == sorted(5 * 8 * [(4, 32), (16, 4)])  # of 8 micro-batches: A and B of each layer
 
 
 def test_a_plan_counts_adapters_alone() -> None:
     """The base has no gradient and no moments, and is not held twice."""
-    settings: dict[str, Any] = {**test_layouts.RUN, "device": "cpu", "model": {**test_layouts.SHAPE,
+    settings: dict[str, Any] = {**layouts.RUN, "device": "cpu", "model": {**layouts.SHAPE,
                                 "num_hidden_layers": 2}}  # fmt: skip
     config = TrainConfig.from_preset("tiny", **{**settings, **LORA}).for_world(1)
     sizes = {name: 4 * int(np.prod(shape)) for name, shape in config.model_config_for(40).parameter_shapes().items()}
@@ -161,7 +153,7 @@ def test_frozen_by_pattern(changes: dict[str, Any]) -> None:
     layout = Layout(tp=changes.get("tp", 1))
     more = {name: value for name, value in changes.items() if name != "tp"}
     frozen = ("model.layers.0.*", "*embed_tokens*")
-    for rank, got in enumerate(test_layouts.train(layout, CpuDevice, 2, False, 2, freeze=frozen, **more)):
+    for rank, got in enumerate(layouts.train(layout, CpuDevice, 2, False, 2, freeze=frozen, **more)):
         for name, value in got["weights"].items():
             before = part_of(name, initial(got["model"])[name], got["model"], layout.tp, rank)
             still = name.startswith("model.layers.0.") or "embed_tokens" in name
@@ -211,11 +203,11 @@ def write_json(path: Any, config: TrainConfig) -> Any:
 
 def test_a_table_trains_its_tensors_at_its_rate() -> None:
     """Half the rate of all is the rate of all tensors in a table of half the rate, to the bit."""
-    (whole,) = test_layouts.train(Layout(), CpuDevice, 2, False, 3, lr=4e-3, schedule="constant")
+    (whole,) = layouts.train(Layout(), CpuDevice, 2, False, 3, lr=4e-3, schedule="constant")
     tables = [{"pattern": "*", "lr": 4e-3}]
-    (tabled,) = test_layouts.train(Layout(), CpuDevice, 2, False, 3, lr=8e-3, schedule="constant", groups=tables)
+    (tabled,) = layouts.train(Layout(), CpuDevice, 2, False, 3, lr=8e-3, schedule="constant", groups=tables)
     assert whole["rows"].tobytes() == tabled["rows"].tobytes()
-    (two,) = test_layouts.train(Layout(tp=2), CpuDevice, 2, False, 3, lr=8e-3, schedule="constant", groups=tables)[:1]
+    (two,) = layouts.train(Layout(tp=2), CpuDevice, 2, False, 3, lr=8e-3, schedule="constant", groups=tables)[:1]
     np.testing.assert_allclose(two["rows"], whole["rows"], rtol=1e-5)
 
 
@@ -266,4 +258,4 @@ def test_tables_that_are_refused(table: dict[str, Any]) -> None:
 
 def test_all_that_is_frozen_is_refused() -> None:
     with pytest.raises(ConfigError, match="and a tensor to train"):
-        test_layouts.train(Layout(), CpuDevice, 2, False, 1, freeze=("*",))
+        layouts.train(Layout(), CpuDevice, 2, False, 1, freeze=("*",))

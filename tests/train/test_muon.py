@@ -30,14 +30,13 @@ from kos.train.parallel.data import cut_around, share_out
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from kos.train.tools.dry_step import TimedDryRun
+from tests.train.layouts import Precise, check, check_bits, length, named
 from tests.train.models import small
 from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
-from tests.train.test_deterministic import differs, length
 from tests.train.test_dry_step import SHAPE as PLANNED
 from tests.train.test_dry_step import SLOW as SLOW_RATES
 from tests.train.test_dry_step import make_job
-from tests.train.test_layouts import Precise, check, named
 from tests.train.test_loop import _config, _train, text
 
 __all__ = ["text"]
@@ -207,7 +206,7 @@ def test_more_ranks_than_kv_heads(layout: Layout, changes: dict[str, Any], small
 
 @cases(LAYOUTS)
 def test_deterministic(layout: Layout, changes: dict[str, Any], small_buckets: None) -> None:
-    assert differs(layout, 4, layout.dp % 2 == 0, seq_len=length(layout.cp), **MUON, **changes) == []
+    check_bits(layout, 4, layout.dp % 2 == 0, seq_len=length(layout.cp), **MUON, **changes)
 
 
 def test_whole_matrices_are_cut_off_and_shared_out(rng: np.random.Generator) -> None:

@@ -19,29 +19,17 @@ from kos.train.optim.adamw import AdamW
 from kos.train.optim.cuda import CHUNK, CudaOptimizer
 from kos.train.optim.muon import Muon
 from kos.train.parallel.mesh import Layout
-from tests.host_compiler import COMPILER
-from tests.train import emulated_runs, ops_cases, test_layouts
-from tests.train import test_layouts_on_host as on_host
+from tests.train import emulated_runs, layouts, ops_cases
+from tests.train import layouts_on_host as on_host
 from tests.train.host_kernels import emulator
+from tests.train.host_kernels.ops import arena, needs_compiler, ops
 from tests.train.models import queue
 from tests.train.sharded import tensors_of_run
 from tests.train.test_loop import text
 from tests.train.test_muon import HIDDEN, MUON, SHAPES, cases, groups
 
-__all__ = ["text"]
+__all__ = ["arena", "ops", "text"]
 
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
-
-
-@pytest.fixture
-def ops(monkeypatch: pytest.MonkeyPatch) -> Any:
-    emulator.host_memory(monkeypatch)
-    return emulator.HostOps()
-
-
-@pytest.fixture
-def arena(ops: Any) -> Arena:
-    return Arena(0, ops.make_arena()._allocate, ops.make_arena()._view)
 
 
 @needs_compiler
@@ -137,7 +125,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.param(Layout(cp=2), {"zero": 1}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_layout_on_a_gpu(emulated: None, layout: Layout, changes: dict[str, Any]) -> None:
-    on_host.check_layout(layout, {**MUON, "muon_lr": 0.05, "tied": layout.pp > 1, **changes})
+    on_host.check(layout, {**MUON, "muon_lr": 0.05, "tied": layout.pp > 1, **changes})
 
 
 @needs_compiler
@@ -148,7 +136,7 @@ def test_layout_on_a_gpu(emulated: None, layout: Layout, changes: dict[str, Any]
 def test_deterministic_on_a_gpu(
     emulated: None, layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_host.check_deterministic(layout, {**MUON, "muon_lr": 0.05, "tied": True, **changes}, monkeypatch)
+    on_host.check_bits(layout, {**MUON, "muon_lr": 0.05, "tied": True, **changes}, monkeypatch)
 
 
 @needs_compiler
@@ -157,7 +145,7 @@ def test_a_gpu_gives_the_run_of_a_cpu(emulated: None) -> None:
     (gpu,) = on_host.train(Layout(), 2, **how)
     del how["dtype"]
     steps = how.pop("steps")
-    (cpu,) = test_layouts.train(Layout(), CpuDevice, 2, False, steps, **how)
+    (cpu,) = layouts.train(Layout(), CpuDevice, 2, False, steps, **how)
     np.testing.assert_allclose(gpu["rows"], cpu["rows"], rtol=1e-5)
     assert gpu["loss"] == pytest.approx(cpu["loss"], rel=1e-5)
 

@@ -16,6 +16,7 @@ from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.ops import numpy as ops
 from kos.train.ops import numpy_attention, numpy_blocks
+from kos.train.ops.norm import Normalize
 
 
 def poisoned_slab(nbytes):
@@ -118,13 +119,14 @@ def test_rms_norm(rng, arena):
     def formula(x, weight):
         return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + eps) * weight
 
-    ops.rms_norm(x, weight, eps, out, rstd)
+    norm = Normalize(weight, eps)
+    ops.rms_norm(x, norm, out, rstd)
     np.testing.assert_allclose(out, formula(x, weight), rtol=1e-12)
     d_out, residual = rng.normal(size=out.shape), rng.normal(size=x.shape)
 
     def backward(d_weight, accumulate):
         backward.dx = residual.copy()
-        ops.rms_norm_backward(d_out.copy(), x, weight, rstd, backward.dx, d_weight, accumulate, arena)
+        ops.rms_norm_backward(d_out.copy(), x, norm, rstd, backward.dx, d_weight, accumulate, arena)
 
     d_weight = both_ways(backward, (11,), rng)
     check_gradients(rng, formula, (x, weight), (backward.dx - residual, d_weight), d_out)
@@ -144,14 +146,15 @@ def test_head_norm(rng, arena, rows):
 
     expected, of_raw = x.copy(), nan(13, 6 * d)
     expected[kept], of_raw[kept] = formula(x, weight), x[kept]
-    ops.head_norm(out[rows], weight, eps, heads, raw[rows])
+    norm = Normalize(weight, eps)
+    ops.head_norm(out[rows], norm, heads, raw[rows])
     np.testing.assert_allclose(out, expected, rtol=1e-12)
     np.testing.assert_array_equal(raw, of_raw)
     d_out = rng.normal(size=x.shape)
 
     def backward(d_weight, accumulate):
         backward.dx = columns(d_out.copy())
-        ops.head_norm_backward(raw[rows], weight, eps, heads, backward.dx[rows], d_weight, accumulate, arena)
+        ops.head_norm_backward(raw[rows], norm, heads, backward.dx[rows], d_weight, accumulate, arena)
 
     d_weight, dx = both_ways(backward, (d,), rng), np.zeros(x.shape)
     dx[kept], backward.dx[kept] = backward.dx[kept], d_out[kept]
@@ -174,7 +177,8 @@ def test_layer_norm(rng, arena):
         centered = x - x.mean(axis=1, keepdims=True)
         return centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + eps) * weight + bias
 
-    ops.layer_norm(x, weight, bias, eps, out, statistics)
+    norm = Normalize(weight, eps, bias)
+    ops.layer_norm(x, norm, out, statistics)
     np.testing.assert_allclose(out, formula(x, weight, bias), rtol=1e-12, atol=1e-12)
     d_out, residual, d_bias = rng.normal(size=out.shape), rng.normal(size=x.shape), rng.normal(size=11)
     added = d_bias.copy()
@@ -182,7 +186,7 @@ def test_layer_norm(rng, arena):
     def backward(d_weight, accumulate):
         backward.dx = residual.copy()
         ops.layer_norm_backward(
-            d_out.copy(), x, weight, statistics, backward.dx, d_weight, added if accumulate else backward.d_bias,
+            d_out.copy(), x, norm, statistics, backward.dx, d_weight, added if accumulate else backward.d_bias,
             accumulate, arena,
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ from kos.memory.arena import Arena
 from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda.cublaslt import Matmul
+from kos.train.ops.norm import Normalize
 from tests.train import ops_cases
 from tests.train.ops_cases import DTYPES, UNIT, Side, check_orthogonalize, columns, weight_gradients
 
@@ -165,18 +166,19 @@ def test_rms_norm(ops, side, rng, arena, n, d):
     d_out, d_out64 = side.put(rng.normal(size=(n, d)))
     start, start64 = side.put(rng.normal(size=(n, d)))
     out, rstd, dx = side.nan(n, d), side.nan(n, dtype="float32"), side.nan(n, d)
-    ops.rms_norm(x, weight, 0.1, out, rstd)
+    norm, norm64 = Normalize(weight, 0.1), Normalize(weight64, 0.1)
+    ops.rms_norm(x, norm, out, rstd)
     expected, rstd64 = np.full((n, d), np.nan), np.full(n, np.nan)
-    reference.rms_norm(x64, weight64, 0.1, expected, rstd64)
+    reference.rms_norm(x64, norm64, expected, rstd64)
     side.close(out, expected, 4)
     side.close(rstd, rstd64, 6, "float32")
     d_weight64 = np.full(d, np.nan)
     dx64 = start64.copy()
-    reference.rms_norm_backward(d_out64.copy(), x64, weight64, rstd64, dx64, d_weight64, False, Arena())
+    reference.rms_norm_backward(d_out64.copy(), x64, norm64, rstd64, dx64, d_weight64, False, Arena())
 
     def backward(d_weight, add):
         ops.copy(start, dx)
-        ops.rms_norm_backward(d_out, x, weight, rstd, dx, d_weight, add, arena)
+        ops.rms_norm_backward(d_out, x, norm, rstd, dx, d_weight, add, arena)
 
     weight_gradients(side, rng, (d,), d_weight64, backward, 12)
     side.close(dx, dx64, 4)
@@ -191,21 +193,22 @@ def test_layer_norm(ops, side, rng, arena, n, d):
     d_out, d_out64 = side.put(rng.normal(size=(n, d)))
     start, start64 = side.put(rng.normal(size=(n, d)))
     out, statistics, dx = side.nan(n, d), side.nan(2, n, dtype="float32"), side.nan(n, d)
-    ops.layer_norm(x, weight, bias, 0.1, out, statistics)
+    norm, norm64 = Normalize(weight, 0.1, bias), Normalize(weight64, 0.1, bias64)
+    ops.layer_norm(x, norm, out, statistics)
     expected, statistics64 = np.full((n, d), np.nan), np.full((2, n), np.nan)
-    reference.layer_norm(x64, weight64, bias64, 0.1, expected, statistics64)
+    reference.layer_norm(x64, norm64, expected, statistics64)
     # The sum of d numbers around 2 rounds as each warp is added: the mean is off by 2.7 units (1 sigma, d = 4104), and
     # with it a whole row of the output.
     side.close(out, expected, 8)
     side.close(statistics, statistics64, 8, "float32")
     d_weight64, d_bias64, dx64 = np.full(d, np.nan), np.full(d, np.nan), start64.copy()
     reference.layer_norm_backward(
-        d_out64.copy(), x64, weight64, statistics64, dx64, d_weight64, d_bias64, False, Arena()
+        d_out64.copy(), x64, norm64, statistics64, dx64, d_weight64, d_bias64, False, Arena()
     )
 
     def backward(d_both, add):
         ops.copy(start, dx)
-        ops.layer_norm_backward(d_out, x, weight, statistics, dx, d_both[0], d_both[1], add, arena)
+        ops.layer_norm_backward(d_out, x, norm, statistics, dx, d_both[0], d_both[1], add, arena)
 
     weight_gradients(side, rng, (2, d), np.stack([d_weight64, d_bias64]), backward, 16)
     side.close(dx, dx64, 6)
@@ -217,7 +220,7 @@ def test_layer_norm(ops, side, rng, arena, n, d):
 )
 def test_head_norm(ops, side, rng, arena, n, heads, others, head_dim):
     """Of heads after and before ``others``, which stay as they are; the heads that are kept are of fewer columns."""
-    eps, of, d = 0.1, slice(others, others + heads), head_dim
+    of, d = slice(others, others + heads), head_dim
     own = (slice(None), slice(others * d, (others + heads) * d))
     x, x64 = side.put(rng.normal(size=(n, (heads + 2 * others) * d)))
     weight, weight64 = side.put(1 + rng.normal(size=d))
@@ -225,15 +228,16 @@ def test_head_norm(ops, side, rng, arena, n, heads, others, head_dim):
     raw, dx = side.nan(n, (heads + others) * d), side.nan(*x64.shape)
     out64, raw64, dx64 = columns(x64.copy()), columns(np.full(raw.shape, np.nan)), columns(d_out64.copy())
     d_weight64 = np.full(d, np.nan)
-    ops.head_norm(x, weight, eps, of, raw)
-    reference.head_norm(out64, weight64, eps, of, raw64)
+    norm, norm64 = Normalize(weight, 0.1), Normalize(weight64, 0.1)
+    ops.head_norm(x, norm, of, raw)
+    reference.head_norm(out64, norm64, of, raw64)
     side.close(x, out64, 4)
     np.testing.assert_array_equal(side.get(raw), raw64)
-    reference.head_norm_backward(raw64, weight64, eps, of, dx64, d_weight64, False, Arena())
+    reference.head_norm_backward(raw64, norm64, of, dx64, d_weight64, False, Arena())
 
     def backward(d_weight, add):
         ops.copy(d_out, dx)
-        ops.head_norm_backward(raw, weight, eps, of, dx, d_weight, add, arena)
+        ops.head_norm_backward(raw, norm, of, dx, d_weight, add, arena)
 
     weight_gradients(side, rng, (d,), d_weight64, backward, 12)
     side.close(dx, dx64, 4)
@@ -430,9 +434,9 @@ def test_views_at_odd_addresses(ops, side, rng, arena):
     side.close(out, (flat64[1:97] + flat64[97:193]).reshape(4, 24), 1)
     weight, weight64 = flat[3:27], flat64[3:27]
     rstd = side.nan(4, dtype="float32")
-    ops.rms_norm(a, weight, 0.1, out, rstd)
+    ops.rms_norm(a, Normalize(weight, 0.1), out, rstd)
     expected, rstd64 = np.empty((4, 24)), np.empty(4)
-    reference.rms_norm(flat64[1:97].reshape(4, 24), weight64, 0.1, expected, rstd64)
+    reference.rms_norm(flat64[1:97].reshape(4, 24), Normalize(weight64, 0.1), expected, rstd64)
     side.close(out, expected, 4)
     x, x64 = flat[1:25].reshape(3, 8), flat64[1:25].reshape(3, 8)
     product = side.nan(3, 3)

@@ -26,7 +26,7 @@ from kos.train.parallel.data import shard_batch
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
-from tests.train import emulated_runs, test_layouts
+from tests.train import emulated_runs, layouts
 from tests.train.emulated_runs import emulated
 from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
@@ -220,11 +220,11 @@ def of_numbers(config: TrainConfig) -> Dataset:
 @pytest.fixture
 def chats(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Trains on all of ``of_numbers`` at each step."""
-    monkeypatch.setattr(test_layouts, "make_data", of_numbers)
+    monkeypatch.setattr(layouts, "make_data", of_numbers)
 
     def train(layout: Layout, batch_size: int, **changes: Any) -> list[dict[str, Any]]:
         how = {"batch_size": batch_size, "documents": "pack", **changes}
-        return test_layouts.train(layout, test_layouts.Precise, 2, True, 4, **how)
+        return layouts.train(layout, layouts.Precise, 2, True, 4, **how)
 
     return train
 

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file
 from kos.errors import CheckpointError, ConfigError
 from kos.testing import Fault
 from kos.train import checkpoint
-from kos.train.config.options import OPTIMIZERS, TrainConfig
+from kos.train.config.optimizers import OPTIMIZERS
+from kos.train.config.options import TrainConfig
 from kos.train.device.cpu import DryOps
 from kos.train.device.memory_plan import plan_memory
 from kos.train.model.llama import LlamaConfig
@@ -27,13 +28,13 @@ from kos.train.parallel import schedules
 from kos.train.parallel.mesh import DENSE, Layout, Mesh
 from kos.train.tools.costs import cpu_rates
 from kos.train.tools.plan import make_job, predict
-from tests.train import elastic_runs, test_elastic_joins, test_layouts, test_layouts_on_host, test_loop
+from tests.train import elastic_runs, layouts, layouts_on_host, test_elastic_joins, test_loop
 from tests.train.elastic_runs import no_dry_run
+from tests.train.layouts import Precise, compare
+from tests.train.layouts_on_host import HEAD_ALONE, emulated
+from tests.train.models import part_of
 from tests.train.sharded import tensors_of_run
-from tests.train.test_layouts import Precise
-from tests.train.test_layouts_on_host import HEAD_ALONE, emulated
 from tests.train.test_loop import text
-from tests.train.test_tensor_parallel import part_of
 
 __all__ = ["emulated", "no_dry_run", "text"]
 
@@ -103,9 +104,9 @@ def named(x: Any) -> str:
 def test_groups_on_different_axes(layout: Layout, changes: dict[str, Any], use: Callable[[Kind], None]) -> None:
     """The same losses, norms and weights as one group on one rank, clipped by the norm of both groups."""
     layers = 5 if layout.pp > 1 else 2
-    test_layouts.serial(Precise, layers, layout.dp == 2, test_layouts.STEPS)
+    layouts.serial(Precise, layers, layout.dp == 2, layouts.STEPS)
     use(norms_over_tp)
-    test_layouts.check(layout, Precise, layers, layout.dp == 2, **changes)
+    layouts.check(layout, Precise, layers, layout.dp == 2, **changes)
 
 
 FROZEN: list[tuple[Layout, dict[str, Any]]] = [
@@ -137,7 +138,7 @@ def test_frozen_tensors(
 def test_biases_of_frozen_matrices(
     layout: Layout, changes: dict[str, Any], use: Callable[[Kind], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(test_layouts.SHAPE, "attention_bias", True)
+    monkeypatch.setitem(layouts.SHAPE, "attention_bias", True)
     check_frozen(layout, changes, biases_alone, use)
 
 
@@ -150,11 +151,11 @@ def check_frozen(layout: Layout, changes: dict[str, Any], kind: Kind, use: Calla
         return {"lr_scale": 0.0} if "frozen" in kind(name) else {"decay": kind(name).get("decay", 0.0)}
 
     use(still)
-    (expected,) = test_layouts.train(Layout(), Precise, layers, True, **how)
+    (expected,) = layouts.train(Layout(), Precise, layers, True, **how)
     use(lambda name: {"frozen": True} if "frozen" in kind(name) else still(name))
-    (alone,) = test_layouts.train(Layout(), Precise, layers, True, **how)
+    (alone,) = layouts.train(Layout(), Precise, layers, True, **how)
     use(kind)
-    for rank, got in enumerate(test_layouts.train(layout, Precise, layers, True, **{**how, **changes})):
+    for rank, got in enumerate(layouts.train(layout, Precise, layers, True, **{**how, **changes})):
         np.testing.assert_allclose(got["rows"], alone["rows"], rtol=1e-10)
         np.testing.assert_allclose(got["rows"][:, 0], expected["rows"][:, 0], rtol=1e-10)
         assert got["loss"] == pytest.approx(expected["loss"], rel=1e-10)
@@ -178,7 +179,7 @@ def test_no_product_for_the_gradient_of_a_frozen_matrix(
 
     monkeypatch.setattr(numpy_ops, "linear_weight_gradient", product)
     use(matrices_of_attention)
-    test_layouts.train(Layout(pp=2), Precise, 5, True, 1, pp_schedule=schedule)
+    layouts.train(Layout(pp=2), Precise, 5, True, 1, pp_schedule=schedule)
     assert sorted(shapes) == sorted(5 * 8 * [(48, 16), (16, 24)])  # of 8 micro-batches
 
 
@@ -268,14 +269,9 @@ def test_groups_on_an_emulated_gpu(
     layers = changes.pop("layers", 5 if layout.pp > 1 else 2)
     alike = {name: value for name, value in changes.items() if name == "dtype"}
     use(lambda name: {name: value for name, value in kind(name).items() if name != "axes"})
-    (alone,) = test_layouts_on_host.train(Layout(), layers, tied=False, **alike)
+    (alone,) = layouts_on_host.train(Layout(), layers, tied=False, **alike)
     use(kind)
-    for rank, got in enumerate(test_layouts_on_host.train(layout, layers, tied=False, **changes)):
-        np.testing.assert_allclose(got["rows"], alone["rows"], rtol=3e-5, err_msg=f"rank {rank}")
-        for name, value in got["weights"].items():
-            place = layout.tp, layout.coordinates(rank)["tp"]
-            wanted = part_of(name, alone["weights"][name], alone["model"], *place)
-            np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-4, err_msg=name)
+    compare(layouts_on_host.train(layout, layers, tied=False, **changes), alone, layout, 3e-5, 1e-4)
 
 
 def plan_of(config: TrainConfig, layout: Layout) -> Any:
@@ -288,7 +284,7 @@ def test_plans_count_groups(use: Callable[[Kind], None]) -> None:
     """Frozen weights have no gradient and no moments. Groups on two axes send what each must over its own ranks."""
     layout = Layout(dp=2, tp=2)
     axes = {"dp": 2, "tp": 2}
-    config = TrainConfig.from_preset("tiny", **test_layouts.RUN, model={**test_layouts.SHAPE, "num_hidden_layers": 2},
+    config = TrainConfig.from_preset("tiny", **layouts.RUN, model={**layouts.SHAPE, "num_hidden_layers": 2},
                                      device="cpu", **axes).for_world(2)  # fmt: skip
     rates, model = cpu_rates(4), config.model_config_for(40)
     plain, job = plan_of(config, layout), make_job(config, model, layout, rates)

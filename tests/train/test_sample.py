@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -202,6 +203,42 @@ def test_what_is_refused_in_one_line(run: Path, capsys: Any, flags: list[str], e
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert said.err.startswith("kos: error:") and expected in said.err and "expected" in said.err
+
+
+def test_a_long_text_is_decoded_in_pieces() -> None:
+    """The decoder gets a few tokens for each new one.  Characters of several tokens come out whole."""
+    library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "a": 257, "\u2581b": 258}
+    model = library.models.BPE(vocab=vocab, merges=[], byte_fallback=True)
+    words, steps = library.Tokenizer(model), library.decoders
+    replaced = steps.Replace("\u2581", " ")
+    words.decoder = steps.Sequence([replaced, steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
+    decoded = 0
+
+    class Counting(HuggingFaceTokenizer):
+        def decode(self, ids: Any) -> str:
+            nonlocal decoded
+            decoded += len([*ids])
+            return super().decode(ids)
+
+    tokenizer = Counting(json.loads(words.to_str()), "words")
+    texts = ["\u4e2d\u6587" * 5, "\U0001f600" * 7, "a b", "\xe9\u4e2d a", " b" * 9, "?"]
+    rng = np.random.default_rng(0)
+    for prompt in ("", "a b", "\u4e2d"):
+        text = "".join(rng.choice(texts, 150))
+        ids, given = _spelled(text), _spelled(prompt)
+        follow = iter([*ids, 0, 0])
+        whole = tokenizer.decode([*given, *ids])
+        decoded = 0
+        next_logits = lambda tokens, follow=follow: np.eye(300)[next(follow)]  # noqa: E731
+        got = sample_text(next_logits, 10_000, tokenizer, given, len(ids), seed=0, temperature=0)
+        assert got == whole and decoded < 30 * len(ids), (len(ids), decoded)
+
+
+def _spelled(text: str) -> list[int]:
+    """The bytes of a text, but one token for " b" and for "a"."""
+    words = {" b": [258], "a": [257]}
+    return [token for part in re.findall(" b|a|.", text, re.DOTALL) for token in words.get(part, part.encode())]
 
 
 def test_a_sample_keeps_the_space_after_the_prompt() -> None:

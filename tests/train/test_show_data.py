@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from kos.train.data import show
 from kos.train.data.batches import load_data
 from kos.train.run import Trainer
 from tests.train.chat_templates import QWEN, bare
-from tests.train.test_chats import TOOL, USER, calling, folder_of
+from tests.train.test_chats import ANSWER, TOOL, USER, calling, folder_of
 from tests.train.test_loop import _config
 from tests.train.test_loss_masks import write_lines
 
@@ -41,11 +43,38 @@ def test_sequences_are_printed_and_nothing_is_trained(
     first, *others = printed.split("--- step ")[1:]
     places = [each.partition(":")[0] for each in (first, *others)]
     assert places == ["1, sequence 1", "1, sequence 2", "2, sequence 1"]
-    assert ASKED + CALL + REPLY in printed and "the loss counts" in printed.splitlines()[-1]
+    assert ASKED + CALL + REPLY in printed and printed.count("the loss counts") == 2
     shown = sum(len(part.partition("»")[0]) for part in first.split("«")[1:])
-    counts = int(first.partition(": ")[2].partition(" of 400 tokens count\n")[0])
+    counts = int(first.partition(": ")[2].partition(" of 400 tokens count")[0])
     assert 0 < counts < shown, "a token has at least a character"
     assert not (tmp_path / "runs").exists()
+
+
+def test_padding_is_no_text_and_sequences_name_their_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with --fit cut, which has no padding.  The number of documents that are cut is shown."""
+    pairs = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "x" * n, "completion": "yes."} for n in range(1, 40)])
+    text = write_lines(tmp_path / "text.jsonl", [{"text": "the text, " * 9}] * 9)
+    flags = ["--batch-size", "4", "--show-data", "12", "--eval-batches", "0", "--tokenizer", "bytes", "--seq-len", "24"]
+    assert main([*flags, "--data", str(pairs)]) == 0
+    *shown, last = capsys.readouterr().out.split("\n--- ")
+    assert len(shown) == 14 and "\0" not in "".join(shown)
+    for each in shown[:12]:
+        about, _, content = each.partition("\n")
+        padding = re.search(r" of 24 tokens count, (\d+) are padding$", about)
+        size = len(content.replace("«", "").replace("»", ""))
+        assert size == 24 - int(padding[1]) if padding else 24 <= size <= 25
+    assert any("padding" in each for each in shown[:12]) and shown[13].startswith("validation: ")
+    assert shown[12].startswith("training: 35 documents of ") and "longer than --seq-len cut into" in shown[12]
+    assert "the loss counts" not in last, "the line before says how much, of what is in the sequences"
+    assert main([*flags, "--data", f"{pairs}:0.5", "--data", f"{text}:0.5", "--long-documents", "skip"]) == 0
+    *shown, last = capsys.readouterr().out.split("\n--- ")
+    for each in shown[:12]:
+        about, _, content = each.partition("\n")
+        assert f", of {pairs}: " in about if "yes" in content else f", of {text}: 24 of 24 tokens count" in about
+    assert {"yes" in each for each in shown[:12]} == {True, False}
+    assert f"{pairs}: training: " in shown[12]
 
 
 def test_a_run_that_resumes_is_shown_from_its_next_step(
@@ -65,11 +94,39 @@ def test_a_run_that_resumes_is_shown_from_its_next_step(
         assert printed.startswith("--- step 3, sequence 1: ") and all(text in printed for text in expected)
 
 
+def test_a_run_on_chats_answers_a_question_at_its_end(
+    chats: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a chat that is held out, or else trained on; the last line says how to chat.  Other data has no question."""
+    how: dict[str, Any] = {"tokenizer": chats[3], "seq_len": 400, "steps": 1, "eval_batches": 0}
+    for out, changes in (("a", {}), ("b", {"prompt": "rain"}), ("c", {"loss_on": "all"})):
+        config = _config(Path(chats[1]), tmp_path / out, **how).model_copy(update={"sample_tokens": 3, **changes})
+        spawn(lambda comm, config=config: Trainer(config, comm).run(), 2, timeout=100)
+        printed = capsys.readouterr().out
+        sample = printed.partition("--- a sample ---\n")[2]
+        assert sample.startswith(ASKED) == (out == "a") and sample.startswith("rain") == (out == "b")
+        assert "more text:" not in printed and printed.count(f" chat {tmp_path / out}") == 1
+    data = load_data(_config(Path(chats[1]), tmp_path, **how))
+    ids = data.question(400)
+    assert data.tokenizer.decode(ids) == ASKED and data.question(len(ids) - 1) == []
+    none = {"messages": [USER, {**ANSWER, "weight": 0}]}
+    late = write_lines(tmp_path / "late.jsonl", [none] * 100 + [{"messages": [USER, ANSWER]}] * 30)
+    of_val = {**how, "eval_batches": 1}
+    data = load_data(_config(Path(chats[1]), tmp_path, **of_val).model_copy(update={"val_data": str(late)}))
+    assert data.question(400) == ids, "of the hundredth chat there is no more than this chat"
+    lines = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}] * 400)
+    assert load_data(_config(lines, tmp_path, **how)).question(400) == []
+
+
 def test_only_rank_0_prints(
     chats: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kos.comm.control.identity.launched_rank", lambda: 1)
-    assert main([*chats, "--show-data", "1"]) == 0
+    try:
+        assert main([*chats, "--show-data", "1"]) == 0
+    finally:
+        for name in ("config", "data.packing", "data.documents"):  # which are quiet on this rank, and would stay so
+            logging.getLogger(f"kos.train.{name}").setLevel(logging.NOTSET)
     assert capsys.readouterr().out == ""
 
 

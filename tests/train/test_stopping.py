@@ -447,6 +447,7 @@ def test_steps_of_a_processor_that_is_not_yet_warm_do_not_count(
 
     monkeypatch.setattr(Step, "run", slow)
     monkeypatch.setattr(cpu, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(cpu, "WARM_SECONDS", 1.0)
     _train(text, tmp_path, steps=6, eval_batches=0, sample_tokens=0)
     assert re.search(r"about 1\.5 s in all: 6 steps of 0\.25 s\n", said := capsys.readouterr().out), said
 

@@ -14,25 +14,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.tensor import TensorParallel
-from tests.train.models import loss_and_gradients, make, make_batch
-
-
-def part_of(name, value, config, tp, rank):
-    """What a rank of ``tp`` holds of a tensor."""
-    if (adapter := name.rpartition(".lora_"))[1]:  # split as its matrix, or whole
-        matrix = f"{adapter[0]}.weight"
-        splits = adapter[2].startswith("A") == matrix.endswith(config.residual)
-        return part_of(matrix, value, config, tp, rank) if splits else value
-    if name.endswith(tuple(f".{each}_proj.{kind}" for each in "kv" for kind in ("weight", "bias"))):
-        parts = min(tp, config.num_key_value_heads)  # fewer heads than ranks: neighbours hold the same one
-        return np.split(value, parts)[rank * parts // tp]
-    if value.ndim == 1:
-        split = name.endswith(tuple(f".{each}_proj.bias" for each in ("q", "gate", "up")))
-        return np.split(value, tp)[rank] if split else value
-    if name.endswith(config.residual):
-        return np.split(value, tp, axis=1)[rank]
-    return np.split(value, tp)[rank]
-
+from tests.train.models import loss_and_gradients, make, make_batch, part_of
 
 CASES = list(itertools.product([2, 4], ["tied", "untied", "llama3"], ["none", "norms", "block"], [None, 7]))
 QUICK = [case for case in CASES if case[:2] in ((2, "tied"), (2, "untied"), (4, "llama3")) and case[2:] != ("block", 7)]

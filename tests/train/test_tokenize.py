@@ -86,10 +86,8 @@ def test_several_sources_and_other_validation_data(folder: Path, tmp_path: Path)
     assert "the last tenth of b_train.jsonl, a_train.txt" in load(tmp_path / "both").held_out
 
 
-def test_it_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
-    monkeypatch.setattr(tokenizers, "PORTION", 100)
-    whole, out = tokenize(tmp_path / "whole", [str(folder)]), tmp_path / "out"
+def interrupt(out: Path, folder: Path) -> None:
+    """Interrupt ``kos tokenize`` while it records its third shard."""
     saved, real = [], tokenized.replace_file
 
     def stop(path: Path, content: bytes) -> None:
@@ -98,11 +96,18 @@ def test_it_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path, monkeypat
             raise KeyboardInterrupt
         real(path, content)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenized, "replace_file", stop)
         with pytest.raises(KeyboardInterrupt):
             tokenize(out, [str(folder)])
     assert saved == [0, 1, 2, 3]
+
+
+def test_it_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
+    monkeypatch.setattr(tokenizers, "PORTION", 100)
+    whole, out = tokenize(tmp_path / "whole", [str(folder)]), tmp_path / "out"
+    interrupt(out, folder)
     with refused(DataError, f"--data {out}: expected all shards, got 2 of an interrupted kos tokenize"):
         load(out)
     times = [(out / f"{number:05}.bin").stat().st_mtime_ns for number in range(2)]
@@ -129,6 +134,67 @@ def test_other_data_or_settings_are_no_continuation(folder: Path, tmp_path: Path
         tokenize(folder, [str(folder)])
     with refused(ConfigError, f"{out}: expected text, got tokens"):
         tokenize(tmp_path / "again", [str(out)])
+
+
+def test_a_folder_of_a_failed_call_does_not_block_its_repair(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor with other settings, while no shard is complete."""
+    out, broken = tmp_path / "out", folder / "d_train.jsonl"
+    (val := tmp_path / "val.txt").write_text("val " * 9)
+    good = "".join(json.dumps({"text": f"line {number} " * 9}) + "\n" for number in range(40))
+    broken.write_text(good + '{"text": 3}\n')
+    with refused(DataError, f"--data {broken}, line 41: expected text in the field 'text', got text: 3"):
+        tokenize(out, [str(folder)], val_data=str(val), loss_on="all")
+    with refused(DataError, f"--data {broken}, line 41: "):
+        tokenize(out, [str(folder)], val_data=str(val))
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenized, "SHARD_TOKENS", 300)
+        patch.setattr(tokenizers, "PORTION", 100)
+        with refused(DataError, f"--data {broken}, line 41: "):
+            tokenize(out, [str(folder)], val_data=str(val))
+    assert len([*out.glob("*.bin")]) > 1
+    with refused(ConfigError, f"{out}: expected a new folder, got one with tokens of other data or settings"):
+        tokenize(out, [str(folder)], val_data=str(val), loss_on="all")
+    broken.write_text(good)
+    assert not caplog.messages
+    tokenize(out, [str(folder)], val_data=str(val))
+    assert [message.partition(" since ")[0] for message in caplog.messages] == [f"{out}: the data has changed"]
+    assert [path.name for path in out.glob("*.bin")] == ["00000.bin"]
+    same(load(out), load(folder, "--val-data", str(val)))
+
+
+@pytest.mark.parametrize("change", ["added", "removed"])
+def test_it_begins_again_with_other_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
+    monkeypatch.setattr(tokenizers, "PORTION", 100)
+    out = tmp_path / "out"
+    interrupt(out, folder)
+    if change == "added":
+        (folder / "d_train.txt").write_text("more " * 99)
+    else:
+        (folder / "a_train.txt").unlink()
+    tokenize(out, [str(folder)])
+    assert [message.partition(" since ")[0] for message in caplog.messages] == [f"{out}: the data has changed"]
+    same(load(out), load(folder))
+
+
+def test_two_calls_do_not_write_to_one_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, real, refusals = tmp_path / "out", tokenized.replace_file, []
+
+    def second(path: Path, content: bytes) -> None:
+        real(path, content)
+        if not refusals:
+            refusals.append(kos("tokenize", folder, out))
+
+    monkeypatch.setattr(tokenized, "replace_file", second)
+    tokenize(out, [str(folder)])
+    expected = f"kos: error: {out}: expected a folder of its own, got one to which another kos tokenize writes\n"
+    assert (refusals[0].returncode, refusals[0].stderr) == (2, expected)
+    same(load(out), load(folder))
+    assert kos("tokenize", folder, out).returncode == 0
 
 
 def test_damaged_shards_are_refused_on_all_ranks(folder: Path, tmp_path: Path) -> None:

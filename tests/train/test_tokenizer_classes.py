@@ -35,8 +35,7 @@ def test_a_class_of_transformers_has_rules_of_its_own(
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     ours = make_tokenizer(str(folder))
     if model_type == "qwen2":
-        assert isinstance(ours, HuggingFaceTokenizer)
-        assert ours.rules == ("" if name.startswith("Pre") else "Qwen2Tokenizer")
+        assert isinstance(ours, HuggingFaceTokenizer) and ours.rules == "Qwen2Tokenizer"
         return
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
     for each in (TEXT, "a", "", " a", "a</s><s>b", "</s> a", "a\n\n</s>\nb <s>", "é漢🙂", "<s>", "x  y   z "):
@@ -67,6 +66,83 @@ def test_the_class_of_qwen_splits_text_by_its_own_expression(tmp_path: Path, nam
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert make_tokenizer(str(folder)).encode("12345").tolist() == plain(folder).encode("12345").ids
+
+
+MODELS = [None, "llama", "mistral", "olmo2", "qwen2", "qwen3", "gpt2", "smollm3", "gpt_neox", "olmo"]
+NAMES = [
+    None, "TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer",
+    "GPTNeoXTokenizer", "GPTNeoXTokenizerFast",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_the_class_is_that_of_autotokenizer(tmp_path: Path, model_type: str | None, name: str | None) -> None:
+    """It follows from the type of the model and from the named class.  The file of the tokenizer splits off digits."""
+    transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
+    library = pytest.importorskip("tokenizers")
+    (folder := tmp_path / "tokenizer").mkdir()
+    bpe = byte_level_bpe([TEXT, "12 345 it's cafe\u0301 \n\n " * 9], 400, [])
+    split = library.pre_tokenizers.Split(library.Regex(r"\p{N}{1,2}|\s"), "isolated")
+    bpe.pre_tokenizer = library.pre_tokenizers.Sequence([split, bpe.pre_tokenizer])
+    bpe.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|end|>", "pad_token": "<|end|>", **({"tokenizer_class": name} if name else {})}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if model_type:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    elif name is None:
+        return  # AutoTokenizer refuses it
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(str(folder)), make_tokenizer(str(folder))
+    for each in (TEXT, "12345", "cafe\u0301", "it's\n\n \n a", "<|end|> a", ""):
+        assert ours.encode(each).tolist() == theirs(each)["input_ids"], (type(theirs), each)
+    assert ours.rules == ("" if type(theirs).__name__ == "TokenizersBackend" else type(theirs).__name__)
+
+
+@pytest.mark.parametrize("space", [None, True, False])
+@pytest.mark.parametrize("model_type", [None, "llama", "code_llama", "mistral"])
+@pytest.mark.parametrize("name", ["CodeLlamaTokenizer", "CodeLlamaTokenizerFast"])
+def test_the_class_of_code_llama(tmp_path: Path, name: str, model_type: str | None, space: bool | None) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
+    settings = {"tokenizer_class": name, "legacy": None, "add_prefix_space": space}
+    folder = sentencepiece_folder(tmp_path, settings)
+    added = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+    begin, text = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    post = {"type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text], "special_tokens": added}
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**saved, "post_processor": post}))  # the class adds it, too
+    if model_type:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(str(folder)), make_tokenizer(str(folder))
+    for each in (TEXT, "a", "", " a", "a</s><s>b", "</s> a", "a\n\n</s>\nb <s>", "é漢🙂", "<s>", "x  y   z "):
+        assert ours.encode(each).tolist() == theirs(each)["input_ids"], each
+        assert ours.decode(ours.encode(each)) == theirs.decode(theirs(each)["input_ids"])
+    assert ours.rules == ("" if model_type == "mistral" else "CodeLlamaTokenizer")
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("code_llama", "CodeLlamaTokenizer"), ("mistral", "")])
+def test_a_folder_that_names_no_class_has_that_of_its_model(tmp_path: Path, model_type: str, name: str) -> None:
+    folder = sentencepiece_folder(tmp_path, {})
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours = make_tokenizer(str(folder))
+    assert ours.rules == name and (ours.encode("</s>a").tolist() != plain(folder).encode("</s>a").ids) == bool(name)
+
+
+def test_the_class_of_gpt_neox_normalizes(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPTNeoXTokenizerFast"}')
+    byte_level_bpe([TEXT * 9], 400, []).save(str(tmp_path / "tokenizer.json"))
+    ours = make_tokenizer(str(tmp_path))
+    assert ours.rules == "GPTNeoXTokenizer"
+    assert ours.encode("cafe\u0301").tolist() == ours.encode("caf\u00e9").tolist()
+
+
+def test_the_file_of_gpt_2_has_the_rules_of_its_class(tmp_path: Path) -> None:
+    """It lacks an option that is on by default.  Nothing is reported."""
+    byte_level_bpe([TEXT * 9], 400, []).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert make_tokenizer(str(tmp_path)).rules == ""
 
 
 def plain(folder: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,42 +115,41 @@ def _wandb_records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
-@pytest.mark.slow
-def test_wandb_offline_has_one_run_with_its_config(text: Path, tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="make test-all installs the extra wandb")
+def _wandb_rows(out: Path) -> tuple[dict[str, Any], dict[float, float]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    out = tmp_path / "run"
-    rows = _interrupted_and_resumed(text, out, "wandb")
     runs = sorted((out / "wandb").glob("offline-run-*/*.wandb"))
     assert len(runs) == 2 and len({path.name for path in runs}) == 1, "the second goes on with the first's id"
     seen: dict[float, float] = {}
     config: dict[str, Any] = {}
-    for path in runs:
-        for record in map(Record.FromString, _wandb_records(path)):
-            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
-            values = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
-            if "loss" in values:
-                seen[record.history.step.num] = values["loss"]
-    assert seen == {row["step"]: row["loss"] for row in rows}
-    assert config["steps"] == 8 and config["model"]["hidden_size"] == 32
+    for record in map(Record.FromString, itertools.chain.from_iterable(map(_wandb_records, runs))):
+        config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        values = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
+        if "loss" in values:
+            seen[record.history.step.num] = values["loss"]
+    return config, seen
 
 
-@pytest.mark.slow
-def test_trackio_has_one_run_with_its_config(text: Path, tmp_path: Path) -> None:
-    pytest.importorskip("trackio", reason="make test-all installs the extra trackio")
+def _trackio_rows(out: Path) -> tuple[dict[str, Any], dict[float, float]]:
     import sqlite3
 
-    rows = _interrupted_and_resumed(text, tmp_path / "run", "trackio")
-    (path,) = (tmp_path / "trackio").glob("*.db")
+    (path,) = (out.parent / "trackio").glob("*.db")
     with sqlite3.connect(path) as database:
         found = database.execute("select run_name, step, metrics from metrics").fetchall()
         ((config,),) = database.execute("select config from configs").fetchall()
-    assert json.loads(config)["steps"] == 8
-    values = {step: json.loads(metrics) for _, step, metrics in found}
     assert len({name for name, _, _ in found}) == 1
-    losses = {step: row["loss"] for step, row in values.items() if "loss" in row}
+    values = {step: json.loads(metrics) for _, step, metrics in found}
+    return json.loads(config), {step: row["loss"] for step, row in values.items() if "loss" in row}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("package", "read"), [("wandb", _wandb_rows), ("trackio", _trackio_rows)])
+def test_a_package_has_one_run_with_its_config(text: Path, tmp_path: Path, package: str, read: Any) -> None:
+    pytest.importorskip(package, reason=f"make test-all installs the extra {package}")
+    rows = _interrupted_and_resumed(text, tmp_path / "run", package)
+    config, losses = read(tmp_path / "run")
     assert losses == {row["step"]: row["loss"] for row in rows}
+    assert config["steps"] == 8 and config["model"]["hidden_size"] == 32
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -166,25 +166,31 @@ def test_a_package_that_is_missing_is_refused_with_what_installs_it(
     assert not (tmp_path / "run").exists(), "refused before anything is written"
 
 
-FAULTS = {
-    "import": ("raise ImportError('no libfoo')", "ended with status 1", "ImportError: no libfoo"),
-    "log": (
-        "class init:\n    finish = None\n    def __init__(self, **options): pass\n"
-        "    def log(self, values, step): 1 / 0",
-        "ended with status 1", "ZeroDivisionError: division by zero",
-    ),
-    "finish": (
-        "class init:\n    def __init__(self, **options): pass\n    def log(self, values, step): pass\n"
-        "    def finish(self): print('no disk'); raise SystemExit(3)",
-        "ended with status 3", "no disk",
-    ),
+Fake = Callable[..., None]
+SIGNATURES = {"__init__": "self, **options", "log": "self, values, step", "finish": "self"}
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Makes a tracker's package of what it does when it is imported, and in each function; it runs in ``tmp_path``."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(package: str = "wandb", begin: str = "", **does: str) -> None:
+        functions = (f"    def {name}({taken}): {does.get(name, 'pass')}" for name, taken in SIGNATURES.items())
+        lines = ["import json, os, signal, threading", f"os.chdir({str(tmp_path)!r})", begin, "class init:", *functions]
+        (tmp_path / f"{package}.py").write_text("\n".join(lines))
+
+    return make
+
+
+FAULTS: dict[str, tuple[dict[str, str], str, str]] = {
+    "import": ({"begin": "raise ImportError('no libfoo')"}, "ended with status 1", "ImportError: no libfoo"),
+    "log": ({"log": "1 / 0"}, "ended with status 1", "ZeroDivisionError: division by zero"),
+    "finish": ({"finish": "print('no disk'); raise SystemExit(3)"}, "ended with status 3", "no disk"),
     "hangs": (
-        "import subprocess, threading\n"
-        "def init(**options):\n"
-        "    process = subprocess.Popen(['sleep', '1000'])\n"
-        "    print(process.pid, file=open('started', 'w'), flush=True)\n"
-        "    print('waiting', flush=True)\n"
-        "    threading.Event().wait()",
+        {"begin": "import subprocess",
+         "__init__": "print(subprocess.Popen(['sleep', '1000']).pid, file=open('started', 'w'), flush=True)",
+         "finish": "print('waiting', flush=True); threading.Event().wait()"},
         "not finished 5 s after the last step", "waiting",
     ),
 }  # fmt: skip
@@ -192,15 +198,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_tracker_that_fails_is_one_warning(
-    text: Path, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    text: Path, tmp_path: Path, fault: str, fake: Fake, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    code, expected, last = FAULTS[fault]
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "wandb.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path / "modules")
+    how, expected, last = FAULTS[fault]
+    fake(**how)
     if fault == "hangs":
         monkeypatch.setattr(trackers, "CLOSE_SECONDS", 5.0)
-    monkeypatch.chdir(tmp_path)
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, trackers.__name__):
         rows = _train(text, tmp_path / "run", 2, tracker=("wandb",), **RUN)
@@ -213,21 +216,12 @@ def test_a_tracker_that_fails_is_one_warning(
     assert warning == f"--tracker wandb: {expected}; see {said}; metrics.jsonl has every step"
 
 
-HANGS = """
-import __main__, os, pathlib, threading
-__main__.ORPHAN_SECONDS = 2.0  # of the process of the tracker, which this module is imported by
-pid = pathlib.Path(__file__).with_name("pid")
-class init:
-    def __init__(self, **options): pid.write_text(str(os.getpid()))
-    def log(self, values, step): pass
-    def finish(self): threading.Event().wait()
-"""
-
-
 @pytest.fixture
-def hanging(tmp_path: Path) -> Iterator[int]:
+def hanging(tmp_path: Path, fake: Fake) -> Iterator[int]:
     """A pipe that a wandb writes its process id to, which does not come back from its end."""
-    (tmp_path / "wandb.py").write_text(HANGS)
+    orphan = "import __main__; __main__.ORPHAN_SECONDS = 2.0"  # of the process of the tracker
+    told = "print(os.getpid(), file=open('pid', 'w'), flush=True)"
+    fake(begin=orphan, __init__=told, finish="threading.Event().wait()")
     os.mkfifo(tmp_path / "pid")
     pipe = os.open(tmp_path / "pid", os.O_RDONLY | os.O_NONBLOCK)
     yield pipe
@@ -250,8 +244,7 @@ def test_a_tracker_that_hangs_does_not_delay_an_error(text: Path, tmp_path: Path
     assert "kos: error: step " in done.stderr and "expected a finite" in done.stderr, done.stderr
 
 
-def test_a_tracker_that_nobody_waits_for_ends(tmp_path: Path, hanging: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_tracker_that_nobody_waits_for_ends(tmp_path: Path, hanging: int) -> None:
     (tmp_path / METRICS).touch()
     started = trackers.start(["wandb"], tmp_path, 0, {"config": {}})
     tracker = _tracker(hanging)
@@ -274,19 +267,10 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_trackers_are_waited_for_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trackers_are_waited_for_together(tmp_path: Path, fake: Fake, monkeypatch: Any, caplog: Any) -> None:
     """One that hangs takes no time from another."""
-    (tmp_path / "wandb.py").write_text("import threading\nthreading.Event().wait()")
-    (tmp_path / "trackio.py").write_text(
-        "class init:\n"
-        "    def __init__(self, **options): pass\n"
-        "    def log(self, values, step): pass\n"
-        "    def finish(self): open('done', 'w').close()\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    fake(begin="threading.Event().wait()")
+    fake("trackio", finish="open('done', 'w').close()")
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 5.0)
     (tmp_path / METRICS).touch()
     trackers.close(trackers.start(["wandb", "trackio"], tmp_path, 0, {"config": {}}))
@@ -296,18 +280,11 @@ def test_trackers_are_waited_for_together(
     ]
 
 
-def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path: Path, fake: Fake) -> None:
     """Of steps after the start, as soon as their lines are whole. A norm that is not finite is left out; a signal to
     the whole job does not end the tracker."""
-    (tmp_path / "trackio.py").write_text(
-        "import json, os, signal\n"
-        "class init:\n"
-        "    def __init__(self, **options): self.file = open('said', 'w')\n"
-        "    def log(self, values, step): os.kill(os.getpid(), signal.SIGTERM); print(step, values, file=self.file)\n"
-        "    def finish(self): self.file.close()\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    note = "os.kill(os.getpid(), signal.SIGTERM); print(step, values, file=self.file)"
+    fake("trackio", __init__="self.file = open('said', 'w')", log=note, finish="self.file.close()")
     first = MetricsLog(tmp_path / METRICS)
     first.write({"step": 6, "loss": 2.5})
     started = trackers.start(["trackio"], tmp_path, 6, {"config": {}})
@@ -319,6 +296,24 @@ def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path: Path, monkeypatch
         file.write('ss": 0.5}\n')
     trackers.close(started)
     assert (tmp_path / "said").read_text() == "7 {'loss': 1.5, 'skipped': 1.0}\n8 {'loss': 0.5}\n"
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_what_a_package_is_told(tmp_path: Path, fake: Fake, package: str) -> None:
+    """A run that goes on has its id and name again; a new one in its folder has others."""
+    fake(package, __init__="print(json.dumps(options), file=open('told', 'a'))")
+    (tmp_path / METRICS).touch()
+    for start in (0, 3, 0):
+        trackers.close(trackers.start([package], tmp_path, start, {"config": {"steps": 9}, "gpus": []}))
+    first, again, new = map(json.loads, (tmp_path / "told").read_text().splitlines())
+    assert first == again and first["config"] == {"steps": 9, "gpus": []}
+    assert (first["project"], first["resume"]) == ("kos", "allow")
+    if package == "wandb":
+        assert (first["name"], first["dir"], first["allow_val_change"]) == (tmp_path.name, str(tmp_path), True)
+        assert first["id"] != new["id"] and len(first["id"]) == 8
+    else:
+        assert first["name"].startswith(f"{tmp_path.name}-") and first["name"] != new["name"]
+        assert first.keys() == {"project", "config", "name", "resume"}
 
 
 def test_without_a_tracker_there_is_no_process(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,16 +37,16 @@ def default_rendezvous(
     listening.check()
     if threading.current_thread().name.startswith(RANK_THREAD):
         raise InvalidArgument(
-            "init: expected a function of the comm of kos.testing.spawn, got kos.init() in its thread"
+            "init: expected the function to use the comm that kos.testing.spawn passes, got kos.init() in its thread"
         )
     if not (by_launcher := under_mpirun()) and by_variables():
         if launched_place()[1] == 1:
             return env_rendezvous(timeout)
-        with claimed(False):
+        with claimed(False, timeout):
             return hold(env_rendezvous(timeout))
     if not by_launcher and not by_mpi:
         return single_rendezvous(timeout)
-    with claimed(True) if by_launcher else nullcontext():
+    with claimed(True, timeout) if by_launcher else nullcontext():
         return rendezvous_of_mpi(timeout=timeout, process_hooks=process_hooks, watched=watched)
 
 

@@ -89,8 +89,9 @@ class Place:
             needed += ["MASTER_ADDR", "MASTER_PORT"]
         if missing := [name for name in needed if not environ.get(name)]:
             found = dict.fromkeys(name for name in (*needed, *VARIABLES) if environ.get(name))
+            beside = f" beside those of {', '.join(found)}" if found else ""
             raise RendezvousError(
-                f"{', '.join(missing)}: expected beside {', '.join(found) or 'each other'}, got nothing "
+                f"{', '.join(missing)}: expected values{beside}, got none "
                 f"(a process without any of {', '.join(VARIABLES)} is a group of one)"
             )
         size = _number(environ, launcher["WORLD_SIZE"], 1, 1 << 20)

@@ -1,16 +1,22 @@
-"""The rank that a launcher assigned to this process, and the mark that keeps other processes from taking that rank.
+"""The rank that a launcher assigned to this process, and the claim that keeps other processes from taking that rank.
 
 Programs that a rank starts inherit the launcher's environment variables.  With these, ``kos.init`` would make each such
 program the same rank.  MPI would then wait forever, or a process that reads the other's messages would crash.
-Therefore, ``kos.init`` writes its process and its job to the environment variable ``MARK``.  If it finds there another
-process of the same job that still runs, it raises an error.  A rank of another job may start, for example a rank of an
-mpirun that a rank has started.
+Therefore, ``kos.init`` claims the rank of its job before it connects to anything.  If another process of this host
+holds the claim, it raises an error that names this process.  A claim is an abstract Unix socket, which the kernel
+closes when its process ends, however it ends.  A rank of another job may start, for example a rank of an mpirun that a
+rank has started.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
+import socket
+import struct
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,8 +25,6 @@ from typing import Any
 
 from kos.errors import RendezvousError
 
-MARK = "KOS_RANK_PROCESS"
-"""The variable that names the rank's process: its id, its start time, the launcher of its job, and its rank there."""
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OF_MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -36,6 +40,7 @@ _JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _HYDRA = "hydra_pmi_proxy"  # each rank's parent under MPICH's mpirun, which does not name the job
 
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()  # the open groups of this rank
+_claims = dict[str, tuple[socket.socket, bool]]()  # of this process, by address; True: of a rank of MPI
 
 
 def under_mpirun() -> bool:
@@ -93,80 +98,175 @@ def _stat(pid: int | str) -> tuple[str, list[str]]:
     return name.partition("(")[2], rest.split()
 
 
+def _ancestry(pid: int) -> Iterator[tuple[int, str]]:
+    """The process, its parent, the parent's parent and so on: the id and the name of each."""
+    with suppress(PermissionError):  # /proc may hide other users' processes
+        while pid > 0:
+            name, fields = _stat(pid)
+            yield pid, name
+            pid = int(fields[1])
+
+
+def _started(parent: int, child: int) -> bool:
+    """Whether the process ``parent`` has started the process ``child``, itself or by others."""
+    return any(pid == parent for pid, _ in _ancestry(child))
+
+
 def _launcher() -> str:
     """The id of the process of MPICH's launcher on this host; "" under another launcher."""
-    name, pid = "", os.getpid()
-    with suppress(PermissionError):  # /proc may hide other users' processes, but not the launcher's
-        while name != _HYDRA and pid > 1:
-            child = pid
-            name, fields = _stat(pid)
-            pid = int(fields[1])
-    return str(child) if name == _HYDRA else ""
+    return next((str(pid) for pid, name in _ancestry(os.getpid()) if name == _HYDRA), "")
+
+
+ENDING_SECONDS = 5.0
+"""How long a process waits at most for the end of another one that has the same job and rank."""
 
 
 @contextmanager
-def claimed(by_mpi: bool) -> Iterator[None]:
-    """Mark this process as its rank while its group is created.  If the creation fails, the mark is removed.
+def claimed(by_mpi: bool, timeout: float) -> Iterator[None]:
+    """Claim the rank that the environment variables name, while its group is created.  An error frees the claim.
 
-    Raises RendezvousError if another process already holds the rank that the environment variables name.
+    Raises RendezvousError if another process of this host holds the claim.  If that may be a rank of an earlier run
+    which is about to end, as neither of the two processes has started the other one, this one waits for it for at most
+    ``timeout`` and ``ENDING_SECONDS`` seconds.
     """
-    me, launcher = os.getpid(), _launcher() if by_mpi else ""
-    identity = _identity(by_mpi, launcher)
-    with suppress(ValueError, PermissionError):  # no mark, or its process id is now another user's
-        pid, began, its_launcher, its_identity = os.environ.get(MARK, "").split(" ", 3)
-        same = its_identity == identity and launcher in ("", its_launcher)
-        if same and int(pid) != me and process(pid)[1] == int(began):
-            raise RendezvousError(_taken(pid, by_mpi))
-    claim = hold(lambda: None)  # keeps the mark if another group is closed meanwhile
-    os.environ[MARK] = f"{me} {process(me)[1]} {launcher or '-'} {identity}"
+    making = hold(lambda: None)  # keeps the claim if another group is closed meanwhile
     try:
+        with suppress(OSError):  # no file descriptor is left: what comes next says so
+            if (address := _address(by_mpi)) not in _claims and (claim := _claim(address, by_mpi, timeout)) is not None:
+                _claims[address] = claim, by_mpi
         yield
     finally:
-        release(claim)
+        release(making)
 
 
-def _identity(by_mpi: bool, launcher: str) -> str:
-    """The job and the rank of this process, from the environment variables that determine them.
+def claimant(by_mpi: bool) -> int | None:
+    """The id of the process that has claimed this process's rank; None if there is none, 0 if the id is unknown."""
+    return _claimant(_address(by_mpi))
+
+
+def _claimant(address: str) -> int | None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(address)
+        except BlockingIOError:  # so many processes have asked before
+            return 0
+        except OSError:
+            return None
+        return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
+def _address(by_mpi: bool) -> str:
+    """The address of the claim: the same in all processes of a user and host that have the same job and rank.
+
+    Abstract sockets belong to a network namespace.  Ids of processes, in names of jobs, belong to a PID namespace.
+    """
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    text = " ".join([str(os.getuid()), namespace, "mpi" if by_mpi else "tcp", *_identity(by_mpi)])
+    return f"\0kos-rank-{hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest()[:32]}"
+
+
+def _identity(by_mpi: bool) -> tuple[str, str]:
+    """The name of the job, "" if it has none, and the rank there, from the environment variables that determine them.
 
     Variables of other launchers do not count.  For example, a torchrun inside a rank of mpirun sets some too.
     """
-    names: tuple[str, ...]
+    launcher, of_job, of_rank = "", list[str](), [*VARIABLES[:2]]
     if by_mpi:
-        job = _JOB[:1] if launcher or _JOB[0] in os.environ else _JOB[1:]
-        names = (*job, *(rank for rank, _ in OF_MPI))
+        launcher = _launcher()
+        of_job += _JOB[:1] if launcher or _JOB[0] in os.environ else _JOB[1:]
+        of_rank = [rank for rank, _ in OF_MPI]
     elif VARIABLES[0] in os.environ:
-        names = (_RUN, *VARIABLES)
+        of_job += [_RUN, *VARIABLES[2:]]
     else:
-        names = (*_JOB[1:], *_OF_OTHERS[1], *VARIABLES[2:])
-    given = (f"{name}={os.environ[name]}" for name in names if name in os.environ)
-    return " ".join(["mpi" if by_mpi else "tcp", *given])
+        of_job, of_rank = [*_JOB[1:], *VARIABLES[2:]], [*_OF_OTHERS[1]]
+    given = [[f"{name}={os.environ[name]}" for name in names if name in os.environ] for names in (of_job, of_rank)]
+    return launcher + " ".join(given[0]), " ".join(given[1])
 
 
-def _taken(pid: str, by_mpi: bool) -> str:
-    """The text of the error in a process that a rank, process ``pid``, has started."""
-    rank, size = launched_place()
+def _claim(address: str, by_mpi: bool, timeout: float) -> socket.socket | None:
+    """The socket of a new claim; None where none can be made.  Raises RendezvousError if another process holds it.
+
+    It is also raised in a child of multiprocessing under MPI, which starts once in a rank: if the child started MPI and
+    ended, the rank could not start it any more.
+    """
+    end, me = time.monotonic() + min(timeout, ENDING_SECONDS), os.getpid()
+    while True:
+        if (pid := _claimant(address)) is not None:
+            if pid == me or _is_of_another_job(pid, by_mpi):
+                return None
+            if time.monotonic() > end or _started(pid, me) or _started(me, pid):
+                raise RendezvousError(_refusal(by_mpi, pid))
+            time.sleep(0.01)
+            continue
+        multiprocessing = sys.modules.get("multiprocessing.process")
+        parent = multiprocessing.parent_process() if by_mpi and multiprocessing is not None else None
+        if parent is not None:
+            raise RendezvousError(_refusal(by_mpi, parent.pid, "multiprocessing"))
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            claim.bind(address)
+            claim.listen(4096)
+            return claim
+        except OSError as error:
+            claim.close()
+            if error.errno != errno.EADDRINUSE:
+                return None
+        if time.monotonic() > end:
+            raise RendezvousError(_refusal(by_mpi, 0))
+        time.sleep(0.001)  # another process has bound the socket, and does not listen yet
+
+
+def _is_of_another_job(pid: int, by_mpi: bool) -> bool:
+    """Whether the process that holds the claim is not a rank of this job.
+
+    It has ended, and a program that it has forked keeps its socket.  Or the launcher gives jobs no name that kos knows,
+    and none of the two processes has started the other one.
+    """
+    try:
+        ended = pid > 0 and process(pid)[0] in "ZX"
+    except PermissionError:
+        ended = False
+    me = os.getpid()
+    return ended or not (_identity(by_mpi)[0] or _started(pid, me) or _started(me, pid))
+
+
+def _refusal(by_mpi: bool, pid: int, method: str = "") -> str:
+    """The text of the error in a process whose rank is process ``pid``, or which that has started by ``method``."""
+    (rank, size), me = launched_place(), os.getpid()
+    other = me
+    if method:
+        text = f"expected the process that a launcher has started as rank {rank} of {size}, got process {me}"
+        text += f", which process {pid} has started by {method}"
+    else:
+        how = ", which has started this one," if _started(pid, me) else ""
+        if _started(me, pid):
+            how, other = ", which this one has started,", pid
+        claimant, how = f"process {pid}" if pid else "another process", how or ", perhaps of an earlier run,"
+        text = f"{claimant}{how} is already rank {rank} of {size} of this job: expected no second one, got process {me}"
     if by_mpi:
         names = [f"{each}*" for each in _PREFIXES if any(name.startswith(each) for name in os.environ)]
     else:
         names = [name for name in (*VARIABLES, "SLURM_STEP_NUM_TASKS") if name in os.environ]
-    expected = f"expected the process that is rank {rank} of {size}, got a process that this rank has started"
-    alone = f"to make it a group of one, start it without the variables {', '.join(names)}"
-    job = "to make it a rank of another job, start it with a launcher of that job"
-    return f"init: {expected}; {alone}; {job} (the rank is process {pid}, this one is {os.getpid()})"
+    alone = f"to make process {other} a group of one, start it without the variables {', '.join(names)}"
+    return f"init: {text}; {alone}; to make it a rank of another job, start it with a launcher of that job"
 
 
 def hold(group: Any, parent: Any = None) -> Any:
-    """Keep the mark until ``group`` is closed or freed; with ``parent``, only if that keeps it.  Returns ``group``."""
+    """Keep the claim until ``group`` is closed or freed; with ``parent``, only if that keeps it.  Returns ``group``."""
     if parent is None or parent in _holders:
         _holders.add(group)
-        weakref.finalize(group, _remove_mark).atexit = False  # for a group that is never closed
+        weakref.finalize(group, _free_claims).atexit = False  # for a group that is never closed
     return group
 
 
 def release(group: Any) -> None:
-    """Remove the mark if no other group keeps it.  A rank of MPI keeps it until its process ends, as it keeps MPI."""
+    """Free the claim if no other group keeps it.  A rank of MPI keeps it until its process ends, as it keeps MPI."""
     _holders.discard(group)
-    _remove_mark()
+    _free_claims()
 
 
 def _held() -> bool:
@@ -177,9 +277,23 @@ def _held() -> bool:
             continue
 
 
-def _remove_mark() -> None:
-    MPI = sys.modules.get("mpi4py.MPI")
-    mark = os.environ.get(MARK, "").split(" ")
-    if _held() or mark[0] != str(os.getpid()) or (mark[3] == "mpi" and MPI is not None and MPI.Is_initialized()):
+def _free_claims() -> None:
+    if _held():
         return
-    del os.environ[MARK]
+    MPI = sys.modules.get("mpi4py.MPI")
+    kept = MPI is not None and MPI.Is_initialized()
+    for address, (claim, by_mpi) in [*_claims.items()]:
+        if not (by_mpi and kept):
+            _claims.pop(address, None)
+            claim.close()
+
+
+def _forked() -> None:
+    """Close the claims in a forked process: it is not the rank, and may live longer."""
+    for claim, _ in _claims.values():
+        claim.close()
+    _claims.clear()
+    _holders.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

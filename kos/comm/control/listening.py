@@ -58,7 +58,9 @@ def listen(host: str, port: int = 0) -> socket.socket:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES) or not each or each == port:
                 raise
     wanted = f"a free port from {allowed[0]} to {allowed[-1]}"
-    raise RendezvousError(f"KOS_PORTS: expected {wanted}, got {len(allowed)} that are in use or not allowed")
+    got = f"{len(allowed)} that are in use or not allowed"
+    needs = "a host needs one for each of its ranks in each open group, the world included, and one more"
+    raise RendezvousError(f"KOS_PORTS: expected {wanted}, got {got}; {needs}")
 
 
 def _server(host: str, port: int) -> socket.socket:

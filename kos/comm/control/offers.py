@@ -58,7 +58,7 @@ def unreachable(rank: int, offer: Mapping[str, Any]) -> str:
 def listen_for(hosts: Sequence[bytes | None]) -> tuple[socket.socket | None, dict[str, Any]]:
     """Rank 0's listener for the ranks on ``hosts``, and its offer: the data needed to connect, or the error."""
     try:
-        host = bound() or ("127.0.0.1" if len(set(hosts)) == 1 else _own_address())
+        host = bound() or ("127.0.0.1" if len(set(hosts)) == 1 else own_address(os.environ.get("MASTER_ADDR")))
         listener = Network(b"", host, "", is_loopback(host)).listen()
     except (OSError, RendezvousError) as error:
         return None, {"error": str(error)}
@@ -81,9 +81,9 @@ def place_by(rank: int, size: int, name: str, offer: Mapping[str, Any]) -> Place
     return Place(rank, size, None, offer["host"], [offer["port"]], OFFER, offer["secret"].encode(), (name, name))
 
 
-def _own_address() -> str:
-    """The address by which other hosts reach this one: of the route to MASTER_ADDR, else of its name, else its name."""
-    for host in (os.environ.get("MASTER_ADDR"), platform.node()):
+def own_address(peer: str | None) -> str:
+    """The address by which other hosts reach this one: of the route to ``peer``, else of its name, else its name."""
+    for host in (peer, platform.node()):
         try:
             family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as sock:

@@ -51,7 +51,7 @@ def of_process_group(dist: Any, group: Any, timeout: float) -> TCPRendezvous:
     Raises InvalidArgument on a rank outside the group.
     """
     if (rank := dist.get_rank(group)) < 0:
-        raise InvalidArgument("group: this rank is not in it")
+        raise InvalidArgument("group: expected one that has this rank, got one without it")
     store = dist.PrefixStore("kos/", dist.distributed_c10d._get_process_group_store(group))
     ranks = dist.get_process_group_ranks(group)
     return store_rendezvous(store, rank, len(ranks), timeout, ranks)

@@ -286,7 +286,8 @@ class ThreadRendezvous(Rendezvous):
             if problem := misfit(each, terms):
                 group.answer(each, refused=problem)
         if late and missing:
-            raise self.absent(missing, name)
+            text = timeouts.late(f"{name}: {self.failures.names(missing, True)}", within=self.timeout)
+            raise RendezvousError(text, ranks=self.failures.in_world(missing))
         if late and len(group.joining) < wanted:
             raise RendezvousError(timeouts.too_few(call, len(group.joining), wanted, self.address, self.timeout))
         if missing or len(group.joining) < wanted:

@@ -9,7 +9,6 @@ and chrome://tracing: one track per rank.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from kos.comm.recorder.analysis import Dump, absent, analyze, load
 from kos.commands import program
 from kos.errors import DataError, plural
 from kos.files import printing
+from kos.reporting import ArgumentParser
 
 _TRACED = ("collective_seq_id", "p2p_seq_id", "state", "input_sizes", "input_dtypes", "output_sizes", "reduce_op",
            "root", "tag", "error")  # fmt: skip
@@ -26,7 +26,7 @@ _TRACED = ("collective_seq_id", "p2p_seq_id", "state", "input_sizes", "input_dty
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog=program("kos.comm.recorder"), description=(__doc__ or "").partition("\n")[2])
+    parser = ArgumentParser(prog=program("kos.comm.recorder"), description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("dumps", nargs="+", metavar="DUMP", help="a rank's dump, or a folder of them")
     parser.add_argument("--trace", type=Path, metavar="OUT.json", help="also write a trace for ui.perfetto.dev")
     options = parser.parse_args(arguments)

@@ -122,7 +122,7 @@ def load(paths: Iterable[str | Path], unread: list[str] | None = None) -> list[D
                 damaged.append(error)
                 continue
             if dump.rank in dumps:
-                raise DataError(f"{file}: expected one dump a rank, got a second one of rank {dump.rank}")
+                raise DataError(f"{file}: expected one dump for each rank, got a second one of rank {dump.rank}")
             other = next(iter(dumps.values()), dump)
             alike = all(dump.groups.get(name, of) == of for name, of in other.groups.items())
             if (dump.size, dump.job) != (other.size, other.job) or not alike:

@@ -15,6 +15,7 @@ from kos.comm.schedules.verify import verify
 from kos.commands import program
 from kos.errors import InvalidArgument, KosError, plural
 from kos.files import check_picture, printing
+from kos.reporting import ArgumentParser
 
 PIPELINES = (1, 4, 16, 64, 256)
 """Numbers of chunks that --predict tries, for algorithms that pipeline a whole vector."""
@@ -45,8 +46,8 @@ EXAMPLES = """examples:
   python -m kos.comm.schedules mine --import my_schedules --ranks 4    an algorithm that my_schedules.py registers
   python -m kos.comm.schedules hierarchical --predict --scales 16384 --sizes 1M,1G
 
-In the steps of a schedule, + marks a message that is added to what the receiver has; others replace it.
-In the table of --predict, * marks the fastest.
+In the steps of a schedule, + marks a message that is added to what the receiver has. Other messages replace it.
+In the table of --predict, * marks the fastest algorithm.
 """
 
 
@@ -63,25 +64,26 @@ def _numbers(given: str) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog=program("kos.comm.schedules"), description=__doc__, epilog=EXAMPLES,
+    p = ArgumentParser(prog=program("kos.comm.schedules"), description=__doc__, epilog=EXAMPLES,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("algorithm", nargs="?", help="the name of an algorithm; default: list or predict all")
+    p.add_argument("algorithm", nargs="?", help="the name of an algorithm (default: list or predict all)")
     p.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
                    help="first import this module, which registers algorithms; the working folder is searched too")
-    p.add_argument("--collective", help="default: all_reduce; for a list of algorithms: all")
-    p.add_argument("--ranks", type=int, default=8, help="default: 8; --predict uses --scales")
+    p.add_argument("--collective", help="the collective of the algorithm (default: all_reduce; in a list, all)")
+    p.add_argument("--ranks", type=int, default=8, help="the number of ranks (default: 8); --predict uses --scales")
     p.add_argument("--chunks", type=int, help=f"number of pipelined chunks, up to {MAX_CHUNKS:,} (default: "
                                               "1; with --predict: the best of several)")
-    p.add_argument("--root", type=int, default=0, help="for broadcast, reduce, gather and scatter; default: 0")
-    p.add_argument("--ranks-per-node", type=int, help="for hierarchical; default: the largest divisor up to 8")
+    p.add_argument("--root", type=int, default=0, help="root of broadcast, reduce, gather and scatter (default: 0)")
+    p.add_argument("--ranks-per-node", type=int,
+                   help="for hierarchical (default: the largest divisor of --ranks up to 8)")
     p.add_argument("--draw", metavar="FILE", help="draw the schedule to a .svg or .png (needs matplotlib)")
     p.add_argument("--predict", action="store_true", help="print predicted times instead of the schedule")
     p.add_argument("--topology", default="h200-cluster", help=f"one of {', '.join(calibration())}; "
                                                               "default: h200-cluster")
     p.add_argument("--scales", type=_numbers, default=[8, 64, 512, 4096],
-                   help=f"rank counts for --predict, up to {MAX_PREDICTED:,}")
+                   help=f"the numbers of ranks for --predict, up to {MAX_PREDICTED:,}")
     p.add_argument("--sizes", type=_numbers, default=[1 << k for k in (10, 15, 20, 24, 28, 30)],
-                   help="bytes for --predict, of the larger buffer of a rank")
+                   help="the sizes for --predict: the bytes of the larger buffer of a rank")
     return p
 
 

@@ -81,10 +81,10 @@ def compress(model: Any, compress: str) -> Compression:
     """Let DDP average the gradients of ``model`` compressed to "fp8", "int8" or "int4", with error feedback.
 
     ``model`` is a DistributedDataParallel, over a process group of kos or of any other backend.  A communicator of kos
-    among its ranks carries the gradients, all else goes as before.  On a GPU the hook overlaps the backward pass; on a
-    CPU backward waits for it.  In the first step after ``load_state_dict`` DDP has other buckets: unless each parameter
-    has a multiple of 64 elements, the bits of that step differ from those of an uninterrupted run.  Collective.  Raises
-    InvalidArgument for another model, format, or dtype of parameters.
+    among its ranks moves the gradients; all other communication is as before.  On a GPU, the hook overlaps the backward
+    pass; on a CPU, the backward pass waits for it.  In the first step after ``load_state_dict``, DDP has other buckets:
+    unless each parameter has a multiple of 64 elements, the bits of that step differ from those of an uninterrupted
+    run.  Collective.  Raises InvalidArgument for another model, format, or dtype of parameters.
 
         model = DistributedDataParallel(model)
         compression = kos.interop.torch.compress(model, "int8")

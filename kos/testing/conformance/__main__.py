@@ -22,6 +22,7 @@ from kos.comm.arguments import check_timeout
 from kos.comm.control.identity import launched_place, under_mpirun
 from kos.errors import KosError
 from kos.files import printing
+from kos.reporting import ArgumentParser
 from kos.testing import spawn
 from kos.testing.conformance import log, run
 
@@ -55,7 +56,7 @@ def on_threads(options: argparse.Namespace) -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser("python -m kos.testing.conformance", description=about)
+    parser = ArgumentParser("python -m kos.testing.conformance", description=about)
     parser.add_argument("--backend", default="auto", metavar="NAME")
     parser.add_argument("--ranks", type=int, default=3, metavar="N", help="number of threads without a launcher")
     parser.add_argument("--full", action="store_true", help="every dtype, size and schedule: minutes")

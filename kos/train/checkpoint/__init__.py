@@ -173,7 +173,10 @@ def _begin(folder: Path, temporary: Path) -> None:
 def remove_unfinished(folder: Path) -> None:
     """Remove unfinished checkpoints of runs that were killed; no run may be writing there."""
     for left in folder.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(left, ignore_errors=True)
+        if left.is_symlink():  # of the best checkpoint
+            left.unlink()
+        else:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _rename(temporary: Path, final: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.commands import near
 from kos.errors import CheckpointError, ConfigError
 from kos.train.checkpoint import MANIFEST, Checkpoint, adapter, latest, whole
 from kos.train.checkpoint import find as find_checkpoint
@@ -118,7 +119,9 @@ def check_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:
     if differ := [name for name in fixed if theirs_values[name] != ours_values[name]]:
         expected = ", ".join(f"{name} {'none' if (x := ours_values[name]) is None else x}" for name in differ)
         got = ", ".join(str(theirs_values[name]) for name in differ)
-        raise CheckpointError(f"{path}: expected the model of this run, {expected}, got {got}")
+        begun = path.parent.parent / "config.json"  # where a run keeps what it was begun with
+        way_out = f"; to resume it as it was begun: --config {near(begun)}" if begun.is_file() else ""
+        raise CheckpointError(f"{path}: expected the model of this run, {expected}, got {got}{way_out}")
 
 
 def check_tokenizer(source: Path, ours: Tokenizer) -> None:

@@ -130,7 +130,7 @@ class Saving:
     def _next(self) -> np.ndarray:
         tensor = self._tensors.get()
         if tensor is None or self._cancelled.is_set():
-            raise CheckpointError(f"{self._folder}: expected to write a checkpoint, got cancelled")
+            raise CheckpointError(f"{self._folder}: expected to write a checkpoint, got a cancelled save")
         return tensor
 
     def _write(self, path: Path, shapes: Mapping[str, Shape]) -> dict[str, Any]:

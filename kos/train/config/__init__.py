@@ -43,10 +43,16 @@ def weighted(data: str | Sequence[str]) -> dict[str, float]:
     return sources
 
 
+def by_source(given: str | Sequence[str] | None) -> dict[str, str]:
+    """The values of a setting by source: of SOURCE=VALUE, and under "" the value for all others."""
+    pairs = (each.rpartition("=") for each in ([given] if isinstance(given, str) else given or ()))
+    return {source: value for source, _, value in pairs}
+
+
 def option(default: Any = ..., unset: str = "", **constraints: Any) -> Any:
     """A field that is also a flag; without ``default`` the preset gives the value.
 
-    The field's docstring is the help of the flag. ``unset`` says what the default of None, or an empty one, stands for.
+    The field's docstring is the help of the flag. ``unset`` says what a default of None, or an empty default, means.
     """
     return Field(default, json_schema_extra={"unset": unset}, **constraints)
 
@@ -89,7 +95,7 @@ class ModelSection(Section, use_attribute_docstrings=True):
     mlp_bias: bool = option(False, description=_of_some("mlp_bias", "Add biases to the matrices of the MLP"))
     sliding_window: int | None = option(
         None, "no window", ge=1,
-        description=_of_some("sliding_window", "Keys that a token sees at most, its own included"),
+        description=_of_some("sliding_window", "The most keys that a token sees, its own included"),
     )  # fmt: skip
     layer_types: tuple[str, ...] = ()
     no_rope_layers: tuple[int, ...] | None = None
@@ -123,9 +129,9 @@ class ModelSection(Section, use_attribute_docstrings=True):
 
 
 class GroupSection(Section):
-    """A table of ``[[groups]]``: settings of the tensors whose names match ``pattern``, and no earlier one's.
+    """A table of ``[[groups]]``: settings of the tensors whose names match ``pattern``, and no pattern before it.
 
-    ``lr`` is the peak learning rate, on the schedule of all. What is left out is as of other tensors.
+    ``lr`` is the peak learning rate; the schedule is that of all tensors. A setting that is None is that of the run.
     """
 
     pattern: str = Field(min_length=1)

@@ -23,21 +23,16 @@ from kos.errors import CheckpointError, ConfigError
 from kos.reporting import Parser
 from kos.train.checkpoint import adapter
 from kos.train.checkpoint.huggingface import read_config
-from kos.train.config import PRESETS, flatten, preset_values
-from kos.train.config.options import (
-    FINE_TUNING_WARMUP,
-    KEYS,
-    TrainConfig,
-    build,
-    flag_of,
-    not_of,
-)
+from kos.train.config import PRESETS, by_source, flatten, preset_values
+from kos.train.config.optimizers import not_of
+from kos.train.config.options import FINE_TUNING_WARMUP, KEYS, TrainConfig, build, flag_of
 from kos.train.config.other_names import suggestion
 
 METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
     "data": "NAME|PATH[:WEIGHT]", "val_data": "NAME|PATH", "eval_data": "NAME=PATH", "tokenizer": "NAME|PATH",
-    "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE", "keep_best": "METRIC", "freeze": "PATTERN",
+    "text_field": "[SOURCE=]NAME", "encoding": "[SOURCE=]NAME", "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE",
+    "keep_best": "METRIC", "freeze": "PATTERN",
 }  # fmt: skip
 
 
@@ -55,7 +50,7 @@ PATHS = ("data", "val_data", "tokenizer", "init_from")
 NAMES = (None, "stdlib", "tinyshakespeare", "auto", "bytes", "chars")
 """Values of ``PATHS`` that are no paths."""
 
-SEVERAL = ("data", "eval_data", "tracker", "lora_targets", "freeze")
+SEVERAL = ("data", "eval_data", "text_field", "encoding", "tracker", "lora_targets", "freeze")
 """Flags that can be repeated."""
 
 GROUPS = {
@@ -97,7 +92,7 @@ def _help(field: FieldInfo, default: Any) -> str:
 
 
 def _unset(field: FieldInfo) -> Any:
-    """What the default of None, or an empty one, stands for."""
+    """What a default of None, or an empty default, means."""
     return field.json_schema_extra["unset"] if isinstance(field.json_schema_extra, dict) else "none"
 
 
@@ -128,7 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog=program("kos.train"),
         usage=f"[mpirun -n RANKS] {program('kos.train')} [--preset NAME] [--config FILE] [flags]",
-        description="Train a LLaMA. A preset gives the values, a file overrides it, flags override both.",
+        description="Train a LLaMA. A preset gives the settings, a --config file overrides it, flags override both.",
         epilog="\n".join(["Presets (above: those of tiny):", *(f"  {x:<10} {y.about}" for x, y in PRESETS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -222,7 +217,8 @@ def _typed(key: str) -> str:
 def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, Mapping[str, Any]]:
     """The model of a Hugging Face folder as a layer above ``layers``, which may leave its shape open.
 
-    Raises ConfigError where they say another; the initial weights and a LLaMA's context are theirs to say.
+    Raises ConfigError if ``layers`` have another shape than the folder. They may have other initial weights, and for a
+    LLaMA another context.
     """
     run = folder / "checkpoints"
     if os.path.isdir(run):  # else read_config says why not
@@ -303,6 +299,10 @@ def _of_run(path: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
     if elsewhere:
         named = (str(each).partition("=") for each in values.get("eval_data", ()))
         values["eval_data"] = [f"{name}={_found(folder, source)}" for name, _, source in named]
+        for key in ("text_field", "encoding"):
+            if key in values:
+                each = by_source(values[key]).items()
+                values[key] = [f"{_found(folder, name)}={value}" if name else value for name, value in each] or None
     if values.get("resume") != "auto":
         values.pop("resume", None)  # the checkpoint from which that run resumed
     if values.get("epochs") is not None:

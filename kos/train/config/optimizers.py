@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.optim import Group, UpdateRule, decay_matrices
@@ -44,7 +44,8 @@ class Chosen(NamedTuple):
     """Those of its rules."""
 
 
-OPTIMIZERS = {
+OptimizerName = Literal["adamw", "muon"]
+OPTIMIZERS: dict[OptimizerName, Chosen] = {
     "adamw": Chosen(adamw, matrices_decayed, AdamW.options),
     "muon": Chosen(adamw, hidden_matrices_by_muon, AdamW.options + Muon.options),
 }

@@ -15,12 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
 from kos.errors import ConfigError, SettingError
-from kos.train.config import GroupSection, ModelSection, flatten, one_line, option, preset_values, weighted
-from kos.train.config.optimizers import OPTIMIZERS as OPTIMIZERS
-from kos.train.config.optimizers import not_of as not_of
+from kos.train.config import GroupSection, ModelSection, by_source, flatten, one_line, option, preset_values, weighted
+from kos.train.config.optimizers import OPTIMIZERS, OptimizerName, not_of
 from kos.train.data.token_files import KINDS
 from kos.train.layers import Placement
 from kos.train.layers.lora import is_adapter
@@ -59,25 +58,28 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     data: str | tuple[str, ...] = option("stdlib", description="Train on stdlib (the sources of Python's standard "
         f"library), tinyshakespeare, or the PATH of a file or folder: {KINDS}. To mix several, repeat the flag with "
-        "PATH:WEIGHT; weights are of tokens.")  # fmt: skip
+        "PATH:WEIGHT; weights are shares of the tokens.")  # fmt: skip
     val_data: str | None = option(None, "a part that is held out of --data", min_length=1)
     """Validate on other data: the same NAMEs and PATHs as --data."""
     eval_data: tuple[str, ...] = option((), "none")
-    """Also validate on NAME=PATH, as val_loss/NAME; repeat the flag for several."""
-    text_field: str = option("text", min_length=1)
-    """Field or column that holds the text of a line of a .jsonl file, or of a row of a table."""
-    encoding: str = option("utf-8", min_length=1)
-    """Encoding of text files, tables and JSON, such as utf-16 or latin-1."""
+    """Also validate on the data at PATH, whose loss is val_loss/NAME; repeat the flag for several."""
+    text_field: str | tuple[str, ...] | None = option(None, "text", min_length=1)
+    """Field or column that holds the text, or the messages of a chat; SOURCE=NAME is that of one source. Repeat the
+    flag for several sources."""
+    encoding: str | tuple[str, ...] = option("utf-8", min_length=1)
+    """Encoding of text files, tables and JSON, such as utf-16 or latin-1; SOURCE=NAME is that of one source. Repeat the
+    flag for several sources."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = option(None, "llm.c's header")
-    """Numbers in .bin files without a header: uint16 in those of nanoGPT."""
+    """Type of the numbers in .bin files without a header, such as uint16 for those of nanoGPT."""
     loss_on: Literal["completion", "all"] = option("completion")
-    """Tokens that the loss counts: completion (a .jsonl file's completions, or an assistant's turns; what the masks of
-    token files count), or all."""
+    """Tokens that the loss counts: completion (completions of prompts, turns of an assistant, and what the masks of
+    token files select) or all."""
     split_turns: bool = option(False)
-    """Make a document of each answer of a chat, with what is before it: for templates that drop earlier thinking."""
+    """Make a document of each answer of a chat, together with the messages before it. Use it for templates that drop
+    the thinking of earlier turns."""
     tokenizer: str = option("auto", min_length=1)
-    """Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH; auto takes that of
-    --init-from, else bytes, and bare numbers for token files."""
+    """Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH. auto takes the tokenizer of
+    --init-from, else bytes; for token files it takes plain numbers."""
     split_special_tokens: bool = option(True)
     """Read special tokens that are spelled out in the data, such as <|endoftext|>, as text."""
     documents: Literal["pack", "cross"] = option("pack")
@@ -104,13 +106,14 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     zero: int = option(0, ge=0)
     """Split the optimizer's state over the data-parallel ranks (ZeRO-1): 1, or 0."""
     backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option("auto")
-    """Carry collectives by mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works."""
+    """Run collectives over mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works."""
 
     elastic: str | None = option(None, "a lost rank ends the run")
-    """Go on without ranks that are lost or leave, and with ranks that --join: at least MIN (1), at most MAX (as many as
-    at the start). For dp alone."""
+    """Go on without ranks that are lost or leave, and with ranks that --join, as long as there are at least MIN (1) and
+    at most MAX ranks (as many as at the start). Works with data parallelism only."""
     join: str | None = option(None, "start a run", min_length=1)
-    """Join the elastic run at HOST:PORT, or at the address in FILE (the run writes OUT/address). Pass its flags too."""
+    """Join the elastic run at HOST:PORT, or at the address in FILE (the run writes OUT/address). Pass the flags of the
+    run too."""
 
     steps: int = option(ge=1, lt=2**63)
     """Optimizer steps of the whole run, on sequences drawn at random."""
@@ -123,8 +126,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     resume: str | None = option(None, "start a new run", min_length=1)
     """Resume from the checkpoint in DIR; auto takes the newest complete one of the run."""
 
-    optimizer: Literal["adamw", "muon"] = option("adamw")
-    """Update weights by adamw, or the matrices of layers by muon and the others by AdamW."""
+    optimizer: OptimizerName = option("adamw")
+    """Update all weights by adamw; or, with muon, the matrices of layers by Muon and all other weights by AdamW."""
     lr: float = option(gt=0)
     """Peak learning rate; 2e-5 with --init-from."""
     muon_lr: float | None = option(None, "--lr", gt=0)
@@ -170,27 +173,27 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Stop after N validations in a row in which the metric of --keep-best (val_loss) has not fallen; 0 never does."""
     sample_tokens: int = option(200, ge=0)
     """Tokens of text generated at the end; 0 generates none."""
-    prompt: str = option("", "none")
+    prompt: str = option("", "none; for chats, one of them up to its first answer")
     """Text that the sample continues."""
     temperature: float = option(0.8, ge=0)
-    """Temperature of the sample; 0 takes the likeliest token."""
+    """Temperature of the sample; 0 takes the most likely token."""
     top_k: int = option(40, ge=0)
-    """Sample among the N likeliest tokens; 0 takes all."""
+    """Sample among the N most likely tokens; 0 samples among all."""
 
     dtype: Literal["auto", "float32", "bfloat16", "fp8"] = option("auto")
-    """Compute in float32, bfloat16 or fp8 (products of layers in 8 bits, all else in bfloat16); auto takes bfloat16 on
-    GPUs. CPUs emulate fp8."""
+    """Compute in float32, bfloat16 or fp8 (matmuls of layers in 8 bits, all else in bfloat16); auto takes bfloat16 on
+    GPUs, and float32 on CPUs. CPUs emulate fp8."""
     master_weights: Literal["float32", "none"] = option("float32")
     """Weights that the optimizer updates on GPUs: float32, or none for bfloat16 weights with stochastic rounding."""
     grad_dtype: Literal["float32", "bfloat16"] = option("float32")
-    """Gradients on GPUs, in memory and between ranks: float32, or bfloat16 for half the bytes. With several
-    micro-batches of a rank they are float32, and the run says so: sums in bfloat16 would lose digits."""
+    """Gradients on GPUs, in memory and between ranks: float32, or bfloat16 for half the bytes. If a rank has several
+    micro-batches, gradients are float32, because sums in bfloat16 would lose digits; the run then says so."""
     compress: Literal["none", "fp8", "int8", "int4"] = option("none")
     """Send gradients between ranks as fp8, int8 or int4, with error feedback, or as they are (none)."""
     compress_scope: Literal["all", "hosts"] = option("all")
-    """Compress between all ranks (all), or only between hosts, after exact sums within each (hosts)."""
+    """Compress between all ranks (all), or only between hosts, after exact sums within each host (hosts)."""
     deterministic: bool = option(False)
-    """Give the same bits for any number of ranks, and on CPUs in any layout; slower."""
+    """Give the same bits for any number of ranks, and on CPUs in any layout. Steps take longer."""
     seed: int = option(1337, ge=0, lt=2**63)
     """Seed of initial weights, batches and samples."""
 
@@ -199,10 +202,16 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     keep: int = option(2, ge=1)
     """How many of the newest checkpoints to keep."""
     keep_best: str | None = option(None, "none, or val_loss with --patience", min_length=1)
-    """Keep the checkpoint with the lowest val_loss or val_loss/NAME too, as checkpoints/best. It is saved when it is
-    validated."""
+    """Also keep the checkpoint with the lowest val_loss or val_loss/NAME, as checkpoints/best. It is saved right after
+    the validation that finds it."""
     save_async: bool = option(False)
-    """Continue training while a checkpoint is written; takes host memory for the rank's shard."""
+    """Continue training while a checkpoint is written. This takes host memory for a copy of the rank's shard."""
+
+    publish: str | None = option(None, "none", min_length=1)
+    """Publish the weights at HOST:PORT for servers, which pull them with kos.transfer; on CPUs. Takes host memory for
+    two more copies of the rank's shard of the weights."""
+    publish_every: int = option(1, ge=1)
+    """Steps between published versions. The initial weights and those after --steps are published too."""
 
     log_every: int = option(1, ge=1)
     """Steps between printed lines."""
@@ -212,13 +221,14 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     micro_batch_size: int | None = option(None, "up to 2,048 tokens, on GPUs 32,768", ge=1)
     """Sequences that a rank computes at once."""
     recompute: Literal["none", "norms", "block"] = option("none")
-    """Save memory by computing again in the backward: none, norms (and SwiGLU) or block (whole layers)."""
+    """What the backward computes again to save memory: nothing (none), norms and SwiGLU (norms), or whole layers
+    (block)."""
     pp_schedule: Literal["1f1b", "zero-bubble-v"] = option("1f1b")
     """Order of a pipeline's forwards and backwards: 1f1b or zero-bubble-v."""
     graph: bool = option(True)
     """Replay each step as one CUDA graph, on GPUs."""
     profile: int = option(0, ge=0)
-    """Only time N steps after 3 others, then print a table and write a Perfetto trace to --out; 0 trains."""
+    """Run 3 steps, time the next N, print a table, write a Perfetto trace to --out, and end; 0 trains."""
 
     show_data: int = option(0, ge=0)
     """Only print the first N sequences as text, with «» around what the loss counts; 0 trains."""
@@ -258,14 +268,26 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         words = given if isinstance(given, list | tuple) else [given]
         return tuple(dict.fromkeys(name.strip() for word in words for name in str(word).split(",")))
 
+    @field_validator("text_field", "encoding", mode="before")
+    @classmethod
+    def _by_source(cls, given: Any, about: ValidationInfo) -> Any:
+        values = given if isinstance(given, list | tuple) else [given]
+        if empty := [each for each in values if isinstance(each, str) and not all(each.rsplit("=", 1))]:
+            expected = "a value or SOURCE=VALUE, neither of them empty"
+            raise SettingError(str(about.field_name), expected, repr(empty[0]))
+        if all(isinstance(each, str) for each in values) and len(by_source(values)) < len(values):
+            raise SettingError(str(about.field_name), "one value, or SOURCE=VALUE once a source", " and ".join(values))
+        return (tuple(given) if len(given) > 1 else given[0]) if isinstance(given, list | tuple) and given else given
+
     @field_validator("encoding")
     @classmethod
-    def _known(cls, given: str) -> str:
-        try:
-            if "a".encode(given).decode(given) != "a":
-                raise LookupError
-        except (LookupError, UnicodeError):
-            raise SettingError("encoding", "an encoding of text, such as utf-16", repr(given)) from None
+    def _known(cls, given: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for name in by_source(given).values():
+            try:
+                if "a".encode(name).decode(name) != "a":
+                    raise LookupError
+            except (LookupError, UnicodeError):
+                raise SettingError("encoding", "an encoding of text, such as utf-16", repr(name)) from None
         return given
 
     @model_validator(mode="after")
@@ -282,6 +304,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
                 raise SettingError("compress", "none", self.compress, "elastic")
             if self.optimizer == "muon" and self.zero:
                 raise SettingError("zero", "0 with muon", self.zero, "elastic")
+            if self.publish is not None:
+                raise SettingError("publish", "none", self.publish, "elastic")
         if not isinstance(self.data, str) and self.epochs is not None:
             expected = "none with several --data (weights and --steps say how often each is seen)"
             raise SettingError("epochs", expected, self.epochs)
@@ -322,6 +346,21 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file: every field."""
         return self.model_dump(mode="json")
+
+    def check_sources(self, names: Iterable[str]) -> None:
+        """ConfigError if ``text_field`` or ``encoding`` names a source that is none of ``names``."""
+        known = [*dict.fromkeys(names)]
+        for name in ("text_field", "encoding"):
+            if unknown := by_source(getattr(self, name)).keys() - {"", *known}:
+                raise SettingError(flag_of(name), f"SOURCE=VALUE of {' or '.join(known)}", min(unknown))
+
+    def of_sources(self, *names: str | None) -> dict[str, Any]:
+        """``text_field`` and ``encoding``, without the values of other sources than ``names``."""
+        found = {}
+        for key in ("text_field", "encoding"):
+            each = {name: value for name, value in by_source(getattr(self, key)).items() if name in ("", *names)}
+            found[key] = tuple(f"{name}={value}" if name else value for name, value in each.items())
+        return found
 
     @property
     def eval_sources(self) -> dict[str, str]:
@@ -366,6 +405,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             raise SettingError("--no-graph", "a GPU", "the CPU").about("graph")
         if on_cpu and dtype == "bfloat16":
             raise SettingError("--dtype", "float32 or fp8 on the CPU", dtype)
+        if self.publish is not None and not on_cpu:
+            raise SettingError("--publish", "none on GPUs, whose memory kos.transfer cannot publish yet", self.publish)
         for name in ("master_weights", "grad_dtype"):
             if (got := getattr(self, name)) != "float32" and (on_cpu or dtype == "float32"):
                 where = " on the CPU" * (dtype == "fp8")
@@ -525,11 +566,11 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     for name in getattr(FAMILIES.get(str(merged.get("model.model_type"))), "fixed", ()):
         if sources.get(key := f"model.{name}", "").startswith("preset"):
             del merged[key]
-    if merged.get("pp_chunks", ...) is None:
-        del merged["pp_chunks"]  # of interleaved alone; files of kos 0.2 have it
     if (old := merged.get("pp_schedule")) == "interleaved":
         expected = "zero-bubble-v, which replaces it"
         raise ConfigError(f"{labels['pp_schedule']}: expected {expected}, got {old}").about("pp_schedule")
+    if (chunks := merged.pop("pp_chunks", None)) is not None:  # files of kos 0.2 have it
+        _log.warning("%s: %s is left out, it was of interleaved alone", labels["pp_chunks"], chunks)
     if old in REMOVED_SCHEDULES:
         merged["pp_schedule"] = "1f1b"
         _log.warning("%s: %s is no longer available, 1f1b is used instead: same results", labels["pp_schedule"], old)

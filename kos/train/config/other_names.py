@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
+from kos.train.config.optimizers import OPTIMIZERS
+
 WITHOUT = "docs/guides/not-in-the-trainer.md"
 
 
@@ -16,6 +18,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     name = word.rpartition(".")[2].lstrip("-").replace("_", "-").lower()
     if here := next((here for here, names in table["here"].items() if name in names), None):
         return f" (here: {here})"
+    if name in OPTIMIZERS:
+        return f" (here: --optimizer {name})"
     if any(f"{name}-".startswith(f"{none}-") for none in table["none"]["names"]):
         return f" (the trainer has none: {WITHOUT})"
     return closest(word, known, 0.75)

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ EVAL_BATCH_TOKENS = 16_384
 """Most tokens in a validation batch."""
 
 LEFT_OUT = -1  # a target that no loss counts
+
+QUESTIONS = 100
+"""Chats among which one is found for the sample at the end of a run."""
 
 SAMPLED = 256
 """Sequences in which tokens are counted that lack the beginning of their document."""
@@ -146,12 +150,23 @@ class Dataset:
         got = self.windows(self.train, starts)
         return got._replace(targets=np.where(fills[:, None], np.int32(LEFT_OUT), got.targets)) if fills.any() else got
 
+    def place(self, step: int, row: int) -> tuple[str, Dataset, int]:
+        """The source of a row of ``batch(step)`` ("" if there is one), its data, and where the row starts in it."""
+        if self.mixture is None:
+            return "", self, int(self._starts(step, np.array([row]))[0][0])
+        name, number = self.mixture.place(step * self.batch_size, self.batch_size, row)
+        part = self.mixture.parts[name]
+        return name, part, int(part._starts_in_order(np.array([number]))[0])
+
     def in_order(self, numbers: NDArray[np.int64]) -> Batch:
         """The training sequences of these numbers if each comes once, in random order, and then each again."""
+        return self.windows(self.train, self._starts_in_order(numbers))
+
+    def _starts_in_order(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         epochs, places = np.divmod(numbers, count := self.sequences_in(self.train))
         for epoch in np.unique(epochs):
             places[epochs == epoch] = permuted(places[epochs == epoch], count, self.seed, int(epoch))
-        return self.windows(self.train, places * self.seq_len)
+        return places * self.seq_len
 
     def _starts(self, step: int, rows: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Where the sequences of some rows start, and which of them only fill the last batch of an epoch."""
@@ -163,6 +178,21 @@ class Dataset:
         epoch, batch = divmod(step, self.steps_per_epoch)
         places, last = batch * self.batch_size + rows, self.sequences_in(self.train) - 1
         return permuted(places.clip(max=last), last + 1, self.seed, epoch) * self.seq_len, places > last
+
+    def question(self, most: int) -> list[int]:
+        """The tokens of a chat before its first answer, at most ``most``; none if there is no such chat.
+
+        It is one of the first chats to validate on, or else to train on.
+        """
+        for row in (each for part in self.parts if part.what == "chat" for each in (part.val, part.train)):
+            if not (row.masked and row.size):
+                continue
+            whole, bounds = Tokens(row.shards, row.documents), [*row.begins[: QUESTIONS + 1].tolist(), row.size]
+            for start, stop in pairwise(bounds[: QUESTIONS + 1]):
+                tokens = whole.window(start, min(stop - start, most + 1))
+                if (counted := np.flatnonzero(tokens >= 0)).size and counted[0]:
+                    return [*map(int, unmasked(tokens[: counted[0]]))]
+        return []
 
     def fit_in_words(self) -> str:
         """Lines for the log on how documents fit into sequences; "" if sequences cut text, or no document.
@@ -296,12 +326,14 @@ def load_data(
     no target that counts; a prompt that the tokenizer cannot encode.  ConfigError: data or tokenizer missing; a
     tokenizer that does not fit the data.
     """
+    config.check_sources([*weighted(config.data), *filter(None, [config.val_data]), *config.eval_sources.values()])
     if not isinstance(config.data, str):
         sources, parts = weighted(config.data), list[Dataset]()
         for number, name in enumerate(sources, 1):
             folders = [run / f"source-{number}" for run in runs]
             own_val = config.val_data is None or number == 1  # --val-data is that of all sources
             changes = {"data": name, "eval_batches": config.eval_batches if own_val else 0, "eval_data": ()}
+            changes |= config.of_sources(name, config.val_data)
             parts.append(load_data(config.model_copy(update=changes), show, weights, folders, own_val))
         data = mix(sources, parts)
     else:
@@ -342,7 +374,9 @@ def _load(
         if not about["counted"]:
             expected = "expected completions or answers to train on"
             raise DataError(f"--data {config.data}: {expected}, got none").about("data")
-        between += f"; the loss counts {about['counted']:,} of {len(train):,} tokens (--loss-on {config.loss_on})"
+        if (config.fit or about.get("fit")) != "whole":  # else a line on the sequences says what they count
+            counts = f"{about['counted']:,} of {len(train):,} tokens"
+            between += f"; the loss counts {counts} (--loss-on {config.loss_on})"
     tokenizer.encode(config.prompt)
     packing = None
     if (config.fit or about.get("fit", "cut")) == "whole":

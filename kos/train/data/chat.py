@@ -13,16 +13,19 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from itertools import chain
+from itertools import accumulate, chain
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from kos.errors import ConfigError, DataError, install
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function": "tool"}
-"""ShareGPT's names of roles, and ours.  ShareGPT's messages have the keys ``from`` and ``value``."""
+"""ShareGPT's names of roles, and ours.  ShareGPT's messages have the keys ``from`` and ``value``.
+
+A message from ``function_call`` has the tool calls of an assistant as JSON: one, or a list.
+"""
 
 KNOWN = ("role", "content", "weight", "train", "name", "tool_call_id")
 """Keys that a message may have even if the template does not use them."""
@@ -39,11 +42,49 @@ MARK = "\ud800"
 A message with this content shows where the template writes the content: the rendered texts differ from there on.
 """
 
+PLACE = "\ud801"
+"""Another half. Around the number of a message, in place of its content, it shows where the template writes it."""
+
+LAYOUTS = 1024
+"""Layouts of chats that a template keeps."""
+
 Parts = list[tuple[str, bool]]
 _Rendered = tuple[str, list[tuple[int, int]]]
 """A rendered text, and the (start, stop) of each ``{% generation %}`` block in it."""
 
-_Render = Callable[..., _Rendered]
+_Render = partial[_Rendered]
+
+
+class _Layout(NamedTuple):
+    """How a template writes all chats whose messages differ in their contents alone.
+
+    ``lost`` are the numbers of the messages whose content the template does not write. ``texts`` are the texts before,
+    between and after the contents. ``turns`` maps the number of an answer to the start and stop of its turn: each is a
+    number of a text and a place in it.  ``turns`` is None if one rendering of such a chat does not show its turns.
+    """
+
+    lost: list[int]
+    texts: list[str]
+    turns: dict[int, tuple[tuple[int, int], tuple[int, int]]] | None
+
+    def turns_in(self, whole: str, contents: Sequence[str]) -> dict[int, tuple[int, int]] | None:
+        """The (start, stop) of the turns in ``whole``, the text of a chat with these contents.
+
+        None if ``turns`` is None, or if ``whole`` has other texts around the contents, with or without the spaces at
+        their ends, or has these texts with and without the spaces.
+        """
+        starts, at = [0], len(self.texts[0])
+        if self.turns is None or not whole.startswith(self.texts[0]):
+            return None
+        for content, text in zip(contents, self.texts[1:], strict=True):
+            fits = {len(each) for each in (content, content.strip()) if whole.startswith(each + text, at)}
+            if len(fits) != 1:
+                return None
+            starts.append(at + fits.pop())
+            at = starts[-1] + len(text)
+        if at != len(whole):
+            return None
+        return {number: (starts[a] + b, starts[c] + d) for number, ((a, b), (c, d)) in self.turns.items()}
 
 
 class ChatTemplate:
@@ -56,6 +97,7 @@ class ChatTemplate:
         self.source, self.special, self.path = source, special, path
         self._written: list[str] = []  # the pieces of the text that is being rendered
         self._spans: list[tuple[int, int]] = []
+        self._layouts: dict[str, _Layout] = {}
 
     def documents(self, line: Mapping[str, Any], messages: Any, where: str, split_turns: bool = False) -> list[Parts]:
         """Render a chat.  Returns a list of documents, each a list of parts: (text, whether the loss counts it).
@@ -72,7 +114,8 @@ class ChatTemplate:
         Raises DataError, whose text begins with ``where``, if
 
         - ``messages`` is not a list of messages, each with a role and either text or tool calls,
-        - the template cannot render them, or does not use one of their keys or the tools, or
+        - the template cannot render them, or does not use one of their keys or the tools,
+        - the template writes nothing of a message, as that of a role which it does not know, or
         - the template has no blocks and renders a turn differently once later messages follow.
         """
         render = self._renderer(line, where)
@@ -94,6 +137,7 @@ class ChatTemplate:
         """
         render = self._renderer({"tools": tools}, where)
         chat = _with_tables(render, [self._checked(*each, where) for each in enumerate(messages, 1)], where)
+        self._layout(render, chat, where, add_generation_prompt=True)
         prompt, _ = render(chat, add_generation_prompt=True)
         answered, _ = render([*chat, {"role": "assistant", "content": MARK}])
         return prompt, answered.rpartition(MARK)[2]
@@ -112,14 +156,17 @@ class ChatTemplate:
         """Check one message, and return it with kos's names of keys and roles, without the keys that are None."""
         if isinstance(given, dict) and "from" in given and "role" not in given:
             given = {{"from": "role", "value": "content"}.get(key, key): value for key, value in given.items()}
+            if given["role"] == "function_call":
+                given = _calling(given, where)
             given["role"] = SHAREGPT.get(str(given["role"]), given["role"])
         message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
         role, calls = message.get("role"), message.get("tool_calls")
-        if role == "assistant" and "content" not in message and isinstance(calls, list) and calls:
-            known = all(isinstance(call, dict) for call in calls)
-        else:
-            known = role is not None and isinstance(message.get("content"), str) and isinstance(calls or [], list)
-            known = known and all(isinstance(call, dict) for call in calls or ())
+        known = isinstance(calls or [], list) and all(isinstance(call, dict) for call in calls or ())
+        if role != "assistant" or "content" in message or not calls:
+            known = known and role is not None and isinstance(message.get("content"), str)
+        if isinstance(message.get("content"), list):
+            got = f"a list of parts: {reprlib.repr(message['content'])}"
+            raise DataError(f"{where}: expected one text as the content of message {number}, got {got}")
         if not known:
             raise DataError(f"{where}: expected messages with role and content, got {reprlib.repr(given)}")
         if role not in ROLES:
@@ -138,12 +185,17 @@ class ChatTemplate:
 
     def _parts(self, render: _Render, messages: Sequence[Any], counted: Collection[int], where: str) -> Parts:
         """The text of ``messages`` in parts.  The answers in the messages with the numbers ``counted`` count."""
-        whole, turns = render(messages)
-        answers = _answers(messages)
+        layout, (whole, turns), answers = self._layout(render, messages, where), render(messages), _answers(messages)
         if not self._has_spans:
+            known = layout.turns_in(whole, [each.get("content", "") for each in messages]) or {}
+            unsure = counted if known and not self._asks_alike else ()
+            asked = ((number, render(messages[: number - 1], add_generation_prompt=True)[0]) for number in unsure)
+            if any(text != whole[: known[number][0]] for number, text in asked):
+                known = {}
             turns = []
             for number in counted:
-                turns.append(self._turn(render, whole, messages, number, turns[-1][1] if turns else 0, where))
+                done = turns[-1][1] if turns else 0
+                turns.append(known[number] if known else self._turn(render, whole, messages, number, done, where))
         elif len(counted) < len(answers):  # blocks are in the order of messages
             ends = [len(render(messages[:number])[1]) for number in answers]
             if sorted(ends) != ends or ends[-1] != len(turns):
@@ -164,17 +216,66 @@ class ChatTemplate:
         ``number`` is that of the message, and ``done`` is where the turn before it ends.
         """
         earlier, first = messages[: number - 1], [{"role": "assistant", "content": MARK}, *messages[1:]]
-        before = render(earlier)[0] if earlier else ""  # a template may not render an empty chat
         asked, _ = render(earlier, add_generation_prompt=True) if earlier else render(first)
-        upto, _ = render(messages[:number])
         start = len(commonprefix([whole, asked]))  # noqa: RUF071
-        if whole.startswith(upto) and max(done, len(before)) <= start <= len(upto):
+        upto = render(messages[:number])[0] if number < len(messages) else whole
+        if start < len(asked):
+            done = max(done, len(render(earlier)[0]) if earlier else 0)  # a template may not render an empty chat
+        if whole.startswith(upto) and done <= start <= len(upto):
             return start, len(upto)
         expected = f"a chat template that does not change a turn for those after it ({self.path})"
         how = "add {% generation %} blocks to the template"
         if len(messages) > number:
             how = f"--split-turns makes a text for each answer, or {how}"
         raise DataError(f"{where}: expected {expected}, got another text up to message {number}; {how}")
+
+    def _layout(self, render: _Render, messages: Sequence[Any], where: str, **how: bool) -> _Layout:
+        """The layout of a chat; ``how`` is how it is rendered.  DataError for a message that the template leaves out.
+
+        A message with tool calls may be written without its content, as in LLaMA 3.1's template.
+        """
+        left_out = {"content", *COUNTING}
+        others = [{name: each[name] for name in each if name not in left_out} for each in messages]
+        key = json.dumps([render.args[0], how, others, ["content" in each for each in messages]], default=repr)
+        if key not in self._layouts:
+            if len(self._layouts) == LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = self._make_layout(render, messages, how)
+        layout = self._layouts[key]
+        for number in layout.lost:
+            message = messages[number - 1]
+            role, content = message["role"], message.get("content", "")
+            if not content.strip() or message.get("tool_calls"):
+                continue
+            other = [*messages[: number - 1], {**message, "content": content + PLACE}, *messages[number:]]
+            if render(other, **how) == render(messages, **how):
+                system = "; write the role 'system' instead" * (role == "developer")
+                got = f"the role {role!r} in message {number}, whose content would be lost{system}"
+                raise DataError(f"{where}: expected roles that {self.path} writes, got {got}")
+        return layout
+
+    def _make_layout(self, render: _Render, messages: Sequence[Any], how: Mapping[str, bool]) -> _Layout:
+        places = [f"{PLACE}{number}{PLACE}" for number in range(1, len(messages) + 1)]
+        marked = [
+            {**each, "content": place} if "content" in each else each
+            for each, place in zip(messages, places, strict=True)
+        ]
+        lost, texts, turns, done = list[int](), [""], dict[int, Any](), 0
+        with suppress(DataError):  # of a template that looks into contents
+            whole, _ = render(marked, **how)
+            lost = [number for number, place in enumerate(places, 1) if place not in whole]
+            texts = re.split(f"{PLACE}[0-9]+{PLACE}", whole)
+            known = not (self._has_spans or how) and re.findall(f"{PLACE}[0-9]+{PLACE}", whole) == places
+            starts = [*accumulate(map(len, chain.from_iterable(zip(texts, places, strict=False))), initial=0)][::2]
+            for number in _answers(messages) if known else ():
+                asked, _ = render(marked[: number - 1], add_generation_prompt=True)
+                upto, _ = render(marked[:number])
+                if number == 1 or len(asked) < done or not (upto.startswith(asked) and whole.startswith(upto)):
+                    return _Layout(lost, texts, None)
+                done, at = len(upto), [bisect_right(starts, len(each)) - 1 for each in (asked, upto)]
+                turns[number] = (at[0], len(asked) - starts[at[0]]), (at[1], done - starts[at[1]])
+            return _Layout(lost, texts, turns if known else None)
+        return _Layout(lost, texts, None)
 
     def _render(
         self, options: Mapping[str, Any], where: str, messages: Sequence[Any], add_generation_prompt: bool = False
@@ -194,6 +295,25 @@ class ChatTemplate:
     @cached_property
     def _has_spans(self) -> bool:
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
+
+    @cached_property
+    def _asks_alike(self) -> bool:
+        """Whether the generation prompt is certain to be the same after all messages.
+
+        It is if ``add_generation_prompt`` is used only as the test of an ``if`` outside of loops and other tests, and
+        if this ``if`` uses only constants and options.
+        """
+        from jinja2 import nodes
+
+        def names(tree: nodes.Node) -> list[str]:
+            return [each.name for each in tree.find_all(nodes.Name)]
+
+        whole, flag = self._template.environment.parse(self.source), nodes.Name("add_generation_prompt", "load")
+        asks = [each for each in whole.body if isinstance(each, nodes.If) and each.test == flag]
+        used = [name for each in asks for name in names(each)]
+        made = {"messages", *(each.name for each in whole.find_all(nodes.Name) if each.ctx == "store")}
+        alone = names(whole).count(flag.name) == used.count(flag.name) == len(asks)
+        return alone and not made & {*used} and not any(each.find(nodes.Call) for each in asks)
 
     @cached_property
     def _template(self) -> Any:
@@ -232,6 +352,17 @@ class ChatTemplate:
             raise DataError(f"{self.path}: expected a chat template, got {error}") from None
 
 
+def _calling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """ShareGPT's message with tool calls, in OpenAI's form."""
+    try:
+        calls = json.loads(given["content"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        got = f"{reprlib.repr(given.get('content'))} ({error})"
+        raise DataError(f"{where}: expected JSON as the value from function_call, got {got}") from None
+    functions = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+    return {**given, "role": "assistant", "content": None, "tool_calls": functions}
+
+
 def _answers(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """The numbers of the assistant's messages, counted from 1."""
     return [number for number, each in enumerate(messages, 1) if each["role"] == "assistant"]
@@ -248,7 +379,7 @@ def _with_tables(render: _Render, chat: list[dict[str, Any]], where: str) -> lis
     for text in texts:
         try:
             json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             got = f"{reprlib.repr(text)} ({error})"
             raise DataError(f"{where}: expected JSON as the arguments of a tool call, got {got}") from None
     with suppress(DataError):  # a template may expect a table
@@ -267,9 +398,12 @@ def _with_tables(render: _Render, chat: list[dict[str, Any]], where: str) -> lis
 def _options(line: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The variables of a template other than the messages.  The fields of the line have the names that TRL uses."""
     tools, others = line.get("tools"), line.get("chat_template_kwargs") or {}
+    if line.get("functions"):
+        how = 'write each of them into "tools", as {"type": "function", "function": …}'
+        raise DataError(f"{where}: expected the field 'tools', got its earlier name 'functions'; {how}")
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: expected JSON in the field 'tools', got {error}") from None
     if not isinstance(tools, list | None) or not isinstance(others, dict):
         got = reprlib.repr({"tools": tools, "chat_template_kwargs": others})

@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 
 from kos.errors import ConfigError, DataError, plural
 from kos.train.data import download
-from kos.train.data.documents import OPENERS, TEXT, Document, Lines, Records, check_kind, is_converted, open_documents
+from kos.train.data.documents import (
+    OPENERS,
+    TEXT,
+    Document,
+    Lines,
+    Records,
+    check_encoding,
+    check_kind,
+    is_converted,
+    open_documents,
+)
 from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
 from kos.train.data.token_files import VOCAB_SIZES, is_token_file, is_tokenized, mask_of, open_tokens
 from kos.train.data.tokenizers import SAVED
@@ -25,6 +35,9 @@ _log = logging.getLogger(__name__)
 
 HELD_OUT = 10
 """One part in this many is held out for validation: of a file, or of the files of a folder."""
+
+MUCH = 0.2
+"""The share of the data that is more than a user may expect to be held out."""
 
 SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 """Words in the name of a file or of its folder, and the split that the file belongs to."""
@@ -45,6 +58,11 @@ class File(NamedTuple):
     split: str
     path: Path | None
     content: Any
+
+    @property
+    def size(self) -> int:
+        """In bytes; without a path, the length of the content."""
+        return self.path.stat().st_size if self.path else len(self.content)
 
     @property
     def key(self) -> str:
@@ -88,6 +106,7 @@ class Corpus:
     below: Sequence[str] = ()  # the paths of files below --data, which tell their splits
     tokenized: Path | None = None  # the folder of ``kos tokenize`` that --data names
     flags: Sequence[tuple[str, str]] = (("--data", ""), ("--data", ""))  # those that name ``train`` and ``val``
+    lines: Sequence[Lines] = (TEXT,)  # how the files of each source are read
 
     @cached_property
     def splits(self) -> Splits:
@@ -150,7 +169,7 @@ def read_corpus(
     return Corpus(
         first.name, [*chain(*(each.paths for each in of_data))], read, first.vocab_size,
         sources[-1].paths if val_data is not None else (), [*chain(*(each.below for each in of_data))],
-        first.tokenized, (named[0], named[-1 if val_data is not None else 0]),
+        first.tokenized, (named[0], named[-1 if val_data is not None else 0]), [lines.of(name) for _, name in named],
     )  # fmt: skip
 
 
@@ -173,7 +192,7 @@ def _find(data: str, show: Show, lines: Lines) -> _Source:
         return _Source(data, [], _stdlib)
     if data == download.NAME:
         return _Source(data, [], lambda: [File(data, "", None, open_documents(download.tinyshakespeare()))])
-    path = Path(data)
+    path, lines = Path(data), lines.of(data)
     if path.is_dir() and is_tokenized(path):
         return _Source(data, [each for each in sorted(path.iterdir()) if each.is_file()], list, tokenized=path)
     if path.is_dir():
@@ -182,6 +201,7 @@ def _find(data: str, show: Show, lines: Lines) -> _Source:
         if is_token_file(path, lines.token_dtype):
             return _of_files(path.name, [path], None, show, lines)
         check_kind(path)
+        check_encoding(path, lines)
         return _Source(path.name, [path], lambda: [File(path.name, "", path, open_documents(path, lines))])
     if path.exists():
         raise DataError(f"--data: expected a regular file or a folder, got {data!r} (a device, pipe or socket)")
@@ -237,6 +257,7 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, l
         texts = sorted({*texts} - {*converted})
     for path in texts:
         check_kind(path)
+        check_encoding(path, lines)
     return _Source(name, texts, read_texts, below=[*map(below, texts)])
 
 
@@ -259,7 +280,10 @@ def split(data: str, files: Sequence[File], val_files: Sequence[File] | None = N
         held, text = _validation_files(val_files) or [*val_files], val_name
     elif not held and len(files) > 1:
         numbered = [each for each in files if each.split == ""]
-        held, text = numbered[HELD_OUT - 1 :: HELD_OUT] or numbered[-1:], f" (of {len(files)} files)"
+        held = numbered[HELD_OUT - 1 :: HELD_OUT] or numbered[-1:]
+        share = sum(each.size for each in held) / max(1, sum(each.size for each in files))
+        much = f", {share:.0%} of the data; --val-data, or a file with val in its name, replaces it" * (share > MUCH)
+        text = f" (of {len(files)} files{much})" if held else ""
     apart = {each.key for each in held}
     train = [each for each in files if each.split not in ("val", "test") and each.key not in apart]
     if files and not train:

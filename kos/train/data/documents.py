@@ -14,21 +14,26 @@ import gzip
 import io
 import itertools
 import json
+import logging
 import lzma
 import re
 import reprlib
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kos.commands import python_code
 from kos.errors import ConfigError, DataError, KosError, install
 from kos.train.data.chat import ChatTemplate
 from kos.train.data.token_files import KINDS
+
+_log = logging.getLogger(__name__)
 
 READ = 1 << 20  # characters that are read at once
 ROWS = 1 << 10  # rows of a Parquet file that are read at once
@@ -56,17 +61,31 @@ class Document:
 
 
 class Lines(NamedTuple):
-    """How files become documents: the field of plain text, what gives the template of chats, whether each answer of a
-    chat is a document of its own, the encoding of text, and the dtype of token files without a header."""
+    """How files become documents: the field of a text or a chat, what gives the template of chats, whether each answer
+    of a chat is a document of its own, the encoding of text, and the dtype of token files without a header.
 
-    text_field: str = "text"
+    Without ``text_field``, a record has one of ``FORMS``.  ``of_source`` has the field and the encoding of sources that
+    differ from these.
+    """
+
+    text_field: str | None = None
     chat_template: Callable[[], ChatTemplate | None] = lambda: None
     split_turns: bool = False
     encoding: str = "utf-8"
     token_dtype: str | None = None
+    of_source: Mapping[str, tuple[str | None, str | None]] = MappingProxyType({})
+
+    def of(self, source: str) -> Lines:
+        """Those of one source."""
+        field, encoding = self.of_source.get(source, (None, None))
+        return self._replace(text_field=field or self.text_field, encoding=encoding or self.encoding)
 
 
 TEXT = Lines()
+
+CHATS = ("messages", "conversations", "instruction")
+FORMS = ("text", "completion", *CHATS)
+"""The fields by which a record is a text, a prompt with its completion, or a chat.  It may have one of them."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +179,20 @@ def check_kind(path: Path) -> None:
         raise DataError(f"--data {path}: expected {KINDS}, got {suffix}; run: {how}")
 
 
+def check_encoding(path: Path, lines: Lines) -> None:
+    """Warn if the beginning of a file of text is UTF-8 in spite of ``lines.encoding``, with which it has other text."""
+    name = codecs.lookup(lines.encoding).name
+    if name in ("utf-8", "utf-8-sig") or _kind(path) == ".parquet":
+        return
+    with suppress(Exception):  # each library of a format has its own; the reader reports it
+        with OPENERS.get(path.suffix.lower(), lambda path: path.open("rb"))(path) as raw:
+            text = codecs.getincrementaldecoder("utf-8")().decode(raw.read(READ))
+        if found := re.search(r"[^\0-\x7f]{1,20}", text):
+            got = found[0].encode().decode(name, "replace")
+            text = "--data %s: the text is valid UTF-8, but --encoding %s reads %r as %r"
+            _log.warning(text, path, lines.encoding, found[0], got)
+
+
 def is_converted(path: Path) -> bool:
     """Whether the data of ``path`` is beside it in another form: decompressed, as JSON Lines or as Parquet."""
     stem, suffix = path.with_suffix(""), path.suffix.lower()
@@ -201,7 +234,8 @@ def _library(name: str, extra: str, path: Path) -> Any:
 
 def _decoded(path: Path, encoding: str, newline: str | None = None) -> Iterator[str]:
     """The text of a file, in parts of READ characters; in lines if ``newline`` says, as for ``open``, how they end."""
-    hint = f"expected {encoding.upper()} {KINDS}, got {{}}; --encoding reads text in another one, such as utf-16"
+    other = "--encoding reads text in another one, such as latin-1 or utf-16"
+    hint = f"expected {encoding.upper()} {KINDS}, got {{}}; {other}"
     codec = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
     with OPENERS.get(path.suffix.lower(), lambda path: path.open("rb"))(path) as raw:
         file, at = io.TextIOWrapper(raw, codec, newline=newline or ""), 0
@@ -235,7 +269,9 @@ def _json_lines(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
         try:
             yield f"line {number}", json.loads(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
-            at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            at = f"{error}"
+            if isinstance(error, json.JSONDecodeError):
+                at = f"{error.msg.removesuffix(' at')} at column {error.colno}"
             got = f"{reprlib.repr(line)} ({at})"
             raise DataError(f"--data {path}, line {number}: expected JSON, got {got}") from None
 
@@ -244,17 +280,28 @@ def _table(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(sys.maxsize)
     dialect = "excel-tab" if _kind(path) == ".tsv" else "excel"
     rows = csv.reader(_decoded(path, lines.encoding, ""), dialect, strict=True)
-    names = next(rows, [])
-    for row in filter(None, rows):
-        if len(row) != len(names):
-            where = f"--data {path}, line {rows.line_num}"
-            raise DataError(f"{where}: expected {len(names)} columns, as in the first line, got {len(row)}")
-        yield f"line {rows.line_num}", dict(zip(names, row, strict=True))
+    names: list[str] | None = None
+    row: list[str] | None = []
+    while row is not None:
+        place = f"line {rows.line_num + 1}"  # where the row begins
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            raise DataError(f"--data {path}, {place}: expected a whole row of a table, got {error}") from None
+        if names is not None and row and len(row) != len(names):
+            expected = f"{len(names)} columns, as in the first line"
+            raise DataError(f"--data {path}, {place}: expected {expected}, got {len(row)}")
+        if names is not None and row:
+            yield place, dict(zip(names, row, strict=True))
+        names = row if names is None else names
 
 
 def _parquet(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
     with _library("pyarrow.parquet", "parquet", path).ParquetFile(path) as file:
-        columns = [lines.text_field] if lines.text_field in file.schema_arrow.names else None
+        schema, field = file.schema_arrow, lines.text_field or "text"
+        others = {*FORMS} & {*schema.names} - {field} if lines.text_field is None else ()
+        is_text = field in schema.names and not others and not schema.field(field).type.num_fields
+        columns = [field] if is_text else None
         batches = file.iter_batches(ROWS, columns=columns)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, row in enumerate(rows, 1):
@@ -321,12 +368,18 @@ def read_records(path: Path, lines: Lines = TEXT) -> Iterator[tuple[str, Any]]:
 
 def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Document]:
     fields: Mapping[str, Any] = value if isinstance(value, dict) else {}
-    if lines.text_field in fields:
-        return [_text_of(fields, lines.text_field, where)]
-    if "completion" in fields or ("prompt" in fields and "messages" not in fields):
+    if (field := lines.text_field) not in fields:
+        forms = FORMS if field is None else FORMS[1:]
+        given = [name for name in forms if fields.get(name)]
+        if len(given) > 1:
+            how = f"name the text or the chat to train on, as --text-field {given[0]}, or remove the others"
+            raise DataError(f"{where}: expected one of the fields {', '.join(forms)}, got {' and '.join(given)}; {how}")
+        field = next((name for name in (*given, *forms, "prompt") if name in fields), None)
+    if field in ("prompt", "completion") and field != lines.text_field:
         prompt, completion = (_text_of(fields, name, where) for name in ("prompt", "completion"))
         return [Document(((prompt, False), (completion, True)))]
-    if (messages := _messages_of(fields, where)) is not None:
+    if field is not None and (isinstance(fields[field], list) if field == lines.text_field else field in CHATS):
+        messages = _messages_of(fields, field, where)
         if (template := lines.chat_template()) is None:
             expected = "a tokenizer with a chat template for messages (--tokenizer, --init-from)"
             how = "add chat_template to its tokenizer_config.json, or put each chat into one field, as text"
@@ -334,15 +387,16 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
         chats = template.documents(fields, messages, where, lines.split_turns)
         rows = [[(_encodable(text, "messages", where), counted) for text, counted in parts] for parts in chats]
         return [Document(tuple(parts), rendered=True) for parts in rows]
+    if field is not None:
+        return [_text_of(fields, field, where)]
     got = f"the fields {', '.join(fields) or 'none'}" if isinstance(value, dict) else reprlib.repr(value)
-    kinds = f"the field {lines.text_field!r} (--text-field), prompt and completion, or messages"
+    kinds = f"the field {lines.text_field or 'text'!r} (--text-field), prompt and completion, or messages"
     raise DataError(f"{where}: expected {kinds}, got {got}")
 
 
-def _messages_of(fields: Mapping[str, Any], where: str) -> Any:
-    """The messages of a line, with its ``system`` prompt first; None if it has no chat."""
-    name = next((name for name in ("messages", "conversations", "instruction") if fields.get(name) is not None), None)
-    messages = fields.get(str(name))
+def _messages_of(fields: Mapping[str, Any], name: str, where: str) -> Any:
+    """The messages in the field ``name`` of a record, with its ``system`` prompt first."""
+    messages = fields[name]
     if name == "instruction":
         asked = "\n".join(_text_of(fields, each, where) for each in ("instruction", "input") if fields.get(each))
         answer = _text_of(fields, "output", where)

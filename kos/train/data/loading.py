@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kos.errors import DataError, SettingError
+from kos.train.config import by_source
 from kos.train.config.options import TrainConfig
 from kos.train.data.chat import read_chat_template
 from kos.train.data.corpus import Corpus, Show
@@ -35,7 +36,9 @@ _BEGINS = ("train.npy", "val.npy")
 def lines_of(config: TrainConfig, weights: str | None = None) -> Lines:
     """How files are read with these settings."""
     template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
-    return Lines(config.text_field, template, config.split_turns, config.encoding, config.token_dtype)
+    fields, encodings = by_source(config.text_field), {"": "utf-8", **by_source(config.encoding)}
+    of_source = {name: (fields.get(name), encodings.get(name)) for name in {*fields, *encodings}}
+    return Lines(fields.get(""), template, config.split_turns, encodings[""], config.token_dtype, of_source)
 
 
 def load_tokens(
@@ -134,7 +137,7 @@ def _load_text(
 ) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
     """``load_tokens`` of text."""
     how, make = tokenizing(corpus, config, weights, show, given)
-    with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
+    with prepared(corpus.files, [how, corpus.below], make, corpus.val_files) as (folder, about):
         return *read_rows(folder, about), given or _tokenizer_of(about), about
 
 
@@ -148,13 +151,17 @@ def _tokenizer_of(about: Mapping[str, Any]) -> Tokenizer:
 def tokenizing(
     corpus: Corpus, config: TrainConfig, weights: str | None, show: Show, given: Tokenizer | None = None
 ) -> tuple[list[Any], Callable[..., dict[str, Any]]]:
-    """What the tokens of text depend on beside its files, and ``make(folder, key)``, which writes them to a folder."""
+    """What the tokens of text depend on, and ``make(folder, key)``, which writes them to a folder.
+
+    They also depend on the files and on ``corpus.below``.
+    """
     spec = _tokenizer_of_text(config, weights)
     tokenizer = given or (None if spec == "chars" else make_tokenizer(spec))
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
-    how += [config.split_special_tokens, config.text_field, config.loss_on, config.split_turns, corpus.below]
-    how += [corpus.other_val, config.encoding, *([template.source, template.special] if template else [])]
+    how += [config.split_special_tokens, config.loss_on, config.split_turns, corpus.other_val]
+    how += [[(each.text_field, each.encoding) for each in corpus.lines]]
+    how += [template.source, template.special] if template else []
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
     how += [name for name, files in sources if not files]  # others are known by their files
 

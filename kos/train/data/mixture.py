@@ -86,12 +86,23 @@ class Mixture(Generic[D]):
             for n, name in enumerate(self.parts)
         )
 
-    def rows(self, first: int, size: int, rows: Sequence[int]) -> Batch:
-        """These ``rows`` of a batch of ``size`` sequences, the first of which is sequence ``first`` of the run."""
+    def place(self, first: int, size: int, row: int) -> tuple[str, int]:
+        """The source of a row of a batch of ``size`` sequences, and the number of the sequence in this source.
+
+        Sequence ``first`` of the run is the first one of the batch.
+        """
+        sources, places = self._places(first, size, np.array([row]))
+        return [*self.parts][int(sources[0])], int(places[0])
+
+    def _places(self, first: int, size: int, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         before = self.sequences(first)
         ends = np.cumsum(self.sequences(first + size) - before)
         sources = np.searchsorted(ends, rows, side="right")
-        places, parts = before[sources] + rows - np.append(0, ends)[sources], [*self.parts.values()]
+        return sources, before[sources] + rows - np.append(0, ends)[sources]
+
+    def rows(self, first: int, size: int, rows: Sequence[int]) -> Batch:
+        """These ``rows`` of a batch of ``size`` sequences, the first of which is sequence ``first`` of the run."""
+        (sources, places), parts = self._places(first, size, np.asarray(rows)), [*self.parts.values()]
         each = [parts[source].in_order(places[sources == source]) for source in np.unique(sources)]
         order = np.argsort(np.argsort(sources, kind="stable"))
         return Batch(*(None if of[0] is None else np.concatenate(of)[order] for of in zip(*each, strict=True)))

@@ -82,6 +82,10 @@ class PackedTokens(Tokens):
             at += count
         return window
 
+    def padding(self, start: int, length: int) -> int:
+        begins, ends = self._pieces(start)
+        return max(0, length - int((ends - begins).sum()))
+
     def document_starts(self, start: int, window: NDArray[Any]) -> NDArray[np.int32]:
         """See ``Tokens``.  Padding counts as a document of its own."""
         begins, ends = self._pieces(start)

@@ -19,7 +19,8 @@ _BEFORE, _SHOWN = 50, 110
 def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
     """The first ``config.show_data`` sequences of a run, or of one that resumes from the checkpoint ``found``.
 
-    A line before each sequence gives its place and its counts.
+    A line before each sequence gives its place, its source in a mixture, and its counts.  The last lines say how
+    documents fit into sequences, and what the data is.
     """
     first, weights, runs, shown = 0, tokenizer_folder(config.init_from), list[Path](), []
     if found is not None:
@@ -29,9 +30,14 @@ def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
     data = load_data(config, weights=weights, runs=runs)
     for number in range(first, first + config.show_data):
         step, row = divmod(number, config.batch_size)
-        text, counts = sequence(data, step, row)
-        shown.append(f"--- step {step + 1}, sequence {row + 1}: {counts} of {data.seq_len} tokens count\n{text}")
-    return "\n".join([*shown, f"--- {data.describe()}; {data.trained_on}; {data.held_out}"])
+        (text, counts), (source, part, start) = sequence(data, step, row), data.place(step, row)
+        of = f"{counts} of {data.seq_len} tokens count"
+        if padding := part.train.padding(start, data.seq_len):
+            of += f", {padding} are padding"
+        where = f"step {step + 1}, sequence {row + 1}{f', of {source}' * bool(source)}"
+        shown.append(f"--- {where}: {of}\n{text}")
+    fit = [f"--- {line}" for line in data.fit_in_words().splitlines()]
+    return "\n".join([*shown, *fit, f"--- {data.describe()}; {data.trained_on}; {data.held_out}"])
 
 
 def first_line(data: Dataset, step: int) -> str:
@@ -44,14 +50,14 @@ def first_line(data: Dataset, step: int) -> str:
 
 
 def sequence(data: Dataset, step: int, row: int, shown: int | None = None) -> tuple[str, int]:
-    """The text of a sequence, including its last target, and how many of its targets the loss counts.
+    """The text of a sequence without padding, including its last target, and how many targets the loss counts.
 
     With ``shown``, the text may end once that many characters follow the first token that the loss counts.
     """
-    batch = data.rows(step, [row])
+    batch, (_, part, start) = data.rows(step, [row]), data.place(step, row)
     tokens, targets = batch.tokens[0].tolist(), batch.targets[0].tolist()
     counted = [False, *(target != LEFT_OUT for target in targets)]
-    ids = [*tokens, *targets[-1:] * counted[-1]]
+    ids = [*tokens, *targets[-1:] * counted[-1]][: len(counted) - part.train.padding(start, len(counted))]
     text, written, done = "", "", 0
     for counts, group in groupby(counted[: len(ids)]):
         done += len([*group])

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -18,13 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from kos.errors import ConfigError, DataError
+from kos.errors import ConfigError, DataError, plural
 from kos.files import replace_file
 from kos.train.data.corpus import Corpus, Show, errors_with
 from kos.train.data.documents import Document, Records, Text
 from kos.train.data.token_files import FORMAT, FORMATS, HEADER_BYTES, MANIFEST, is_tokenized, open_tokens, pieces
 from kos.train.data.tokenizers import Encoded, Tokenizer
 from kos.train.data.tokens import Shards, Tokens
+
+_log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 1 << 24
 """A shard is complete when it has at least this many tokens."""
@@ -57,7 +61,9 @@ def tokenize(
 ) -> dict[str, Any]:  # fmt: skip
     """Write the tokens of a corpus to ``folder``, after the shards that are there; returns the manifest.
 
-    ConfigError if the folder has other files than those of an earlier call with this ``key``.
+    ``key`` identifies the settings and, after a space, the state of the data.  ConfigError if the folder has other
+    files than those of an earlier call with this ``key``.  If that call did not finish, and the data has changed since
+    or no shard is complete, its files are removed first.
     """
     manifest = _begun(folder, key)
     if manifest["complete"]:
@@ -85,9 +91,18 @@ def _begun(folder: Path, key: str) -> dict[str, Any]:
     """The manifest in ``folder``, or the first one of an empty folder."""
     if is_tokenized(folder):
         manifest = read_manifest(folder, complete=False)
-        if manifest["key"] != key:
+        if manifest["key"] == key:
+            return manifest
+        settings, shards = (each.partition(" ")[0] for each in (key, manifest["key"])), len(manifest["shards"])
+        if manifest["complete"] or (shards and len({*settings}) > 1):
             raise ConfigError(f"{folder}: expected a new folder, got one with tokens of other data or settings")
-        return manifest
+        if shards:
+            text = "%s: the data has changed since %s of an interrupted kos tokenize; it begins again"
+            _log.warning(text, folder, plural(shards, "shard"))
+        for path in folder.iterdir():
+            if re.fullmatch(r"\d{5,}\.(bin|documents|mask)", path.name):
+                path.unlink()
+        (folder / MANIFEST).unlink()
     if others := sorted(folder.iterdir()):
         raise ConfigError(f"{folder}: expected a new or an empty folder, got one with {others[0].name}")
     return _save(folder, {"format": FORMAT, "key": key, "complete": False, "shards": []})

@@ -76,6 +76,10 @@ class Tokens:
         inside = slice(*np.searchsorted(self.begins, [start, stop]))
         return Tokens(self._slices(start, stop - start) or [self.shards[0][:0]], np.unique(self.begins[inside] - start))
 
+    def padding(self, start: int, length: int) -> int:
+        """How many of the last tokens of ``window`` are padding."""
+        return 0
+
     def document_starts(self, start: int, window: NDArray[Any]) -> NDArray[np.int32]:
         """Where the document of each token of ``window``, from ``start`` on, begins in it: 0 if it began before."""
         if isinstance(self.documents, Separator):

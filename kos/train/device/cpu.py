@@ -26,7 +26,7 @@ from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.train import REPORT, Step, StepResult
 
-_WARM_SECONDS = 1.0  # of work, after which a step takes as long as later ones
+WARM_SECONDS = 1.0  # of work, after which a step takes as long as later ones
 
 
 class DryOps:
@@ -95,7 +95,7 @@ class CpuDevice(Device):
         self._dry_step()  # the first takes longer
         # So do the steps of the first second of work, while processors raise their clock.  All ranks try equally many.
         took = float(self.comm.all_reduce(np.array([self._dry_step()]), ReduceOp.MAX)[0])
-        seconds = min([took, *(self._dry_step() for _ in range(min(4, int(_WARM_SECONDS / took))))])
+        seconds = min([took, *(self._dry_step() for _ in range(min(4, int(WARM_SECONDS / took))))])
         self.step.optimizer.step_count = self._dry_run = 0
         tokens = math.prod(eval_shape(self.config)) * sum(len(data.val_starts()) for data in self.data.evaluated)
         return seconds, seconds * tokens / trained / 3  # a backward is two forwards

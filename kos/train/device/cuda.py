@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ from kos.train.data.corpus import Show
 from kos.train.data.own import OwnBatches
 from kos.train.device import Device
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
-from kos.train.layers import Gradients
+from kos.train.layers import Gradients, Placement
 from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, check_fp8, make_stage
@@ -263,11 +263,12 @@ class CudaDevice(Device):
             trying = CudaOps(ops.device, ops.stream, algorithms=found, search=True)
             stage = make_stage(config, model, trying, local, dry, head_rows=HEAD_ROWS, recompute=config.recompute)
             stage.arena.reserve(self.plan.arena)
-            shapes, groups = model.parameter_shapes(local), model.fused_groups(local)
+            places, groups = model.placements(local), model.fused_groups(local)
+            shapes = {name: at.local for name, at in places.items()}
             drawn = Parameters(shapes, config.compute_dtype, groups, trying.zeros)
             gradients, loss = drawn.like(config.grad_dtype), trying.zeros(1, np.float64)
             random = np.random.default_rng(0)
-            _draw_quickly(drawn, random, trying)
+            _draw_quickly(drawn, random, trying, places)
             store = weight_store(linear_names([stage]), drawn, trying) if config.dtype == "fp8" else {}
             weights = Fp8Weights(drawn, store, trying, stage.arena)
             shape = config.micro_batch_size or 1, config.seq_len // cp.size
@@ -407,8 +408,10 @@ def _reaches(axis: Axis) -> bool:
     return axis.size > 1 and "peer" in axis.comm.backend_name
 
 
-def _draw_quickly(weights: Parameters, random: np.random.Generator, ops: CudaOps) -> None:
-    """Norms at 1, biases at 0, the rest normal of deviation 0.02: ``DRAWN`` numbers over and over."""
+def _draw_quickly(
+    weights: Parameters, random: np.random.Generator, ops: CudaOps, placements: Mapping[str, Placement]
+) -> None:
+    """Vectors at ``Placement.initial``, the rest normal of deviation 0.02: ``DRAWN`` numbers over and over."""
     flat, there = weights.flat, min(DRAWN, weights.flat.size)
     drawn = 0.02 * random.standard_normal(there, np.float32)
     flat[:there].copy_from(drawn.astype(flat.dtype.numpy), ops.stream)
@@ -418,7 +421,7 @@ def _draw_quickly(weights: Parameters, random: np.random.Generator, ops: CudaOps
         there += more
     for name, span in weights.spans.items():
         if len(weights.shapes[name]) == 1:
-            constant = np.full(span.stop - span.start, not name.endswith(".bias"), flat.dtype.numpy)
+            constant = np.full(span.stop - span.start, placements[name].initial, flat.dtype.numpy)
             flat[span].copy_from(constant, ops.stream)
 
 

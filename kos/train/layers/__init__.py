@@ -112,6 +112,9 @@ class Placement(NamedTuple):
     copies: int = 1
     """How many neighbours along tp hold this part of a tensor that is split."""
 
+    initial: float | None = None
+    """The value of all elements before training. None: they are drawn (``kos.train.model.initial``)."""
+
     @classmethod
     def split(cls, shape: tuple[int, ...], dim: int, shard: int, shards: int, most: int | None = None) -> Placement:
         """Part ``shard`` of ``shards`` equal ones; of only ``most`` if that is less, each held by several ranks."""

@@ -115,7 +115,7 @@ class Attention(Sublayer):
         """qkv = rope(norm(qkv)), out = attention(qkv)."""
         qkv_NW = attend.qkv
         for norm, heads in self._normed(ctx):
-            ctx.ops.head_norm(qkv_NW, ctx.weights[norm.name], norm.eps, heads, raw)
+            norm.forward_heads(ctx, qkv_NW, heads, raw)
         self._rotate(ctx, ctx.ops.rope, qkv_NW, attend.length)
         if ctx.cache is not None:
             ctx.cache.attention(self, ctx, attend, masks)
@@ -128,11 +128,8 @@ class Attention(Sublayer):
         attend = self.attend(self._heads(ctx), saved.columns_NW, inner, saved.of_core.lse_BHT)
         ctx.cp.attention_backward(attend, d_inner, d_columns, ctx.arena, masks)
         self._rotate(ctx, ctx.ops.rope_backward, d_columns, attend.length)
-        _, accumulate, final = ctx.into
         for norm, heads in self._normed(ctx):
-            norm_weight = ctx.weights[norm.name], norm.eps, heads
-            ctx.ops.head_norm_backward(raw, *norm_weight, d_columns, ctx.gradient(norm.name), accumulate, ctx.arena)
-            final(norm.name)
+            norm.backward_heads(ctx, raw, heads, d_columns)
 
     def _rotate(self, ctx: PassContext, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
         """``rope`` is forward or backward."""

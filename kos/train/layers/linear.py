@@ -60,7 +60,7 @@ class Linear:
         }
         for name, rows in self.members.items() if self.bias else ():
             whole, split = Placement((rows,)), Placement.split((rows,), 0, shard, shards, self.most.get(name))
-            found[bias_of(name)] = whole if self.dim else split
+            found[bias_of(name)] = (whole if self.dim else split)._replace(initial=0.0)
         return (self.adapters.placements(shard, shards) if self.adapters else {}) | found
 
     def groups(self) -> dict[str, tuple[str, ...]]:

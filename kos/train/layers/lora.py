@@ -68,7 +68,7 @@ class Adapters:
             found = [Placement(shape) for shape in shapes]
             most = linear.most.get(f"{name}weight")
             found[linear.dim] = Placement.split(shapes[linear.dim], linear.dim, shard, shards, most)
-            of_b[name + B], of_a[name + A] = found
+            of_b[name + B], of_a[name + A] = found[0]._replace(initial=0.0), found[1]
         return of_b | of_a
 
     def splits(self, shards: int) -> dict[str, tuple[int, list[slice]]]:

@@ -8,18 +8,26 @@ from kos.memory.arena import Arena
 from kos.train.layers import PassContext, Placement
 from kos.train.layers.linear import bias_of
 from kos.train.ops import Array
+from kos.train.ops.norm import Normalize
 
 
 class Norm:
-    """RMSNorm of rows (n, ``size``)."""
+    """RMSNorm of rows (n, ``size``), or of the heads of q or k.
 
-    def __init__(self, name: str, size: int, eps: float) -> None:
-        self.name, self.size, self.eps = name, size, eps
+    ``asked`` are the fields of ``Normalize`` that are the same in every call, such as ``eps``.
+    """
+
+    def __init__(self, name: str, size: int, **asked: Any) -> None:
+        self.name, self.size, self.asked = name, size, asked
         self.written = False
         """Whether something besides the next product reads the normed rows."""
 
     def placements(self) -> dict[str, Placement]:
-        return {self.name: Placement((self.size,))}
+        return {self.name: Placement((self.size,), initial=Normalize(None, **self.asked).initial)}
+
+    def asks(self, ctx: PassContext) -> Normalize:
+        """What this norm asks of the operations."""
+        return Normalize(ctx.weights[self.name], **self.asked)
 
     def statistics(self, ctx: PassContext, x_nD: Array, arena: Arena) -> Array:
         """Memory for what the backward needs of a row."""
@@ -31,11 +39,11 @@ class Norm:
 
     def forward(self, ctx: PassContext, x_nD: Array, out_nD: Array, statistics: Array, rows: slice) -> None:
         """Write ``rows`` of ``out_nD`` and ``statistics``."""
-        ctx.ops.rms_norm(x_nD[rows], ctx.weights[self.name], self.eps, out_nD[rows], statistics[rows])
+        ctx.ops.rms_norm(x_nD[rows], self.asks(ctx), out_nD[rows], statistics[rows])
 
     def fused(self, ctx: PassContext, x_nD: Array, statistics: Array) -> Any:
         """The normed rows where a product computes them, with the ``statistics``; None: ``forward`` does."""
-        return None if self.written else ctx.ops.normed(x_nD, ctx.weights[self.name], self.eps, statistics)
+        return None if self.written else ctx.ops.normed(x_nD, self.asks(ctx), statistics)
 
     def normed(self, ctx: PassContext, x_nD: Array, arena: Arena, statistics: Array | None = None) -> Array:
         """The normed rows of ``x_nD``, in ``arena``."""
@@ -47,8 +55,18 @@ class Norm:
     def backward(self, ctx: PassContext, d_out: Array, x: Array, statistics: Array, dx: Array) -> None:
         """Add to ``dx``; overwrite ``d_out``."""
         _, accumulate, final = ctx.into
-        weight, d_weight = ctx.weights[self.name], ctx.gradient(self.name)
-        ctx.ops.rms_norm_backward(d_out, x, weight, statistics, dx, d_weight, accumulate, ctx.arena)
+        d_weight = ctx.gradient(self.name)
+        ctx.ops.rms_norm_backward(d_out, x, self.asks(ctx), statistics, dx, d_weight, accumulate, ctx.arena)
+        final(self.name)
+
+    def forward_heads(self, ctx: PassContext, x_NW: Array, heads: slice, raw: Array) -> None:
+        """Norm ``heads``, counted in ``size``, in place. ``raw`` gets what they were."""
+        ctx.ops.head_norm(x_NW, self.asks(ctx), heads, raw)
+
+    def backward_heads(self, ctx: PassContext, raw: Array, heads: slice, dx_NW: Array) -> None:
+        """The gradient of ``heads``, in place."""
+        _, accumulate, final = ctx.into
+        ctx.ops.head_norm_backward(raw, self.asks(ctx), heads, dx_NW, ctx.gradient(self.name), accumulate, ctx.arena)
         final(self.name)
 
 
@@ -59,19 +77,21 @@ class LayerNorm(Norm):
         """None."""
 
     def placements(self) -> dict[str, Placement]:
-        return {name: Placement((self.size,)) for name in (self.name, bias_of(self.name))}
+        return super().placements() | {bias_of(self.name): Placement((self.size,), initial=0.0)}
+
+    def asks(self, ctx: PassContext) -> Normalize:
+        return super().asks(ctx)._replace(bias=ctx.weights[bias_of(self.name)])
 
     def statistics(self, ctx: PassContext, x_nD: Array, arena: Arena) -> Array:
         return arena.take((2, len(x_nD)), ctx.ops.statistics_dtype(x_nD.dtype))
 
     def forward(self, ctx: PassContext, x_nD: Array, out_nD: Array, statistics: Array, rows: slice) -> None:
-        weight, bias = ctx.weights[self.name], ctx.weights[bias_of(self.name)]
-        ctx.ops.layer_norm(x_nD, weight, bias, self.eps, out_nD, statistics)
+        ctx.ops.layer_norm(x_nD, self.asks(ctx), out_nD, statistics)
 
     def backward(self, ctx: PassContext, d_out: Array, x: Array, statistics: Array, dx: Array) -> None:
         (_, accumulate, final), bias = ctx.into, bias_of(self.name)
-        weight, d_weight, d_bias = ctx.weights[self.name], ctx.gradient(self.name), ctx.gradient(bias)
-        ctx.ops.layer_norm_backward(d_out, x, weight, statistics, dx, d_weight, d_bias, accumulate, ctx.arena)
+        into = ctx.gradient(self.name), ctx.gradient(bias), accumulate, ctx.arena
+        ctx.ops.layer_norm_backward(d_out, x, self.asks(ctx), statistics, dx, *into)
         final(self.name)
         final(bias)
 
@@ -80,7 +100,7 @@ class NoNorm(Norm):
     """The rows as they are. For one rank of tp alone."""
 
     def __init__(self) -> None:
-        super().__init__("", 0, 0.0)
+        super().__init__("", 0)
 
     def placements(self) -> dict[str, Placement]:
         return {}

@@ -14,9 +14,9 @@ from kos.errors import SettingError
 from kos.train.layers.attention import Rope
 from kos.train.layers.linear import ColumnLinear, RowLinear
 from kos.train.layers.mlp import GeluMLP
-from kos.train.layers.norm import LayerNorm
+from kos.train.layers.norm import LayerNorm, Norm
 from kos.train.layers.sublayer import Sublayer
-from kos.train.layers.vocabulary import Head, PositionEmbedding
+from kos.train.layers.vocabulary import PositionEmbedding
 from kos.train.model.llama import LlamaConfig
 
 POSITIONS = "transformer.wpe.weight"
@@ -30,6 +30,7 @@ class GPT2Config(LlamaConfig):
     model_type: ClassVar[str] = "gpt2"
     architecture: ClassVar[str] = "GPT2LMHeadModel"
     takes: ClassVar[frozenset[str]] = frozenset({"tie_word_embeddings"})
+    norm_class: ClassVar[type[Norm]] = LayerNorm
     embedding: ClassVar[str] = "transformer.wte.weight"
     final_norm: ClassVar[str] = "transformer.ln_f.weight"
     tables: ClassVar[tuple[str, ...]] = (embedding, POSITIONS)
@@ -63,14 +64,9 @@ class GPT2Config(LlamaConfig):
         def name(end: str) -> str:
             return f"transformer.h.{number}.{end}.weight"
 
-        norm = partial(LayerNorm, size=D, eps=self.rms_norm_eps)
         column, row = partial(ColumnLinear, biased=True), partial(RowLinear, biased=True)
         qkv, o = column(name("attn.c_attn"), D, 3 * D), row(name("attn.c_proj"), D, D)
         return [
-            self.attention(norm(name("ln_1")), qkv, o, None),
-            GeluMLP(norm(name("ln_2")), column(name("mlp.c_fc"), D, F), row(name("mlp.c_proj"), F, D)),
+            self.attention(self.norm(name("ln_1")), qkv, o, None),
+            GeluMLP(self.norm(name("ln_2")), column(name("mlp.c_fc"), D, F), row(name("mlp.c_proj"), F, D)),
         ]
-
-    def make_head(self) -> Head:
-        norm = LayerNorm(self.final_norm, self.hidden_size, self.rms_norm_eps)
-        return Head(self.head, self.vocab_size, norm, True)

@@ -1,4 +1,4 @@
-"""Initial weights: norms at 1, biases at 0, the rest normal(0, initializer_range), as GPT-2; adapters as peft's.
+"""Initial weights: ``Placement.initial``, or else normal(0, initializer_range), as GPT-2; those of adapters as peft's.
 
 A tensor's values depend on the seed, its name and its whole shape alone, so every layout begins with the same weights.
 """
@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from kos.train.layers.lora import A, is_adapter
+from kos.train.layers.lora import is_adapter
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 
@@ -24,7 +24,7 @@ class InitialWeights:
     """The tensors ``names`` of a model, to be read in this order. ``threads`` draw the next ones meanwhile."""
 
     def __init__(self, config: LlamaConfig, seed: int, names: Iterable[str], threads: int = 1) -> None:
-        self._config, self._seed, self._shapes = config, seed, config.parameter_shapes()
+        self._config, self._seed, self._placements = config, seed, config.placements()
         self._tensors = self._draw_ahead(names, threads)
         self._name, self._tensor = "", np.empty(0)
 
@@ -48,7 +48,7 @@ class InitialWeights:
                         block.result()
                     yield drawn, tensor
                 if name is not None:
-                    tensor = np.empty(self._shapes[name], np.float32)
+                    tensor = np.empty(self._placements[name].shape, np.float32)
                     flat, starts = tensor.reshape(-1), range(0, tensor.size, BLOCK)
                     blocks = [pool.submit(self._draw, name, i, flat[at : at + BLOCK]) for i, at in enumerate(starts)]
                     waiting.append((name, tensor, blocks))
@@ -57,19 +57,17 @@ class InitialWeights:
 
     def _draw(self, name: str, number: int, out: np.ndarray) -> None:
         """Block ``number`` of a tensor."""
-        if len(self._shapes[name]) == 1:
-            out[...] = not name.endswith(".bias")
+        at = self._placements[name]
+        if at.initial is not None:
+            out[...] = at.initial
             return
-        if is_adapter(name):  # as peft: A as torch's nn.Linear, B at 0, so that the first forward is the base's
-            out[...] = 0
-            if name.endswith(A):
-                rng = np.random.default_rng([self._seed, zlib.crc32(name.encode()), number])
-                out[...] = (rng.random(out.shape, np.float32) * 2 - 1) / math.sqrt(self._shapes[name][1])
+        rng = np.random.default_rng([self._seed, zlib.crc32(name.encode()), number])
+        if is_adapter(name):  # A as torch's nn.Linear; B is 0, so that the first forward is the base's
+            out[...] = (rng.random(out.shape, np.float32) * 2 - 1) / math.sqrt(at.shape[1])
             return
         std = self._config.initializer_range
         if name.endswith(self._config.residual):
             std /= math.sqrt(2 * self._config.num_hidden_layers)
-        rng = np.random.default_rng([self._seed, zlib.crc32(name.encode()), number])
         rng.standard_normal(out=out, dtype=np.float32)
         out *= std
 

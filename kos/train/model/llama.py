@@ -104,6 +104,7 @@ class LlamaConfig:
     """What transformers takes for a setting that a ``config.json`` lacks, where it is not a LLaMA's."""
     qkv_bias: ClassVar[bool] = False  # whatever ``attention_bias`` says of all four matrices
     qk_norm: ClassVar[bool] = False  # a norm of each head of q and k
+    norm_class: ClassVar[type[Norm]] = Norm
     embedding: ClassVar[str] = "model.embed_tokens.weight"
     final_norm: ClassVar[str] = "model.norm.weight"
     tables: ClassVar[tuple[str, ...]] = (embedding,)  # whose rows are read, not multiplied
@@ -217,7 +218,7 @@ class LlamaConfig:
 
     def norm(self, name: str, size: int | None = None) -> Norm:
         """By default of the residual stream."""
-        return Norm(name, size or self.hidden_size, self.rms_norm_eps)
+        return self.norm_class(name, size or self.hidden_size, eps=self.rms_norm_eps)
 
     def linears(self, at: str) -> tuple[ColumnLinear, RowLinear, ColumnLinear, RowLinear]:
         """The products of the layer whose names begin with ``at``: q, k and v; o; gate and up; down."""

@@ -25,6 +25,7 @@ import numpy as np
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.data.batch import Batch
+from kos.train.ops.norm import Normalize
 
 Array = Any  # a dialect's own: numpy's ndarray, a device tensor
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -246,9 +247,8 @@ class Ops(Protocol):
         """
 
     def quantize_rms_norm(
-        self, x: Array, weight: Array, eps: float, rstd: Array, rows: Scaled | None, columns: Scaled | None,
-        arena: Arena,
-    ) -> None:  # fmt: skip
+        self, x: Array, norm: Normalize, rstd: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
+    ) -> None:
         """``rms_norm``, whose output is quantized and not written."""
 
     def quantize_swiglu(self, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
@@ -272,34 +272,36 @@ class Ops(Protocol):
     def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
         """out (F,) = sum of the rows of x (N, F): a bias's gradient."""
 
-    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> None:
-        """out (N, D) = x rstd weight, with rstd (N,) = 1 / sqrt(mean(x^2) + eps) kept for the backward."""
+    def rms_norm(self, x: Array, norm: Normalize, out: Array, rstd: Array) -> None:
+        """out (N, D) = x rstd scale, with rstd (N,) = 1 / sqrt(mean(x^2) + eps) kept for the backward.
+
+        The scale of a norm is ``Normalize.scale``.
+        """
 
     def rms_norm_backward(
-        self, d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
+        self, d_out: Array, x: Array, norm: Normalize, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
         arena: Arena,
     ) -> None:  # fmt: skip
         """ADDS to dx (N, D), the gradient of the residual stream; d_weight (D,).  Overwrites ``d_out``."""
 
-    def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float, out: Array, statistics: Array) -> None:
-        """out (N, D) = (x - mean) rstd weight + bias; ``statistics`` (2, N): rstd, mean, kept for the backward."""
+    def layer_norm(self, x: Array, norm: Normalize, out: Array, statistics: Array) -> None:
+        """out (N, D) = (x - mean) rstd scale + bias; ``statistics`` (2, N): rstd, mean, kept for the backward."""
 
     def layer_norm_backward(
-        self, d_out: Array, x: Array, weight: Array, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
+        self, d_out: Array, x: Array, norm: Normalize, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
         accumulate: bool, arena: Arena,
     ) -> None:  # fmt: skip
         """ADDS to dx (N, D), the gradient of the residual stream; d_weight, d_bias (D,).  Overwrites ``d_out``."""
 
-    def head_norm(self, x: Array, weight: Array, eps: float, heads: slice, raw: Array) -> None:
-        """Each of ``heads`` of x (N, W), of the size d of ``weight`` (d,), becomes its RMS norm times ``weight``.
+    def head_norm(self, x: Array, norm: Normalize, heads: slice, raw: Array) -> None:
+        """Each of ``heads`` of x (N, W), of the size d of the norm's weight (d,), becomes its RMS norm times the scale.
 
         What it was goes to the same heads of ``raw`` (N, R), for the backward. Both are of ``empty_columns``.
         """
 
     def head_norm_backward(
-        self, raw: Array, weight: Array, eps: float, heads: slice, dx: Array, d_weight: Array, accumulate: bool,
-        arena: Arena,
-    ) -> None:  # fmt: skip
+        self, raw: Array, norm: Normalize, heads: slice, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
+    ) -> None:
         """Replaces the gradient of the normed ``heads`` in dx (N, W) by that of ``raw``; d_weight (d,)."""
 
     def rope_tables(

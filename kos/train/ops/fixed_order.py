@@ -24,6 +24,7 @@ from kos.errors import SettingError
 from kos.memory.arena import Arena
 from kos.train.ops import Array
 from kos.train.ops.linear import LinearOps
+from kos.train.ops.norm import Normalize
 from kos.train.parallel.mesh import ALONE, Axis
 
 ORDER = 2
@@ -256,7 +257,7 @@ class FixedOrder(LinearOps):
     # --- norms -------------------------------------------------------------------------------------------
 
     def rms_norm_backward(
-        self, d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
+        self, d_out: Array, x: Array, norm: Normalize, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
         arena: Arena,
     ) -> None:  # fmt: skip
         """``Ops.rms_norm_backward``; d_weight of all ranks' rows."""
@@ -265,16 +266,15 @@ class FixedOrder(LinearOps):
 
         def of_rows(index: int, term: Array) -> None:
             d_out_n, x_n, rstd_n, dx_n = (each[rows[index]] for each in (d_out, x, rstd, dx))
-            self.inner.rms_norm_backward(d_out_n, x_n, weight, rstd_n, dx_n, term, accumulate, arena)
+            self.inner.rms_norm_backward(d_out_n, x_n, norm, rstd_n, dx_n, term, accumulate, arena)
 
         sum_tree(self.inner, arena, of_rows, d_weight, len(rows))
         for axis in (self.tp, self.cp):
             sum_over_ranks(self.inner, arena, axis, d_weight)
 
     def head_norm_backward(
-        self, raw: Array, weight: Array, eps: float, heads: slice, dx: Array, d_weight: Array, accumulate: bool,
-        arena: Arena,
-    ) -> None:  # fmt: skip
+        self, raw: Array, norm: Normalize, heads: slice, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
+    ) -> None:
         """``Ops.head_norm_backward``; d_weight of all ranks' heads: a tree over parts, of trees over pieces."""
         rows = self.rows(len(raw))
         parts = _equal(heads, math.gcd(self.parts, heads.stop - heads.start))  # one if all heads have one norm
@@ -282,7 +282,7 @@ class FixedOrder(LinearOps):
         def of_piece(piece: int, terms: Array) -> None:
             raw_n, dx_n = raw[rows[piece]], dx[rows[piece]]
             for part, term in zip(parts, terms, strict=True):
-                self.inner.head_norm_backward(raw_n, weight, eps, part, dx_n, term, accumulate, arena)
+                self.inner.head_norm_backward(raw_n, norm, part, dx_n, term, accumulate, arena)
 
         with arena.scope():
             terms = arena.take((len(parts), *d_weight.shape), d_weight.dtype)

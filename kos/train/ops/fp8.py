@@ -30,6 +30,7 @@ from kos.errors import SettingError
 from kos.memory.arena import Arena
 from kos.train.ops import SCALE_BLOCK, Array, Ops, Scaled, scales_shape
 from kos.train.ops.linear import Wrapper
+from kos.train.ops.norm import Normalize
 
 Take = Callable[[Any, Any], Any]
 
@@ -153,9 +154,9 @@ class Fp8Ops(Wrapper):
     def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> Quantized | None:
         return Quantized.empty(shape, INPUT, self.inner, None, arena.take) if self.alone else None
 
-    def normed(self, x: Array, weight: Array, eps: float, rstd: Array) -> Unwritten | None:
+    def normed(self, x: Array, norm: Normalize, rstd: Array) -> Unwritten | None:
         def of_rows(n: slice) -> Callable[..., None]:
-            return partial(self.inner.quantize_rms_norm, x[n], weight, eps, rstd[n])
+            return partial(self.inner.quantize_rms_norm, x[n], norm, rstd[n])
 
         return Unwritten(x.shape, of_rows) if self.alone else None
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kos.memory.arena import Arena
 from kos.train.ops import Array
+from kos.train.ops.norm import Normalize
 
 
 class Wrapper:
@@ -67,7 +68,7 @@ class LinearOps(Wrapper):
     def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> Any:
         """Memory in which ``linear`` saves its input (N, F) for the weight's gradient; None: others save it."""
 
-    def normed(self, x: Array, weight: Array, eps: float, rstd: Array) -> Any:
+    def normed(self, x: Array, norm: Normalize, rstd: Array) -> Any:
         """RMSNorm's output as an input of ``linear`` that is never written; None: it must be written."""
 
     def gated(self, gate_up: Array) -> Any:

@@ -19,6 +19,7 @@ from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.data.batch import Batch
 from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Scaled, of_function
+from kos.train.ops.norm import Normalize
 from kos.train.ops.numpy_attention import add_keys_and_values as add_keys_and_values
 from kos.train.ops.numpy_attention import append_to_cache as append_to_cache
 from kos.train.ops.numpy_attention import attention as attention
@@ -256,11 +257,11 @@ def swiglu_backward(d_out: Array, gate_up: Array, out: Array | None, d_gate_up: 
 
 
 def quantize_rms_norm(
-    x: Array, weight: Array, eps: float, rstd: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
+    x: Array, norm: Normalize, rstd: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
 ) -> None:
     with arena.scope():
         out = arena.take(x.shape, x.dtype)
-        rms_norm(x, weight, eps, out, rstd)
+        rms_norm(x, norm, out, rstd)
         quantize(out, rows, columns, arena)
 
 

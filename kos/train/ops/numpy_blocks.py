@@ -15,6 +15,7 @@ import numpy as np
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.ops import SCALE_BLOCK, Scaled, scales_shape
+from kos.train.ops.norm import Normalize
 
 Array = np.ndarray
 BLOCK = 32_768  # elements of a cache-sized block: three of them in fp32 are 384 KiB, within an L2
@@ -92,52 +93,53 @@ def _reciprocal_rms(x: Array, eps: float, out: Array) -> None:
     np.reciprocal(out, out=out)
 
 
-def rms_norm(x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> None:
-    _reciprocal_rms(x, eps, rstd)
+def rms_norm(x: Array, norm: Normalize, out: Array, rstd: Array) -> None:
+    _reciprocal_rms(x, norm.eps, rstd)
+    scale = norm.scale
     for rows in blocks(*x.shape):
-        np.multiply(x[rows], weight, out=out[rows])
+        np.multiply(x[rows], scale, out=out[rows])
         out[rows] *= rstd[rows, None]
 
 
 def rms_norm_backward(
-    d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
+    d_out: Array, x: Array, norm: Normalize, rstd: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
 ) -> None:
-    """With p = d_out x: d_weight = rstd^T p, and mean(d_out weight x rstd) = rstd (p weight) / D."""
-    rows_count, width = x.shape
+    """With p = d_out x: d_weight = rstd^T p, and mean(d_out scale x rstd) = rstd (p scale) / D."""
+    (rows_count, width), scale = x.shape, norm.scale
     with arena.scope():
         product = arena.take(x.shape, x.dtype)
         slope = arena.take((rows_count,), x.dtype)
         np.multiply(d_out, x, out=product)
-        np.matmul(product, weight, out=slope)
+        np.matmul(product, scale, out=slope)
         slope *= rstd
         slope *= rstd
         slope *= -1 / width
         multiply(rstd, product, d_weight, accumulate, arena)
-        for rows in blocks(rows_count, width):  # dx += rstd (d_out weight + slope x)
+        for rows in blocks(rows_count, width):  # dx += rstd (d_out scale + slope x)
             g, t = d_out[rows], product[rows]
-            g *= weight
+            g *= scale
             np.multiply(x[rows], slope[rows, None], out=t)
             g += t
             g *= rstd[rows, None]
             dx[rows] += g
 
 
-def layer_norm(x: Array, weight: Array, bias: Array, eps: float, out: Array, statistics: Array) -> None:
-    rstd, mean = statistics
+def layer_norm(x: Array, norm: Normalize, out: Array, statistics: Array) -> None:
+    (rstd, mean), scale = statistics, norm.scale
     np.mean(x, axis=1, out=mean)
     np.subtract(x, mean[:, None], out=out)
-    _reciprocal_rms(out, eps, rstd)
+    _reciprocal_rms(out, norm.eps, rstd)
     for rows in blocks(*x.shape):
         out[rows] *= rstd[rows, None]
-        out[rows] *= weight
-        out[rows] += bias
+        out[rows] *= scale
+        out[rows] += norm.bias
 
 
 def layer_norm_backward(
-    d_out: Array, x: Array, weight: Array, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
+    d_out: Array, x: Array, norm: Normalize, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
     accumulate: bool, arena: Arena,
 ) -> None:  # fmt: skip
-    rstd, mean = statistics
+    (rstd, mean), scale = statistics, norm.scale
     width = x.shape[-1]
     with arena.scope():
         normed = arena.take(x.shape, x.dtype)
@@ -149,11 +151,11 @@ def layer_norm_backward(
         np.multiply(d_out, normed, out=product)
         sum_rows(product, d_weight, accumulate, arena)
         sum_rows(d_out, d_bias, accumulate, arena)
-        np.matmul(product, weight, out=slope)
-        np.matmul(d_out, weight, out=shift)
-        for rows in blocks(*x.shape):  # dx += rstd (d_out weight - mean(…) - normed mean(… normed))
+        np.matmul(product, scale, out=slope)
+        np.matmul(d_out, scale, out=shift)
+        for rows in blocks(*x.shape):  # dx += rstd (d_out scale - mean(…) - normed mean(… normed))
             g = d_out[rows]
-            g *= weight
+            g *= scale
             g -= shift[rows, None] / width
             normed[rows] *= slope[rows, None] / width
             g -= normed[rows]
@@ -161,24 +163,26 @@ def layer_norm_backward(
             dx[rows] += g
 
 
-def head_norm(x: Array, weight: Array, eps: float, heads: slice, raw: Array) -> None:
-    for head, kept in zip(*(_heads(each, len(weight), heads) for each in (x, raw)), strict=True):
+def head_norm(x: Array, norm: Normalize, heads: slice, raw: Array) -> None:
+    scale = norm.scale[:, None]
+    for head, kept in zip(*(_heads(each, len(scale), heads) for each in (x, raw)), strict=True):
         np.copyto(kept, head)
-        head *= _head_rstd(kept, eps)
-        head *= weight[:, None]
+        head *= _head_rstd(kept, norm.eps)
+        head *= scale
 
 
 def head_norm_backward(
-    raw: Array, weight: Array, eps: float, heads: slice, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
+    raw: Array, norm: Normalize, heads: slice, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
 ) -> None:
-    """With n = raw rstd: dx = rstd (dx weight - n mean(dx weight n)), d_weight = the sum of dx n."""
+    """With n = raw rstd: dx = rstd (dx scale - n mean(dx scale n)), d_weight = the sum of dx n."""
+    scale = norm.scale[:, None]
     if not accumulate:
         d_weight.fill(0)
-    for d, kept in zip(*(_heads(each, len(weight), heads) for each in (dx, raw)), strict=True):
-        rstd = _head_rstd(kept, eps)
+    for d, kept in zip(*(_heads(each, len(scale), heads) for each in (dx, raw)), strict=True):
+        rstd = _head_rstd(kept, norm.eps)
         normed = kept * rstd
         d_weight += (d * normed).sum(axis=1)
-        d *= weight[:, None]
+        d *= scale
         d -= normed * (d * normed).mean(axis=0)
         d *= rstd
 

@@ -21,7 +21,6 @@ arXiv:2401.10241, section 6). The letters of actions are those of torch.distribu
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections import Counter, defaultdict, deque
@@ -33,6 +32,7 @@ from typing import NamedTuple
 
 from kos.errors import ConfigError, InvalidArgument, KosError, plural
 from kos.files import printing
+from kos.reporting import ArgumentParser
 
 
 class Action(NamedTuple):
@@ -380,7 +380,7 @@ def _label(schedule: Schedule, action: Action) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m kos.train.parallel.schedules", description="Draw a pipeline schedule and its idle time."
     )
     parser.add_argument("name", help=", ".join(SCHEDULES))

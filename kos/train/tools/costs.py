@@ -21,6 +21,7 @@ from kos.errors import ConfigError
 from kos.train.machine import DRIVER, PEAK_FLOPS
 from kos.train.ops import NEWTON_SCHULZ_STEPS, Attend, Ops, Scaled, attended_pairs
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.norm import Normalize
 
 UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables",
            "columns_of"}  # fmt: skip
@@ -47,7 +48,9 @@ def update_bytes(weights: int, gradients: int, state: int, copy: int = 0) -> int
 
 
 def _arrays(argument: Any) -> tuple[Any, ...]:
-    """The arrays of a record of attention, but for the mask; or what else an argument is."""
+    """The arrays of a record, but for the mask of attention; or what else an argument is."""
+    if isinstance(argument, Scaled | Normalize):
+        return argument
     if not isinstance(argument, Attend):
         return (argument,)
     return argument.qkv, argument.out, argument.log_sum_exp, argument.kv
@@ -58,7 +61,7 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
 
     Of an embedding: the rows of all tokens, or the whole table if that is less.
     """
-    flat = [each for x in arguments for each in (x if isinstance(x, Scaled) else _arrays(x))]
+    flat = [each for x in arguments for each in _arrays(x)]
     arrays = [x for x in flat if hasattr(type(x), "nbytes")]
     nbytes, flops = sum(int(x.nbytes) for x in arrays), 0.0
     if name in IN_PLACE:

@@ -1,6 +1,6 @@
 """``metrics.jsonl``: one JSON object per step, appended during the run and truncated on resume.
 
-What is not finite, for which JSON has no word, is null.
+A value that is not finite is written as null, because JSON has no such numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class MetricsLog:
     """Appends rows to ``path``, each on disk for other readers as soon as it is written.
 
     ``after_step`` keeps the rows up to that step of an earlier run (0: none), so that a resumed run
-    leaves one row a step, also when the earlier run was killed in the middle of a line.
+    leaves one row for each step, also if the earlier run was killed while it wrote a line.
     """
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
@@ -39,7 +39,7 @@ class MetricsLog:
             raise TrainingError(f"{path}: expected to write metrics, got {error}") from error
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row.  A row that the disk refuses ends no run: it is written before the next one."""
+        """Append a row.  If the disk refuses it, the run continues, and the row is written before the next one."""
         self._unwritten += as_line(row).encode()
         try:
             while self._unwritten:
@@ -64,8 +64,8 @@ def read_metrics(path: str | bytes | os.PathLike[Any] | int, last: int = 0) -> l
     """The rows of a ``metrics.jsonl``, or of that in the folder of a run: a dict for each step.
 
     ``path`` is what ``open`` takes: text, bytes, a path, or the descriptor of an open file, which is then closed.  An
-    unfinished last line is left out.  A file that is missing has no rows.  ``last``: the rows in the last so many
-    bytes; 0: all.
+    unfinished last line is left out.  A file that is missing has no rows.  ``last`` is a number of bytes at the end
+    of the file, of which the rows are read; 0 reads all rows.
     """
     file: Any = path
     if not isinstance(path, int):

@@ -5,7 +5,6 @@ RUN is the folder of a run. Its metrics.jsonl is drawn, also while the run goes 
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,10 @@ import numpy as np
 
 from kos.commands import program
 from kos.errors import DataError, KosError
-from kos.files import check_picture
+from kos.files import PALETTE, check_picture
+from kos.reporting import ArgumentParser
 from kos.train.tools.metrics import METRICS, read_metrics
 
-COLORS = ("#1f5fa8", "#d9480f", "#2b8a3e", "#862e9c", "#e0a100", "#c2255c", "#12a5b8", "#8a5a2b", "#7b8794", "#111111")
 LINES = ("-", ":", "-.")
 """How runs are drawn whose colours repeat."""
 PANELS = {
@@ -59,7 +58,8 @@ def draw(runs: Runs, path: Path) -> None:
     grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1))
     places = (grid[0, :], grid[1, 0], grid[1, 1], grid[1, 2])
     looks: list[dict[str, Any]] = [
-        {"color": COLORS[i % len(COLORS)], "linestyle": LINES[i // len(COLORS) % len(LINES)]} for i in range(len(runs))
+        {"color": PALETTE[i % len(PALETTE)], "linestyle": LINES[i // len(PALETTE) % len(LINES)]}
+        for i in range(len(runs))
     ]
     checked: dict[str, Any] = {"marker": "o", "markerfacecolor": "white", "linestyle": "--", "linewidth": 1.2}
     legend = [Line2D([], [], label=name, **look) for name, look in zip(runs, looks, strict=True)]
@@ -112,7 +112,7 @@ def _values(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np
 
 def main(argv: Sequence[str] | None = None) -> int:
     about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog=program("kos.train.tools.plot"), description=about)
+    parser = ArgumentParser(prog=program("kos.train.tools.plot"), description=about)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="The folder of a run.")
     about = "The picture, .png or .svg. Default: plot.png in the folder of the first run."
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help=about)

@@ -161,16 +161,17 @@ def _numpy(name, arguments):
             return x
         if id(x) not in arrays:  # an output may be an input too
             dtype = np.float32 if x.dtype.name == "bfloat16" else x.dtype.numpy
-            arrays[id(x)] = x, np.array(on_host(x), dtype, order="F" if name in COLUMN_MAJOR else "C")
-        return arrays[id(x)][1]
+            memory = on_host(x)
+            arrays[id(x)] = x, memory, np.array(memory, dtype, order="F" if name in COLUMN_MAJOR else "C")
+        return arrays[id(x)][2]
 
     values = [there(x) for x in arguments]
     if name == "attention_backward" and len(values) == 5:  # with a gradient of keys and values
         values[-1] = values[-1].T
     with np.errstate(all="ignore"):  # as in ``reference.step``: a trial of kernels computes on memory as it is
         getattr(reference, name)(*values)
-        for array, copy in arrays.values():
-            on_host(array)[...] = copy
+        for _, memory, copy in arrays.values():
+            memory[...] = copy
 
 
 def _squares(gradients, chunks, partial):

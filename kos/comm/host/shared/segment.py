@@ -95,7 +95,7 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     """
     if rendezvous.size == 1 and not unavailable:
         return Segment(-1, [0], 0), "a group of one"
-    mine = [rendezvous.host_identity, _namespaces(), unavailable or ""]
+    mine = [rendezvous.host_identity, namespaces(), unavailable or ""]
     places = [json.loads(each) for each in rendezvous.allgather(json.dumps(mine).encode())]
     ranks = [rank for rank, place in enumerate(places) if place[:2] == mine[:2]]
     apart = _apart([spaces for host, spaces, _ in places if host == mine[0]])
@@ -132,7 +132,7 @@ def share_file(
         except (OSError, AttributeError) as error:
             refusal = f"memfd_create: {error}"
     try:
-        offers = [json.loads(each) for each in rendezvous.allgather(json.dumps([offer, _namespaces()]).encode())]
+        offers = [json.loads(each) for each in rendezvous.allgather(json.dumps([offer, namespaces()]).encode())]
         offer = offers[ranks[0]][0]
         if apart := _apart([offers[rank][1] for rank in ranks], ["pid"]):  # there the path may name another file
             refusal = apart
@@ -164,7 +164,7 @@ def read_memory(pid: int, address: int, nbytes: int) -> bytes | None:
     return data.raw if ctypes.CDLL(None).process_vm_readv(pid, to, 1, at, 1, 0) == nbytes else None
 
 
-def _namespaces() -> dict[str, str]:
+def namespaces() -> dict[str, str]:
     """Those that processes of a host have in common if they can share memory and see each other in /proc.
 
     Network namespaces count as hosts: separating them is a request to use the network.

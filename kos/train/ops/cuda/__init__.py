@@ -32,6 +32,7 @@ from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Attend
 from kos.train.ops.cuda import attention, fp8
 from kos.train.ops.cuda.cublaslt import Columns, Matmul
 from kos.train.ops.cuda.norms import BLOCK, FLOAT32, NormOps, access_width
+from kos.train.ops.norm import Normalize
 
 KERNELS = Path(__file__).parent / "kernels"
 DIGIT_BITS, DIGITS, TILE, RUN = 9, 512, 1024, 32  # of embedding.cu
@@ -271,11 +272,10 @@ class CudaOps(NormOps):
         fp8.quantize(self, x, None, rows, columns, arena)
 
     def quantize_rms_norm(
-        self, x: Array, weight: Array, eps: float, rstd: Array, rows: Scaled | None, columns: Scaled | None,
-        arena: Arena,
-    ) -> None:  # fmt: skip
-        self._norm(x, weight, None, eps, None, rstd)
-        fp8.quantize(self, x, weight, rows, columns, arena, rstd)
+        self, x: Array, norm: Normalize, rstd: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
+    ) -> None:
+        self._norm(x, norm, None, rstd)
+        fp8.quantize(self, x, norm.weight, rows, columns, arena, rstd, **norm.macros())
 
     def quantize_swiglu(self, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         fp8.quantize(self, None, gate_up, rows, columns, arena)

@@ -120,7 +120,7 @@ class Matmul:
                 self._set_pointers(plan.operation, bias, scales)
             self._run(plan, plan.algorithm.ctypes.data, a, b, c, out, alpha, beta)
         except self.lt.cuBLASLtError as error:
-            raise driver.library_error("a matrix product by cuBLASLt", error) from error
+            raise driver.library_error("a matmul by cuBLASLt", error) from error
 
     def _run(
         self, plan: Plan, algorithm: int, a: Array, b: Array, c: Array | None, out: Array, alpha: float = 1.0,

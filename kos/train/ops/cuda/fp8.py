@@ -40,11 +40,11 @@ def check_gpu(about: DeviceInfo) -> None:
 
 def quantize(
     ops: Any, x: Array | None, more: Array | None, rows: Scaled | None, columns: Scaled | None, arena: Arena,
-    rstd: Array | None = None,
+    rstd: Array | None = None, **macros: int,
 ) -> None:  # fmt: skip
     """``Ops.quantize`` of ``x``; with ``more``, gate_up, ``quantize_swiglu``, or of both ``quantize_swiglu_backward``.
 
-    With ``rstd`` of the RMSNorm of ``x``, and ``more`` its weights.
+    With ``rstd`` of the RMSNorm of ``x``, ``more`` are its weights, and ``macros`` are of ``Normalize.macros``.
     """
     n, f = more.shape if x is None else x.shape  # type: ignore[union-attr]
     f = f if x is not None else f // 2
@@ -56,7 +56,8 @@ def quantize(
     part = rows.scales.shape[-1] if rows is not None else 1
     sources = [0 if each is None else each for each in (x, more, rstd)]
     made = [array for each in (rows, columns) for array in (each or (0, 0))]
-    launch, tiles = partial(_launch, ops, (n, f), rows, columns, source), -(-f // SCALE_BLOCK) * -(-n // SCALE_BLOCK)
+    launch = partial(_launch, ops, (n, f), rows, columns, {"SOURCE": source, **macros})
+    tiles = -(-f // SCALE_BLOCK) * -(-n // SCALE_BLOCK)
     with arena.scope():
         largest: Any = 0
         if ONE in map(_scales, (rows, columns)):
@@ -66,15 +67,15 @@ def quantize(
 
 
 def _launch(
-    ops: Any, shape: Sequence[int], rows: Scaled | None, columns: Scaled | None, source: int, name: str,
+    ops: Any, shape: Sequence[int], rows: Scaled | None, columns: Scaled | None, macros: dict[str, int], name: str,
     *arguments: Any,
 ) -> None:  # fmt: skip
     """Queue a kernel of fp8.cu, a thread block for each block of a matrix of ``shape``."""
     forms = [made.values.dtype.name for made in (rows, columns) if made is not None]
     n, f = (-(-size // SCALE_BLOCK) for size in shape)
     ops.launch(
-        "fp8.cu", name, (f, n), THREADS, *arguments, SOURCE=source, E5M2=int("float8_e5m2" in forms),
-        ROWS=_scales(rows), COLUMNS=_scales(columns),
+        "fp8.cu", name, (f, n), THREADS, *arguments, E5M2=int("float8_e5m2" in forms), ROWS=_scales(rows),
+        COLUMNS=_scales(columns), **macros,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
+from kos.train.ops.norm import Normalize
 
 BLOCK = 256  # threads of an elementwise block
 WARP_HEAD = 512  # elements of a row of which a warp has 16 a lane
@@ -35,44 +36,42 @@ class NormOps:
             )  # fmt: skip
             self._add_partials(partial, 0, out, x, accumulate)
 
-    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> None:
-        self._norm(x, weight, None, eps, out, rstd)
+    def rms_norm(self, x: Array, norm: Normalize, out: Array, rstd: Array) -> None:
+        self._norm(x, norm, out, rstd)
 
-    def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float, out: Array, statistics: Array) -> None:
-        self._norm(x, weight, bias, eps, out, statistics)
+    def layer_norm(self, x: Array, norm: Normalize, out: Array, statistics: Array) -> None:
+        self._norm(x, norm, out, statistics)
 
     def rms_norm_backward(
-        self, d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
+        self, d_out: Array, x: Array, norm: Normalize, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
         arena: Arena,
     ) -> None:  # fmt: skip
-        self._norm_backward(d_out, x, weight, rstd, dx, [d_weight], accumulate, arena)
+        self._norm_backward(d_out, x, norm, rstd, dx, [d_weight], accumulate, arena)
 
     def layer_norm_backward(
-        self, d_out: Array, x: Array, weight: Array, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
+        self, d_out: Array, x: Array, norm: Normalize, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
         accumulate: bool, arena: Arena,
     ) -> None:  # fmt: skip
-        self._norm_backward(d_out, x, weight, statistics, dx, [d_weight, d_bias], accumulate, arena)
+        self._norm_backward(d_out, x, norm, statistics, dx, [d_weight, d_bias], accumulate, arena)
 
-    def _norm(
-        self, x: Array, weight: Array, bias: Array | None, eps: float, out: Array | None, statistics: Array
-    ) -> None:
-        rows, columns = x.shape
-        bias = weight if bias is None else bias
+    def _norm(self, x: Array, norm: Normalize, out: Array | None, statistics: Array) -> None:
+        (rows, columns), weight = x.shape, norm.weight
+        bias = weight if norm.bias is None else norm.bias
         width = access_width(columns, x, weight, bias, x if out is None else out)
         threads = _row_threads(columns, width, 32)
         together = max(1, BLOCK // threads)
         self._norms(
             "norm_forward", x, -(-rows // together), threads * together,
-            x, weight, bias, np.float32(eps), 0 if out is None else out, statistics, rows,
-            WIDTH=width, THREADS=threads, ROWS=together, CENTERED=int(bias is not weight),
+            x, weight, bias, np.float32(norm.eps), 0 if out is None else out, statistics, rows,
+            WIDTH=width, THREADS=threads, ROWS=together, CENTERED=int(norm.bias is not None), **norm.macros(),
         )  # fmt: skip
 
     def _norm_backward(
-        self, d_out: Array, x: Array, weight: Array, statistics: Array, dx: Array, gradients: list[Array],
+        self, d_out: Array, x: Array, norm: Normalize, statistics: Array, dx: Array, gradients: list[Array],
         accumulate: bool, arena: Arena,
     ) -> None:  # fmt: skip
         rows, columns = x.shape
-        width = access_width(columns, x, d_out, weight, dx)
+        width = access_width(columns, x, d_out, norm.weight, dx)
         threads = _row_threads(columns, width, 16)
         # One block on each multiprocessor, of at most 15 barriers and 48 KiB of shared memory.
         most = 768 if threads * width >= columns else 512  # a thread with one access needs few registers
@@ -81,8 +80,8 @@ class NormOps:
         with arena.scope():
             partial = arena.take((blocks, len(gradients) * columns), FLOAT32)
             self._norms(
-                "norm_backward", x, blocks, threads * together, d_out, x, weight, statistics, dx, partial, rows,
-                WIDTH=width, THREADS=threads, ROWS=together, CENTERED=len(gradients) - 1,
+                "norm_backward", x, blocks, threads * together, d_out, x, norm.weight, statistics, dx, partial, rows,
+                WIDTH=width, THREADS=threads, ROWS=together, CENTERED=len(gradients) - 1, **norm.macros(),
             )  # fmt: skip
             for index, gradient in enumerate(gradients):
                 self._add_partials(partial, index, gradient, x, accumulate)
@@ -100,36 +99,37 @@ class NormOps:
         columns = x.shape[1]
         self.launch("norms.cu", name, grid, block, *arguments, DTYPE=x.dtype.name, COLUMNS=columns, **defines)
 
-    def head_norm(self, x: Array, weight: Array, eps: float, heads: slice, raw: Array) -> None:
-        d, itemsize = len(weight), x.dtype.itemsize
+    def head_norm(self, x: Array, norm: Normalize, heads: slice, raw: Array) -> None:
+        d, itemsize = len(norm.weight), x.dtype.itemsize
         first, count = heads.start * d * itemsize, len(x) * (heads.stop - heads.start)
         together = BLOCK // _head_threads(d)
         if count:
             self.launch(
-                "head_norm.cu", "head_norm", -(-count // together), BLOCK, x.pointer + first, weight, np.float32(eps),
-                raw.pointer + first, heads.stop - heads.start, count, **self._of_heads(x, d, raw),
+                "head_norm.cu", "head_norm", -(-count // together), BLOCK, x.pointer + first, norm.weight,
+                np.float32(norm.eps), raw.pointer + first, heads.stop - heads.start, count,
+                **self._of_heads(x, norm, raw),
             )  # fmt: skip
 
     def head_norm_backward(
-        self, raw: Array, weight: Array, eps: float, heads: slice, dx: Array, d_weight: Array, accumulate: bool,
-        arena: Arena,
-    ) -> None:  # fmt: skip
-        d, itemsize = len(weight), raw.dtype.itemsize
+        self, raw: Array, norm: Normalize, heads: slice, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
+    ) -> None:
+        d, itemsize = len(norm.weight), raw.dtype.itemsize
         first, count = heads.start * d * itemsize, len(raw) * (heads.stop - heads.start)
         blocks = max(1, min(-(-count // (BLOCK // _head_threads(d))), 4 * self.multiprocessors))
         with arena.scope():
             partial = arena.take((blocks, d), FLOAT32)
             self.launch(
-                "head_norm.cu", "head_norm_backward", blocks, BLOCK, raw.pointer + first, weight, np.float32(eps),
-                dx.pointer + first, partial, heads.stop - heads.start, count, **self._of_heads(dx, d, raw),
+                "head_norm.cu", "head_norm_backward", blocks, BLOCK, raw.pointer + first, norm.weight,
+                np.float32(norm.eps), dx.pointer + first, partial, heads.stop - heads.start, count,
+                **self._of_heads(dx, norm, raw),
             )  # fmt: skip
             self._add_partials(partial, 0, d_weight, raw, accumulate)
 
-    def _of_heads(self, x: Array, head_dim: int, raw: Array) -> dict[str, Any]:
-        threads = _head_threads(head_dim)
+    def _of_heads(self, x: Array, norm: Normalize, raw: Array) -> dict[str, Any]:
+        threads = _head_threads(head_dim := len(norm.weight))
         return {
             "DTYPE": x.dtype.name, "COLUMNS": head_dim, "ROW": x.shape[1], "RAW": raw.shape[1], "THREADS": threads,
-            "HEADS": BLOCK // threads,
+            "HEADS": BLOCK // threads, **norm.macros(),
         }  # fmt: skip
 
 

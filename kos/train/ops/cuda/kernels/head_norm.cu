@@ -6,7 +6,9 @@
 // The threads of the backward walk over heads, and each adds up d_weight of its columns; the heads of a block are added
 // in shared memory, the blocks by `sum_partials` of sums.cu, always in the same order.
 //
-// -DDTYPE -DCOLUMNS (D) -DROW (elements from token to token of x) -DRAW (of raw) -DTHREADS -DHEADS (1 if not of warps)
+// -DDTYPE -DCOLUMNS (D) -DROW (elements from token to token of x) -DRAW (of raw) -DTHREADS -DHEADS (1 if not of warps),
+// and those of norm_scale.cuh
+#include "norm_scale.cuh"
 #include "vectors.cuh"
 
 using T = DTYPE;
@@ -45,11 +47,11 @@ extern "C" __global__ void head_norm(T* x, const T* weight, float eps, T* raw, i
     store_head(v, raw + token * RAW + head * D);
     const float r = rsqrtf(dot(v, v) * (1.0f / D) + eps);
 #pragma unroll
-    for (int j = 0; j < EACH; ++j) v[j] *= r * w[j];
+    for (int j = 0; j < EACH; ++j) v[j] *= r * scale_of(w[j]);
     store_head(v, x + token * ROW + head * D);
 }
 
-// With n = raw rstd: dx becomes rstd (dx weight - n mean(dx weight n)); partial (gridDim.x, D): sums of dx n.
+// With n = raw rstd: dx becomes rstd (dx scale - n mean(dx scale n)); partial (gridDim.x, D): sums of dx n.
 extern "C" __global__ void head_norm_backward(const T* raw, const T* weight, float eps, T* dx, float* partial,
                                               int heads, long count) {
     __shared__ float all[HEADS][THREADS * EACH];
@@ -66,7 +68,7 @@ extern "C" __global__ void head_norm_backward(const T* raw, const T* weight, flo
         for (int j = 0; j < EACH; ++j) {
             n[j] *= r;
             sums[j] += g[j] * n[j];
-            g[j] *= w[j];
+            g[j] *= scale_of(w[j]);
         }
         const float slope = dot(g, n) * (1.0f / D);
 #pragma unroll

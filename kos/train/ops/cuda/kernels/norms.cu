@@ -13,7 +13,8 @@
 // C), and the backward adds to dx in place.  Product and norm so read two arrays and write two; with such a kernel they
 // would read as many and write three, the product's output being one of them.
 //
-// -DDTYPE -DWIDTH -DCOLUMNS (D) -DTHREADS -DROWS -DCENTERED
+// -DDTYPE -DWIDTH -DCOLUMNS (D) -DTHREADS -DROWS -DCENTERED, and those of norm_scale.cuh
+#include "norm_scale.cuh"
 #include "vectors.cuh"
 
 using T = DTYPE;
@@ -88,7 +89,8 @@ norm_forward(const T* __restrict__ x, const T* __restrict__ weight, const T* __r
             load(w, weight + column(p));  // from the L1 cache
             if constexpr (CENTERED) load(b, bias + column(p));
 #pragma unroll
-            for (int j = 0; j < W; ++j) v[j] = CENTERED ? (v[j] - mean) * r * w[j] + b[j] : v[j] * r * w[j];
+            for (int j = 0; j < W; ++j)
+                v[j] = CENTERED ? (v[j] - mean) * r * scale_of(w[j]) + b[j] : v[j] * r * scale_of(w[j]);
             store(out + row * D + column(p), v);
         }
 }
@@ -117,7 +119,7 @@ __device__ __forceinline__ void store_sums(const float (&sums)[PACKS][W], float*
     }
 }
 
-// With n = (x - mean) rstd: dx += rstd (d_out weight - n mean(d_out weight n)), and with CENTERED - mean(d_out weight)
+// With n = (x - mean) rstd: dx += rstd (d_out scale - n mean(d_out scale n)), and with CENTERED - mean(d_out scale)
 // inside; partial (gridDim.x, 1 + CENTERED, D): sums of d_out n, and of d_out.
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 norm_backward(const T* __restrict__ d_out, const T* __restrict__ x, const T* __restrict__ weight,
@@ -139,17 +141,17 @@ norm_backward(const T* __restrict__ d_out, const T* __restrict__ x, const T* __r
 #pragma unroll
         for (int p = 0; p < PACKS; ++p)
             if (column(p) < D) {
-                float scale[W];
+                float weights[W];
                 g_next[p].floats(g[p]);
                 x_next[p].floats(v[p]);
                 d_next[p].floats(d[p]);
-                w[p].floats(scale);
+                w[p].floats(weights);
 #pragma unroll
                 for (int j = 0; j < W; ++j) {
                     if constexpr (CENTERED) v[p][j] -= mean, bias_sums[p][j] += g[p][j];
                     v[p][j] *= r;
                     sums[p][j] += g[p][j] * v[p][j];
-                    g[p][j] *= scale[j];
+                    g[p][j] *= scale_of(weights[j]);
                     dot += g[p][j] * v[p][j];
                     if constexpr (CENTERED) total += g[p][j];
                 }

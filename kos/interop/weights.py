@@ -1,0 +1,32 @@
+"""Weights of a publisher (``kos.transfer``) for the parameters of a torch module, of this process or one rank of tp.
+
+    subscriber = bind("trainer:29600", model)
+    subscriber.update(timeout=30)                  # between two requests: the parameters change in place
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kos.transfer import Subscriber, placements, read_catalogue
+
+
+def bind(
+    address: str, module: Any, *, rules: str = "huggingface", rank: int = 0, ranks: int = 1, timeout: float = 30.0,
+    **options: Any,
+) -> Subscriber:  # fmt: skip
+    """A subscriber to the publisher at ``address`` whose arrays are the parameters of ``module``.
+
+    A tensor of the publisher that the module lacks is not read.  ``rules`` name the module's parameters
+    (``kos.transfer.placements``); it is rank ``rank`` of ``ranks`` of tensor parallelism.  Waits at most ``timeout``
+    seconds for the publisher.  ``options`` are those of ``Subscriber``.
+
+    Raises InvalidArgument if the publisher has no such tensor, a shape differs, or a parameter is on a GPU;
+    TransferError, TransferTimeout.
+    """
+    parameters = {name: each.detach() for name, each in module.named_parameters()}
+    shapes = {name: tuple(each.shape) for name, each in parameters.items()}
+    found = placements(shapes, read_catalogue(address, timeout).offers.shapes, rules, rank, ranks)
+    return Subscriber(address, {name: (each, found[name]) for name, each in parameters.items()}, **options)

@@ -1,0 +1,181 @@
+"""What publishers and subscribers say to each other, over the authenticated connections of ``kos.comm.control.wire``.
+
+A request and its answer are JSON, with an HMAC each.  Both carry the version of the protocol and the incarnation of the
+publisher.  The bytes of tensors follow an answer as they are, without an HMAC, in the order of the request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kos.comm.communicator import Communicator
+from kos.comm.control.base import machine_id
+from kos.comm.control.secret import load_secret
+from kos.comm.control.wire import Connection, Network, drive, is_loopback
+from kos.comm.host.shared.segment import namespaces
+from kos.dtypes import DTYPES
+from kos.errors import InvalidArgument, TransferError, TransferTimeout, in_words
+from kos.memory.buffer import as_buffer
+from kos.memory.ipc import pretended_host
+from kos.transfer.placement import Arrays, Placement
+from kos.transfer.plan import Array, Layout
+
+PROTOCOL = 1
+PURPOSE = b"kos transfer"
+GRACE = 2.0
+"""Seconds that an answer may take longer than the wait that it was asked for."""
+
+
+class Stale(Exception):
+    """The publisher has begun to use the buffer of the requested version again."""
+
+
+class Restarted(Exception):
+    """The publisher has another incarnation."""
+
+
+class Address(NamedTuple):
+    """Where a publisher rank listens, and where it runs."""
+
+    host: str
+    port: int
+    place: str
+    """Equal to that of a process that can map its memory."""
+    pid: int
+    file: int
+    """The descriptor of its memory."""
+    nbytes: int
+    """Of the arrays that it publishes."""
+
+    def name(self, rank: int) -> str:
+        """The rank, for errors."""
+        return f"publisher rank {rank} (pid {self.pid} at {self.host}:{self.port}, {self.nbytes:,} bytes of arrays)"
+
+
+def place() -> str:
+    """What processes that can share memory have in common: the machine, ``KOS_HOST`` and the namespaces."""
+    return json.dumps([machine_id(), pretended_host(), sorted(namespaces().items())])
+
+
+def parse(address: str) -> tuple[str, int]:
+    """Host and port of "HOST:PORT"."""
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise InvalidArgument(f'address: expected "HOST:PORT", got {address!r:.80}')
+    return host.strip("[]"), int(port)
+
+
+def network(host: str) -> Network:
+    """The connections to ``host`` and the secret of ``KOS_SECRET``, or the user's.  Raises RendezvousError."""
+    return Network(load_secret(os.environ), host, "", is_loopback(host))
+
+
+def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, np.ndarray[Any, Any]], Layout]:
+    """The memory of ``arrays``, flattened, and their layout.  Raises InvalidArgument, also for memory of a GPU."""
+    flat, layout = dict[str, np.ndarray[Any, Any]](), dict[str, Array]()
+    for name, (array, placement) in arrays.items():
+        buffer = as_buffer(array, name, writable)
+        if buffer.device is not None:
+            why = "as the transfer from and to GPUs is not implemented; copy it to the host"
+            raise InvalidArgument(f"{name}: expected memory of the host, {why}, got memory of {buffer.place}")
+        if not isinstance(placement, Placement) or buffer.shape != placement.shape:
+            wanted = placement.shape if isinstance(placement, Placement) else "(array, Placement)"
+            raise InvalidArgument(f"{name}: expected an array of shape {wanted}, got {buffer.shape}")
+        placed = placement.named(name)
+        placed.check(name)
+        flat[name], layout[name] = buffer.flat, Array(buffer.dtype, placed)
+    return flat, layout
+
+
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    return {name: [dtype.name, *placement.to_json()] for name, (dtype, placement) in layout.items()}
+
+
+def layout_from_json(value: dict[str, Any]) -> Layout:
+    return {name: Array(DTYPES[dtype], Placement.from_json(rest)) for name, (dtype, *rest) in value.items()}
+
+
+def send(connection: Connection, message: dict[str, Any], incarnation: str, deadline: float) -> None:
+    """Send a request or an answer.  Raises OSError, TimeoutError."""
+    connection.post(json.dumps({"protocol": PROTOCOL, "incarnation": incarnation, **message}).encode())
+    drive(connection.flush(), connection.sock, deadline)
+
+
+def receive(connection: Connection, deadline: float) -> dict[str, Any]:
+    """A request or an answer.  Raises OSError, TimeoutError."""
+    message: dict[str, Any] = json.loads(drive(connection.receive(), connection.sock, deadline))
+    return message
+
+
+def check_protocol(message: dict[str, Any]) -> None:
+    """TransferError for another version of the protocol."""
+    if message["protocol"] != PROTOCOL:
+        raise TransferError(f"expected protocol {PROTOCOL} of kos.transfer, got {message['protocol']}")
+
+
+def answered(message: dict[str, Any], incarnation: str) -> dict[str, Any]:
+    """An answer that is no error.  Raises Restarted, Stale, TransferError."""
+    check_protocol(message)
+    if incarnation and message["incarnation"] != incarnation:
+        raise Restarted
+    if message.get("stale"):
+        raise Stale
+    if "error" in message:
+        raise TransferError(message["error"])
+    return message
+
+
+def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    """The memory of a C-contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def checksum(arrays: Iterable[np.ndarray[Any, Any]]) -> int:
+    """The CRC-32 of arrays one after another."""
+    found = 0
+    for each in arrays:
+        found = zlib.crc32(as_bytes(np.ascontiguousarray(each)), found)
+    return found
+
+
+def together(comm: Communicator | None, who: str, work: Callable[[], Any], deadline: float | None = None) -> list[Any]:
+    """The results of ``work`` on all ranks, in JSON.  Collective.
+
+    The error of one rank is raised on all, Stale only if no rank has another one.  The other ranks name it as ``who``
+    and its number.  They wait for its result until ``GRACE`` seconds after the deadline, or as long as ``comm`` does.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as problem:
+        error = problem
+    stale = isinstance(error, Stale)
+    mine = json.dumps([result, error and in_words(error), stale, isinstance(error, TimeoutError)]).encode()
+    timeout = None if deadline is None else max(deadline - time.monotonic(), 0) + GRACE
+    every = [mine] if comm is None else comm.all_gather_bytes(mine, timeout=timeout)
+    if error is not None and not stale:
+        raise error
+    found = [json.loads(each) for each in every]
+    for rank, (_, text, replaced, timed_out) in enumerate(found):
+        if text is not None and not replaced:
+            raise (TransferTimeout if timed_out else TransferError)(f"{who} {rank}: {text}", ranks=[rank])
+    if any(replaced for _, _, replaced, _ in found):
+        raise Stale
+    return [each for each, *_ in found]
+
+
+def late(what: str, deadline: float, error: BaseException) -> TransferError:
+    """The error of a peer that failed, ``what``: it ended, or did not answer before the deadline."""
+    if isinstance(error, TransferError) and not isinstance(error, TimeoutError):
+        return TransferError(f"{what}: {error}")
+    if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
+        return TransferTimeout(f"{what}: expected an answer before the deadline, got none")
+    why = str(error) or type(error).__name__
+    return TransferError(f"{what}: expected it to answer, got: {why}")

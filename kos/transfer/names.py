@@ -1,0 +1,78 @@
+"""Placements of a model's parameters by their names, from files of rules (``rules/*.toml``).
+
+A file of rules has patterns of names: which parameters ranks of tensor parallelism cut along their rows or columns,
+which are stacked of several tensors (``fused``), and which are the transpose of a tensor (``transposed``).
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kos.errors import InvalidArgument
+from kos.transfer.placement import Placement
+
+
+def read_rules(name: str) -> Mapping[str, Any]:
+    """The rules of a file: "huggingface", "vllm", or the path of a .toml file of your own."""
+    if name.endswith(".toml"):
+        return tomllib.loads(Path(name).read_text(encoding="utf-8"))
+    folder = resources.files("kos.transfer") / "rules"
+    known = sorted(each.name.removesuffix(".toml") for each in folder.iterdir())
+    if name not in known:
+        raise InvalidArgument(f"rules: expected one of {', '.join(known)} or the path of a .toml file, got {name!r}")
+    return tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def placements(
+    parameters: Mapping[str, Sequence[int]], tensors: Mapping[str, Sequence[int]], rules: str = "huggingface",
+    rank: int = 0, ranks: int = 1,
+) -> dict[str, Placement]:  # fmt: skip
+    """Where the parameters of rank ``rank`` of ``ranks`` (tensor parallelism) lie in the publisher's tensors.
+
+    ``parameters`` are this rank's names and shapes, ``tensors`` the names and whole shapes of the publisher
+    (``read_catalogue(address).offers.shapes``).  Raises InvalidArgument if a shape does not follow from the rules.
+    """
+    read = read_rules(rules)
+    return {name: _placement(name, tuple(shape), tensors, read, rank, ranks) for name, shape in parameters.items()}
+
+
+def _placement(
+    name: str, shape: tuple[int, ...], tensors: Mapping[str, Sequence[int]], rules: Mapping[str, Any],
+    rank: int, ranks: int,
+) -> Placement:  # fmt: skip
+    sources = [name]
+    for pattern, several in rules.get("fused", {}).items():
+        if (match := re.fullmatch(pattern, name)) and name not in tensors:
+            sources = [match.expand(each) for each in several]
+    if missing := [source for source in sources if source not in tensors]:
+        raise InvalidArgument(f"{name}: expected the publisher to have {missing[0]}, got no such tensor")
+    axis = next((at for at, key in enumerate(("rows", "columns")) if _matches(rules, key, name)), None)
+    turned = _matches(rules, "transposed", name)
+    rows, left = shape[0] if shape else 1, len(sources)
+    found = []
+    for source in sources:
+        whole, most = tuple(tensors[source]), None
+        if axis is None or ranks == 1:
+            part = Placement.whole(whole, source)
+        else:
+            along = len(whole) - 1 - axis if turned else axis
+            if axis == 0 and _matches(rules, "copied", source):  # the rows that are left for it say how often
+                most = max(1, whole[along] // max(1, rows // left))
+            part = Placement.shard(whole, along, rank, ranks, source, most)
+        part = part.transposed if turned else part
+        rows, left = rows - (part.shape[0] if part.shape else 1), left - 1
+        found.append(part)
+    made = found[0] if len(found) == 1 else Placement.joined(found)
+    if made.shape != shape:
+        how = f"{' + '.join(sources)} on rank {rank} of {ranks}"
+        raise InvalidArgument(f"{name}: expected shape {made.shape} of {how}, got {shape}")
+    return made
+
+
+def _matches(rules: Mapping[str, Any], key: str, name: str) -> bool:
+    return key in rules and re.search(f"(^|\\.)({rules[key]})$", name) is not None

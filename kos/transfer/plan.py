@@ -1,0 +1,254 @@
+"""Who reads which bytes from whom.
+
+A plan is data: for each part that a subscriber wants, the boxes that it is put together from, and for each box the
+publisher ranks that hold it.  Of several ranks that hold the same box (replicas of data parallelism), subscribers and
+boxes take turns, so that the load is even.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kos.dtypes import DType
+from kos.errors import InvalidArgument, plural
+from kos.transfer.placement import Part, Placement, Sizes
+
+
+class Array(NamedTuple):
+    """An array of one rank, without its memory."""
+
+    dtype: DType
+    placement: Placement
+
+
+Layout = Mapping[str, Array]
+"""The arrays of a rank by name."""
+
+
+class Holder(NamedTuple):
+    """A publisher rank that holds a box, and where."""
+
+    rank: int
+    array: str
+    dtype: DType
+    part: Part
+
+
+class Piece(NamedTuple):
+    """A box, by its first index in the tensor and its size, and the ranks that hold all of it."""
+
+    start: Sizes
+    size: Sizes
+    holders: Sequence[Holder]
+
+
+class Copy(NamedTuple):
+    """One box that a subscriber reads from one publisher rank."""
+
+    start: Sizes
+    size: Sizes
+    source: Holder
+    array: str
+    part: Part
+    """The subscriber's array, and its part."""
+
+    @property
+    def tensor(self) -> str:
+        return self.part.tensor
+
+    @property
+    def elements(self) -> int:
+        """How many it reads."""
+        return math.prod(self.size)
+
+    def nbytes(self, dtype: DType) -> int:
+        """The bytes that travel if the subscriber wants ``dtype``: of the smaller of both types."""
+        return self.elements * min(self.source.dtype.itemsize, dtype.itemsize)
+
+
+class Offers:
+    """The arrays of the publisher's ranks by the tensors that they hold.
+
+    ``groups`` are pairs (arrays, ranks): replicas, whose arrays are alike, are listed once.
+    """
+
+    def __init__(self, groups: Sequence[tuple[Layout, Sequence[int]]]) -> None:
+        self.groups = groups
+        self.ranks = sorted(rank for _, ranks in groups for rank in ranks)
+        self.shapes: dict[str, Sizes] = {}
+        """Tensor -> the shape of the whole."""
+        self._held: dict[str, dict[tuple[Sizes, Sizes], list[Holder]]] = {}
+        for layout, ranks in groups:
+            for array, (dtype, placement) in layout.items():
+                for part in placement.parts:
+                    if self.shapes.setdefault(part.tensor, part.whole) != part.whole:
+                        expected, got = f"shape {self.shapes[part.tensor]} on all ranks", f"{part.whole}"
+                        raise InvalidArgument(f"{part.tensor}: expected {expected}, got {got} on rank {ranks[0]}")
+                    boxes = self._held.setdefault(part.tensor, {})
+                    held = boxes.setdefault((part.start, part.size), [])
+                    held += [Holder(rank, array, dtype, part) for rank in ranks]
+        self.replicas = {len(held) for boxes in self._held.values() for held in boxes.values()}
+        """The numbers of ranks that hold the same box."""
+        self._bounds = {name: _bounds(boxes) for name, boxes in self._held.items()}
+        self._found: dict[tuple[str, Sizes, Sizes], list[Piece]] = {}
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout]) -> Offers:
+        """Of the layout of each rank.  Ranks that pass the same object count as replicas."""
+        groups: dict[int, tuple[Layout, list[int]]] = {}
+        for rank, layout in enumerate(layouts):
+            groups.setdefault(id(layout), (layout, []))[1].append(rank)
+        return cls([*groups.values()])
+
+    def pieces(self, want: Part) -> list[Piece]:
+        """The boxes that make up ``want``, each element once.  InvalidArgument if some are held by no rank."""
+        key = want.tensor, want.start, want.size
+        if key in self._found:
+            return self._found[key]
+        whole = self.shapes.get(want.tensor)
+        if whole is None:
+            near = difflib.get_close_matches(want.tensor, self.shapes, 1, 0)
+            closest = "".join(f" (closest: {name})" for name in near)
+            raise InvalidArgument(f"{want.tensor}: expected a tensor of the publisher, got none of that name{closest}")
+        if whole != want.whole:
+            raise InvalidArgument(f"{want.tensor}: expected the publisher's shape {whole}, got {want.whole}")
+        missing, found = [(want.start, want.size)], list[Piece]()
+        boxes, (low, high) = [*self._held[want.tensor].items()], self._bounds[want.tensor]
+        (first,), (end,) = _bounds([(want.start, want.size)])
+        for index in np.flatnonzero(((low < end) & (first < high)).all(axis=1)):
+            ((start, size), holders), left = boxes[index], []
+            for each in missing:
+                common = intersect(*each, start, size)
+                if common is None:
+                    left.append(each)
+                else:
+                    found.append(Piece(*common, holders))
+                    left += subtract(*each, *common)
+            missing = left
+            if not missing:
+                break
+        if missing:
+            lost = _in_words(*missing[0])
+            raise InvalidArgument(f"{want.tensor}: expected every element on a publisher rank, got none for {lost}")
+        self._found[key] = found
+        return found
+
+
+class Plan:
+    """What each subscriber rank reads.  ``wants`` are the arrays of each, ``offers`` those of the publisher.
+
+    ``first`` is the number of the first subscriber rank, where a plan is for one of several.  InvalidArgument if a
+    tensor or a part of one is held by no publisher rank, or shapes differ.
+    """
+
+    def __init__(self, offers: Offers, wants: Sequence[Layout], first: int = 0) -> None:
+        self.offers, self.wants, self.first = offers, wants, first
+        for layout in {id(layout): layout for layout in wants}.values():
+            for _, placement in layout.values():
+                for part in placement.parts:
+                    offers.pieces(part)
+
+    def copies(self, rank: int) -> Iterator[Copy]:
+        """The boxes that a subscriber rank (counted from ``first``) reads."""
+        turn = self.first + rank
+        for name, (_, placement) in self.wants[rank].items():
+            for part in placement.parts:
+                for start, size, holders in self.offers.pieces(part):
+                    yield Copy(start, size, holders[turn % len(holders)], name, part)
+                    turn += 1
+
+    def traffic(self) -> Counter[tuple[int, int]]:
+        """(publisher rank, subscriber rank) -> bytes.  Subscribers with the same object as layout are counted once."""
+        found, known = Counter[tuple[int, int]](), dict[tuple[int, int], Counter[int]]()
+        cycle = math.lcm(*self.offers.replicas)  # after so many turns the same ranks are chosen
+        for rank, layout in enumerate(self.wants, self.first):
+            key = id(layout), rank % cycle
+            if key not in known:
+                known[key] = Counter()
+                for copy in self.copies(rank - self.first):
+                    known[key][copy.source.rank] += copy.nbytes(layout[copy.array].dtype)
+            found.update({(source, rank): nbytes for source, nbytes in known[key].items()})
+        return found
+
+    def check(self) -> None:
+        """InvalidArgument unless every element that is wanted is read exactly once, from a rank that holds it."""
+        for layout in {id(layout): layout for layout in self.wants}.values():
+            for dtype, placement in layout.values():
+                for want in placement.parts:
+                    pieces = self.offers.pieces(want)
+                    if not _covers(want, pieces):
+                        raise InvalidArgument(f"{want.tensor}: expected each element once, from a rank that holds it")
+                    for theirs in {holder.dtype for piece in pieces for holder in piece.holders} - {dtype}:
+                        if not (theirs.is_float and dtype.is_float):
+                            raise InvalidArgument(f"{want.tensor}: expected {theirs}, as published, got {dtype}")
+
+    def describe(self, most: int = 16) -> str:
+        """The plan as text: totals, the bytes between ranks, and the copies of the first rank; ``most`` of each."""
+        traffic, copies, sent = self.traffic(), [*self.copies(0)] if self.wants else [], Counter[int]()
+        for (source, _), nbytes in traffic.items():
+            sent[source] += nbytes
+        pairs = [f"  {source} -> {target}: {traffic[source, target]:,} bytes" for source, target in sorted(traffic)]
+        rows = [
+            f"  {copy.tensor}[{_in_words(copy.start, copy.size)}] {copy.source.dtype}: rank {copy.source.rank} "
+            f"{copy.source.array}+{copy.source.part.at(copy.start)} -> {copy.array}+{copy.part.at(copy.start)}"
+            for copy in copies[:most]
+        ]  # fmt: skip
+        ranks = f"{plural(len(self.offers.ranks), 'publisher rank')} -> {plural(len(self.wants), 'subscriber rank')}"
+        tensors, total = plural(len({copy.tensor for copy in copies}), "tensor"), f"{sum(sent.values()):,} bytes in all"
+        least, largest = min(sent.values(), default=0), max(sent.values(), default=0)
+        each = f"{least:,} to {largest:,} bytes of each of {len(sent)} ranks"
+        more = [f"  ... {len(pairs) - most:,} more pairs"] * (len(pairs) > most)
+        rest = [f"  ... {len(copies) - most:,} more copies"] * (len(copies) > most)
+        return "\n".join([f"{ranks}: {tensors}, {total}; {each}", *pairs[:most], *more, *rows, *rest])
+
+
+def _covers(want: Part, pieces: Sequence[Piece]) -> bool:
+    """Whether the pieces are ``want``, without an element twice, and all of each piece lies at each holder."""
+    low, high = _bounds([(piece.start, piece.size) for piece in pieces])
+    inside = (low >= want.start).all() and (high <= np.add(want.start, want.size)).all()
+    shared = ((low[:, None] < high) & (low < high[:, None])).all(axis=2).sum() - len(pieces)
+    total = sum(math.prod(piece.size) for piece in pieces)
+    held = all(
+        piece.holders and all(intersect(*piece[:2], *box) == piece[:2] for box in
+                              {(each.part.start, each.part.size) for each in piece.holders}) for piece in pieces
+    )  # fmt: skip
+    return bool(inside and not shared and total == math.prod(want.size) and held)
+
+
+def _bounds(boxes: Iterable[tuple[Sizes, Sizes]]) -> tuple[np.ndarray, np.ndarray]:
+    """The first index of each box, and the index after its last element: (boxes, axes) each."""
+    pairs = [*boxes]
+    low = np.array([start for start, _ in pairs], np.int64).reshape(len(pairs), len(pairs[0][0]) if pairs else 0)
+    return low, low + np.array([size for _, size in pairs], np.int64).reshape(low.shape)
+
+
+def intersect(start: Sizes, size: Sizes, other: Sizes, of: Sizes) -> tuple[Sizes, Sizes] | None:
+    """The box that two boxes have in common, as first index and size; None if they share no element."""
+    first, sizes = [], []
+    for a, n, b, m in zip(start, size, other, of, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None
+        first.append(low)
+        sizes.append(high - low)
+    return tuple(first), tuple(sizes)
+
+
+def subtract(start: Sizes, size: Sizes, hole: Sizes, of: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
+    """Boxes that make up a box without ``hole``, a box within it."""
+    start, size = tuple(start), tuple(size)
+    for axis, (first, count) in enumerate(zip(hole, of, strict=True)):
+        for low, high in ((start[axis], first), (first + count, start[axis] + size[axis])):
+            if low < high:
+                yield (*start[:axis], low, *start[axis + 1 :]), (*size[:axis], high - low, *size[axis + 1 :])
+        start, size = (*start[:axis], first, *start[axis + 1 :]), (*size[:axis], count, *size[axis + 1 :])
+
+
+def _in_words(start: Sizes, size: Sizes) -> str:
+    return ", ".join(f"{first}:{first + count}" for first, count in zip(start, size, strict=True)) or "()"

@@ -1,0 +1,308 @@
+"""The side that has the weights.
+
+Each publisher rank copies its arrays into a buffer of its own (``buffers.py``), and has threads that send parts of it
+to subscribers.  Rank 0 also knows which version is visible, and which subscribers read it (``Board``).  ``publish`` is
+the only method that waits for other ranks, and it waits for subscribers at most ``patience`` seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from typing import Any
+
+import numpy as np
+
+from kos.comm.arguments import check_int
+from kos.comm.communicator import Communicator
+from kos.comm.control.listening import bound
+from kos.comm.control.offers import own_address
+from kos.comm.control.wire import Acceptor, Connection
+from kos.dtypes import DTYPES
+from kos.errors import CollectiveMismatch, InvalidArgument, KosError, RendezvousError, TransferError, in_words
+from kos.transfer import exchange
+from kos.transfer.buffers import Buffers
+from kos.transfer.exchange import GRACE, Address, Stale
+from kos.transfer.placement import Arrays, box
+
+IDLE_SECONDS = 3600.0
+"""A connection is closed when the subscriber has sent nothing for so long; it then connects again."""
+SEND_SECONDS = 60.0
+"""The longest that a subscriber may take to receive the answer to one request."""
+LONGEST_LEASE = 600.0
+_ADMIT_SECONDS = 0.2
+_CLOSE_SECONDS = 5.0  # the thread that accepts ends within _ADMIT_SECONDS, unless the machine is very busy
+_log = logging.getLogger(__name__)
+
+
+class Board:
+    """Which version is visible, and who reads which version; on rank 0 of a publisher."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._newest: tuple[int, int] | None = None
+        self._leases: dict[Connection, tuple[int, float]] = {}  # -> serial, deadline
+
+    def lease(self, holder: Connection, have: int | None, wait: float, seconds: float) -> tuple[int | None, int]:
+        """Serial and version of the newest one; ``holder`` pins it, unless it is the one that it has.
+
+        Waits at most ``wait`` seconds for the first version.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest is not None, wait)
+            if self._newest is None:
+                return None, 0
+            if self._newest[0] != have:
+                self._leases[holder] = self._newest[0], time.monotonic() + min(seconds, LONGEST_LEASE)
+            return self._newest
+
+    def release(self, holder: Connection) -> None:
+        with self._changed:
+            self._leases.pop(holder, None)
+            self._changed.notify_all()
+
+    def reclaim(self, serial: int, patience: float, hide: bool) -> int:
+        """Wait at most ``patience`` seconds for the readers of ``serial``; returns how many still read it.
+
+        ``hide``: it is visible, and is not from now on.
+        """
+        limit = time.monotonic() + patience
+        with self._changed:
+            self._newest = None if hide else self._newest
+            while True:
+                now = time.monotonic()
+                readers = [until for of, until in self._leases.values() if of == serial and until > now]
+                if not readers or limit <= now:
+                    self._leases = {holder: lease for holder, lease in self._leases.items() if lease[0] != serial}
+                    return len(readers)
+                self._changed.wait(min(limit, *readers) - now)
+
+    def show(self, serial: int, version: int) -> None:
+        with self._changed:
+            self._newest = serial, version
+            self._changed.notify_all()
+
+
+class Publisher:
+    """Offers the arrays of the ranks of ``comm`` to subscribers, which pull them.  Collective.
+
+    Args:
+        comm: the communicator; None: one process alone.
+        arrays: the arrays of this rank in host memory, and what each holds.  ``publish`` copies them.
+        address: "HOST:PORT" by which subscribers reach rank 0.  Port 0: a free one, see ``address``.
+        name: the name of the publisher in errors.
+        buffers: how many versions are in memory at once; each takes as much memory as the arrays.  With 2, the
+            last version can be read while the next one is written.  With 1, no version is visible meanwhile.
+        patience: how many seconds ``publish`` waits for subscribers that still read the buffer that it uses next.
+            Less than the timeout of ``comm``: the other ranks wait for rank 0 meanwhile.
+        checksums: compute a checksum of each array at ``publish`` (about 1 s a GB), for ``update(verify=True)``.
+
+    Raises InvalidArgument on all ranks for wrong arguments of one, such as memory of a GPU; RendezvousError if rank 0
+    cannot listen at ``address``; OutOfMemory.
+    """
+
+    def __init__(
+        self, comm: Communicator | None, arrays: Arrays, address: str = "127.0.0.1:0", *, name: str = "trainer",
+        buffers: int = 2, patience: float = 1.0, checksums: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.rank, self._comm = name, 0 if comm is None else comm.rank, comm
+        self._patience, self._checksums, self._serial, self._closed = patience, checksums, 0, False
+        self._sums: dict[int, dict[str, int]] = {}
+        self._connections = set[Connection]()
+        self._lock, self._board = threading.Lock(), Board()
+
+        def check() -> Any:
+            limit = math.inf if comm is None else comm.timeout  # with which the others wait meanwhile
+            if check_int("buffers", buffers) < 1 or not 0 <= patience < limit:
+                expected = f"expected at least 1 and 0, patience below the communicator's timeout ({limit:g})"
+                raise InvalidArgument(f"buffers, patience: {expected}, got {buffers} and {patience}")
+            self._flat, self._layout = exchange.flat_arrays(arrays, False)
+            return [bool(self._flat), secrets.token_hex(16), exchange.parse(address), buffers, checksums]
+
+        first, *others = facts = self._together(check)
+        if wrong := [rank for rank, each in enumerate(others, 1) if each[2:] != first[2:]]:
+            raise CollectiveMismatch(f"Publisher: expected {first[2:]} on all ranks, got others on rank {wrong[0]}")
+        if not any(each[0] for each in facts):
+            raise InvalidArgument("arrays: expected at least one on some rank, got none")
+        _, self.incarnation, (host, port), *_ = first
+        try:
+            facts = self._together(lambda: self._listen(host, port, buffers))
+        except BaseException:
+            for each in ("_acceptor", "_buffers"):  # of this rank, if another one has failed
+                if hasattr(self, each):
+                    getattr(self, each).close()
+            raise
+        ranks = [place for place, _ in facts]
+        self.address = f"{host}:{Address(*ranks[0]).port}"
+        """The address for subscribers."""
+        alike: dict[str, list[int]] = {}
+        for rank, (_, layout) in enumerate(facts):
+            alike.setdefault(layout, []).append(rank)
+        groups = [[json.loads(layout), ranks] for layout, ranks in alike.items()]
+        self._catalogue = {"name": name, "buffers": buffers, "ranks": ranks, "groups": groups}
+        self._thread = threading.Thread(target=self._accept, name="kos-publisher", daemon=True)
+        self._thread.start()
+
+    def _listen(self, host: str, port: int, buffers: int) -> list[Any]:
+        """Allocate the memory, and listen."""
+        self._buffers = Buffers(self._layout, buffers, self.incarnation, self.rank)
+        net = exchange.network(host)
+        own = host if self.rank == 0 or net.loopback else bound() or own_address(host)
+        try:
+            listener = net.listen(port if self.rank == 0 else 0)
+        except OSError as error:
+            raise RendezvousError(f"address: rank {self.rank} cannot listen at {host}:{port}: {error}") from error
+        self._acceptor = Acceptor(listener, net.key(exchange.PURPOSE))
+        nbytes = sum(each.nbytes for each in self._flat.values())
+        mine = Address(own, listener.getsockname()[1], exchange.place(), os.getpid(), self._buffers.file, nbytes)
+        return [mine, json.dumps(exchange.layout_to_json(self._layout))]
+
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        return exchange.together(self._comm, "Publisher: rank", work)
+
+    def publish(self, version: int) -> int:
+        """Copy the arrays, and make them visible as ``version``.  Collective.
+
+        Returns how many subscribers still read the version whose buffer was used again; their reads are stale, and
+        they go on with the newest version.  The arrays may change afterwards.  An error of one rank is raised on all
+        ranks, and then the version is not visible.
+
+        Raises InvalidArgument for a version that is no whole number, CollectiveMismatch for different ones, and
+        TransferError after ``close``.
+        """
+        serial, buffers = self._serial + 1, self._buffers.count
+
+        def begin() -> list[int]:
+            if self._closed:
+                raise TransferError(f"publisher {self.name}: expected an open publisher, got a closed one")
+            number = check_int("version", version)  # before anything is given up; only rank 0 has leases
+            return [number, serial, self._board.reclaim(serial - buffers, self._patience, buffers == 1)]
+
+        first, *others = self._together(begin)
+        if wrong := [rank for rank, each in enumerate(others, 1) if each[:2] != first[:2]]:
+            got = f"{others[wrong[0] - 1][0]} on rank {wrong[0]}"
+            raise CollectiveMismatch(f"publish: expected version {first[0]} on all ranks, got {got}", ranks=wrong[:1])
+        self._together(lambda: self._write(serial))
+        self._serial = serial
+        self._board.show(serial, first[0])
+        return int(first[2])
+
+    def _write(self, serial: int) -> None:
+        self._buffers.write(serial, self._flat)
+        self._sums.pop(serial - self._buffers.count, None)  # not earlier: who reads that version may still compare
+        if self._checksums:
+            arrays = {name: self._buffers.array(name, serial) for name in self._flat}
+            self._sums[serial] = {name: exchange.checksum([array]) for name, array in arrays.items()}
+
+    # --- the threads that answer subscribers ------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._closed:
+            caller = None
+            try:
+                if caller := self._acceptor.admit(_ADMIT_SECONDS):
+                    threading.Thread(target=self._serve, args=caller[2:], daemon=True).start()
+            except (OSError, RuntimeError) as error:  # no file descriptor, or no thread, is left
+                if caller:
+                    caller[2].close()
+                if not self._closed:
+                    _log.warning("publisher %s: rank %d: %s", self.name, self.rank, error)
+                    time.sleep(_ADMIT_SECONDS)
+        self._acceptor.close()
+
+    def _serve(self, connection: Connection) -> None:
+        """Answer the requests of one connection until it ends."""
+        with closing(connection):
+            with self._lock:
+                self._connections.add(connection)
+            try:
+                while not self._closed:
+                    request = exchange.receive(connection, time.monotonic() + IDLE_SECONDS)
+                    self._answer(connection, request)
+            except (OSError, KosError, ValueError, KeyError, TypeError) as error:
+                _log.debug("publisher %s: rank %d: a subscriber's connection ended: %s", self.name, self.rank, error)
+            finally:
+                self._board.release(connection)
+                with self._lock:
+                    self._connections.discard(connection)
+
+    def _answer(self, connection: Connection, request: dict[str, Any]) -> None:
+        deadline, memory = time.monotonic() + SEND_SECONDS, list[np.ndarray[Any, Any]]()
+        try:
+            exchange.check_protocol(request)
+            if request["incarnation"] not in ("", self.incarnation):
+                answer: dict[str, Any] = {"error": "another incarnation"}
+            elif request["ask"] == "catalogue":
+                answer = self._catalogue
+            elif request["ask"] == "newest":
+                wait, have = min(float(request["wait"]), GRACE), request["have"]
+                serial, version = self._board.lease(connection, have, wait, float(request["seconds"]))
+                answer = {"serial": serial, "version": version}
+            elif request["ask"] == "release":
+                self._board.release(connection)
+                return  # nobody waits for an answer
+            elif request["ask"] == "compare":
+                self._compare(int(request["serial"]), request["arrays"])
+                answer = {}
+            else:
+                memory = self._read(request)
+                answer = {"sum": exchange.checksum(memory)} if request["verify"] else {}
+        except Stale:
+            answer, memory = {"stale": True}, []
+        except KosError as error:
+            answer, memory = {"error": in_words(error)}, []
+        exchange.send(connection, answer, self.incarnation, deadline)
+        for each in memory:
+            connection.sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            connection.sock.sendall(exchange.as_bytes(each))
+        connection.sock.setblocking(False)
+        if request["ask"] == "read":  # whether the bytes before it are those of the version
+            exchange.send(connection, {"stale": not self._buffers.holds(request["serial"])}, self.incarnation, deadline)
+
+    def _read(self, request: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
+        """The boxes that a subscriber asks for, converted to its dtype where that is smaller."""
+        serial, found = int(request["serial"]), list[np.ndarray[Any, Any]]()
+        if not self._buffers.holds(serial):
+            raise Stale
+        for name, dtype, offset, size, strides in request["boxes"]:
+            view = box(self._buffers.array(name, serial), int(offset), tuple(size), tuple(strides))
+            found.append(np.ascontiguousarray(view, DTYPES[dtype].numpy))
+        return found
+
+    def _compare(self, serial: int, names: list[str]) -> None:
+        """Compare arrays with their checksums at ``publish``.  Raises Stale, TransferError."""
+        for name in names if self._checksums else ():
+            same = exchange.checksum([self._buffers.array(name, serial)]) == self._sums.get(serial, {}).get(name)
+            if not self._buffers.holds(serial):
+                raise Stale
+            if not same:
+                raise TransferError(f"rank {self.rank}: {name}: the published bytes have changed since")
+
+    def close(self) -> None:
+        """Stop answering, and free the memory once no subscriber maps it.  Not collective; waits for no other process.
+
+        A subscriber that reads meanwhile raises TransferError.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with self._lock:
+            for each in self._connections:
+                with suppress(OSError):
+                    each.sock.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
+        self._thread.join(_CLOSE_SECONDS)  # then its port is free
+        self._buffers.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

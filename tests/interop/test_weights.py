@@ -1,0 +1,59 @@
+"""``kos.interop.weights.bind``: the parameters of a torch module follow a publisher."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kos.errors import InvalidArgument
+from kos.interop.weights import bind
+from kos.transfer import Placement, Publisher
+
+torch = pytest.importorskip("torch")
+
+
+class Fused(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """A layer as vLLM has it, of rank ``rank`` of 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj = torch.nn.Linear(4, 8, bias=False, dtype=torch.bfloat16)
+        self.o_proj = torch.nn.Linear(4, 4, bias=False)
+
+
+TENSORS = {
+    "q_proj.weight": (8, 4), "k_proj.weight": (4, 4), "v_proj.weight": (4, 4), "o_proj.weight": (4, 8), "more": (3,)
+}  # fmt: skip
+
+
+def arrays(version: int) -> dict[str, tuple[np.ndarray, Placement]]:
+    rng = np.random.default_rng(version)
+    return {n: (rng.random(shape, dtype=np.float32), Placement.whole(shape)) for n, shape in TENSORS.items()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_module_with_fused_parameters(rank: int) -> None:
+    held = arrays(0)
+    module = Fused()
+    with Publisher(None, held) as publisher:
+        publisher.publish(0)
+        before = [each.data_ptr() for each in module.parameters()]
+        with bind(publisher.address, module, rules="vllm", rank=rank, ranks=2) as subscriber:
+            for version in (1, 2):
+                for name, (array, _) in arrays(version).items():
+                    held[name][0][...] = array
+                publisher.publish(version)
+                assert subscriber.update(30).version == version
+                rows = [held[f"{n}_proj.weight"][0] for n in "qkv"]
+                fused = np.concatenate([each[len(each) // 2 * rank :][: len(each) // 2] for each in rows])
+                right = torch.from_numpy(fused.astype(ml_dtypes.bfloat16).view(np.int16)).view(torch.bfloat16)
+                assert torch.equal(module.qkv_proj.weight, right)
+                columns = held["o_proj.weight"][0][:, 4 * rank : 4 * rank + 4]
+                assert torch.equal(module.o_proj.weight, torch.from_numpy(columns.copy()))
+        assert [each.data_ptr() for each in module.parameters()] == before
+
+
+def test_a_parameter_that_the_publisher_lacks() -> None:
+    with Publisher(None, arrays(0)) as publisher, pytest.raises(InvalidArgument, match="to have weight, got no such"):
+        bind(publisher.address, torch.nn.Linear(2, 2, bias=True))

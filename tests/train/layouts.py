@@ -1,0 +1,174 @@
+"""Runs of every layout, and one comparison of what their ranks know with what one rank knows."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kos.testing import spawn
+from kos.train.config.options import TrainConfig
+from kos.train.data.batches import Dataset, Tokens
+from kos.train.data.tokenizers import NumberTokenizer
+from kos.train.device.cpu import CpuDevice
+from kos.train.generate import Sampling, Uncached, generate
+from kos.train.model.initial import init_weights
+from kos.train.model.parameters import Parameters
+from kos.train.ops.fixed_order import LEAST_CHUNK
+from kos.train.parallel.mesh import Layout, Mesh
+from tests.train.models import part_of
+
+STEPS = 4
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 2, "intermediate_size": 24,
+    "vocab_size": 40, "initializer_range": 0.3,
+}  # fmt: skip
+RUN: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 1, "seq_len": 32, "lr": 1e-2, "warmup_steps": 2,
+                       "documents": "cross"}  # fmt: skip
+
+
+BITS: dict[str, Any] = {"seq_len": 32, "batch_size": 8, "micro_batch_size": 1, "steps": 3, "deterministic": True}
+
+
+class Precise(CpuDevice):
+    """In float64, where what differs between layouts is seen."""
+
+    dtype = np.dtype(np.float64)
+
+
+DEVICES: dict[type[CpuDevice], float] = {Precise: 1e-10, CpuDevice: 1e-5}
+
+
+def make_data(config: TrainConfig) -> Dataset:
+    """Numbers of which the next often follows from the last; some targets of the validation are left over.
+
+    Documents of 9 tokens, on average, begin among them.
+    """
+    rng = np.random.default_rng(1)
+    steps = rng.choice([1, 1, 1, 7, 11], max(4000, 8 * config.seq_len)).cumsum() % 40
+    cut = len(steps) * 3 // 4
+    sizes = config.seed, config.batch_size, config.seq_len, 3
+    places = [np.unique([0, *rng.integers(0, len(part), len(part) // 9)]) for part in (steps[:cut], steps[cut:])]
+    parts = zip((steps[:cut], steps[cut:]), places, strict=True)
+    train, val = (Tokens([part.astype(np.uint16)], begins) for part, begins in parts)
+    return Dataset("numbers", train, val, NumberTokenizer(40), *sizes, "", packs=config.documents == "pack")
+
+
+def run_to_its_end(device: Any, steps: int, to_host: Callable[[Any], np.ndarray], context: int) -> dict[str, Any]:
+    """What a rank knows after these steps; its device is closed."""
+    rows = []
+    for step in range(steps):
+        device.start_step(step, False)
+        result = device.finish_step(step)
+        rows.append((result.loss, result.norm))
+    loss, next_logits = device.evaluate()["val_loss"], device.sampler()
+    text = None
+    if next_logits is not None:
+        text = [*generate(Uncached(next_logits), context, [[1, 2, 3]], 8, Sampling(top_k=0, seed=1))]
+    weights = device.whole_weights()
+    weights = {name: to_host(array) for name, array in weights.items()}
+    device.close()
+    device.mesh.close()
+    model = device.step.models[0].config
+    return {"rows": np.array(rows), "loss": loss, "text": text, "weights": weights, "model": model}
+
+
+def train(
+    layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, kv_heads: int = 0,
+    local: int = 1, **changes: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What each rank of a run knows at its end."""
+    shape = {**SHAPE, "num_hidden_layers": layers, "tie_word_embeddings": tied}
+    if kv_heads:
+        shape |= {"num_key_value_heads": kv_heads}
+    asked = TrainConfig.from_preset(
+        "tiny", **{**RUN, "steps": steps, **changes},
+        model=shape,
+        dp=layout.dp, tp=layout.tp, pp=layout.pp, cp=layout.cp,
+    )  # fmt: skip
+
+    def run(comm: Any) -> dict[str, Any]:
+        mesh, config = Mesh(comm, layout, local), asked.for_world(layout.dp)
+        model = config.model_config_for(40)
+        whole = Parameters(model.parameter_shapes(), np.float32)
+        init_weights(model, whole, 3)
+        own = kind(config, model, make_data(config), mesh, lambda what, share: None)
+        own.step.gradients.flat[:] = np.nan
+        for name, weight in own.step.with_frozen(own.step.weights).items():
+            weight[...] = part_of(name, whole[name], model, layout.tp, mesh.tp.rank)
+        return run_to_its_end(own, steps, np.copy, context=20)
+
+    return spawn(run, layout.ranks, timeout=200)
+
+
+@functools.cache
+def serial(kind: type[CpuDevice], layers: int, tied: bool, steps: int, **changes: Any) -> dict[str, Any]:
+    (alone,) = train(Layout(), kind, layers, tied, steps, **changes)
+    assert alone["rows"][0, 0] > alone["rows"][-1, 0] + 0.02, "it learns"
+    return alone
+
+
+def compare(
+    ranks: Sequence[dict[str, Any]], alone: dict[str, Any], layout: Layout, rtol: float = 0.0, weights: float = 0.0
+) -> None:
+    """Each rank knows what one rank knows alone: within a relative error, ``weights`` of weights, or bit for bit."""
+
+    def near(got: Any, expected: Any, what: str, rtol: float = rtol, atol: float = 0.0) -> None:
+        if rtol:
+            np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol, err_msg=what)
+        else:
+            assert np.asarray(got).tobytes() == np.asarray(expected).tobytes(), what
+
+    held = set[str]()
+    for rank, got in enumerate(ranks):
+        near(got["rows"], alone["rows"], f"losses and norms of rank {rank}")
+        near(got["loss"], alone["loss"], f"validation of rank {rank}")
+        assert got["text"] in (None, alone["text"])
+        for name, value in got["weights"].items():
+            at = layout.coordinates(rank)["tp"]
+            wanted = part_of(name, alone["weights"][name], alone["model"], layout.tp, at)
+            near(value, wanted, f"{name} of rank {rank}", weights or rtol, weights or rtol)
+            held.add(name)
+    assert held == set(alone["weights"]) and ranks[0]["text"] == alone["text"]
+
+
+OF_LAYOUTS = {"pp_schedule", "zero", "recompute"}
+"""Settings that change no bit of a run on one rank."""
+
+
+def check(layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, **changes: Any) -> None:
+    alone = {name: value for name, value in changes.items() if name not in OF_LAYOUTS}
+    ranks = train(layout, kind, layers, tied, steps, **changes)
+    compare(ranks, serial(kind, layers, tied, steps, **alone), layout, DEVICES[kind])
+
+
+def check_bits(layout: Layout, layers: int, tied: bool, **changes: Any) -> None:
+    """With ``deterministic``, unless ``changes`` say otherwise."""
+    changes = BITS | changes
+    alone = {name: value for name, value in changes.items() if name not in OF_LAYOUTS}
+    compare(train(layout, CpuDevice, layers, tied, **changes), bits_of_one(layers, tied, **alone), layout)
+
+
+@functools.cache
+def bits_of_one(layers: int, tied: bool, **changes: Any) -> dict[str, Any]:
+    (alone,) = train(Layout(), CpuDevice, layers, tied, **changes)
+    return alone
+
+
+def length(cp: int) -> int:
+    """Tokens that ``cp`` ranks can cut in a fixed order."""
+    return 32 if cp == 1 else 2 * LEAST_CHUNK * cp
+
+
+def layouts(ranks: int) -> list[Layout]:
+    axes = itertools.product(range(1, ranks + 1), repeat=4)
+    return [Layout(*sizes) for sizes in axes if math.prod(sizes) == ranks and 8 % sizes[3] == 0 and 8 % sizes[1] == 0
+            and 16 % sizes[2] == 0]  # fmt: skip
+
+
+def named(layout: Layout) -> str:
+    return "-".join(f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "pp", "cp") if getattr(layout, axis) > 1)

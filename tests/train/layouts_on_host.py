@@ -1,0 +1,170 @@
+"""Runs of every layout on the emulated GPU, as ``layouts.py`` has them of CPUs."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import OutOfMemory
+from kos.memory import array as array_module
+from kos.memory.arena import ALIGNMENT
+from kos.testing import spawn
+from kos.train.config.optimizers import not_of
+from kos.train.config.options import TrainConfig
+from kos.train.device import cuda as engine_module
+from kos.train.device import memory_plan
+from kos.train.device.cuda import CudaDevice
+from kos.train.model.initial import init_weights
+from kos.train.model.parameters import Parameters
+from kos.train.ops import fixed_order
+from kos.train.ops.cuda import CudaOps, cublaslt
+from kos.train.optim import cuda as cuda_optimizer
+from kos.train.optim.cuda import CHUNK
+from kos.train.parallel.mesh import Layout, Mesh
+from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
+from tests.train.layouts import OF_LAYOUTS, SHAPE, compare, make_data, run_to_its_end
+from tests.train.models import part_of
+
+STEPS = 3
+RUN: dict[str, Any] = {
+    "batch_size": 8, "micro_batch_size": 1, "seq_len": 8, "lr": 1e-2, "eps": 1e-3, "warmup_steps": 2, "steps": STEPS,
+    "dtype": "float32", "documents": "cross",
+}  # fmt: skip
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    host_engine(monkeypatch)
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * CHUNK)
+    monkeypatch.setattr(CudaOps, "overlap_rows", 4)  # a micro-batch of 8 tokens has two halves
+
+
+def layers_of(layout: Layout) -> int:
+    """Stages of unequal length in pipelines; elsewhere few, for they are emulated one after another."""
+    return 5 if layout.pp > 1 else 2
+
+
+HEAD_ALONE = 3  # layers, with which the last of 4 stages has none
+
+
+def make_device(
+    comm: Any, layout: Layout, layers: int, *, tied: bool = False, family: str = "llama",
+    kv_heads: int = SHAPE["num_key_value_heads"], local: int = 1, **changes: Any,
+) -> CudaDevice:  # fmt: skip
+    """The device of a rank, with the same weights in every layout."""
+    axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
+    shape = {**SHAPE, "num_hidden_layers": layers, "tie_word_embeddings": tied, "model_type": family,
+             "num_key_value_heads": kv_heads}  # fmt: skip
+    shape["attention_bias"] = family == "qwen3"
+    run = {key: value for key, value in RUN.items() if key not in not_of(changes.get("optimizer", "adamw"))}
+    asked = TrainConfig.from_preset("tiny", **{**run, **changes}, model=shape, **axes)
+    mesh, config = Mesh(DeviceComm(comm), layout, local), asked.for_world(layout.dp, "cuda")
+    model = config.model_config_for(40)
+    whole = Parameters(model.parameter_shapes())
+    init_weights(model, whole, 3)
+    device = CudaDevice(config, model, make_data(config), mesh, lambda what, share: None)
+    held, gradients = device.step.optimizer.weights, device.step.gradients
+    parts = Parameters(gradients.shapes, multiple=gradients.multiple, counts=gradients.counts)
+    for name in parts:
+        parts[name][...] = part_of(name, whole[name], model, layout.tp, mesh.tp.rank)
+    for part, local in held.parts():
+        on_host(held.flat[local])[...] = parts.flat[part]
+    device.step.optimizer.refresh_copy()
+    for name, weight in device.step.frozen.items():
+        on_host(weight)[...] = part_of(name, whole[name], model, layout.tp, mesh.tp.rank)
+    return device
+
+
+def train(layout: Layout, layers: int, **changes: Any) -> list[dict[str, Any]]:
+    """What each rank of a run knows at its end."""
+
+    def run(comm: Any) -> dict[str, Any]:
+        device = make_device(comm, layout, layers, **changes)
+        return run_to_its_end(device, STEPS, lambda array: on_host(array).copy(), context=5)
+
+    return spawn(run, layout.ranks, timeout=100)
+
+
+@functools.cache
+def serial(layers: int, tied: bool, **changes: Any) -> dict[str, Any]:
+    (alone,) = train(Layout(), layers, tied=tied, **changes)
+    assert alone["rows"][0, 0] > alone["rows"][-1, 0], "it learns"
+    return alone
+
+
+def check(layout: Layout, changes: dict[str, Any]) -> None:
+    changes = {"layers": layers_of(layout), **changes}
+    layers, of_layouts = changes.pop("layers"), OF_LAYOUTS | {"graph", "micro_batch_size", "tied"}
+    alone = {key: value for key, value in changes.items() if key not in of_layouts}
+    ranks = train(layout, layers, **changes)
+    compare(ranks, serial(layers, changes.get("tied", False), **alone), layout, 2e-5)
+
+
+def check_bits(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, least: int = 2) -> None:
+    """With ``--deterministic``, whose pieces of a sequence have at least so many tokens."""
+    monkeypatch.setattr(fixed_order, "LEAST_CHUNK_ON_GPUS", least)
+    monkeypatch.setattr(cuda_optimizer, "CHUNK", 256)
+    monkeypatch.setattr(memory_plan, "CHUNK", 256)
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * 1024)
+    changes = {"deterministic": True, "grad_clip": 1.0, "layers": layers_of(layout), **changes}
+    layers = changes.pop("layers")
+    if "master_weights" in changes:
+        changes["dtype"] = "bfloat16"
+    alone = {key: value for key, value in changes.items() if key not in OF_LAYOUTS | {"graph"}}
+    expected = serial(layers, **alone)
+    if "seq_len" in changes and "dtype" not in changes:
+        near = serial(layers, **{**alone, "deterministic": False})
+        np.testing.assert_allclose(expected["rows"], near["rows"], rtol=2e-5)
+    compare(train(layout, layers, **changes), expected, layout)
+
+
+def check_memory(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allocated memory is within the plan, and not much less; a micro-batch in flight takes all that is planned for
+    it, on some rank."""
+    monkeypatch.setattr(fixed_order, "LEAST_CHUNK_ON_GPUS", 16)
+    monkeypatch.setattr(memory_plan, "RESERVE", 1 << 16)
+    monkeypatch.setattr(cublaslt, "WORKSPACE", 0)
+    held, real, plan = threading.local(), array_module.pool_of(0).allocate, engine_module.plan_memory
+    one_at_a_time = threading.RLock()
+    changes = {**changes, "seq_len": 128, "dtype": "bfloat16", "documents": "pack"}
+
+    def allocate(nbytes, *arguments, **options):
+        memory = real(nbytes, *arguments, **options)
+        with one_at_a_time:
+            held.bytes = getattr(held, "bytes", 0) + nbytes
+        weakref.finalize(memory.raw, freed, held.__dict__, nbytes)
+        return memory
+
+    def freed(mine, nbytes):
+        with one_at_a_time:
+            mine["bytes"] -= nbytes
+
+    def run(comm):
+        device = make_device(comm, layout, layers_of(layout), **changes)
+        device.start_step(0, False)
+        device.finish_step(0)
+        device.evaluate()
+        with one_at_a_time:
+            gc.collect()  # the emulated operations hold their arrays in cycles
+        device.close()
+        device.mesh.close()
+        return held.bytes, device.plan.total
+
+    monkeypatch.setattr(array_module, "pool_of", lambda device: SimpleNamespace(allocate=allocate))
+    plans = spawn(run, layout.ranks, timeout=100)
+    assert all(0.7 * (total - memory_plan.RESERVE) < got <= total for got, total in plans), plans
+
+    def less(*arguments, **options):
+        planned = plan(*arguments, **options)
+        return planned._replace(slot=planned.slot - ALIGNMENT)
+
+    monkeypatch.setattr(engine_module, "plan_memory", less)
+    with pytest.raises(OutOfMemory, match="arena: expected at most"):
+        spawn(run, layout.ranks, timeout=100)

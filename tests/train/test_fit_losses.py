@@ -1,0 +1,133 @@
+"""Losses of a program's own in ``kos.train.fit``, and weights of targets: on CPUs and on an emulated GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.comm.communicator import Communicator
+from kos.memory import Array
+from kos.testing import spawn
+from kos.train import Batch, CudaLoss, TrainConfig, fit
+from tests.train.fits import (
+    LAYOUTS,
+    NAMES,
+    ROWS,
+    STEPS,
+    TOKENS,
+    VOCABULARY,
+    OnStep,
+    batch_of,
+    batches_of,
+    column,
+    config_of,
+    cross_entropy,
+    on_ranks,
+)  # fmt: skip
+from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS[:5], ids=NAMES[:5])
+def test_a_loss_of_ones_own(ranks: int, layout: dict[str, Any], tmp_path: Path) -> None:
+    """The cross-entropy of a program is that of the trainer, in training and in validation."""
+    for name, loss in (("ours", None), ("own", cross_entropy)):
+        config = config_of(tmp_path / name, **layout)
+        on_ranks(ranks, config, batches=batches_of(), val_batches=batches_of(2, rows=3), loss=loss)
+    for count, *names in ((STEPS, "loss", "grad_norm"), (2, "val_loss")):
+        ours, own = (np.array(column(tmp_path / name, *names)) for name in ("ours", "own"))
+        assert len(own) == count
+        np.testing.assert_allclose(own, ours, rtol=2e-5)
+
+
+def test_a_loss_of_ones_own_sees_every_token_once(tmp_path: Path) -> None:
+    """In chunks, with the fields of its batch."""
+    seen = list[tuple[int, ...]]()
+
+    def loss(logits: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        assert logits.shape == (len(batch.tokens), VOCABULARY) and batch.document_starts is None
+        seen.extend(zip(batch.tokens.tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True))
+        return np.zeros(len(logits)), np.zeros_like(logits)
+
+    weights = np.random.default_rng(0).random((ROWS, TOKENS), np.float32)
+    batch = batch_of(0, weights=weights)
+    last = fit(config_of(tmp_path, steps=1, backend="mock"), batches=[batch], loss=loss)
+    fields = (np.ravel(field).tolist() for field in (batch.tokens, batch.targets, weights))
+    assert sorted(seen) == sorted(zip(*fields, strict=True))
+    assert last.metrics["loss"] == last.metrics["grad_norm"] == 0
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=NAMES)
+def test_weights_of_targets(ranks: int, layout: dict[str, Any], tmp_path: Path) -> None:
+    """Of 1 they change no bit; others give what the same loss of the program gives."""
+    weights = np.random.default_rng(1).normal(size=(ROWS, TOKENS))
+    runs: dict[str, tuple[Any, Any]] = {
+        "plain": (batches_of(), None), "ones": (batches_of(weights=np.ones((ROWS, TOKENS))), None),
+        "weights": (batches_of(weights=weights), None), "own": (batches_of(weights=weights), cross_entropy),
+    }  # fmt: skip
+    for name, (batches, loss) in runs.items():
+        of = (1, {}) if loss else (ranks, layout)
+        on_ranks(of[0], config_of(tmp_path / name, eval_every=0, **of[1]), batches=batches, loss=loss)
+    plain, ones, weighted, own = (column(tmp_path / name, "loss", "grad_norm") for name in runs)
+    assert plain == ones and weighted != plain
+    np.testing.assert_allclose(weighted, own, rtol=1e-4, atol=1e-6)
+
+
+KERNEL = """
+extern "C" __global__ void loss(DTYPE* logits, const int* targets, const float* weights, float* losses,
+                                int vocabulary) {
+    DTYPE* row = logits + long(blockIdx.x) * vocabulary;
+    const int target = targets[blockIdx.x];
+    const float weight = weights ? weights[blockIdx.x] : 1;
+    float top = widen(row[0]), total = 0;
+    for (int i = 1; i < vocabulary; ++i) top = fmaxf(top, widen(row[i]));
+    for (int i = 0; i < vocabulary; ++i) total += expf(widen(row[i]) - top);
+    const float loss = target < 0 ? 0 : logf(total) + top - widen(row[target]);
+    __syncthreads();  // all threads have read the row
+    if (threadIdx.x == 0) losses[blockIdx.x] = weight * loss;
+    for (int i = threadIdx.x; i < vocabulary; i += blockDim.x)
+        narrow(weight * (expf(widen(row[i]) - top) / total - (i == target)), row[i]);
+}
+"""
+
+
+def on_memory(logits: Array, batch: Batch) -> tuple[Array, Array]:
+    """The loss of the emulated device: its memory is the host's."""
+    losses = Array.empty((len(logits),), "float32", logits.device)
+    on_host(losses)[...], on_host(logits)[...] = cross_entropy(on_host(logits), batch.map(on_host))
+    return losses, logits
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_engine(monkeypatch)
+    monkeypatch.setattr("kos.train.run.choose_device", lambda asked, comm: asked)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"pp": 2})], ids=["one", "dp", "pp"])
+def test_an_emulated_gpu(ranks: int, layout: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    """All fields of a batch, validation, and each kind of loss, as on the CPU."""
+    starts = np.repeat([[0] * 8 + [8] * 8], ROWS, axis=0)
+    more = {"weights": np.random.default_rng(2).normal(size=(ROWS, TOKENS)), "document_starts": starts}
+    losses: dict[str, Any] = {"cpu": cross_entropy, "ours": None, "array": on_memory, "cuda": CudaLoss(KERNEL, 32)}
+    val = [batch_of(9, 3)._replace(**{name: field[:3] for name, field in more.items()})]
+    for name, loss in losses.items():
+        device = {"device": "cpu"} if name == "cpu" else {"device": "cuda", "dtype": "float32", **layout}
+        config = config_of(tmp_path / name, **device)
+        of = DeviceComm if name != "cpu" else lambda comm: comm
+
+        def run(comm: Communicator, config: TrainConfig = config, loss: Any = loss, of: Any = of) -> None:
+            callbacks = [OnStep(lambda trainer, metrics: layout or trainer.model.logits([1, 2]))]
+            fit(config, of(comm), batches=batches_of(**more), val_batches=val, loss=loss, callbacks=callbacks)
+
+        spawn(run, ranks if name != "cpu" else 1, timeout=100)
+        without = ", so there is no CUDA graph" in capsys.readouterr().out
+        assert without == (name == "array")
+    expected = np.array(column(tmp_path / "cpu", "loss", "grad_norm"))
+    for name in losses:
+        np.testing.assert_allclose(column(tmp_path / name, "loss", "grad_norm"), expected, rtol=1e-4, err_msg=name)
+        val_loss = column(tmp_path / name, "val_loss")
+        np.testing.assert_allclose(val_loss, column(tmp_path / "cpu", "val_loss"), rtol=1e-4, err_msg=name)

@@ -1,0 +1,633 @@
+"""Weights from M ranks to N: every layout against NumPy, versions, leases, checksums, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kos.comm import Communicator
+from kos.comm.control.wire import drive
+from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout
+from kos.testing import spawn
+from kos.transfer import Placement, Plan, Publisher, Subscriber, exchange, read_catalogue
+from kos.transfer import subscriber as module
+from kos.transfer.buffers import Buffers
+from kos.transfer.exchange import PROTOCOL, PURPOSE, Address, answered, network, receive
+from kos.transfer.publisher import Board
+from tests.transfer.publishing import (
+    SHAPES,
+    arrays_of,
+    contents,
+    corrupt,
+    expect_version,
+    planned_bytes,
+    publishing,
+    set_version,
+)
+
+Layout = Mapping[str, Placement]
+WHOLE = {name: Placement.whole(shape) for name, shape in SHAPES.items()}
+WAYS = pytest.mark.parametrize("way", ["shared", "tcp"])
+
+
+def zero(rank: int, ranks: int) -> Layout:
+    """Slices of each flattened tensor."""
+    wholes = {name: Placement.whole(shape) for name, shape in SHAPES.items()}
+    return {n: p.flat(p.count * rank // ranks, p.count * (rank + 1) // ranks) for n, p in wholes.items()}
+
+
+def tensor(rank: int, ranks: int) -> Layout:
+    """Rows of one matrix and columns of the other."""
+    cut = {"a.weight": Placement.shard((12, 8), 0, rank, ranks), "b.weight": Placement.shard((6, 6), 1, rank, ranks)}
+    return {**WHOLE, **cut}
+
+
+def zero_of_tensor(rank: int, ranks: int = 4) -> Layout:
+    """dp 2 x tp 2: half of the flattened part of a rank of tp."""
+    held = tensor(rank % 2, 2)
+    return {n: p.flat(p.count * (rank // 2) // 2, p.count * (rank // 2 + 1) // 2) for n, p in held.items()}
+
+
+def stages(rank: int, ranks: int) -> Layout:
+    """A pipeline: each rank has some of the tensors."""
+    return {name: WHOLE[name] for name in [*SHAPES][rank::ranks]}
+
+
+def last_alone(rank: int, ranks: int) -> Layout:
+    """The other ranks have nothing, as some do with Muon and ZeRO."""
+    return WHOLE if rank == ranks - 1 else {}
+
+
+def one_array(rank: int, ranks: int) -> Layout:
+    """As the trainer has it: slices of all tensors in one flat array."""
+    flats = [Placement.whole(shape, name) for name, shape in SHAPES.items()]
+    flats = [each.flat(each.count * rank // ranks, each.count * (rank + 1) // ranks) for each in flats]
+    return {"flat": Placement.joined(flats, (sum(each.count for each in flats),))}
+
+
+FUSED = {"ab": Placement.joined([Placement.shard((12, 8), 0, 1, 2, "a.weight"), Placement.cut((12, 8), 0, 0, 3,
+         "a.weight")]), "turned": Placement.whole((6, 6), "b.weight").transposed}  # fmt: skip
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("publishers", "subscribers"),
+    [
+        pytest.param([zero(r, 2) for r in range(2)], [tensor(r, 2) for r in range(2)], id="dp2 ZeRO-1 to tp2"),
+        pytest.param([zero(r, 3) for r in range(3)], [tensor(r, 2) for r in range(2)], id="3 to 2"),
+        pytest.param([tensor(r, 2) for r in range(2)], [tensor(r, 3) for r in range(3)], id="tp2 to tp3"),
+        pytest.param([zero_of_tensor(r) for r in range(4)], [WHOLE], id="dp2 x tp2, ZeRO, to 1"),
+        pytest.param([stages(r, 2) for r in range(2)], [FUSED], id="pp2 to fused and transposed"),
+        pytest.param([one_array(r, 2) for r in range(2)], [tensor(1, 2)], id="one flat array to tp2"),
+        pytest.param([last_alone(r, 2) for r in range(2)], [tensor(0, 2)], id="a rank without arrays"),
+        pytest.param([WHOLE], [tensor(r, 2) for r in range(2)], id="1 to tp2"),
+    ],
+)
+def test_layouts(publishers: list[Layout], subscribers: list[Layout], way: Any) -> None:
+    """Each rank gets its elements, and reads as many bytes as planned."""
+    def subscribe(comm: Communicator) -> None:
+        arrays = arrays_of(subscribers[comm.rank])
+        with Subscriber(address, arrays, comm=comm, way=way) as subscriber:
+            for version in (1, 2, 3):
+                if version > 1:
+                    published.wait()
+                first = subscriber.update(30, verify=version == 3)
+                expect_version(arrays, version)
+                assert (first.version, first.changed, subscriber.version) == (version, True, version)
+                assert first.nbytes == planned_bytes(publishers, subscribers[comm.rank], rank=comm.rank)
+                assert not subscriber.update(30).changed
+                done.wait()
+
+    with publishing(publishers, checksums=True) as ranks:
+        address = ranks.address
+        done, published = (threading.Barrier(len(subscribers) + 1, timeout=60) for _ in range(2))
+
+        def drive() -> None:
+            for version in (2, 3):
+                done.wait()
+                assert ranks.publish(version) == [0] * len(publishers)
+                published.wait()
+            done.wait()
+
+        assert ranks.publish(1) == [0] * len(publishers)
+        thread = threading.Thread(target=drive, daemon=True)
+        thread.start()
+        spawn(subscribe, len(subscribers), timeout=60)
+        thread.join(60)
+
+
+@WAYS
+def test_conversions(way: Any) -> None:
+    """fp32 to bf16 and fp8, and bf16 to fp32; over TCP the smaller of both types travels."""
+    with publishing([WHOLE]) as ranks:
+        ranks.publish(0)
+        for dtype in (ml_dtypes.bfloat16, np.float16, np.float64, ml_dtypes.float8_e5m2):
+            arrays = arrays_of({"a.weight": WHOLE["a.weight"]}, dtype)
+            with Subscriber(ranks.address, arrays, way=way) as subscriber:
+                got = subscriber.update(30)
+                expect_version(arrays, 0)
+                if way == "tcp":
+                    assert got.nbytes == planned_bytes([WHOLE], {"a.weight": WHOLE["a.weight"]}, dtype)
+
+
+@WAYS
+def test_large_tensors_are_split(way: Any) -> None:
+    """Requests are of at most a few MiB, over several connections."""
+    shape, rng = (3000, 2000), np.random.default_rng(0)
+    x = rng.random(shape, dtype=np.float32)
+    with Publisher(None, {"w": (x, Placement.whole(shape))}) as publisher:
+        publisher.publish(1)
+        for placed, right in (
+            (Placement.whole(shape), x), (Placement.whole(shape).transposed, x.T),
+            (Placement.cut(shape, 1, 500, 1000), x[:, 500:1500]),
+        ):  # fmt: skip
+            y = np.zeros(placed.shape, np.float32)
+            with Subscriber(publisher.address, {"w": (y, placed)}, way=way, staged=False) as subscriber:
+                subscriber.update(60)
+                assert (y == right).all()
+
+
+def test_no_version_yet_and_no_publisher_yet() -> None:
+    """Both are waited for until the deadline, and named."""
+    with publishing([WHOLE]) as ranks:
+        arrays = arrays_of(WHOLE)
+        with Subscriber(ranks.address, arrays) as subscriber:
+            subscriber.catalogue(30)
+            with pytest.raises(TransferTimeout, match=f"publisher trainer at {ranks.address}: expected a version"):
+                subscriber.update(1.9)  # the answer has half a second to come, also on a busy machine
+            assert subscriber.version is None
+            timer = threading.Timer(0.2, lambda: ranks.publish(7))
+            timer.start()
+            assert subscriber.update(30).version == 7
+            timer.join()
+            address = ranks.address
+    with Subscriber(address, arrays) as subscriber, pytest.raises(TransferTimeout, match=f"at {address}, which never"):
+        subscriber.update(0.3)
+    done = []
+    late = threading.Thread(target=lambda: done.append(Subscriber(address, arrays).update(30).version), daemon=True)
+    late.start()
+    with Publisher(None, arrays_of(WHOLE), address) as publisher:
+        publisher.publish(4)
+        late.join(30)
+    assert done == [4]
+
+
+@WAYS
+def test_a_version_that_is_replaced_while_it_is_read_is_stale(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publisher waits no longer than its patience; the reader begins again with the newest version."""
+    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
+    with Publisher(None, mine, patience=0.05) as publisher, Subscriber(publisher.address, arrays, way=way) as reader:
+        set_version(mine, 1)
+        publisher.publish(1)
+        late = list[int]()
+        def slow(*arguments: Any) -> Plan:  # between the lease and the first byte, the publisher goes on twice
+            for version in (2, 3):
+                set_version(mine, version)
+                late.append(publisher.publish(version))
+            return Plan(*arguments)
+
+        monkeypatch.setattr(module, "Plan", slow)
+        assert reader.update(30).version == 3
+        expect_version(arrays, 3)
+        assert late == [0, 1]
+
+
+@WAYS
+def test_a_publisher_waits_for_a_reader_within_its_patience(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer that is read is written again when the reader has its version."""
+    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
+    late = list[int]()
+    with Publisher(None, mine, patience=60) as publisher, Subscriber(publisher.address, arrays, way=way) as reader:
+        def publish() -> None:
+            for version in (2, 3):
+                set_version(mine, version)
+                late.append(publisher.publish(version))
+
+        thread = threading.Thread(target=publish, daemon=True)
+
+        def slow(*arguments: Any) -> Plan:
+            thread.start()
+            thread.join(1.0)  # it does not end
+            return Plan(*arguments)
+
+        set_version(mine, 1)
+        publisher.publish(1)
+        monkeypatch.setattr(module, "Plan", slow)
+        assert reader.update(50).version == 1
+        expect_version(arrays, 1)
+        thread.join(30)
+        assert late == [0, 0]
+        assert reader.update(50).version == 3
+
+
+def test_if_one_rank_reads_a_stale_version_all_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with publishing([WHOLE], patience=0.0) as ranks:
+        ranks.publish(1)
+
+        def subscribe(comm: Communicator) -> int:
+            arrays = arrays_of({[*SHAPES][comm.rank]: WHOLE[[*SHAPES][comm.rank]]})
+            with Subscriber(ranks.address, arrays, comm=comm) as subscriber:
+                comm.barrier()
+                version = subscriber.update(30).version
+                expect_version(arrays, version)
+                return version
+
+        def slow(offers: Any, wants: Any, first: int) -> Plan:
+            if first == 1:
+                ranks.publish(2)
+                ranks.publish(3)
+            return Plan(offers, wants, first)
+
+        monkeypatch.setattr(module, "Plan", slow)
+        assert spawn(subscribe, 2, timeout=60) == [3, 3]
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_no_torn_version_is_seen(buffers: int) -> None:
+    """A publisher that never waits, and readers that read all the time: each version is whole."""
+    shape = (400, 250)
+    x = np.zeros(shape, np.float32)
+    stop, errors, seen = threading.Event(), list[BaseException](), list[int]()
+    placed = {"w": (x, Placement.whole(shape))}
+    with Publisher(None, placed, buffers=buffers, patience=0.0) as publisher:
+        def read(way: Any) -> None:
+            y = np.zeros(shape, np.float32)
+            with Subscriber(publisher.address, {"w": (y, Placement.whole(shape))}, way=way) as reader:
+                while not stop.is_set():
+                    try:
+                        update = reader.update(20)
+                        assert y.min() == y.max() == update.version
+                        seen.append(update.version)
+                    except BaseException as error:
+                        if not stop.is_set():
+                            errors.append(error)
+                        return
+
+        threads = [threading.Thread(target=read, args=(way,), daemon=True) for way in ("shared", "tcp", "tcp")]
+        for each in threads:
+            each.start()
+        for version in range(1, 150):
+            x[...] = version
+            publisher.publish(version)
+            time.sleep(0.001)
+        stop.set()
+        for each in threads:
+            each.join(60)
+    assert not errors, errors
+    assert seen and all(a <= 149 for a in seen)
+
+
+@WAYS
+@pytest.mark.parametrize("when", ["published", "read"])
+def test_wrong_bytes_are_found_and_the_culprit_is_named(way: Any, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = [stages(rank, 2) for rank in range(2)]  # rank 1 has b.weight and scale
+    with publishing(layouts, checksums=True) as ranks:
+        ranks.publish(1)
+        arrays = arrays_of(WHOLE)
+        with Subscriber(ranks.address, arrays, way=way) as subscriber:
+            subscriber.update(30, verify=True)
+            ranks.publish(2)
+            if when == "published":  # a stray write in the process of rank 1
+                corrupt(ranks.address, 1, contents(2)["b.weight"])
+                wanted = "publisher rank 1 .*b.weight.*the published bytes have changed since"
+            else:
+                right = exchange.checksum
+
+                def wrong(arrays: Any) -> int:  # as if other bytes had arrived
+                    of_reader = threading.current_thread().name.startswith("kos-subscriber")
+                    return right([a + of_reader * (a.shape == (6, 6)) for a in arrays])
+
+                monkeypatch.setattr(exchange, "checksum", wrong)
+                wanted = "publisher rank 1 .*b.weight.*: expected checksum"
+            with pytest.raises(TransferError, match=wanted) as raised:
+                subscriber.update(30, verify=True)
+            assert raised.value.ranks == (1,)
+            expect_version(arrays, 1)
+            assert subscriber.version == 1
+
+
+def test_an_unstaged_update_that_fails_says_that_the_arrays_are_undefined() -> None:
+    with publishing([WHOLE], checksums=True) as ranks:
+        ranks.publish(1)
+        arrays = arrays_of(WHOLE)
+        with Subscriber(ranks.address, arrays, staged=False) as subscriber:
+            subscriber.update(30)
+            ranks.publish(2)
+            corrupt(ranks.address, 0, contents(2)["norm"])
+            with pytest.raises(TransferError, match="norm"):
+                subscriber.update(30, verify=True)
+            assert subscriber.version is None
+            ranks.publish(3)
+            assert subscriber.update(30).version == 3
+            expect_version(arrays, 3)
+
+
+def test_all_ranks_get_the_same_version_or_none() -> None:
+    """The error of one subscriber rank is raised on all, and all keep the version from before."""
+    with publishing([WHOLE], checksums=True) as ranks:
+        ranks.publish(1)
+
+        def subscribe(comm: Communicator) -> str:
+            arrays = arrays_of({[*SHAPES][comm.rank]: WHOLE[[*SHAPES][comm.rank]]})
+            with Subscriber(ranks.address, arrays, comm=comm) as subscriber:
+                subscriber.update(30)
+                comm.barrier()
+                if comm.rank == 0:
+                    ranks.publish(2)
+                    corrupt(ranks.address, 0, contents(2)["b.weight"])  # which rank 1 reads
+                comm.barrier()
+                with pytest.raises(TransferError) as raised:
+                    subscriber.update(30, verify=True)
+                expect_version(arrays, 1)
+                assert subscriber.version == 1
+                return str(raised.value)
+
+        texts = spawn(subscribe, 2, timeout=60)
+    assert "subscriber rank 1: trainer: publisher rank 0" in texts[0]
+    assert "publisher rank 0" in texts[1] and "b.weight: the published bytes have changed" in texts[1]
+
+
+def test_a_restarted_publisher_is_noticed() -> None:
+    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
+    with Publisher(None, mine) as first:
+        set_version(mine, 5)
+        first.publish(5)
+        subscriber = Subscriber(first.address, arrays)
+        assert not subscriber.update(30).restarted
+    with pytest.raises(TransferError, match="publisher trainer at .*, which had version 5: expected it to answer"):
+        subscriber.update(30)
+    expect_version(arrays, 5)
+    with Publisher(None, mine, first.address) as second:
+        set_version(mine, 3)
+        second.publish(3)  # resumed from an older checkpoint
+        again = subscriber.update(30)
+        assert (again.version, again.changed, again.restarted) == (3, True, True)
+        expect_version(arrays, 3)
+        assert second.incarnation != first.incarnation
+    subscriber.close()
+
+
+def test_a_publisher_with_other_ranks_and_other_layouts() -> None:
+    """It shrinks and grows under the same address; the subscriber plans again."""
+    arrays = arrays_of(tensor(0, 2))
+    address = "127.0.0.1:0"
+    subscriber = None
+    for version, layouts in enumerate(([zero(r, 3) for r in range(3)], [WHOLE], [tensor(r, 2) for r in range(2)]), 1):
+        with publishing(layouts, address=address) as ranks:
+            address = ranks.address
+            ranks.publish(version)
+            subscriber = subscriber or Subscriber(address, arrays)
+            update = subscriber.update(30)
+            assert (update.version, update.restarted) == (version, version > 1)
+            expect_version(arrays, version)
+    assert subscriber is not None
+    subscriber.close()
+
+
+def test_one_rank_that_publishes_another_version() -> None:
+    with publishing([zero(r, 2) for r in range(2)]) as ranks:
+        errors = ranks.on_all(lambda rank: ranks.publishers[rank].publish(rank + 1))
+        assert all("expected version 1 on all ranks, got 2 on rank 1" in str(error) for error in errors)
+        assert ranks.publish(9) == [0, 0]
+
+
+def test_wrong_arguments() -> None:
+    x = np.zeros((2, 3), np.float32)
+    right = {"w": (x, Placement.whole((2, 3)))}
+    with Publisher(None, right) as publisher:
+        for make, expected in (
+            (lambda: Publisher(None, {}), "arrays: expected at least one on some rank"),
+            (lambda: Subscriber(publisher.address, {}), "arrays: expected at least one"),
+            (lambda: Publisher(None, {"w": (x, Placement.whole((3, 2)))}), r"w: expected an array of shape \(3, 2\)"),
+            (lambda: Publisher(None, {"w": (x.T, Placement.whole((3, 2)))}), "w: expected a C-contiguous array"),
+            (lambda: Publisher(None, right, "nowhere"), 'address: expected "HOST:PORT", got'),
+            (lambda: Publisher(None, right, buffers=0), "buffers, patience: expected at least 1"),
+            (lambda: Publisher(None, right, patience=float("inf")), "patience below the communicator's timeout"),
+            (lambda: publisher.publish(1.5), "version: expected a whole number"),  # type: ignore[arg-type]
+            (lambda: Subscriber(publisher.address, right, way="rdma"), "expected at least 1 and auto"),  # type: ignore
+            (lambda: Subscriber(publisher.address, right).update(-1), "timeout: expected a positive number"),
+        ):
+            with pytest.raises(InvalidArgument, match=expected):
+                make()
+        frozen = np.zeros(3, np.float32)
+        frozen.flags.writeable = False
+        with pytest.raises(InvalidArgument, match="w: expected a writable array"):
+            Subscriber(publisher.address, {"w": (frozen, Placement.whole((3,)))})
+        publisher.publish(1)
+        subscriber = Subscriber(publisher.address, {"v": (x, Placement.whole((2, 3)))})
+        with subscriber, pytest.raises(InvalidArgument, match="v: expected a tensor of the publisher"):
+            subscriber.update(5)
+
+
+def test_memory_of_a_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kos.memory import Array
+
+    array = Array(0, (2,), "float32", 0)
+    with pytest.raises(InvalidArgument, match="w: expected memory of the host, as the transfer from and to GPUs"):
+        Publisher(None, {"w": (array, Placement.whole((2,)))})
+
+
+def test_the_error_of_one_rank_is_raised_on_all() -> None:
+    def make(comm: Communicator) -> str:
+        shape = (2, 3) if comm.rank == 0 else (3, 2)
+        with pytest.raises(KosError) as raised:
+            Publisher(comm, {"w": (np.zeros((2, 3), np.float32), Placement.whole(shape))})
+        return str(raised.value)
+
+    texts = spawn(make, 2)
+    assert "Publisher: rank 1: w: expected an array of shape (3, 2)" in texts[0]
+    assert texts[1] == "w: expected an array of shape (3, 2), got (2, 3)"
+
+
+def test_another_protocol_is_refused() -> None:
+    """Each side names both versions."""
+    with publishing([WHOLE]) as ranks:
+        host, port = ranks.address.split(":")
+        deadline = time.monotonic() + 30
+        connection = network(host).call(host, int(port), PURPOSE, 0, 1, deadline)
+        request = {"protocol": PROTOCOL + 1, "incarnation": "", "ask": "catalogue"}
+        connection.post(json.dumps(request).encode())
+        drive(connection.flush(), connection.sock, deadline)
+        answer = receive(connection, deadline)
+        connection.close()
+        assert answer["error"] == f"expected protocol {PROTOCOL} of kos.transfer, got {PROTOCOL + 1}"
+        with pytest.raises(TransferError, match=f"expected protocol {PROTOCOL} of kos.transfer, got {PROTOCOL + 1}"):
+            answered({**answer, "protocol": PROTOCOL + 1}, "")
+
+
+def test_catalogue() -> None:
+    """What a subscriber can learn before it makes its arrays."""
+    with publishing([zero(r, 2) for r in range(2)], name="policy") as ranks:
+        found = read_catalogue(ranks.address)
+        assert found.offers.shapes == SHAPES and found.name == "policy" and len(found.ranks) == 2
+
+
+def test_contents_differ() -> None:
+    """The tests could not see a mix of versions otherwise."""
+    one, two = contents(1), contents(2)
+    assert all((one[name] != two[name]).all() for name in SHAPES)
+
+
+# --- what lasts: connections, memory, sockets -------------------------------------------------------------
+
+
+def test_a_subscriber_goes_on_after_the_publisher_has_closed_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.transfer.publisher.IDLE_SECONDS", 0.2)
+    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
+    with Publisher(None, mine) as publisher, Subscriber(publisher.address, arrays, way="tcp") as reader:
+        for version in (1, 2):
+            set_version(mine, version)
+            publisher.publish(version)
+            assert reader.update(30).version == version
+            expect_version(arrays, version)
+            limit = time.monotonic() + 30
+            while publisher._connections and time.monotonic() < limit:
+                time.sleep(0.01)
+
+
+def test_verification_reads_each_published_array_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not once for each request of some MiB."""
+    size, right, read = 9 << 20, exchange.checksum, list[int]()
+
+    def counting(arrays: Any) -> int:
+        held = [*arrays]
+        if not threading.current_thread().name.startswith("kos-subscriber"):
+            read.append(sum(each.nbytes for each in held))
+        return right(held)
+
+    arrays = {"w": (np.ones(size, np.float32), Placement.whole((size,)))}
+    with Publisher(None, arrays, checksums=True) as publisher:
+        publisher.publish(1)
+        monkeypatch.setattr(exchange, "checksum", counting)
+        with Subscriber(publisher.address, {"w": (np.zeros(size, np.float32), arrays["w"][1])}) as reader:
+            assert reader.update(60, verify=True).version == 1
+    assert sum(read) == 2 * 4 * size  # what is sent, and what was published
+
+
+def test_checksums_are_known_until_the_buffer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read with verification just before is right, and no bytes have changed."""
+    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
+    writes, may_write, write = threading.Event(), threading.Event(), Buffers.write
+
+    def slow(*arguments: Any) -> None:
+        writes.set()
+        may_write.wait(30)
+        write(*arguments)
+
+    with Publisher(None, mine, patience=0.0, checksums=True, buffers=1) as publisher:
+        set_version(mine, 1)
+        publisher.publish(1)
+        thread = threading.Thread(target=publisher.publish, args=(2,), daemon=True)
+
+        def plan(*arguments: Any) -> Plan:  # between the lease and the first byte
+            monkeypatch.setattr(Buffers, "write", slow)
+            thread.start()
+            assert writes.wait(30)
+            return Plan(*arguments)
+
+        monkeypatch.setattr(module, "Plan", plan)
+        with Subscriber(publisher.address, arrays) as reader:
+            assert reader.update(30, verify=True).version == 1
+        may_write.set()
+        thread.join(30)
+    expect_version(arrays, 1)
+
+
+def test_the_end_of_a_lease_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bytes are there: a publisher that stops now delays nobody."""
+    stopped = threading.Event()
+    monkeypatch.setattr(Board, "release", lambda *_: stopped.wait(30))
+    with Publisher(None, arrays_of(WHOLE)) as publisher:
+        publisher.publish(0)
+        readers = [Subscriber(publisher.address, arrays_of(WHOLE), way="shared") for _ in range(3)]
+        try:
+            assert min(reader.update(30).seconds for reader in readers) < 1.5  # an answer is waited for 2 s
+        finally:
+            stopped.set()
+            for each in readers:
+                each.close()
+
+
+def mapped(inode: int) -> int:
+    """How often this process maps a file."""
+    return sum(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_close_frees_the_memory() -> None:
+    """Although the objects are still there."""
+    publisher = Publisher(None, arrays_of(WHOLE))
+    publisher.publish(1)
+    inode = os.fstat(publisher._buffers.file).st_ino
+    subscriber = Subscriber(publisher.address, arrays_of(WHOLE), way="shared")
+    subscriber.update(30)
+    assert mapped(inode) == 2
+    subscriber.close()
+    assert mapped(inode) == 1
+    publisher.close()
+    assert mapped(inode) == 0
+    publisher.close()
+    with pytest.raises(TransferError, match="expected an open publisher"):
+        publisher.publish(2)
+
+
+def test_what_is_refused_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(Publisher, "_listen", lambda *arguments: made.append(arguments))
+    with pytest.raises(InvalidArgument, match="arrays: expected at least one on some rank"):
+        Publisher(None, {})
+    assert not made
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", ["shorter", "pipe", "closed"])
+def test_a_descriptor_that_is_another_file_is_not_mapped(what: str, tmp_path: Path) -> None:
+    """As after the publisher's process id was given to another process: neither an error nor a wait for the pipe."""
+    os.mkfifo(tmp_path / "pipe")
+    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
+    with Publisher(None, mine) as publisher:
+        set_version(mine, 1)
+        publisher.publish(1)
+        pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)  # a reader waits for who writes to it
+        file = os.memfd_create("other")
+        other = {"shorter": file, "pipe": pipe, "closed": 1 << 20}[what]
+        publisher._catalogue["ranks"] = [Address(*publisher._catalogue["ranks"][0])._replace(file=other)]
+        with Subscriber(publisher.address, arrays) as reader:
+            assert reader.update(30).version == 1
+        expect_version(arrays, 1)
+        os.close(file)
+        os.close(pipe)
+
+
+def test_a_publisher_of_ranks_waits_for_readers_less_than_its_ranks_for_each_other() -> None:
+    def make(comm: Communicator) -> None:
+        with pytest.raises(InvalidArgument, match=r"patience below the communicator's timeout \(30\), got 2 and 30"):
+            Publisher(comm, arrays_of(WHOLE), patience=30)
+
+    spawn(make, 2, timeout=30)
+
+
+def test_a_publisher_goes_on_after_a_thread_could_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one caller is gone; the next one is served."""
+    start, failed = threading.Thread.start, list[str]()
+
+    def once(thread: threading.Thread) -> None:
+        if "_serve" in thread.name and not failed:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", once)
+    with Publisher(None, arrays_of(WHOLE)) as publisher:
+        publisher.publish(1)
+        with Subscriber(publisher.address, arrays_of(WHOLE)) as reader:
+            assert reader.update(30).version == 1
+    assert failed
