@@ -284,6 +284,8 @@ class Backend(ABC):
     """The measured table by which ``auto`` chooses a route, if this backend knows one."""
     watched: ClassVar[bool] = True
     """Whether kos watches the deadlines of its calls.  False if its kernels have deadlines of their own."""
+    sets_device: ClassVar[bool] = False
+    """Whether its launches make its GPU current where they need it.  If not, kos does so before each of them."""
     serial: bool = False
     """Whether each call launches kernels of kos that must follow those of the call before, whatever their streams."""
     failed: Sequence[int] = (0,)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.operation import Operation
 from kos.comm.tuning import parse
+from kos.cuda import driver
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.memory.array import Array
 from kos.testing.conformance import Case, cases, run
@@ -169,6 +172,45 @@ def test_messages_of_a_batch_go_at_once(gpus: None) -> None:
         assert total.numpy().tolist() == [SIZE, SIZE]
 
     on_ranks(body)
+
+
+@pytest.mark.parametrize("call", ["all_gather", "all_reduce", "broadcast", "batch"])
+def test_the_gpu_is_current_in_the_thread_that_calls_exchange(
+    gpus: None, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """On a default stream too: copies and events of the driver need a current device."""
+    device, on_device, relay = threading.local(), driver.on_device, registry.BACKENDS["relay"]
+    exchange, seen = relay.exchange, list[int | None]()
+
+    @contextmanager
+    def noting(index: int) -> Iterator[None]:
+        with on_device(index):
+            before, device.current = getattr(device, "current", None), index
+            try:
+                yield
+            finally:
+                device.current = before
+
+    def noted(self: Any, *arguments: Any) -> None:
+        seen.append(getattr(device, "current", None))
+        exchange(self, *arguments)
+
+    monkeypatch.setattr(driver, "on_device", noting)
+    monkeypatch.setattr(relay, "exchange", noted)
+
+    def body(comm: kos.Communicator) -> None:
+        x, y = (Array.from_numpy(np.ones(4, np.float32), 0) for _ in range(2))
+        for _ in range(2):
+            with comm.batch() if call == "batch" else nullcontext():
+                if call == "all_gather":
+                    comm.all_gather(x)
+                elif call == "broadcast":
+                    comm.broadcast(x, 0)
+                else:
+                    comm.all_reduce(x, out=y)
+
+    on_ranks(body)
+    assert seen == [0] * len(seen) and len(seen) >= 2 * SIZE
 
 
 @pytest.mark.parametrize("name", [name for name, kind in registry.BACKENDS.items() if kind.on_gpu])

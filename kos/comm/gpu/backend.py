@@ -24,7 +24,7 @@ from kos.comm.contract import Backend, Guard, Message, Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.compressed import CompressedOperation, feed_back
 from kos.comm.gpu.devices import check_float8
-from kos.comm.gpu.memory import exchange_of, messages_of
+from kos.comm.gpu.memory import exchange_of, messages_of, run_on_device
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.routes import PHASES, Choices, alone, is_copy, nothing
@@ -153,6 +153,8 @@ class GPUBackend(WatchedBackend):
         if resolved is None and o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
             check_float8(o.reduction.dtype, self.device)
         run, kernel, lasting = resolved or route.resolve(o) or self.by_exchanges(route, o)
+        if not route.sets_device and not is_copy(run):
+            run = partial(run_on_device, self.device, run)
         if not eager and windows.memories:  # else it runs outside of graphs alone
             run = windows.in_windows(run, [x.pointer for x in (o.send, o.recv) if x])
         prepared = Prepared(o, self, self.launch, run, kernel, lasting, route)

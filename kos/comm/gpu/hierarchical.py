@@ -153,7 +153,7 @@ class HierarchicalBackend(Backend):
     """
 
     name = PHASES
-    on_host, on_gpu = False, True
+    on_host, on_gpu, sets_device = False, True, True
     by_capture = NCCLBackend.by_capture  # of the rails
     node: PeerBackend | None = None
     rail: NCCLBackend | None = None

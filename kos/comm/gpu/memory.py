@@ -92,6 +92,12 @@ def collect(route: Backend, send: Any, recv: Any, nbytes: int) -> Run:
     return route.bind_exchange([(send, nbytes)] * route.size, recvs) or run
 
 
+def run_on_device(device: int, run: Run, stream: Any, *arrays: int) -> None:
+    """Run with ``device`` current.  Unlike kernels, copies need a current device on any stream."""
+    with driver.on_device(device):
+        run(stream, *arrays)
+
+
 class Scratch:
     """Uninitialised GPU memory for a backend's own use; may be allocated while a graph is captured."""
 

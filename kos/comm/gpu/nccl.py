@@ -75,7 +75,7 @@ class NCCLBackend(Backend):
 
     name = "nccl"
     on_host, on_gpu = False, True
-    by_capture = MESSAGES
+    sets_device, by_capture = True, MESSAGES
     device: int
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine, device: int | None = None, comm: Any = None) -> None:

@@ -68,7 +68,7 @@ class PeerBackend(Backend):
     __slots__ = ("_occupancy",)  # the core reads it
     name = "peer"
     on_host, on_gpu = False, True
-    watched, serial = False, True
+    watched, serial, sets_device = False, True, True
     device: int
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine, device: int | None = None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kos.comm.gpu.memory import Scratch
+from kos.comm.gpu.memory import Scratch, run_on_device
 from kos.comm.gpu.peer.launches import KernelConfig
 from kos.cuda import create_stream, driver, streams
 from kos.cuda.driver import call, cu, relaxed_capture
@@ -31,12 +31,6 @@ def _wait(before: int, after: int, event: Event) -> None:
     """Let stream ``after`` wait for what has been queued on stream ``before``."""
     event.record(before)
     event.hold(after)
-
-
-def _on_device(device: int, run: Run, stream: Any, *arrays: int) -> None:
-    """Run with ``device`` current.  Unlike kernels, copies need a current device on any stream."""
-    with driver.on_device(device):
-        run(stream, *arrays)
 
 
 class Copies:
@@ -99,7 +93,7 @@ class Copies:
             _wait(copy, main, events[-2])
             barrier(stream)
 
-        return partial(_on_device, self._device, run)
+        return partial(run_on_device, self._device, run)
 
     def reduce_scatter(
         self, kernel: Any, barrier: Run, launch: KernelConfig, itemsize: int, count: int, inputs: Sequence[int],
@@ -121,7 +115,7 @@ class Copies:
             add(stream, *arrays)
             barrier(stream)
 
-        return partial(_on_device, self._device, run)
+        return partial(run_on_device, self._device, run)
 
     def move(self, barrier: Run, nbytes: int, places: Sequence[tuple[int, Any]]) -> Run:
         """Copy ``nbytes`` to each rank r.  ``places[r]``: pointers of target and source, as this rank sees them.
@@ -145,7 +139,7 @@ class Copies:
                 _wait(copy, main, events[1])
             barrier(stream)
 
-        return partial(_on_device, self._device, run)
+        return partial(run_on_device, self._device, run)
 
     def _second_stream(self, main: int) -> int:
         """Handle of a stream for copies that run beside ``main``; the stream is not part of another capture."""
