@@ -14,7 +14,7 @@ from typing import Any
 
 from kos.comm.gpu.memory import Scratch, run_on_device
 from kos.comm.gpu.peer.launches import KernelConfig
-from kos.cuda import create_stream, driver, streams
+from kos.cuda import create_stream, streams
 from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.kernels import resolved
 from kos.cuda.streams import Event, capture_of
