@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kos import cuda
+from kos.bench import report
 from tests.run import ROOT, WITH_GPUS, WITH_MPI, heed_sigint
 
 heed_sigint()  # for the tests that send it to programs that they start
@@ -59,7 +60,7 @@ def program(
     file = tmp_path / "result.json"
 
     def run(module: str, words: str = "") -> Ended:
-        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"):
+        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", *report.NOTED):
             monkeypatch.delenv(name, raising=False)
         for name in (module, f"{module}.__main__"):
             monkeypatch.delitem(sys.modules, name, raising=False)

@@ -41,14 +41,17 @@ starting = threading.RLock()
 @functools.cache
 def unavailable() -> str | None:
     """Why CUDA cannot be used in this process, or None if it can."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     with starting:
+        if _not_loadable() is None and visible is not None and visible.split(",")[0].strip() in ("", "-1"):
+            # cuInit would fail too. In a process forked after another library called it, its second call crashes.
+            return f"no GPU is visible (CUDA_VISIBLE_DEVICES={visible!r})"
         try:
             status, *_ = cu.cuInit(0)
         except BackendUnavailable as error:
             return _not_loadable() or str(error).removeprefix("CUDA: ")
         except RuntimeError as error:  # of cuda.pathfinder, or of the bindings to an old driver
             return _not_loadable() or f"the CUDA driver (libcuda.so.1) does not work: {error}"
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
         if status != cu.CUresult.CUDA_SUCCESS:
             return f"the CUDA driver found no usable GPU{hidden}: {_describe(status)}"

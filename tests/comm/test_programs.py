@@ -130,7 +130,7 @@ def execute(comm: kos.Communicator, program: Program) -> None:
         if step.mode not in ("batch", "persistent"):
             launch(group)  # operations of a group keep their order
         if step.name in FROM_ANY:
-            begun, check = messages(part, step, number, program.seed)
+            begun, check = messages(part, step, number + 1, program.seed)  # send_recv takes tag 0
             works += begun
             checks.append(check)
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
@@ -416,6 +417,7 @@ def test_runs_that_are_stopped_leave_no_files_open(tmp_path: Path) -> None:
         for thread in threading.enumerate():
             if thread.name == "kos-signals":
                 thread.join(10)
+        gc.collect()
         return len([*Path("/proc/self/fd").iterdir()])
 
     opened = list[int]()
@@ -423,7 +425,11 @@ def test_runs_that_are_stopped_leave_no_files_open(tmp_path: Path) -> None:
         config = config_of(tmp_path / str(number), backend="mock")
         assert fit(config, batches=batches_of(), callbacks=[OnStep(stop)], verbose=False).stopped
         opened.append(files())
-    assert len({*opened[1:]}) == 1
+    deadline = time.monotonic() + 10
+    while opened[-1] > opened[1] and time.monotonic() < deadline:
+        time.sleep(0.05)  # what earlier tests left may still be closing
+        opened[-1] = files()
+    assert opened[-1] <= opened[1]
 
 
 def test_ctrl_c_ends_fit_and_not_the_program(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,14 @@ pytestmark = [
 def command(text: Path, out: Path, backend: str, *flags: str, timeout: float = TIMEOUT) -> list[str]:
     run = [sys.executable, "-m", "kos.train", *FLAGS, "--data", str(text), "--out", str(out), "--backend", backend]
     return [MPIRUN, "-n", "2", *run, "--timeout", str(timeout), *flags]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels are chosen by measuring: tests that run beside these would change the choice, and with it the bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OUTSIDE, "XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def finish(text: Path, out: Path, backend: str, *flags: str, timeout: float = TIMEOUT) -> list[float]:

@@ -79,7 +79,8 @@ NAMES = [
 @pytest.mark.parametrize("model_type", MODELS)
 def test_the_class_is_that_of_autotokenizer(tmp_path: Path, model_type: str | None, name: str | None) -> None:
     """It follows from the type of the model and from the named class.  The file of the tokenizer splits off digits."""
-    transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
+    reason = "needs transformers 5.24: AutoTokenizer of 5.17 has other rules for LlamaTokenizerFast"
+    transformers = pytest.importorskip("transformers", minversion="5.24", reason=reason)
     library = pytest.importorskip("tokenizers")
     (folder := tmp_path / "tokenizer").mkdir()
     bpe = byte_level_bpe([TEXT, "12 345 it's cafe\u0301 \n\n " * 9], 400, [])
