@@ -66,7 +66,7 @@ class Choices:
         if isinstance(choice, dict) and o.name in _UNEVEN:
             choice = choice[False, False]
         if not isinstance(choice, dict):
-            return choice if choice is self.ordered or choice.carries(o) else self.ordered, True
+            return choice if choice.carries(o) else self.ordered, True
         symmetric = self.ordered.is_symmetric(o)
         both = choice[symmetric, False], choice[symmetric, True]
         eager, graph = (each if each.carries(o) else self.ordered for each in both)
