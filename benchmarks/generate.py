@@ -134,8 +134,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         ops, dtype = CudaOps(0), np.dtype(ml_dtypes.bfloat16)  # type: ignore[assignment]
         rate = copy_rate(ops)
-    weights, rows = make_weights(shape, ops, dtype), []
+    weights, rows = make_weights(shape, ops, dtype), list[dict[str, Any]]()
     bound = 1e3 * weights.flat.nbytes / rate if rate else 0.0
+
+    def add(source: str, batch: int, found: dict[str, float]) -> None:
+        """Show a row at once: the next one may take minutes to compile."""
+        rows.append({"source": source, "batch": batch, **found, "bound_ms": bound})
+        print(*table(rows).splitlines()[-1 if rows[1:] else 0 :], sep="\n", flush=True)
+        if arguments.json:
+            about = report.provenance("benchmarks.generate", 0 if rate else None, 1)
+            arguments.json.write_text(report.to_json({**about, "copy_bytes_per_s": rate, "rows": rows}))
+
     for batch in arguments.batches:
         prompts = [[(at + number) % VOCABULARY for at in range(arguments.prompt)] for number in range(batch)]
         sources: dict[str, Any] = {
@@ -143,17 +152,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             "uncached": Uncached(partial(Model(shape, ops).next_logits, weights)),
         }
         for name in ("kos", *(peer for peer in arguments.peers if peer in sources)):
-            found = measure(sources[name], prompts, arguments.tokens)
-            rows.append({"source": name, "batch": batch, **found, "bound_ms": bound})
+            add(name, batch, measure(sources[name], prompts, arguments.tokens))
         sources.clear()
         gc.collect()
         if "transformers" in arguments.peers:
-            found = transformers_step(shape, prompts, arguments.tokens)
-            rows.append({"source": "transformers", "batch": batch, **found, "bound_ms": bound})
-    print(table(rows))
-    if arguments.json:
-        about = report.provenance("benchmarks.generate", 0 if rate else None, 1)
-        arguments.json.write_text(report.to_json({**about, "copy_bytes_per_s": rate, "rows": rows}))
+            add("transformers", batch, transformers_step(shape, prompts, arguments.tokens))
 
 
 if __name__ == "__main__":
