@@ -34,7 +34,7 @@ class Mutation(NamedTuple):
 PROVED = "tests/comm/schedules/test_schedule_verify.py -k proved"
 MUTANTS = "tests/comm/schedules/test_schedule_verify.py -k mutants"
 PEER, ONE_KERNEL = "tests/comm/test_peer_logic.py", "tests/comm/test_peer_compressed.py"
-KERNELS = "tests/train/test_kernels_on_host.py"
+KERNELS, OPERATIONS = "tests/train/test_kernels_on_host.py", "tests/train/test_device_ops.py"
 CONFORMANCE = "tests/comm/test_conformance.py"
 ROWS = "tests/comm/test_scenarios.py -k "  # of the table of failures
 HOST, PHASES = "kos/comm/host/", "kos/comm/gpu/hierarchical.py"
@@ -120,8 +120,8 @@ MUTATIONS = [
              "tests/comm/test_cached_calls.py -k on_gpus"),
     Mutation(PEER_KERNELS + "reduce_ordered.cu", "x[0] = Op::combine(x[0], x[r]);", "x[0] = Op::combine(x[r], x[r]);",
              "tests/comm/test_nccl_kernels.py"),
-    Mutation(TRAIN_KERNELS + "norms.cu", "* (1.0f / D) + eps);", "* (1.0f / D));", KERNELS + " -k norm"),
-    Mutation(TRAIN_KERNELS + "norms.cu", "__syncthreads();", ";", KERNELS + " -k norm"),
+    Mutation(TRAIN_KERNELS + "norms.cu", "* (1.0f / D) + eps);", "* (1.0f / D));", OPERATIONS + " -k norm"),
+    Mutation(TRAIN_KERNELS + "norms.cu", "__syncthreads();", ";", OPERATIONS + " -k norm"),
     Mutation(TRAIN_KERNELS + "optimizer.cu", "if (!good && !(outlier > 0)) state->halted = 1;", "",
              KERNELS + " -k adamw"),
     Mutation(TRAIN_KERNELS + "adamw.cu", "(1 - beta2) * (g * g)", "(1 - beta2) * g", KERNELS + " -k adamw"),

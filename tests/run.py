@@ -85,6 +85,8 @@ EMULATED = (
     "tests/comm/test_peer_logic.py",
     "tests/comm/test_peer_memory.py",
     "tests/comm/test_scenarios_on_fakes.py",
+    "tests/train/test_device_loss.py",
+    "tests/train/test_device_ops.py",
     "tests/train/test_engine_choice_on_host.py",
     "tests/train/test_engine_failures_on_host.py",
     "tests/train/test_engine_on_host.py",

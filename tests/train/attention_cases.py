@@ -1,11 +1,18 @@
-"""Cases of attention on a GPU: random operands, what they should give in float64, and how close results are."""
+"""Cases of attention on GPUs: random operands, what they should give in float64, and how close results are.
+
+A test with ``on_devices`` runs on a GPU, and on an emulated one, whose kernels are compiled for the host: tensor cores,
+TMA and its barriers are emulated. What the GPU does beside a thread is done at once there: arithmetic, indexing and the
+order of barriers are checked, not what only a race shows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kos import cuda
 from kos.cuda.devices import device_info
@@ -16,7 +23,9 @@ from kos.train.ops import Attend, Mask
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import CudaOps
 from kos.train.ops.cuda import attention as ops
+from tests.host_compiler import needs_compiler
 from tests.train import masks
+from tests.train.host_kernels import emulator
 
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
@@ -33,13 +42,49 @@ TO_OTHERS = [
 ]
 
 
-def make_stream() -> Any:
-    cuda.set_device(0)
-    return cuda.create_stream(0)
+EMULATED = ["mma", "hopper"]
+"""Sets of kernels that are compiled for the host; "simple" is there too."""
+
+
+def kernel_sets() -> list[str]:
+    if cuda.unavailable() is not None:
+        return ["mma"]
+    return ["mma", "hopper"] if device_info(0).arch == "sm_90a" else ["mma"]
+
+
+SETS = kernel_sets()
+Shapes = Iterable[tuple[Any, ...]]
+
+
+def on_devices(names: str = "", gpu: Shapes = ((),), host: Shapes = (), slow: Shapes = ()) -> pytest.MarkDecorator:
+    """Run a test on ``stream`` with values of ``names``: on a GPU and on an emulated one; ``slow`` are emulated too."""
+    late = [needs_compiler, pytest.mark.slow]
+    cases = [
+        pytest.param(device, *values, id="-".join(map(str, (device, *values))), marks=marks)
+        for device, of, marks in (("gpu", gpu, pytest.mark.gpu), ("host", host, needs_compiler), ("host", slow, late))
+        for values in of
+    ]
+    return pytest.mark.parametrize(("stream", *names.split()), cases, indirect=["stream"])
+
+
+@pytest.fixture
+def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """That of the device; None on an emulated GPU."""
+    if request.param == "gpu":
+        cuda.set_device(0)
+        return cuda.create_stream(0)
+    emulator.host_memory(monkeypatch)
+    monkeypatch.setattr(ops, "_tensor_map", emulator.HostMap.of)
+    return None
 
 
 def launcher(stream: Any, kernels: str | None = None) -> CudaOps:
     """Operations that have made nothing that a captured stream may not; ``kernels`` are those of the GPU by default."""
+    launch: CudaOps
+    if stream is None:
+        launch = emulator.HostOps()
+        launch.shared_memory, launch.multiprocessors, launch.attention_kernels = 227 << 10, 2, kernels or "simple"
+        return launch
     launch, multiprocessors = CudaOps.__new__(CudaOps), device_info(0).multiprocessors
     launch.__dict__.update(device=0, stream=stream, multiprocessors=multiprocessors, _kernels={})
     launch.attention_kernels = kernels or ops.fastest_kernels(0)
@@ -82,6 +127,8 @@ def upload(x: np.ndarray, stream: Any) -> Array:
 
 
 def device_arena(stream: Any) -> Arena:
+    if stream is None:
+        return launcher(stream).make_arena()
     return Arena(
         allocate=lambda nbytes: Array.empty(max(nbytes, 1), "uint8", 0, stream=stream),
         view=lambda slab, offset, shape, dtype: Array(slab.pointer + offset, shape, dtype, 0, owner=slab),
@@ -153,12 +200,6 @@ def assert_close(case: Case, results: dict[str, np.ndarray], dtype: str, d: int)
         floor = np.sqrt((rows**2).mean()) * np.sqrt(d)
         worst = (np.linalg.norm(got.reshape(-1, d) - rows, axis=1) / (np.linalg.norm(rows, axis=1) + floor)).max()
         assert worst < (8 if dtype != "float32" else 64) * epsilon, f"{name}: a row with {worst / epsilon:.2f} epsilon"
-
-
-def kernel_sets() -> list[str]:
-    if cuda.unavailable() is not None:
-        return ["mma"]
-    return ["mma", "hopper"] if device_info(0).arch == "sm_90a" else ["mma"]
 
 
 def make_mask(

@@ -1,4 +1,6 @@
-"""What tests of operations on GPUs share: arrays that exist twice, and the fixtures ``ops``, ``arena`` and ``side``.
+"""What tests of operations on devices share: ``sides``, arrays that exist twice, and fixtures.
+
+A test with ``sides`` runs on a GPU, and on an emulated one, whose kernels are compiled for the host.
 
 Inputs are rounded to the dtype first, so that what is measured is the kernel's error alone: its norm over that
 of the result, as a multiple of the dtype's rounding unit.  Outputs and scratch start as NaN.
@@ -6,21 +8,62 @@ of the result, as a multiple of the dtype's rounding unit.  Outputs and scratch 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import CudaOps
+from tests.host_compiler import needs_compiler
+from tests.train.host_kernels.emulator import HostOps, host_memory
 
 DTYPES = ["float32", "bfloat16"]
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}  # half a unit in the last place, relative
 
 
-@pytest.fixture(scope="module")
-def ops():
-    return CudaOps(0)
+on_gpu = functools.cache(CudaOps)
+Shapes = Iterable[tuple[object, ...]]
+
+
+def sides(
+    names: str = "", gpu: Shapes | None = None, host: Shapes | None = None, turns: Shapes = (), slow: Shapes = ()
+) -> pytest.MarkDecorator:
+    """Run a test on each side, with the shapes of ``gpu`` and of ``host``, the emulated GPU, in each dtype.
+
+    ``turns``: emulated shapes that have one dtype each, by turns, for they take long to compile. Their other dtype, and
+    the emulated shapes of ``slow``, are marked `slow`. A test that has no ``names`` has one shape on each side.
+    """
+    once: Shapes = () if names else [()]
+    cases = [case("gpu", dtype, *shape) for shape in (once if gpu is None else gpu) for dtype in DTYPES]
+    cases += [case("host", dtype, *shape) for shape in (once if host is None else host) for dtype in DTYPES]
+    cases += [case("host", DTYPES[(n + late) % 2], *shape, slow=late) for late in (False, True)
+              for n, shape in enumerate(turns)]  # fmt: skip
+    cases += [case("host", dtype, *shape, slow=True) for shape in slow for dtype in DTYPES]
+    return pytest.mark.parametrize(("side", *names.split()), cases, indirect=["side"])
+
+
+def case(device: str, dtype: str, *shape: object, slow: bool = False) -> Any:
+    """Values of ``side`` and of the other parameters, one by one."""
+    words = device, dtype, *(getattr(each, "__name__", str(each)) for each in shape)
+    marks = [pytest.mark.gpu if device == "gpu" else needs_compiler, *[pytest.mark.slow] * slow]
+    return pytest.param((device, dtype), *shape, id="-".join(words), marks=marks)
+
+
+@pytest.fixture
+def side(request, monkeypatch):
+    device, dtype = request.param
+    if device == "host":
+        host_memory(monkeypatch)
+    return Side(HostOps() if device == "host" else on_gpu(0), dtype)
+
+
+@pytest.fixture
+def ops(side):
+    return side.ops
 
 
 @pytest.fixture
@@ -34,17 +77,6 @@ def arena(ops):
 
     arena = ops.make_arena()
     return Arena(0, allocate, arena._view)
-
-
-def check_orthogonalize(ops, side, rng, arena, count, rows, columns):
-    """Matrices of any norm, several at once; what is left is in the dtype's rounding near float64's."""
-    x, x64 = side.put(rng.normal(size=(count, rows, columns)) * 10.0 ** rng.integers(-3, 4, (count, 1, 1)))
-    ops.orthogonalize(x, arena)
-    reference.orthogonalize(x64, Arena())
-    got = side.get(x)
-    for ours, expected in zip(got, x64, strict=True):
-        error = np.linalg.norm(ours - expected) / np.linalg.norm(expected)
-        assert error < (1e-5 if side.dtype == "float32" else 0.03), (rows, columns)
 
 
 class Side:
@@ -78,11 +110,6 @@ class Side:
         error = np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30)
         floor = UNIT[dtype or self.dtype]
         assert error <= units * floor, f"{error / floor:.2f} units, expected at most {units}"
-
-
-@pytest.fixture(params=DTYPES)
-def side(ops, request):
-    return Side(ops, request.param)
 
 
 def columns(array):

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.memory.arena import Arena
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
 from kos.train.layers import Placement
@@ -19,23 +18,17 @@ from kos.train.optim.adamw import AdamW
 from kos.train.optim.cuda import CHUNK, CudaOptimizer
 from kos.train.optim.muon import Muon
 from kos.train.parallel.mesh import Layout
-from tests.train import emulated_runs, layouts, ops_cases
+from tests.train import emulated_runs, layouts
 from tests.train import layouts_on_host as on_host
 from tests.train.host_kernels import emulator
-from tests.train.host_kernels.ops import arena, needs_compiler, ops
+from tests.train.host_kernels.ops import needs_compiler, ops
 from tests.train.models import queue
 from tests.train.sharded import tensors_of_run
 from tests.train.test_loop import text
 from tests.train.test_muon import HIDDEN, MUON, SHAPES, cases, groups
 
-__all__ = ["arena", "ops", "text"]
+__all__ = ["ops", "text"]
 
-
-
-@needs_compiler
-@pytest.mark.parametrize(("dtype", "shape"), [("float32", (2, 40, 24)), ("bfloat16", (3, 13, 37))])
-def test_orthogonalize(ops: Any, rng: np.random.Generator, arena: Arena, dtype: str, shape: Any) -> None:
-    ops_cases.check_orthogonalize(ops, ops_cases.Side(ops, dtype), rng, arena, *shape)
 
 
 @needs_compiler

@@ -1,12 +1,12 @@
-"""Attention on a GPU with masks of documents and windows, against NumPy in float64."""
+"""Attention on GPUs, also emulated, with masks of documents and windows, against NumPy in float64."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
-import pytest
 
 from kos import cuda
 from kos.dtypes import DTYPES
@@ -14,8 +14,9 @@ from kos.train.ops.cuda import attention as ops
 from kos.train.parallel import context
 from tests.train import attention_cases as cases
 from tests.train import masks
+from tests.train.attention_cases import EMULATED, SETS, on_devices, stream
 
-pytestmark = pytest.mark.gpu
+__all__ = ["stream"]
 
 MASKS = {  # lengths of documents, and the window
     "random documents": ("random", None),
@@ -36,9 +37,9 @@ MASKS = {  # lengths of documents, and the window
 }
 
 
-@pytest.fixture
-def stream() -> Any:
-    return cases.make_stream()
+QUICK = ("random documents", "both")
+OTHERS = [kind for kind in MASKS if kind not in QUICK]
+OF_KERNELS = {"mma": (2, 140, 2, 1, 64), "hopper": (1, 270, 1, 1, 64)}
 
 
 def make_starts(rng: np.random.Generator, documents: Any, samples: int, length: int) -> np.ndarray | None:
@@ -64,10 +65,13 @@ def make_masked(
     return replace(case.masked(mask), expected={"out": out, "log_sum_exp": lse, "d_qkv": d_qkv})
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("shape", [(2, 77, 4, 4, 64), (1, 333, 8, 2, 128), (2, 640, 4, 1, 64)], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+@on_devices(
+    "kernels dtype shape kind",
+    product(SETS, ["bfloat16", "float16"], [(2, 77, 4, 4, 64), (1, 333, 8, 2, 128), (2, 640, 4, 1, 64)], MASKS),
+    [(kernels, "bfloat16", OF_KERNELS[kernels], kind) for kernels, kind in product(EMULATED, QUICK)],
+    [(kernels, "bfloat16", OF_KERNELS[kernels], kind) for kernels, kind in product(EMULATED, OTHERS)]
+    + [(kernels, "bfloat16", (2, 140, 2, 1, 128), kind) for kernels, kind in product(EMULATED, MASKS)],
+)
 def test_masks(
     rng: np.random.Generator, stream: Any, kernels: str, dtype: str, shape: tuple[int, ...], kind: str
 ) -> None:
@@ -77,15 +81,14 @@ def test_masks(
     cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels=kernels), dtype, shape[-1])
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_simple_masks(rng: np.random.Generator, stream: Any, dtype: str, kind: str) -> None:
-    for shape in cases.SMALL:
-        test_masks(rng, stream, "simple", dtype, shape, kind)
+@on_devices("dtype shape kind", product(["float32", "bfloat16"], cases.SMALL, MASKS), *(
+    list(product(["float32", "bfloat16"], [(2, 20, 4, 2, 40)], kinds)) for kinds in (QUICK, OTHERS)
+))
+def test_simple_masks(rng: np.random.Generator, stream: Any, dtype: str, shape: tuple[int, ...], kind: str) -> None:
+    test_masks(rng, stream, "simple", dtype, shape, kind)
 
 
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+@on_devices("d kernels", product([64, 128], SETS))
 def test_random_masks(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     for _ in range(8):
         kv_heads, group = (int(x) for x in rng.integers(1, 4, 2))
@@ -101,9 +104,14 @@ def test_random_masks(rng: np.random.Generator, stream: Any, kernels: str, d: in
 RANKS = [(2, 2, 40, 4, 2, 64), (3, 1, 65, 2, 2, 128), (2, 1, 160, 4, 1, 64), (4, 1, 128, 2, 1, 128)]
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("shape", RANKS, ids=str)
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+EMULATED_RANKS = [(kernels, (2, 1, 5 if kernels == "simple" else 70, 1, 1, 64)) for kernels in (*EMULATED, "simple")]
+WHOLE_BLOCKS = (2, 1, 128, 1, 1, 64)  # of which some see nothing
+
+
+@on_devices("kernels shape kind", product(SETS, RANKS, MASKS), *(
+    [*((*each, kind) for each, kind in product(EMULATED_RANKS, kinds)), *product(EMULATED, [WHOLE_BLOCKS], windows)]
+    for kinds, windows in ((QUICK, ["window of 1"]), (OTHERS, ["window of 64"]))
+))
 def test_masks_of_zigzag_parts(
     rng: np.random.Generator, stream: Any, kernels: str, shape: tuple[int, ...], kind: str
 ) -> None:
@@ -158,9 +166,10 @@ def test_masks_of_zigzag_parts(
         assert np.linalg.norm(got - want) <= 4 * cases.EPSILON[dtype] * np.linalg.norm(want) + 1e-2
 
 
-@pytest.mark.parametrize("shape", cases.TO_OTHERS, ids=str)
-@pytest.mark.parametrize("window", [1, 100, 1000])
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+@on_devices("kernels window shape", product(SETS, [1, 100, 1000], cases.TO_OTHERS), [
+    *product(EMULATED, [1, 40, 300], [(1, 150, 2, 1, 64, (70, 150), (3, 140)), (1, 150, 2, 1, 64, (0, 1), (130, 131))]),
+    *product(["simple"], [1, 40, 300], [(2, 20, 4, 2, 40, (5, 18), (3, 20))]),
+])
 def test_masks_to_others(
     rng: np.random.Generator, stream: Any, kernels: str, window: int, shape: tuple[Any, ...]
 ) -> None:
@@ -168,7 +177,7 @@ def test_masks_to_others(
     cases.check_to_others(rng, stream, kernels, "bfloat16", shape, window=window)
 
 
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+@on_devices("kernels", product(SETS))
 def test_one_graph_for_all_masks(rng: np.random.Generator, stream: Any, kernels: str) -> None:
     """Replayed after new starts of documents are in device memory: equal bits with a launch of its own."""
     samples, length = shape = (2, 520)
@@ -190,8 +199,7 @@ def test_one_graph_for_all_masks(rng: np.random.Generator, stream: Any, kernels:
             np.testing.assert_array_equal(array.view(np.uint8), again[name].view(np.uint8))
 
 
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
-@pytest.mark.parametrize("d", [64, 128])
+@on_devices("kernels d", product(SETS, [64, 128]), product(EMULATED, [64]))
 def test_other_documents_do_not_matter(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     """Not by a bit, however large and not finite they are: the documents are whole blocks."""
     length, document = 384, slice(128, 256)
@@ -210,7 +218,7 @@ def test_other_documents_do_not_matter(rng: np.random.Generator, stream: Any, ke
         np.testing.assert_array_equal(*others)
 
 
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+@on_devices("kernels", product(SETS), product(EMULATED))
 def test_a_mask_of_everything_changes_no_bit(rng: np.random.Generator, stream: Any, kernels: str) -> None:
     case = cases.make_case(rng, stream, (1, 150, 2, 1, 64), "bfloat16")
     arena, at = cases.device_arena(stream), np.arange(150)

@@ -1,8 +1,8 @@
-"""Each operation of the cuda dialect against the numpy one in float64, on odd and even shapes."""
+"""Each operation of the cuda dialect against the numpy one in float64, on odd and even shapes, on GPUs and emulated."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -12,17 +12,13 @@ from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda.cublaslt import Matmul
 from kos.train.ops.norm import Normalize
-from tests.train import ops_cases
-from tests.train.ops_cases import DTYPES, UNIT, Side, check_orthogonalize, columns, weight_gradients
+from tests.train.ops_cases import DTYPES, UNIT, Side, arena, columns, on_gpu, ops, side, sides, weight_gradients
 
-pytestmark = pytest.mark.gpu
-
-ops, arena, side = ops_cases.ops, ops_cases.arena, ops_cases.side
+__all__ = ["arena", "ops", "side"]
 
 
-@pytest.mark.parametrize(
-    ("n", "vocabulary", "width"), [(1, 3, 8), (23, 11, 7), (700, 65, 40), (5000, 3000, 24), (4099, 300_000, 8)]
-)
+@sides("n vocabulary width", [(1, 3, 8), (23, 11, 7), (700, 65, 40), (5000, 3000, 24), (4099, 300_000, 8)],
+       turns=[(1100, 1500, 7), (1100, 1500, 24)])
 def test_embedding(ops, side, rng, arena, n, vocabulary, width):
     tokens = (vocabulary * rng.random(n) ** 3).astype(np.int32)  # low tokens are frequent
     table, table64 = side.put(rng.normal(size=(vocabulary, width)))
@@ -39,7 +35,7 @@ def test_embedding(ops, side, rng, arena, n, vocabulary, width):
     weight_gradients(side, rng, table64.shape, expected, backward, 40)
 
 
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 1025, 4096])
+@sides("n", [(n,) for n in (1, 31, 32, 33, 1025, 4096)], [(n,) for n in (1, 32, 33, 1025)])
 def test_embedding_of_one_token_only(ops, side, arena, n):
     """All rows in one run, over many blocks: each counts once."""
     d_out, _ = side.put(np.ones((n, 8)))
@@ -50,6 +46,7 @@ def test_embedding_of_one_token_only(ops, side, arena, n):
     np.testing.assert_allclose(got[3], n, rtol=UNIT[side.dtype])
 
 
+@sides()
 def test_embedding_of_a_token_outside_is_nan(ops, side):
     table, _ = side.put(np.ones((4, 8)))
     out = side.nan(3, 8)
@@ -58,9 +55,8 @@ def test_embedding_of_a_token_outside_is_nan(ops, side):
     assert (got[0] == 1).all() and np.isnan(got[1:]).all()
 
 
-@pytest.mark.parametrize(
-    ("n", "bounds", "width"), [(23, (0, 2, 11), 7), (1100, (0, 700, 701, 1500), 24), (4099, (0, 512, 300_000), 8)]
-)
+@sides("n bounds width", [(23, (0, 2, 11), 7), (1100, (0, 700, 701, 1500), 24), (4099, (0, 512, 300_000), 8)],
+       turns=[(1100, (0, 2, 11), 7), (1100, (0, 512, 1403), 24)])
 def test_embedding_of_parts(ops, side, rng, arena, n, bounds, width):
     """Each part has its own tokens' rows and their gradients, and zeros for those of all others."""
     tokens = rng.integers(0, bounds[-1], n).astype(np.int32)
@@ -80,8 +76,7 @@ def test_embedding_of_parts(ops, side, rng, arena, n, bounds, width):
         weight_gradients(side, rng, (end - first, width), whole64[first:end], backward, 40)
 
 
-@pytest.mark.parametrize("outside", [4, -1, 7 + 512])
-@pytest.mark.parametrize("n", [1, 32, 33, 1025])
+@sides("n outside", *[list(product((1, 32, 33, 1025), (4, -1, 7 + 512)))] * 2)
 def test_embedding_of_a_part_with_one_token_of_its_own(ops, side, arena, n, outside):
     """All others are one run over many blocks, of which nothing is written."""
     tokens, d_out, own = np.full(n, outside), np.ones((n, 8)), list({n // 2, n - 1})
@@ -91,13 +86,10 @@ def test_embedding_of_a_part_with_one_token_of_its_own(ops, side, arena, n, outs
     assert np.array_equal(side.get(d_table), np.outer([0, 0, 2 * len(own)], np.ones(8)))
 
 
-@pytest.mark.parametrize(
-    ("n", "d", "f"),
-    [
-        (13, 5, 9), (64, 128, 72), (257, 96, 520), (1, 16, 8),
-        (257, 683, 64), (33, 64, 12_565), (4096, 8, 264), (2048, 171, 1),  # parts of a layer: of any size
-    ],
-)  # fmt: skip
+@sides("n d f", [
+    (13, 5, 9), (64, 128, 72), (257, 96, 520), (1, 16, 8),
+    (257, 683, 64), (33, 64, 12_565), (4096, 8, 264), (2048, 171, 1),  # parts of a layer: of any size
+], [(13, 5, 9)])  # fmt: skip
 def test_linear(ops, side, rng, arena, n, d, f):
     x, x64 = side.put(rng.normal(size=(n, d)))
     weight, weight64 = side.put(rng.normal(size=(f, d)))
@@ -123,7 +115,7 @@ def test_linear(ops, side, rng, arena, n, d, f):
     side.close(dx, d_out64 @ weight64, max(4, f / 1000))
 
 
-@pytest.mark.parametrize(("n", "f", "rank"), [(13, 9, 3), (257, 512, 16), (1024, 683, 8)])
+@sides("n f rank", [(13, 9, 3), (257, 512, 16), (1024, 683, 8)], turns=[(13, 9, 3), (57, 32, 16)])
 def test_low_rank(ops, side, rng, arena, n, f, rank):
     """Products with an adapter's matrices, also of some columns and rows of what they read and add to."""
     x, x64 = side.put(rng.normal(size=(n, 2 * f)))
@@ -143,23 +135,24 @@ def test_low_rank(ops, side, rng, arena, n, f, rank):
     assert np.array_equal(got, out64), "all other columns and rows are as they were"
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("n", "d", "f"), [(16_384, 64, 72), (8192, 256, 128), (30_000, 40, 768), (8191, 341, 171)])
-def test_bfloat16_products_are_rounded_once(ops, rng, n, d, f):
+def test_bfloat16_products_are_rounded_once(rng, n, d, f):
     """A weight's gradient by each algorithm that may be chosen: long sums, cut among blocks, add up in fp32."""
-    side, matmul = Side(ops, "bfloat16"), Matmul(0, ops.stream)
+    side = Side(on_gpu(0), "bfloat16")
+    matmul = Matmul(0, side.ops.stream)
     (d_out, d_out64), (x, x64) = side.put(rng.normal(size=(n, f))), side.put(rng.normal(size=(n, d)))
     out = side.nan(f, d)
     matmul(d_out, x, out, transpose_a=True)
     (plan,), matmul.search = matmul._plans.values(), True
     for algorithm in matmul._candidates(plan, d_out, x, out, out):
-        out.fill_bytes(255, ops.stream)
+        out.fill_bytes(255, side.ops.stream)
         matmul._run(plan, algorithm.ctypes.data, d_out, x, None, out)
         side.close(out, d_out64.T @ x64, 0.47)  # normal numbers: 0.425, rounded more than once 0.5 or more
 
 
-@pytest.mark.parametrize(
-    ("n", "d"), [(1, 8), (13, 11), (67, 384), (300, 768), (1030, 2048), (5, 4096), (600, 4097), (9, 8192), (3, 20_000)]
-)
+@sides("n d", [(1, 8), (13, 11), (67, 384), (300, 768), (1030, 2048), (5, 4096), (600, 4097), (9, 8192), (3, 20_000)],
+       turns=[(26, 768), (13, 11)], slow=[(2, 5120)])
 def test_rms_norm(ops, side, rng, arena, n, d):
     x, x64 = side.put(rng.normal(size=(n, d)))
     weight, weight64 = side.put(1 + rng.normal(size=d))
@@ -184,9 +177,8 @@ def test_rms_norm(ops, side, rng, arena, n, d):
     side.close(dx, dx64, 4)
 
 
-@pytest.mark.parametrize(
-    ("n", "d"), [(1, 8), (13, 11), (67, 384), (300, 768), (1030, 1600), (5, 4096), (600, 4097), (9, 8192)]
-)
+@sides("n d", [(1, 8), (13, 11), (67, 384), (300, 768), (1030, 1600), (5, 4096), (600, 4097), (9, 8192)],
+       turns=[(13, 11), (26, 768)], slow=[(2, 4104)])
 def test_layer_norm(ops, side, rng, arena, n, d):
     x, x64 = side.put(2 + rng.normal(size=(n, d)))
     (weight, weight64), (bias, bias64) = side.put(1 + rng.normal(size=d)), side.put(rng.normal(size=d))
@@ -214,10 +206,9 @@ def test_layer_norm(ops, side, rng, arena, n, d):
     side.close(dx, dx64, 6)
 
 
-@pytest.mark.parametrize(
-    ("n", "heads", "others", "head_dim"),
-    [(1, 1, 0, 64), (37, 3, 2, 80), (515, 8, 3, 128), (9, 5, 1, 10), (9, 1, 0, 513), (1033, 1, 1, 4096)],
-)
+@sides("n heads others head_dim",
+       [(1, 1, 0, 64), (37, 3, 2, 80), (515, 8, 3, 128), (9, 5, 1, 10), (9, 1, 0, 513), (1033, 1, 1, 4096)],
+       turns=[(29, 3, 1, 64), (17, 2, 1, 80), (11, 5, 2, 128), (9, 4, 0, 10), (7, 1, 1, 600)])
 def test_head_norm(ops, side, rng, arena, n, heads, others, head_dim):
     """Of heads after and before ``others``, which stay as they are; the heads that are kept are of fewer columns."""
     of, d = slice(others, others + heads), head_dim
@@ -246,13 +237,13 @@ def test_head_norm(ops, side, rng, arena, n, heads, others, head_dim):
         np.testing.assert_array_equal(got, before)
 
 
-@pytest.mark.parametrize(("n", "d"), [(1, 8), (13, 11), (100, 257), (4099, 768), (3, 70_000)])
+@sides("n d", [(1, 8), (13, 11), (100, 257), (4099, 768), (3, 70_000)], [(13, 11), (300, 520)])
 def test_sum_rows(ops, side, rng, arena, n, d):
     x, x64 = side.put(rng.normal(size=(n, d)))
     weight_gradients(side, rng, (d,), x64.sum(0), lambda out, add: ops.sum_rows(x, out, add, arena), 16)
 
 
-@pytest.mark.parametrize(("head_dim", "heads", "others", "length"), [(6, 3, 1, 5), (64, 5, 2, 33), (128, 4, 1, 9)])
+@sides("head_dim heads others length", [(6, 3, 1, 5), (64, 5, 2, 33), (128, 4, 1, 9)], [(6, 3, 1, 5), (64, 5, 2, 33)])
 def test_rope(ops, side, rng, arena, head_dim, heads, others, length):
     x = rng.normal(size=(3 * length, (heads + others) * head_dim))
     frequencies = 10_000.0 ** (-np.arange(head_dim // 2) / head_dim)
@@ -266,10 +257,8 @@ def test_rope(ops, side, rng, arena, head_dim, heads, others, length):
         side.close(array, array64, 2)
 
 
-@pytest.mark.parametrize(
-    ("samples", "length", "heads", "kv_heads", "head_dim"),
-    [(2, 7, 3, 3, 6), (1, 33, 4, 2, 10), (2, 130, 4, 2, 64), (1, 65, 4, 1, 128)],
-)
+@sides("samples length heads kv_heads head_dim",
+       [(2, 7, 3, 3, 6), (1, 33, 4, 2, 10), (2, 130, 4, 2, 64), (1, 65, 4, 1, 128)])  # NumPy's, where GPUs are emulated
 def test_attention(ops, side, rng, arena, samples, length, heads, kv_heads, head_dim):
     n = samples * length
     qkv, qkv64 = side.put(rng.normal(size=(n, (heads + 2 * kv_heads) * head_dim)))
@@ -286,10 +275,8 @@ def test_attention(ops, side, rng, arena, samples, length, heads, kv_heads, head
     side.close(d_qkv, d_qkv64, 8)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "samples", "chunk", "heads", "kv_heads", "head_dim"),
-    [(2, 2, 7, 3, 1, 6), (2, 1, 65, 4, 2, 64), (4, 2, 33, 2, 2, 128)],
-)
+@sides("ranks samples chunk heads kv_heads head_dim", [(2, 2, 7, 3, 1, 6), (2, 1, 65, 4, 2, 64), (4, 2, 33, 2, 2, 128)],
+       turns=[(2, 2, 3, 2, 1, 6), (3, 2, 3, 2, 2, 10)])
 def test_attention_of_ranks(ops, side, rng, arena, ranks, samples, chunk, heads, kv_heads, head_dim):
     """A sequence in zigzag chunks: each rank's attention, to its own keys and others', is that of the whole."""
     length, n = 2 * ranks * chunk, 2 * samples * chunk
@@ -335,7 +322,7 @@ def test_attention_of_ranks(ops, side, rng, arena, ranks, samples, chunk, heads,
             assert error < (32 if side.dtype == "float32" else 4), f"{error:.2f} units"
 
 
-@pytest.mark.parametrize(("n", "f"), [(13, 7), (5, 2048), (200, 344)])
+@sides("n f", [(13, 7), (5, 2048), (200, 344)], [(13, 7), (20, 344)])
 def test_swiglu(ops, side, rng, arena, n, f):
     gate_up, gate_up64 = side.put(3 * rng.normal(size=(n, 2 * f)))
     d_out, d_out64 = side.put(rng.normal(size=(n, f)))
@@ -349,7 +336,7 @@ def test_swiglu(ops, side, rng, arena, n, f):
     side.close(d_gate_up, d_gate_up64, 6)  # of few elements: one in 300 draws of 13 x 7 is beyond 3 in fp32
 
 
-@pytest.mark.parametrize(("n", "f"), [(13, 7), (200, 344)])
+@sides("n f", [(13, 7), (200, 344)], [(13, 7)])
 def test_gelu(ops, side, rng, arena, n, f):
     (x, x64), (d_out, d_out64) = side.put(2 * rng.normal(size=(n, f))), side.put(rng.normal(size=(n, f)))
     out, dx = side.nan(n, f), side.nan(n, f)
@@ -362,6 +349,7 @@ def test_gelu(ops, side, rng, arena, n, f):
     side.close(dx, dx64, 20 if side.dtype == "float32" else 3)  # 2 u' multiplies what 1 - s has lost where s is near 1
 
 
+@sides()
 def test_gelu_stands_large_inputs(ops, side, arena):
     x, _ = side.put([[-1e4, -300.0], [300.0, 1e4]])
     ones, _ = side.put(np.ones((2, 2)))
@@ -372,6 +360,7 @@ def test_gelu_stands_large_inputs(ops, side, arena):
     assert np.array_equal(side.get(dx), [[0, 0], [1, 1]])
 
 
+@sides()
 def test_swiglu_stands_large_gates(ops, side, arena):
     gate_up, _ = side.put([[-1e4, 2.0], [1e4, 2.0]])
     ones, _ = side.put([[1.0], [1.0]])
@@ -383,7 +372,7 @@ def test_swiglu_stands_large_gates(ops, side, arena):
     assert np.array_equal(side.get(d_gate_up), [[0, 0], [2, large]])
 
 
-@pytest.mark.parametrize("shape", [(5, 3), (64, 40)])
+@sides("shape", *[[((5, 3),), ((64, 40),)]] * 2)
 def test_small_things(ops, side, rng, shape):
     (a, a64), (b, b64) = side.put(rng.normal(size=shape)), side.put(rng.normal(size=shape))
     out = side.nan(*shape)
@@ -399,32 +388,37 @@ def test_small_things(ops, side, rng, shape):
     assert not side.get(out).any()
 
 
+def _few_widths(draw):
+    """Kernels are compiled for each."""
+    return draw(20, 90), (21, 32, 46, 60, 77, 88)[draw(0, 6)]
+
+
 def _attention_shape(draw):
     kv_heads = draw(1, 4)
     return draw(1, 4), draw(1, 100), kv_heads * draw(1, 5), kv_heads, 2 * draw(1, 65)
 
 
-@pytest.mark.parametrize(
-    ("check", "shape"),
-    [
-        (test_embedding, lambda draw: (draw(1, 5000), draw(2, 9000), draw(1, 300))),
-        (test_linear, lambda draw: (draw(1, 130), draw(8, 130), draw(8, 130))),
-        (test_rms_norm, lambda draw: (draw(8, 1500), draw(8, 5000))),
-        (test_layer_norm, lambda draw: (draw(8, 1500), draw(8, 4100))),
-        (test_sum_rows, lambda draw: (draw(8, 5000), draw(8, 2000))),
-        (test_rope, lambda draw: (2 * draw(4, 128), draw(1, 20), draw(1, 6), draw(1, 200))),
-        (test_attention, _attention_shape),
-        (test_swiglu, lambda draw: (draw(20, 400), draw(20, 3000))),
-        (test_gelu, lambda draw: (draw(20, 400), draw(20, 3000))),
-    ],
-    ids=lambda x: x.__name__ if x.__name__.startswith("test") else "",
-)
+@sides("check shape", [
+    (test_embedding, lambda draw: (draw(1, 5000), draw(2, 9000), draw(1, 300))),
+    (test_linear, lambda draw: (draw(1, 130), draw(8, 130), draw(8, 130))),
+    (test_rms_norm, lambda draw: (draw(8, 1500), draw(8, 5000))),
+    (test_layer_norm, lambda draw: (draw(8, 1500), draw(8, 4100))),
+    (test_sum_rows, lambda draw: (draw(8, 5000), draw(8, 2000))),
+    (test_rope, lambda draw: (2 * draw(4, 128), draw(1, 20), draw(1, 6), draw(1, 200))),
+    (test_attention, _attention_shape),
+    (test_swiglu, lambda draw: (draw(20, 400), draw(20, 3000))),
+    (test_gelu, lambda draw: (draw(20, 400), draw(20, 3000))),
+], turns=[(check, _few_widths) for check in (test_rms_norm, test_embedding, test_swiglu, test_gelu)],
+   slow=[(test_layer_norm, _few_widths)])  # fmt: skip
 def test_random_shapes(ops, side, rng, arena, check, shape):
     drawn = shape(lambda low, high: int(rng.integers(low, high)))
+    if shape is _few_widths and check is test_embedding:
+        drawn = (drawn[0] + 7, *drawn)
     print(drawn)
     check(ops, side, rng, arena, *drawn)
 
 
+@sides()
 def test_views_at_odd_addresses(ops, side, rng, arena):
     """Rows of an odd length start where wide accesses may not."""
     whole, whole64 = side.put(rng.normal(size=(9, 24)))
@@ -444,9 +438,13 @@ def test_views_at_odd_addresses(ops, side, rng, arena):
     side.close(product, x64 @ flat64[25:49].reshape(3, 8).T, 4)
 
 
-@pytest.mark.parametrize("side", DTYPES, indirect=True)
-@pytest.mark.parametrize(
-    ("count", "rows", "columns"), [(1, 768, 768), (7, 768, 2048), (3, 2048, 768), (2, 37, 13), (1, 4096, 1024)]
-)
+@sides("count rows columns", [(1, 768, 768), (7, 768, 2048), (3, 2048, 768), (2, 37, 13), (1, 4096, 1024)],
+       turns=[(2, 40, 24), (3, 13, 37)])
 def test_orthogonalize(ops, side, rng, arena, count, rows, columns):
-    check_orthogonalize(ops, side, rng, arena, count, rows, columns)
+    """Matrices of any norm, several at once; what is left is in the dtype's rounding near float64's."""
+    x, x64 = side.put(rng.normal(size=(count, rows, columns)) * 10.0 ** rng.integers(-3, 4, (count, 1, 1)))
+    ops.orthogonalize(x, arena)
+    reference.orthogonalize(x64, Arena())
+    for ours, expected in zip(side.get(x), x64, strict=True):
+        error = np.linalg.norm(ours - expected) / np.linalg.norm(expected)
+        assert error < (1e-5 if side.dtype == "float32" else 0.03)

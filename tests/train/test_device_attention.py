@@ -1,8 +1,8 @@
-"""Attention on a GPU against the numpy dialect in float64: values, gradients, odd sizes, equal bits, graphs."""
+"""Attention on GPUs, also emulated, against NumPy's in float64: values, gradients, odd sizes, equal bits, graphs."""
 
 from __future__ import annotations
 
-import itertools
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,14 +10,16 @@ import pytest
 
 from kos import cuda
 from kos.dtypes import DTYPES
+from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import attention as ops
 from tests.train import attention_cases as cases
+from tests.train.attention_cases import EMULATED, SETS, on_devices, stream
 
-pytestmark = pytest.mark.gpu
+__all__ = ["stream"]
 
 # samples, T, heads, kv_heads, head_dim
 SHAPES = [
@@ -31,21 +33,18 @@ SHAPES = [
 ]
 
 
-@pytest.fixture
-def stream() -> Any:
-    return cases.make_stream()
+EMULATED_SHAPES = {"mma": (2, 77, 4, 2, 64), "hopper": (1, 130, 1, 1, 128)}
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+@on_devices("kernels dtype shape", product(SETS, ["bfloat16", "float16"], SHAPES),
+            [(kernels, "bfloat16", shape) for kernels, shape in EMULATED_SHAPES.items()],
+            [(kernels, "bfloat16", EMULATED_SHAPES[other]) for kernels, other in (EMULATED, EMULATED[::-1])])
 def test_tensor_cores(rng: np.random.Generator, stream: Any, kernels: str, dtype: str, shape: tuple[int, ...]) -> None:
     case = cases.make_case(rng, stream, shape, dtype)
     cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels=kernels), dtype, shape[-1])
 
 
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+@on_devices("d kernels", product([64, 128], SETS))
 def test_random_shapes(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     kv_heads, group = (int(x) for x in rng.integers(1, 5, 2))
     shape = (int(rng.integers(1, 4)), int(rng.integers(1, 900)), kv_heads * group, kv_heads, d)
@@ -53,8 +52,8 @@ def test_random_shapes(rng: np.random.Generator, stream: Any, kernels: str, d: i
     test_tensor_cores(rng, stream, kernels, "bfloat16", shape)
 
 
-@pytest.mark.skipif("hopper" not in cases.kernel_sets(), reason="needs a Hopper GPU")
-@pytest.mark.parametrize("consumers", [2, 3])
+@pytest.mark.skipif("hopper" not in SETS, reason="needs a Hopper GPU")
+@on_devices("consumers", [(2,), (3,)])
 def test_blocks_that_stay(
     rng: np.random.Generator, stream: Any, consumers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,36 +66,46 @@ def test_blocks_that_stay(
     cases.assert_close(case, {**case.results(stream), "d_qkv": case.expected["d_qkv"]}, "bfloat16", 64)
 
 
-@pytest.mark.parametrize("shape", cases.SMALL, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_devices("dtype shape", *(product(["float32", "bfloat16"], shapes) for shapes in (cases.SMALL, [(2, 9, 4, 2, 40)])))
 def test_simple(rng: np.random.Generator, stream: Any, dtype: str, shape: tuple[int, ...]) -> None:
     case = cases.make_case(rng, stream, shape, dtype)
     cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels="simple"), dtype, shape[-1])
 
 
-@pytest.mark.parametrize("shape", cases.TO_OTHERS, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+TO_OTHERS = {  # the sets of kernels that are quick enough
+    (2, 150, 2, 1, 64, (75, 150), (0, 150)): (),
+    (1, 140, 1, 1, 128, (0, 140), (0, 70)): ("mma",),
+    (2, 140, 1, 1, 64, (3, 140), (131, 132)): EMULATED,
+    (1, 256, 2, 1, 64, (0, 128), (0, 256)): ("hopper",),
+}
+
+
+@on_devices("kernels dtype shape", product(SETS, ["bfloat16", "float16"], cases.TO_OTHERS), *(
+    [(each, "bfloat16", shape) for shape, sets in TO_OTHERS.items() for each in EMULATED if (each in sets) is quick]
+    for quick in (True, False)
+))
 def test_to_others(rng: np.random.Generator, stream: Any, kernels: str, dtype: str, shape: tuple[Any, ...]) -> None:
     """Attention to keys of another rank is merged with what is there, and its gradients are added, there alone."""
     cases.check_to_others(rng, stream, kernels, dtype, shape)
 
 
-@pytest.mark.parametrize("shape", [(2, 65, 4, 2, 48, (0, 65), (0, 33)), (1, 40, 2, 2, 200, (20, 40), (0, 40))], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_devices("dtype shape", *(product(["float32", "bfloat16"], shapes) for shapes in (
+    [(2, 65, 4, 2, 48, (0, 65), (0, 33)), (1, 40, 2, 2, 200, (20, 40), (0, 40))], [(2, 10, 4, 2, 40, (5, 10), (0, 9))],
+)))
 def test_simple_to_others(rng: np.random.Generator, stream: Any, dtype: str, shape: tuple[Any, ...]) -> None:
     test_to_others(rng, stream, "simple", dtype, shape)
 
 
-@pytest.mark.parametrize("shape", [(1, 170, 2, 1, 64, (85, 170), (0, 170)), (2, 200, 2, 2, 128, (0, 200), (0, 150))])
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+@on_devices(
+    "kernels shape", product(SETS, [(1, 170, 2, 1, 64, (85, 170), (0, 170)), (2, 200, 2, 2, 128, (0, 200), (0, 150))]),
+    [*product(EMULATED, [(1, 150, 2, 1, 64, (75, 150), (0, 150))]), ("simple", (2, 10, 4, 2, 40, (5, 10), (0, 9)))],
+)
 def test_to_others_unlike(rng: np.random.Generator, stream: Any, kernels: str, shape: tuple[Any, ...]) -> None:
     """Keys that do not exist have no part, though all scores are lower; any block may have the largest value."""
     cases.check_to_others(rng, stream, kernels, "bfloat16", shape, unlike=True)
 
 
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
-@pytest.mark.parametrize("d", [64, 128])
+@on_devices("kernels d", product(SETS, [64, 128]), product(EMULATED, [64]))
 def test_the_largest_sums_of_others(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     """Those of ``test_the_largest_sums``, in the last keys alone."""
     length, small = 256, slice(0, 128)
@@ -118,7 +127,7 @@ def test_the_largest_sums_of_others(rng: np.random.Generator, stream: Any, kerne
     assert error < 2 * cases.EPSILON["bfloat16"], f"{error / cases.EPSILON['bfloat16']:.2f} epsilon"
 
 
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+@on_devices("kernels", product(SETS), product([*EMULATED, "simple"]))
 def test_others_that_matter_alone_or_not_at_all(rng: np.random.Generator, stream: Any, kernels: str) -> None:
     """Their scores are larger, or smaller, than all others' by hundreds: the merge forgets the one or the other."""
     qkv, kv = np.ones((64, 3 * 64)), np.ones((64, 2 * 64))
@@ -134,7 +143,7 @@ def test_others_that_matter_alone_or_not_at_all(rng: np.random.Generator, stream
         np.testing.assert_allclose(lse.numpy(stream), np.full((1, 1, 64), want, np.float32), rtol=1e-6)
 
 
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+@on_devices("kernels", product(SETS))
 def test_equal_bits_to_others(rng: np.random.Generator, stream: Any, kernels: str) -> None:
     """Run after run, with many blocks at work."""
     samples, length, heads, kv_heads, d = 1, 1000, 16, 4, 64
@@ -154,7 +163,7 @@ def test_equal_bits_to_others(rng: np.random.Generator, stream: Any, kernels: st
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+@on_devices("kernels", product(SETS))
 def test_large_scores(rng: np.random.Generator, stream: Any, kernels: str) -> None:
     """Scores of hundreds: only the shift by the maximum keeps them finite."""
     case = cases.make_case(rng, stream, (1, 200, 2, 2, 64), "bfloat16", spread=8.0)
@@ -164,7 +173,7 @@ def test_large_scores(rng: np.random.Generator, stream: Any, kernels: str) -> No
     assert error < 2 * cases.EPSILON["bfloat16"] * np.linalg.norm(case.expected["out"])
 
 
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
+@on_devices("kernels", product(SETS))
 def test_equal_bits_and_graph(rng: np.random.Generator, stream: Any, kernels: str) -> None:
     """Run after run, and replayed from a graph, on operands that change between replays."""
     shape = (2, 777, 8, 2, 128)
@@ -184,7 +193,7 @@ def test_equal_bits_and_graph(rng: np.random.Generator, stream: Any, kernels: st
             np.testing.assert_array_equal(a[name].view(np.uint8), b[name].view(np.uint8))
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@on_devices("d", product([64, 128]))
 def test_equal_bits_many_times(rng: np.random.Generator, stream: Any, d: int) -> None:
     """With many blocks at work; a race once showed in one of a hundred runs."""
     samples, length, heads, kv_heads = 2, 2048, 32, 8
@@ -198,6 +207,7 @@ def test_equal_bits_many_times(rng: np.random.Generator, stream: Any, d: int) ->
             assert np.array_equal(array.view(np.uint16), first[name]), name
 
 
+@on_devices()
 def test_samples_and_heads_do_not_mix(rng: np.random.Generator, stream: Any) -> None:
     """NaN in one sample and one kv head stays there."""
     case = cases.make_case(rng, stream, (2, 150, 4, 2, 64), "bfloat16")
@@ -212,8 +222,7 @@ def test_samples_and_heads_do_not_mix(rng: np.random.Generator, stream: Any) -> 
     assert np.isnan(results["out"][150:, : 2 * 64].astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
-@pytest.mark.parametrize("d", [64, 128])
+@on_devices("kernels d", product(SETS, [64, 128]))
 def test_the_size_of_gradients_does_not_matter(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     """dQ is added up relative to what it can be at most: powers of two less leave the same bits."""
     case = cases.make_case(rng, stream, (1, 300, 4, 2, d), "bfloat16")
@@ -227,8 +236,7 @@ def test_the_size_of_gradients_does_not_matter(rng: np.random.Generator, stream:
     assert not case.run(stream, cases.device_arena(stream), kernels=kernels)["d_qkv"].astype(np.float32).any()
 
 
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
-@pytest.mark.parametrize("d", [64, 128])
+@on_devices("kernels d", product(SETS, [64, 128]))
 def test_the_largest_sums(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     """Values, keys and d_out of one direction each, so that a query's dQ is half of what it can be at most."""
     length = 640
@@ -242,9 +250,8 @@ def test_the_largest_sums(rng: np.random.Generator, stream: Any, kernels: str, d
     cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels=kernels), "bfloat16", d)
 
 
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
-@pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(("key", "value"), [(30, 1e-3), (8, 8)])
+@on_devices("kernels d", product(SETS, [64, 128]))
 def test_a_token_unlike_the_others(
     rng: np.random.Generator, stream: Any, kernels: str, d: int, key: float, value: float
 ) -> None:
@@ -263,8 +270,7 @@ def test_a_token_unlike_the_others(
     cases.assert_close(case, {**results, "log_sum_exp": lse}, "bfloat16", d)
 
 
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
-@pytest.mark.parametrize("d", [64, 128])
+@on_devices("kernels d", product(SETS, [64, 128]))
 def test_later_tokens_do_not_matter(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
     """Not by a bit: neither as keys whose values are huge, nor in what dQ can be at most."""
     case = cases.make_case(rng, stream, (1, 512, 4, 2, d), "bfloat16")
@@ -277,11 +283,10 @@ def test_later_tokens_do_not_matter(rng: np.random.Generator, stream: Any, kerne
     assert (second[384:, : 4 * d] != first[384:, : 4 * d]).any(axis=1).all()
 
 
-@pytest.mark.parametrize("kernels", cases.kernel_sets())
 @pytest.mark.parametrize(
-    ("where", "value"), [*itertools.product(["q", "k", "v", "d_out", "out"], [np.nan, np.inf]), ("log_sum_exp", np.nan)]
+    ("where", "value"), [*product(["q", "k", "v", "d_out", "out"], [np.nan, np.inf]), ("log_sum_exp", np.nan)]
 )
-@pytest.mark.parametrize("d", [64, 128])
+@on_devices("kernels d", product(SETS, [64, 128]))
 def test_what_is_not_finite_stays_so(
     rng: np.random.Generator, stream: Any, kernels: str, where: str, value: float, d: int
 ) -> None:
@@ -305,3 +310,16 @@ def test_what_is_not_finite_stays_so(
     sees = np.arange(length) >= at if where in "kv" else np.arange(length) == at
     assert finite[:128, :d].all() and finite[:, d : 2 * d].all()  # the keys' block of 128 may share one maximum
     assert not finite[sees, :d].all(axis=1).any()
+
+
+@on_devices(gpu=(), host=[()])
+def test_what_no_kernel_takes_is_refused(rng: np.random.Generator, stream: Any) -> None:
+    case, launch = cases.make_case(rng, None, (1, 8, 1, 1, 258), "bfloat16"), cases.launcher(None)
+    with pytest.raises(InvalidArgument, match="expected heads of at most 256 elements, got 258"):
+        ops.attention(case.attend, launch)
+    case = cases.make_case(rng, None, (2, 8, 1, 1, 64), "bfloat16")
+    mask, _ = cases.make_mask(None, None, None, 2, np.arange(9), np.arange(9))
+    with pytest.raises(InvalidArgument, match="expected a mask of 2 x 8 tokens, as qkv has, got one of 2 x 9"):
+        ops.attention(case.masked(mask).attend, launch)
+    with pytest.raises(InvalidArgument, match="expected a window of at least 1 token, got 0"):
+        launch.attention_mask(None, 0, mask)

@@ -1,4 +1,4 @@
-"""The loss on a GPU against NumPy's in float64: of the whole vocabulary, and of parts of it."""
+"""The loss on GPUs, also emulated, against NumPy's in float64: of the whole vocabulary, and of parts of it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import pytest
 
 from kos.memory.arena import Arena
 from kos.train.ops import numpy as reference
-from tests.train import ops_cases
-from tests.train.ops_cases import UNIT
+from tests.train.ops_cases import UNIT, arena, ops, side, sides
 
-pytestmark = pytest.mark.gpu
-
-ops, arena, side = ops_cases.ops, ops_cases.arena, ops_cases.side
+__all__ = ["arena", "ops", "side"]
 
 
-@pytest.mark.parametrize(("n", "vocabulary"), [(13, 17), (5, 65), (70, 1000), (33, 50_304), (7, 128_256)])
+@sides("n vocabulary", [(13, 17), (5, 65), (70, 1000), (33, 50_304), (7, 128_256)], turns=[(5, 65), (9, 20_008)],
+       slow=[(5, 1000), (7, 60_008)])
 def test_cross_entropy(ops, side, rng, arena, monkeypatch, n, vocabulary):
     monkeypatch.setattr(ops, "multiprocessors", 2)  # so that a block has several rows
     logits, logits64 = side.put(rng.normal(size=(n, vocabulary)) * 5)
@@ -45,6 +43,7 @@ def test_cross_entropy(ops, side, rng, arena, monkeypatch, n, vocabulary):
     assert side.get(mean)[0] == pytest.approx(mean64[0], rel=1e-6)
 
 
+@sides()
 def test_cross_entropy_stands_large_logits(ops, side, arena):
     logits, _ = side.put([[8192.0, 0.0], [-8192.0, 0.0], [-math.inf, 1.0]])
     count, _ = side.put([2.0], "float32")
@@ -54,10 +53,9 @@ def test_cross_entropy_stands_large_logits(ops, side, arena):
     assert np.array_equal(side.get(logits), [[0.5, -0.5], [0, 0], [0, 0]])
 
 
-@pytest.mark.parametrize(
-    ("n", "bounds"),
-    [(13, (0, 4, 17)), (5, (0, 1, 64, 65)), (70, (0, 256, 1000)), (9, (0, 16_032, 20_008)), (6, (0, 32_064, 128_256))],
-)
+@sides("n bounds", [
+    (13, (0, 4, 17)), (5, (0, 1, 64, 65)), (70, (0, 256, 1000)), (9, (0, 16_032, 20_008)), (6, (0, 32_064, 128_256)),
+], turns=[(13, (0, 4, 17)), (5, (0, 4008, 20_008))], slow=[(5, (0, 256, 1000))])  # fmt: skip
 def test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds):
     """Parts of any size have the losses and the gradient of the whole vocabulary."""
     (_, whole64), count64, losses64 = side.put(rng.normal(size=(n, bounds[-1])) * 5), np.empty(1), np.empty(n)
@@ -91,6 +89,7 @@ def test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds):
         assert not side.get(logits)[2].any()
 
 
+@sides()
 def test_cross_entropy_of_parts_stands_large_logits(ops, side, arena):
     """And a part in which no token can come next."""
     whole = np.array([[8192.0, 0, 0], [-8192, 0, -8192], [-math.inf, -math.inf, 1], [-math.inf, -math.inf, 1]])
@@ -106,6 +105,7 @@ def test_cross_entropy_of_parts_stands_large_logits(ops, side, arena):
         assert np.array_equal(side.get(logits), gradient[:, first : first + part.shape[1]])
 
 
+@sides()
 def test_cross_entropy_of_nothing_is_zero(ops, side, rng, arena):
     logits, _ = side.put(rng.normal(size=(3, 5)))
     targets, losses, count = side.ints([-1, -1, -1]), side.nan(3, dtype="float32"), side.nan(1, dtype="float32")
@@ -116,7 +116,7 @@ def test_cross_entropy_of_nothing_is_zero(ops, side, rng, arena):
     assert side.get(mean)[0] == 0 and not side.get(logits).any()
 
 
-@pytest.mark.parametrize("columns", [1, 17, 1000])
+@sides("columns", [(1,), (17,), (1000,)], [(1,), (300,)])
 def test_scale_rows(ops, side, rng, columns):
     x, x64 = side.put(rng.normal(size=(5, columns)))
     targets, (weights, weights64), (count, count64) = (

@@ -1,7 +1,4 @@
-"""Matrices in 8 bits on a GPU: quantized to the emulation's bits, products near float64's, runs near the emulation.
-
-``test_fp8_on_host.py`` has the checks of kernels on machines without a GPU.
-"""
+"""Matrices in 8 bits: quantized on GPUs, also emulated, to NumPy's bits; products and runs near NumPy's on a GPU."""
 
 from __future__ import annotations
 
@@ -18,11 +15,14 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import Scaled, scales_shape
 from kos.train.ops import numpy as reference
-from kos.train.ops.cuda import CudaOps
+from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda.fp8 import LEAST_CAPABILITY
 from kos.train.ops.norm import Normalize
 from kos.train.ops.numpy_blocks import widen
+from tests.host_compiler import needs_compiler
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix
+from tests.train.host_kernels.emulator import HostOps, host_memory
+from tests.train.ops_cases import on_gpu
 from tests.train.test_engine_cuda import column, run, text
 
 __all__ = ["text"]
@@ -35,15 +35,27 @@ def _missing() -> str | None:
     return None if got >= LEAST_CAPABILITY else f"compute capability {got}, not {LEAST_CAPABILITY}"
 
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_missing() is not None, reason=f"needs a GPU: {_missing()}")]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(_missing() is not None, reason=f"needs a GPU: {_missing()}")]
+on_gpus = pytest.mark.parametrize("ops", [pytest.param("gpu", marks=ON_GPU)], indirect=True)
+on_devices = pytest.mark.parametrize(
+    "ops", [pytest.param("gpu", marks=ON_GPU), pytest.param("host", marks=needs_compiler)], indirect=True
+)
 
 SHAPES = [(16, 16), (272, 144), (256, 128), (2048, 4096)]
 PRODUCTS = [(16, 32, 48), (144, 272, 400), (256, 512, 1024), (512, 384, 8192)]
 
 
-@pytest.fixture(scope="module")
-def ops():
-    return CudaOps(0)
+@pytest.fixture
+def ops(request, monkeypatch):
+    if request.param == "gpu":
+        return on_gpu(0)
+    host_memory(monkeypatch)
+    return HostOps()
+
+
+@pytest.fixture
+def shapes(ops):
+    return SHAPES[: 3 if isinstance(ops, HostOps) else 4]
 
 
 @pytest.fixture
@@ -143,28 +155,33 @@ def check_not_finite(ops: Any, arena: Arena, value: float) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantize(ops, arena, rng, kind, form):
-    for shape in SHAPES if kind == "normal" else SHAPES[:3]:
+@on_devices
+def test_quantize(ops, arena, rng, shapes, kind, form):
+    for shape in shapes if kind == "normal" else shapes[:-1]:
         check_quantize(ops, arena, matrix(kind, shape, rng), form)
 
 
 @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "huge"])
-def test_swiglu(ops, arena, rng, kind):
-    for n, f in SHAPES:
+@on_devices
+def test_swiglu(ops, arena, rng, shapes, kind):
+    for n, f in shapes:
         check_swiglu(ops, arena, matrix(kind, (n, 2 * f), rng), matrix("normal", (n, f), rng))
 
 
 @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "huge"])
-def test_rms_norm(ops, arena, rng, kind):
-    for n, f in SHAPES:
+@on_devices
+def test_rms_norm(ops, arena, rng, shapes, kind):
+    for n, f in shapes:
         check_rms_norm(ops, arena, matrix(kind, (n, f), rng), rng.normal(size=f))
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+@on_devices
 def test_one_value_that_is_not_finite(ops, arena, value):
     check_not_finite(ops, arena, value)
 
 
+@on_devices
 def test_what_is_refused(ops, arena):
     rows = empty(ops, (24, 16), "float8_e4m3fn", first=True)
     with pytest.raises(InvalidArgument, match=r"quantize: expected bfloat16 of sizes that are multiples of 16, got"):
@@ -186,6 +203,7 @@ def _largest_of_32(x):
     ("float8_e4m3fn", "bfloat16"), ("float8_e5m2", "bfloat16"), ("float8_e5m2", "float32"),
 ])  # fmt: skip
 @pytest.mark.parametrize("one", [False, True], ids=["blocks", "one"])
+@on_gpus
 def test_scaled_product(ops, arena, rng, m, n, k, kind, of_a, out, one):
     """Against float64 of the same 8-bit numbers, relative to the sums of magnitudes; alone, added to, with a bias."""
     a64, b64 = (matrix(each, shape, rng) for each, shape in ((kind, (m, k)), ("normal", (n, k))))
@@ -215,6 +233,7 @@ def test_scaled_product(ops, arena, rng, m, n, k, kind, of_a, out, one):
     assert (error <= unit * (magnitude + np.abs(cases[1][2]) + np.abs(exact)) + lost + 1e-37).all()
 
 
+@on_gpus
 def test_a_product_of_what_is_not_finite(ops, arena):
     x, out = np.ones((160, 144), np.float32), ops.zeros((160, 160), "bfloat16")
     x[3, 3] = np.inf
@@ -226,34 +245,41 @@ def test_a_product_of_what_is_not_finite(ops, arena):
     assert np.isnan(got[:128]).all() and (got[128:] == 144).all()
 
 
+def test_data_types_are_those_of_cuda():
+    nvmath = pytest.importorskip("nvmath")
+    names = {"float32": "R_32F", "bfloat16": "R_16BF", "float8_e4m3fn": "R_8F_E4M3", "float8_e5m2": "R_8F_E5M2"}
+    assert {name: int(nvmath.CudaDataType[f"CUDA_{cuda}"]) for name, cuda in names.items()} == cublaslt._DATA_TYPES
+
+
 # --- runs ------------------------------------------------------------------------------------------------
 
 FP8 = ["--dtype", "fp8", "--lr", "1e-4"]  # faster, the losses of any two roundings part
 
 
-def test_losses_are_those_of_the_emulation(text, tmp_path):
-    """Their mean; a single one, of 1,024 tokens, differs more: norms and attention are not in bfloat16 there."""
-    for device in ("cuda", "cpu"):
-        run(text, tmp_path / device, *FP8, "--device", device)
-    ours, emulated = (np.array(column(tmp_path / device)) for device in ("cuda", "cpu"))
-    assert np.mean(ours) == pytest.approx(np.mean(emulated), rel=1e-3)
-    np.testing.assert_allclose(ours, emulated, rtol=5e-3)
-    norms = [column(tmp_path / device, "grad_norm") for device in ("cuda", "cpu")]
-    np.testing.assert_allclose(*norms, rtol=0.05)
+class TestRuns:
+    pytestmark = ON_GPU
 
+    def test_losses_are_those_of_the_emulation(self, text, tmp_path):
+        """Their mean; a single one, of 1,024 tokens, differs more: norms and attention are not in bfloat16 there."""
+        for device in ("cuda", "cpu"):
+            run(text, tmp_path / device, *FP8, "--device", device)
+        ours, emulated = (np.array(column(tmp_path / device)) for device in ("cuda", "cpu"))
+        assert np.mean(ours) == pytest.approx(np.mean(emulated), rel=1e-3)
+        np.testing.assert_allclose(ours, emulated, rtol=5e-3)
+        norms = [column(tmp_path / device, "grad_norm") for device in ("cuda", "cpu")]
+        np.testing.assert_allclose(*norms, rtol=0.05)
 
-def test_a_captured_step_has_the_bits_of_an_eager_one(text, tmp_path):
-    """Recomputed and resumed, too."""
-    run(text, tmp_path / "whole", *FP8)
-    cases: dict[str, list[Any]] = {name: ["--recompute", name] for name in ("norms", "block")}
-    cases |= {"eager": ["--no-graph"], "rest": ["--resume", tmp_path / "whole" / "checkpoints" / "step-10"]}
-    for name, flags in cases.items():
-        run(text, tmp_path / name, *FP8, *flags)
-        losses = column(tmp_path / name)
-        assert losses == column(tmp_path / "whole")[-len(losses) :], name
+    def test_a_captured_step_has_the_bits_of_an_eager_one(self, text, tmp_path):
+        """Recomputed and resumed, too."""
+        run(text, tmp_path / "whole", *FP8)
+        cases: dict[str, list[Any]] = {name: ["--recompute", name] for name in ("norms", "block")}
+        cases |= {"eager": ["--no-graph"], "rest": ["--resume", tmp_path / "whole" / "checkpoints" / "step-10"]}
+        for name, flags in cases.items():
+            run(text, tmp_path / name, *FP8, *flags)
+            losses = column(tmp_path / name)
+            assert losses == column(tmp_path / "whole")[-len(losses) :], name
 
-
-def test_a_value_that_is_not_finite_is_named(text, tmp_path):
-    error = "expected a finite "
-    said = run(text, tmp_path, *FP8, "--lr", "1e30", "--min-lr", "1", error=error)
-    assert " (first in the " in said and ".weight);" in said
+    def test_a_value_that_is_not_finite_is_named(self, text, tmp_path):
+        error = "expected a finite "
+        said = run(text, tmp_path, *FP8, "--lr", "1e30", "--min-lr", "1", error=error)
+        assert " (first in the " in said and ".weight);" in said
