@@ -16,7 +16,6 @@ import pytest
 
 import kos
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.env import env_rendezvous
 from kos.comm.host.shared.segment import share_file
 from kos.cuda import driver
 from kos.errors import KosError, RankLost
@@ -24,7 +23,7 @@ from kos.memory import Array
 from kos.testing import Fault, spawn
 from tests.comm.fake_nccl import alone, launching_alone, no_gpu
 from tests.comm.ranks import TIMEOUT
-from tests.comm.tcp_ranks import environment, free_port, run_threads
+from tests.comm.tcp_ranks import SECRET, free_port, run_threads
 
 TIMES = 500
 
@@ -72,7 +71,7 @@ def test_a_shared_file_is_closed_if_an_exchange_fails(number: int) -> None:
 
 def _tcp(rank: int, port: int, how: str) -> None:
     with contextlib.suppress(KosError):
-        place = env_rendezvous(TIMEOUT, environment(rank, 2, port))
+        place = {"rank": rank, "size": 2, "address": f"127.0.0.1:{port}", "secret": SECRET}
         if how == "refused":
             kos.init("mpi", rendezvous=place, timeout=TIMEOUT)
         with kos.init("tcp", rendezvous=place, timeout=TIMEOUT) as comm:
@@ -91,7 +90,6 @@ def _tcp(rank: int, port: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["closed", "aborted", "split", "refused"])
 def test_communicators_of_tcp_leave_nothing_open(how: str, memory: str) -> None:
     def left() -> tuple[int, int]:
-        gc.collect()  # the traceback of a refusal refers to its rendezvous
         return len(_descriptors()), _maps()
 
     def make(times: int) -> tuple[int, int]:
@@ -102,6 +100,7 @@ def test_communicators_of_tcp_leave_nothing_open(how: str, memory: str) -> None:
         for thread in {*threading.enumerate()} - others:
             if thread.name == "kos rendezvous":  # it ends after its ranks
                 thread.join(TIMEOUT)
+                assert not thread.is_alive(), "a hub whose ranks have ended is still there"
         return left()
 
     others = {*threading.enumerate()}
