@@ -18,7 +18,7 @@ import kos
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.testing.conformance import failures, run
+from kos.testing.conformance import failures, intact, run
 from kos.testing.conformance.__main__ import main
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks, run_threads
 from tests.forked import python
@@ -141,7 +141,8 @@ def without_order(backend: Any) -> None:
 def test_the_suite_finds_a_backend_that_lacks_a_part(
     files: Any, change: Any, check: str, cause: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failures, "GRACE", 2.0)
+    for module in (failures, intact):
+        monkeypatch.setattr(module, "GRACE", 2.0)
     change(files)
 
     def body(rendezvous: TCPRendezvous) -> dict[str, str]:

@@ -283,7 +283,7 @@ def test_the_vocabulary_is_that_of_the_data(tmp_path):
 
 def test_layouts_of_sizes_that_have_no_product_in_8_bits():
     """Are refused, as a run would."""
-    flags = ["--plan", "--ranks", "4", "--gpu", "H100", "--preset", "124m", "--dtype", "fp8", "--seq-len", "64"]
+    flags = ["--plan", "--ranks", "4", "--gpu", "H100", "--preset", "tiny", "--dtype", "fp8", "--seq-len", "64"]
     said = planning.report(flags)
     assert "refused: dp 1 tp 4 pp 1 cp 1: --dtype fp8: expected --seq-len 64 / 8 to be a multiple of 16, got 8" in said
     assert "seq-len 64 / 8" not in planning.report([*flags[:-4], "--seq-len", "64"])
