@@ -13,7 +13,6 @@ import argparse
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,34 +20,26 @@ import numpy as np
 import kos
 from kos.errors import InvalidArgument, KosError
 from kos.testing import Fault, spawn
+from kos.testing.conformance.model import Trial
 from kos.testing.faults import KINDS
+from tests.comm.model import Step
 
 TIMEOUT, LONGEST = 60.0, 30.0
 """Seconds of a trial: a deadlock is found long before them."""
 RIGHT = "right"
 
 
-def _steps(comm: kos.Communicator, n: int, tag: int) -> dict[str, Callable[[], bool]]:
-    """Operations on ``n`` elements for each rank; each returns whether its result is right."""
-    r, s, x = comm.rank, comm.size, np.full(n * comm.size, comm.rank + 1.0)
-    total, got = s * (s + 1) / 2, np.empty_like(x)
-    return {
-        "all_reduce": lambda: bool((comm.all_reduce(x) == total).all()),
-        "a schedule": lambda: bool((comm.all_reduce(x, algorithm="ring") == total).all()),
-        "in flight": lambda: bool((comm.all_reduce(x, async_op=True).wait() == total).all()),
-        "reduce_scatter": lambda: bool((comm.reduce_scatter(x) == total).all()),
-        "scan": lambda: bool((comm.scan(x) == (r + 1) * (r + 2) / 2).all()),
-        "broadcast": lambda: bool((comm.broadcast(x, n % s) == n % s + 1).all()),
-        "all_gather": lambda: bool(comm.all_gather(x).sum() == n * s * total),
-        "all_to_all": lambda: bool(comm.all_to_all(x).sum() == n * total),
-        "barrier": lambda: comm.barrier() is None,
-        # With its own tag: the next message must not take the place of one that is lost.
-        "send_recv": lambda: bool((comm.send_recv(x, got, (r + 1) % s, (r - 1) % s, tag) == (r - 1) % s + 1).all()),
-    }  # fmt: skip
-
-
 NAMES = ("all_reduce", "a schedule", "in flight", "reduce_scatter", "scan", "broadcast", "all_gather", "all_to_all",
          "barrier", "send_recv")  # fmt: skip
+
+
+def _call(comm: kos.Communicator, name: str, n: int, tag: int) -> None:
+    """Call an operation on ``n`` elements of each rank, and check its result."""
+    kind, later = "all_reduce" if name in ("a schedule", "in flight") else name, name == "in flight"
+    trial = Trial(comm, Step(kind, n, root=n, algorithm=int(name == "a schedule")), tag)
+    # With its own tag: the next message must not take the place of one that is lost.
+    got = trial.start(**({"tag": tag} if name == "send_recv" else {"async_op": True} if later else {}))
+    trial.check(got.wait() if later else got)
 
 
 def run_trial(seed: int) -> tuple[str, str]:
@@ -61,7 +52,8 @@ def run_trial(seed: int) -> tuple[str, str]:
 
     def body(comm: kos.Communicator) -> None:
         try:
-            assert all(_steps(comm, n, tag)[name]() for tag, (name, n) in enumerate(steps))
+            for tag, (name, n) in enumerate(steps):
+                _call(comm, name, n, tag)
             comm.barrier()
             ended[comm.rank] = RIGHT
         except KosError as error:
