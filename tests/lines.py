@@ -9,9 +9,7 @@ A line counts that is neither blank, nor comment, nor docstring; a string that i
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -29,9 +27,6 @@ LANGUAGES = {
 LIBRARY = ("comm", "cuda", "memory", "doctor", "testing", "tune")
 MOST_IN_FUNCTION, MOST_IN_FILE = 60, 500
 
-_NO_CODE = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
-}  # fmt: skip
 _C = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
@@ -61,17 +56,18 @@ class Bound:
 
 def code_lines(text: str, nodes: Iterable[ast.AST]) -> set[int]:
     """The numbers of the lines of code of a Python file; ``nodes`` are those of its syntax tree."""
-    docstrings, code = set[int](), set[int]()
+    docstrings, strings = set[int](), set[int]()
     for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             docstrings.update(_span(node))
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in _NO_CODE:
-            code.update(range(token.start[0], token.end[0] + 1))
-    return code - docstrings
+        elif isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            strings.update(_span(node))  # whose lines may be blank, or look like a comment
+    lines = enumerate(map(str.strip, text.split("\n")), 1)
+    code = {number for number, line in lines if line and not line.startswith("#")}
+    return (code | strings) - docstrings
 
 
-def _span(node: ast.stmt) -> range:
+def _span(node: ast.stmt | ast.expr) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
@@ -137,7 +133,7 @@ def bounds(counted: list[File]) -> list[Bound]:
         Bound("Python in interop", 1_270, lines("Python", "interop")),
         Bound("Python in transfer", 1_100, lines("Python", "transfer")),
         Bound("Python in train", 15_520, lines("Python", "train")),
-        Bound("Python in tests", 61_800, lines("Python", "tests")),
+        Bound("Python in tests", 61_650, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_200, lines("CUDA", "comm", "train")),
         Bound("classes in comm", 123, sum(file.classes for file in counted if file.folder == "comm")),
         Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), found=functions),
