@@ -2,7 +2,7 @@
 
 The same shape, rank and targets (all matrices of layers), sequences of the same length and AdamW; random weights. Each
 row is a process of its own, one after another on one GPU, the median of ``--steps`` steps after ``--warm-up``. Peak
-memory is that of the device. ``--only`` chooses rows, ``--json`` writes them to a file.
+memory is that of the device. ``--only`` chooses rows, ``--json`` writes them to a file, ``--ranks N`` gives kos N GPUs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.commands import mpirun
 from kos.cuda import unavailable
 from kos.files import replace_file
 
@@ -26,7 +27,8 @@ ROWS = ("kos", "kos-fp8", "peft-compile")
 
 def flags_of(arguments: argparse.Namespace) -> list[str]:
     return [
-        "--preset", arguments.preset, "--lora", str(arguments.rank), "--batch-size", "1", "--micro-batch-size", "1",
+        "--preset", arguments.preset, "--lora", str(arguments.rank), "--batch-size", str(arguments.ranks),
+        "--micro-batch-size", "1",
         "--seq-len", str(arguments.seq_len), "--steps", "1000", "--lr", "1e-4", "--eval-batches", "0",
         "--sample-tokens", "0", "--device", arguments.device, *arguments.flags.split(),
     ]  # fmt: skip
@@ -41,11 +43,11 @@ def of_kos(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
     from kos.train.device.choose import make_device
     from kos.train.parallel.mesh import Mesh
 
-    config = parse([*flags_of(arguments), "--dtype", dtype]).for_world(1, arguments.device)
+    config = parse([*flags_of(arguments), "--dtype", dtype]).for_world(arguments.ranks, arguments.device)
     vocabulary = config.model.vocab_size or 256
     numbers = np.random.default_rng(0).integers(vocabulary, size=50 * config.seq_len + 1).astype(np.int32)
     parts = [Tokens([numbers], np.array([0])) for _ in range(2)]
-    tokenizer, sizes = NumberTokenizer(vocabulary), (config.seed, 1, config.seq_len, 0)
+    tokenizer, sizes = NumberTokenizer(vocabulary), (config.seed, arguments.ranks, config.seq_len, 0)
     data = Dataset("numbers", parts[0], parts[1], tokenizer, *sizes, "", packs=False)
     with kos.init() as comm:
         device = make_device(config, config.model_config_for(vocabulary), data, Mesh(comm))
@@ -106,6 +108,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=1, help="of kos: each has a sequence of its own (data parallel)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu" if unavailable() else "cuda")
     parser.add_argument("--flags", default="", help="more flags of kos, such as those of a shape")
     parser.add_argument("--only", default=",".join(ROWS), help="rows, separated by commas")
@@ -120,15 +123,18 @@ def main() -> int:
         return 0
     found = dict[str, Any]()
     for row in arguments.only.split(","):
-        command = [sys.executable, "-m", "benchmarks.lora", *sys.argv[1:], "--row", row]
+        ranks = 1 if row == "peft-compile" else arguments.ranks
+        launcher = mpirun(ranks) if ranks > 1 else []
+        command = [*launcher, sys.executable, "-m", "benchmarks.lora", *sys.argv[1:], "--row", row]
         done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit)
         if done.returncode:
             print(f"{row:<14}failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
             continue
         result = json.loads(done.stdout.splitlines()[-1])
         step = median(result["seconds"][arguments.warm_up :])
-        found[row] = {"tokens_per_second": arguments.seq_len / step, **result}
-        print(f"{row:<14}{arguments.seq_len / step:>10,.0f} tokens/s{result['bytes'] / 1e9:>8.1f} GB")
+        rate = ranks * arguments.seq_len / step
+        found[row] = {"ranks": ranks, "tokens_per_second": rate, **result}
+        print(f"{row:<14}{rate:>10,.0f} tokens/s{result['bytes'] / 1e9:>8.1f} GB on {ranks} GPUs", flush=True)
     if arguments.json is not None:
         replace_file(arguments.json, json.dumps(found, indent=1).encode())
     return 0
