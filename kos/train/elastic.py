@@ -42,8 +42,7 @@ from kos.errors import (
 )
 from kos.memory.array import as_dtype
 from kos.train.checkpoint.state import FLOAT32, ShardedState
-from kos.train.config import flatten
-from kos.train.config.options import flag_of
+from kos.train.config import flag_of, flatten
 from kos.train.device import Device
 from kos.train.machine import limit_threads
 from kos.train.model.parameters import OwnedSlices, Parameters

@@ -22,7 +22,7 @@ from kos.train import checkpoint
 from kos.train.checkpoint import adapter
 from kos.train.checkpoint.state import Tensors
 from kos.train.config import preset_values
-from kos.train.config.flags import FINE_TUNING_SEQ_LEN, model_of
+from kos.train.config.fine_tuning import FINE_TUNING_SEQ_LEN, model_of
 from kos.train.config.options import TrainConfig, build
 from kos.train.data.batch import Batch
 from kos.train.data.batches import LEFT_OUT, Dataset, load_held_out, sum_over

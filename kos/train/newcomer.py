@@ -45,7 +45,7 @@ class Newcomer(Trainer):
                     self.data = own_data(config, weights)
                 else:
                     self.data = load_data(config, self.console.progress, weights)
-                self.base = adapter.find_base(config)
+                self.base = adapter.find_base(config.lora, config.init_from)
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             self.console.close()
             self.comm = self._join()

@@ -19,12 +19,17 @@ from kos.comm.control.identity import under_mpirun
 from kos.commands import mpirun, near, python, several_programs
 from kos.errors import plural
 from kos.train.checkpoint import BEST, adapter, dropout, extra_names
-from kos.train.config.options import TrainConfig, flag_of
+from kos.train.config import flag_of
+from kos.train.config.options import TrainConfig
 from kos.train.data.chat import read_chat_template
+from kos.train.data.mixture import passes_in_words
 from kos.train.data.show import first_line
 from kos.train.run_context import ADDRESS, RunContext
 from kos.train.tools.console import duration
 from kos.train.tools.metrics import METRICS
+
+MANY_PASSES = 20
+"""Of more, a fine-tune warns.  Fine-tunes usually have 1 to 10 epochs; a longer one may be intended."""
 
 NO_TARGETS = "the loss counts no token of the batch, so the weights stay as they are"
 
@@ -34,7 +39,9 @@ def announce(run: RunContext) -> None:
     config, model, parallel, say = run.config, run.model_config, run.device.step.parallel, run.console.say
     layers, epochs = plural(model.num_hidden_layers, "layer"), ""
     if config.epochs is not None:
-        epochs = f", {plural(config.epochs, 'epoch')} of {plural(run.data.steps_per_epoch, 'step')}"
+        mixture, steps = run.data.mixture, plural(run.data.steps_of(config.epochs), "step")
+        what = plural(run.data.steps_per_epoch, "step") if mixture is None else f"{next(iter(mixture.parts))}, {steps}"
+        epochs = f", {plural(config.epochs, 'epoch')} of {what}"
     say(
         f"kos: {model.num_parameters():,} parameters ({layers} x {model.hidden_size}), "
         f"{run.data.describe()}, {run.mesh.layout.describe()}"
@@ -122,9 +129,15 @@ def _report_settings(run: RunContext) -> None:
     if useless := without_effect(config, run.asked):
         say(f"without effect: {', '.join(useless)}")
     if run.start == 0 and config.init_from is not None:
-        rates = f"learning rate {config.lr:g} after a warm-up of {plural(steps, 'step')}"
+        length = plural(config.steps, "step") if config.epochs is None else plural(config.epochs, "epoch")
+        if config.epochs is None and not run.brings_batches and run.data.mixture is None:  # which says this of each
+            length += f" ({passes_in_words(run.data.sequences_in(run.data.train), config.steps * config.batch_size)})"
+        rates = f"{length}, learning rate {config.lr:g} after a warm-up of {plural(steps, 'step')}"
         context = f"{config.seq_len:,} of at most {run.model_config.max_position_embeddings:,} tokens a sequence"
-        say(f"from the weights in {run.source}: {rates}, {context} (--lr, --warmup-steps, --seq-len)")
+        say(f"from the weights in {run.source}: {rates}, {context} (--epochs, --lr, --warmup-steps, --seq-len)")
+        if config.epochs is None and not run.brings_batches and (passes := run.data.passes(config.steps)) > MANY_PASSES:
+            what = f"with --steps {config.steps}, sequences are seen up to {passes:,.0f} times"
+            run.console.warn(f"kos: {what}: a model that is fine-tuned may learn them by heart (--epochs)")
         if names := extra_names(run.extra):
             say(f"checkpoints also keep these files of {run.source}: {', '.join(names)}")
         if left_out := dropout(run.extra):

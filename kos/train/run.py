@@ -147,11 +147,11 @@ class Trainer(RunContext):
         try:
             self.source, self.start, self.saved_step, self.resumes, fit = alone(comm, lambda: find_source(self))
             self.config = config = config.model_copy(update={"fit": config.fit or fit})
-            self.base = alone(comm, lambda: adapter.find_base(config))
+            self.base = alone(comm, lambda: adapter.find_base(config.lora, config.init_from))
             self.data = self._load_data()
             self.config = config = config.model_copy(update={"fit": "whole" if self.data.packing else config.fit})
             if config.epochs is not None:
-                self.asked["steps"] = self.console.steps = steps = config.epochs * self.data.steps_per_epoch
+                self.asked["steps"] = self.console.steps = steps = self.data.steps_of(config.epochs)
                 self.config = config = config.model_copy(update={"steps": steps})
             self.trains = self.start < config.steps and not config.profile
             same_on_all(comm, {"data": self.data_in_words})

@@ -29,7 +29,8 @@ from kos.train.checkpoint.adapter import shapes_of
 from kos.train.checkpoint.huggingface import TensorFiles, weight_files
 from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.checkpoint.state import state_shapes
-from kos.train.config.options import TrainConfig, flag_of
+from kos.train.config import flag_of
+from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset
 from kos.train.data.own import OwnBatches, Rows

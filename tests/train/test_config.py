@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from kos.errors import ConfigError
 from kos.train.checkpoint.huggingface import to_huggingface
-from kos.train.config import PRESETS, optimizers, other_names
+from kos.train.config import PRESETS, flag_of, optimizers, other_names
 from kos.train.config.flags import make_parser, parse
-from kos.train.config.options import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
+from kos.train.config.options import KEYS, MICRO_BATCH_TOKENS, TrainConfig
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.report import without_effect
@@ -383,17 +383,47 @@ def test_init_from_has_its_own_defaults(tmp_path: Path) -> None:
         config = parse(["--init-from", str(folder), *flags])
         return config.lr, config.warmup_steps, config.seq_len
 
-    assert of() == (2e-5, 18, 1024) and of("--preset", "1b", "--steps", "10") == (2e-5, 1, 1024)
-    assert of(context=77) == (2e-5, 18, 77) and of("--max-position-embeddings", "99") == (2e-5, 18, 99)
-    assert of("--epochs", "2") == (2e-5, None, 1024), "the data say how many steps they are"
+    assert of() == (2e-5, None, 1024), "the data say how many steps the epochs are"
+    assert of("--preset", "1b", "--steps", "10") == (2e-5, 1, 1024)
+    assert of(context=77) == (2e-5, None, 77) and of("--max-position-embeddings", "99") == (2e-5, None, 99)
+    assert of("--epochs", "2") == (2e-5, None, 1024)
     assert of("--lr", "1e-4", "--warmup-steps", "0", "--seq-len", "2048") == (1e-4, 0, 2048)
     file = write(tmp_path / "mine.toml", "lr = 0.1\nseq_len = 9\n")
-    assert of("--config", file) == (0.1, 18, 9)
+    assert of("--config", file) == (0.1, None, 9)
     assert parse([]).lr == 3e-3
     with refused(ConfigError, "--min-lr: expected at most 2e-05 (--lr), got 0.001"):
         of("--min-lr", "1e-3")
     with refused(ConfigError, "--steps: expected a valid integer, got 'x'"):
         of("--steps", "x")
+
+
+def test_a_fine_tune_is_three_epochs_long(tmp_path: Path) -> None:
+    """The steps of a preset are for random weights.  A length that is given counts, wherever it comes from."""
+    folder = _folder(tmp_path / "llama", small())
+
+    def epochs(*flags: str) -> int | None:
+        return parse(["--init-from", folder, *flags]).epochs
+
+    assert epochs() == epochs("--preset", "8b") == 3 and epochs("--epochs", "1") == 1 and parse([]).epochs is None
+    given = parse(["--init-from", folder, "--steps", "9"])
+    assert (given.epochs, given.steps) == (None, 9)
+    assert epochs("--config", write(tmp_path / "mine.toml", "steps = 9\n")) is None
+    assert epochs("--config", write(tmp_path / "mine.toml", "epochs = 2\n")) == 2
+    assert epochs("--config", write(tmp_path / "mine.toml", "epochs = 2\n"), "--steps", "9") is None
+
+
+def test_a_program_fine_tunes_as_the_command_does(tmp_path: Path) -> None:
+    """``from_preset`` takes the shape of a folder, and the defaults with ``init_from``."""
+    folder = _folder(tmp_path / "llama", small(max_position_embeddings=77))
+    for changes in ({}, {"steps": 10}, {"epochs": 2, "lr": 1e-4}, {"lora": 2, "seq_len": 9}):
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in changes.items()]
+        config = TrainConfig.from_preset("baby", init_from=folder, **changes)
+        assert config == parse(["--preset", "baby", "--init-from", folder, *flags])
+    assert config.model_config_for(37).base == small(max_position_embeddings=77) and config.lr == 2e-4
+    with refused(ConfigError, f"argument: model.hidden_size: expected 24, which the model in {folder} has, got 9"):
+        TrainConfig.from_preset("tiny", init_from=folder, model={"hidden_size": 9})
+    with refused(ConfigError, f"--init-from: {tmp_path}/config.json: expected a Hugging Face config.json"):
+        TrainConfig.from_preset("tiny", init_from=str(tmp_path))
 
 
 def test_init_from_refuses_what_the_model_is_not(tmp_path: Path) -> None:

@@ -305,8 +305,36 @@ def test_init_from_hugging_face(text: Path, tmp_path: Path) -> None:
     rows = _train(text, tmp_path / "second", steps=2, init_from=str(source))
     assert rows[0]["loss"] < 0.7 * trained[0]["loss"]
     model = {**SMALL["model"], "rope_theta": 5000.0, "tie_word_embeddings": False}
-    with pytest.raises(CheckpointError, match=r"rope_theta 5000\.0, tie_word_embeddings False, got 10000\.0, True"):
+    with pytest.raises(ConfigError, match=r"argument: model.rope_theta: expected 10000\.0, which the model in"):
         _train(text, tmp_path / "third", 2, steps=2, init_from=str(source), model=model)
+
+
+@pytest.mark.parametrize(
+    ("length", "first", "of_weights", "warns"),
+    [
+        ({}, ", 3 epochs of 105 steps\n", "3 epochs, ", False),
+        ({"steps": 9}, "tokens a step\n", "9 steps (each of 835 sequences 0.086 times), ", False),
+        ({"steps": 2200}, "tokens a step\n", "2200 steps (each of 835 sequences 21 times), ", True),
+        ({"epochs": 21}, ", 21 epochs of 105 steps\n", "21 epochs, ", False),
+    ],
+    ids=["default", "steps", "many steps", "many epochs"],
+)  # fmt: skip
+def test_the_first_lines_say_how_often_a_fine_tune_sees_the_data(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], length: dict[str, int], first: str, of_weights: str,
+    warns: bool,
+) -> None:  # fmt: skip
+    """Epochs that were asked for are no reason to warn."""
+    _train(text, tmp_path / "first", steps=1)
+    capfd.readouterr()
+    given = {name: value for name, value in SMALL.items() if name != "steps"}
+    config = TrainConfig.from_preset(
+        "tiny", data=str(text), out=tmp_path / "run", backend="mock", **given, **length,
+        init_from=str(checkpoint.find(tmp_path / "first").path),
+    )  # fmt: skip
+    with Trainer(config):
+        out, err = capfd.readouterr()
+    assert first in out and f"step-1: {of_weights}learning rate 0.003" in out
+    assert (": a model that is fine-tuned may learn them by heart (--epochs)" in err) == warns
 
 
 def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path) -> None:

@@ -192,7 +192,10 @@ def test_training_goes_on_from_a_folder_of_peft(
     tokens = np.arange(16)[None] + 97
     np.testing.assert_allclose(load(tmp_path / "more").logits(tokens), load(whole[0]).logits(tokens), rtol=1e-4)
     assert checkpoint.find(tmp_path / "more").config["base"]["path"] == str(base)
-    with Trainer(parse([folder, *SHORT, f"--out={tmp_path / 'own'}", "--backend=mock"]), batches=()) as own:
+    of_own = [folder, "--steps=9", *SHORT, f"--out={tmp_path / 'own'}", "--backend=mock"]
+    with pytest.raises(ConfigError, match="--epochs: expected none with batches of one's own, of which steps says how"):
+        Trainer(parse([word for word in of_own if word != "--steps=9"]), batches=())
+    with Trainer(parse(of_own), batches=()) as own:
         assert own.data.tokenizer.name == "bytes"
     monkeypatch.setattr(show, "load_data", lambda config, weights, runs: 1 / (weights != str(base)))
     with pytest.raises(ZeroDivisionError):

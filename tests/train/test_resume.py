@@ -194,6 +194,7 @@ def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_pa
         _train(missing, tmp_path / "c", 2, resume=source)
     (weights := tmp_path / "weights").mkdir()
     (weights / "pytorch_model.bin").touch()
+    (weights / "config.json").write_bytes((tmp_path / "a/checkpoints/step-1/config.json").read_bytes())
     with pytest.raises(CheckpointError, match=f"{weights}: expected model.safetensors, got pytorch_model.bin; .*run: "):
         _train(missing, tmp_path / "c", 2, init_from=str(weights))
 

@@ -16,9 +16,10 @@ from kos.errors import CheckpointError, ConfigError
 from kos.testing import spawn
 from kos.train import checkpoint
 from kos.train.checkpoint import huggingface
+from kos.train.config import flag_of
 from kos.train.config.flags import parse
 from kos.train.config.optimizers import OPTIMIZERS, not_of
-from kos.train.config.options import TrainConfig, flag_of
+from kos.train.config.options import TrainConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops.cuda import KERNELS
 from kos.train.optim import BLOCK, Group, LearningRate, MatrixRule, Optimizer, UpdateRule, clip_coefficient

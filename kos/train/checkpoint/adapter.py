@@ -19,7 +19,6 @@ import numpy as np
 from kos.errors import CheckpointError, SettingError
 from kos.train.checkpoint import huggingface
 from kos.train.checkpoint.state import Tensors
-from kos.train.config.options import TrainConfig
 from kos.train.data.tokenizers import has_tokenizer
 from kos.train.layers.lora import A, B, Lora, is_adapter
 from kos.train.model.llama import LlamaConfig
@@ -121,16 +120,16 @@ def tokenizer_folder(init_from: str | None) -> str | None:
     return str(read(folder).base)
 
 
-def find_base(config: TrainConfig) -> dict[str, str] | None:
+def find_base(lora: int | None, init_from: str | None) -> dict[str, str] | None:
     """The ``path`` of a run's base model, and the ``sha256`` of its weights; None without adapters.
 
     Raises SettingError if the run has adapters but no ``--init-from``.
     """
-    if config.lora is None:
+    if lora is None:
         return None
-    if config.init_from is None:
+    if init_from is None:
         raise SettingError("--lora", "--init-from with the folder of the model to adapt", "none").about("lora")
-    folder = base_of(Path(config.init_from))
+    folder = base_of(Path(init_from))
     return {"path": os.path.abspath(folder), "sha256": fingerprint(folder)}
 
 

@@ -220,7 +220,8 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
         ours |= {name: theirs.get(name) for name in same}
     theirs["fit"], ours["fit"] = (each["fit"] or "cut" for each in (theirs, ours))  # None means the default for text
     changed = [name for name in EXACT if theirs.get(name) != ours[name]]
-    changed += ["order of sequences (--epochs)"] * ((theirs.get("epochs") is None) != (config.epochs is None))
+    other_order = (theirs.get("epochs") is None) != (config.epochs is None)
+    changed += ["order of sequences (--epochs)"] * (other_order and isinstance(config.data, str))
     changed += ["ranks of a host"] * (not other_layout and before.get("local_replicas", 1) != now["local_replicas"])
     changed += ["loss"] * (before.get("own_loss", False) != now.get("own_loss", False))
     changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from kos.errors import ConfigError, SettingError
 from kos.train.config.other_names import closest, suggestion
@@ -38,7 +39,9 @@ def weighted(data: str | Sequence[str]) -> dict[str, float]:
     for given in data:
         match = _WEIGHTED.fullmatch(str(given))
         if match is None or not float(match[2]) or match[1] in sources:
-            raise SettingError("data", "NAME:WEIGHT or PATH:WEIGHT for each of several, all different", repr(given))
+            expected = "NAME:WEIGHT or PATH:WEIGHT for each of several, all different"
+            example = f", such as {given}:0.7" * (":" not in str(given))
+            raise SettingError("data", f"{expected}{example}", repr(given))
         sources[match[1]] = float(match[2])
     return sources
 
@@ -47,6 +50,16 @@ def by_source(given: str | Sequence[str] | None) -> dict[str, str]:
     """The values of a setting by source: of SOURCE=VALUE, and under "" the value for all others."""
     pairs = (each.rpartition("=") for each in ([given] if isinstance(given, str) else given or ()))
     return {source: value for source, _, value in pairs}
+
+
+def flag_of(key: str) -> str:
+    """``model.hidden_size`` -> ``--hidden-size``."""
+    return "--" + key.rpartition(".")[2].replace("_", "-")
+
+
+def unset_of(field: FieldInfo) -> Any:
+    """What a default of None, or an empty default, means."""
+    return field.json_schema_extra["unset"] if isinstance(field.json_schema_extra, dict) else "none"
 
 
 def option(default: Any = ..., unset: str = "", **constraints: Any) -> Any:

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import glob
 import json
-import math
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -19,13 +18,12 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from kos.commands import program
-from kos.errors import CheckpointError, ConfigError
+from kos.errors import ConfigError
 from kos.reporting import Parser
-from kos.train.checkpoint import adapter
-from kos.train.checkpoint.huggingface import read_config
-from kos.train.config import PRESETS, by_source, flatten, preset_values
+from kos.train.config import PRESETS, by_source, flag_of, flatten, unset_of
+from kos.train.config.fine_tuning import Layer, with_model
 from kos.train.config.optimizers import not_of
-from kos.train.config.options import FINE_TUNING_WARMUP, KEYS, TrainConfig, build, flag_of
+from kos.train.config.options import KEYS, TrainConfig, configure
 from kos.train.config.other_names import suggestion
 
 METAVARS = {
@@ -34,17 +32,6 @@ METAVARS = {
     "text_field": "[SOURCE=]NAME", "encoding": "[SOURCE=]NAME", "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE",
     "keep_best": "METRIC", "freeze": "PATTERN",
 }  # fmt: skip
-
-
-FINE_TUNING_LR = 2e-5
-"""The peak learning rate with ``--init-from``.  Source: Stanford Alpaca (tatsu-lab/stanford_alpaca)."""
-
-ADAPTERS_LR = 2e-4
-"""The same with ``--lora``.  Source: QLoRA (Dettmers et al. 2023, arXiv:2305.14314), for models of up to 13b."""
-
-FINE_TUNING_SEQ_LEN = 1024
-"""The largest default of ``--seq-len`` with ``--init-from``. A model's context may be 131,072 tokens, for which few
-machines have the memory. The default does not depend on the machine, so that results do not either."""
 
 PATHS = ("data", "val_data", "tokenizer", "init_from")
 NAMES = (None, "stdlib", "tinyshakespeare", "auto", "bytes", "chars")
@@ -86,14 +73,9 @@ def _value(field: FieldInfo, text: str) -> Any:
 
 def _help(field: FieldInfo, default: Any) -> str:
     """The docstring of the field and its default."""
-    default = _unset(field) if default in (None, "", ()) else default
+    default = unset_of(field) if default in (None, "", ()) else default
     shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else str(default)
     return " ".join(f"{field.description} Default: {shown}.".split()).replace("%", "%%")
-
-
-def _unset(field: FieldInfo) -> Any:
-    """What a default of None, or an empty default, means."""
-    return field.json_schema_extra["unset"] if isinstance(field.json_schema_extra, dict) else "none"
 
 
 def add_plan(group: Any) -> None:
@@ -148,27 +130,10 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     """
     layers = read_command_line(argv)
     preset = next((values["preset"] for _, values in reversed(layers) if "preset" in values), "tiny")
-    first = [(f"preset {preset}", preset_values(preset))]
-    return build([*first, *fine_tuning([*first, *layers]), *layers])
+    return configure(preset, layers)
 
 
-def fine_tuning(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The defaults with ``--init-from``, above those of the preset, which are for random weights."""
-    merged = {key: value for source, values in layers for key, value in flatten(source, values).items()}
-    if merged.get("init_from") is None:
-        return []
-    steps, context = merged.get("steps"), merged.get("model.max_position_embeddings")
-    values: dict[str, Any] = {"lr": FINE_TUNING_LR if merged.get("lora") is None else ADAPTERS_LR}
-    if merged.get("epochs") is not None:  # of which the data say how many steps they are
-        values["warmup_steps"] = None
-    elif isinstance(steps, int):  # else refused by ``build``
-        values["warmup_steps"] = math.ceil(FINE_TUNING_WARMUP * steps)
-    if isinstance(context, int):
-        values["seq_len"] = min(context, FINE_TUNING_SEQ_LEN)
-    return [("preset of fine-tuning", values)]
-
-
-def read_command_line(argv: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+def read_command_line(argv: Sequence[str]) -> list[Layer]:
     """The layers of a command line: the values of ``--config``'s file, the flags, the model of ``--init-from``."""
     parser = make_parser()
     arguments, unknown = parser.parse_known_args(argv)
@@ -181,15 +146,10 @@ def read_command_line(argv: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]
     if lost := {"plan", "ranks", "gpu", "hosts", "network"} & given.keys():
         how = "; a run has the ranks that its launcher starts: mpirun -n N" if "ranks" in lost else ""
         raise ConfigError(f"--{max(lost)}: expected only together with --plan, got no --plan{how}")
-    layers: list[tuple[str, Mapping[str, Any]]] = []
+    layers: list[Layer] = []
     if (path := given.pop("config", None)) is not None:
         layers.append((path, read_config_file(Path(path))))
-    layers.append(("flags", given))
-    merged = {key: value for _, values in layers for key, value in values.items()}
-    folder, resumes = merged.get("init_from"), "model" in merged and merged.get("resume") is not None
-    if not isinstance(folder, str) or (resumes and not os.path.exists(folder)):  # the run's config.json has the model
-        return layers
-    return [*layers, model_of(Path(folder), layers)]
+    return with_model([*layers, ("flags", given)])
 
 
 def overrides(argv: Sequence[str], settings: Sequence[str]) -> str:
@@ -212,44 +172,6 @@ def _typed(key: str) -> str:
         return flag if default else flag.replace("--", "--no-", 1)
     known_to_the_user = field.is_required() or default in (None, ()) or field.annotation in (str, str | tuple[str, ...])
     return f"{flag} {'…' if known_to_the_user else default}"
-
-
-def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, Mapping[str, Any]]:
-    """The model of a Hugging Face folder as a layer above ``layers``, which may leave its shape open.
-
-    Raises ConfigError if ``layers`` have another shape than the folder. They may have other initial weights, and for a
-    LLaMA another context.
-    """
-    run = folder / "checkpoints"
-    if os.path.isdir(run):  # else read_config says why not
-        raise ConfigError(f"--init-from: expected a folder of weights, as {run / 'step-N'}, got the run {folder}")
-    adapters = dict[str, Any]()
-    try:
-        if adapter.is_folder(folder):
-            lora, folder = adapter.read(folder, trains=True)
-            adapters = dict(zip(("lora", "lora_alpha", "lora_targets"), lora, strict=True))
-        model = read_config(folder)
-    except CheckpointError as error:
-        raise ConfigError(f"--init-from: {error}") from None
-    shape: dict[str, Any] = {"model_type": model.model_type, **vars(model)}
-    del shape["lora"]
-    shape["rope_scaling"] = model.rope_scaling and model.rope_scaling.model_dump()
-    given = {key: (source, got) for source, values in layers for key, got in flatten(source, values).items()}
-    for key, (source, got) in given.items():
-        if got is not None and key in adapters and (tuple(got) if isinstance(got, list) else got) != adapters[key]:
-            where = flag_of(key) if source == "flags" else f"{source}: {key}"
-            raise ConfigError(f"{where}: expected {adapters[key]} of the adapters in --init-from, got {got}")
-        name = key.removeprefix("model.")
-        if name not in shape or got is None:
-            continue
-        expected, got = shape[name], tuple(got) if isinstance(got, list) else got  # JSON has no tuples
-        if name in model.may_differ:
-            del shape[name]
-        elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
-            where = flag_of(key) if source == "flags" else f"{source}: {key}"
-            wanted = _unset(KEYS[key]) if expected is None else expected
-            raise ConfigError(f"{where}: expected {wanted}, which the model in {folder} has, got {got}")
-    return str(folder / "config.json"), {"model": shape, **adapters}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,14 +11,25 @@ import fnmatch
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
 from kos.errors import ConfigError, SettingError
-from kos.train.config import GroupSection, ModelSection, by_source, flatten, one_line, option, preset_values, weighted
+from kos.train.config import (
+    GroupSection,
+    ModelSection,
+    by_source,
+    flag_of,
+    flatten,
+    one_line,
+    option,
+    preset_values,
+    weighted,
+)
+from kos.train.config.fine_tuning import FINE_TUNING_WARMUP, Layer, defaults, with_model
 from kos.train.config.optimizers import OPTIMIZERS, OptimizerName, not_of
 from kos.train.data.token_files import KINDS
 from kos.train.layers import Placement
@@ -38,9 +49,6 @@ MICRO_BATCH_TOKENS = 2048
 
 CUDA_MICRO_BATCH_TOKENS = 32_768
 """The same on a GPU, whose matrix products gain nothing from more rows."""
-
-FINE_TUNING_WARMUP = 0.03
-"""The warm-up as a fraction of the steps with ``--init-from``.  Source: Stanford Alpaca (tatsu-lab/stanford_alpaca)."""
 
 REMOVED_SCHEDULES = ("gpipe", "zero-bubble")
 """Values of ``pp_schedule`` that are read as ``1f1b``, which has the same stages and adds in the same order."""
@@ -118,7 +126,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     steps: int = option(ge=1, lt=2**63)
     """Optimizer steps of the whole run, on sequences drawn at random."""
     epochs: int | None = option(None, "none", ge=1)
-    """Instead of --steps: train N times on each sequence of the data, every time in another random order."""
+    """Instead of --steps: train N times on each sequence of the data, every time in another random order; in a mixture,
+    on each sequence of the first source. 3 with --init-from."""
     out: Path | None = option(
         None, "the first free of runs/PRESET, runs/PRESET-2, …; with --resume auto the last one used", strict=False
     )
@@ -231,7 +240,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Run 3 steps, time the next N, print a table, write a Perfetto trace to --out, and end; 0 trains."""
 
     show_data: int = option(0, ge=0)
-    """Only print the first N sequences as text, with «» around what the loss counts; 0 trains."""
+    """Only print the first N sequences (of each source) as text, with «» around what the loss counts; 0 trains."""
     debug: bool = option(False)
     """Show tracebacks of errors."""
     timeout: float = option(300.0, gt=0)
@@ -306,9 +315,6 @@ class TrainConfig(Section, use_attribute_docstrings=True):
                 raise SettingError("zero", "0 with muon", self.zero, "elastic")
             if self.publish is not None:
                 raise SettingError("publish", "none", self.publish, "elastic")
-        if not isinstance(self.data, str) and self.epochs is not None:
-            expected = "none with several --data (weights and --steps say how often each is seen)"
-            raise SettingError("epochs", expected, self.epochs)
         if self.compress_scope == "hosts" and self.compress == "none":
             raise SettingError("compress", "fp8, int8 or int4", self.compress, "compress_scope")
         self._check_best()
@@ -340,8 +346,12 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     @classmethod
     def from_preset(cls, preset: str = "tiny", **changes: Any) -> TrainConfig:
-        """A preset with some values changed; ``model={...}`` changes only the keys it names."""
-        return build([("preset", preset_values(preset)), ("argument", {"preset": preset, **changes})])
+        """A preset with some values changed; ``model={...}`` changes only the keys it names.
+
+        With ``init_from``, the shape is that of its folder, and the defaults are those of the command.  ConfigError: an
+        unknown key or preset, a value of the wrong type or out of range, a shape that the folder does not have.
+        """
+        return configure(preset, with_model([("argument", {"preset": preset, **changes})]))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file: every field."""
@@ -531,12 +541,13 @@ KEYS = {
 """Every key of a configuration; those of the nested section as ``model.hidden_size``."""
 
 
-def flag_of(key: str) -> str:
-    """``model.hidden_size`` -> ``--hidden-size``."""
-    return "--" + key.rpartition(".")[2].replace("_", "-")
+def configure(preset: Any, layers: Sequence[Layer]) -> TrainConfig:
+    """The configuration of ``layers`` above a preset; with ``init_from`` they have its shape.  Raises as ``build``."""
+    first = (f"preset {preset}", preset_values(preset))
+    return build([first, *defaults(layers), *layers])
 
 
-def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
+def build(layers: Sequence[Layer]) -> TrainConfig:
     """Merge layers (where they come from, nested values), later ones over earlier ones, and validate.
 
     ConfigError: an unknown key or a refused value, steps and epochs in one layer, an option of another optimizer; names

@@ -235,6 +235,19 @@ class Dataset:
         """
         return -(-self.sequences_in(self.train) // self.batch_size)
 
+    def steps_of(self, epochs: int) -> int:
+        """The steps of ``epochs``; in a mixture, those in which the first source is seen so often."""
+        if self.mixture is not None:
+            return self.mixture.steps_of(epochs, self.batch_size)
+        return epochs * self.steps_per_epoch
+
+    def passes(self, steps: int) -> float:
+        """How often each sequence is seen in ``steps``, on average; in a mixture, those of the source seen most."""
+        if self.mixture is None:
+            return steps * self.batch_size / self.sequences_in(self.train)
+        times = self.mixture.sequences(steps * self.batch_size)
+        return max(n / part.sequences_in(part.train) for n, part in zip(times, self.parts, strict=True))
+
     def tokens_in(self, steps: int) -> int:
         """The tokens of the first ``steps`` batches, without the rows that only fill the last batch of an epoch."""
         rows = steps * self.batch_size
@@ -333,6 +346,7 @@ def load_data(
             folders = [run / f"source-{number}" for run in runs]
             own_val = config.val_data is None or number == 1  # --val-data is that of all sources
             changes = {"data": name, "eval_batches": config.eval_batches if own_val else 0, "eval_data": ()}
+            changes |= {"epochs": None}  # of the mixture
             changes |= config.of_sources(name, config.val_data)
             parts.append(load_data(config.model_copy(update=changes), show, weights, folders, own_val))
         data = mix(sources, parts)

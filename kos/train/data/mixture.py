@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -54,6 +56,12 @@ def terms_below(count: int, limit: float) -> int:
     return total + (count if limit >= 1 else 0)
 
 
+def passes_in_words(count: int, draws: float) -> str:
+    """How often each of ``count`` sequences is seen, if ``draws`` sequences are drawn."""
+    passes = draws / count
+    return f"each of {plural(count, 'sequence')} {passes:{'.2g' if passes < 10 else ',.0f'}} times"
+
+
 class Mixture(Generic[D]):
     """The order in which the sequences of several sources come.  ``parts`` maps the name of a source to its dataset.
 
@@ -72,6 +80,14 @@ class Mixture(Generic[D]):
         """How many of the first ``count`` sequences come from each source."""
         return np.diff([terms_below(count, limit) for limit in self._limits], prepend=0)
 
+    def steps_of(self, epochs: int, batch_size: int) -> int:
+        """The steps in which each sequence of the first source is used ``epochs`` times."""
+        first = next(iter(self.parts.values()))
+        count = epochs * first.sequences_in(first.train)
+        most = 2 * math.ceil(count / self._limits[0])
+        draws = bisect_left(range(most), count, key=lambda n: terms_below(n, self._limits[0]))
+        return -(-draws // batch_size)
+
     def tokens(self, count: int) -> dict[str, int]:
         """Estimated tokens of each source in the first ``count`` sequences, from the mean length of its sequences."""
         return dict(zip(self.parts, map(round, self.sequences(count) * self.lengths), strict=True))
@@ -79,11 +95,10 @@ class Mixture(Generic[D]):
     def in_words(self, steps: int, batch_size: int) -> str:
         """One line per source for the log: its tokens, and how often it is seen, in the first ``steps`` batches."""
         tokens, times = self.tokens(steps * batch_size), self.sequences(steps * batch_size)
-        counts = [part.sequences_in(part.train) for part in self.parts.values()]
         return "\n".join(
-            f"{name}: {self.weights[n]:.1%} of the tokens, {tokens[name]:,} in {plural(steps, 'step')}; each of "
-            f"{plural(counts[n], 'sequence')} {times[n] / counts[n]:.2g} times"
-            for n, name in enumerate(self.parts)
+            f"{name}: {self.weights[n]:.1%} of the tokens, {tokens[name]:,} in {plural(steps, 'step')}; "
+            f"{passes_in_words(part.sequences_in(part.train), times[n])}"
+            for n, (name, part) in enumerate(self.parts.items())
         )
 
     def place(self, first: int, size: int, row: int) -> tuple[str, int]:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from kos.errors import ConfigError, DataError, InvalidArgument, SettingError
-from kos.train.config.options import TrainConfig, flag_of
+from kos.train.config import flag_of
+from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.batches import LEFT_OUT, Dataset, counted
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
@@ -67,7 +68,8 @@ class OwnBatches:
         """Raise ConfigError for settings that apply only to ``--data``, or that need a state of the batches."""
         for name in ("data", "val_data", "epochs", "fit"):
             if (got := getattr(config, name)) != (default := TrainConfig.model_fields[name].default):
-                raise SettingError(flag_of(name), f"{default or 'none'} with batches of one's own", got)
+                steps = ", of which steps says how many" * (name == "epochs")  # a default with init_from
+                raise SettingError(flag_of(name), f"{default or 'none'} with batches of one's own{steps}", got)
         for name in ("resume", "elastic"):
             has_state = self._has_state or (self._of_steps and name == "resume")
             if getattr(config, name) is not None and not has_state:

@@ -16,10 +16,15 @@ _BEFORE, _SHOWN = 50, 110
 """Lengths in ``first_line``, in characters: of the text before the first token that counts, and of all text."""
 
 
+MOST = 10_000
+"""Sequences among which ``report`` finds those of each source."""
+
+
 def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
     """The first ``config.show_data`` sequences of a run, or of one that resumes from the checkpoint ``found``.
 
-    A line before each sequence gives its place, its source in a mixture, and its counts.  The last lines say how
+    In a mixture, the first of each source, if they are among the first MOST.  A line before each sequence gives its
+    place, its source in a mixture, and its counts.  The last lines say how
     documents fit into sequences, and what the data is.
     """
     first, weights, runs, shown = 0, tokenizer_folder(config.init_from), list[Path](), []
@@ -28,9 +33,16 @@ def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
         first, runs = found.step * config.batch_size, [found.path.parent.parent]
         weights = weights and str(found.path)
     data = load_data(config, weights=weights, runs=runs)
-    for number in range(first, first + config.show_data):
+    left = dict.fromkeys([""] if data.mixture is None else data.mixture.parts, config.show_data)
+    for number in range(first, first + max(MOST, config.show_data)):
         step, row = divmod(number, config.batch_size)
-        (text, counts), (source, part, start) = sequence(data, step, row), data.place(step, row)
+        source, part, start = data.place(step, row)
+        if not any(left.values()):
+            break
+        if not left[source]:
+            continue
+        left[source] -= 1
+        text, counts = sequence(data, step, row)
         of = f"{counts} of {data.seq_len} tokens count"
         if padding := part.train.padding(start, data.seq_len):
             of += f", {padding} are padding"

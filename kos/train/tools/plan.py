@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from kos.commands import mpirun, python
 from kos.errors import ConfigError, plural
 from kos.reporting import Parser
-from kos.train.config import weighted
+from kos.train.config import flag_of, weighted
 from kos.train.config.flags import add_plan, parse, read_command_line
-from kos.train.config.options import CUDA_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
+from kos.train.config.options import CUDA_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, TrainConfig
 from kos.train.data.corpus import read_corpus
 from kos.train.data.loading import lines_of
 from kos.train.data.tokenizers import ByteTokenizer
