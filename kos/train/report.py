@@ -86,7 +86,7 @@ def announce(run: RunContext) -> None:
         every, steps = config.eval_every or config.steps, config.steps - run.start
         validations = (run.start == 0) + -(-config.steps // every) - run.start // every
         about = f"{plural(steps, 'step')} of {duration(step)}"
-        if config.eval_batches:
+        if run.validates:
             about += f", {plural(validations, 'validation')} of {duration(validation)} (--eval-batches 0: none)"
         say(f"about {duration(steps * step + validations * validation)} in all: {about}")
 

@@ -167,7 +167,7 @@ class RunContext:
     @property
     def validates(self) -> bool:
         """Whether there are batches to validate on."""
-        return self.val_batches is not None or (self.config.eval_batches > 0 and not self.brings_batches)
+        return self.val_batches is not None or self.data.eval_batches > 0
 
     @property
     def brings(self) -> dict[str, Any]:

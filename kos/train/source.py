@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ class Source(NamedTuple):
     saved_step: int = -1
     """``step`` if the checkpoint is in the run's own folder, else -1."""
     is_checkpoint: bool = False
-    fit: str | None = None
-    """How documents fill the sequences (``--fit``) in the run that saved the checkpoint."""
+    reads: Mapping[str, Any] | None = None
+    """The settings by which the run that saved the checkpoint reads its data."""
 
 
 def find_source(run: RunContext) -> Source:
@@ -51,7 +52,7 @@ def find_source(run: RunContext) -> Source:
     resume.check_order(run.found, config)
     theirs = huggingface.read_config(path)
     resume.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
-    return Source(str(path), step, saved_step, True, resume.fit_of(run.found))
+    return Source(str(path), step, saved_step, True, resume.reads(run.found))
 
 
 def check_source(run: RunContext) -> None:

@@ -1,7 +1,8 @@
 """Write text as tokens to a folder that ``kos train --data OUT`` reads: ``python -m kos.train.tokenize SOURCE… OUT``.
 
-A SOURCE is anything that ``--data`` of ``kos train`` accepts as text. All sources are split into training and
-validation data together. If the command is interrupted, the same command continues after the last complete shard.
+A SOURCE is anything that ``--data`` of ``kos train`` accepts as text. A part of each source is held out for
+validation, unless the name of a file says that it is for validation. If the command is interrupted, the same command
+continues after the last complete shard.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from kos.files import printing
 from kos.reporting import ArgumentParser, exit_status
 from kos.train import missing
 
-SETTINGS = ("tokenizer", "val_data", "text_field", "encoding", "loss_on", "split_turns", "split_special_tokens")
+SETTINGS = (
+    "tokenizer", "val_data", "hold_out", "text_field", "encoding", "loss_on", "split_turns", "split_special_tokens",
+)  # fmt: skip
 """The settings of ``kos train`` that this command also has."""
 
 
@@ -41,7 +44,7 @@ def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, An
 
     config = TrainConfig.from_preset(data=sources[0], **settings)
     config.check_sources([*sources, *filter(None, [config.val_data])])
-    corpus = read_corpus(sources, val_data=config.val_data, lines=lines_of(config))
+    corpus = read_corpus(sources, val_data=config.val_data, lines=lines_of(config), hold_out=config.held_out)
     if corpus.vocab_size is not None or corpus.tokenized:
         raise ConfigError(f"{sources[0]}: expected text, got tokens")
     how, make = tokenizing(corpus, config, None, lambda what, share: None)

@@ -11,6 +11,7 @@ import os
 import re
 import struct
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import numpy as np
 import pytest
 
 from kos.errors import ConfigError, DataError, KosError
+from kos.train.config.flags import parse
+from kos.train.data.batches import load_data
 from kos.train.data.corpus import read_corpus
 from kos.train.data.documents import TEXT, Lines
 from kos.train.data.token_files import FileArray
@@ -63,9 +66,67 @@ def test_much_that_is_held_out_is_said(tmp_path: Path, sizes: tuple[int, int], s
     """Of two files, one is held out as a whole, however large it is."""
     for name, size in zip(("a.txt", "b.txt"), sizes, strict=True):
         (tmp_path / name).write_text("x" * size)
-    said = read_corpus(str(tmp_path)).splits.held_out
-    how = f", {share} of the data; --val-data, or a file with val in its name, replaces it"
-    assert said == f"b.txt (of 2 files{how if share else ''})"
+    said = load_data(parse([f"--data={tmp_path}", "--seq-len=9"])).held_out
+    how = f", which is {share} of the tokens (--val-data, or a file with val in its name, replaces it)"
+    assert f"validation: b.txt (of 2 files){how if share else ''}; " in said
+
+
+def numbered(path: Path, count: int) -> Path:
+    path.write_bytes(jsonl(*(f"{path.stem} {number}" for number in range(count))))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("hold_out", "held"), [("0.1", range(18, 20)), ("0.25", range(15, 20)), ("0.01", range(19, 20)), ("0", range(0))]
+)
+def test_a_fraction_is_held_out_of_a_file(tmp_path: Path, hold_out: str, held: range) -> None:
+    lines = [f"a {number}" for number in range(20)]
+    corpus = read_corpus(str(numbered(tmp_path / "a.jsonl", 20)), hold_out=float(hold_out))
+    got = [[*chain(*part)] for part in corpus.splits[:2]]
+    assert got == [lines[: 20 - len(held)], lines[20 - len(held) :]]
+    share = {"0.1": "the last tenth of a.jsonl", "0": "nothing (--hold-out)"}
+    assert corpus.splits.held_out == share.get(hold_out, f"the last {float(hold_out):.0%} of a.jsonl")
+
+
+def test_a_fraction_is_held_out_of_a_folder(tmp_path: Path) -> None:
+    """As many files as fit into the fraction, spread over the folder, at least one."""
+    for number in range(20):
+        numbered(tmp_path / f"{chr(97 + number)}.jsonl", 1)
+    for hold_out, held in ((0.1, "jt"), (0.25, "dhlpt"), (0.3, "dgjnqt"), (0.01, "t"), (0.0, "")):
+        splits = read_corpus(str(tmp_path), hold_out=hold_out).splits
+        train, val = ("".join(text[0] for text in chain(*part)) for part in splits[:2])
+        assert (val, train) == (held, "".join(chr(97 + n) for n in range(20) if chr(97 + n) not in held))
+
+
+def test_a_part_of_each_source_is_held_out(tmp_path: Path) -> None:
+    """Of several sources that become one, none is held out as a whole, unless its name says so."""
+    a, b = (str(numbered(tmp_path / f"{name}.jsonl", 20)) for name in "ab")
+    splits = read_corpus([a, b]).splits
+    assert [*chain(*splits.val)] == ["a 18", "a 19", "b 18", "b 19"] and len([*chain(*splits.train)]) == 36
+    assert splits.held_out == "the last tenth of a.jsonl and the last tenth of b.jsonl"
+    val = str(numbered(tmp_path / "val.jsonl", 3))
+    splits = read_corpus([a, val]).splits
+    assert [*chain(*splits.val)] == ["val 0", "val 1", "val 2"] and len([*chain(*splits.train)]) == 20
+
+
+def test_nothing_is_held_out_of_a_run_without_validation(tmp_path: Path) -> None:
+    """``--eval-batches 0`` trains on all, and ``--hold-out 0`` validates on nothing."""
+    flags = [f"--data={numbered(tmp_path / 'a.jsonl', 20)}", "--seq-len=3", "--tokenizer=bytes"]
+    sizes = {}
+    for more in ("--eval-batches=0", "--hold-out=0", "--eval-batches=1", "--eval-batches=0 --hold-out=0.1"):
+        data = load_data(parse([*flags, *more.split()]))
+        sizes[more] = (data.train.size == 70, data.val.size > 0, data.eval_batches)
+    none = (True, False, 0)
+    assert [*sizes.values()] == [none, none, (False, True, 1), (False, True, 0)]
+    named = [f"--data={tmp_path / 'a.jsonl'}", f"--val-data={numbered(tmp_path / 'b.jsonl', 9)}", "--seq-len=9"]
+    data = load_data(parse([*named, "--hold-out=0"]))
+    assert data.eval_batches == 8 and data.val.size and data.train.size == 70
+    for needing in ("--patience=1", "--keep-best=val_loss", f"--eval-data=b={tmp_path / 'b.jsonl'}"):
+        with refused(ConfigError, "--hold-out: expected above 0, or --val-data (--", "), got 0"):
+            parse([*flags, "--hold-out=0", needing])
+    for wrong in ("1", "-0.1", "x"):
+        with refused(ConfigError, "--hold-out: expected"):
+            parse([f"--hold-out={wrong}"])
 
 
 def test_the_last_tenth_of_a_text_is_held_out(tmp_path: Path) -> None:

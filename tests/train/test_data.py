@@ -158,8 +158,8 @@ def test_special_tokens_around_documents(tmp_path: Path, words: str) -> None:
     within = "; attention stays within a document (--documents)"
     about = f"; documents begin with <begin> and end with <end>{within}"
     expected = [4, 1, 2, 1, 0, 4, 2, 0], [4, 1, 1, 0]
-    much = ", 33% of the data; --val-data, or a file with val in its name, replaces it"
-    said = f"held out for validation: 3 (of 3 files{much}){about}"
+    much = ", which is 33% of the tokens (--val-data, or a file with val in its name, replaces it)"
+    said = f"held out for validation: 3 (of 3 files){much}{about}"
     assert read(str(folder), "--tokenizer", words) == (*expected, said)
     said = f"held out for validation: the last tenth of lines.jsonl{about}"
     assert read(lines, "--tokenizer", words) == (*expected, said)

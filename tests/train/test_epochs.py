@@ -40,7 +40,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(data: Path, out: Path | None, **changes: Any) -> TrainConfig:
-    values = {**SMALL, "epochs": 1, "schedule": "constant", "sample_tokens": 0, **changes}
+    values = {**SMALL, "epochs": 1, "schedule": "constant", "sample_tokens": 0, "hold_out": 0.1, **changes}
     del values["steps"]
     return TrainConfig.from_preset("tiny", data=str(data), out=out, **values)
 

@@ -95,6 +95,16 @@ class Disk(io.FileIO):
         return super().write(content)
 
 
+def test_a_resumed_run_holds_out_what_it_did(text: Path, tmp_path: Path, caplog: Any) -> None:
+    """``--eval-batches 0`` alone would train on all."""
+    whole = _train(text, tmp_path / "a", steps=4, **CONSTANT)
+    _train(text, tmp_path / "b", steps=2, **CONSTANT)
+    rows = _train(text, tmp_path / "b", steps=4, resume="auto", eval_batches=0, **CONSTANT)
+    assert [row["loss"] for row in rows] == [row["loss"] for row in whole] and not caplog.records
+    _train(text, tmp_path / "b", steps=5, resume="auto", hold_out=0.2, **CONSTANT)
+    assert "resuming with another data" in caplog.text
+
+
 def test_a_schedule_that_starts_over_is_reported(text: Path, tmp_path: Path, caplog: Any) -> None:
     """More steps stretch a cosine: the learning rate jumps. The advice printed at the end goes on where it stood."""
     _train(text, tmp_path, steps=8)

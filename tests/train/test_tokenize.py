@@ -83,7 +83,11 @@ def test_several_sources_and_other_validation_data(folder: Path, tmp_path: Path)
     assert text.endswith(TEXT) and text.startswith("the 1 return\n")
     assert bytes(got.val.window(0, len(got.val)).tolist()).decode() == "other " * 20
     tokenize(tmp_path / "both", sources)
-    assert "the last tenth of b_train.jsonl, a_train.txt" in load(tmp_path / "both").held_out
+    both = load(tmp_path / "both")
+    assert "the last tenth of b_train.jsonl and the last tenth of a_train.txt" in both.held_out
+    tokenize(tmp_path / "all", sources, hold_out=0.0)
+    everything = load(tmp_path / "all", "--eval-batches=0")
+    assert everything.train.size == both.train.size + both.val.size and not everything.val.size
 
 
 def interrupt(out: Path, folder: Path) -> None:

@@ -26,6 +26,7 @@ from kos.train.checkpoint.huggingface import TensorFiles
 from kos.train.checkpoint.state import RESIDUAL, residual_shapes
 from kos.train.config import weighted
 from kos.train.config.options import TrainConfig
+from kos.train.data.corpus import HOLD_OUT
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Shape
@@ -52,10 +53,10 @@ def find(config: TrainConfig, checkpoints: Path, show: Callable[[str, float], ob
         raise kind(f"--resume: {error}").about("resume") from error
 
 
-def fit_of(found: Checkpoint) -> str | None:
-    """How documents fit into the sequences of a checkpoint's run.  Runs that are older than ``--fit`` cut them."""
-    fit: str | None = (found.config.get("config", {}) | found.config.get("derived", {})).get("fit", "cut")
-    return fit
+def reads(found: Checkpoint) -> dict[str, Any]:
+    """The settings by which a checkpoint's run reads its data.  Older runs cut documents, and hold out a tenth."""
+    theirs = found.config.get("config", {}) | found.config.get("derived", {})
+    return {"fit": theirs.get("fit", "cut"), "hold_out": theirs.get("hold_out", HOLD_OUT)}
 
 
 class Residuals:

@@ -11,7 +11,7 @@ import fnmatch
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from kos.train.config import (
 )
 from kos.train.config.fine_tuning import FINE_TUNING_WARMUP, Layer, defaults, with_model
 from kos.train.config.optimizers import OPTIMIZERS, OptimizerName, not_of
+from kos.train.data.corpus import HOLD_OUT
 from kos.train.data.token_files import KINDS
 from kos.train.layers import Placement
 from kos.train.layers.lora import is_adapter
@@ -69,6 +70,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         "PATH:WEIGHT; weights are shares of the tokens.")  # fmt: skip
     val_data: str | None = option(None, "a part that is held out of --data", min_length=1)
     """Validate on other data: the same NAMEs and PATHs as --data."""
+    hold_out: float | None = option(None, "0.1, or 0 with --eval-batches 0", ge=0, lt=1)
+    """Fraction of --data that is held out for validation: the last part of a file, or some files of a folder. It does
+    not apply if names of files say what is held out."""
     eval_data: tuple[str, ...] = option((), "none")
     """Also validate on the data at PATH, whose loss is val_loss/NAME; repeat the flag for several."""
     text_field: str | tuple[str, ...] | None = option(None, "text", min_length=1)
@@ -333,6 +337,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             raise SettingError("eval_data", "another NAME than a source of --data", min(both))
         named = [*(sources if self.val_data is None else ()), *self.eval_sources]
         metrics = ["val_loss", *(f"val_loss/{name}" for name in named)]
+        given = {"keep_best": self.keep_best, "patience": self.patience, "eval_data": self.eval_data}
+        if self.hold_out == 0 and self.val_data is None and (needing := [name for name in given if given[name]]):
+            raise SettingError("hold_out", "above 0, or --val-data", 0, needing[0])
         if self.best_metric is None:
             return
         if self.best_metric not in metrics:
@@ -371,6 +378,16 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             each = {name: value for name, value in by_source(getattr(self, key)).items() if name in ("", *names)}
             found[key] = tuple(f"{name}={value}" if name else value for name, value in each.items())
         return found
+
+    @property
+    def held_out(self) -> float:
+        """The fraction of the data that is held out for validation."""
+        return (HOLD_OUT if self.eval_batches else 0.0) if self.hold_out is None else self.hold_out
+
+    def reading(self, theirs: Mapping[str, Any] | None) -> TrainConfig:
+        """This configuration with the settings ``theirs`` of a resumed run, where it leaves them open."""
+        known = {"hold_out": self.held_out, **(theirs or {})}
+        return self.model_copy(update={name: value for name, value in known.items() if getattr(self, name) is None})
 
     @property
     def eval_sources(self) -> dict[str, str]:

@@ -352,7 +352,8 @@ def load_data(
         data = mix(sources, parts)
     else:
         weights = weights or config.init_from
-        corpus = read_corpus(config.data, show, val_data=config.val_data, lines=lines_of(config, weights))
+        how: dict[str, Any] = {"lines": lines_of(config, weights), "hold_out": config.held_out}
+        corpus = read_corpus(config.data, show, val_data=config.val_data, **how)
         if not reads_val:
             whole = corpus
             corpus = replace(whole, read=lambda: whole.splits._replace(val=[]), flags=[whole.flags[0]] * 2)
@@ -398,7 +399,8 @@ def _load(
         train, val, packing = pack(train, val, about["sha256"], config.seq_len, config.seed, skips, runs)
     return Dataset(
         name=corpus.name, train=train, val=val, tokenizer=tokenizer, seed=config.seed,
-        batch_size=config.batch_size, seq_len=config.seq_len, eval_batches=config.eval_batches, epochs=config.epochs,
+        batch_size=config.batch_size, seq_len=config.seq_len, epochs=config.epochs,
+        eval_batches=config.eval_batches if val.size or config.held_out else 0,
         fingerprint=about["sha256"], held_out=f"held out for validation: {about['held_out']}{between}",
         trained_on=f"trained on: {about['trained_on']}", note=_note(about.get("spelled_out", {})),
         sources=(" ".join(corpus.flags[0]), " ".join(corpus.flags[1])),

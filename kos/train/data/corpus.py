@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -33,8 +34,8 @@ from kos.train.data.tokenizers import SAVED
 
 _log = logging.getLogger(__name__)
 
-HELD_OUT = 10
-"""One part in this many is held out for validation: of a file, or of the files of a folder."""
+HOLD_OUT = 0.1
+"""The fraction that is held out for validation: of a file, or of the files of a folder."""
 
 MUCH = 0.2
 """The share of the data that is more than a user may expect to be held out."""
@@ -74,12 +75,21 @@ class Splits(NamedTuple):
     """The data for training and for validation: texts and records, or arrays of tokens, which stay in their files.
 
     ``held_out`` describes the validation data for the log, and ``trained_on`` the files of the training data.
+    ``chosen`` says whether the validation data is whole files, although no name says so.
     """
 
     train: Sequence[Any]
     val: Sequence[Any]
     held_out: str
     trained_on: str
+    chosen: bool = False
+
+    def in_words(self, train: int, val: int) -> str:
+        """``held_out``, and the share of the tokens if that may be more than a user expects."""
+        if not self.chosen or val <= MUCH * (train + val):
+            return self.held_out
+        how = "--val-data, or a file with val in its name, replaces it"
+        return f"{self.held_out}, which is {val / (train + val):.0%} of the tokens ({how})"
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,7 @@ class Corpus:
     tokenized: Path | None = None  # the folder of ``kos tokenize`` that --data names
     flags: Sequence[tuple[str, str]] = (("--data", ""), ("--data", ""))  # those that name ``train`` and ``val``
     lines: Sequence[Lines] = (TEXT,)  # how the files of each source are read
+    hold_out: float = HOLD_OUT
 
     @cached_property
     def splits(self) -> Splits:
@@ -129,12 +140,14 @@ def read_corpus(
     val_data: str | None = None,
     lines: Lines = TEXT,
     val_flag: str = "--val-data",
+    hold_out: float = HOLD_OUT,
 ) -> Corpus:
     """The corpus that ``--data`` names.  Its validation data is what ``--val-data`` names, or a part that is held out.
 
     Both are ``stdlib``, ``tinyshakespeare``, or a path: a file of text, records or tokens, or a folder or glob pattern
-    of such files.  Several names of ``data`` are read and split as one, by the names of their files; without a name
-    there is only validation data.  ``split`` has the rules of what is held out.  ``val_flag`` names ``val_data``.
+    of such files.  Several names of ``data`` are read as one; without a name there is only validation data.  ``split``
+    has the rules of what is held out, with the fraction ``hold_out``.  They apply to each of several names, unless the
+    name of a file says that it is for validation.  ``val_flag`` names ``val_data``.
 
     ConfigError: missing.  DataError: unreadable, empty or binary; text validated on tokens.
     """
@@ -159,17 +172,27 @@ def read_corpus(
         for (flag, name), each in zip(named, sources, strict=True):
             with errors_with(flag, name):
                 contents.append(each.read())
-        files = [*chain(*contents[: len(names)])]
         if len(names) > 1:
-            files = [each._replace(split=each.split or split_of(each.name)) for each in files]
-        with errors_with(*named[0]):  # it counts documents
-            return split(named[0][1], files, contents[-1] if val_data else None, f"{val_data} ({val_flag})")
+            contents = [[each._replace(split=each.split or split_of(each.name)) for each in of] for of in contents]
+        files = [*chain(*contents[: len(names)])]
+        if len(names) > 1 and not val_data and not _validation_files(files):
+            parts = list[Splits]()
+            for (flag, name), of in zip(named, contents, strict=True):
+                with errors_with(flag, name):  # it counts documents
+                    parts.append(split(name, of, hold_out=hold_out))
+            train, val, held_out, trained_on, chosen = zip(*parts, strict=True)
+            texts = (" and ".join(held_out), " and ".join(trained_on))
+            return Splits([*chain(*train)], [*chain(*val)], *texts, any(chosen))
+        with errors_with(*named[0]):
+            val_files = contents[-1] if val_data else None
+            return split(named[0][1], files, val_files, f"{val_data} ({val_flag})", hold_out)
 
     of_data = sources[: len(names)]
     return Corpus(
         first.name, [*chain(*(each.paths for each in of_data))], read, first.vocab_size,
         sources[-1].paths if val_data is not None else (), [*chain(*(each.below for each in of_data))],
         first.tokenized, (named[0], named[-1 if val_data is not None else 0]), [lines.of(name) for _, name in named],
+        hold_out,
     )  # fmt: skip
 
 
@@ -267,23 +290,25 @@ def split_of(name: str) -> str:
     return next((split for split in ("val", "test", "train") if split in splits), "")
 
 
-def split(data: str, files: Sequence[File], val_files: Sequence[File] | None = None, val_name: str = "") -> Splits:
+def split(
+    data: str, files: Sequence[File], val_files: Sequence[File] | None = None, val_name: str = "",
+    hold_out: float = HOLD_OUT,
+) -> Splits:  # fmt: skip
     """Split files into training data and validation data.
 
     Held out are the files named for validation, or else those named for test.  If there are none, every tenth file
     whose name does not say ``train`` is held out, at least one.  If there is no such file, or only a single file, the
-    last tenth of each file is held out.  With ``val_files``, those are held out instead: the ones named for validation
-    or test, or else all.  A file named for validation or test is never trained on.
+    last tenth of each file is held out.  ``hold_out`` is the fraction that is a tenth here; 0 holds out nothing.  With
+    ``val_files``, those are held out instead: the ones named for validation or test, or else all.  A file named for
+    validation or test is never trained on.
     """
-    held, text = _validation_files(files), ""
+    held, text, chosen, part = _validation_files(files), "", False, Fraction(str(hold_out))
     if val_files is not None:
         held, text = _validation_files(val_files) or [*val_files], val_name
-    elif not held and len(files) > 1:
+    elif not held and len(files) > 1 and part:
         numbered = [each for each in files if each.split == ""]
-        held = numbered[HELD_OUT - 1 :: HELD_OUT] or numbered[-1:]
-        share = sum(each.size for each in held) / max(1, sum(each.size for each in files))
-        much = f", {share:.0%} of the data; --val-data, or a file with val in its name, replaces it" * (share > MUCH)
-        text = f" (of {len(files)} files{much})" if held else ""
+        held = [each for n, each in enumerate(numbered) if int((n + 1) * part) > int(n * part)] or numbered[-1:]
+        text, chosen = f" (of {len(files)} files)" * bool(held), bool(held)
     apart = {each.key for each in held}
     train = [each for each in files if each.split not in ("val", "test") and each.key not in apart]
     if files and not train:
@@ -294,12 +319,15 @@ def split(data: str, files: Sequence[File], val_files: Sequence[File] | None = N
     if held:
         parts = [each.content for each in train], [each.content for each in held]
         text = text if val_files is not None else _names([each.name for each in held]) + text
-    else:
-        cuts = [_cut(each.content) for each in train]
+    elif part:
+        cuts = [_cut(each.content, part) for each in train]
         parts = [before for before, _ in cuts], [after for _, after in cuts if after is not None]
-        text = f"the last tenth of {_names([each.name for each in train])}"
+        share = "tenth" if part == Fraction(1, 10) else f"{float(100 * part):g}%"
+        text = f"the last {share} of {_names([each.name for each in train])}"
+    else:
+        parts, text = ([each.content for each in train], []), "nothing (--hold-out)"
     text += f"; left out: {_names(left)}" * bool(left)
-    return Splits(parts[0], parts[1], text, _trained_on([each.name for each in train]))
+    return Splits(parts[0], parts[1], text, _trained_on([each.name for each in train]), chosen)
 
 
 def _trained_on(names: Sequence[str]) -> str:
@@ -314,8 +342,8 @@ def _validation_files(files: Sequence[File]) -> list[File]:
     return val or test
 
 
-def _cut(content: Any) -> tuple[Any, Any]:
-    """The first nine tenths and the rest, as in nanoGPT's prepare.py: of documents, of a single one, or of tokens.
+def _cut(content: Any, part: Fraction) -> tuple[Any, Any]:
+    """The beginning and the last ``part``, as in nanoGPT's prepare.py: of documents, of a single one, or of tokens.
 
     Of a document in parts nothing is held out.
     """
@@ -324,7 +352,7 @@ def _cut(content: Any) -> tuple[Any, Any]:
         if isinstance(content, Document):
             return content, None
         size = len(content)
-    at = int(size * (1 - 1 / HELD_OUT))
+    at = int(size * (1 - part))
     return content[:at], content[at:]
 
 

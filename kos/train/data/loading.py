@@ -58,7 +58,7 @@ def _load_tokens(
     """``load_tokens`` of token files."""
     tokenizer = given or _tokenizer_of_tokens(config, corpus)
     separator = _separator_of_tokens(tokenizer, corpus)
-    shards, val_shards, held_out, trained_on = corpus.splits
+    shards, val_shards, _, trained_on, _ = corpus.splits
     masked = any(isinstance(shard, MaskedTokens) for shard in (*shards, *val_shards))
     if config.loss_on == "all":
         shards, val_shards = ([getattr(shard, "tokens", shard) for shard in each] for each in (shards, val_shards))
@@ -84,11 +84,12 @@ def _load_tokens(
         between = "; no documents are marked"
         if separator is not None and found:
             between = f"; documents {'end' if separator.ends else 'begin'} with token {separator.token}"
-        about = {"held_out": held_out, "trained_on": trained_on, "several": found, "between": between}
-        return {"sha256": fingerprint([shard] for shard in every), "masked": masked, "counted": counts, **about}
+        about = {"held_out": corpus.splits.in_words(*at), "trained_on": trained_on, "several": found}
+        about |= {"sha256": fingerprint([shard] for shard in every), "masked": masked, "counted": counts}
+        return about | {"between": between}
 
     how = ["tokens", tokenizer.vocab_size, separator, config.loss_on, corpus.below, config.token_dtype]
-    how += [corpus.other_val]
+    how += [corpus.other_val, corpus.hold_out]
     with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
         whole = config.fit == "whole"  # else places are not needed in memory
         documents: list[Any] = [np.load(folder / name) if whole else separator for name in _BEGINS]
@@ -159,7 +160,7 @@ def tokenizing(
     tokenizer = given or (None if spec == "chars" else make_tokenizer(spec))
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
-    how += [config.split_special_tokens, config.loss_on, config.split_turns, corpus.other_val]
+    how += [config.split_special_tokens, config.loss_on, config.split_turns, corpus.other_val, corpus.hold_out]
     how += [[(each.text_field, each.encoding) for each in corpus.lines]]
     how += [template.source, template.special] if template else []
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)

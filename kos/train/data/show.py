@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kos.train.checkpoint import Checkpoint
 from kos.train.checkpoint.adapter import tokenizer_folder
-from kos.train.checkpoint.resume import fit_of
+from kos.train.checkpoint.resume import reads
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Dataset, load_data
 
@@ -28,8 +28,8 @@ def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
     documents fit into sequences, and what the data is.
     """
     first, weights, runs, shown = 0, tokenizer_folder(config.init_from), list[Path](), []
+    config = config.reading(found and reads(found))
     if found is not None:
-        config = config.model_copy(update={"fit": config.fit or fit_of(found)})
         first, runs = found.step * config.batch_size, [found.path.parent.parent]
         weights = weights and str(found.path)
     data = load_data(config, weights=weights, runs=runs)

@@ -158,7 +158,7 @@ def _about(
         # Other validation data does not decide how the training data is read.
         "fit": "cut" if "text" in (of_train if documents.corpus.other_val else kinds) else "whole",
         "between": "; chats as their template writes them" if rendered else f"; {tokenizer.separators()}",
-        "held_out": splits.held_out, "trained_on": splits.trained_on,
+        "held_out": splits.in_words(at, row.size - at), "trained_on": splits.trained_on,
         "spelled_out": sum((Counter(shard["spelled_out"]) for shard in shards), Counter[str]()),
         "several": max(len(part.begins) for part in parts) > 1,
         "counted": sum(int(np.count_nonzero(piece >= 0)) for piece in chain(*map(pieces, parts[0].shards))),
