@@ -31,6 +31,9 @@ from kos.train.tools.metrics import METRICS
 MANY_PASSES = 20
 """Of more, a fine-tune warns.  Fine-tunes usually have 1 to 10 epochs; a longer one may be intended."""
 
+MUCH = 0.1
+"""The share of counted tokens without the beginning of their document above which a run warns."""
+
 NO_TARGETS = "the loss counts no token of the batch, so the weights stay as they are"
 
 
@@ -76,6 +79,11 @@ def announce(run: RunContext) -> None:
     if run.comm.rank == 0 and not run.brings_batches:
         if fit := run.data.fit_in_words():
             say(fit)
+        for part in run.data.parts:
+            if part.lack > MUCH:
+                how = "raise --seq-len" + ", or leave long ones out (--long-documents skip)" * bool(part.packing)
+                what = f"{part.lack:.0%} of the counted tokens lack the beginning of their {part.what}"
+                run.console.warn(f"kos: --data {part.name}: {what}: {how}")
         say(first_line(run.data, run.start))
     if run.data.note:
         say(run.data.note)

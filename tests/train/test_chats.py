@@ -503,7 +503,7 @@ def cuts(path: Path, *flags: str) -> str:
 def test_documents_that_sequences_cut_are_counted(tmp_path: Path) -> None:
     """A prompt of 8 tokens and a completion of 4: sequences of 12 tokens have each whole."""
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x" * 8, "completion": "yes."}] * 50)
-    trained = ["--fit", "cut", "--epochs", "1", "--batch-size", "5", "--seq-len"]
+    trained = ["--hold-out", "0.1", "--fit", "cut", "--epochs", "1", "--batch-size", "5", "--seq-len"]
     assert cuts(path, *trained, "12") == ""
     all_lack = "about 100% of the counted tokens lack the beginning of their document (--seq-len)"
     assert cuts(path, *trained, "6") == f"sequences of 6 tokens cut 45 of 45 documents: {all_lack}"
@@ -526,8 +526,23 @@ def test_documents_of_token_files_that_sequences_cut_are_counted(tmp_path: Path)
     assert cuts(tmp_path, *trained, "6").startswith("sequences of 6 tokens cut documents: about 100% of the counted")
 
 
-def test_the_first_lines_say_what_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("fit", "seq_len", "warning"),
+    [
+        ("cut", 6, "99% of the counted tokens lack the beginning of their document: raise --seq-len"),
+        ("whole", 10, "27% of the counted tokens lack the beginning of their document: raise --seq-len, or leave long "
+         "ones out (--long-documents skip)"),
+        ("whole", 12, None),
+    ],
+)  # fmt: skip
+def test_the_first_lines_say_what_is_cut(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], fit: str, seq_len: int, warning: str | None
+) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x" * 8, "completion": "yes."}] * 50)
-    config = _config(path, tmp_path / "out", seq_len=6, fit="cut", steps=1, eval_batches=0, sample_tokens=0)
+    path = write_lines(path, [*map(json.loads, path.read_text().splitlines()), {"prompt": "x", "completion": "y" * 20}])
+    config = _config(path, tmp_path / "out", seq_len=seq_len, fit=fit, steps=1, eval_batches=0, sample_tokens=0)
     spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
-    assert capsys.readouterr().out.count("\nsequences of 6 tokens cut documents: about ") == 1
+    out, err = capfd.readouterr()
+    assert out.count("\nsequences of 6 tokens cut documents: about ") == (fit == "cut")
+    assert err.count("lack the beginning") == (warning is not None)
+    assert warning is None or f"kos: --data a.jsonl: {warning}\n" in err

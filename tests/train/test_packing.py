@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data import packing, prepared
 from kos.train.data.batches import Dataset, load_data
-from kos.train.data.packing import PackedTokens, best_fit, make_plan, pack
+from kos.train.data.packing import PackedTokens, best_fit, counted, make_plan, pack
 from kos.train.data.token_files import FileArray
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.data.tokens import Tokens
@@ -87,12 +88,13 @@ def test_a_sequence_has_whole_documents_and_then_padding(
     """A document lies in one place, its first token and padding are no targets, and attention stays within it."""
     monkeypatch.setattr(packing, "CHUNK", chunk)
     lengths = lengths_of(50, 20)
+    with_target = [number for number, length in enumerate(lengths, 1) if length > 1 + masked]
     data, seen = dataset(row_of(lengths, masked), epochs=1), list[int]()
     for step in range(data.steps_per_epoch):
         batch = data.batch(step)
         batch.check()
         for tokens, targets, starts in zip(*batch[:3], strict=True):
-            if len(seen) == 50:
+            if len(seen) == len(with_target):
                 assert (targets == -1).all(), "fills the last batch"
                 continue
             for start in np.unique(starts):
@@ -106,7 +108,7 @@ def test_a_sequence_has_whole_documents_and_then_padding(
                 following = tokens[at][1:]
                 assert targets[at].tolist() == [*np.where(masked * (following % 2), -1, following), -1]
                 seen.append(number)
-    assert sorted(seen) == [*range(1, 51)]
+    assert sorted(seen) == with_target and 30 < len(seen) < 50
 
 
 def test_a_plan_is_a_function_of_documents_length_and_seed() -> None:
@@ -128,11 +130,13 @@ def test_long_documents_are_cut_and_no_target_is_lost(masked: bool) -> None:
     assert got == sorted(expected)
     words = data.fit_in_words().splitlines()[0]
     lack = sum(1 for x in expected if x % 1000 > 20)
-    assert words.startswith(f"training: 8 documents of 222 tokens, of which the loss counts {len(expected)}, in ")
-    assert words.endswith(
+    size = 220 if masked else 222  # the rest of the document of 22 tokens has no target then
+    assert words.startswith(f"training: 8 documents of {size} tokens, of which the loss counts {len(expected)}, in ")
+    assert (
         "; 5 documents longer than --seq-len cut into 11 pieces: "
         f"{lack / len(expected):.0%} of the counted tokens lack the beginning of their document (--long-documents)"
-    )
+    ) in words
+    assert ("; left out, because the loss counts none of their tokens: 1 piece" in words) == masked
 
 
 def test_long_documents_are_left_out_if_asked() -> None:
@@ -145,14 +149,39 @@ def test_long_documents_are_left_out_if_asked() -> None:
     )
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_what_has_no_target_is_left_out(skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of a document sees no other piece, so without a target it teaches nothing."""
+    monkeypatch.setattr("kos.train.data.token_files.SCANNED", 5)
+    lengths = [9, 7, 70, 4, 45]
+    whole = row_of(lengths).window(0, sum(lengths)).astype(np.int32)
+    number, place = np.divmod(whole, 1000)
+    counts = ((number == 1) & (place > 5)) | ((number == 3) & (place > 61)) | ((number == 5) & (place < 40))
+    row = np.where(counts, whole, ~whole)
+    data = dataset(Tokens(np.split(row, [7, 40]), np.cumsum([0, *lengths[:-1]])), epochs=1, skips=skips)
+    batch, kept = data.rows(0, range(data.sequences_in(data.train))), counts & (place > 0) & (not skips or number == 1)
+    assert sorted(batch.targets[batch.targets >= 0]) == whole[kept].tolist()
+    assert (batch.targets >= 0).any(axis=1).all() and len(batch.targets) == (1 if skips else 3)
+    said = data.fit_in_words().splitlines()[0]
+    what = "2 documents" if skips else "2 documents and 4 pieces"
+    assert f"; left out, because the loss counts none of their tokens: {what}" in said
+    assert f"training: {'1 document of 9' if skips else '3 documents of 59'} tokens" in said
+    with refused(DataError, "--data: expected a document", "with a token that the loss counts, got none"):
+        dataset(Tokens([~np.abs(row)], np.array([0])), skips=skips, sources=("--data", "--data"))
+
+
 def test_counting_goes_over_shards_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kos.train.data.token_files.SCANNED", 5)
     lengths = lengths_of(60, 12)
     tokens = row_of(lengths, masked=True)
     packed = PackedTokens(tokens, 20, make_plan(tokens, 20, 1, False), False)
     begins = np.cumsum([0, *lengths])
-    expected = sum(int((tokens.window(a, b - a) >= 0).sum()) for a, b in zip(begins[::2], begins[1::2], strict=False))
-    assert packed.counted(begins[:-1:2], begins[1::2]) == expected > 0
+    expected = [int((tokens.window(a, b - a) >= 0).sum()) for a, b in itertools.pairwise(begins)]
+    assert counted(packed, begins[:-1], begins[1:]).tolist() == expected and sum(expected) > 0
+    mixed = Tokens([tokens.shards[0], tokens.window(7, 9).astype(np.uint32), tokens.window(16, 99)], tokens.documents)
+    starts, stops = np.array([9, 3, 0, 20, 8]), np.array([12, 20, 115, 20, 2])  # they may overlap
+    each = [int((mixed.window(a, b - a) >= 0).sum()) if b > a else 0 for a, b in zip(starts, stops, strict=True)]
+    assert counted(mixed, starts, stops).tolist() == each
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -176,7 +205,8 @@ def test_a_later_start_reads_no_tokens(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(prepared, "LEAST", 0)
     path = tmp_path / "tokens.bin"
     path.write_bytes(token_bytes([50_256, 1, 2, 3, 50_256, 4, 5] * 99))
-    config = parse(["--data", str(path), "--fit", "whole", "--seq-len", "6", "--eval-batches", "0"])
+    of_all = ["--eval-batches", "0", "--hold-out", "0.1"]
+    config = parse(["--data", str(path), "--fit", "whole", "--seq-len", "6", *of_all])
     first = load_data(config)
     monkeypatch.setattr(FileArray, "__array__", None)
     again = load_data(config)
@@ -281,7 +311,8 @@ def test_the_default_is_whole_for_chats_and_cut_for_text(pairs: Path, tmp_path: 
         for flags, whole in (([], default), (["--fit", "whole"], True), (["--fit", "cut"], False)):
             data = load_data(parse(["--data", str(path), "--eval-batches", "0", "--seq-len", "9", *flags]))
             assert isinstance(data.train, PackedTokens) == (data.packing is not None) == whole
-    with refused(DataError, "expected a document of at most --seq-len = 1 tokens to train on, got only longer ones"):
+    expected = "a document of at most --seq-len = 1 tokens to train on, with a token that the loss counts"
+    with refused(DataError, f"expected {expected}, got none (--long-documents cut takes pieces of longer ones)"):
         load_data(parse(["--data", str(pairs), "--long-documents", "skip", "--seq-len", "1"]))
 
 
@@ -289,16 +320,16 @@ def test_the_default_is_whole_for_chats_and_cut_for_text(pairs: Path, tmp_path: 
 def test_the_first_lines_say_what_is_packed(
     pairs: Path, tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = train(pairs, tmp_path / "out", ranks, eval_batches=0)
+    rows = train(pairs, tmp_path / "out", ranks, eval_batches=0, hold_out=0.1)
     said = capsys.readouterr().out
     data = load_data(_config(pairs, None, **EPOCHS))
     documents = [json.loads(line) for line in pairs.read_text().splitlines()][:135]
     lengths = [len(each["prompt"]) + len(each["completion"]) for each in documents]
     assert isinstance(data.train, PackedTokens)
-    counted, sequences = sum(len(each["completion"]) for each in documents), int((data.train.plan < 0).sum())
+    targets, sequences = sum(len(each["completion"]) for each in documents), int((data.train.plan < 0).sum())
     fill, longer = sum(lengths) / sequences / 64, sum(n > 64 for n in lengths)
     assert said.count(
-        f"\ntraining: 135 documents of {sum(lengths):,} tokens, of which the loss counts {counted:,}, in {sequences} "
+        f"\ntraining: 135 documents of {sum(lengths):,} tokens, of which the loss counts {targets:,}, in {sequences} "
         f"sequences of 64, {fill:.1%} full; {longer} documents longer than"
     ) == 1
     assert len(rows) == -(-sequences // 8) and f"1 epoch of {len(rows)} steps" in said

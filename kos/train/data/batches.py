@@ -99,9 +99,11 @@ class Dataset:
         least = self.seq_len + 1
         uses = ((self.train, "train"), (self.val, "validate"))
         for tokens, use in uses[not self.trains : 2 if self.eval_batches else 1]:
-            if len(tokens) < least and self.packing and tokens.size:
-                expected = f"a document of at most --seq-len = {self.seq_len} tokens to {use} on"
-                raise self._error(tokens, expected, "only longer ones (--long-documents cut takes pieces of them)")
+            if len(tokens) < least and isinstance(tokens, PackedTokens) and tokens.size:
+                most = f" of at most --seq-len = {self.seq_len} tokens" * tokens.skips
+                how = " (--long-documents cut takes pieces of longer ones)" * tokens.skips
+                expected = f"a document{most} to {use} on, with a token that the loss counts"
+                raise self._error(tokens, expected, f"none{how}")
             if len(tokens) < least:
                 raise self._error(tokens, f"at least --seq-len + 1 = {least} tokens to {use} on", len(tokens))
         counts = (counted(self.windows(self.val, starts)) for starts in self.val_starts())
@@ -194,18 +196,13 @@ class Dataset:
                     return [*map(int, unmasked(tokens[: counted[0]]))]
         return []
 
-    def fit_in_words(self) -> str:
-        """Lines for the log on how documents fit into sequences; "" if sequences cut text, or no document.
-
-        The share of tokens that is said of documents ``in_parts`` that are cut is that of the first SAMPLED sequences.
-        """
-        if self.mixture is not None:
-            texts = ((name, part.fit_in_words()) for name, part in self.mixture.parts.items())
-            return "\n".join(f"{name}: {line}" for name, text in texts for line in text.splitlines())
-        packed = {"training": self.train, "validation": self.val}
-        if self.packing:
-            lines = {use: each.in_words(self.what) for use, each in packed.items() if isinstance(each, PackedTokens)}
-            return "\n".join(f"{use}: {line}" for use, line in lines.items() if packed[use].size)
+    @property
+    def lack(self) -> float:
+        """The share of the counted tokens that lack the beginning of their document; without packing, of the first
+        SAMPLED sequences.  Text has no beginning that later tokens need."""
+        if isinstance(self.train, PackedTokens):
+            counts, lack = self.train.counts
+            return lack / max(1, counts) * self.in_parts
         lack, counts, rows = 0, 0, np.arange(min(self.batch_size, SAMPLED))
         for step in range(-(-SAMPLED // len(rows)) if self.in_parts and self.train.documents is not None else 0):
             starts, fills = self._starts(step, rows)
@@ -216,9 +213,20 @@ class Dataset:
                 counted = window[targets] >= 0
                 begun = self.train.document_starts(start - before, unmasked(window))[targets]
                 lack, counts = lack + int((counted & (begun < before)).sum()), counts + int(counted.sum())
-        if not lack:
+        return lack / max(1, counts)
+
+    def fit_in_words(self) -> str:
+        """Lines for the log on how documents fit into sequences; "" if sequences cut text, or no document."""
+        if self.mixture is not None:
+            texts = ((name, part.fit_in_words()) for name, part in self.mixture.parts.items())
+            return "\n".join(f"{name}: {line}" for name, text in texts for line in text.splitlines())
+        packed = {"training": self.train, "validation": self.val}
+        if self.packing:
+            lines = {use: each.in_words(self.what) for use, each in packed.items() if isinstance(each, PackedTokens)}
+            return "\n".join(f"{use}: {line}" for use, line in lines.items() if packed[use].size)
+        if not (lack := self.lack):
             return ""
-        share = f"about {lack / counts:.0%} of the counted tokens lack the beginning of their document"
+        share = f"about {lack:.0%} of the counted tokens lack the beginning of their document"
         if self.epochs is None or not isinstance(self.train.documents, np.ndarray):
             return f"sequences of {self.seq_len:,} tokens cut documents: {share} (--seq-len)"
         begins = self.train.documents

@@ -2,9 +2,9 @@
 
 A plan says which documents each sequence holds. It is a function of the lengths of the documents and of the seed, so
 every rank of a new run computes the same plan. It is stored in the folder of the run, and a resumed run reads it. A
-document that is longer than a
-sequence is split into pieces of the length of a sequence, or left out. The last piece, which may be shorter, is packed
-like any other document (Ding et al. 2024, "Fewer truncations improve language modeling", arXiv:2404.10830).
+document that is longer than a sequence is split into pieces of the length of a sequence, or left out. The last piece,
+which may be shorter, is packed like any other document (Ding et al. 2024, "Fewer truncations improve language
+modeling", arXiv:2404.10830). Documents and pieces of which the loss counts no token are left out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,11 @@ class PackedTokens(Tokens):
         self.seq_len, self.stride, self.plan, self.skips = seq_len, seq_len, plan, skips
         self._first = np.append(np.flatnonzero(plan < 0), len(plan))  # where each sequence starts in the plan
         self._bounds = np.append(tokens.begins, self.size)
-        lengths = np.diff(self._bounds)
-        self.fill = int(lengths[(lengths <= seq_len) | (not skips)].sum()) / max(1, (len(self._first) - 1) * seq_len)
+        begins = np.where(plan < 0, ~plan, plan)
+        self._documents = np.searchsorted(self._bounds, begins, side="right")  # of each piece, counted from 1
+        left = self._bounds[self._documents] - begins
+        self._lengths = np.where(left > seq_len + 1, seq_len, left)  # with the last target of a document
+        self.fill = int(self._lengths.sum()) / max(1, (len(self._first) - 1) * seq_len)
 
     def __len__(self) -> int:
         """The number of tokens of all sequences, plus one for the last target; 0 if there are no sequences."""
@@ -93,40 +97,54 @@ class PackedTokens(Tokens):
         starts = np.cumsum([0, *lengths])
         return np.repeat(starts, [*lengths, len(window) - starts[-1]]).astype(np.int32)
 
+    @cached_property
+    def counts(self) -> tuple[int, int]:
+        """The counted tokens, and how many of them lack the beginning of their document, which a piece before has."""
+        begins = np.where(self.plan < 0, ~self.plan, self.plan)
+        stops = np.minimum(begins + self.seq_len + 1, self._bounds[self._documents])
+        each = counted(self, begins + 1, stops)
+        return int(each.sum()), int(each[begins > self._bounds[self._documents - 1]].sum())
+
     def in_words(self, what: str) -> str:
         """A summary of the sequences for the log.  ``what`` is the word for a document, such as "chat"."""
-        begins, lengths = self._bounds[:-1], np.diff(self._bounds)
-        kept, longer = (lengths <= self.seq_len) | (not self.skips), lengths > self.seq_len
-        counted = self.counted(begins[kept] + 1, self._bounds[1:][kept])
-        tokens, sequences = int(lengths[kept].sum()), len(self._first) - 1
+        lengths, sequences, packed = np.diff(self._bounds), len(self._first) - 1, len(np.unique(self._documents))
+        longer = lengths > self.seq_len
+        kept, (counts, lack) = ~longer | (not self.skips), self.counts
         text = (
-            f"{plural(int(kept.sum()), what)} of {tokens:,} tokens, of which the loss counts {counted:,}, "
-            f"in {plural(sequences, 'sequence')} of {self.seq_len:,}, {self.fill:.1%} full"
+            f"{plural(packed, what)} of {int(self._lengths.sum()):,} tokens, of which the loss counts "
+            f"{counts:,}, in {plural(sequences, 'sequence')} of {self.seq_len:,}, {self.fill:.1%} full"
         )
-        if not longer.any():
-            return f"{text} (--fit whole)"
-        which = f"; {plural(int(longer.sum()), what)} longer than --seq-len"
-        if self.skips:
-            return f"{text}{which} left out, with {int(lengths[longer].sum()):,} tokens (--long-documents)"
-        lack = self.counted(begins[longer] + self.seq_len + 1, self._bounds[1:][longer])
-        number = int((-(-(lengths[longer] - 1) // self.seq_len)).sum())
-        share = f"{lack / max(1, counted):.0%} of the counted tokens lack the beginning of their {what}"
-        return f"{text}{which} cut into {number:,} pieces: {share} (--long-documents)"
+        pieces = np.where(longer, -(-(lengths - 1) // self.seq_len), 1)
+        if longer.any() and self.skips:
+            left_out = f"left out, with {int(lengths[longer].sum()):,} tokens"
+            text += f"; {plural(int(longer.sum()), what)} longer than --seq-len {left_out} (--long-documents)"
+        elif longer.any():
+            share = f"{lack / max(1, counts):.0%} of the counted tokens lack the beginning of their {what}"
+            cut = f"cut into {int(pieces[longer].sum()):,} pieces: {share}"
+            text += f"; {plural(int(longer.sum()), what)} longer than --seq-len {cut} (--long-documents)"
+        if without := int(pieces[kept].sum()) - len(self.plan):
+            whole = int(kept.sum()) - packed
+            each = [plural(whole, what)] * bool(whole) + [plural(without - whole, "piece")] * (without > whole)
+            text += f"; left out, because the loss counts none of their tokens: {' and '.join(each)}"
+        return text if longer.any() else f"{text} (--fit whole)"
 
-    def counted(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> int:
-        """How many tokens the loss counts in the ranges from ``starts`` to ``stops``, which do not overlap."""
-        starts = np.minimum(starts, stops)
-        total = int((stops - starts).sum())
-        for shard, end in zip(self.shards, self._ends, strict=True):
-            at = end - len(shard)
-            for piece in pieces(shard) if shard.dtype.kind == "i" else ():  # of others, all tokens count
-                inside = slice(np.searchsorted(stops, at, "right"), np.searchsorted(starts, at + len(piece)))
-                edges = np.zeros(len(piece) + 1, np.int8)
-                np.add.at(edges, np.clip(starts[inside] - at, 0, None), 1)
-                np.add.at(edges, np.clip(stops[inside] - at, None, len(piece)), -1)
-                total -= int(np.count_nonzero((np.cumsum(edges[:-1], dtype=np.int8) > 0) & (piece < 0)))
-                at += len(piece)
-        return total
+
+def counted(tokens: Tokens, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many tokens the loss counts in each of the ranges from ``starts`` to ``stops``."""
+    places, inverse = np.unique(np.concatenate([starts, np.maximum(starts, stops)]), return_inverse=True)
+    before, at, total = places.copy(), 0, 0  # of each place, the counted tokens before it
+    for shard in tokens.shards:
+        masked = shard.dtype.kind == "i"  # of others, all tokens count
+        for piece in pieces(shard) if masked else ():
+            inside = slice(*np.searchsorted(places, [at, at + len(piece)], "right"))
+            ends = np.cumsum(piece < 0)
+            before[inside] -= total + ends[places[inside] - at - 1]
+            total, at = total + int(ends[-1]), at + len(piece)
+        if not masked:
+            before[slice(*np.searchsorted(places, [at, at + len(shard)], "right"))] -= total
+            at += len(shard)
+    first, last = np.split(before[inverse], 2)
+    return last - first
 
 
 def make_plan(tokens: Tokens, seq_len: int, seed: int, skips: bool) -> NDArray[np.int64]:
@@ -137,22 +155,25 @@ def make_plan(tokens: Tokens, seq_len: int, seed: int, skips: bool) -> NDArray[n
     machine.
     """
     begins, plans = tokens.begins, [np.zeros(0, np.int64)]
-    ends = np.append(begins[1:], tokens.size)
+    ends = np.append(begins[1:], tokens.size)[: len(begins)]
+    lengths = ends - begins
+    filled = lengths // seq_len  # how many sequences each document fills by itself
+    before, rest = np.cumsum(filled) - filled, begins + filled * seq_len
+    full = np.repeat(begins, filled) + seq_len * (np.arange(filled.sum()) - np.repeat(before, filled))
+    teaches = counted(tokens, full + 1, np.minimum(full + seq_len + 1, np.repeat(ends, filled))) > 0
+    rest_teaches = counted(tokens, rest + 1, ends) > 0  # 1 token is the last target before it
     for at in range(0, len(begins), CHUNK):
         of_chunk = permuted(np.arange(at, min(at + CHUNK, len(begins))), len(begins), seed, ORDER)
-        first, last = begins[of_chunk], ends[of_chunk]
         if skips:
-            kept = last - first <= seq_len
-            first, last = first[kept], last[kept]
-        filled = (last - first) // seq_len  # how many sequences each document fills by itself
-        numbers = np.arange(filled.sum()) - np.repeat(np.cumsum(filled) - filled, filled)
-        plans.append(~(np.repeat(first, filled) + seq_len * numbers))
-        first = first + filled * seq_len
-        rests = last - first
+            of_chunk = of_chunk[lengths[of_chunk] <= seq_len]
+        each = filled[of_chunk]
+        numbers = np.arange(each.sum()) + np.repeat(before[of_chunk] - (np.cumsum(each) - each), each)
+        plans.append(~full[numbers[teaches[numbers]]])
+        of_chunk = of_chunk[rest_teaches[of_chunk]]
+        rests = ends[of_chunk] - rest[of_chunk]
         order = np.argsort(-rests, kind="stable")
-        order = order[rests[order] > (filled[order] > 0)]  # a rest of 1 token is the last target before it
         sequences = best_fit(rests[order].tolist(), seq_len)
-        packed = first[order[[*chain.from_iterable(sequences)]]]
+        packed = rest[of_chunk[order[[*chain.from_iterable(sequences)]]]]
         packed[np.cumsum([0, *map(len, sequences)])[:-1]] ^= -1
         plans.append(packed)
     return np.concatenate(plans)
