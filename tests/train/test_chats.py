@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
 from kos.train.data.chat import ChatTemplate, read_chat_template
+from kos.train.data.tokens import Tokens
 from kos.train.run import Trainer
 from tests.train.chat_templates import (
     CHATML,
@@ -414,13 +416,12 @@ DEEP = "[" * 100_000
 UNKNOWN = {"role": "user", "content": "hi"}
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "changing": (CHANGING, {"messages": CHATS["answered"]}, "does not change a turn for those after it"),
-    "nothing": (BOTH, {"messages": [USER, {**ANSWER, "content": None}]}, "messages with role and content, got {"),
     "no-calls": (
         BOTH,
         {"messages": [USER, {**calling(None), "tool_calls": []}]},
-        "messages with role and content, got {",
+        "content or tool_calls in message 2, got neither",
     ),
-    "text": (BOTH, {"messages": [USER, {**calling(None), "tool_calls": "x"}]}, "messages with role and content, got {"),
+    "text": (BOTH, {"messages": [USER, {**calling(None), "tool_calls": "x"}]}, "tool_calls of message 2, got 'x'"),
     "arguments": (
         bare(QWEN),
         {"messages": [USER, {**calling(None), "tool_calls": [{"function": {"name": "a", "arguments": "{not"}}]}]},
@@ -429,9 +430,34 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "calls": (
         BOTH,
         {"messages": [USER, {**calling(None), "tool_calls": ["x"]}]},
-        "messages with role and content, got",
+        "a list of tables as the tool_calls of message 2, got ['x']",
     ),
-    "user": (BOTH, {"messages": [{**calling(None), "role": "user"}]}, "messages with role and content, got {"),
+    "user": (BOTH, {"messages": [{**calling(None), "role": "user"}]}, "content in message 1, got none"),
+    "neither": (BOTH, {"messages": [USER, {**ANSWER, "content": None}]}, "content or tool_calls in message 2, got n"),
+    "object": (
+        BOTH,
+        {"messages": [USER, {"role": "tool", "content": {"a": 1}}]},
+        "text as the content of message 2, got {'a': 1}; write it as a string of JSON",
+    ),
+    "openai-call": (
+        BOTH,
+        {"messages": [USER, {"role": "assistant", "content": None, "function_call": {"name": "a", "arguments": ""}}]},
+        "tool_calls in message 2, got their earlier form 'function_call'; write \"tool_calls\": [{\"type\": ",
+    ),
+    "openai-function": (BOTH, {"messages": [USER, {"role": "function", "content": "1"}]}, "; write the role 'tool'"),
+    "refusal": (
+        BOTH,
+        {"messages": [USER, {"role": "assistant", "content": None, "refusal": "no"}]},
+        "content in message 2, got a refusal, which templates do not write; put its text into content",
+    ),
+    "weight-of-a-record": (BOTH, {"messages": [USER, ANSWER], "weight": 0.5}, "a weight of 0 or 1, got 0.5"),
+    "train-of-a-record": (BOTH, {"prompt": "x", "completion": "y", "train": "no"}, "train true or false, got 'no'"),
+    "preferences": (
+        BOTH,
+        {"messages": [USER, ANSWER], "rejected": [USER, ANSWER]},
+        "without the field 'rejected', which the trainer does not read, got [{",
+    ),
+    "kto": (BOTH, {"prompt": "x", "completion": "y", "label": False}, "without the field 'label', which the trainer d"),
     "key": (
         BOTH,
         {"messages": [USER, {**ANSWER, "label": 3}]},
@@ -459,7 +485,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "parts": (
         BOTH,
-        {"messages": [{**USER, "content": [{"type": "text", "text": "hi"}]}, ANSWER]},
+        {"messages": [{**USER, "content": [{"type": "text", "text": "hi"}] * 2}, ANSWER]},
         "one text as the content of message 1, got a list of parts: [{",
     ),
     "alpaca": (
@@ -494,6 +520,62 @@ def test_refused(tmp_path: Path, kind: str) -> None:
     path = write_lines(tmp_path / "chats.jsonl", [{"text": "x"}, line, {"text": "val"}])
     with refused(DataError, f"--data {path}, line 2: expected ", said):
         read(path, "--tokenizer", str(folder))
+
+
+def test_what_openai_writes_is_read(tmp_path: Path) -> None:
+    """A text in one part, arguments that are an empty string, and weights of users are as if written otherwise."""
+    folder = folder_of(tmp_path, bare(QWEN))
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    chats = [
+        [{**USER, "weight": 1, "refusal": None}, {"role": "assistant", "content": None, "tool_calls": [call]}],
+        [{**USER, "content": [{"type": "text", "text": "hi"}]}, {**ANSWER, "weight": 1}],
+    ]
+    plain = json.loads(json.dumps(chats).replace('"arguments": ""', '"arguments": {}'))
+    del plain[0][0]["weight"]
+    plain[1][0]["content"] = "hi"
+    both = [
+        read(write_lines(tmp_path / name, [*({"messages": chat} for chat in each), {"text": "val"}]),
+             "--tokenizer", str(folder))
+        for name, each in (("theirs.jsonl", chats), ("plain.jsonl", plain))
+    ]  # fmt: skip
+    assert both[0][:2] == both[1][:2] and sum(both[0][1]) > 0
+
+
+@pytest.mark.parametrize("fit", ["whole", "cut"])
+def test_a_record_may_not_count(tmp_path: Path, fit: str) -> None:
+    """By the keys that also messages have.  The first lines say how many chats have nothing to learn."""
+    folder, silent = folder_of(tmp_path, BOTH), {"messages": [USER]}
+    lines = [{"messages": [USER, ANSWER], **more} for more in ({}, {"weight": 0}, {"train": False}, {"weight": 1})]
+    path = write_lines(tmp_path / "chats.jsonl", [*lines, silent])
+    flags = ["--tokenizer", str(folder), "--hold-out", "0", "--seq-len", "40", "--fit", fit]
+    data = load_data(parse(["--data", str(path), *flags]))
+    whole = Tokens(data.train.shards, data.train.documents)
+    documents = [whole.window(a, b - a) for a, b in pairwise([*whole.begins.tolist(), whole.size])]
+    assert [bool((each >= 0).any()) for each in documents] == [True, False, False, True, False]
+    left_out = "; left out, because the loss counts none of their tokens: 3 chats"
+    assert (left_out in data.fit_in_words()) == (fit == "whole")
+    pairs = [{"prompt": "a", "completion": "b" * 50, "weight": n % 2} for n in range(4)]
+    data = load_data(parse(["--data", str(write_lines(tmp_path / "pairs.jsonl", pairs)), *flags]))
+    assert 98 <= int((Tokens(data.train.shards).window(0, data.train.size) >= 0).sum()) < 110
+
+
+def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path) -> None:
+    """Ten kinds of them are shown, each with its first place."""
+    folder, path = folder_of(tmp_path, BOTH), tmp_path / "chats.jsonl"
+    good, wrong = json.dumps({"messages": [USER, ANSWER]}), [json.dumps({"messages": [{"role": "user"}]})] * 3
+    path.write_text("\n".join([good, *wrong[:1], good, *wrong[1:], "{", *(f'{{"a{n}": 1}}' for n in range(12)), good]))
+    with pytest.raises(DataError) as caught:
+        read(path, "--tokenizer", str(folder))
+    first, *each, last = str(caught.value).split("\n")
+    assert first == f"--data {path}: expected records to train on, got 16 wrong ones:" and last == "  4 more"
+    assert each[0] == "  line 2: expected content in message 1, got none (2 more)" and len(each) == 10
+    assert each[1].startswith("  line 6: expected JSON, got ") and each[2].startswith("  line 7: expected the field")
+    path.write_text("\n".join([good, *wrong]))
+    with refused(DataError, f"--data {path}, line 2: expected content in message 1, got none (2 more)"):
+        read(path, "--tokenizer", str(folder))
+    (tmp_path / "a.csv").write_text("prompt,completion\na,b\nc\nd,e,f\ng,h\n")
+    with pytest.raises(DataError, match="(?s)got 2 wrong ones:.*line 3: expected 2 columns, .*got 1.*line 4: .*got 3"):
+        read(tmp_path / "a.csv")
 
 
 def cuts(path: Path, *flags: str) -> str:

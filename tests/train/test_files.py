@@ -271,7 +271,7 @@ BROKEN: dict[str, tuple[bytes, list[str]]] = {
     "word.json": (b'[{"text": "a"}, {text: 1}, ' + b"1, " * 99 + b"1]", ["item 2: expected JSON, got Expecting prop"]),
     "after.json": (b'[{"text": "a"}] x', [f"item 2: {IN_A_LIST}, got '] x'"]),
     "none.json": (b" [ ] ", ["expected lines with text, got none"]),
-    "number.json": (b"[1, 2]", ["item 1: expected the field 'text'", "got 1"]),
+    "number.json": (b"[1]", ["item 1: expected the field 'text'", "got 1"]),
     "wide.txt": ("text".encode("utf-16"), ["expected UTF-8", "got byte 0xff at 0; --encoding reads text", "utf-16"]),
     "wide.jsonl": (LINES.decode().encode("utf-16"), ["line 1: expected UTF-8", "got byte 0xff at 0; --encoding"]),
     "objects.npy": (b"", ["expected an array of NumPy"]),
@@ -327,6 +327,26 @@ def _ends(config: TrainConfig, ranks: int, *parts: str) -> None:
 
     for line in spawn(begin, ranks, timeout=100):
         assert "\n" not in line and all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "encoding", "said"),
+    [
+        ("a.csv", b"text\nna\xefve\n", "utf-8", "expected UTF-8 text, got byte 0xef at 7; --encoding reads text in "
+         "another one, such as latin-1"),
+        ("a.jsonl", "{}".encode("utf-16-le"), "utf-8", "expected UTF-8 text, got a NUL at character 1; --encoding "
+         "reads text in another one, such as utf-16"),
+        ("a.csv", b"\0\xd8a\0", "utf-16-le", "expected UTF-16-LE text, got byte 0x00 at 0; --encoding reads text in "
+         "another one, such as latin-1"),
+        ("a.csv", b"te\0xt", "utf-16-le", "--encoding reads text in another one, such as "),
+        ("a.csv", b"t\0\0", "latin-1", "--encoding reads text in another one, such as utf-16"),
+        ("a.txt", b"na\xefve", "utf-8", "expected UTF-8 text, .jsonl, "),
+    ],
+)  # fmt: skip
+def test_another_encoding_is_named(tmp_path: Path, name: str, content: bytes, encoding: str, said: str) -> None:
+    """The likely one for these bytes, and not the one that was given."""
+    (tmp_path / name).write_bytes(content)
+    refusal(tmp_path / name, said, lines=Lines(encoding=encoding))
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "latin-1", "cp1252", "shift_jis", "utf-8"])

@@ -30,8 +30,8 @@ A message from ``function_call`` has the tool calls of an assistant as JSON: one
 KNOWN = ("role", "content", "weight", "train", "name", "tool_call_id")
 """Keys that a message may have even if the template does not use them."""
 
-COUNTING = ("weight", "train")
-"""Keys of an assistant's message.  If one of them is 0 or false, the loss leaves the message out."""
+COUNTING = {"weight": "a weight of 0 or 1", "train": "train true or false"}
+"""Keys of an assistant's message, or of a record.  If one of them is 0 or false, the loss leaves it out."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Synonyms of one key.  A template may use any of them."""
@@ -108,8 +108,8 @@ class ChatTemplate:
         If the template has ``{% generation %}`` blocks, the text in these blocks counts.  Otherwise the turns of the
         assistant count.  To find a turn, the template renders the messages before it with the generation prompt, and
         then the messages up to and including it.  What the second text adds to the first is the turn, whichever fields
-        of the message it comes from.  An answer whose message has ``weight`` 0 or ``train`` false does not count.  The
-        template also receives the fields ``tools`` and ``chat_template_kwargs`` of ``line``.
+        of the message it comes from.  An answer does not count if its message or ``line`` has ``weight`` 0 or ``train``
+        false.  The template also receives the fields ``tools`` and ``chat_template_kwargs`` of ``line``.
 
         Raises DataError, whose text begins with ``where``, if
 
@@ -123,7 +123,7 @@ class ChatTemplate:
             raise DataError(f"{where}: expected a list of messages, got {reprlib.repr(messages)}")
         checked = [self._checked(number, each, where) for number, each in enumerate(messages, 1)]
         chat = _with_tables(render, checked, where)
-        counted = [number for number in _answers(chat) if {0} - {chat[number - 1].get(key, 1) for key in COUNTING}]
+        counted = [number for number in _answers(chat) if all(counts(each, where) for each in (line, chat[number - 1]))]
         if split_turns:
             return [self._parts(render, chat[:number], [number], where) for number in counted]
         return [self._parts(render, chat, counted, where)]
@@ -160,22 +160,20 @@ class ChatTemplate:
                 given = _calling(given, where)
             given["role"] = SHAREGPT.get(str(given["role"]), given["role"])
         message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
-        role, calls = message.get("role"), message.get("tool_calls")
-        known = isinstance(calls or [], list) and all(isinstance(call, dict) for call in calls or ())
-        if role != "assistant" or "content" in message or not calls:
-            known = known and role is not None and isinstance(message.get("content"), str)
-        if isinstance(message.get("content"), list):
-            got = f"a list of parts: {reprlib.repr(message['content'])}"
-            raise DataError(f"{where}: expected one text as the content of message {number}, got {got}")
-        if not known:
+        role, content = message.get("role"), message.get("content")
+        if role is None:
             raise DataError(f"{where}: expected messages with role and content, got {reprlib.repr(given)}")
         if role not in ROLES:
-            raise DataError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}")
-        for key, values in {"weight": "a weight of 0 or 1", "train": "train true or false"}.items():
-            if (got := message.get(key, 0)) not in (0, 1):
-                raise DataError(f"{where}: expected {values}, got {reprlib.repr(got)}")
-            if got and role != "assistant":
-                raise DataError(f"{where}: expected {key} of assistants alone, got {got} with the role {role}")
+            how = "; write the role 'tool'" * (role == "function")
+            raise DataError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}{how}")
+        if isinstance(content, list) and [isinstance(each, dict) and each.get("type") for each in content] == ["text"]:
+            message["content"] = content = content[0].get("text")
+        if wrong := _wrong_content(message, number):
+            raise DataError(f"{where}: expected {wrong}")
+        if counts(message, where) and message.get("train") and role != "assistant":  # axolotl would train on it
+            raise DataError(f"{where}: expected train of assistants alone, got True with the role {role}")
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [*map(_with_arguments, calls)]
         for key, value in message.items():
             if value and key not in KNOWN and not self.uses(key):
                 expected = f"keys of a message that {self.path} uses, or {', '.join(KNOWN)}"
@@ -349,7 +347,42 @@ class ChatTemplate:
         try:
             return made.from_string(self.source)
         except TemplateError as error:
-            raise DataError(f"{self.path}: expected a chat template, got {error}") from None
+            raise DataError(f"{self.path}: expected a chat template, got {error}").about("tokenizer") from None
+
+
+def counts(given: Mapping[str, Any], where: str) -> bool:
+    """Whether the loss counts a message or a record.  DataError for values of COUNTING other than 0 and 1."""
+    for key, values in COUNTING.items():
+        if (got := given.get(key)) not in (None, 0, 1):
+            raise DataError(f"{where}: expected {values}, got {reprlib.repr(got)}")
+    return all(given.get(key) in (None, 1) for key in COUNTING)
+
+
+def _wrong_content(message: Mapping[str, Any], number: int) -> str:
+    """What is expected of the content and the tool calls of a message, what was got, and how to write it; or ""."""
+    content, calls, assistant = message.get("content"), message.get("tool_calls"), message["role"] == "assistant"
+    if "function_call" in message:
+        how = 'write "tool_calls": [{"type": "function", "function": …}]'
+        return f"tool_calls in message {number}, got their earlier form 'function_call'; {how}"
+    if message.get("refusal"):
+        how = "put its text into content to train on it, or remove the line"
+        return f"content in message {number}, got a refusal, which templates do not write; {how}"
+    if not (isinstance(calls or [], list) and all(isinstance(call, dict) for call in calls or ())):
+        return f"a list of tables as the tool_calls of message {number}, got {reprlib.repr(calls)}"
+    if isinstance(content, str) or (content is None and assistant and calls):
+        return ""
+    if content is None:
+        return f"content{' or tool_calls' * assistant} in message {number}, got {'neither' if assistant else 'none'}"
+    if isinstance(content, list):
+        return f"one text as the content of message {number}, got a list of parts: {reprlib.repr(content)}"
+    return f"text as the content of message {number}, got {reprlib.repr(content)}; write it as a string of JSON"
+
+
+def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments, if they are an empty string, are those of a call without arguments."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_arguments(call["function"])}
+    return {**call, "arguments": "{}"} if call.get("arguments") == "" else {**call}
 
 
 def _calling(given: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -30,12 +30,14 @@ from typing import Any, NamedTuple
 
 from kos.commands import python_code
 from kos.errors import ConfigError, DataError, KosError, install
-from kos.train.data.chat import ChatTemplate
+from kos.train.config.other_names import WITHOUT
+from kos.train.data.chat import ChatTemplate, counts
 from kos.train.data.token_files import KINDS
 
 _log = logging.getLogger(__name__)
 
 READ = 1 << 20  # characters that are read at once
+SHOWN = 10  # kinds of wrong records of a file that an error names, at most
 ROWS = 1 << 10  # rows of a Parquet file that are read at once
 
 ZSTD = f"{'compression' if sys.version_info >= (3, 14) else 'backports'}.zstd"
@@ -88,6 +90,10 @@ FORMS = ("text", "completion", *CHATS)
 """The fields by which a record is a text, a prompt with its completion, or a chat.  It may have one of them."""
 
 
+UNREAD = ("rejected", "label", "sample_weight", "loss_weight")
+"""Fields of preference data, and weights of records.  ``label`` is one of them if it is true or false (TRL's KTO)."""
+
+
 @dataclass(frozen=True)
 class Text:
     """The characters ``start`` to ``stop`` of a text file as one document.  Iterating reads them, in parts."""
@@ -115,7 +121,8 @@ class Text:
 class Records:
     """The documents ``start`` to ``stop`` of those in a file's records that are not empty.  Iterating reads them.
 
-    DataError, with the place, for a record that is broken or has not the fields of a document; if there is no document.
+    DataError if records are broken or lack the fields of a document, with the first place of each of SHOWN kinds; if
+    there is no document.
     """
 
     path: Path
@@ -127,20 +134,42 @@ class Records:
         return itertools.islice(self._all(), self.start, self.stop)
 
     def _all(self) -> Iterator[str | Document]:
-        none = True
-        for place, value in read_records(self.path, self.lines):
-            for document in _documents_of(value, self.lines, f"--data {self.path}, {place}"):
+        where, none, wrong, bad = f"--data {self.path}", True, dict[str, tuple[str, int]](), 0
+        for place, value in _read(self.path, self.lines, _reader(self.path)):
+            try:
+                documents = _documents_of(value, self.lines, f"{where}, {place}")
+            except DataError as error:
+                if error.settings:  # it is not about this record
+                    raise
+                text, bad = f"{error}".removeprefix(f"{where}, {place}: "), bad + 1
+                first, count = wrong.get(text, (place, 0))
+                if count or len(wrong) < SHOWN:
+                    wrong[text] = first, count + 1
+                continue
+            for document in documents if not bad else ():
                 if document:
                     none = False
                     yield document
+        if bad:
+            raise DataError(_wrong_in_words(where, wrong, bad))
         if none:
-            raise DataError(f"--data {self.path}: expected lines with text, got none")
+            raise DataError(f"{where}: expected lines with text, got none")
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __getitem__(self, at: slice) -> Records:
         return replace(self, start=at.start or 0, stop=at.stop)
+
+
+def _wrong_in_words(where: str, wrong: Mapping[str, tuple[str, int]], bad: int) -> str:
+    """The error about a file with ``bad`` wrong records.  ``wrong`` has texts, each with its first place and count."""
+    each = [f"{place}: {text}{f' ({count - 1:,} more)' * (count > 1)}" for text, (place, count) in wrong.items()]
+    if len(each) == 1:
+        return f"{where}, {each[0]}"
+    more = bad - sum(count for _, count in wrong.values())
+    lines = [f"{where}: expected records to train on, got {bad:,} wrong ones:", *each, *[f"{more:,} more"] * bool(more)]
+    return "\n  ".join(lines)
 
 
 def open_documents(path: Path, lines: Lines = TEXT) -> Text | Records:
@@ -234,25 +263,31 @@ def _library(name: str, extra: str, path: Path) -> Any:
 
 def _decoded(path: Path, encoding: str, newline: str | None = None) -> Iterator[str]:
     """The text of a file, in parts of READ characters; in lines if ``newline`` says, as for ``open``, how they end."""
-    other = "--encoding reads text in another one, such as latin-1 or utf-16"
-    hint = f"expected {encoding.upper()} {KINDS}, got {{}}; {other}"
+    kinds = "text" if _kind(path) in READERS else KINDS
+
+    def wrong(got: str, likely: str) -> DataError:
+        other = f", such as {likely}" * (codecs.lookup(likely).name != codecs.lookup(encoding).name)
+        expected = f"{encoding.upper()} {kinds}, got {got}; --encoding reads text in another one{other}"
+        return DataError(f"--data {path}{where}: expected {expected}").about("data", "encoding")
+
+    where = ""
     codec = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
     with OPENERS.get(path.suffix.lower(), lambda path: path.open("rb"))(path) as raw:
         file, at = io.TextIOWrapper(raw, codec, newline=newline or ""), 0
         try:
             for part in file if newline is not None else iter(lambda: file.read(READ), ""):
                 if (nul := part.find("\0")) >= 0:
-                    got = hint.format(f"a NUL at character {at + nul}")
-                    raise DataError(f"--data {path}: {got}").about("data", "encoding")
+                    raise wrong(f"a NUL at character {at + nul}", "utf-16")
                 at += len(part)
                 yield part
         except UnicodeDecodeError as error:
             place = raw.tell() - len(error.object) + error.start
-            got = hint.format(f"byte 0x{error.object[error.start]:02x} at {place}")
+            byte = error.object[error.start]
             raw.seek(0)
             lines = 1 + sum(raw.read(min(READ, place - at)).count(b"\n") for at in range(0, place, READ))
             where = f", line {lines}" * (newline is not None)
-            raise DataError(f"--data {path}{where}: {got}").about("data", "encoding") from None
+            likely = "utf-16" if not place and byte in (0xFE, 0xFF) else "latin-1"
+            raise wrong(f"byte 0x{byte:02x} at {place}", likely) from None
 
 
 def _text(path: Path, lines: Lines) -> Iterator[tuple[str, str]]:
@@ -273,7 +308,7 @@ def _json_lines(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
             if isinstance(error, json.JSONDecodeError):
                 at = f"{error.msg.removesuffix(' at')} at column {error.colno}"
             got = f"{reprlib.repr(line)} ({at})"
-            raise DataError(f"--data {path}, line {number}: expected JSON, got {got}") from None
+            yield f"line {number}", DataError(f"--data {path}, line {number}: expected JSON, got {got}")
 
 
 def _table(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
@@ -290,8 +325,8 @@ def _table(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
             raise DataError(f"--data {path}, {place}: expected a whole row of a table, got {error}") from None
         if names is not None and row and len(row) != len(names):
             expected = f"{len(names)} columns, as in the first line"
-            raise DataError(f"--data {path}, {place}: expected {expected}, got {len(row)}")
-        if names is not None and row:
+            yield place, DataError(f"--data {path}, {place}: expected {expected}, got {len(row)}")
+        elif names is not None and row:
             yield place, dict(zip(names, row, strict=True))
         names = row if names is None else names
 
@@ -359,14 +394,24 @@ READERS: dict[str, Reader] = {
 
 
 def read_records(path: Path, lines: Lines = TEXT) -> Iterator[tuple[str, Any]]:
-    """Where each record of a file is, and its fields.  A file whose suffix is unknown is read as JSON Lines."""
-    return _read(path, lines, READERS.get(_kind(path), _json_lines))
+    """Where each record of a file is, and its fields.  Raises DataError for one that is broken."""
+    for place, value in _read(path, lines, _reader(path)):
+        if isinstance(value, DataError):
+            raise value
+        yield place, value
+
+
+def _reader(path: Path) -> Reader:
+    """The reader of a file with records.  It yields a DataError in place of a broken record after which it goes on."""
+    return READERS.get(_kind(path), _json_lines)  # a file whose suffix is unknown is read as JSON Lines
 
 
 # --- records to documents -----------------------------------------------------------------------------
 
 
 def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Document]:
+    if isinstance(value, DataError):
+        raise value
     fields: Mapping[str, Any] = value if isinstance(value, dict) else {}
     if (field := lines.text_field) not in fields:
         forms = FORMS if field is None else FORMS[1:]
@@ -377,13 +422,15 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
         field = next((name for name in (*given, *forms, "prompt") if name in fields), None)
     if field in ("prompt", "completion") and field != lines.text_field:
         prompt, completion = (_text_of(fields, name, where) for name in ("prompt", "completion"))
-        return [Document(((prompt, False), (completion, True)))]
+        _check_unread(fields, where)
+        return [Document(((prompt, False), (completion, counts(fields, where))))]
     if field is not None and (isinstance(fields[field], list) if field == lines.text_field else field in CHATS):
         messages = _messages_of(fields, field, where)
+        _check_unread(fields, where)
         if (template := lines.chat_template()) is None:
             expected = "a tokenizer with a chat template for messages (--tokenizer, --init-from)"
             how = "add chat_template to its tokenizer_config.json, or put each chat into one field, as text"
-            raise DataError(f"{where}: expected {expected}, got none; {how}")
+            raise DataError(f"{where}: expected {expected}, got none; {how}").about("tokenizer")
         chats = template.documents(fields, messages, where, lines.split_turns)
         rows = [[(_encodable(text, "messages", where), counted) for text, counted in parts] for parts in chats]
         return [Document(tuple(parts), rendered=True) for parts in rows]
@@ -392,6 +439,14 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
     got = f"the fields {', '.join(fields) or 'none'}" if isinstance(value, dict) else reprlib.repr(value)
     kinds = f"the field {lines.text_field or 'text'!r} (--text-field), prompt and completion, or messages"
     raise DataError(f"{where}: expected {kinds}, got {got}")
+
+
+def _check_unread(fields: Mapping[str, Any], where: str) -> None:
+    """DataError for a field that would change what a chat or a completion teaches, and that kos does not read."""
+    for name in UNREAD:
+        if (got := fields.get(name)) is not None and (name != "label" or isinstance(got, bool)):
+            expected = f"a chat or a completion without the field {name!r}, which the trainer does not read"
+            raise DataError(f"{where}: expected {expected}, got {reprlib.repr(got)} (see {WITHOUT})")
 
 
 def _messages_of(fields: Mapping[str, Any], name: str, where: str) -> Any:
