@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kos.comm.control import mpi_job
@@ -116,8 +117,13 @@ def _announce_frozen(run: RunContext) -> None:
         say(f"--pp-schedule zero-bubble-v: passes for gradients of weights (W) leave out frozen matrices{before}")
 
 
-def without_effect(config: TrainConfig, asked: Mapping[str, Any]) -> list[str]:
-    """The flags that were given, and that other settings leave without effect, each with the reason."""
+def without_effect(
+    config: TrainConfig, asked: Mapping[str, Any], unread: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """The flags that were given, and that other settings or the data leave without effect, each with the reason.
+
+    ``unread`` has the settings that do not apply to the data.
+    """
     no_sample = config.sample_tokens == 0
     reasons = {
         "min_lr": "--schedule constant" * (config.schedule == "constant"),
@@ -126,6 +132,8 @@ def without_effect(config: TrainConfig, asked: Mapping[str, Any]) -> list[str]:
         "long_documents": "--fit cut" * (config.fit != "whole" and isinstance(config.data, str)),
         **dict.fromkeys(("prompt", "temperature", "top_k"), "--sample-tokens 0" * no_sample),
         "pp_schedule": "--pp 1" * (config.pp == 1),
+        "hold_out": "--val-data" * (config.val_data is not None),
+        **unread,
     }
     given = [name for name in reasons if asked[name] not in (TrainConfig.model_fields[name].default, [])]
     return [f"{flag_of(name)} ({reasons[name]})" for name in given if reasons[name]]
@@ -134,7 +142,7 @@ def without_effect(config: TrainConfig, asked: Mapping[str, Any]) -> list[str]:
 def _report_settings(run: RunContext) -> None:
     """Report defaults that the user may not expect: those of --init-from, and a warm-up longer than the run."""
     config, steps, say = run.config, run.config.learning_rate().warmup_steps, run.console.say
-    if useless := without_effect(config, run.asked):
+    if useless := without_effect(config, run.asked, run.data.unread_by_all):
         say(f"without effect: {', '.join(useless)}")
     if run.start == 0 and config.init_from is not None:
         length = plural(config.steps, "step") if config.epochs is None else plural(config.epochs, "epoch")

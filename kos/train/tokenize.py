@@ -41,6 +41,7 @@ def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, An
     from kos.train.config.options import TrainConfig
     from kos.train.data.corpus import read_corpus
     from kos.train.data.loading import lines_of, tokenizing
+    from kos.train.data.tokenized import LAST
 
     config = TrainConfig.from_preset(data=sources[0], **settings)
     config.check_sources([*sources, *filter(None, [config.val_data])])
@@ -53,8 +54,7 @@ def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, An
     parts = [how, [*sources], config.val_data], [corpus.below, files]
     key = " ".join(hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in parts)
     if out.exists() and not out.is_dir():
-        last = "the last argument is the folder that is written"
-        raise ConfigError(f"{out}: expected a new or an empty folder, got a file; {last}")
+        raise ConfigError(f"{out}: expected a new or an empty folder, got a file; {LAST}")
     out.mkdir(parents=True, exist_ok=True)
     with _alone(out):
         return make(out, key)

@@ -559,23 +559,25 @@ def test_a_record_may_not_count(tmp_path: Path, fit: str) -> None:
     assert 98 <= int((Tokens(data.train.shards).window(0, data.train.size) >= 0).sum()) < 110
 
 
-def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path) -> None:
+def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Ten kinds of them are shown, each with its first place."""
     folder, path = folder_of(tmp_path, BOTH), tmp_path / "chats.jsonl"
     good, wrong = json.dumps({"messages": [USER, ANSWER]}), [json.dumps({"messages": [{"role": "user"}]})] * 3
     path.write_text("\n".join([good, *wrong[:1], good, *wrong[1:], "{", *(f'{{"a{n}": 1}}' for n in range(12)), good]))
-    with pytest.raises(DataError) as caught:
+    with refused(DataError, f"--data {path}: expected records to train on, got 16 wrong ones, the first 10 kinds of"):
         read(path, "--tokenizer", str(folder))
-    first, *each, last = str(caught.value).split("\n")
-    assert first == f"--data {path}: expected records to train on, got 16 wrong ones:" and last == "  4 more"
-    assert each[0] == "  line 2: expected content in message 1, got none (2 more)" and len(each) == 10
-    assert each[1].startswith("  line 6: expected JSON, got ") and each[2].startswith("  line 7: expected the field")
+    each = [record.getMessage().removeprefix(f"--data {path}, ") for record in caplog.records]
+    assert each[0] == "line 2: expected content in message 1, got none (2 more)" and len(each) == 10
+    assert each[1].startswith("line 6: expected JSON, got ") and each[2].startswith("line 7: expected the field 'text'")
+    caplog.clear()
     path.write_text("\n".join([good, *wrong]))
     with refused(DataError, f"--data {path}, line 2: expected content in message 1, got none (2 more)"):
         read(path, "--tokenizer", str(folder))
+    assert not caplog.records
     (tmp_path / "a.csv").write_text("prompt,completion\na,b\nc\nd,e,f\ng,h\n")
-    with pytest.raises(DataError, match="(?s)got 2 wrong ones:.*line 3: expected 2 columns, .*got 1.*line 4: .*got 3"):
+    with refused(DataError, f"--data {tmp_path / 'a.csv'}: expected records to train on, got 2 wrong ones, see above"):
         read(tmp_path / "a.csv")
+    assert re.search("(?s)line 3: expected 2 columns, .*got 1.*line 4: expected 2 columns.*got 3", caplog.text)
 
 
 def cuts(path: Path, *flags: str) -> str:

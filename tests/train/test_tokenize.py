@@ -16,6 +16,7 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data import tokenized, tokenizers
 from kos.train.data.batches import Dataset, load_data
+from kos.train.report import without_effect
 from kos.train.run import Trainer
 from kos.train.tokenize import tokenize
 from tests.launcher import run_program
@@ -243,6 +244,29 @@ def test_a_folder_within_the_data_is_left_out(folder: Path) -> None:
     same(load(folder), expected)
 
 
+def test_flags_of_text_have_no_effect_on_tokens(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a mixture with text they have one, unless no source is read with them."""
+    out = str(tmp_path / "out")
+    tokenize(Path(out), [str(folder)])
+    flags = ["--text-field=body", "--encoding=latin-1", "--split-turns", "--token-dtype=uint16", "--hold-out=0.3"]
+    flags += ["--no-split-special-tokens", "--seq-len=8", "--batch-size=4", "--sample-tokens=0", "--steps=1"]
+    config = parse([f"--data={out}", *flags, f"--out={tmp_path / 'run'}", "--backend=mock"])
+    with Trainer(config):
+        said = capsys.readouterr().out
+    for name in ("text-field", "encoding", "split-turns", "split-special-tokens"):
+        assert f"--{name} ({out} has tokens)" in said
+    for name in ("token-dtype", "hold-out"):
+        assert f"--{name} ({out} is a folder of kos tokenize)" in said
+    mixed = load_data(parse([f"--data={out}:1", f"--data={folder / 'a_train.txt'}:1", *flags]))
+    assert mixed.unread_by_all.keys() == {"token_dtype"}
+    other = load_data(parse([f"--data={out}", f"--eval-data=a={folder / 'a_train.txt'}", *flags]))
+    assert other.unread_by_all.keys() == {"token_dtype"}
+    config = parse(["--val-data=x", "--hold-out=0.3"])
+    assert without_effect(config, config.to_json()) == ["--hold-out (--val-data)"]
+
+
 def kos(*words: object) -> subprocess.CompletedProcess[str]:
     return run_program(sys.executable, "-m", "kos", *map(str, words), env=ENVIRONMENT)
 
@@ -254,7 +278,8 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert done.stdout.startswith(f"{out}: ") and "tokens of 64 documents in 1 shard" in done.stdout
     wrong = [
         (["tokenize", tmp_path / "missing", tmp_path / "new"], "no such file"),
-        (["tokenize", folder, folder], "expected a new or an empty folder"),
+        (["tokenize", folder, folder], "a new or an empty folder, got one with a_train.txt; the last argument of kos"),
+        (["tokenize", folder, folder / "a_train.txt"], "got a file; the last argument of kos tokenize is the folder"),
         (["tokenize", folder, tmp_path / "new", "--loss-on", "some"], "loss_on"),
         (["tokenize", folder, tmp_path / "new", "--encoding", "utf-9"], "encoding"),
     ]

@@ -93,6 +93,9 @@ class Dataset:
     in_parts: bool = False
     """Whether documents have parts that the loss need not count: chats, prompts and completions, tokens with a mask."""
 
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Settings that do not apply to data of this kind, each with the reason."""
+
     def __post_init__(self) -> None:
         if self.mixture is not None:
             return  # each source has been checked
@@ -114,6 +117,12 @@ class Dataset:
     def parts(self) -> list[Dataset]:
         """The data of each source."""
         return [self] if self.mixture is None else [*self.mixture.parts.values()]
+
+    @property
+    def unread_by_all(self) -> dict[str, str]:
+        """The settings that apply to no source and to no other validation data, each with a reason."""
+        every = [part.unread for part in [*self.parts, *self.others.values()]]
+        return {name: reason for name, reason in every[0].items() if all(name in each for each in every)}
 
     @property
     def packed(self) -> bool:
@@ -413,8 +422,18 @@ def _load(
         trained_on=f"trained on: {about['trained_on']}", note=_note(about.get("spelled_out", {})),
         sources=(" ".join(corpus.flags[0]), " ".join(corpus.flags[1])),
         packs=(several or packing is not None) and config.documents == "pack", in_parts=about["masked"],
-        packing=packing, what=about.get("what", "document"), trains=given is None,
+        packing=packing, unread=_unread(corpus), what=about.get("what", "document"), trains=given is None,
     )  # fmt: skip
+
+
+def _unread(corpus: Corpus) -> dict[str, str]:
+    """``Dataset.unread`` of a corpus."""
+    if corpus.vocab_size is None and not corpus.tokenized:
+        return {"token_dtype": f"{corpus.name} is text"}
+    of_text = ("text_field", "encoding", "split_turns", "split_special_tokens")
+    written = ("token_dtype", "hold_out") if corpus.tokenized else ()
+    found = dict.fromkeys(of_text, f"{corpus.name} has tokens")
+    return found | dict.fromkeys(written, f"{corpus.name} is a folder of kos tokenize")
 
 
 def _note(spelled_out: dict[str, int]) -> str:

@@ -121,7 +121,7 @@ class Text:
 class Records:
     """The documents ``start`` to ``stop`` of those in a file's records that are not empty.  Iterating reads them.
 
-    DataError if records are broken or lack the fields of a document, with the first place of each of SHOWN kinds; if
+    DataError if records are broken or lack the fields of a document, after warnings about up to SHOWN kinds of them; if
     there is no document.
     """
 
@@ -151,7 +151,7 @@ class Records:
                     none = False
                     yield document
         if bad:
-            raise DataError(_wrong_in_words(where, wrong, bad))
+            raise _wrong(where, wrong, bad)
         if none:
             raise DataError(f"{where}: expected lines with text, got none")
 
@@ -162,14 +162,19 @@ class Records:
         return replace(self, start=at.start or 0, stop=at.stop)
 
 
-def _wrong_in_words(where: str, wrong: Mapping[str, tuple[str, int]], bad: int) -> str:
-    """The error about a file with ``bad`` wrong records.  ``wrong`` has texts, each with its first place and count."""
-    each = [f"{place}: {text}{f' ({count - 1:,} more)' * (count > 1)}" for text, (place, count) in wrong.items()]
+def _wrong(where: str, wrong: Mapping[str, tuple[str, int]], bad: int) -> DataError:
+    """The error about a file with ``bad`` wrong records, after a warning about each kind if there are several.
+
+    ``wrong`` has texts, each with its first place and count.
+    """
+    each = [f"{where}, {place}: {text}{f' ({n - 1:,} more)' * (n > 1)}" for text, (place, n) in wrong.items()]
     if len(each) == 1:
-        return f"{where}, {each[0]}"
-    more = bad - sum(count for _, count in wrong.values())
-    lines = [f"{where}: expected records to train on, got {bad:,} wrong ones:", *each, *[f"{more:,} more"] * bool(more)]
-    return "\n  ".join(lines)
+        return DataError(each[0])
+    for text in each:
+        _log.warning("%s", text)
+    some = bad > sum(count for _, count in wrong.values())
+    above = f"the first {SHOWN} kinds of which are above" if some else "see above"
+    return DataError(f"{where}: expected records to train on, got {bad:,} wrong ones, {above}")
 
 
 def open_documents(path: Path, lines: Lines = TEXT) -> Text | Records:

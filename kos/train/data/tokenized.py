@@ -34,6 +34,9 @@ SHARD_TOKENS = 1 << 24
 """A shard is complete when it has at least this many tokens."""
 
 
+LAST = "the last argument of kos tokenize is the folder that is written"
+
+
 class CorpusDocuments:
     """The documents of a corpus: those for training, of which there are ``train``, then those for validation.
 
@@ -104,7 +107,7 @@ def _begun(folder: Path, key: str) -> dict[str, Any]:
                 path.unlink()
         (folder / MANIFEST).unlink()
     if others := sorted(folder.iterdir()):
-        raise ConfigError(f"{folder}: expected a new or an empty folder, got one with {others[0].name}")
+        raise ConfigError(f"{folder}: expected a new or an empty folder, got one with {others[0].name}; {LAST}")
     return _save(folder, {"format": FORMAT, "key": key, "complete": False, "shards": []})
 
 
