@@ -170,6 +170,8 @@ def test_a_template_that_drops_the_thinking_of_earlier_turns(tmp_path: Path, mar
     asked = "<|im_start|>user\nrain today?<|im_end|>\n<|im_start|>assistant\n"
     first, second = asked + turns[0], asked + "four<|im_end|>\n" + asked + turns[1]
     assert data_text(folder, tokens) == first + second
+    times = (len(first) + len(second)) / len(second)
+    assert f"; --split-turns makes 1 chat into 2 documents, with {times:.1f} times the text" in data.held_out
     begins = np.asarray(data.train.documents).tolist()
     assert len(begins) == 2 and data_text(folder, tokens[begins[1] :]) == second
 

@@ -41,11 +41,14 @@ class CorpusDocuments:
     """The documents of a corpus: those for training, of which there are ``train``, then those for validation.
 
     ``kinds`` has the kinds of those for training and for validation: text, parts, or parts that a template rendered.
+    ``rendered`` are the numbers of documents and of characters that a template rendered, and ``once`` those of the last
+    document of each chat.
     """
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus, self.splits = corpus, corpus.splits
         self.train, self.kinds = 0, (set[str](), set[str]())
+        self.rendered, self.once = np.zeros(2, np.int64), np.zeros(2, np.int64)
 
     def __iter__(self) -> Iterator[str | Document | Text]:
         for of_val, contents in enumerate(self.splits[:2]):
@@ -55,6 +58,9 @@ class CorpusDocuments:
                         in_parts = isinstance(document, Document) and ("rendered" if document.rendered else "parts")
                         self.kinds[of_val].add(in_parts or "text")
                         self.train += not of_val
+                        if isinstance(document, Document) and document.rendered:
+                            self.rendered += (1, len(document))
+                            self.once += (document.last, len(document) * document.last)
                         yield document
 
 
@@ -154,13 +160,18 @@ def _about(
     parts, (of_train, of_val) = (row.part(0, at), row.part(at, row.size)), documents.kinds
     kinds = of_train | of_val
     in_parts, rendered = kinds != {"text"}, kinds == {"rendered"}
+    between = "; chats as their template writes them" if rendered else f"; {tokenizer.separators()}"
+    (answers, every), (chats, once) = documents.rendered.tolist(), documents.once.tolist()
+    if answers > chats:
+        cost = f"{plural(answers, 'document')}, with {every / max(1, once):.1f} times the text"
+        between += f"; --split-turns makes {plural(chats, 'chat')} into {cost}"
     identity = json.dumps(tokenizer.to_json(), sort_keys=True).encode()
     return {
         "tokenizer": tokenizer.to_json(), "tokenizer_sha256": hashlib.sha256(identity).hexdigest(),
         "rules": tokenizer.rules, "train_tokens": at, "masked": in_parts, "what": "chat" if rendered else "document",
         # Other validation data does not decide how the training data is read.
         "fit": "cut" if "text" in (of_train if documents.corpus.other_val else kinds) else "whole",
-        "between": "; chats as their template writes them" if rendered else f"; {tokenizer.separators()}",
+        "between": between,
         "held_out": splits.in_words(at, row.size - at), "trained_on": splits.trained_on,
         "spelled_out": sum((Counter(shard["spelled_out"]) for shard in shards), Counter[str]()),
         "several": max(len(part.begins) for part in parts) > 1,
