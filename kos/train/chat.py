@@ -1,6 +1,7 @@
 """Chat with a trained model, by its chat template: ``python -m kos.train.chat RUN``.
 
-Each line is a message. ``/reset`` begins a new chat. ``/exit`` or Ctrl-D ends the program. Ctrl-C ends an answer.
+Each line is a message. ``/tool NAME`` takes the result of a tool from the lines after it, up to an empty one.
+``/reset`` begins a new chat. ``/exit`` or Ctrl-D ends the program. Ctrl-C ends an answer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--system", metavar="TEXT", help="a system message at the beginning of each chat")
     parser.add_argument("--tools", type=Path, metavar="FILE", help="a JSON list of the tools that the model may call")
     parser.epilog = (
-        "Each line is a message. /reset begins a new chat. /exit or Ctrl-D ends the program. Ctrl-C ends an answer."
+        "Each line is a message. /tool NAME takes the result of a tool from the lines after it, up to an empty one. "
+        "/reset begins a new chat. /exit or Ctrl-D ends the program. Ctrl-C ends an answer."
     )
     arguments = parser.parse_args(argv)
     with suppress(ImportError):
@@ -36,10 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         model.chat_prompt([*beginning, {"role": "user", "content": "?"}], tools)  # and a model without a template
         messages = [*beginning]
         while (text := _ask()) is not None:
+            text = text.strip()
+            command, _, name = text.partition(" ")
+            message = {"role": "user", "content": text}
+            if command == "/tool":  # some templates write the name
+                message = {"role": "tool", **({"name": name} if name else {}), "content": _lines()}
             if text == "/reset":
                 messages = [*beginning]
             elif text:
-                messages = _reply(model, [*messages, {"role": "user", "content": text}], {**options, "tools": tools})
+                messages = _reply(model, [*messages, message], {**options, "tools": tools})
 
     return run(arguments, talk)
 
@@ -57,11 +64,19 @@ def _tools(file: Path | None) -> list[Any] | None:
 def _ask() -> str | None:
     """The user's next line; None at the end of the program."""
     try:
-        text = input("> ").strip()
+        text = input("> ")
     except (EOFError, KeyboardInterrupt):
         print()
         return None
-    return None if text == "/exit" else text
+    return None if text.strip() == "/exit" else text
+
+
+def _lines() -> str:
+    """The user's next lines up to an empty one, or to the end of the program."""
+    lines = list[str]()
+    while (line := _ask()) and line.strip():
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _reply(model: Any, messages: list[dict[str, str]], options: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -168,6 +168,26 @@ def test_the_command_chats(folder: Path) -> None:
         assert done.stdout.replace("> ", "").rstrip("\n").split("\n") == "\n".join(said).rstrip("\n").split("\n")
 
 
+def test_the_command_takes_results_of_tools(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their lines up to an empty one are one message, with the name of the tool for templates that write it."""
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    names = "{% for m in messages if m.name %}[{{ m.name }}]{% endfor %}"
+    (folder / "chat_template.jinja").write_text(names + TEMPLATE)
+    model, said, messages = kos.train.load(folder), list[str](), list[dict[str, str]]()
+    result = {"role": "tool", "content": "{\n  rank"}
+    for message in ({"role": "user", "content": "ring"}, {**result, "name": "clock"}, result):
+        messages.append(message)
+        said.append(model.chat(messages, 7, temperature=0))
+        messages.append({"role": "assistant", "content": said[-1]})
+    lines = "ring\n/tool clock\n{\n  rank\n\n/tool\n{\n  rank"
+    for ending in ("\n\n/exit\n", ""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines + ending))
+        capsys.readouterr()
+        assert chat.main([str(folder), "--tokens=7", "--temperature=0"]) == 0
+        printed = capsys.readouterr().out.replace("> ", "").splitlines()
+        assert [line for line in printed if line] == [line for text in said for line in text.splitlines() if line]
+
+
 def test_the_command_passes_tools_to_the_template(
     folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from kos.testing import spawn
 from kos.train.__main__ import main
+from kos.train.config.flags import parse
 from kos.train.data import show
 from kos.train.data.batches import load_data
 from kos.train.run import Trainer
@@ -76,6 +77,21 @@ def test_padding_is_no_text_and_sequences_name_their_source(
         assert f", of {pairs}: " in about if "yes" in content else f", of {text}: 24 of 24 tokens count" in about
     assert sum("yes" in each for each in shown[:24]) == 12
     assert f"{pairs}: training: " in shown[24]
+
+
+@pytest.mark.parametrize("prompt", ["xxxxx", "xxxxxx"])
+def test_no_character_is_cut_in_half(tmp_path: Path, prompt: str) -> None:
+    """Marks are between characters: the first token of a piece, which may be half of one, is no target."""
+    path = write_lines(tmp_path / "pairs.jsonl", [{"prompt": prompt, "completion": "Ä" * 30}] * 4)
+    flags = ["--tokenizer", "bytes", "--seq-len", "12", "--batch-size", "1", "--steps", "30", "--hold-out", "0"]
+    data, pieces = load_data(parse(["--data", str(path), *flags])), set[str]()
+    for step in range(30):
+        text, counts = show.sequence(data, step, 0)
+        pieces.add(text)
+        assert re.fullmatch(r"\ufffd?(x*«\ufffd?Ä+\ufffd?»)+", text) and 0 < counts <= 12, text
+        excerpt = show.first_line(data, step).partition("in «»: ")[2]
+        assert "\ufffd" not in excerpt and "Ä" in excerpt
+    assert any("\ufffd" in text for text in pieces), "sequences cut characters"
 
 
 def test_a_run_that_resumes_is_shown_from_its_next_step(

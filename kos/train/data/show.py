@@ -16,6 +16,9 @@ _BEFORE, _SHOWN = 50, 110
 """Lengths in ``first_line``, in characters: of the text before the first token that counts, and of all text."""
 
 
+HALF = "\ufffd"
+"""How a decoder writes a character of which the sequence, or the tokens up to a mark, have some bytes only."""
+
 MOST = 10_000
 """Sequences among which ``report`` finds those of each source."""
 
@@ -55,6 +58,7 @@ def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
 def first_line(data: Dataset, step: int) -> str:
     """A line for the log: an excerpt of the first sequence of ``step``, around the first token that counts."""
     text, counts = sequence(data, step, 0, _SHOWN)
+    text = text.replace(HALF, "")
     start = max(0, text.find("«") - _BEFORE)
     stop = start + _SHOWN
     shown = json.dumps(f"{'…' * (start > 0)}{text[start:stop]}{'…' * (stop < len(text))}", ensure_ascii=False)
@@ -74,8 +78,9 @@ def sequence(data: Dataset, step: int, row: int, shown: int | None = None) -> tu
     for counts, group in groupby(counted[: len(ids)]):
         done += len([*group])
         whole = data.tokenizer.decode(ids[:done])  # a decoder may treat a first token differently
-        text += f"«{whole[len(written) :]}»" if counts else whole[len(written) :]
-        written = whole
+        whole = whole if done == len(ids) else whole.rstrip(HALF)
+        piece, written = whole[len(written) :], whole
+        text += f"«{piece}»" if counts and piece else piece
         if shown is not None and "«" in text and len(text) > text.index("«") + shown:
             break
     return text, sum(counted)
