@@ -43,8 +43,8 @@ def announce(run: RunContext) -> None:
     config, model, parallel, say = run.config, run.model_config, run.device.step.parallel, run.console.say
     layers, epochs = plural(model.num_hidden_layers, "layer"), ""
     if config.epochs is not None:
-        mixture, steps = run.data.mixture, plural(run.data.steps_of(config.epochs), "step")
-        what = plural(run.data.steps_per_epoch, "step") if mixture is None else f"{next(iter(mixture.parts))}, {steps}"
+        mixture = run.data.mixture
+        what = plural(run.data.steps_per_epoch, "step") if mixture is None else next(iter(mixture.parts))
         epochs = f", {plural(config.epochs, 'epoch')} of {what}"
     say(
         f"kos: {model.num_parameters():,} parameters ({layers} x {model.hidden_size}), "
