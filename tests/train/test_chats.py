@@ -566,7 +566,7 @@ def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path, caplog: pytest.
     folder, path = folder_of(tmp_path, BOTH), tmp_path / "chats.jsonl"
     good, wrong = json.dumps({"messages": [USER, ANSWER]}), [json.dumps({"messages": [{"role": "user"}]})] * 3
     path.write_text("\n".join([good, *wrong[:1], good, *wrong[1:], "{", *(f'{{"a{n}": 1}}' for n in range(12)), good]))
-    with refused(DataError, f"--data {path}: expected records to train on, got 16 wrong ones, the first 10 kinds of"):
+    with refused(DataError, f"--data {path}: expected records to train on, got 16 wrong ones, see above (the first 10"):
         read(path, "--tokenizer", str(folder))
     each = [record.getMessage().removeprefix(f"--data {path}, ") for record in caplog.records]
     assert each[0] == "line 2: expected content in message 1, got none (2 more)" and len(each) == 10

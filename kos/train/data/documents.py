@@ -174,9 +174,8 @@ def _wrong(where: str, wrong: Mapping[str, tuple[str, int]], bad: int) -> DataEr
         return DataError(each[0])
     for text in each:
         _log.warning("%s", text)
-    some = bad > sum(count for _, count in wrong.values())
-    above = f"the first {SHOWN} kinds of which are above" if some else "see above"
-    return DataError(f"{where}: expected records to train on, got {bad:,} wrong ones, {above}")
+    kinds = f" (the first {SHOWN} kinds of them)" * (len(each) == SHOWN)
+    return DataError(f"{where}: expected records to train on, got {bad:,} wrong ones, see above{kinds}")
 
 
 def open_documents(path: Path, lines: Lines = TEXT) -> Text | Records:
