@@ -175,17 +175,14 @@ def read_corpus(
         if len(names) > 1:
             contents = [[each._replace(split=each.split or split_of(each.name)) for each in of] for of in contents]
         files = [*chain(*contents[: len(names)])]
-        if len(names) > 1 and not val_data and not _validation_files(files):
-            parts = list[Splits]()
-            for (flag, name), of in zip(named, contents, strict=True):
-                with errors_with(flag, name):  # it counts documents
-                    parts.append(split(name, of, hold_out=hold_out))
-            train, val, held_out, trained_on, chosen = zip(*parts, strict=True)
-            texts = (" and ".join(held_out), " and ".join(trained_on))
-            return Splits([*chain(*train)], [*chain(*val)], *texts, any(chosen))
-        with errors_with(*named[0]):
-            val_files = contents[-1] if val_data else None
-            return split(named[0][1], files, val_files, f"{val_data} ({val_flag})", hold_out)
+        by_source = len(names) > 1 and not val_data and not _validation_files(files)
+        parts, val_files = list[Splits](), contents[-1] if val_data else None
+        for (flag, name), of in zip(named, contents if by_source else [files], strict=False):
+            with errors_with(flag, name):  # it counts documents
+                parts.append(split(name, of, val_files, f"{val_data} ({val_flag})", hold_out))
+        train, val, held_out, trained_on, chosen = zip(*parts, strict=True)
+        texts = " and ".join(held_out), " and ".join(trained_on)
+        return Splits([*chain(*train)], [*chain(*val)], *texts, any(chosen))
 
     of_data = sources[: len(names)]
     return Corpus(
