@@ -81,9 +81,9 @@ def announce(run: RunContext) -> None:
         if fit := run.data.fit_in_words():
             say(fit)
         for part in run.data.parts:
-            if part.lack > MUCH:
+            if (lack := part.lack) > MUCH:
                 how = "raise --seq-len" + ", or leave long ones out (--long-documents skip)" * bool(part.packing)
-                what = f"{part.lack:.0%} of the counted tokens lack the beginning of their {part.what}"
+                what = f"{lack:.0%} of the counted tokens lack the beginning of their {part.what}"
                 run.console.warn(f"kos: --data {part.name}: {what}: {how}")
         say(first_line(run.data, run.start))
     if run.data.note:

@@ -131,7 +131,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Optimizer steps of the whole run, on sequences drawn at random."""
     epochs: int | None = option(None, "none", ge=1)
     """Instead of --steps: train N times on each sequence of the data, every time in another random order; in a mixture,
-    on each sequence of the first source. 3 with --init-from."""
+    on each sequence of the first source. 3 with --init-from and without --steps."""
     out: Path | None = option(
         None, "the first free of runs/PRESET, runs/PRESET-2, …; with --resume auto the last one used", strict=False
     )
