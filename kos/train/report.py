@@ -81,7 +81,7 @@ def announce(run: RunContext) -> None:
         if fit := run.data.fit_in_words():
             say(fit)
         for part in run.data.parts:
-            if (lack := part.lack) > MUCH:
+            if (lack := part.without_beginning) > MUCH:
                 how = "raise --seq-len" + ", or leave long ones out (--long-documents skip)" * bool(part.packing)
                 what = f"{lack:.0%} of the counted tokens lack the beginning of their {part.what}"
                 run.console.warn(f"kos: --data {part.name}: {what}: {how}")
@@ -118,11 +118,11 @@ def _announce_frozen(run: RunContext) -> None:
 
 
 def without_effect(
-    config: TrainConfig, asked: Mapping[str, Any], unread: Mapping[str, str] = MappingProxyType({})
+    config: TrainConfig, asked: Mapping[str, Any], ignored: Mapping[str, str] = MappingProxyType({})
 ) -> list[str]:
     """The flags that were given, and that other settings or the data leave without effect, each with the reason.
 
-    ``unread`` has the settings that do not apply to the data.
+    ``ignored`` has the settings that do not apply to the data.
     """
     no_sample = config.sample_tokens == 0
     reasons = {
@@ -133,7 +133,7 @@ def without_effect(
         **dict.fromkeys(("prompt", "temperature", "top_k"), "--sample-tokens 0" * no_sample),
         "pp_schedule": "--pp 1" * (config.pp == 1),
         "hold_out": "--val-data" * (config.val_data is not None),
-        **unread,
+        **ignored,
     }
     given = [name for name in reasons if asked[name] not in (TrainConfig.model_fields[name].default, [])]
     return [f"{flag_of(name)} ({reasons[name]})" for name in given if reasons[name]]
@@ -142,7 +142,7 @@ def without_effect(
 def _report_settings(run: RunContext) -> None:
     """Report defaults that the user may not expect: those of --init-from, and a warm-up longer than the run."""
     config, steps, say = run.config, run.config.learning_rate().warmup_steps, run.console.say
-    if useless := without_effect(config, run.asked, run.data.unread_by_all):
+    if useless := without_effect(config, run.asked, run.data.ignored_by_all):
         say(f"without effect: {', '.join(useless)}")
     if run.start == 0 and config.init_from is not None:
         length = plural(config.steps, "step") if config.epochs is None else plural(config.epochs, "epoch")

@@ -145,8 +145,8 @@ class Trainer(RunContext):
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
         together(comm, lambda: check_folder(self.out, comm.rank))
         try:
-            self.source, self.start, self.saved_step, self.resumes, reads = alone(comm, lambda: find_source(self))
-            self.config = config = config.reading(reads)
+            self.source, self.start, self.saved_step, self.resumes, settings = alone(comm, lambda: find_source(self))
+            self.config = config = config.with_data_settings(settings)
             self.base = alone(comm, lambda: adapter.find_base(config.lora, config.init_from))
             self.data = self._load_data()
             self.config = config = config.model_copy(update={"fit": "whole" if self.data.packing else config.fit})

@@ -25,7 +25,7 @@ class Source(NamedTuple):
     saved_step: int = -1
     """``step`` if the checkpoint is in the run's own folder, else -1."""
     is_checkpoint: bool = False
-    reads: Mapping[str, Any] | None = None
+    data_settings: Mapping[str, Any] | None = None
     """The settings by which the run that saved the checkpoint reads its data."""
 
 
@@ -52,7 +52,7 @@ def find_source(run: RunContext) -> Source:
     resume.check_order(run.found, config)
     theirs = huggingface.read_config(path)
     resume.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
-    return Source(str(path), step, saved_step, True, resume.reads(run.found))
+    return Source(str(path), step, saved_step, True, resume.data_settings(run.found))
 
 
 def check_source(run: RunContext) -> None:

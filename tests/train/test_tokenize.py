@@ -260,9 +260,9 @@ def test_flags_of_text_have_no_effect_on_tokens(
     for name in ("token-dtype", "hold-out"):
         assert f"--{name} ({out} is a folder of kos tokenize)" in said
     mixed = load_data(parse([f"--data={out}:1", f"--data={folder / 'a_train.txt'}:1", *flags]))
-    assert mixed.unread_by_all.keys() == {"token_dtype"}
+    assert mixed.ignored_by_all.keys() == {"token_dtype"}
     other = load_data(parse([f"--data={out}", f"--eval-data=a={folder / 'a_train.txt'}", *flags]))
-    assert other.unread_by_all.keys() == {"token_dtype"}
+    assert other.ignored_by_all.keys() == {"token_dtype"}
     config = parse(["--val-data=x", "--hold-out=0.3"])
     assert without_effect(config, config.to_json()) == ["--hold-out (--val-data)"]
 

@@ -384,7 +384,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         """The fraction of the data that is held out for validation."""
         return (HOLD_OUT if self.eval_batches else 0.0) if self.hold_out is None else self.hold_out
 
-    def reading(self, theirs: Mapping[str, Any] | None) -> TrainConfig:
+    def with_data_settings(self, theirs: Mapping[str, Any] | None) -> TrainConfig:
         """This configuration with the settings ``theirs`` of a resumed run, where it leaves them open."""
         known = {"hold_out": self.held_out, **(theirs or {})}
         return self.model_copy(update={name: value for name, value in known.items() if getattr(self, name) is None})

@@ -93,7 +93,7 @@ class Dataset:
     in_parts: bool = False
     """Whether documents have parts that the loss need not count: chats, prompts and completions, tokens with a mask."""
 
-    unread: Mapping[str, str] = field(default_factory=dict)
+    ignored: Mapping[str, str] = field(default_factory=dict)
     """Settings that do not apply to data of this kind, each with the reason."""
 
     def __post_init__(self) -> None:
@@ -119,9 +119,9 @@ class Dataset:
         return [self] if self.mixture is None else [*self.mixture.parts.values()]
 
     @property
-    def unread_by_all(self) -> dict[str, str]:
+    def ignored_by_all(self) -> dict[str, str]:
         """The settings that apply to no source and to no other validation data, each with a reason."""
-        every = [part.unread for part in [*self.parts, *self.others.values()]]
+        every = [part.ignored for part in [*self.parts, *self.others.values()]]
         return {name: reason for name, reason in every[0].items() if all(name in each for each in every)}
 
     @property
@@ -206,7 +206,7 @@ class Dataset:
         return []
 
     @property
-    def lack(self) -> float:
+    def without_beginning(self) -> float:
         """The share of the counted tokens that lack the beginning of their document; without packing, of the first
         SAMPLED sequences.  Text has no beginning that later tokens need."""
         if isinstance(self.train, PackedTokens):
@@ -233,7 +233,7 @@ class Dataset:
         if self.packing:
             lines = {use: each.in_words(self.what) for use, each in packed.items() if isinstance(each, PackedTokens)}
             return "\n".join(f"{use}: {line}" for use, line in lines.items() if packed[use].size)
-        if not (lack := self.lack):
+        if not (lack := self.without_beginning):
             return ""
         share = f"about {lack:.0%} of the counted tokens lack the beginning of their document"
         if self.epochs is None or not isinstance(self.train.documents, np.ndarray):
@@ -422,12 +422,12 @@ def _load(
         trained_on=f"trained on: {about['trained_on']}", note=_note(about.get("spelled_out", {})),
         sources=(" ".join(corpus.flags[0]), " ".join(corpus.flags[1])),
         packs=(several or packing is not None) and config.documents == "pack", in_parts=about["masked"],
-        packing=packing, unread=_unread(corpus), what=about.get("what", "document"), trains=given is None,
+        packing=packing, ignored=_ignored(corpus), what=about.get("what", "document"), trains=given is None,
     )  # fmt: skip
 
 
-def _unread(corpus: Corpus) -> dict[str, str]:
-    """``Dataset.unread`` of a corpus."""
+def _ignored(corpus: Corpus) -> dict[str, str]:
+    """``Dataset.ignored`` of a corpus."""
     if corpus.vocab_size is None and not corpus.tokenized:
         return {"token_dtype": f"{corpus.name} is text"}
     of_text = ("text_field", "encoding", "split_turns", "split_special_tokens")

@@ -92,7 +92,7 @@ FORMS = ("text", "completion", *CHATS)
 """The fields by which a record is a text, a prompt with its completion, or a chat.  It may have one of them."""
 
 
-UNREAD = ("rejected", "label", "sample_weight", "loss_weight")
+REFUSED = ("rejected", "label", "sample_weight", "loss_weight")
 """Fields of preference data, and weights of records.  ``label`` is one of them if it is true or false (TRL's KTO)."""
 
 
@@ -428,11 +428,11 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
         field = next((name for name in (*given, *forms, "prompt") if name in fields), None)
     if field in ("prompt", "completion") and field != lines.text_field:
         prompt, completion = (_text_of(fields, name, where) for name in ("prompt", "completion"))
-        _check_unread(fields, where)
+        _check_refused(fields, where)
         return [Document(((prompt, False), (completion, counts(fields, where))))]
     if field is not None and (isinstance(fields[field], list) if field == lines.text_field else field in CHATS):
         messages = _messages_of(fields, field, where)
-        _check_unread(fields, where)
+        _check_refused(fields, where)
         if (template := lines.chat_template()) is None:
             expected = "a tokenizer with a chat template for messages (--tokenizer, --init-from)"
             how = "add chat_template to its tokenizer_config.json, or put each chat into one field, as text"
@@ -447,9 +447,9 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
     raise DataError(f"{where}: expected {kinds}, got {got}")
 
 
-def _check_unread(fields: Mapping[str, Any], where: str) -> None:
+def _check_refused(fields: Mapping[str, Any], where: str) -> None:
     """DataError for a field that would change what a chat or a completion teaches, and that kos does not read."""
-    for name in UNREAD:
+    for name in REFUSED:
         if (got := fields.get(name)) is not None and (name != "label" or isinstance(got, bool)):
             expected = f"a chat or a completion without the field {name!r}, which the trainer does not read"
             raise DataError(f"{where}: expected {expected}, got {reprlib.repr(got)} (see {WITHOUT})")

@@ -160,16 +160,16 @@ def make_plan(tokens: Tokens, seq_len: int, seed: int, skips: bool) -> NDArray[n
     filled = lengths // seq_len  # how many sequences each document fills by itself
     before, rest = np.cumsum(filled) - filled, begins + filled * seq_len
     full = np.repeat(begins, filled) + seq_len * (np.arange(filled.sum()) - np.repeat(before, filled))
-    teaches = counted(tokens, full + 1, np.minimum(full + seq_len + 1, np.repeat(ends, filled))) > 0
-    rest_teaches = counted(tokens, rest + 1, ends) > 0  # 1 token is the last target before it
+    full_has_target = counted(tokens, full + 1, np.minimum(full + seq_len + 1, np.repeat(ends, filled))) > 0
+    rest_has_target = counted(tokens, rest + 1, ends) > 0  # 1 token is the last target before it
     for at in range(0, len(begins), CHUNK):
         of_chunk = permuted(np.arange(at, min(at + CHUNK, len(begins))), len(begins), seed, ORDER)
         if skips:
             of_chunk = of_chunk[lengths[of_chunk] <= seq_len]
         each = filled[of_chunk]
         numbers = np.arange(each.sum()) + np.repeat(before[of_chunk] - (np.cumsum(each) - each), each)
-        plans.append(~full[numbers[teaches[numbers]]])
-        of_chunk = of_chunk[rest_teaches[of_chunk]]
+        plans.append(~full[numbers[full_has_target[numbers]]])
+        of_chunk = of_chunk[rest_has_target[of_chunk]]
         rests = ends[of_chunk] - rest[of_chunk]
         order = np.argsort(-rests, kind="stable")
         sequences = best_fit(rests[order].tolist(), seq_len)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kos.train.checkpoint import Checkpoint
 from kos.train.checkpoint.adapter import tokenizer_folder
-from kos.train.checkpoint.resume import reads
+from kos.train.checkpoint.resume import data_settings
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Dataset, load_data
 
@@ -19,25 +19,25 @@ _BEFORE, _SHOWN = 50, 110
 HALF = "\ufffd"
 """How a decoder writes a character of which the sequence, or the tokens up to a mark, have some bytes only."""
 
-MOST = 10_000
+SEARCHED = 10_000
 """Sequences among which ``report`` finds those of each source."""
 
 
 def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
     """The first ``config.show_data`` sequences of a run, or of one that resumes from the checkpoint ``found``.
 
-    In a mixture, the first of each source, if they are among the first MOST.  A line before each sequence gives its
+    In a mixture, the first of each source, if they are among the first SEARCHED.  A line before each sequence gives its
     place, its source in a mixture, and its counts.  The last lines say how
     documents fit into sequences, and what the data is.
     """
     first, weights, runs, shown = 0, tokenizer_folder(config.init_from), list[Path](), []
-    config = config.reading(found and reads(found))
+    config = config.with_data_settings(found and data_settings(found))
     if found is not None:
         first, runs = found.step * config.batch_size, [found.path.parent.parent]
         weights = weights and str(found.path)
     data = load_data(config, weights=weights, runs=runs)
     left = dict.fromkeys([""] if data.mixture is None else data.mixture.parts, config.show_data)
-    for number in range(first, first + max(MOST, config.show_data)):
+    for number in range(first, first + max(SEARCHED, config.show_data)):
         step, row = divmod(number, config.batch_size)
         source, part, start = data.place(step, row)
         if not any(left.values()):
