@@ -73,7 +73,8 @@ def test_a_checkpoint_has_the_other_files_of_the_folder(
     _train(text, tmp_path / "run", 2, steps=1, init_from=str(folder))
     said = capsys.readouterr().out
     rates = "learning rate 0.003 after a warm-up of 5 steps, 32 of at most 32 tokens a sequence"
-    assert f"from the weights in {folder}: {rates} (--lr, --warmup-steps, --seq-len)\n" in said
+    assert f"from the weights in {folder}: 1 step (each of " in said
+    assert f" times), {rates} (--epochs, --lr, --warmup-steps, --seq-len)\n" in said
     assert f"checkpoints also keep these files of {folder}: {', '.join(sorted(EXTRA))}\n" in said
     assert f"training is without the dropout of {folder}: attention_dropout 0.1, embd_pdrop 0.2\n" in said
     shutil.rmtree(folder)
@@ -112,7 +113,7 @@ def test_the_settings_of_a_tokenizer_are_kept(text: Path, tmp_path: Path, huggin
     _change(theirs / "tokenizer_config.json", **SETTINGS)
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
-    for name, how in {"new": {}, "weights": {"init_from": str(folder)}}.items():
+    for name, how in {"new": {}, "tuned": {"init_from": str(folder)}}.items():
         _train(text, tmp_path / name, steps=1, tokenizer=str(theirs), **how)
         _train(text, tmp_path / name, steps=2, tokenizer=str(theirs), resume="auto", **how)
         found = _read(tmp_path / name / "checkpoints/step-2/tokenizer_config.json")

@@ -454,8 +454,10 @@ def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypa
     assert sorted(path.name for path in runs.iterdir()) == ["tiny", "tiny-2"]
     (runs / "tiny-3").mkdir()  # a start that failed
     train(resume="auto", steps=3)
+    (weights := tmp_path / "weights").mkdir()  # without weights
+    (weights / "config.json").write_bytes((runs / "tiny/checkpoints/step-2/config.json").read_bytes())
     with pytest.raises(CheckpointError):
-        train(init_from=str(tmp_path), tokenizer="bytes")
+        train(init_from=str(weights), tokenizer="bytes")
     assert not (runs / "tiny-4").exists()
     assert checkpoint.find(runs / "tiny").step == 2 and checkpoint.find(runs / "tiny-2").step == 3
 
