@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.errors import CheckpointError, SettingError
+from kos.errors import CheckpointError, SettingError, raised_as
 from kos.train.checkpoint import huggingface
 from kos.train.checkpoint.state import Tensors
 from kos.train.config.options import TrainConfig
@@ -53,15 +53,12 @@ def read(folder: Path, trains: bool = False, has_base: bool = True) -> Found:
     of the base does not exist.  The last is checked only with ``has_base``.
     """
     path = folder / CONFIG
-    try:
+    with huggingface.whole(path, "the settings of LoRA adapters"):
         settings = json.loads(path.read_text(encoding="utf-8"))
         rank, alpha, base = settings["r"], settings["lora_alpha"], settings.get("base_model_name_or_path")
         targets = settings["target_modules"]
         if not all(isinstance(x, int | float) for x in (rank, alpha)):
             raise ValueError(f"r {rank!r} and lora_alpha {alpha!r}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        got = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path}: expected the settings of LoRA adapters, got {got}") from error
     fixed: dict[str, tuple[Any, ...]] = {
         "peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian"),
         **dict.fromkeys(["lora_dropout"] * trains, (0,)), **dict.fromkeys(REFUSED, ("none", None, False, [], {}, "")),
@@ -142,11 +139,8 @@ def fingerprint(folder: Path) -> str:
             return hashlib.file_digest(file, "sha256").digest()
 
     huggingface.check_weights(folder)
-    try:
-        with ThreadPoolExecutor() as pool:
-            return hashlib.sha256(b"".join(pool.map(digest, huggingface.shards(folder)))).hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"{folder}: expected weights that can be read, got {error}") from error
+    with raised_as(CheckpointError, f"{folder}: expected weights that can be read"), ThreadPoolExecutor() as pool:
+        return hashlib.sha256(b"".join(pool.map(digest, huggingface.shards(folder)))).hexdigest()
 
 
 def check_base(path: Path, described: Mapping[str, Any], sha256: str, base: str | Path) -> None:

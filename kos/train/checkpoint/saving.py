@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from kos.comm.communicator import Communicator
-from kos.errors import CheckpointError
+from kos.errors import CheckpointError, raised_as
 from kos.files import replace_file, sync
 from kos.train.checkpoint.huggingface import as_saved, name_as_saved, shape_as_saved
 from kos.train.model.parameters import Shape
@@ -93,11 +93,9 @@ class Saving:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _wait(self, future: Future[Any]) -> None:
-        try:
+        where = f" on rank {self._rank}" * bool(self._others)
+        with raised_as(CheckpointError, f"{self._folder}: expected to write a checkpoint{where}"):
             future.result()
-        except OSError as error:
-            where = f" on rank {self._rank}" * bool(self._others)
-            raise CheckpointError(f"{self._folder}: expected to write a checkpoint{where}, got {error}") from error
 
     def _write_all(self) -> Files:
         try:
