@@ -178,9 +178,10 @@ def in_words(error: BaseException) -> str:
 @contextmanager
 def raised_as(kind: type[KosError], expected: str, *errors: type[Exception]) -> Iterator[None]:
     """A context whose ``errors`` (default: OSError) are raised as ``kind``: ``EXPECTED, got ERROR``."""
+    caught = errors or (OSError,)
     try:
         yield
-    except errors or OSError as error:
+    except caught as error:
         raise kind(f"{expected}, got {error}") from error
 
 
