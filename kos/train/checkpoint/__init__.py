@@ -16,11 +16,9 @@ checkpoints.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import math
-import os
 import re
 import reprlib
 import shutil
@@ -123,7 +121,7 @@ def save(
         for name, content in written.items():
             write = replace_file if isinstance(content, bytes) else write_json
             write(temporary / name, content)
-        files = files | {name: _fingerprint(temporary / name) for name in written}
+        files = files | {name: huggingface.fingerprint(temporary / name) for name in written}
         layout = dataclasses.asdict(state.mesh.layout) | {"zero": int(state.parallel.sharded)}
         manifest = {"format": FORMAT, "step": step, "layout": layout, "config": config, "files": files}
         write_json(temporary / MANIFEST, manifest | ({"best": best} if best else {}))
@@ -256,7 +254,7 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
         wanted = [name for name in manifest["files"] if not (weights_only and name.startswith((OPTIMIZER, RESIDUAL)))]
         wanted = [name for name in wanted if name != adapter.CONFIG]  # it may be edited: a base that moved
         with ThreadPoolExecutor() as pool:
-            fingerprints = pool.map(_fingerprint, (path / Path(name).name for name in wanted))
+            fingerprints = pool.map(huggingface.fingerprint, (path / Path(name).name for name in wanted))
             for number, (name, found) in enumerate(zip(wanted, fingerprints, strict=True), 1):
                 show("checking the checkpoint", number / len(wanted))
                 for key in ("bytes", "sha256"):
@@ -311,11 +309,6 @@ def steps_in(folder: Path) -> list[tuple[int, Path]]:
         paths = list(folder.iterdir()) if folder.is_dir() else []
     matches = ((_NAME.fullmatch(path.name), path) for path in paths)
     return sorted((int(match[1]), path) for match, path in matches if match)
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def read_extra(folder: Path) -> dict[str, bytes]:

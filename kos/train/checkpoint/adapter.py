@@ -133,14 +133,11 @@ def find_base(config: TrainConfig) -> dict[str, str] | None:
 
 def fingerprint(folder: Path) -> str:
     """The SHA-256 of the concatenated SHA-256 digests of the weight files in ``folder``, in their order."""
-
-    def digest(name: str) -> bytes:
-        with open(folder / name, "rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
-
     huggingface.check_weights(folder)
+    paths = [folder / name for name in huggingface.shards(folder)]
     with raised_as(CheckpointError, f"{folder}: expected weights that can be read"), ThreadPoolExecutor() as pool:
-        return hashlib.sha256(b"".join(pool.map(digest, huggingface.shards(folder)))).hexdigest()
+        digests = (bytes.fromhex(each["sha256"]) for each in pool.map(huggingface.fingerprint, paths))
+        return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def check_base(path: Path, described: Mapping[str, Any], sha256: str, base: str | Path) -> None:
@@ -186,11 +183,15 @@ class Merged:
         if (manifest := folder / "manifest.json").exists():
             run = json.loads(manifest.read_text(encoding="utf-8"))["config"]
             check_base(folder, run, fingerprint(self.base), self.base)
-        self.weights = huggingface.weight_files(self.base, self.model.parameter_shapes())
+        self._weights = huggingface.weight_files(self.base, self.model.parameter_shapes())
+
+    def by_file(self) -> dict[str, list[str]]:
+        """The names of the tensors in each file of the base."""
+        return self._weights.by_file()
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Read a tensor or a slice of it.  A tensor with an adapter is returned in float32."""
-        tensor = self.weights.read(name, index)
+        tensor = self._weights.read(name, index)
         if name not in self._adapted:
             return tensor
         rows, columns = index or (slice(None), slice(None))

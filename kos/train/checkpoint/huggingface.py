@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -38,6 +40,12 @@ DTYPES = {
 """The dtypes that can be read: their names in safetensors, and in NumPy."""
 
 READ = 4 << 20  # bytes read at once, if only some columns of a tensor are needed
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """The size of a file in ``bytes``, and its ``sha256``."""
+    with open(path, "rb") as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 @contextmanager

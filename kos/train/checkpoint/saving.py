@@ -134,8 +134,7 @@ class Saving:
     def _write(self, path: Path, shapes: Mapping[str, Shape]) -> dict[str, Any]:
         if not path.name.startswith(WEIGHTS):
             return write_tensors(path, shapes, (self._next() for _ in shapes))
-        saved = {name_as_saved(name): shape_as_saved(name, shape) for name, shape in shapes.items()}
-        return write_tensors(path, saved, (as_saved(name, self._finite(name)) for name in shapes))
+        return write_weights(path, shapes, self._finite)
 
     def _finite(self, name: str) -> np.ndarray:
         tensor = self._next()
@@ -143,6 +142,14 @@ class Saving:
             expected = f"expected finite weights, got others in {name}; nothing is saved"
             raise CheckpointError(f"{self._folder}: {expected}")
         return tensor
+
+
+def write_weights(
+    path: Path, shapes: Mapping[str, Shape], read: Callable[[str], np.ndarray], dtype: str = "float32"
+) -> dict[str, Any]:
+    """Write weights, which ``read`` returns by our names, as transformers and peft have them. As ``write_tensors``."""
+    saved = {name_as_saved(name): shape_as_saved(name, shape) for name, shape in shapes.items()}
+    return write_tensors(path, saved, (as_saved(name, read(name)) for name in shapes), dtype)
 
 
 def write_tensors(
