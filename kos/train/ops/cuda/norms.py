@@ -36,12 +36,6 @@ class NormOps:
             )  # fmt: skip
             self._add_partials(partial, 0, out, x, accumulate)
 
-    def rms_norm(self, x: Array, norm: Normalize, out: Array, rstd: Array) -> None:
-        self._norm(x, norm, out, rstd)
-
-    def layer_norm(self, x: Array, norm: Normalize, out: Array, statistics: Array) -> None:
-        self._norm(x, norm, out, statistics)
-
     def rms_norm_backward(
         self, d_out: Array, x: Array, norm: Normalize, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
         arena: Arena,
@@ -54,7 +48,8 @@ class NormOps:
     ) -> None:  # fmt: skip
         self._norm_backward(d_out, x, norm, statistics, dx, [d_weight, d_bias], accumulate, arena)
 
-    def _norm(self, x: Array, norm: Normalize, out: Array | None, statistics: Array) -> None:
+    def rms_norm(self, x: Array, norm: Normalize, out: Array | None, statistics: Array) -> None:
+        """``Ops.rms_norm``, and with a bias ``Ops.layer_norm``. Without ``out`` it writes the statistics alone."""
         (rows, columns), weight = x.shape, norm.weight
         bias = weight if norm.bias is None else norm.bias
         width = access_width(columns, x, weight, bias, x if out is None else out)
@@ -65,6 +60,8 @@ class NormOps:
             x, weight, bias, np.float32(norm.eps), 0 if out is None else out, statistics, rows,
             WIDTH=width, THREADS=threads, ROWS=together, CENTERED=int(norm.bias is not None), **norm.macros(),
         )  # fmt: skip
+
+    layer_norm = rms_norm
 
     def _norm_backward(
         self, d_out: Array, x: Array, norm: Normalize, statistics: Array, dx: Array, gradients: list[Array],
