@@ -256,17 +256,17 @@ class FixedOrder(LinearOps):
 
     # --- norms -------------------------------------------------------------------------------------------
 
-    def rms_norm_backward(
+    def normalize_backward(
         self, d_out: Array, x: Array, norm: Normalize, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
         arena: Arena,
     ) -> None:  # fmt: skip
-        """``Ops.rms_norm_backward``; d_weight of all ranks' rows."""
+        """``Ops.normalize_backward`` of RMSNorm; d_weight of all ranks' rows."""
         of_piece = len(x) * self.tp.size // self.pieces
         rows = _equal(slice(0, len(x)), self.pieces * math.gcd(self.split.features, of_piece) // self.tp.size)
 
         def of_rows(index: int, term: Array) -> None:
             d_out_n, x_n, rstd_n, dx_n = (each[rows[index]] for each in (d_out, x, rstd, dx))
-            self.inner.rms_norm_backward(d_out_n, x_n, norm, rstd_n, dx_n, term, accumulate, arena)
+            self.inner.normalize_backward(d_out_n, x_n, norm, rstd_n, dx_n, term, accumulate, arena)
 
         sum_tree(self.inner, arena, of_rows, d_weight, len(rows))
         for axis in (self.tp, self.cp):
