@@ -72,9 +72,6 @@ class Device(Runner):
         """Take the batches of steps from ``source``."""
         self.source, self.lag = source, type(self).lag if source.ahead else 0
 
-    def check_stop(self, asked: Callable[[], int]) -> None:
-        """Look again at the end of each step what was requested on this rank, if the host runs them."""
-
     @property
     def applied(self) -> int:
         """How many steps have changed this rank's weights."""

@@ -280,11 +280,6 @@ def first_of(found: Iterable[str], layers: Iterable[Iterable[Any]]) -> str | Non
     return min(filter(None, found), key=place, default=None)
 
 
-def store_bytes(store: Mapping[str, Quantized]) -> int:
-    """The bytes of both copies of all weights."""
-    return sum(each.nbytes for each in store.values())
-
-
 def check_sizes(layers: Iterable[Iterable[Any]], tp: int, tokens: Mapping[str, int]) -> None:
     """ConfigError if a product of these layers has a size that is no multiple of ``MULTIPLE``.
 
