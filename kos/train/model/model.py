@@ -62,7 +62,7 @@ class InFlight:
         self.arena = arena
         self.batch: Batch | None = None  # its fields are (N,)
         self.seq_len = 0
-        self.masks: Mapping[int | None, Masks] = {}
+        self.masks: Mapping[int | None, Masks] = {}  # for each window that a layer has
         self.inputs: list[Array] = []  # of each layer
         self.saved: list[list[Saved]] = []  # of each layer's sublayers; none where whole layers are computed again
         self.out_nD: Array | None = None
@@ -138,7 +138,8 @@ class Model:
         keep = flight.arena if saves else self.arena
         flight.batch = batch.map(lambda field: self.ops.indices(field.reshape(-1), keep))
         flight.seq_len = batch.tokens.shape[1]
-        flight.masks = self._masks(flight.batch.document_starts, batch.tokens.shape, keep)
+        starts, (samples, length) = flight.batch.document_starts, batch.tokens.shape
+        flight.masks = {window: self.context.masks(starts, window, samples, length, keep) for window in self.windows}
         ctx = self._ctx._replace(weights=weights, masks=flight.masks, cache=cache)
         if x_nD is None:
             x_nD = self.embedding.forward(ctx, flight.batch.tokens, flight.seq_len, flight.arena)
@@ -347,12 +348,6 @@ class Model:
             return call._replace(saved=saved._replace(normed_nD=own, inner_NF=inner_NF))
 
         return [*map(filled, calls)]
-
-    def _masks(
-        self, starts: Array | None, shape: tuple[int, int], arena: Arena
-    ) -> Mapping[int | None, Masks]:
-        """The masks of a micro-batch (B, T) for each window that a layer has; ``starts`` are those of documents."""
-        return {window: self.context.masks(starts, window, *shape, arena) for window in self.windows}
 
 
 Result = Callable[[Model, Weights, InFlight], Any]
