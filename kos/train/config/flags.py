@@ -236,8 +236,8 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
     shape["rope_scaling"] = model.rope_scaling and model.rope_scaling.model_dump()
     given = {key: (source, got) for source, values in layers for key, got in flatten(source, values).items()}
     for key, (source, got) in given.items():
+        where = flag_of(key) if source == "flags" else f"{source}: {key}"
         if got is not None and key in adapters and (tuple(got) if isinstance(got, list) else got) != adapters[key]:
-            where = flag_of(key) if source == "flags" else f"{source}: {key}"
             raise ConfigError(f"{where}: expected {adapters[key]} of the adapters in --init-from, got {got}")
         name = key.removeprefix("model.")
         if name not in shape or got is None:
@@ -246,7 +246,6 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
         if name in model.may_differ:
             del shape[name]
         elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
-            where = flag_of(key) if source == "flags" else f"{source}: {key}"
             wanted = _unset(KEYS[key]) if expected is None else expected
             raise ConfigError(f"{where}: expected {wanted}, which the model in {folder} has, got {got}")
     return str(folder / "config.json"), {"model": shape, **adapters}
