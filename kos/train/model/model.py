@@ -23,7 +23,7 @@ from kos.errors import ConfigError, SettingError
 from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.layers import Gradients, PassContext, Pending, Weights
+from kos.train.layers import Gradients, PassContext, Weights
 from kos.train.layers.attention import Attention
 from kos.train.layers.cache import Cache
 from kos.train.layers.sublayer import Saved, Sublayer
@@ -66,7 +66,7 @@ class InFlight:
         self.inputs: list[Array] = []  # of each layer
         self.saved: list[list[Saved]] = []  # of each layer's sublayers; none where whole layers are computed again
         self.out_nD: Array | None = None
-        self.pending: list[Pending] = []  # the gradients of weights that a backward has deferred
+        self.pending: list[Callable[[PassContext], None]] = []  # gradients of weights that a backward has deferred
         self.d_out_nD: Array | None = None  # where another stage of this rank has left it
         self.sent: Any = None  # the send of ``out_nD``
 
@@ -192,8 +192,8 @@ class Model:
 
     def weight_gradients(self, flight: InFlight, into: Gradients) -> None:
         """Those that a backward has left pending."""
-        for pending in flight.pending:
-            pending.run(self._ctx._replace(into=into))
+        for gradient in flight.pending:
+            gradient(self._ctx._replace(into=into))
         flight.pending.clear()
 
     # --- without a backward --------------------------------------------------------------------------------
