@@ -29,7 +29,7 @@ from kos.bench import report
 from kos.commands import program
 from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
-from kos.train.generate import Decoder, Source, Uncached
+from kos.train.generate import Decoder, Uncached
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
@@ -40,7 +40,7 @@ COPIED = 1 << 30  # bytes that are copied to measure the rate
 VOCABULARY = 256  # of the tokenizer bytes, which the model may enlarge
 
 
-def measure(source: Source, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
+def measure(source: Decoder | Uncached, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
     """Seconds of the second prefill, and milliseconds of a step: the median, without the first, which compiles."""
     found = list[float]()
     for _ in range(2):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from itertools import groupby
 from pathlib import Path
@@ -172,6 +173,16 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, MemoryError) and not words:  # Python's own has no text
         words = "out of host memory"
     return words if isinstance(error, KosError) and words else f"{type(error).__name__}: {words}".removesuffix(": ")
+
+
+@contextmanager
+def raised_as(kind: type[KosError], expected: str, *errors: type[Exception]) -> Iterator[None]:
+    """A context whose ``errors`` (default: OSError) are raised as ``kind``: ``EXPECTED, got ERROR``."""
+    caught = errors or (OSError,)
+    try:
+        yield
+    except caught as error:
+        raise kind(f"{expected}, got {error}") from error
 
 
 def plural(number: int, what: str) -> str:

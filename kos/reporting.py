@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from kos.errors import BackendUnavailable, ConfigError, DataError, InvalidArgument, KosError, RankLost, in_words
@@ -83,6 +84,14 @@ def end_process(code: int) -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(code)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """Lines with the cells of ``rows`` in columns, of which the first ``left`` are aligned at the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    align = [str.ljust if number < left else str.rjust for number in range(len(widths))]
+    lines = [[put(cell, width) for put, cell, width in zip(align, row, widths, strict=True)] for row in rows]
+    return ["  ".join(line).rstrip() for line in lines]
 
 
 def report(error: Exception, rank: int, note: str = "", debug: bool = False, alone: bool = False) -> None:

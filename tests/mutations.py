@@ -148,8 +148,8 @@ MUTATIONS = [
     # Each collective of each parallelism.
     Mutation(PARALLEL + "tensor.py", "gather(x_nD[half.own]", "gather(0 * x_nD[half.own]", TENSOR),
     Mutation(PARALLEL + "tensor.py", "scatter(term_ND[half.rows]", "scatter(0 * term_ND[half.rows]", TENSOR),
-    Mutation(PARALLEL + "tensor.py", "                work.wait()\n            return x_ND", "                pass\n"
-             "            return x_ND", HALVES),
+    Mutation(PARALLEL + "tensor.py", "            work.wait()\n        return out", "            pass\n"
+             "        return out", HALVES),
     Mutation(LAYERS + "linear.py", "wait()\n            ctx.ops.add", "ctx.ops.add", HALVES),
     Mutation(PARALLEL + "tensor.py", "slice(*map(self.rows, each))", "slice(0, self.rows(tokens) // count)", HALVES),
     Mutation(TRAIN + "model/model.py", "            for _ in itertools.zip_longest(*turns):\n                pass",

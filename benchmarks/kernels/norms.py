@@ -15,7 +15,7 @@ def rms_norm(zoo: Zoo, n: int) -> Case:
     d = zoo.hidden
     x, w, out, rstd = zoo.random(n, d), zoo.random(d), zoo.empty(n, d), zoo.empty(n, dtype=torch.float32)
     return zoo.case(
-        "rms_norm", x, Normalize(w, EPS), out, rstd, writes=[out, rstd],
+        "normalize", x, Normalize(w, EPS), out, rstd, writes=[out, rstd],
         naive=zoo.naive("rms_norm", n, x, w, np.float32(EPS), out, rstd, n, d),
         torch=lambda: zoo.functions["rms_norm"](x, w),
     )  # fmt: skip
@@ -27,7 +27,7 @@ def rms_norm_backward(zoo: Zoo, n: int) -> Case:
     rstd = x.float().square().mean(-1).add(1e-5).rsqrt()
     leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
     return zoo.case(
-        "rms_norm_backward", d_out, x, Normalize(w, EPS), rstd, dx, dw, False, zoo.arena, writes=[dx, dw],
+        "normalize_backward", d_out, x, Normalize(w, EPS), rstd, dx, dw, False, zoo.arena, writes=[dx, dw],
         naive=zoo.naive("rms_norm_backward", n, d_out, x, w, rstd, dx, dw, n, d),
         torch=backward_of(zoo.functions["rms_norm"](*leaves), leaves, d_out),
     )  # fmt: skip
@@ -38,7 +38,7 @@ def layer_norm(zoo: Zoo, n: int) -> Case:
     x, w, b, out = zoo.random(n, d), zoo.random(d), zoo.random(d), zoo.empty(n, d)
     statistics = zoo.empty(2, n, dtype=torch.float32)
     return zoo.case(
-        "layer_norm", x, Normalize(w, EPS, b), out, statistics, writes=[out, statistics],
+        "normalize", x, Normalize(w, EPS, b), out, statistics, writes=[out, statistics],
         naive=zoo.naive("layer_norm", n, x, w, b, np.float32(EPS), out, statistics, n, d),
         torch=lambda: zoo.functions["layer_norm"](x, w, b),
     )  # fmt: skip
@@ -52,7 +52,7 @@ def layer_norm_backward(zoo: Zoo, n: int) -> Case:
     statistics = torch.stack([variance.add(1e-5).rsqrt(), mean])
     leaves = [tensor.clone().requires_grad_() for tensor in (x, w, b)]
     return zoo.case(
-        "layer_norm_backward", d_out, x, Normalize(w, EPS, b), statistics, dx, dw, db, False, zoo.arena,
+        "normalize_backward", d_out, x, Normalize(w, EPS, b), statistics, dx, dw, False, zoo.arena, db,
         writes=[dx, dw, db],
         naive=zoo.naive("layer_norm_backward", n, d_out, x, w, statistics, dx, dw, db, n, d),
         torch=backward_of(zoo.functions["layer_norm"](*leaves), leaves, d_out),

@@ -9,7 +9,7 @@ import numpy as np
 from docs.drawings.svg import COLOURS, GREY, LIGHT, PALE, Picture
 from kos.memory.arena import Arena
 from kos.train.ops import numpy as ops
-from kos.train.ops.fp8 import BACKWARD, FORWARD, WEIGHTS, Fp8Ops, Fp8Weights, Quantized
+from kos.train.ops.fp8 import BACKWARD, FORWARD, WEIGHTS, Fp8Ops, Quantized, fp8_weights
 
 N, D, F = 48, 16, 32
 TENSORS = {"input": (N, D), "weights": (F, D), "output's gradient": (N, F)}
@@ -44,7 +44,7 @@ def recorded() -> Recorder:
     recorder, arena = Recorder(tensors), Arena(1 << 16)
     ops_8 = Fp8Ops(recorder, arena, alone=True)
     store = {"w": Quantized.empty((F, D), WEIGHTS, ops, np.zeros, np.zeros)}
-    weights = Fp8Weights({"w": weight}, store, recorder, arena)  # type: ignore[arg-type]
+    weights = fp8_weights({"w": weight}, store, recorder, arena)  # type: ignore[arg-type]
     saved = ops_8.empty_transposed((N, D), arena)
     assert saved is not None
     ops_8.linear(saved.of(x), weights["w"], np.zeros((N, F)))

@@ -69,8 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _show_data(config)
             return 0
         if config.join is not None:
+            from kos.train.newcomer import Newcomer
+
             begun = True
-            return _join(config, stop, arguments)
+            Newcomer(config, stop).run(lambda error: _fail_later(error, 0, arguments))
+            return 0
         with kos.init(config.backend, timeout=config.timeout) as comm:
             try:
                 trainer, begun = Trainer(config, comm, stop), True
@@ -104,14 +107,6 @@ def _show_data(config: TrainConfig) -> None:
     out = run_folder(config) if config.resume == "auto" else Path()
     with printing():
         print(show.report(config, resume.find(config, out / "checkpoints", lambda what, share: None)))
-
-
-def _join(config: TrainConfig, stop: Stop, arguments: Sequence[str]) -> int:
-    """Join a run."""
-    from kos.train.newcomer import Newcomer
-
-    Newcomer(config, stop).run(lambda error: _fail_later(error, 0, arguments))
-    return 0
 
 
 def _fail_later(error: KosError, rank: int, arguments: Sequence[str]) -> None:

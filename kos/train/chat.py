@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kos.errors import ConfigError, DataError
+from kos.errors import ConfigError, DataError, raised_as
 from kos.files import printing
 from kos.train.sample import make_parser, run
 
@@ -52,10 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tools(file: Path | None) -> list[Any] | None:
-    try:
+    with raised_as(ConfigError, "--tools: expected a file with JSON", OSError, ValueError, RecursionError):
         tools = None if file is None else json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--tools: expected a file with JSON, got {error}") from None
     if not isinstance(tools, list | None):
         raise ConfigError(f"--tools: expected a list of tools, got {reprlib.repr(tools)}")
     return tools

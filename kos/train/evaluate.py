@@ -16,7 +16,7 @@ import kos
 from kos.commands import program
 from kos.errors import ConfigError, KosError, debugging
 from kos.files import PALETTE, check_picture, printing
-from kos.reporting import Parser, end_process, exit_status, report
+from kos.reporting import Parser, aligned, end_process, exit_status, report
 from kos.train import missing
 
 SETTINGS = (
@@ -36,12 +36,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         values = (row.get(name, "") for name in names)
         shown.append([f"{x:.4f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x for x in values])
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    lines = ["  ".join(f"{x:<{w}}" if n < 2 else f"{x:>{w}}" for n, (x, w) in enumerate(zip(line, widths, strict=True)))
-             for line in shown]  # fmt: skip
-    lines += [f"{row['data']}: {row['cut']:,} contexts are longer than the model's and lack their beginning"
-              for row in rows if row.get("cut")]  # fmt: skip
-    return "\n".join(line.rstrip() for line in lines)
+    cut = [f"{row['data']}: {row['cut']:,} contexts are longer than the model's and lack their beginning"
+           for row in rows if row.get("cut")]  # fmt: skip
+    return "\n".join([*aligned(shown, left=2), *cut])
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:

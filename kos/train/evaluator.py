@@ -107,9 +107,7 @@ class Evaluator:
                 counted = batch.targets[batch.targets != LEFT_OUT]
                 targets += counted.size
                 nbytes += 0 if token_bytes is None else int(token_bytes[counted].sum())
-        device.synchronize()
-        gathered = self.mesh.world.all_gather_bytes(sums.tobytes())
-        total = np.sum([np.frombuffer(gathered[rank]) for rank in device.reporters()], axis=0)
+        total = np.sum(device.reported(sums), axis=0)
         return total, sum_over(self.mesh.dp, targets), sum_over(self.mesh.dp, nbytes)
 
     def of_text(self, data: Dataset) -> Row:

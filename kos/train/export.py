@@ -62,19 +62,15 @@ def _write(found: Path, folder: Path, dtype: str, merge: bool) -> int:
 
     settings = json.loads((found / CONFIG).read_text(encoding="utf-8"))
     saving.write_json(folder / CONFIG, settings | dict.fromkeys(("dtype", "torch_dtype"), dtype))
-    if merge:
-        weights: Any = (merged := adapter.Merged(found))
-        shapes, by_file = merged.model.parameter_shapes(), merged.weights.by_file()
-    elif adapter.is_folder(found):
+    if adapter.is_folder(found) and not merge:
         shapes = adapter.shapes_of(model := adapter.model_of(found))
-        by_file = (weights := adapter.files_of(found, model)).by_file()
+        weights: Any = adapter.files_of(found, model)
     else:
-        shapes = huggingface.read_config(found).parameter_shapes()
-        by_file = (weights := huggingface.weight_files(found, shapes)).by_file()
+        model, weights = adapter.whole_model(found)
+        shapes = model.parameter_shapes()
+    by_file = weights.by_file()
     for name, held in by_file.items():
-        saved = {huggingface.name_as_saved(each): huggingface.shape_as_saved(each, shapes[each]) for each in held}
-        tensors = (huggingface.as_saved(each, weights.read(each)) for each in held)
-        saving.write_tensors(folder / name, saved, tensors, dtype)
+        saving.write_weights(folder / name, {each: shapes[each] for each in held}, weights.read, dtype)
     parameters, size = sum(map(math.prod, shapes.values())), saving.SAVED_DTYPES[dtype][1].itemsize
     if len(by_file) > 1:
         weight_map = {each: name for name, held in by_file.items() for each in held}

@@ -1,7 +1,7 @@
 """Text generation: the sampler, the loop over a batch of prompts, and the text as it is generated.
 
-A *source* of logits has the methods ``prefill(index, tokens)`` and ``step(tokens)``. ``Decoder`` is a source with a KV
-cache, and ``Uncached`` is one without. Each prompt of a batch gives the text that it gives alone.
+``Decoder`` computes logits with a KV cache, and ``Uncached`` without one. Each prompt of a batch gives the text that it
+gives alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -82,18 +82,8 @@ class Sampling:
         return int(rng.choice(scores.size, p=odds / odds.sum()))
 
 
-class Source(Protocol):
-    """Computes the logits of the next token of each of several sequences."""
-
-    def prefill(self, index: int, tokens: Sequence[int]) -> np.ndarray:
-        """Restart sequence ``index`` with ``tokens``; returns the logits (V,) of the next token."""
-
-    def step(self, tokens: Mapping[int, int]) -> Mapping[int, np.ndarray]:
-        """Append one token to each sequence, by its index; returns the logits (V,) of the tokens after them."""
-
-
 class Uncached:
-    """A source that computes all tokens of a sequence again for each new one.  ``next_logits`` maps (1, T) to (V,)."""
+    """Computes all tokens of a sequence again for each new one.  ``next_logits`` maps (1, T) to (V,)."""
 
     def __init__(self, next_logits: Callable[[np.ndarray], np.ndarray]) -> None:
         self._next_logits, self._tokens = next_logits, dict[int, list[int]]()
@@ -107,7 +97,7 @@ class Uncached:
 
 
 class Decoder:
-    """A source with a KV cache, for ``sequences`` sequences of at most ``capacity`` tokens each.
+    """Computes the logits of the next token of ``sequences`` sequences, of at most ``capacity`` tokens each.
 
     On a GPU, a step is one forward of all sequences, in one CUDA graph.  On CPUs, it is one forward for each sequence
     (``Ops.few_rows``).
@@ -127,12 +117,14 @@ class Decoder:
         self._replay: Callable[[], None] | None = None
 
     def prefill(self, index: int, tokens: Sequence[int]) -> np.ndarray:
+        """Restart sequence ``index`` with ``tokens``; returns the logits (V,) of the next token."""
         cache = self._cache.of(slice(index, index + 1), self._beginning)
         logits = self._prompts.next_logits(self._weights, np.array([tokens], np.int32), cache)
         self._next[1, index] = len(tokens)
         return np.asarray(logits, np.float32)
 
     def step(self, tokens: Mapping[int, int]) -> Mapping[int, np.ndarray]:
+        """Append one token to each sequence, by its index; returns the logits (V,) of the tokens after them."""
         for index, token in tokens.items():
             self._next[0, index] = token
         np.minimum(self._next[1], self._cache.capacity - 1, out=self._next[1])  # ended sequences stay within
@@ -155,7 +147,7 @@ class Decoder:
 
 
 def generate(
-    source: Source, context: int, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, *,
+    source: Decoder | Uncached, context: int, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, *,
     ends: Collection[int] = (), ended: set[int] | None = None, stopped: Callable[[], bool] = lambda: False,
     warns: bool = True,
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
@@ -239,9 +231,8 @@ class _Text:
 
 
 def continue_texts(
-    source: Source, context: int, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], count: int,
-    sampling: Sampling, *, ends: Collection[int] = (), stop: Sequence[str] = (),
-    **options: Any,
+    source: Decoder | Uncached, context: int, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], count: int,
+    sampling: Sampling, *, ends: Collection[int] = (), stop: Sequence[str] = (), **options: Any,
 ) -> Iterator[tuple[int, str]]:  # fmt: skip
     """Generate the texts that follow ``prompts``; yields (index of the prompt, piece of its text).
 

@@ -335,13 +335,11 @@ class Trainer(RunContext):
                 self.best, self.improved = (self.steps_done, losses[metric]), True
         return losses
 
-    def _publish(self) -> None:
-        every = self.config.publish_every
-        if self.publisher is not None and (self.steps_done % every == 0 or self.steps_done == self.config.steps):
-            self.publisher.publish(self.steps_done)
-
     def after_step(self, row: dict[str, Any]) -> bool:
-        self._publish()
+        """Publish the weights and call the callbacks; returns whether one of them, on any rank, stops the run."""
+        turn = self.steps_done % self.config.publish_every == 0 or self.steps_done == self.config.steps
+        if self.publisher is not None and turn:
+            self.publisher.publish(self.steps_done)
         self.call("on_step", row)
         if "val_loss" in row:
             self.call("on_evaluate", row)
@@ -390,8 +388,7 @@ class Trainer(RunContext):
         row = self.measure(self.device.finish_step(self.steps_done))
         self.steps_done += 1
         self.log(row, last=False)
-        self._publish()
-        self.call("on_step", row)
+        self.after_step(row)
         return row
 
     def evaluate(self, batches: Iterable[Batch] | None = None) -> dict[str, float]:

@@ -189,7 +189,8 @@ class RunContext:
             model.head.own_loss = self.loss
         if self.watched:
             self.device.lag = 0  # callbacks see the weights of their step
-        self.device.check_stop(lambda: self.stop.wish)
+        if self.config.device == "cpu":  # a step may take long
+            self.device.step.asked = lambda: self.stop.wish
 
     def base_weights(self) -> TensorFiles:
         """The weights of the base of adapters."""

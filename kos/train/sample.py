@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kos.commands import program
-from kos.errors import ConfigError, InvalidArgument, KosError
+from kos.errors import ConfigError, InvalidArgument, KosError, raised_as
 from kos.files import printing
 from kos.reporting import ArgumentParser, exit_status
 
@@ -84,10 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lines(file: Path | None) -> list[str]:
-    try:
+    with raised_as(ConfigError, "--prompts: expected a file of text", OSError, UnicodeDecodeError):
         return [] if file is None else file.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts: expected a file of text, got {error}") from None
 
 
 if __name__ == "__main__":

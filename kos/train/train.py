@@ -27,7 +27,7 @@ from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import InFlight, Model, Result, make_stage
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array, Ops
-from kos.train.ops.fp8 import Fp8Weights, linear_names, weight_store
+from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
 from kos.train.parallel.data import Buckets, DataParallel, TreeSum, make_buckets
 from kos.train.parallel.failures import Stop
 from kos.train.parallel.gradients import GradientSums
@@ -305,7 +305,7 @@ class Step:
     def as_read(self, weights: Weights) -> Weights:
         """What passes read of ``weights`` until they change."""
         model = self.models[0]
-        return Fp8Weights(weights, self.store, model.ops, model.arena) if self.store else weights
+        return fp8_weights(weights, self.store, model.ops, model.arena) if self.store else weights
 
     def gather(self) -> Weights:
         """What passes of this step read; with ZeRO-1, once it is gathered."""

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kos.errors import CheckpointError, ConfigError, InvalidArgument, install
+from kos.errors import CheckpointError, ConfigError, InvalidArgument, install, raised_as
 from kos.train import checkpoint
 from kos.train.checkpoint import adapter
 from kos.train.data.batch import Batch
@@ -223,11 +223,10 @@ def _ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
     """The tokens that end a text: the tokenizer's end token and those of generation_config.json, as in transformers."""
     path, found = folder / GENERATION, [tokenizer.eos]
     if path.is_file():
-        try:
+        damage = OSError, ValueError, AttributeError, RecursionError
+        with raised_as(CheckpointError, f"{path}: expected JSON with eos_token_id", *damage):
             given = json.loads(path.read_text("utf-8")).get("eos_token_id")
             found += given if isinstance(given, list) else [given]
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: expected JSON with eos_token_id, got {error}") from None
         if wrong := [each for each in found if not isinstance(each, int | None)]:
             raise CheckpointError(f"{path}: expected token numbers as eos_token_id, got {reprlib.repr(wrong[0])}")
     return [each for each in found if each is not None]

@@ -67,13 +67,10 @@ def of_norms() -> Iterator[tuple[str, dict[str, Any], list[bytes]]]:
             ("bfloat16", 4096, False), ("bfloat16", 37, False), ("float32", 8192, False), ("bfloat16", 768, True),
         ):  # fmt: skip
             x, vector, statistics = (ops.zeros(shape, dtype) for shape in ((512, columns), (columns,), (2, 512)))
-            norm, into = Normalize(vector, 1e-5, **settings), [x, vector, *[vector] * centered]
-            if centered:
-                ops.layer_norm(x, norm := norm._replace(bias=vector), x, statistics)
-                ops.layer_norm_backward(x, x, norm, statistics, *into, False, arena)
-            else:
-                ops.rms_norm(x, norm, x, statistics)
-                ops.rms_norm_backward(x, x, norm, statistics, *into, False, arena)
+            bias = vector if centered else None
+            norm = Normalize(vector, 1e-5, bias, **settings)
+            ops.normalize(x, norm, x, statistics)
+            ops.normalize_backward(x, x, norm, statistics, x, vector, False, arena, bias)
         for dtype, size, row, columns in (
             ("bfloat16", 128, 4096, 3072), ("bfloat16", 80, 960, 720), ("float32", 10, 120, 80),
             ("bfloat16", 5120, 15_360, 10_240),

@@ -60,7 +60,7 @@ def make_state(
     )
     optimizer: Any = Optimizer(AdamW(), weights, parts=parallel.parts() if sharded else None)
     if sharded and master_shards:
-        optimizer.weights = optimizer.state["exp_avg"].like()
+        optimizer.weights = OwnedSlices(weights, optimizer.state["exp_avg"].slices)
     return ShardedState(mesh, model, stages, optimizer, parallel, numpy_ops, Arena())
 
 

@@ -166,7 +166,8 @@ def test_refusals(text: Path, tmp_path: Path) -> None:
 )
 def test_ranks_of_a_host(layout: Layout, hosts: str, axes: tuple[str, ...], local: int | str) -> None:
     if isinstance(local, int):
-        assert ranks_of_a_host(layout, axes, hosts) == local
+        assert ranks_of_a_host(layout, axes, hosts, "--hosts 2") == local
         return
-    with pytest.raises(ConfigError, match=re.escape(f"{' and '.join(axes)} on every host, side by side, got {local}")):
-        ranks_of_a_host(layout, axes, hosts)
+    expected = f"--hosts 2: expected as many ranks of {' and '.join(axes)} on every host, side by side, got {local}"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        ranks_of_a_host(layout, axes, hosts, "--hosts 2")

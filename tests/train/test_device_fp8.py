@@ -107,7 +107,7 @@ def check_rms_norm(ops: Any, arena: Arena, x: np.ndarray, weight: np.ndarray) ->
     given, weights, (n, f) = _put(ops, x, "bfloat16"), _put(ops, weight, "bfloat16"), x.shape
     out, rstd, again = ops.zeros((n, f), "bfloat16"), ops.zeros((n,), "float32"), ops.zeros((n,), "float32")
     norm = Normalize(weights, 1e-5)
-    ops.rms_norm(given, norm, out, rstd)
+    ops.normalize(given, norm, out, rstd)
     for kinds in KINDS_OF_COPIES:
         both = list[Any]()
         for write in (lambda *made: ops.quantize(out, *made, arena),

@@ -160,18 +160,18 @@ def test_rms_norm(ops, side, rng, arena, n, d):
     start, start64 = side.put(rng.normal(size=(n, d)))
     out, rstd, dx = side.nan(n, d), side.nan(n, dtype="float32"), side.nan(n, d)
     norm, norm64 = Normalize(weight, 0.1), Normalize(weight64, 0.1)
-    ops.rms_norm(x, norm, out, rstd)
+    ops.normalize(x, norm, out, rstd)
     expected, rstd64 = np.full((n, d), np.nan), np.full(n, np.nan)
-    reference.rms_norm(x64, norm64, expected, rstd64)
+    reference.normalize(x64, norm64, expected, rstd64)
     side.close(out, expected, 4)
     side.close(rstd, rstd64, 6, "float32")
     d_weight64 = np.full(d, np.nan)
     dx64 = start64.copy()
-    reference.rms_norm_backward(d_out64.copy(), x64, norm64, rstd64, dx64, d_weight64, False, Arena())
+    reference.normalize_backward(d_out64.copy(), x64, norm64, rstd64, dx64, d_weight64, False, Arena())
 
     def backward(d_weight, add):
         ops.copy(start, dx)
-        ops.rms_norm_backward(d_out, x, norm, rstd, dx, d_weight, add, arena)
+        ops.normalize_backward(d_out, x, norm, rstd, dx, d_weight, add, arena)
 
     weight_gradients(side, rng, (d,), d_weight64, backward, 12)
     side.close(dx, dx64, 4)
@@ -186,21 +186,21 @@ def test_layer_norm(ops, side, rng, arena, n, d):
     start, start64 = side.put(rng.normal(size=(n, d)))
     out, statistics, dx = side.nan(n, d), side.nan(2, n, dtype="float32"), side.nan(n, d)
     norm, norm64 = Normalize(weight, 0.1, bias), Normalize(weight64, 0.1, bias64)
-    ops.layer_norm(x, norm, out, statistics)
+    ops.normalize(x, norm, out, statistics)
     expected, statistics64 = np.full((n, d), np.nan), np.full((2, n), np.nan)
-    reference.layer_norm(x64, norm64, expected, statistics64)
+    reference.normalize(x64, norm64, expected, statistics64)
     # The sum of d numbers around 2 rounds as each warp is added: the mean is off by 2.7 units (1 sigma, d = 4104), and
     # with it a whole row of the output.
     side.close(out, expected, 8)
     side.close(statistics, statistics64, 8, "float32")
     d_weight64, d_bias64, dx64 = np.full(d, np.nan), np.full(d, np.nan), start64.copy()
-    reference.layer_norm_backward(
-        d_out64.copy(), x64, norm64, statistics64, dx64, d_weight64, d_bias64, False, Arena()
+    reference.normalize_backward(
+        d_out64.copy(), x64, norm64, statistics64, dx64, d_weight64, False, Arena(), d_bias64
     )
 
     def backward(d_both, add):
         ops.copy(start, dx)
-        ops.layer_norm_backward(d_out, x, norm, statistics, dx, d_both[0], d_both[1], add, arena)
+        ops.normalize_backward(d_out, x, norm, statistics, dx, d_both[0], add, arena, d_both[1])
 
     weight_gradients(side, rng, (2, d), np.stack([d_weight64, d_bias64]), backward, 16)
     side.close(dx, dx64, 6)
@@ -428,9 +428,9 @@ def test_views_at_odd_addresses(ops, side, rng, arena):
     side.close(out, (flat64[1:97] + flat64[97:193]).reshape(4, 24), 1)
     weight, weight64 = flat[3:27], flat64[3:27]
     rstd = side.nan(4, dtype="float32")
-    ops.rms_norm(a, Normalize(weight, 0.1), out, rstd)
+    ops.normalize(a, Normalize(weight, 0.1), out, rstd)
     expected, rstd64 = np.empty((4, 24)), np.empty(4)
-    reference.rms_norm(flat64[1:97].reshape(4, 24), Normalize(weight64, 0.1), expected, rstd64)
+    reference.normalize(flat64[1:97].reshape(4, 24), Normalize(weight64, 0.1), expected, rstd64)
     side.close(out, expected, 4)
     x, x64 = flat[1:25].reshape(3, 8), flat64[1:25].reshape(3, 8)
     product = side.nan(3, 3)

@@ -11,7 +11,7 @@ from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
 from kos.train.ops import Scaled, scales_shape
 from kos.train.ops import numpy as ops
-from kos.train.ops.fp8 import WEIGHTS, Fp8Weights, Quantized, check_sizes, first_of
+from kos.train.ops.fp8 import WEIGHTS, Quantized, check_sizes, first_of, fp8_weights
 from kos.train.ops.norm import Normalize
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix, nearest
 from tests.train.test_ops import poisoned_slab
@@ -187,7 +187,7 @@ def test_rms_norm_in_8_bits(rng, arena):
     x, weight, out = rng.normal(size=(150, 140)), rng.normal(size=140), np.empty((150, 140))
     rstd, again = np.empty(150), np.empty(150)
     norm = Normalize(weight, 1e-5)
-    ops.rms_norm(x, norm, out, rstd)
+    ops.normalize(x, norm, out, rstd)
     both = [[empty(size, "float8_e4m3fn") for size in (x.shape, x.shape[::-1])] for _ in range(2)]
     ops.quantize(out, *both[0], arena)
     ops.quantize_rms_norm(x, norm, again, *both[1], arena)
@@ -217,13 +217,13 @@ def test_weights_are_quantized_once_for_a_step(rng, arena):
     def near(found, weight):  # half a unit in the last place of 4 bits, or of the smallest numbers
         return (np.abs(widened(found) - weight) <= 0.066 * np.abs(weight) + found.rows.scales[0, 0] * 2.0**-10).all()
 
-    first = Fp8Weights(weights, store, ops, arena)
+    first = fp8_weights(weights, store, ops, arena)
     assert list(first) == list(weights) and first["norm"] is weights["norm"] and first["a"] is store["a"]
     assert store["b"].rows.scales[0, 0] == 0 and near(first["a"], weights["a"])
     before = widened(first["a"])
     weights["a"] += 1
     np.testing.assert_array_equal(widened(first["a"]), before)
-    following = Fp8Weights(weights, store, ops, arena)
+    following = fp8_weights(weights, store, ops, arena)
     assert near(following["a"], weights["a"])
     rows, columns = following["a"].rows.values, following["a"].columns.values
     np.testing.assert_array_equal(columns.view(np.uint8), rows.T.view(np.uint8))

@@ -115,7 +115,7 @@ def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatc
     real, found = host_kernels._numpy, set()
 
     def note(name: str, arguments: Any) -> None:
-        if name.startswith(("linear", "attention")) or name == "rms_norm_backward":
+        if name.startswith(("linear", "attention")) or name == "normalize_backward":
             attend = arguments[0] if isinstance(arguments[0], Attend) else None
             arrays = (attend.qkv, attend.out, attend.kv, *arguments[1:]) if attend else arguments
             sliced = (attend.queries, attend.keys) if attend else ()

@@ -120,13 +120,13 @@ def test_rms_norm(rng, arena):
         return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + eps) * weight
 
     norm = Normalize(weight, eps)
-    ops.rms_norm(x, norm, out, rstd)
+    ops.normalize(x, norm, out, rstd)
     np.testing.assert_allclose(out, formula(x, weight), rtol=1e-12)
     d_out, residual = rng.normal(size=out.shape), rng.normal(size=x.shape)
 
     def backward(d_weight, accumulate):
         backward.dx = residual.copy()
-        ops.rms_norm_backward(d_out.copy(), x, norm, rstd, backward.dx, d_weight, accumulate, arena)
+        ops.normalize_backward(d_out.copy(), x, norm, rstd, backward.dx, d_weight, accumulate, arena)
 
     d_weight = both_ways(backward, (11,), rng)
     check_gradients(rng, formula, (x, weight), (backward.dx - residual, d_weight), d_out)
@@ -178,16 +178,16 @@ def test_layer_norm(rng, arena):
         return centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + eps) * weight + bias
 
     norm = Normalize(weight, eps, bias)
-    ops.layer_norm(x, norm, out, statistics)
+    ops.normalize(x, norm, out, statistics)
     np.testing.assert_allclose(out, formula(x, weight, bias), rtol=1e-12, atol=1e-12)
     d_out, residual, d_bias = rng.normal(size=out.shape), rng.normal(size=x.shape), rng.normal(size=11)
     added = d_bias.copy()
 
     def backward(d_weight, accumulate):
         backward.dx = residual.copy()
-        ops.layer_norm_backward(
-            d_out.copy(), x, norm, statistics, backward.dx, d_weight, added if accumulate else backward.d_bias,
-            accumulate, arena,
+        ops.normalize_backward(
+            d_out.copy(), x, norm, statistics, backward.dx, d_weight, accumulate, arena,
+            added if accumulate else backward.d_bias,
         )  # fmt: skip
 
     backward.d_bias = nan(11)

@@ -16,25 +16,24 @@ checkpoints.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import math
-import os
 import re
 import reprlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kos.errors import CheckpointError
+from kos.errors import CheckpointError, raised_as
 from kos.files import replace_file, sync
 from kos.train.checkpoint import adapter, huggingface
+from kos.train.checkpoint.huggingface import whole
 from kos.train.checkpoint.saving import WEIGHTS, Files, Saving, write_json, write_tensors
 from kos.train.checkpoint.state import RESIDUAL, ShardedState, State, state_shapes
 from kos.train.data.corpus import Show
@@ -122,7 +121,7 @@ def save(
         for name, content in written.items():
             write = replace_file if isinstance(content, bytes) else write_json
             write(temporary / name, content)
-        files = files | {name: _fingerprint(temporary / name) for name in written}
+        files = files | {name: huggingface.fingerprint(temporary / name) for name in written}
         layout = dataclasses.asdict(state.mesh.layout) | {"zero": int(state.parallel.sharded)}
         manifest = {"format": FORMAT, "step": step, "layout": layout, "config": config, "files": files}
         write_json(temporary / MANIFEST, manifest | ({"best": best} if best else {}))
@@ -161,13 +160,11 @@ def _one_file(folder: Path, files: Files) -> Files:
 
 def _begin(folder: Path, temporary: Path) -> None:
     """Make the folder to which the ranks write, and remove folders that earlier runs did not finish."""
-    try:
+    with raised_as(CheckpointError, f"{folder}: expected to write a checkpoint"):
         folder.mkdir(parents=True, exist_ok=True)
         sync(folder.parent)
         remove_unfinished(folder)
         temporary.mkdir()
-    except OSError as error:
-        raise CheckpointError(f"{folder}: expected to write a checkpoint, got {error}") from error
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -257,22 +254,13 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
         wanted = [name for name in manifest["files"] if not (weights_only and name.startswith((OPTIMIZER, RESIDUAL)))]
         wanted = [name for name in wanted if name != adapter.CONFIG]  # it may be edited: a base that moved
         with ThreadPoolExecutor() as pool:
-            fingerprints = pool.map(_fingerprint, (path / Path(name).name for name in wanted))
+            fingerprints = pool.map(huggingface.fingerprint, (path / Path(name).name for name in wanted))
             for number, (name, found) in enumerate(zip(wanted, fingerprints, strict=True), 1):
                 show("checking the checkpoint", number / len(wanted))
                 for key in ("bytes", "sha256"):
                     if found[key] != (expected := manifest["files"][name][key]):
                         raise CheckpointError(f"{path / name}: expected {key} {expected}, got {found[key]}")
     return Checkpoint(path, step, config)
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[None]:
-    """A context that raises CheckpointError for any error caused by a damaged checkpoint."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected a complete checkpoint, got {type(error).__name__}: {error}") from error
 
 
 def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint | None:
@@ -297,11 +285,9 @@ def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, s
 def find(path: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint:
     """The checkpoint at ``path``: a ``step-N`` folder, or the newest complete checkpoint in the folder of a run."""
     expected = f"{path}: expected a checkpoint or a run with one under checkpoints/"
-    try:
+    with raised_as(CheckpointError, expected):
         is_there = path.exists()
         is_one = (path / MANIFEST).exists() or _NAME.fullmatch(path.name)
-    except OSError as error:
-        raise CheckpointError(f"{expected}, got {error}") from error
     if not is_there:
         raise CheckpointError(f"{expected}, got no such folder")
     found = verify(path, weights_only, show) if is_one else latest(path / "checkpoints", weights_only, show)
@@ -319,17 +305,10 @@ def find_weights(folder: Path) -> Path:
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of each folder with the name of a checkpoint, sorted.  Of one step, the replaced folder is first."""
-    try:
+    with raised_as(CheckpointError, f"{folder}: expected a folder that can be read"):
         paths = list(folder.iterdir()) if folder.is_dir() else []
-    except OSError as error:
-        raise CheckpointError(f"{folder}: expected a folder that can be read, got {error}") from error
     matches = ((_NAME.fullmatch(path.name), path) for path in paths)
     return sorted((int(match[1]), path) for match, path in matches if match)
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def read_extra(folder: Path) -> dict[str, bytes]:
@@ -349,22 +328,18 @@ def read_extra(folder: Path) -> dict[str, bytes]:
             return False
         return path.is_file() and path.stat().st_size <= LARGEST
 
-    try:
+    with raised_as(CheckpointError, f"{folder}: expected files that can be read"):
         found = sorted((path.stat().st_size, path) for path in folder.iterdir() if is_kept(path))
         sums = accumulate(size for size, _ in found)
         chosen = [path for (_, path), total in zip(found, sums, strict=True) if total <= LARGEST_IN_ALL]
         return {path.name: path.read_bytes() for path in sorted(chosen)}
-    except OSError as error:
-        raise CheckpointError(f"{folder}: expected files that can be read, got {error}") from error
 
 
 def read_tokenizer_settings(tokenizer: str) -> dict[str, bytes]:
     """The settings and the chat template in the folder of ``tokenizer``, a value of ``--tokenizer``, if it has any."""
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
-    try:
+    with raised_as(CheckpointError, f"{folder}: expected files that can be read"):
         return {name: (folder / name).read_bytes() for name in BESIDE_TOKENIZER if (folder / name).is_file()}
-    except OSError as error:
-        raise CheckpointError(f"{folder}: expected files that can be read, got {error}") from error
 
 
 def extra_names(extra: Extra) -> list[str]:

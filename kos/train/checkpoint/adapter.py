@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.errors import CheckpointError, SettingError
+from kos.errors import CheckpointError, SettingError, raised_as
 from kos.train.checkpoint import huggingface
 from kos.train.checkpoint.state import Tensors
 from kos.train.data.tokenizers import has_tokenizer
@@ -52,15 +52,12 @@ def read(folder: Path, trains: bool = False, has_base: bool = True) -> Found:
     of the base does not exist.  The last is checked only with ``has_base``.
     """
     path = folder / CONFIG
-    try:
+    with huggingface.whole(path, "the settings of LoRA adapters"):
         settings = json.loads(path.read_text(encoding="utf-8"))
         rank, alpha, base = settings["r"], settings["lora_alpha"], settings.get("base_model_name_or_path")
         targets = settings["target_modules"]
         if not all(isinstance(x, int | float) for x in (rank, alpha)):
             raise ValueError(f"r {rank!r} and lora_alpha {alpha!r}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        got = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path}: expected the settings of LoRA adapters, got {got}") from error
     fixed: dict[str, tuple[Any, ...]] = {
         "peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian"),
         **dict.fromkeys(["lora_dropout"] * trains, (0,)), **dict.fromkeys(REFUSED, ("none", None, False, [], {}, "")),
@@ -135,17 +132,11 @@ def find_base(lora: int | None, init_from: str | None) -> dict[str, str] | None:
 
 def fingerprint(folder: Path) -> str:
     """The SHA-256 of the concatenated SHA-256 digests of the weight files in ``folder``, in their order."""
-
-    def digest(name: str) -> bytes:
-        with open(folder / name, "rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
-
     huggingface.check_weights(folder)
-    try:
-        with ThreadPoolExecutor() as pool:
-            return hashlib.sha256(b"".join(pool.map(digest, huggingface.shards(folder)))).hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"{folder}: expected weights that can be read, got {error}") from error
+    paths = [folder / name for name in huggingface.shards(folder)]
+    with raised_as(CheckpointError, f"{folder}: expected weights that can be read"), ThreadPoolExecutor() as pool:
+        digests = (bytes.fromhex(each["sha256"]) for each in pool.map(huggingface.fingerprint, paths))
+        return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def check_base(path: Path, described: Mapping[str, Any], sha256: str, base: str | Path) -> None:
@@ -191,11 +182,15 @@ class Merged:
         if (manifest := folder / "manifest.json").exists():
             run = json.loads(manifest.read_text(encoding="utf-8"))["config"]
             check_base(folder, run, fingerprint(self.base), self.base)
-        self.weights = huggingface.weight_files(self.base, self.model.parameter_shapes())
+        self._weights = huggingface.weight_files(self.base, self.model.parameter_shapes())
+
+    def by_file(self) -> dict[str, list[str]]:
+        """The names of the tensors in each file of the base."""
+        return self._weights.by_file()
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Read a tensor or a slice of it.  A tensor with an adapter is returned in float32."""
-        tensor = self.weights.read(name, index)
+        tensor = self._weights.read(name, index)
         if name not in self._adapted:
             return tensor
         rows, columns = index or (slice(None), slice(None))

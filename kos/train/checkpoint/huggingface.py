@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from kos.commands import python_code
-from kos.errors import CheckpointError
+from kos.errors import CheckpointError, raised_as
 from kos.files import OpenFile
 from kos.train.config import ModelSection, one_line
 from kos.train.config.other_names import closest
@@ -38,6 +40,21 @@ DTYPES = {
 """The dtypes that can be read: their names in safetensors, and in NumPy."""
 
 READ = 4 << 20  # bytes read at once, if only some columns of a tensor are needed
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """The size of a file in ``bytes``, and its ``sha256``."""
+    with open(path, "rb") as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+@contextmanager
+def whole(path: Path, expected: str = "a complete checkpoint") -> Iterator[None]:
+    """A context that raises CheckpointError for any error caused by a damaged file or folder at ``path``."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected {expected}, got {type(error).__name__}: {error}") from error
 
 
 class StoredTensor(NamedTuple):
@@ -269,12 +286,10 @@ def shards(directory: Path) -> list[str]:
     """The names of the files of the weights in ``directory``."""
     index = directory / INDEX
     names = ["model.safetensors"]
-    try:
+    with whole(index, "an index of safetensors"):
         if not (directory / names[0]).exists() and index.exists():  # in this order, as transformers looks
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         elsewhere = next((name for name in names if Path(name).name != name), None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: expected an index of safetensors, got {error}") from error
     if elsewhere is not None:
         raise CheckpointError(f"{index}: expected file names, got {elsewhere!r}")
     return names
@@ -387,11 +402,7 @@ class TensorFiles:
             return tensor.read(index[::-1]).T if name.endswith(self._transposed) else tensor.read(index)
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: Path) -> AbstractContextManager[None]:
     from safetensors import SafetensorError
 
-    try:
-        yield
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: expected readable safetensors, got {error}") from error
+    return raised_as(CheckpointError, f"{path}: expected readable safetensors", OSError, ValueError, SafetensorError)

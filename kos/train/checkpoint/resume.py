@@ -20,9 +20,9 @@ import numpy as np
 
 from kos.commands import near
 from kos.errors import CheckpointError, ConfigError
-from kos.train.checkpoint import MANIFEST, Checkpoint, adapter, latest, whole
+from kos.train.checkpoint import MANIFEST, Checkpoint, adapter, latest
 from kos.train.checkpoint import find as find_checkpoint
-from kos.train.checkpoint.huggingface import TensorFiles
+from kos.train.checkpoint.huggingface import TensorFiles, whole
 from kos.train.checkpoint.state import RESIDUAL, residual_shapes
 from kos.train.config import weighted
 from kos.train.config.options import TrainConfig

@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from kos.comm.communicator import Communicator
-from kos.errors import CheckpointError
+from kos.errors import CheckpointError, raised_as
 from kos.files import replace_file, sync
 from kos.train.checkpoint.huggingface import as_saved, name_as_saved, shape_as_saved
 from kos.train.model.parameters import Shape
@@ -93,11 +93,9 @@ class Saving:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _wait(self, future: Future[Any]) -> None:
-        try:
+        where = f" on rank {self._rank}" * bool(self._others)
+        with raised_as(CheckpointError, f"{self._folder}: expected to write a checkpoint{where}"):
             future.result()
-        except OSError as error:
-            where = f" on rank {self._rank}" * bool(self._others)
-            raise CheckpointError(f"{self._folder}: expected to write a checkpoint{where}, got {error}") from error
 
     def _write_all(self) -> Files:
         try:
@@ -136,8 +134,7 @@ class Saving:
     def _write(self, path: Path, shapes: Mapping[str, Shape]) -> dict[str, Any]:
         if not path.name.startswith(WEIGHTS):
             return write_tensors(path, shapes, (self._next() for _ in shapes))
-        saved = {name_as_saved(name): shape_as_saved(name, shape) for name, shape in shapes.items()}
-        return write_tensors(path, saved, (as_saved(name, self._finite(name)) for name in shapes))
+        return write_weights(path, shapes, self._finite)
 
     def _finite(self, name: str) -> np.ndarray:
         tensor = self._next()
@@ -145,6 +142,14 @@ class Saving:
             expected = f"expected finite weights, got others in {name}; nothing is saved"
             raise CheckpointError(f"{self._folder}: {expected}")
         return tensor
+
+
+def write_weights(
+    path: Path, shapes: Mapping[str, Shape], read: Callable[[str], np.ndarray], dtype: str = "float32"
+) -> dict[str, Any]:
+    """Write weights, which ``read`` returns by our names, as transformers and peft have them. As ``write_tensors``."""
+    saved = {name_as_saved(name): shape_as_saved(name, shape) for name, shape in shapes.items()}
+    return write_tensors(path, saved, (as_saved(name, read(name)) for name in shapes), dtype)
 
 
 def write_tensors(

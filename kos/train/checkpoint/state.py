@@ -20,6 +20,7 @@ from kos.train.layers.lora import is_adapter
 from kos.train.model.llama import LlamaConfig, Stages
 from kos.train.model.parameters import OwnedSlices, Parameters, Shape
 from kos.train.ops import Array
+from kos.train.optim import overlap
 from kos.train.parallel.data import DataParallel, make_buckets
 from kos.train.parallel.mesh import Layout, Mesh
 
@@ -270,9 +271,8 @@ class ShardedState:
     def held(held: Parameters | OwnedSlices, span: slice) -> Iterator[tuple[int, int, int]]:
         """What is held of a span of the layout: from where to where, and its place in ``held.flat``."""
         for part, local in held.parts():
-            start, stop = max(span.start, part.start), min(span.stop, part.stop)
-            if start < stop:
-                yield start, stop, local.start + start - part.start
+            if both := overlap(span, part):
+                yield both.start, both.stop, local.start + both.start - part.start
 
 
 def _joined(parts: np.ndarray, shape: tuple[int, ...], dim: int | None) -> np.ndarray:

@@ -595,8 +595,7 @@ def build(layers: Sequence[Layer]) -> TrainConfig:
         if sources.get(key := f"model.{name}", "").startswith("preset"):
             del merged[key]
     if (old := merged.get("pp_schedule")) == "interleaved":
-        expected = "zero-bubble-v, which replaces it"
-        raise ConfigError(f"{labels['pp_schedule']}: expected {expected}, got {old}").about("pp_schedule")
+        raise SettingError(labels["pp_schedule"], "zero-bubble-v, which replaces it", old).about("pp_schedule")
     if (chunks := merged.pop("pp_chunks", None)) is not None:  # files of kos 0.2 have it
         _log.warning("%s: %s is left out, it was of interleaved alone", labels["pp_chunks"], chunks)
     if old in REMOVED_SCHEDULES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -70,9 +71,6 @@ class Device(Runner):
     def use(self, source: Dataset | OwnBatches) -> None:
         """Take the batches of steps from ``source``."""
         self.source, self.lag = source, type(self).lag if source.ahead else 0
-
-    def check_stop(self, asked: Callable[[], int]) -> None:
-        """Look again at the end of each step what was requested on this rank, if the host runs them."""
 
     @property
     def applied(self) -> int:
@@ -185,20 +183,15 @@ class Device(Runner):
     def _loss(self, data: Dataset, weights: Weights) -> float:
         """The mean loss over all targets of the validation windows that are not left out."""
         starts, dp, masked = data.val_starts(), self.mesh.dp, self.data.masks_targets or data.masks_targets
-        most, sums = len(self.micro_batches[0]), np.zeros(-(-len(starts) // dp.size))
-        count, targets = float(starts.shape[1] * self.data.seq_len), 0
+        most, count = len(self.micro_batches[0]), float(starts.shape[1] * self.data.seq_len)
         pieces = [
             (index, starts[index, at : at + most])
             for index in range(dp.rank, len(starts), dp.size) for at in range(0, starts.shape[1], most)
         ]  # fmt: skip
         batches = [partial(data.windows, data.val, windows) for _, windows in pieces]
         sizes = [len(windows) * data.seq_len for _, windows in pieces]
-        for action, batch, loss in self.forwards(weights, batches, sizes, partial(Model.loss_of, count=count)):
-            targets += counted(batch) * (action.chunk == 0) if masked else 0
-            sums[pieces[action.micro_batch][0] // dp.size] += loss or 0
-        self.synchronize()
-        gathered = self.mesh.world.all_gather_bytes(sums.tobytes())
-        loss = math.fsum(np.frombuffer(b"".join(gathered[rank] for rank in self.reporters()))) / len(starts)
+        total, targets = self._sum(weights, batches, sizes, [index // dp.size for index, _ in pieces], count)
+        loss = total / len(starts)
         return loss * count * len(starts) / sum_over(dp, targets) if masked else loss
 
     def loss_of(self, batches: Sequence[Batch], rows: Rows) -> float:
@@ -210,15 +203,30 @@ class Device(Runner):
         mine = batches if rows == "own" else batches[dp.rank :: dp.size]
         starts = ((batch, at) for batch in mine for at in range(0, len(batch.tokens), most))
         pieces = [batch.rows(slice(at, at + most)) for batch, at in starts]
-        targets, loss = sum_over(dp, sum(map(counted, pieces))), np.zeros(1)
-        each = [partial(_filled, piece, most) for piece in pieces]
+        targets, weights = sum_over(dp, sum(map(counted, pieces))), self.step.as_read(self.whole_weights())
+        filled = [partial(_filled, piece, most) for piece in pieces]
         sizes = [most * self.config.seq_len] * len(pieces)
-        weights, count = self.step.as_read(self.whole_weights()), float(max(1, targets))
-        for _, _, part in self.forwards(weights, each, sizes, partial(Model.loss_of, count=count)):
-            loss += part or 0
+        return self._sum(weights, filled, sizes, [0] * len(pieces), float(max(1, targets)))[0]
+
+    def _sum(
+        self, weights: Weights, batches: Sequence[Callable[[], Batch]], sizes: Sequence[int], terms: Sequence[int],
+        count: float,
+    ) -> tuple[float, int]:  # fmt: skip
+        """The sum of the losses of all ranks, divided by ``count``, and the number of this rank's targets.
+
+        The losses of batches with the same number in ``terms`` are added first.
+        """
+        sums, targets = np.zeros(max(terms, default=0) + 1), 0
+        for action, batch, loss in self.forwards(weights, batches, sizes, partial(Model.loss_of, count=count)):
+            targets += counted(batch) * (action.chunk == 0)
+            sums[terms[action.micro_batch]] += loss or 0
+        return math.fsum(itertools.chain(*self.reported(sums))), targets
+
+    def reported(self, values: np.ndarray) -> list[np.ndarray]:
+        """The ``values``, float64, of all ranks of ``reporters``, once all that is queued is over."""
         self.synchronize()
-        gathered = self.mesh.world.all_gather_bytes(loss.tobytes())
-        return math.fsum(float(np.frombuffer(gathered[rank])[0]) for rank in self.reporters())
+        gathered = self.mesh.world.all_gather_bytes(values.tobytes())
+        return [np.frombuffer(gathered[rank]) for rank in self.reporters()]
 
     def forwards(
         self, weights: Weights, batches: Sequence[Callable[[], Batch]], sizes: Sequence[int], result: Result
@@ -304,7 +312,8 @@ class Device(Runner):
         """The weights that passes read; with ZeRO-1 each rank's are gathered first."""
         weights, parallel = self.step.weights, self.step.parallel
         if parallel.sharded:
-            parallel.gather(weights).wait()
+            for _ in parallel.gather(weights).values():
+                pass  # each read waits
             parallel.synchronize()  # what waits for a GPU next knows no timeout
         return self.step.with_frozen(weights)
 

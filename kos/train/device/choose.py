@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kos.comm.communicator import Communicator
 from kos.cuda import device_info, require, unavailable
 from kos.cuda.kernels import nvrtc_version
-from kos.errors import ConfigError, KosError, SettingError, install
+from kos.errors import KosError, SettingError, install
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
 from kos.train.data.corpus import Show
@@ -61,10 +61,7 @@ def scope_of(config: TrainConfig, layout: Layout, hosts: Sequence[object]) -> tu
     """
     if config.compress_scope == "all":
         return config, 1
-    try:
-        local = ranks_of_a_host(layout, ("dp", "cp"), hosts)
-    except ConfigError as error:
-        raise ConfigError(f"--compress-scope hosts: {error}").about("compress_scope") from None
+    local = ranks_of_a_host(layout, ("dp", "cp"), hosts, "--compress-scope hosts")
     if local == layout.dp * layout.cp:
         return config.model_copy(update={"compress": "none", "compress_scope": "all"}), 1
     return config, local

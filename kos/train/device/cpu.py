@@ -87,9 +87,6 @@ class CpuDevice(Device):
         emulated = "; products in 8 bits are emulated, slower than float32" * (self.config.dtype == "fp8")
         return f"about {self.plan.total / GIB:.2f} GiB of memory a rank{emulated}"
 
-    def check_stop(self, asked: Callable[[], int]) -> None:
-        self.step.asked = asked
-
     def dry_run(self) -> tuple[float, float]:
         trained = self.config.batch_size * self.config.seq_len
         self._dry_step()  # the first takes longer

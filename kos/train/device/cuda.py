@@ -47,7 +47,7 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, check_fp8, make_stage
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops.cuda import CudaOps, cublaslt, fp8
-from kos.train.ops.fp8 import Fp8Weights, linear_names, weight_store
+from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
 from kos.train.optim.cuda import SCALARS, CudaOptimizer
 from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.failures import gather_json, together
@@ -270,7 +270,7 @@ class CudaDevice(Device):
             random = np.random.default_rng(0)
             _draw_quickly(drawn, random, trying, places)
             store = weight_store(linear_names([stage]), drawn, trying) if config.dtype == "fp8" else {}
-            weights = Fp8Weights(drawn, store, trying, stage.arena)
+            weights = fp8_weights(drawn, store, trying, stage.arena)
             shape = config.micro_batch_size or 1, config.seq_len // cp.size
             tokens = random.integers(model.vocab_size, size=shape).astype(np.int32)
             batch = Batch(tokens, tokens)

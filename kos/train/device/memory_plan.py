@@ -25,7 +25,6 @@ from kos.train.model.model import Model
 from kos.train.model.parameters import OwnedSlices
 from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.ops.cuda.attention import MOST_HEAD_DIM
-from kos.train.ops.fp8 import store_bytes
 from kos.train.optim import BLOCK, MatrixRule, by_axes, elements, state_of
 from kos.train.optim.cuda import CHUNK
 from kos.train.optim.muon import BATCH
@@ -206,7 +205,7 @@ def plan_memory(
         f"weights, {dtype}": count * DTYPES[dtype].itemsize * has_copy,
         f"frozen weights, {dtype}": sum(x.size for x in run.frozen.values()) * DTYPES[dtype].itemsize,
         f"{weights}{'' if on_cpu else share}": DTYPES[master].itemsize * held,
-        "weights of layers, fp8, and transposed": store_bytes(run.store),
+        "weights of layers, fp8, and transposed": sum(each.nbytes for each in run.store.values()),
         f"{about}, {', '.join(dict.fromkeys(kept.dtype for kept in run.state.values()))}{share}": state,
         f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * (count + lookups) * (1 + waiting),
         f"residual of gradients sent as {config.compress}": 0 if residual is None else residual.flat.nbytes,

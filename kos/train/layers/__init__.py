@@ -30,17 +30,6 @@ class Gradients(NamedTuple):
     final: Callable[[str], object]
 
 
-class Pending(NamedTuple):
-    """The gradient of a ``Linear``'s weights, to be computed from these two arrays."""
-
-    linear: Any
-    d_out: Array
-    x: Array
-
-    def run(self, ctx: PassContext) -> None:
-        self.linear.weight_gradient(ctx, self.d_out, self.x)
-
-
 class PassContext(NamedTuple):
     """A forward or a backward of a micro-batch: operations, scratch memory, the axes, weights."""
 
@@ -60,8 +49,8 @@ class PassContext(NamedTuple):
     masks: Mapping[int | None, Masks] = MappingProxyType({})
     """Those of attention, by its window."""
 
-    pending: list[Pending] | None = None
-    """Takes the gradients of weights if they are deferred: until a pipeline has time for them."""
+    pending: list[Callable[[PassContext], None]] | None = None
+    """Takes what computes the gradients of weights if they are deferred: until a pipeline has time for them."""
 
     cache: Any = None
     """The ``kos.train.layers.cache.Cache`` of a forward that generates."""
@@ -92,11 +81,10 @@ class PassContext(NamedTuple):
 
     def weight_gradient(self, linear: Any, d_out: Array, x: Array) -> None:
         """Called where the gradient of a matrix can overlap a collective: computes it, unless it is deferred."""
-        pending = Pending(linear, d_out, x)
         if self.pending is None:
-            pending.run(self)
+            linear.weight_gradient(self, d_out, x)
         else:
-            self.pending.append(pending)
+            self.pending.append(lambda ctx: linear.weight_gradient(ctx, d_out, x))
 
 
 class Placement(NamedTuple):

@@ -24,9 +24,6 @@ class MLP(Sublayer):
             self.activate(ctx, saved.columns_NW[half.rows], saved.inner_NF[half.rows])
             yield
 
-    def again(self, ctx: PassContext, saved: Saved, inner_NF: Array) -> None:
-        self.activate(ctx, saved.columns_NW, inner_NF)
-
     def activate(self, ctx: PassContext, columns_NW: Array, inner_NF: Array) -> None:
         ctx.ops.swiglu(columns_NW, inner_NF, ctx.arena)
 

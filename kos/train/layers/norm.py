@@ -39,7 +39,7 @@ class Norm:
 
     def forward(self, ctx: PassContext, x_nD: Array, out_nD: Array, statistics: Array, rows: slice) -> None:
         """Write ``rows`` of ``out_nD`` and ``statistics``."""
-        ctx.ops.rms_norm(x_nD[rows], self.asks(ctx), out_nD[rows], statistics[rows])
+        ctx.ops.normalize(x_nD[rows], self.asks(ctx), out_nD[rows], statistics[rows])
 
     def fused(self, ctx: PassContext, x_nD: Array, statistics: Array) -> Any:
         """The normed rows where a product computes them, with the ``statistics``; None: ``forward`` does."""
@@ -54,10 +54,11 @@ class Norm:
 
     def backward(self, ctx: PassContext, d_out: Array, x: Array, statistics: Array, dx: Array) -> None:
         """Add to ``dx``; overwrite ``d_out``."""
-        _, accumulate, final = ctx.into
-        d_weight = ctx.gradient(self.name)
-        ctx.ops.rms_norm_backward(d_out, x, self.asks(ctx), statistics, dx, d_weight, accumulate, ctx.arena)
-        final(self.name)
+        (_, accumulate, final), names = ctx.into, [*self.placements()]
+        d_weight, *d_bias = map(ctx.gradient, names)
+        ctx.ops.normalize_backward(d_out, x, self.asks(ctx), statistics, dx, d_weight, accumulate, ctx.arena, *d_bias)
+        for name in names:
+            final(name)
 
     def forward_heads(self, ctx: PassContext, x_NW: Array, heads: slice, raw: Array) -> None:
         """Norm ``heads``, counted in ``size``, in place. ``raw`` gets what they were."""
@@ -86,14 +87,7 @@ class LayerNorm(Norm):
         return arena.take((2, len(x_nD)), ctx.ops.statistics_dtype(x_nD.dtype))
 
     def forward(self, ctx: PassContext, x_nD: Array, out_nD: Array, statistics: Array, rows: slice) -> None:
-        ctx.ops.layer_norm(x_nD, self.asks(ctx), out_nD, statistics)
-
-    def backward(self, ctx: PassContext, d_out: Array, x: Array, statistics: Array, dx: Array) -> None:
-        (_, accumulate, final), bias = ctx.into, bias_of(self.name)
-        into = ctx.gradient(self.name), ctx.gradient(bias), accumulate, ctx.arena
-        ctx.ops.layer_norm_backward(d_out, x, self.asks(ctx), statistics, dx, *into)
-        final(self.name)
-        final(bias)
+        ctx.ops.normalize(x_nD, self.asks(ctx), out_nD, statistics)
 
 
 class NoNorm(Norm):

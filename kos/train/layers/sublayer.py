@@ -58,7 +58,7 @@ class Sublayer:
     """x + after(row(core(column(norm(x))))). A subclass has the core. ``after``: a norm, for one rank of tp alone."""
 
     cheap: ClassVar[bool]
-    """Whether the core's output is cheap to compute again (``again``)."""
+    """Whether the core's output is cheap to compute again (``activate``)."""
 
     def __init__(self, norm: Norm, column: ColumnLinear, row: RowLinear, after: Norm | None = None) -> None:
         self.norm, self.column, self.row, self.after = norm, column, row, after
@@ -89,8 +89,8 @@ class Sublayer:
         """Write ``inner_NF`` of a half, if it is there. Yields where a turn ends. ``last``: this is the last half."""
         raise NotImplementedError
 
-    def again(self, ctx: PassContext, saved: Saved, inner_NF: Array) -> None:
-        """Write ``inner_NF`` in a backward, from ``columns_NW``."""
+    def activate(self, ctx: PassContext, columns_NW: Array, inner_NF: Array) -> None:
+        """Write the output of a ``cheap`` core, in a backward too."""
         raise NotImplementedError
 
     def core_backward(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array, d_columns: Array) -> None:
@@ -227,7 +227,7 @@ class Sublayer:
             gathered = ctx.tp.start_gather(normed, ctx.tp.empty_rows(normed, keep))
         if inner is None and not saved.inner_8:
             inner = self.empty_inner(ctx, len(saved.columns_NW), x_nD.dtype, ctx.keep_for(self.row))
-            self.again(ctx, saved, inner)
+            self.activate(ctx, saved.columns_NW, inner)
         return gathered, inner
 
     def _branch_gradient(self, ctx: PassContext, branch: Branch, dx_nD: Array) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kos.train.layers.attention import Rope
@@ -13,7 +12,6 @@ from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 
 
-@dataclass(frozen=True)
 class MistralConfig(LlamaConfig):
     """LLaMA with a sliding window in every layer, or without one (Jiang et al. 2023, arXiv:2310.06825)."""
 
@@ -25,7 +23,6 @@ class MistralConfig(LlamaConfig):
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Olmo2Config(LlamaConfig):
     """LLaMA with norms after attention and MLP in place of those before, and norms of all of q and of k.
 
@@ -47,7 +44,6 @@ class Olmo2Config(LlamaConfig):
         return [attention, MLP(NoNorm(), gate_up, down, last)]
 
 
-@dataclass(frozen=True)
 class Qwen2Config(LlamaConfig):
     """LLaMA with biases of q, k and v, also of Qwen2.5 (Yang et al. 2024, arXiv:2407.10671)."""
 
@@ -61,7 +57,6 @@ class Qwen2Config(LlamaConfig):
     qkv_bias: ClassVar[bool] = True
 
 
-@dataclass(frozen=True)
 class Qwen3Config(Qwen2Config):
     """LLaMA with norms of each head of q and k (Yang et al. 2025, arXiv:2505.09388)."""
 
@@ -79,7 +74,6 @@ def rotated_layers(layers: int, every: int) -> tuple[int, ...]:
     return () if all(flags) else flags
 
 
-@dataclass(frozen=True)
 class SmolLM3Config(LlamaConfig):
     """LLaMA of which some layers have no rotary positions, every fourth by default.
 

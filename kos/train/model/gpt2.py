@@ -6,7 +6,6 @@ turned around when they are read from or written for transformers, whose ``Conv1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -23,7 +22,6 @@ POSITIONS = "transformer.wpe.weight"
 TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # ends of the names of Conv1D's matrices
 
 
-@dataclass(frozen=True)
 class GPT2Config(LlamaConfig):
     """The shape of a GPT-2; ``rms_norm_eps`` is LayerNorm's."""
 

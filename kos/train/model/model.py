@@ -23,7 +23,7 @@ from kos.errors import ConfigError, SettingError
 from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.layers import Gradients, PassContext, Pending, Weights
+from kos.train.layers import Gradients, PassContext, Weights
 from kos.train.layers.attention import Attention
 from kos.train.layers.cache import Cache
 from kos.train.layers.sublayer import Saved, Sublayer
@@ -62,11 +62,11 @@ class InFlight:
         self.arena = arena
         self.batch: Batch | None = None  # its fields are (N,)
         self.seq_len = 0
-        self.masks: Mapping[int | None, Masks] = {}
+        self.masks: Mapping[int | None, Masks] = {}  # for each window that a layer has
         self.inputs: list[Array] = []  # of each layer
         self.saved: list[list[Saved]] = []  # of each layer's sublayers; none where whole layers are computed again
         self.out_nD: Array | None = None
-        self.pending: list[Pending] = []  # the gradients of weights that a backward has deferred
+        self.pending: list[Callable[[PassContext], None]] = []  # gradients of weights that a backward has deferred
         self.d_out_nD: Array | None = None  # where another stage of this rank has left it
         self.sent: Any = None  # the send of ``out_nD``
 
@@ -138,7 +138,8 @@ class Model:
         keep = flight.arena if saves else self.arena
         flight.batch = batch.map(lambda field: self.ops.indices(field.reshape(-1), keep))
         flight.seq_len = batch.tokens.shape[1]
-        flight.masks = self._masks(flight.batch.document_starts, batch.tokens.shape, keep)
+        starts, (samples, length) = flight.batch.document_starts, batch.tokens.shape
+        flight.masks = {window: self.context.masks(starts, window, samples, length, keep) for window in self.windows}
         ctx = self._ctx._replace(weights=weights, masks=flight.masks, cache=cache)
         if x_nD is None:
             x_nD = self.embedding.forward(ctx, flight.batch.tokens, flight.seq_len, flight.arena)
@@ -191,8 +192,8 @@ class Model:
 
     def weight_gradients(self, flight: InFlight, into: Gradients) -> None:
         """Those that a backward has left pending."""
-        for pending in flight.pending:
-            pending.run(self._ctx._replace(into=into))
+        for gradient in flight.pending:
+            gradient(self._ctx._replace(into=into))
         flight.pending.clear()
 
     # --- without a backward --------------------------------------------------------------------------------
@@ -347,12 +348,6 @@ class Model:
             return call._replace(saved=saved._replace(normed_nD=own, inner_NF=inner_NF))
 
         return [*map(filled, calls)]
-
-    def _masks(
-        self, starts: Array | None, shape: tuple[int, int], arena: Arena
-    ) -> Mapping[int | None, Masks]:
-        """The masks of a micro-batch (B, T) for each window that a layer has; ``starts`` are those of documents."""
-        return {window: self.context.masks(starts, window, *shape, arena) for window in self.windows}
 
 
 Result = Callable[[Model, Weights, InFlight], Any]

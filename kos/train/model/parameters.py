@@ -90,13 +90,27 @@ class OwnedSlices:
         self.shapes, self.spans = layout.shapes, layout.spans
         self.flat = layout.zeros(sum(part.stop - part.start for part in self.slices), dtype)
 
-    def like(self, dtype: Any = None) -> OwnedSlices:
-        """Zeros for the same parts, of the same dtype or another."""
-        return OwnedSlices(self.layout, self.slices, self.flat.dtype if dtype is None else dtype)
-
     def parts(self) -> list[tuple[slice, slice]]:
         """The parts of the layout that are held here, and their places in ``flat``."""
         return packed(self.slices)
+
+
+class OnFirstRead(Mapping[str, Any]):
+    """The names of ``weights``.  When one is first read, ``first(name)`` returns what it stands for from then on."""
+
+    def __init__(self, weights: Mapping[str, Any], first: Callable[[str], Any]) -> None:
+        self._weights, self._first, self._read = weights, first, dict[str, Any]()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._read:
+            self._read[name] = self._first(name)
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
 def packed(slices: Sequence[slice]) -> list[tuple[slice, slice]]:

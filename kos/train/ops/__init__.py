@@ -249,7 +249,7 @@ class Ops(Protocol):
     def quantize_rms_norm(
         self, x: Array, norm: Normalize, rstd: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
     ) -> None:
-        """``rms_norm``, whose output is quantized and not written."""
+        """RMSNorm of ``normalize``, whose output is quantized and not written."""
 
     def quantize_swiglu(self, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         """``quantize`` of what ``swiglu`` writes."""
@@ -272,24 +272,16 @@ class Ops(Protocol):
     def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
         """out (F,) = sum of the rows of x (N, F): a bias's gradient."""
 
-    def rms_norm(self, x: Array, norm: Normalize, out: Array, rstd: Array) -> None:
-        """out (N, D) = x rstd scale, with rstd (N,) = 1 / sqrt(mean(x^2) + eps) kept for the backward.
+    def normalize(self, x: Array, norm: Normalize, out: Array, statistics: Array) -> None:
+        """RMSNorm: out (N, D) = x rstd scale.  With a bias LayerNorm: out = (x - mean) rstd scale + bias.
 
-        The scale of a norm is ``Normalize.scale``.
+        The scale of a norm is ``Normalize.scale``.  ``statistics`` are kept for the backward: rstd (N,) = 1 /
+        sqrt(mean(x^2) + eps), or those of LayerNorm, (2, N): rstd of x - mean, and mean.
         """
 
-    def rms_norm_backward(
-        self, d_out: Array, x: Array, norm: Normalize, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
-        arena: Arena,
-    ) -> None:  # fmt: skip
-        """ADDS to dx (N, D), the gradient of the residual stream; d_weight (D,).  Overwrites ``d_out``."""
-
-    def layer_norm(self, x: Array, norm: Normalize, out: Array, statistics: Array) -> None:
-        """out (N, D) = (x - mean) rstd scale + bias; ``statistics`` (2, N): rstd, mean, kept for the backward."""
-
-    def layer_norm_backward(
-        self, d_out: Array, x: Array, norm: Normalize, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
-        accumulate: bool, arena: Arena,
+    def normalize_backward(
+        self, d_out: Array, x: Array, norm: Normalize, statistics: Array, dx: Array, d_weight: Array, accumulate: bool,
+        arena: Arena, d_bias: Array | None = None,
     ) -> None:  # fmt: skip
         """ADDS to dx (N, D), the gradient of the residual stream; d_weight, d_bias (D,).  Overwrites ``d_out``."""
 

@@ -131,12 +131,12 @@ class FixedOrder(LinearOps):
         if self.split.features == 1 or name not in self.matrices:
             return of[name]
         dim, members = self.matrices[name]
-        each = [_equal(member, self.parts) for member in members]
+        each = [equal_parts(member, self.parts) for member in members]
         return Matrix(of[name], dim, [[*part] for part in zip(*each, strict=True)])
 
     def rows(self, count: int) -> list[slice]:
         """The rows of each piece, of ``count`` in all."""
-        return _equal(slice(0, count), self.pieces)
+        return equal_parts(slice(0, count), self.pieces)
 
     def head_rows(self, count: int, most: int) -> int:
         """The most that divide ``count``."""
@@ -256,17 +256,17 @@ class FixedOrder(LinearOps):
 
     # --- norms -------------------------------------------------------------------------------------------
 
-    def rms_norm_backward(
+    def normalize_backward(
         self, d_out: Array, x: Array, norm: Normalize, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
         arena: Arena,
     ) -> None:  # fmt: skip
-        """``Ops.rms_norm_backward``; d_weight of all ranks' rows."""
+        """``Ops.normalize_backward`` of RMSNorm; d_weight of all ranks' rows."""
         of_piece = len(x) * self.tp.size // self.pieces
-        rows = _equal(slice(0, len(x)), self.pieces * math.gcd(self.split.features, of_piece) // self.tp.size)
+        rows = equal_parts(slice(0, len(x)), self.pieces * math.gcd(self.split.features, of_piece) // self.tp.size)
 
         def of_rows(index: int, term: Array) -> None:
             d_out_n, x_n, rstd_n, dx_n = (each[rows[index]] for each in (d_out, x, rstd, dx))
-            self.inner.rms_norm_backward(d_out_n, x_n, norm, rstd_n, dx_n, term, accumulate, arena)
+            self.inner.normalize_backward(d_out_n, x_n, norm, rstd_n, dx_n, term, accumulate, arena)
 
         sum_tree(self.inner, arena, of_rows, d_weight, len(rows))
         for axis in (self.tp, self.cp):
@@ -277,7 +277,7 @@ class FixedOrder(LinearOps):
     ) -> None:
         """``Ops.head_norm_backward``; d_weight of all ranks' heads: a tree over parts, of trees over pieces."""
         rows = self.rows(len(raw))
-        parts = _equal(heads, math.gcd(self.parts, heads.stop - heads.start))  # one if all heads have one norm
+        parts = equal_parts(heads, math.gcd(self.parts, heads.stop - heads.start))  # one if all heads have one norm
 
         def of_piece(piece: int, terms: Array) -> None:
             raw_n, dx_n = raw[rows[piece]], dx[rows[piece]]
@@ -308,7 +308,7 @@ class FixedOrder(LinearOps):
         if self.parts == 1:
             super().statistics_of_parts(logits, targets, first, out, arena)
             return
-        for part, columns in zip(out, _equal(slice(0, logits.shape[1]), self.parts), strict=True):
+        for part, columns in zip(out, equal_parts(slice(0, logits.shape[1]), self.parts), strict=True):
             self.inner.logit_statistics(logits[:, columns], targets, first + columns.start, part, arena)
 
 
@@ -316,7 +316,7 @@ def _array(matrix: Any) -> Array:
     return matrix.array if isinstance(matrix, Matrix) else matrix
 
 
-def _equal(whole: slice, count: int) -> list[slice]:
+def equal_parts(whole: slice, count: int) -> list[slice]:
     """``count`` slices of equal size."""
     size = (whole.stop - whole.start) // count
     return [slice(at, at + size) for at in range(whole.start, whole.start + size * count, max(1, size))]

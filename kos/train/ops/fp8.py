@@ -12,7 +12,7 @@ they are.
 - *Transposed copies*: on Hopper both operands of an 8-bit product lie along the sum (TN). A product and those of its
   backward sum over features, outputs and tokens, so most tensors are needed twice: ``rows`` and, transposed,
   ``columns``. One pass writes both.
-- *Weights* are quantized when a step first reads them (``Fp8Weights``), so with ZeRO-1 a weight's gather is waited for
+- *Weights* are quantized when a step first reads them (``fp8_weights``), so with ZeRO-1 a weight's gather is waited for
   as late as without.
 """
 
@@ -28,6 +28,7 @@ import numpy as np
 
 from kos.errors import SettingError
 from kos.memory.arena import Arena
+from kos.train.model.parameters import OnFirstRead
 from kos.train.ops import SCALE_BLOCK, Array, Ops, Scaled, scales_shape
 from kos.train.ops.linear import Wrapper
 from kos.train.ops.norm import Normalize
@@ -231,33 +232,21 @@ class Fp8Ops(Wrapper):
         self.inner.swiglu_backward(d_out, gate_up, None, d_gate_up, arena)
 
 
-class Fp8Weights(Mapping[str, Array]):
+def fp8_weights(
+    weights: Mapping[str, Array], store: Mapping[str, Quantized], ops: Ops, arena: Arena
+) -> Mapping[str, Any]:
     """The weights of a step: those that ``store`` has memory for are quantized when they are first read.
 
     The others are those of ``weights``.
     """
 
-    def __init__(self, weights: Mapping[str, Array], store: Mapping[str, Quantized], ops: Ops, arena: Arena) -> None:
-        self._weights, self._store, self._ops, self._arena = weights, store, ops, arena
-        self._missing = set(store)
+    def first(name: str) -> Any:
+        if (made := store.get(name)) is None:
+            return weights[name]
+        ops.quantize(weights[name], made.rows, made.columns, arena)
+        return made
 
-    def __getitem__(self, name: str) -> Any:
-        found = self._store.get(name)
-        if found is None:
-            return self._weights[name]
-        if name in self._missing:
-            self._missing.remove(name)
-            self._quantize(name, found)
-        return found
-
-    def _quantize(self, name: str, made: Quantized) -> None:
-        self._ops.quantize(self._weights[name], made.rows, made.columns, self._arena)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
+    return OnFirstRead(weights, first)
 
 
 def linears(layers: Iterable[Iterable[Any]]) -> Iterator[Any]:
@@ -289,11 +278,6 @@ def first_of(found: Iterable[str], layers: Iterable[Iterable[Any]]) -> str | Non
         return kind == GRADIENT.name, -order.index(name) if kind == GRADIENT.name else order.index(name)
 
     return min(filter(None, found), key=place, default=None)
-
-
-def store_bytes(store: Mapping[str, Quantized]) -> int:
-    """The bytes of both copies of all weights."""
-    return sum(each.nbytes for each in store.values())
 
 
 def check_sizes(layers: Iterable[Iterable[Any]], tp: int, tokens: Mapping[str, int]) -> None:

@@ -33,11 +33,9 @@ from kos.train.ops.numpy_blocks import add_tree as add_tree
 from kos.train.ops.numpy_blocks import empty_columns as empty_columns
 from kos.train.ops.numpy_blocks import head_norm as head_norm
 from kos.train.ops.numpy_blocks import head_norm_backward as head_norm_backward
-from kos.train.ops.numpy_blocks import layer_norm as layer_norm
-from kos.train.ops.numpy_blocks import layer_norm_backward as layer_norm_backward
+from kos.train.ops.numpy_blocks import normalize as normalize
+from kos.train.ops.numpy_blocks import normalize_backward as normalize_backward
 from kos.train.ops.numpy_blocks import quantize as quantize
-from kos.train.ops.numpy_blocks import rms_norm as rms_norm
-from kos.train.ops.numpy_blocks import rms_norm_backward as rms_norm_backward
 from kos.train.ops.numpy_blocks import scaled_product as scaled_product
 from kos.train.ops.numpy_blocks import sum_rows as sum_rows
 
@@ -261,7 +259,7 @@ def quantize_rms_norm(
 ) -> None:
     with arena.scope():
         out = arena.take(x.shape, x.dtype)
-        rms_norm(x, norm, out, rstd)
+        normalize(x, norm, out, rstd)
         quantize(out, rows, columns, arena)
 
 

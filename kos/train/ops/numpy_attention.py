@@ -184,8 +184,8 @@ def _views(a: Attend) -> tuple[Array, ...]:
 
 def _of_queries(x: Array, a: Attend) -> Array:
     """The heads of q in (N, W) or (N, H d), as (B, K, d, G, queries)."""
-    columns = x[:, : a.heads * a.head_dim]
-    return _by_kv_head(columns, a.kv_heads, a.head_dim, a.log_sum_exp.shape[-1])[..., _queries(a)]
+    shape = a.kv_heads, -1, a.head_dim, len(x) // a.length, a.length
+    return of_rows(x[:, : a.heads * a.head_dim]).reshape(shape).transpose(3, 0, 2, 1, 4)[..., _queries(a)]
 
 
 def _statistics(a: Attend) -> Array:
@@ -200,11 +200,6 @@ def _of_keys(kv: Array, a: Attend) -> tuple[Array, Array]:
     both = kv.reshape(2, a.kv_heads, -1, samples, length).transpose(0, 3, 1, 2, 4)
     k, v = both if a.kv is None else both[..., a.keys]
     return k, v
-
-
-def _by_kv_head(x: Array, kv_heads: int, d: int, length: int) -> Array:
-    """(N, H d) of ``empty_columns`` seen as (B, K, d, G, T)."""
-    return of_rows(x).reshape(kv_heads, -1, d, len(x) // length, length).transpose(3, 0, 2, 1, 4)
 
 
 class Block(NamedTuple):

@@ -93,7 +93,21 @@ def _reciprocal_rms(x: Array, eps: float, out: Array) -> None:
     np.reciprocal(out, out=out)
 
 
-def rms_norm(x: Array, norm: Normalize, out: Array, rstd: Array) -> None:
+def normalize(x: Array, norm: Normalize, out: Array, statistics: Array) -> None:
+    (_rms_norm if norm.bias is None else _layer_norm)(x, norm, out, statistics)
+
+
+def normalize_backward(
+    d_out: Array, x: Array, norm: Normalize, statistics: Array, dx: Array, d_weight: Array, accumulate: bool,
+    arena: Arena, d_bias: Array | None = None,
+) -> None:  # fmt: skip
+    if d_bias is None:
+        _rms_norm_backward(d_out, x, norm, statistics, dx, d_weight, accumulate, arena)
+    else:
+        _layer_norm_backward(d_out, x, norm, statistics, dx, d_weight, d_bias, accumulate, arena)
+
+
+def _rms_norm(x: Array, norm: Normalize, out: Array, rstd: Array) -> None:
     _reciprocal_rms(x, norm.eps, rstd)
     scale = norm.scale
     for rows in blocks(*x.shape):
@@ -101,7 +115,7 @@ def rms_norm(x: Array, norm: Normalize, out: Array, rstd: Array) -> None:
         out[rows] *= rstd[rows, None]
 
 
-def rms_norm_backward(
+def _rms_norm_backward(
     d_out: Array, x: Array, norm: Normalize, rstd: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
 ) -> None:
     """With p = d_out x: d_weight = rstd^T p, and mean(d_out scale x rstd) = rstd (p scale) / D."""
@@ -124,7 +138,7 @@ def rms_norm_backward(
             dx[rows] += g
 
 
-def layer_norm(x: Array, norm: Normalize, out: Array, statistics: Array) -> None:
+def _layer_norm(x: Array, norm: Normalize, out: Array, statistics: Array) -> None:
     (rstd, mean), scale = statistics, norm.scale
     np.mean(x, axis=1, out=mean)
     np.subtract(x, mean[:, None], out=out)
@@ -135,7 +149,7 @@ def layer_norm(x: Array, norm: Normalize, out: Array, statistics: Array) -> None
         out[rows] += norm.bias
 
 
-def layer_norm_backward(
+def _layer_norm_backward(
     d_out: Array, x: Array, norm: Normalize, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
     accumulate: bool, arena: Arena,
 ) -> None:  # fmt: skip

@@ -24,7 +24,7 @@ import numpy as np
 from kos.memory.arena import Arena
 from kos.train.data.batch import Batch
 from kos.train.ops import Array, Attend, Mask, Ops, attended_pairs
-from kos.train.ops.fixed_order import Split, scatter_sum, sum_tree
+from kos.train.ops.fixed_order import Split, equal_parts, scatter_sum, sum_tree
 from kos.train.parallel.mesh import ALONE, Axis
 
 Parts = Iterator[tuple[int, Array, Array | None]]
@@ -237,7 +237,7 @@ class FixedContext(ContextParallel):
     def attention_backward(
         self, attend: Attend, d_out: Array, d_qkv: Array, arena: Arena, masks: Masks = None
     ) -> None:
-        ops, pieces, rows = self.ops, self._pieces(attend), self._split(len(d_out))
+        ops, pieces, rows = self.ops, self._pieces(attend), equal_parts(slice(0, len(d_out)), self.pieces)
         with arena.scope():
             kv = self._keys_and_values(pieces, arena)
             for piece, of_piece, n in zip(self.mine, pieces, rows, strict=True):
@@ -283,14 +283,9 @@ class FixedContext(ContextParallel):
         """For the queries of ``piece``, one of this rank's, and the keys of another."""
         return None if masks is None else masks[piece - self.mine[0]][owner]
 
-    def _split(self, count: int) -> list[slice]:
-        """The part of each piece, of ``count`` rows or samples."""
-        n = count // self.pieces
-        return [slice(at, at + n) for at in range(0, count, n)]
-
     def _pieces(self, attend: Attend) -> list[Attend]:
         """The attention of each of this rank's pieces to its own keys."""
-        rows, samples = self._split(len(attend.qkv)), self._split(len(attend.log_sum_exp))
+        rows, samples = (equal_parts(slice(0, len(x)), self.pieces) for x in (attend.qkv, attend.log_sum_exp))
         return [attend.of(*each) for each in zip(rows, samples, strict=True)]
 
     def _others(

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kos.comm.work import Work
-from kos.train.model.parameters import OwnedSlices, Parameters, Shape
+from kos.train.model.parameters import OnFirstRead, OwnedSlices, Parameters, Shape
 from kos.train.ops import Array
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Axis, Reduction
@@ -396,13 +396,23 @@ class DataParallel:
             return [bucket for bucket in self.buckets if self._owners[bucket.start] == self.replicas.rank]
         return [*map(self._part, self.buckets)]
 
-    def gather(self, weights: Parameters) -> GatheredWeights:
+    def gather(self, weights: Parameters) -> Mapping[str, Array]:
         """Start to gather ``weights`` from all ranks.  The first read of a tensor waits until it is complete."""
-        works = {}
-        for bucket in reversed(self.buckets):  # the forward goes through the layout from its end
-            if self.of(bucket).size > 1:
-                works[bucket.start] = bucket, self.all_gather(bucket, weights.flat[bucket], async_op=True)
-        return GatheredWeights(weights, works)
+        in_flight = [
+            (bucket, self.all_gather(bucket, weights.flat[bucket], async_op=True))
+            for bucket in reversed(self.buckets) if self.of(bucket).size > 1  # as the forward goes through the layout
+        ]  # fmt: skip
+
+        def first(name: str) -> Array:
+            members = weights.groups.get(name, (name,))
+            start, stop = weights.spans[members[0]].start, weights.spans[members[-1]].stop
+            for bucket, work in [*in_flight]:
+                if bucket.start < stop and start < bucket.stop:
+                    work.wait()
+                    in_flight.remove((bucket, work))
+            return weights[name]
+
+        return OnFirstRead(weights, first)
 
     def all_gather(self, bucket: slice, values: Array, async_op: bool = False) -> Any:
         """Gather the ``values`` of a bucket, of which each rank has its part."""
@@ -422,31 +432,3 @@ class DataParallel:
 
     def _part(self, bucket: slice) -> slice:
         return self.part(bucket, self.of(bucket).rank)
-
-
-class GatheredWeights(Mapping[str, Array]):
-    """Weights whose buckets are being gathered.  Keys are the names of ``Parameters``."""
-
-    def __init__(self, weights: Parameters, works: dict[int, tuple[slice, Work]]) -> None:
-        self._weights, self._works = weights, works
-
-    def __getitem__(self, name: str) -> Array:
-        if self._works:
-            members = self._weights.groups.get(name, (name,))
-            start, stop = self._weights.spans[members[0]].start, self._weights.spans[members[-1]].stop
-            for key, (bucket, work) in list(self._works.items()):
-                if bucket.start < stop and start < bucket.stop:
-                    work.wait()
-                    del self._works[key]
-        return self._weights[name]
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for name in self._weights:
-            self[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)

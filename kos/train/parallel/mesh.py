@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from kos.comm.communicator import Communicator
-from kos.errors import ConfigError, InvalidArgument, SettingError, plural
+from kos.errors import InvalidArgument, SettingError, plural
 
 AXES = ("pp", "dp", "cp", "tp")
 DENSE = ("dp", "cp")
@@ -70,10 +70,10 @@ class Layout:
         return rank
 
 
-def ranks_of_a_host(layout: Layout, axes: Collection[str], hosts: Sequence[Hashable]) -> int:
+def ranks_of_a_host(layout: Layout, axes: Collection[str], hosts: Sequence[Hashable], flag: str) -> int:
     """How many ranks of a group along ``axes`` each host has, where rank r of the layout is on ``hosts[r]``.
 
-    ConfigError unless it is one number, of neighbours, for all hosts and groups.
+    SettingError of ``flag`` unless it is one number, of neighbours, for all hosts and groups.
     """
     groups = dict[tuple[int, ...], list[Hashable]]()
     for rank, host in enumerate(hosts):
@@ -82,8 +82,8 @@ def ranks_of_a_host(layout: Layout, axes: Collection[str], hosts: Sequence[Hasha
     runs = [[len([*run]) for _, run in itertools.groupby(group)] for group in groups.values()]
     for counts, group in zip(runs, groups.values(), strict=True):
         if counts != runs[0][:1] * len(set(group)):
-            where = " and ".join(axes)
-            raise ConfigError(f"expected as many ranks of {where} on every host, side by side, got {counts}")
+            expected = f"as many ranks of {' and '.join(axes)} on every host, side by side"
+            raise SettingError(flag, expected, counts)
     return runs[0][0]
 
 

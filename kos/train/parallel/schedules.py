@@ -208,10 +208,10 @@ def build(name: str, stages: int, micro_batches: int) -> Schedule:
 
 def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
     """Forwards alone, for validation, with the stages where ``schedule`` has them."""
-    order = _in_groups(micro_batches, schedule.ranks, range(schedule.chunks))
-    actions = _existing(_alternate(order, [], ahead=len(order)), micro_batches)
-    return replace(schedule, name="forward-only", micro_batches=micro_batches, actions=(actions,) * schedule.ranks,
-                   training=False)  # fmt: skip
+    every, chunks, ranks = range(micro_batches), range(schedule.chunks), schedule.ranks
+    groups = [every[first : first + ranks] for first in every[::ranks]]  # each goes through all chunks
+    order = tuple(Action("F", number, chunk) for group in groups for chunk in chunks for number in group)
+    return replace(schedule, name="forward-only", micro_batches=micro_batches, actions=(order,) * ranks, training=False)
 
 
 def _schedule(name: str, stages: int, micro_batches: int, actions: Callable[[int], Iterable[Action]],
@@ -226,13 +226,8 @@ def _schedule(name: str, stages: int, micro_batches: int, actions: Callable[[int
 
 
 def _existing(actions: Iterable[Action], micro_batches: int) -> tuple[Action, ...]:
-    """Without the micro-batches that fill up a group or a phase."""
+    """Without the micro-batches that fill up a phase."""
     return tuple(action for action in actions if action.micro_batch < micro_batches)
-
-
-def _in_groups(micro_batches: int, group: int, chunks: Sequence[int]) -> list[int]:
-    """The chunk of each pass: every group of micro-batches, the last filled up, goes through all chunks."""
-    return [chunk for chunk in chunks for _ in range(group)] * -(-micro_batches // group)
 
 
 def _alternate(forwards: Iterable[int], backwards: Iterable[int], ahead: int) -> Iterator[Action]:

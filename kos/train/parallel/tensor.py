@@ -17,8 +17,9 @@ part, the statistics of ``Ops.logit_statistics``, give the loss and its gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from kos.comm.work import Work
 from kos.memory.arena import Arena
 from kos.train.ops import Array, Ops
 from kos.train.ops.fixed_order import scatter_sum
@@ -67,14 +68,7 @@ class TensorParallel:
             return lambda: x_nD
         gather = self.axis.comm.all_gather
         halves = self.halves(len(x_ND)) if halves is None else halves
-        works = [gather(x_nD[half.own], x_ND[half.rows], async_op=True) for half in halves]
-
-        def wait() -> Array:
-            for work in works:
-                work.wait()
-            return x_ND
-
-        return wait
+        return _waiting([gather(x_nD[half.own], x_ND[half.rows], async_op=True) for half in halves], x_ND)
 
     def gather(self, x_nD: Array, arena: Arena) -> Array:
         """The rows of all ranks, in ``arena``."""
@@ -84,17 +78,14 @@ class TensorParallel:
         """Memory for the rows of all ranks. None with one rank, which needs no such memory."""
         return None if self.size == 1 else arena.take((len(x_nD) * self.size, *x_nD.shape[1:]), x_nD.dtype)
 
-    def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], None]:
-        """Begin to sum all ranks' terms of ``halves`` (None: all) for this rank's rows. The returned function waits."""
+    def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], Array]:
+        """Begin to sum all ranks' terms of ``halves`` (None: all) for this rank's rows.
+
+        The returned function waits and returns ``out_nD``.
+        """
         scatter = self.axis.comm.reduce_scatter
         halves = self.halves(len(term_ND)) if halves is None else halves
-        works = [scatter(term_ND[half.rows], out_nD[half.own], async_op=True) for half in halves]
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-
-        return wait
+        return _waiting([scatter(term_ND[half.rows], out_nD[half.own], async_op=True) for half in halves], out_nD)
 
     def add_own(self, out_nD: Array, add: Callable[[Array, slice], None], arena: Arena) -> None:
         """Add this rank's rows of what ``add(x_ND, rows)`` adds to ``x_ND``, which is in the shape of one rank."""
@@ -122,6 +113,17 @@ class FixedTensorParallel(TensorParallel):
         super().__init__(ops, axis, first, copies)
         self.arena, self.owns_replicated, self.in_order = arena, True, True
 
-    def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], None]:
+    def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], Array]:
         scatter_sum(self.ops, self.arena, self.axis, term_ND, out_nD)
-        return lambda: None
+        return lambda: out_nD
+
+
+def _waiting(works: Sequence[Work[Any]], out: Array) -> Callable[[], Array]:
+    """A function that waits for ``works`` and returns ``out``."""
+
+    def wait() -> Array:
+        for work in works:
+            work.wait()
+        return out
+
+    return wait

@@ -20,7 +20,6 @@ from kos.comm.communicator import Communicator
 from kos.comm.compression import FORMATS
 from kos.comm.reduction import ReduceOp
 from kos.dtypes import DTYPES
-from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
 from kos.train.device.memory_plan import DryCudaOps, DryRun, MemoryPlan, plan_memory
@@ -52,10 +51,7 @@ class Network(NamedTuple):
 
     def local(self, layout: Layout, *axes: str) -> int:
         """How many ranks of a group along these axes each host has. ConfigError if hosts differ."""
-        try:
-            return ranks_of_a_host(layout, axes, self.places(layout.ranks))
-        except ConfigError as error:
-            raise ConfigError(f"--hosts {self.hosts}: {error}") from None
+        return ranks_of_a_host(layout, axes, self.places(layout.ranks), f"--hosts {self.hosts}")
 
 
 ONE_HOST = Network(1, 0.0)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kos.errors import TrainingError
+from kos.errors import TrainingError, raised_as
 from kos.files import replace_file
 
 METRICS = "metrics.jsonl"  # in the folder of a run
@@ -31,12 +31,10 @@ class MetricsLog:
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
         self.path, self._unwritten, self._warned = path, b"", False
-        try:
+        with raised_as(TrainingError, f"{path}: expected to write metrics"):
             kept = [as_line(row) for row in read_metrics(path) if row["step"] <= after_step]
             replace_file(path, "".join(kept).encode())
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-        except OSError as error:
-            raise TrainingError(f"{path}: expected to write metrics, got {error}") from error
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row.  If the disk refuses it, the run continues, and the row is written before the next one."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from kos.commands import mpirun, python
 from kos.errors import ConfigError, plural
-from kos.reporting import Parser
+from kos.reporting import Parser, aligned
 from kos.train.config import flag_of, weighted
 from kos.train.config.flags import add_plan, parse, read_command_line
 from kos.train.config.options import CUDA_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, TrainConfig
@@ -204,8 +204,7 @@ def table(predictions: Sequence[Prediction]) -> str:
         settings += [f"{each.memory.total / GIB:.2f}{'!' * (not each.memory.fits)}"]
         settings += [f"{each.sent[axis] / 1e9:.3g}" if each.sent[axis] else "-" for axis in axes]
         rows.append([*map(str, settings), f"{1e3 * each.seconds:.4g}", f"{each.tokens_per_second:,.0f}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(aligned(rows))
 
 
 def parse_plan(

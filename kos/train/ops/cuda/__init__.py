@@ -274,7 +274,7 @@ class CudaOps(NormOps):
     def quantize_rms_norm(
         self, x: Array, norm: Normalize, rstd: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
     ) -> None:
-        self._norm(x, norm, None, rstd)
+        self.normalize(x, norm, None, rstd)
         fp8.quantize(self, x, norm.weight, rows, columns, arena, rstd, **norm.macros())
 
     def quantize_swiglu(self, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:

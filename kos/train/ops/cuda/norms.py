@@ -36,25 +36,8 @@ class NormOps:
             )  # fmt: skip
             self._add_partials(partial, 0, out, x, accumulate)
 
-    def rms_norm(self, x: Array, norm: Normalize, out: Array, rstd: Array) -> None:
-        self._norm(x, norm, out, rstd)
-
-    def layer_norm(self, x: Array, norm: Normalize, out: Array, statistics: Array) -> None:
-        self._norm(x, norm, out, statistics)
-
-    def rms_norm_backward(
-        self, d_out: Array, x: Array, norm: Normalize, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
-        arena: Arena,
-    ) -> None:  # fmt: skip
-        self._norm_backward(d_out, x, norm, rstd, dx, [d_weight], accumulate, arena)
-
-    def layer_norm_backward(
-        self, d_out: Array, x: Array, norm: Normalize, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
-        accumulate: bool, arena: Arena,
-    ) -> None:  # fmt: skip
-        self._norm_backward(d_out, x, norm, statistics, dx, [d_weight, d_bias], accumulate, arena)
-
-    def _norm(self, x: Array, norm: Normalize, out: Array | None, statistics: Array) -> None:
+    def normalize(self, x: Array, norm: Normalize, out: Array | None, statistics: Array) -> None:
+        """``Ops.normalize``. Without ``out`` it writes the statistics alone."""
         (rows, columns), weight = x.shape, norm.weight
         bias = weight if norm.bias is None else norm.bias
         width = access_width(columns, x, weight, bias, x if out is None else out)
@@ -66,11 +49,11 @@ class NormOps:
             WIDTH=width, THREADS=threads, ROWS=together, CENTERED=int(norm.bias is not None), **norm.macros(),
         )  # fmt: skip
 
-    def _norm_backward(
-        self, d_out: Array, x: Array, norm: Normalize, statistics: Array, dx: Array, gradients: list[Array],
-        accumulate: bool, arena: Arena,
+    def normalize_backward(
+        self, d_out: Array, x: Array, norm: Normalize, statistics: Array, dx: Array, d_weight: Array, accumulate: bool,
+        arena: Arena, d_bias: Array | None = None,
     ) -> None:  # fmt: skip
-        rows, columns = x.shape
+        (rows, columns), gradients = x.shape, [d_weight, *([] if d_bias is None else [d_bias])]
         width = access_width(columns, x, d_out, norm.weight, dx)
         threads = _row_threads(columns, width, 16)
         # One block on each multiprocessor, of at most 15 barriers and 48 KiB of shared memory.
