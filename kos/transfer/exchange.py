@@ -22,12 +22,13 @@ from kos.comm.control.wire import Connection, Network, drive, is_loopback
 from kos.comm.host.shared.segment import namespaces
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument, TransferError, TransferTimeout, in_words
+from kos.memory.array import Array as GpuArray
 from kos.memory.buffer import as_buffer
 from kos.memory.ipc import pretended_host
-from kos.transfer.placement import Arrays, Placement
+from kos.transfer.placement import Arrays, Flat, Placement
 from kos.transfer.plan import Array, Layout
 
-PROTOCOL = 1
+PROTOCOL = 2
 PURPOSE = b"kos transfer"
 GRACE = 2.0
 """Seconds that an answer may take longer than the wait that it was asked for."""
@@ -53,6 +54,8 @@ class Address(NamedTuple):
     """The descriptor of its memory."""
     nbytes: int
     """Of the arrays that it publishes."""
+    gpus: tuple[str, ...] = ()
+    """The CUDA IPC handles of its memory on GPUs."""
 
     def name(self, rank: int) -> str:
         """The rank, for errors."""
@@ -77,29 +80,31 @@ def network(host: str) -> Network:
     return Network(load_secret(os.environ), host, "", is_loopback(host))
 
 
-def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, np.ndarray[Any, Any]], Layout]:
-    """The memory of ``arrays``, flattened, and their layout.  Raises InvalidArgument, also for memory of a GPU."""
-    flat, layout = dict[str, np.ndarray[Any, Any]](), dict[str, Array]()
+def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, Flat], Layout]:
+    """The memory of ``arrays``, flattened, and their layout, in which GPUs are numbered.  Raises InvalidArgument."""
+    flat, layout, gpus = dict[str, Flat](), dict[str, Array](), list[int]()
     for name, (array, placement) in arrays.items():
         buffer = as_buffer(array, name, writable)
-        if buffer.device is not None:
-            why = "as the transfer from and to GPUs is not implemented; copy it to the host"
-            raise InvalidArgument(f"{name}: expected memory of the host, {why}, got memory of {buffer.place}")
         if not isinstance(placement, Placement) or buffer.shape != placement.shape:
             wanted = placement.shape if isinstance(placement, Placement) else "(array, Placement)"
             raise InvalidArgument(f"{name}: expected an array of shape {wanted}, got {buffer.shape}")
         placed = placement.named(name)
         placed.check(name)
-        flat[name], layout[name] = buffer.flat, Array(buffer.dtype, placed)
+        flat[name], gpu, device = buffer.flat, 0, buffer.device
+        if device is not None:
+            gpus += [device] * (device not in gpus)
+            gpu = gpus.index(device) + 1
+            flat[name] = GpuArray(buffer.pointer, (buffer.count,), buffer.dtype, device, owner=array)
+        layout[name] = Array(buffer.dtype, placed, gpu)
     return flat, layout
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
-    return {name: [dtype.name, *placement.to_json()] for name, (dtype, placement) in layout.items()}
+    return {name: [dtype.name, gpu, *placement.to_json()] for name, (dtype, placement, gpu) in layout.items()}
 
 
 def layout_from_json(value: dict[str, Any]) -> Layout:
-    return {name: Array(DTYPES[dtype], Placement.from_json(rest)) for name, (dtype, *rest) in value.items()}
+    return {name: Array(DTYPES[dtype], Placement.from_json(rest), gpu) for name, (dtype, gpu, *rest) in value.items()}
 
 
 def send(connection: Connection, message: dict[str, Any], incarnation: str, deadline: float) -> None:

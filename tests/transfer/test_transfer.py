@@ -428,14 +428,6 @@ def test_wrong_arguments() -> None:
             subscriber.update(5)
 
 
-def test_memory_of_a_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kos.memory import Array
-
-    array = Array(0, (2,), "float32", 0)
-    with pytest.raises(InvalidArgument, match="w: expected memory of the host, as the transfer from and to GPUs"):
-        Publisher(None, {"w": (array, Placement.whole((2,)))})
-
-
 def test_the_error_of_one_rank_is_raised_on_all() -> None:
     def make(comm: Communicator) -> str:
         shape = (2, 3) if comm.rank == 0 else (3, 2)

@@ -1,0 +1,89 @@
+"""Transfer from and to an emulated GPU: two processes, memory that is mapped by IPC, and the real kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import InvalidArgument
+from kos.memory import Array
+from kos.transfer import Placement, Publisher, Subscriber
+from tests.comm.fake_nccl import captures
+from tests.train.host_kernels.ops import needs_compiler
+from tests.transfer import gpu_checks as checks
+from tests.transfer.emulated_gpu import EmulatedMemory, emulated_gpu
+from tests.transfer.gpu_process import OtherPublisher
+
+pytestmark = needs_compiler
+start = partial(OtherPublisher, 0, True)
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedMemory]:
+    monkeypatch.setenv("KOS_SECRET", "of the tests")
+    with emulated_gpu() as memory:
+        yield memory
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("way", ["shared", "tcp"])
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_layouts(memory: EmulatedMemory, where: str, way: Any, staged: bool) -> None:
+    checks.check_layouts(start, 0, where, way, staged)
+    assert memory.opened == (where == "device" and way == "shared")  # once for all versions
+
+
+def test_the_host_does_not_map_a_gpu() -> None:
+    checks.check_that_the_host_does_not_map_a_gpu(start)
+
+
+def test_a_version_that_is_replaced_while_it_is_read() -> None:
+    checks.check_stale(start, 0)
+
+
+def test_a_killed_publisher() -> None:
+    checks.check_killed(start, 0)
+
+
+def test_no_torn_version() -> None:
+    checks.check_no_torn_version(start, 0, 12)
+
+
+def test_a_captured_stream_is_refused() -> None:
+    array = Array.zeros((4,), np.float32, 0, stream=7)
+    placed = {"w": (array, Placement.whole((4,)))}
+    with Publisher(None, placed) as publisher:
+        with captures(), pytest.raises(InvalidArgument, match="w: expected a stream that is not captured"):
+            publisher.publish(1)
+        publisher.publish(1)
+        with Subscriber(publisher.address, placed) as subscriber:
+            with captures(), pytest.raises(InvalidArgument, match="w: expected a stream that is not captured"):
+                subscriber.update(30)
+            assert subscriber.update(30).version == 1
+
+
+def test_memory_is_freed(memory: EmulatedMemory) -> None:
+    array = Array.zeros((1000,), np.float32, 0)
+    with Publisher(None, {"w": (array, Placement.whole((1000,)))}) as publisher:
+        publisher.publish(1)
+        with Subscriber(publisher.address, {"w": (array, Placement.whole((1000,)))}) as subscriber:
+            subscriber.update(30)
+        assert memory.held
+    assert not memory.held
+
+
+def test_other_memory_than_device_or_host_is_refused() -> None:
+    array = np.zeros(3, np.float32)
+    with pytest.raises(InvalidArgument, match="memory: expected device or host, got 'disk'"):
+        Publisher(None, {"w": (array, Placement.whole((3,)))}, memory="disk")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("source", "target"), pairwise([*checks.NAMES, "float16", "float64"]))
+def test_conversions(source: str, target: str) -> None:
+    """From and to each type; all pairs are compared on GPUs."""
+    checks.check_conversions(source, target)
