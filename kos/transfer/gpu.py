@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from kos.cuda import driver, streams
-from kos.cuda.driver import call, cu
+from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.kernels import load_kernel
 from kos.dtypes import BY_NUMPY, DType
 from kos.errors import InvalidArgument
@@ -89,25 +90,34 @@ class Copier:
     """Copies to, from and between GPUs on a stream of its own.  For one thread at a time.  Raises CudaError."""
 
     def __init__(self, device: int) -> None:
-        self.device, self._stream = device, streams.create_stream(device)
-        self._pinned = np.empty(0, np.uint8)
+        self.device, self._pinned = device, np.empty(0, np.uint8)
+        with self._relaxed():
+            self._stream = streams.create_stream(device)
+
+    @contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        """Other threads may capture graphs meanwhile."""
+        with driver.on_device(self.device), relaxed_capture():
+            yield
 
     def after(self, name: str, array: Array, writable: bool) -> None:
         """Wait, on the GPU, for what its owner has queued on the memory of ``array``."""
         buffer = as_buffer(array.owner, name, writable)
         if streams.is_captured(buffer.stream):
             raise InvalidArgument(f"{name}: expected a stream that is not captured, got one that is")
-        streams.order(buffer.stream, self._stream, self.device)
+        with self._relaxed():
+            streams.order(buffer.stream, self._stream, self.device)
 
     def queue(self, copies: Sequence[Copying]) -> None:
         handle = streams.handle(self._stream)
-        with driver.on_device(self.device):
+        with self._relaxed():
             for each in copies:
                 each(handle)
 
     def wait(self) -> None:
         """Wait until all that was queued is done."""
-        streams.synchronize(self._stream, self.device)
+        with self._relaxed():
+            streams.synchronize(self._stream, self.device)
 
     def copy(self, target: Box, source: Box) -> None:
         """Queue a copy between places that the GPU can use."""
@@ -116,7 +126,8 @@ class Copier:
     def scratch(self, nbytes: int) -> np.ndarray:
         """Pinned memory, until the next call."""
         if self._pinned.size < nbytes:
-            self._pinned = pinned_empty(max(nbytes, PIECE), np.uint8, self.device)
+            with self._relaxed():
+                self._pinned = pinned_empty(max(nbytes, PIECE), np.uint8, self.device)
         return self._pinned[:nbytes]
 
     def put(self, target: Box, source: np.ndarray) -> None:
