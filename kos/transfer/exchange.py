@@ -1,7 +1,8 @@
 """What publishers and subscribers say to each other, over the authenticated connections of ``kos.comm.control.wire``.
 
-A request and its answer are JSON, with an HMAC each.  Both carry the version of the protocol and the incarnation of the
-publisher.  The bytes of tensors follow an answer as they are, without an HMAC, in the order of the request.
+A request and its answer are JSON, in messages with an HMAC each.  Both carry the version of the protocol and the
+incarnation of the publisher.  The bytes of tensors follow an answer as they are, without an HMAC, in the order of the
+request.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from kos.comm.communicator import Communicator
 from kos.comm.control.base import machine_id
 from kos.comm.control.secret import load_secret
-from kos.comm.control.wire import Connection, Network, drive, is_loopback
+from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, drive, is_loopback
 from kos.comm.host.shared.segment import namespaces
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument, TransferError, TransferTimeout, in_words
@@ -28,8 +29,9 @@ from kos.memory.ipc import pretended_host
 from kos.transfer.placement import Arrays, Flat, Placement
 from kos.transfer.plan import Array, Layout
 
-PROTOCOL = 2
+PROTOCOL = 1
 PURPOSE = b"kos transfer"
+_PIECE = MAX_MESSAGE // 2  # bytes
 GRACE = 2.0
 """Seconds that an answer may take longer than the wait that it was asked for."""
 
@@ -68,11 +70,14 @@ def place() -> str:
 
 
 def parse(address: str) -> tuple[str, int]:
-    """Host and port of "HOST:PORT"."""
+    """Host and port of "HOST:PORT".  InvalidArgument, also for 0.0.0.0, by which subscribers would reach themselves."""
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise InvalidArgument(f'address: expected "HOST:PORT", got {address!r:.80}')
-    return host.strip("[]"), int(port)
+    host = host.strip("[]")
+    if host == "::" or (host.replace(".", "").isdecimal() and not int(host.replace(".", ""))):  # "0" is 0.0.0.0, too
+        raise InvalidArgument(f"address: expected the name or address of rank 0's host, got {host} (any address)")
+    return host, int(port)
 
 
 def network(host: str) -> Network:
@@ -109,13 +114,19 @@ def layout_from_json(value: dict[str, Any]) -> Layout:
 
 def send(connection: Connection, message: dict[str, Any], incarnation: str, deadline: float) -> None:
     """Send a request or an answer.  Raises OSError, TimeoutError."""
-    connection.post(json.dumps({"protocol": PROTOCOL, "incarnation": incarnation, **message}).encode())
-    drive(connection.flush(), connection.sock, deadline)
+    text = json.dumps({"protocol": PROTOCOL, "incarnation": incarnation, **message}).encode()
+    for start in range(0, len(text), _PIECE):  # a catalogue of many ranks is longer than a message may be
+        last = start + _PIECE >= len(text)
+        connection.post((b"." if last else b"+") + text[start : start + _PIECE])
+        drive(connection.flush(), connection.sock, deadline)
 
 
 def receive(connection: Connection, deadline: float) -> dict[str, Any]:
     """A request or an answer.  Raises OSError, TimeoutError."""
-    message: dict[str, Any] = json.loads(drive(connection.receive(), connection.sock, deadline))
+    pieces = [drive(connection.receive(), connection.sock, deadline)]
+    while pieces[-1][:1] == b"+":
+        pieces.append(drive(connection.receive(), connection.sock, deadline))
+    message: dict[str, Any] = json.loads(b"".join(piece[1:] for piece in pieces))
     return message
 
 

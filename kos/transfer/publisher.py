@@ -247,7 +247,8 @@ class Publisher:
             caller = None
             try:
                 if caller := self._acceptor.admit(_ADMIT_SECONDS):
-                    threading.Thread(target=self._serve, args=caller[2:], daemon=True).start()
+                    serve = {"target": self._serve, "args": caller[2:], "name": "kos-publisher-connection"}
+                    threading.Thread(**serve, daemon=True).start()
             except (OSError, RuntimeError) as error:  # no file descriptor, or no thread, is left
                 if caller:
                     caller[2].close()
