@@ -70,7 +70,8 @@ def failures() -> str:
 
 def transfer() -> str:
     """``kos.transfer``: a version that a server reads while the trainer publishes the next one."""
-    return exchange("A version goes to a server", "two buffers: the server reads one while the trainer writes the other",
+    note = "two buffers: the server reads one while the trainer writes the other"
+    return exchange("A version goes to a server", note,
                     ["trainer rank 0", "trainer rank 1", "buffers of both", "server"], [
         (0, 2, "publish(7): a copy"), (1, 2, "publish(7): a copy"), (0, 0, "version 7 is visible"),
         (3, 0, "the newest? I have 6"), (0, 3, "7, and a lease on it"),

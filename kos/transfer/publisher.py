@@ -247,8 +247,9 @@ class Publisher:
             caller = None
             try:
                 if caller := self._acceptor.admit(_ADMIT_SECONDS):
-                    serve = {"target": self._serve, "args": caller[2:], "name": "kos-publisher-connection"}
-                    threading.Thread(**serve, daemon=True).start()
+                    threading.Thread(
+                        target=self._serve, args=caller[2:], name="kos-publisher-connection", daemon=True
+                    ).start()
             except (OSError, RuntimeError) as error:  # no file descriptor, or no thread, is left
                 if caller:
                     caller[2].close()
