@@ -14,6 +14,7 @@ from kos.errors import InvalidArgument
 from kos.memory import Array
 from kos.transfer import Placement, Publisher, Subscriber
 from tests.transfer import gpu_checks as checks
+from tests.transfer.faults import KINDS, campaign
 from tests.transfer.gpu_process import OtherPublisher
 
 pytestmark = pytest.mark.gpu
@@ -78,6 +79,13 @@ def test_one_process_on_two_gpus() -> None:
             assert (into[f"w{d}"][0].numpy() == x + d).all()
 
 
+def late(torch: Any) -> None:
+    """Keep the current stream busy for some milliseconds."""
+    x = torch.ones(4096, 4096, device="cuda")
+    for _ in range(10):
+        x @ x
+
+
 @pytest.mark.parametrize("memory", ["device", "host"])
 def test_publish_comes_after_the_work_of_the_stream(memory: Any) -> None:
     """And update before what is queued afterwards; on torch's current stream, which is not the default one."""
@@ -92,11 +100,11 @@ def test_publish_comes_after_the_work_of_the_stream(memory: Any) -> None:
         torch.cuda.stream(stream),
     ):
         for version in range(1, 6):
-            torch.cuda._sleep(50_000_000)
+            late(torch)
             x.fill_(version)
             publisher.publish(version)
             x.fill_(-1)
-            torch.cuda._sleep(50_000_000)
+            late(torch)
             held = y.clone()  # before the update
             subscriber.update(60)
             assert bool((held == version - 1).all()) and bool((y == version).all())
@@ -118,3 +126,9 @@ def test_a_captured_stream_is_refused() -> None:
 @pytest.mark.parametrize("source", checks.NAMES)
 def test_conversions(source: str, target: str) -> None:
     checks.check_conversions(source, target)
+
+
+@pytest.mark.timeout(600)
+def test_random_faults() -> None:
+    """Each kind twice; ``python -m tests.transfer.faults --gpus 2 --faults 50`` runs more."""
+    assert campaign(2 * len(KINDS), 1, gpus=len(cuda.visible_devices())) == []
