@@ -7,6 +7,7 @@ A contiguous box is copied by a copy engine.  Other boxes, and boxes of another 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ from kos.cuda import driver, streams
 from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.kernels import load_kernel
 from kos.dtypes import BY_NUMPY, DType
-from kos.errors import InvalidArgument
+from kos.errors import InvalidArgument, TransferTimeout
 from kos.memory.array import Array
 from kos.memory.buffer import as_buffer
 from kos.memory.pool import pinned_empty
@@ -28,6 +29,7 @@ _KERNEL = Path(__file__).parents[1] / "comm/gpu/kernels/copy_box.cu"
 _AXES = 4  # of a launch
 _THREADS, _MOST_BLOCKS = 256, 2048
 _UNITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "bytes16"}
+_POLL_SECONDS = 2e-5
 PIECE = 8 << 20  # bytes that are checked at once
 Copying = Callable[[int], object]
 """Queues a copy on the stream of this handle."""
@@ -90,7 +92,7 @@ class Copier:
     """Copies to, from and between GPUs on a stream of its own.  For one thread at a time.  Raises CudaError."""
 
     def __init__(self, device: int) -> None:
-        self.device, self._pinned = device, np.empty(0, np.uint8)
+        self.device, self.deadline, self._pinned = device, math.inf, np.empty(0, np.uint8)
         with self._relaxed():
             self._stream = streams.create_stream(device)
 
@@ -115,9 +117,13 @@ class Copier:
                 each(handle)
 
     def wait(self) -> None:
-        """Wait until all that was queued is done."""
+        """Wait until all that was queued is done, and what it comes after.  TransferTimeout after ``deadline``."""
+        handle = streams.handle(self._stream)
         with self._relaxed():
-            streams.synchronize(self._stream, self.device)
+            while not streams.is_idle(handle):
+                if time.monotonic() > self.deadline:
+                    raise TransferTimeout(f"cuda:{self.device}: expected an end of the queued work in time, got none")
+                time.sleep(_POLL_SECONDS)
 
     def copy(self, target: Box, source: Box) -> None:
         """Queue a copy between places that the GPU can use."""

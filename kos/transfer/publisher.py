@@ -232,6 +232,7 @@ class Publisher:
             else:
                 np.copyto(target, source)
         for copier in self._copiers.values():
+            copier.deadline = math.inf if self._comm is None else time.monotonic() + self._comm.timeout
             copier.wait()
 
     def _checksum(self, name: str, serial: int, copiers: dict[int, Copier]) -> int:
@@ -324,6 +325,7 @@ class Publisher:
                 found.append(np.ascontiguousarray(view, DTYPES[dtype].numpy))
         for device, boxes in by_device.items():
             copier = _copier(copiers, device)
+            copier.deadline = time.monotonic() + SEND_SECONDS
             for (index, *_), got in zip(boxes, copier.get([each[2:] for each in boxes]), strict=True):
                 found[index] = got
         return found

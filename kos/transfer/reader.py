@@ -6,6 +6,7 @@ Otherwise it asks for boxes, over several TCP connections to each rank.  What is
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,8 +87,8 @@ class Target:
         for name, array in self._flat.items():
             if isinstance(array, GpuArray):
                 self._own[array.device].after(name, array, True)
-        for copier in self._own.values() if not self.staged else ():
-            copier.wait()
+        if not self.staged:
+            self._wait(deadline)
         work: list[Callable[[], int]] = []
         for group, copies in self._groups.items():
             mapped = None if verify else self._map(known, group)
@@ -104,16 +105,24 @@ class Target:
         try:
             with ThreadPoolExecutor(min(_MOST_THREADS, len(work) or 1), "kos-subscriber") as pool:
                 try:
-                    return sum(each.result() for each in as_completed([pool.submit(each) for each in work]))
+                    nbytes = sum(each.result() for each in as_completed([pool.submit(each) for each in work]))
                 except BaseException:
                     self._failed = True
                     for connection in list(self._data.values()):
                         with suppress(OSError):
                             connection.sock.shutdown(socket.SHUT_RDWR)  # so that the other readers end now
                     raise
+            self._wait(deadline)  # so that staging memory can be copied to the arrays
+            return nbytes
         except BaseException as error:
             self.close(isinstance(error, Stale))
             raise
+
+    def _wait(self, deadline: float) -> None:
+        """Wait for the GPUs, also for what others have queued on the arrays."""
+        for copier in self._own.values():
+            copier.deadline = deadline
+            copier.wait()
 
     def commit(self) -> None:
         """Copy staging memory to the arrays."""
@@ -122,8 +131,7 @@ class Target:
                 self._own[array.device].copy(whole(array), whole(self.into[name]))
             else:
                 np.copyto(array, self.into[name])
-        for copier in self._own.values():
-            copier.wait()
+        self._wait(math.inf)
 
     def close(self, keep_mapped: bool = False) -> None:
         """Close the connections, and unmap the publisher's memory."""
@@ -181,7 +189,7 @@ class Target:
         return copy.part.view(self.into[copy.array], copy.start, copy.size)
 
     @contextmanager
-    def copier(self, device: int | None) -> Iterator[Copier | None]:
+    def copier(self, device: int | None, deadline: float) -> Iterator[Copier | None]:
         """A copier for a reader; None for the host."""
         if device is None:
             yield None
@@ -190,6 +198,7 @@ class Target:
             copier = self._copiers[device].pop()
         except IndexError:
             copier = Copier(device)
+        copier.deadline = deadline
         yield copier  # after an error it is not used again, as copies may still be queued
         self._copiers[device].append(copier)
 
@@ -221,7 +230,7 @@ class Reader:
 
     def run(self) -> int:
         try:
-            with self._of.copier(self._group.device) as self._copier:
+            with self._of.copier(self._group.device, self._deadline) as self._copier:
                 return self._read_tcp() if self._mapped is None else self._read_mapped(self._mapped)
         except Restarted:
             raise Stale from None

@@ -6,6 +6,7 @@ Its kernels are the real ones, compiled by the host's compiler.  Copies have end
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 from collections.abc import Iterator
@@ -22,8 +23,6 @@ from kos.memory import ipc
 from kos.transfer import buffers, gpu
 from tests.comm.fake_nccl import no_gpu
 from tests.comm.host_kernel import HostKernel
-
-STREAM = 99
 
 
 class EmulatedMemory:
@@ -45,8 +44,8 @@ class EmulatedMemory:
         return 0, self._map(file, nbytes)
 
     def free(self, address: int) -> tuple[int]:
-        file, _, _ = self.held.pop(address)
-        os.close(file)
+        if address in self.held:  # else that of a test before, which has failed
+            os.close(self.held.pop(address)[0])
         return (0,)
 
     def range_of(self, pointer: int) -> tuple[int, int, int]:
@@ -72,7 +71,7 @@ def _handle() -> Any:
 @contextmanager
 def emulated_gpu() -> Iterator[EmulatedMemory]:
     """Every GPU of this process is one of these meanwhile."""
-    memory, kernels = EmulatedMemory(), dict[Any, HostKernel]()
+    memory, kernels, numbers = EmulatedMemory(), dict[Any, HostKernel](), itertools.count(100)
 
     def load(path: Path, name: str, device: int, **defines: Any) -> HostKernel:
         key = path, name, tuple(defines.items())
@@ -100,7 +99,7 @@ def emulated_gpu() -> Iterator[EmulatedMemory]:
         for module in (ipc, gpu, buffers):
             patch.setattr(module, "cu", cu)
         patch.setattr(driver, "device_of", lambda pointer: 0)
-        patch.setattr(streams, "create_stream", lambda device, **_: STREAM)
+        patch.setattr(streams, "create_stream", lambda device, **_: next(numbers))
         patch.setattr(ipc, "device_info", lambda device: SimpleNamespace(uuid=f"emulated {device}", name="emulated"))
         patch.setattr(gpu, "load_kernel", load)
         patch.setattr(gpu, "pinned_empty", lambda shape, dtype, device: np.empty(shape, dtype))

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kos.errors import InvalidArgument
+from kos.comm import Communicator
+from kos.cuda import driver
+from kos.errors import InvalidArgument, TransferTimeout
 from kos.memory import Array
+from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber
 from tests.comm.fake_nccl import captures
 from tests.train.host_kernels.ops import needs_compiler
@@ -67,6 +71,41 @@ def test_a_captured_stream_is_refused() -> None:
             assert subscriber.update(30).version == 1
 
 
+@pytest.mark.parametrize("staged", [True, False])
+def test_work_that_does_not_end_on_the_stream_of_the_arrays(staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel that hangs: an update ends at its deadline, and a publisher of a communicator at its timeout."""
+    array = Array.from_numpy(np.ones(4, np.float32), 0)
+    into = Array.zeros((4,), np.float32, 0)
+    busy, waiting = SimpleNamespace(now=False), set[int]()
+
+    def wait(stream: int, event: Any, flags: int) -> tuple[int]:
+        waiting.update([stream] * busy.now)
+        return (0,)
+
+    monkeypatch.setattr(driver.cu, "cuStreamWaitEvent", wait)
+    monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600 * (busy.now and stream in waiting),))
+
+    def run(comm: Communicator) -> None:
+        placed = Placement.whole((4,))
+        with (
+            Publisher(comm, {"w": (array, placed)}, patience=0.1) as publisher,
+            Subscriber(publisher.address, {"w": (into, placed)}, staged=staged) as subscriber,
+        ):
+            publisher.publish(1)
+            busy.now = True
+            with pytest.raises(TransferTimeout, match="cuda:0: expected an end of the queued work"):
+                subscriber.update(0.5)
+            assert subscriber.version is None
+            comm.timeout = 0.5
+            with pytest.raises(TransferTimeout, match="cuda:0: expected an end of the queued work"):
+                publisher.publish(2)
+            busy.now = False
+            assert subscriber.update(30).version == 1
+        assert (into.numpy() == 1).all()
+
+    spawn(run, 1, timeout=60)
+
+
 def test_memory_is_freed(memory: EmulatedMemory) -> None:
     array = Array.zeros((1000,), np.float32, 0)
     with Publisher(None, {"w": (array, Placement.whole((1000,)))}) as publisher:
@@ -83,7 +122,7 @@ def test_other_memory_than_device_or_host_is_refused() -> None:
         Publisher(None, {"w": (array, Placement.whole((3,)))}, memory="disk")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("source", "target"), pairwise([*checks.NAMES, "float16", "float64"]))
+@pytest.mark.parametrize(("source", "target"), [*pairwise([*checks.NAMES, "float16", "float64"])])
 def test_conversions(source: str, target: str) -> None:
     """From and to each type; all pairs are compared on GPUs."""
     checks.check_conversions(source, target)
