@@ -192,19 +192,22 @@ def main() -> None:
         return publish(args.layers, args.device, args.publish)
     if args.broadcast is not None:
         return broadcast(args.broadcast, args.layers, args.rounds)
-    shared = [("shared", False), ("shared", True)]
-    rows = [measure(args.layers, args.rounds, 0, 0, "device", shared)]
-    if len(cuda.visible_devices()) > 1:
-        rows.append(measure(args.layers, args.rounds, 0, 1, "device", [*shared, ("tcp", False)]))
-        rows.append({"torch's broadcasts": broadcasts(args.layers, args.rounds)})
-    rows.append(measure(args.layers, 3, 0, 0, "host", [("shared", False), ("tcp", False)]))
-    text = json.dumps({
+    shared, few, two = [("shared", False), ("shared", True)], min(args.layers, 2), len(cuda.visible_devices()) > 1
+    work: list[Callable[[], Any]] = [lambda: measure(args.layers, args.rounds, 0, 0, "device", shared)]
+    if two:
+        work.append(lambda: measure(args.layers, args.rounds, 0, 1, "device", shared))
+        work.append(lambda: {"torch's broadcasts": broadcasts(args.layers, args.rounds)})
+    work.append(lambda: measure(few, 3, 0, int(two), "device", [("tcp", False)]))
+    work.append(lambda: measure(few, 3, 0, 0, "host", [("shared", False)]))
+    found: dict[str, Any] = {
         "gpus": [each.name for each in cuda.visible_devices()], "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python -m benchmarks.transfer_gpu", *sys.argv[1:]]), "rows": rows,
-    }, indent=1)  # fmt: skip
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+        "command": " ".join(["python -m benchmarks.transfer_gpu", *sys.argv[1:]]), "rows": [],
+    }  # fmt: skip
+    for each in work:
+        found["rows"].append(each())
+        print(json.dumps(found["rows"][-1], indent=1), flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
     return None
 
 

@@ -105,6 +105,9 @@ class Copier:
     def after(self, name: str, array: Array, writable: bool) -> None:
         """Wait, on the GPU, for what its owner has queued on the memory of ``array``."""
         buffer = as_buffer(array.owner, name, writable)
+        if (buffer.device, buffer.pointer) != (array.device, array.pointer):
+            expected = f"the memory from before (cuda:{array.device}, {array.pointer:#x})"
+            raise InvalidArgument(f"{name}: expected {expected}, got another ({buffer.place}, {buffer.address:#x})")
         if streams.is_captured(buffer.stream):
             raise InvalidArgument(f"{name}: expected a stream that is not captured, got one that is")
         with self._relaxed():

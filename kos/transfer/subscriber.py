@@ -174,7 +174,7 @@ class Subscriber:
             exchange.send(self._lead, {"ask": what, **more}, incarnation, deadline)
             answer = exchange.receive(self._lead, deadline)
         except BaseException as error:  # the answer to this request may still come: not on the next connection
-            self._drop_lead()
+            self.close()  # also the memory: one that was killed leaves that of its GPUs to those who map it
             if isinstance(error, OSError | KosError):
                 raise exchange.late(self._name(), deadline, error) from error
             raise

@@ -104,7 +104,9 @@ def check_stale(start: Callable[..., OtherPublisher], device: int) -> None:
         expect(arrays, 3)
 
 
-def check_killed(start: Callable[..., OtherPublisher], device: int) -> None:
+def check_killed(
+    start: Callable[..., OtherPublisher], device: int, unmapped: Callable[[], bool] = lambda: True
+) -> None:
     """A publisher that is killed between two updates, and within one: an error, and the version from before."""
     for within in (True, False):
         with start() as publisher:
@@ -121,7 +123,7 @@ def check_killed(start: Callable[..., OtherPublisher], device: int) -> None:
                 with before_copies(publisher.kill), pytest.raises(TransferError, match=expected):
                     subscriber.update(60)
                 expect(arrays, 1)
-                assert subscriber.version == 1
+                assert subscriber.version == 1 and unmapped()
 
 
 def check_no_torn_version(start: Callable[..., OtherPublisher], device: int, versions: int) -> None:

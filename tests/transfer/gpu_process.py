@@ -30,6 +30,8 @@ def main(device: int, options: dict[str, Any]) -> None:
     first = contents(0)
     arrays = {name: Array.from_numpy(first[name], device) for name in SHAPES if name != "norm"}
     held: dict[str, Any] = {name: (array, Placement.whole(array.shape)) for name, array in arrays.items()}
+    if more := options.pop("more", 0):  # bytes that nobody reads
+        held["more"] = Array.zeros((more,), np.uint8, device), Placement.whole((more,))
     norm = np.zeros(SHAPES["norm"], np.float32)  # of the host
     with Publisher(None, {**held, "norm": (norm, Placement.whole(norm.shape))}, **options) as publisher:
         print(publisher.address, flush=True)

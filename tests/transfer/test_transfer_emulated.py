@@ -50,8 +50,9 @@ def test_a_version_that_is_replaced_while_it_is_read() -> None:
     checks.check_stale(start, 0)
 
 
-def test_a_killed_publisher() -> None:
-    checks.check_killed(start, 0)
+def test_a_killed_publisher(memory: EmulatedMemory) -> None:
+    """Its memory is not held longer than until the next update, so that its successor has enough."""
+    checks.check_killed(start, 0, lambda: not memory.held)
 
 
 def test_no_torn_version() -> None:
@@ -104,6 +105,16 @@ def test_work_that_does_not_end_on_the_stream_of_the_arrays(staged: bool, monkey
         assert (into.numpy() == 1).all()
 
     spawn(run, 1, timeout=60)
+
+
+def test_an_array_that_was_moved_is_refused() -> None:
+    """Its former memory may be another's."""
+    array, placed = Array.zeros((4,), np.float32, 0), Placement.whole((4,))
+    with Publisher(None, {"w": (array, placed)}) as publisher:
+        publisher.publish(1)
+        array.pointer = Array.zeros((4,), np.float32, 0).pointer
+        with pytest.raises(InvalidArgument, match=r"w: expected the memory from before \(cuda:0, 0x.*\), got another"):
+            publisher.publish(2)
 
 
 def test_memory_is_freed(memory: EmulatedMemory) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kos import cuda
-from kos.errors import InvalidArgument
+from kos.cuda.driver import call, cu
+from kos.errors import InvalidArgument, TransferError
 from kos.memory import Array
 from kos.transfer import Placement, Publisher, Subscriber
 from tests.transfer import gpu_checks as checks
@@ -60,9 +61,21 @@ def test_no_torn_version(start: Any, devices: tuple[int, int]) -> None:
 
 
 def test_the_memory_of_a_killed_publisher(start: Any, devices: tuple[int, int]) -> None:
-    """It is free once the subscriber has noticed: another publisher of the same size fits."""
-    checks.check_killed(start, devices[1])
-    checks.check_layouts(start, devices[1], "device", "shared", True)
+    """It is free once an update has failed, so that its successor has enough."""
+    nbytes, wanted = 1 << 30, {"a.weight": checks.WANTED["a.weight"]}
+    def free() -> int:
+        with cuda.on_device(devices[0]):
+            return int(call(cu.cuMemGetInfo)[0])
+
+    before = free()
+    with start(more=nbytes) as publisher:
+        publisher.publish(1)
+        with Subscriber(publisher.address, checks.on_gpu(devices[1], wanted), way="shared") as subscriber:
+            subscriber.update(60)
+            publisher.kill()
+            with pytest.raises(TransferError):
+                subscriber.update(60)
+            assert free() > before - nbytes // 2  # the arrays and the context of this process are less
 
 
 def test_one_process_on_two_gpus() -> None:
