@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -102,16 +102,23 @@ class Copier:
         with driver.on_device(self.device), relaxed_capture():
             yield
 
-    def after(self, name: str, array: Array, writable: bool) -> None:
-        """Wait, on the GPU, for what its owner has queued on the memory of ``array``."""
-        buffer = as_buffer(array.owner, name, writable)
-        if (buffer.device, buffer.pointer) != (array.device, array.pointer):
-            expected = f"the memory from before (cuda:{array.device}, {array.pointer:#x})"
-            raise InvalidArgument(f"{name}: expected {expected}, got another ({buffer.place}, {buffer.address:#x})")
-        if streams.is_captured(buffer.stream):
-            raise InvalidArgument(f"{name}: expected a stream that is not captured, got one that is")
-        with self._relaxed():
-            streams.order(buffer.stream, self._stream, self.device)
+    def after(self, arrays: Mapping[str, Flat], writable: bool) -> None:
+        """Come, on the GPU, after what the owners of the arrays on this GPU have queued on their memory."""
+        seen = set[int]()
+        for name, array in arrays.items():
+            if not isinstance(array, Array) or array.device != self.device:
+                continue
+            buffer = as_buffer(array.owner, name, writable)
+            if (buffer.device, buffer.pointer) != (array.device, array.pointer):
+                expected = f"the memory from before (cuda:{array.device}, {array.pointer:#x})"
+                raise InvalidArgument(f"{name}: expected {expected}, got another ({buffer.place}, {buffer.address:#x})")
+            if buffer.stream in seen:
+                continue
+            seen.add(buffer.stream)
+            if streams.is_captured(buffer.stream):
+                raise InvalidArgument(f"{name}: expected a stream that is not captured, got one that is")
+            with self._relaxed():
+                streams.order(buffer.stream, self._stream, self.device)
 
     def queue(self, copies: Sequence[Copying]) -> None:
         handle = streams.handle(self._stream)

@@ -216,9 +216,8 @@ class Publisher:
         return int(first[2])
 
     def _write(self, serial: int) -> None:
-        for name, source in self._flat.items():
-            if isinstance(source, Array):
-                self._copiers[source.device].after(name, source, False)
+        for copier in self._copiers.values():
+            copier.after(self._flat, False)
         self._buffers.write(serial, lambda: self._copy(serial))
         self._sums.pop(serial - self._buffers.count, None)  # not earlier: who reads that version may still compare
         if self._checksums:

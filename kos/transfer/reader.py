@@ -84,9 +84,8 @@ class Target:
                 array = self._flat[copy.array]
                 device = array.device if isinstance(array, GpuArray) else None
                 self._groups.setdefault(Group(copy.source.rank, device, copy.source.gpu > 0), []).append(copy)
-        for name, array in self._flat.items():
-            if isinstance(array, GpuArray):
-                self._own[array.device].after(name, array, True)
+        for copier in self._own.values():
+            copier.after(self._flat, True)
         if not self.staged:
             self._wait(deadline)
         work: list[Callable[[], int]] = []
