@@ -15,6 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -57,12 +58,33 @@ def publish(layers: int, device: int, memory: Any) -> None:
     flat, arrays = allocate(layers, device)
     with Publisher(None, arrays, memory=memory, patience=0.0, buffers=2) as publisher:
         print(publisher.address, flush=True)
-        for version, _ in enumerate(sys.stdin, 1):
+        version = 0
+        for line in sys.stdin:
+            if line == "multiply\n":
+                print(multiply(device), flush=True)
+                continue
+            version += 1
             flat.fill_bytes(version % 100)
             cuda.synchronize(device)
             began = time.perf_counter()
             publisher.publish(version)
             print(time.perf_counter() - began, flush=True)
+
+
+def multiply(device: int) -> float:
+    """Seconds of a product of matrices, as a trainer makes them all the time; the median of many."""
+    try:
+        import torch
+    except ImportError:
+        return 0.0
+    x = torch.ones(8192, 8192, dtype=torch.bfloat16, device=f"cuda:{device}")
+    seconds = []
+    for _ in range(500):
+        began = time.perf_counter()
+        x @ x
+        torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 class Other:
@@ -77,9 +99,9 @@ class Other:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def go(self) -> str:
+    def go(self, what: str = "") -> str:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
         return self.line()
 
@@ -127,6 +149,33 @@ def measure(layers: int, rounds: int, source: int, target: int, memory: str, way
     for name in [n for n in rates if f"limit of {n}" in rates]:
         found[f"{name}, of the limit"] = round(rates[name] / rates[f"limit of {name}"], 3)
     return found
+
+
+def slower(layers: int, source: int, target: int) -> dict[str, float]:
+    """Milliseconds of products on the publisher's GPU, alone and while a subscriber reads all the time."""
+    other, (_, arrays) = Other("--publish", "device", "--layers", str(layers), "--device", str(source)), allocate(
+        layers, target)  # fmt: skip
+    reads, ends = 0, threading.Event()
+
+    def read() -> None:
+        nonlocal reads
+        while not ends.is_set():
+            with Subscriber(other.first, arrays, way="shared", staged=False) as subscriber:
+                subscriber.update(60)
+            reads += 1
+
+    try:
+        other.go()
+        other.go("multiply")
+        alone, thread = float(other.go("multiply")), threading.Thread(target=read, daemon=True)
+        thread.start()
+        read_too = float(other.go("multiply"))
+        ends.set()
+        thread.join(60)
+        seconds = {"alone": alone, "while it is read": read_too, "alone again": float(other.go("multiply"))}
+    finally:
+        other.close()
+    return {**{f"ms {name}": round(1e3 * each, 4) for name, each in seconds.items()}, "reads": reads}
 
 
 def copy(flat: Array, source: int) -> None:
@@ -196,6 +245,7 @@ def main() -> None:
     work: list[Callable[[], Any]] = [lambda: measure(args.layers, args.rounds, 0, 0, "device", shared)]
     if two:
         work.append(lambda: measure(args.layers, args.rounds, 0, 1, "device", shared))
+        work.append(lambda: {"a product of matrices": slower(args.layers, 0, 1)})
         work.append(lambda: {"torch's broadcasts": broadcasts(args.layers, args.rounds)})
     work.append(lambda: measure(few, 3, 0, int(two), "device", [("tcp", False)]))
     work.append(lambda: measure(few, 3, 0, 0, "host", [("shared", False)]))
