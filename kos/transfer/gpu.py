@@ -31,8 +31,8 @@ _THREADS, _MOST_BLOCKS = 256, 2048
 _UNITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "bytes16"}
 _POLL_SECONDS = 2e-5
 PIECE = 8 << 20  # bytes that are checked at once
-Copying = Callable[[int], object]
-"""Queues a copy on the stream of this handle."""
+Launch = Callable[[int], object]
+"""Queues a copy, or a kernel, on the stream of this handle."""
 
 
 def whole(memory: Flat) -> Box:
@@ -42,8 +42,10 @@ def whole(memory: Flat) -> Box:
     return Box(memory.__array_interface__["data"][0], BY_NUMPY[memory.dtype], memory.shape, c_strides(memory.shape))
 
 
-def copyings(target: Box, source: Box, device: int) -> Iterator[Copying]:
-    """The copies on ``device`` that move ``source`` to ``target``, which has the same size."""
+def launches(target: Box, source: Box, device: int) -> Iterator[Launch]:
+    """What copies ``source`` to ``target``, which has the same size, on ``device``."""
+    if 0 in target.size:
+        return
     same = target.dtype is source.dtype
     width = source.dtype.itemsize if same else 1  # of bits alone, axes are in bytes, and the bytes are one more axis
     axes = [(width, 1, 1)] * same
@@ -63,23 +65,23 @@ def copyings(target: Box, source: Box, device: int) -> Iterator[Copying]:
         axes = [(count, into // unit, of // unit) for count, into, of in others]
         axes = [(run // unit, 1, 1)] * (run > unit) + axes
         kinds, widths = (_UNITS[unit],) * 2, (unit,) * 2
-    yield from _launches(target.pointer, source.pointer, axes, kinds, widths, device)
+    yield from _of_kernel(target.pointer, source.pointer, axes, kinds, widths, device)
 
 
 def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
     call(cu.cuMemcpyAsync, target, source, nbytes, stream)
 
 
-def _launches(
+def _of_kernel(
     target: int, source: int, axes: Sequence[tuple[int, int, int]], kinds: tuple[str, str], widths: tuple[int, int],
     device: int,
-) -> Iterator[Copying]:  # fmt: skip
-    """Launches of the kernel; more axes than it has are loops here."""
+) -> Iterator[Launch]:  # fmt: skip
+    """Of the kernel.  More axes than it has are loops here."""
     if len(axes) > _AXES:
         count, *by = axes[-1]
         for index in range(count):
             places = target + index * by[0] * widths[0], source + index * by[1] * widths[1]
-            yield from _launches(*places, axes[:-1], kinds, widths, device)
+            yield from _of_kernel(*places, axes[:-1], kinds, widths, device)
         return
     count, padded = math.prod(n for n, *_ in axes), [*axes, *[(1, 0, 0)] * (_AXES - len(axes))]
     sizes, into, of = zip(*padded, strict=True)
@@ -120,7 +122,8 @@ class Copier:
             with self._relaxed():
                 streams.order(buffer.stream, self._stream, self.device)
 
-    def queue(self, copies: Sequence[Copying]) -> None:
+    def queue(self, copies: Sequence[Launch]) -> None:
+        """Queue what ``launches`` has found."""
         handle = streams.handle(self._stream)
         with self._relaxed():
             for each in copies:
@@ -137,7 +140,7 @@ class Copier:
 
     def copy(self, target: Box, source: Box) -> None:
         """Queue a copy between places that the GPU can use."""
-        self.queue([*copyings(target, source, self.device)])
+        self.queue([*launches(target, source, self.device)])
 
     def scratch(self, nbytes: int) -> np.ndarray:
         """Pinned memory, until the next call."""

@@ -25,7 +25,7 @@ from kos.memory.array import Array as GpuArray
 from kos.transfer import exchange
 from kos.transfer.buffers import Buffers, GpuMemory
 from kos.transfer.exchange import Address, Restarted, Stale
-from kos.transfer.gpu import Copier, Copying, copyings, whole
+from kos.transfer.gpu import Copier, Launch, launches, whole
 from kos.transfer.placement import Flat
 from kos.transfer.plan import Copy, Layout, Offers, Plan
 
@@ -71,7 +71,7 @@ class Target:
         self._mapped: dict[tuple[int, int | None], Buffers] = {}  # publisher rank, and the GPU that maps its GPUs
         self._plan: Plan | None = None
         self._groups: dict[Group, list[Copy]] = {}
-        self._prepared: dict[tuple[Group, int], list[Copying]] = {}  # a group, and a buffer
+        self._prepared: dict[tuple[Group, int], list[Launch]] = {}  # a group, and a buffer
         self._own = {x.device: Copier(x.device) for x in flat.values() if isinstance(x, GpuArray)}
         self._copiers: dict[int, list[Copier]] = {device: [] for device in self._own}  # of readers, not in use
         self._failed = False  # whether a reader has failed, so that the others end
@@ -172,15 +172,15 @@ class Target:
                     raise TransferError(f"{where.name(group.rank)}: {expected}, got: {error}") from error
         return self._mapped.get(key)
 
-    def prepared(self, group: Group, memory: Buffers, serial: int) -> list[Copying]:
+    def prepared(self, group: Group, memory: Buffers, serial: int) -> list[Launch]:
         """The copies of a group from GPU to GPU."""
         key = group, serial % memory.count
         if key not in self._prepared:
             assert group.device is not None
-            found = self._prepared[key] = list[Copying]()
+            found = self._prepared[key] = list[Launch]()
             for copy in self._groups[group]:
                 source = copy.source.part.view(memory.array(copy.source.array, serial), copy.start, copy.size)
-                found += copyings(self.view(copy), source, group.device)
+                found += launches(self.view(copy), source, group.device)
         return self._prepared[key]
 
     def view(self, copy: Copy) -> Any:

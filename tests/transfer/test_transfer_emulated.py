@@ -17,6 +17,7 @@ from kos.errors import InvalidArgument, TransferTimeout
 from kos.memory import Array
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber
+from kos.transfer.gpu import launches, whole
 from tests.comm.fake_nccl import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
@@ -115,6 +116,13 @@ def test_an_array_that_was_moved_is_refused() -> None:
         array.pointer = Array.zeros((4,), np.float32, 0).pointer
         with pytest.raises(InvalidArgument, match=r"w: expected the memory from before \(cuda:0, 0x.*\), got another"):
             publisher.publish(2)
+
+
+def test_an_array_without_elements() -> None:
+    """Nothing is copied from or to where it is said to be."""
+    nothing, some = (Array(256, shape, "float32", 0) for shape in ((0, 3), (2, 3)))
+    assert [*launches(whole(nothing), whole(nothing), 0)] == []
+    assert len([*launches(whole(some), whole(some), 0)]) == 1
 
 
 def test_memory_is_freed(memory: EmulatedMemory) -> None:
