@@ -268,7 +268,7 @@ class Publisher:
                 while not self._closed:
                     request = exchange.receive(connection, time.monotonic() + IDLE_SECONDS)
                     self._answer(connection, request, copiers)
-            except (OSError, KosError, ValueError, KeyError, TypeError) as error:
+            except (OSError, KosError, ValueError, LookupError, TypeError) as error:
                 _log.debug("publisher %s: rank %d: a subscriber's connection ended: %s", self.name, self.rank, error)
             finally:
                 self._board.release(connection)
