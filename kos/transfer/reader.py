@@ -102,9 +102,13 @@ class Target:
                 work.append(Reader(self, serial, known, group, mapped, stream, *parts, deadline, verify).run)
         self._failed = False
         try:
+            if self._own and len(work) == 1:  # a single reader needs no thread
+                nbytes, work = work[0](), []
+            else:
+                nbytes = 0
             with ThreadPoolExecutor(min(_MOST_THREADS, len(work) or 1), "kos-subscriber") as pool:
                 try:
-                    nbytes = sum(each.result() for each in as_completed([pool.submit(each) for each in work]))
+                    nbytes += sum(each.result() for each in as_completed([pool.submit(each) for each in work]))
                 except BaseException:
                     self._failed = True
                     for connection in list(self._data.values()):
