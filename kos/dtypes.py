@@ -1,7 +1,7 @@
 """One table of element types: NumPy / ml_dtypes <-> MPI <-> NCCL.
 
 A new type also needs ``kos/memory/dlpack.py`` (its code).  For sums on GPUs it needs
-``kos/comm/gpu/kernels/reduce.cuh`` with ``ptx.cuh`` (conversions), and ``kos/comm/gpu/ordered_sum.py`` (the GPUs that
+``kos/comm/gpu/kernels/types.cuh`` with ``ptx.cuh`` (conversions), and ``kos/comm/gpu/ordered_sum.py`` (the GPUs that
 have these conversions).  A new ``kind`` needs ``kos/comm/reduction.py`` (the reduce operations that it allows).
 """
 

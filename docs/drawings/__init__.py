@@ -43,6 +43,7 @@ def pictures() -> dict[str, str]:
         "rendezvous": protocols.rendezvous(),
         "failures": protocols.failures(),
         "replacement": protocols.replacement(),
+        "transfer": protocols.transfer(),
         "watchdog": protocols.watchdog(),
         "gpu-step": gpu_step(zero=0),
         "gpu-step-zero": gpu_step(zero=1),

@@ -68,6 +68,19 @@ def failures() -> str:
     ])  # fmt: skip
 
 
+def transfer() -> str:
+    """``kos.transfer``: a version that a server reads while the trainer publishes the next one."""
+    note = "two buffers: the server reads one while the trainer writes the other"
+    return exchange("A version goes to a server", note,
+                    ["trainer rank 0", "trainer rank 1", "buffers of both", "server"], [
+        (0, 2, "publish(7): a copy"), (1, 2, "publish(7): a copy"), (0, 0, "version 7 is visible"),
+        (3, 0, "the newest? I have 6"), (0, 3, "7, and a lease on it"),
+        (2, 3, "sequence number: it is 7"), (2, 3, "the boxes of the plan"),
+        (0, 2, "publish(8): the other buffer"), (1, 2, "publish(8): the other buffer"),
+        (2, 3, "sequence number: still 7"), (3, 0, "end of the lease"), (3, 3, "staging to arrays: 7"),
+    ])  # fmt: skip
+
+
 def replacement() -> str:
     """A rank of an elastic run is lost within a step, and another one joins (``kos.train.elastic``)."""
     events = [

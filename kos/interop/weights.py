@@ -23,8 +23,7 @@ def bind(
     (``kos.transfer.placements``); it is rank ``rank`` of ``ranks`` of tensor parallelism.  Waits at most ``timeout``
     seconds for the publisher.  ``options`` are those of ``Subscriber``.
 
-    Raises InvalidArgument if the publisher has no such tensor, a shape differs, or a parameter is on a GPU;
-    TransferError, TransferTimeout.
+    Raises InvalidArgument if the publisher has no such tensor or a shape differs; TransferError, TransferTimeout.
     """
     parameters = {name: each.detach() for name, each in module.named_parameters()}
     shapes = {name: tuple(each.shape) for name, each in parameters.items()}

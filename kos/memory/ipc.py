@@ -160,7 +160,7 @@ class Mapping:
     """
 
     def __init__(self, handle: IpcHandle, device: int) -> None:
-        self._device, self._base = device, 0
+        self.device, self._base = device, 0
         if handle.origin == Origin.here():
             raise PeerMemoryError("IPC: a process cannot open its own handle: use the pointer itself")
         self._base = _open(handle, device)
@@ -170,12 +170,38 @@ class Mapping:
     def close(self) -> None:
         base, self._base = self._base, 0
         if base and not sys.is_finalizing():
-            with driver.on_device(self._device):
+            with driver.on_device(self.device):
                 call(cu.cuIpcCloseMemHandle, base)
 
     def __del__(self) -> None:
         if sys is not None:  # else the interpreter is ending, and has cleared the names of this module
             self.close()
+
+
+class OwnMemory:
+    """What ``Mapping`` is for memory of this process, such as that of a rank on another thread."""
+
+    def __init__(self, handle: IpcHandle, device: int) -> None:
+        self.pointer, self.nbytes, self.device = handle.pointer, handle.nbytes, device
+        owner = driver.device_of(handle.pointer)
+        if owner != device:
+            _enable_peer_access(device, owner)
+
+    def close(self) -> None:
+        """Nothing: the memory is its owner's."""
+
+
+def attach(handle: IpcHandle, device: int) -> Mapping | OwnMemory:
+    """The memory of any process of this machine, for ``device``.  Raises PeerMemoryError."""
+    return (OwnMemory if handle.origin == Origin.here() else Mapping)(handle, device)
+
+
+def _enable_peer_access(device: int, peer: int) -> None:
+    with driver.on_device(device):
+        (status,) = cu.cuCtxEnablePeerAccess(driver.primary_context(peer), 0)
+    if status and status != cu.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+        error = driver.error_of("cuCtxEnablePeerAccess", status)
+        raise PeerMemoryError(f"cuda:{device} has no peer access to cuda:{peer}: {error}")
 
 
 def _open(handle: IpcHandle, device: int) -> int:

@@ -69,7 +69,7 @@ class SymmetricMemory:
         self.device = device
         self.nbytes = nbytes if pointer else -(-nbytes // ALIGNMENT) * ALIGNMENT
         self._given = pointer
-        self._mappings: list[ipc.Mapping] = []
+        self._mappings: list[ipc.Mapping | ipc.OwnMemory] = []
         self._slab: ipc.DeviceMemory | None = None
         self.pointers: tuple[int, ...] = ()
         try:
@@ -132,13 +132,8 @@ class SymmetricMemory:
         return self.pointers[self.exchange.rank]
 
     def _map(self, peer: int, handle: ipc.IpcHandle) -> int:
-        if handle.origin == ipc.Origin.here():  # this rank itself, or another thread of its process
-            owner = driver.device_of(handle.pointer)
-            if owner != self.device:
-                _enable_peer_access(self.device, owner)
-            return handle.pointer
         try:
-            self._mappings.append(ipc.Mapping(handle, self.device))
+            self._mappings.append(ipc.attach(handle, self.device))
         except PeerMemoryError as error:
             raise PeerMemoryError(f"the slab of rank {peer}: {error}") from error
         return self._mappings[-1].pointer
@@ -192,11 +187,3 @@ class MappedPart:
     def closed(self) -> bool:
         """Whether the slab is no longer mapped."""
         return not self._memory.pointers
-
-
-def _enable_peer_access(device: int, peer: int) -> None:
-    with driver.on_device(device):
-        (status,) = cu.cuCtxEnablePeerAccess(driver.primary_context(peer), 0)
-    if status and status != cu.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
-        error = driver.error_of("cuCtxEnablePeerAccess", status)
-        raise PeerMemoryError(f"cuda:{device} has no peer access to cuda:{peer}: {error}")

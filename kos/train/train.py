@@ -116,7 +116,7 @@ def train(device: Runner, config: TrainConfig, run: Run) -> bool:
     """Train from step ``run.steps_done`` to ``config.steps``, or until a stop is requested: returns whether one was.
 
     The device may start ``lag`` steps before the first of them is finished. It does not start a step before the weights
-    of the step before are evaluated and saved.
+    of the step before are evaluated, saved and published.
     """
     started, stopped = run.steps_done, False
     while run.steps_done < started or (run.steps_done < config.steps and not stopped):
@@ -148,8 +148,10 @@ def _every(steps: int, step: int) -> bool:
 
 
 def _next_pause(config: TrainConfig, step: int) -> int:
-    """The next step after which the weights are evaluated or saved."""
-    return min([config.steps, *((step // n + 1) * n for n in (config.eval_every, config.save_every) if n)])
+    """The next step after which the weights are evaluated, saved or published."""
+    publish_every = 0 if config.publish is None else config.publish_every
+    pauses = config.eval_every, config.save_every, publish_every
+    return min([config.steps, *((step // n + 1) * n for n in pauses if n)])
 
 
 class Stages:

@@ -7,6 +7,8 @@ could open, and it is freed when the last process has unmapped it.  Other proces
     head     magic, incarnation, rank, one sequence number for each buffer (8 bytes each)
     buffers  each holds a copy of all arrays, and begins and aligns every array at a multiple of 64 bytes
 
+Arrays on a GPU have their buffers in memory of that GPU (``kos.memory.ipc``), in the same order.
+
 The n-th ``publish`` writes buffer n modulo the number of buffers.  The sequence number of the buffer is 2 n + 1 while
 it is written, and 2 n when it is complete.  A reader checks it before and after it reads.
 """
@@ -18,13 +20,22 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from kos.cuda import driver
+from kos.cuda.driver import call, cu
+from kos.dtypes import DType
 from kos.errors import OutOfMemory, TransferError
+from kos.memory.array import Array
+from kos.memory.ipc import DeviceMemory, Mapping, OwnMemory
+from kos.transfer.placement import Flat
 from kos.transfer.plan import Layout
+
+GpuMemory = DeviceMemory | Mapping | OwnMemory
 
 _MAGIC = b"kosxfer1"
 _HEAD = struct.Struct("8s16sQ")
@@ -33,19 +44,28 @@ _LINE = 64
 
 
 class Buffers:
-    """The mapped memory: ``count`` buffers for the arrays of ``layout``.
+    """The memory of a publisher rank: ``count`` buffers for the arrays of ``layout``.
 
-    Raises OutOfMemory if the host has too little memory, TransferError if ``path`` is another publisher's memory.
+    Raises OutOfMemory if there is too little memory, TransferError if ``path`` is another publisher's memory, and
+    PeerMemoryError if that of a GPU cannot be mapped.
     """
 
-    def __init__(self, layout: Layout, count: int, incarnation: str, rank: int, path: str = "") -> None:
-        """Allocate the memory, or map the memory of a publisher at ``path``, to read it."""
-        self.count, self._places, end = count, dict[str, tuple[int, int, Any]](), 0
-        for name, (dtype, placement) in layout.items():
-            self._places[name] = end, placement.count, dtype.numpy
-            end = _aligned(end + placement.count * dtype.itemsize)
-        self._stride, self._first = end, _aligned(_SEQUENCES + 8 * count)
-        self.nbytes = self._first + count * end
+    def __init__(
+        self, layout: Layout, count: int, incarnation: str, rank: int, path: str = "",
+        on_gpu: Callable[[int, int], GpuMemory] | None = None,
+    ) -> None:  # fmt: skip
+        """Allocate the memory, or map the memory of a publisher at ``path``, to read it.
+
+        ``on_gpu`` allocates or maps the memory on the n-th GPU (n, bytes); None: only what is on the host is used.
+        """
+        self.count, self._places, self._path = count, dict[str, tuple[int, int, int, DType]](), path
+        ends = Counter[int]()
+        for name, (dtype, placement, gpu) in layout.items():
+            self._places[name] = gpu, ends[gpu], placement.count, dtype
+            ends[gpu] = _aligned(ends[gpu] + max(1, placement.count * dtype.itemsize))
+        self._ends, self._first = ends, _aligned(_SEQUENCES + 8 * count)
+        self.nbytes, self.gpus = self._first + count * ends[0], list[GpuMemory]()
+        self._pinned_by: int | None = None
         head = _HEAD.pack(_MAGIC, bytes.fromhex(incarnation), rank)
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # it may be another file by now, such as a pipe
         self.file = os.open(path, flags) if path else os.memfd_create("kos-transfer", 3)
@@ -61,38 +81,74 @@ class Buffers:
             os.close(self.file)
             raise OutOfMemory(f"transfer: expected {self.nbytes:,} bytes of shared memory, got: {error}") from error
         self._sequences: np.ndarray[Any, Any] = np.frombuffer(self._memory, np.uint64, count, _SEQUENCES)
-        if not path:
-            self._memory[: _HEAD.size] = head
-        elif self._memory[: _HEAD.size] != head:
+        try:
+            if not path:
+                self._memory[: _HEAD.size] = head
+            elif self._memory[: _HEAD.size] != head:
+                raise TransferError(f"{path}: expected the memory of incarnation {incarnation}, got another")
+            if on_gpu is not None:
+                self.gpus += [on_gpu(gpu, count * ends[gpu]) for gpu in sorted(set(ends) - {0})]
+        except BaseException:
             self.close()
-            raise TransferError(f"{path}: expected the memory of incarnation {incarnation}, got another")
+            raise
 
-    def array(self, name: str, serial: int) -> np.ndarray[Any, Any]:
+    @property
+    def _address(self) -> int:
+        return int(self._sequences.__array_interface__["data"][0]) - _SEQUENCES
+
+    def pin(self, device: int) -> None:
+        """Page-lock the memory on the host, for copies from GPUs.  Raises CudaError."""
+        with driver.on_device(device):
+            call(cu.cuMemHostRegister, self._address, self.nbytes, cu.CU_MEMHOSTREGISTER_PORTABLE)
+        self._pinned_by = device
+
+    def array(self, name: str, serial: int) -> Flat:
         """The flattened array ``name`` in the buffer of the version ``serial``."""
-        offset, count, dtype = self._places[name]
-        return np.frombuffer(self._memory, dtype, count, self._first + serial % self.count * self._stride + offset)
+        gpu, offset, count, dtype = self._places[name]
+        at = serial % self.count * self._ends[gpu] + offset
+        if gpu:
+            memory = self.gpus[gpu - 1]
+            return Array(memory.pointer + at, (count,), dtype, memory.device, owner=memory)
+        return np.frombuffer(self._memory, dtype.numpy, count, self._first + at)
 
-    def write(self, serial: int, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Copy ``arrays``, flattened, into the buffer of the version ``serial``, which readers may use then."""
+    def write(self, serial: int, copy: Callable[[], None]) -> None:
+        """Let ``copy`` write the buffer of the version ``serial``, which readers may use then."""
         index = serial % self.count
         self._sequences[index] = 2 * serial + 1
         _fence()
-        for name, source in arrays.items():
-            np.copyto(self.array(name, serial), source)
+        copy()
         _fence()
         self._sequences[index] = 2 * serial
 
     def holds(self, serial: int) -> bool:
-        """Whether the version ``serial`` is in its buffer, complete."""
+        """Whether the version ``serial`` is in its buffer, complete.
+
+        Raises TransferError if the publisher has ended and memory of a GPU is mapped, which may then be another's.
+        """
         _fence()
         found = int(self._sequences[serial % self.count])
         _fence()
+        if self._path and self.gpus and not self._is_open():
+            raise TransferError("expected the publisher's process, whose GPU memory is mapped, got its end")
         return found == 2 * serial
 
+    def _is_open(self) -> bool:
+        """Whether the publisher still has its file open: a process that ends has no files before they are closed."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self.file))
+        except OSError:
+            return False
+
     def close(self) -> None:
-        """Close the file.  The memory is unmapped once no array uses it; no version is in it from now on."""
+        """Close the file.  The memory is freed or unmapped once no array uses it; no version is in it from now on."""
+        if self.gpus and not self._path:
+            self._sequences[:] = 1  # for those who have mapped the memory of GPUs, which is freed
         os.close(self.file)
-        self._memory, self._sequences = b"", np.full(self.count, 1, np.uint64)
+        if self._pinned_by is not None:
+            with driver.on_device(self._pinned_by):
+                call(cu.cuMemHostUnregister, self._address)
+            self._pinned_by = None
+        self._memory, self._sequences, self.gpus = b"", np.full(self.count, 1, np.uint64), []
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,7 +1,8 @@
 """What publishers and subscribers say to each other, over the authenticated connections of ``kos.comm.control.wire``.
 
-A request and its answer are JSON, with an HMAC each.  Both carry the version of the protocol and the incarnation of the
-publisher.  The bytes of tensors follow an answer as they are, without an HMAC, in the order of the request.
+A request and its answer are JSON, in messages with an HMAC each.  Both carry the version of the protocol and the
+incarnation of the publisher.  The bytes of tensors follow an answer as they are, without an HMAC, in the order of the
+request.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ import numpy as np
 from kos.comm.communicator import Communicator
 from kos.comm.control.base import machine_id
 from kos.comm.control.secret import load_secret
-from kos.comm.control.wire import Connection, Network, drive, is_loopback
+from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, drive, is_loopback
 from kos.comm.host.shared.segment import namespaces
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument, TransferError, TransferTimeout, in_words
+from kos.memory.array import Array as GpuArray
 from kos.memory.buffer import as_buffer
 from kos.memory.ipc import pretended_host
-from kos.transfer.placement import Arrays, Placement
+from kos.transfer.placement import Arrays, Flat, Placement
 from kos.transfer.plan import Array, Layout
 
 PROTOCOL = 1
 PURPOSE = b"kos transfer"
+_PIECE = MAX_MESSAGE // 2  # bytes
 GRACE = 2.0
 """Seconds that an answer may take longer than the wait that it was asked for."""
 
@@ -53,6 +56,8 @@ class Address(NamedTuple):
     """The descriptor of its memory."""
     nbytes: int
     """Of the arrays that it publishes."""
+    gpus: tuple[str, ...] = ()
+    """The CUDA IPC handles of its memory on GPUs."""
 
     def name(self, rank: int) -> str:
         """The rank, for errors."""
@@ -65,11 +70,14 @@ def place() -> str:
 
 
 def parse(address: str) -> tuple[str, int]:
-    """Host and port of "HOST:PORT"."""
+    """Host and port of "HOST:PORT".  InvalidArgument, also for 0.0.0.0, by which subscribers would reach themselves."""
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise InvalidArgument(f'address: expected "HOST:PORT", got {address!r:.80}')
-    return host.strip("[]"), int(port)
+    host = host.strip("[]")
+    if host == "::" or (host.replace(".", "").isdecimal() and not int(host.replace(".", ""))):  # "0" is 0.0.0.0, too
+        raise InvalidArgument(f"address: expected the name or address of rank 0's host, got {host} (any address)")
+    return host, int(port)
 
 
 def network(host: str) -> Network:
@@ -77,40 +85,48 @@ def network(host: str) -> Network:
     return Network(load_secret(os.environ), host, "", is_loopback(host))
 
 
-def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, np.ndarray[Any, Any]], Layout]:
-    """The memory of ``arrays``, flattened, and their layout.  Raises InvalidArgument, also for memory of a GPU."""
-    flat, layout = dict[str, np.ndarray[Any, Any]](), dict[str, Array]()
+def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, Flat], Layout]:
+    """The memory of ``arrays``, flattened, and their layout, in which GPUs are numbered.  Raises InvalidArgument."""
+    flat, layout, gpus = dict[str, Flat](), dict[str, Array](), list[int]()
     for name, (array, placement) in arrays.items():
         buffer = as_buffer(array, name, writable)
-        if buffer.device is not None:
-            why = "as the transfer from and to GPUs is not implemented; copy it to the host"
-            raise InvalidArgument(f"{name}: expected memory of the host, {why}, got memory of {buffer.place}")
         if not isinstance(placement, Placement) or buffer.shape != placement.shape:
             wanted = placement.shape if isinstance(placement, Placement) else "(array, Placement)"
             raise InvalidArgument(f"{name}: expected an array of shape {wanted}, got {buffer.shape}")
         placed = placement.named(name)
         placed.check(name)
-        flat[name], layout[name] = buffer.flat, Array(buffer.dtype, placed)
+        flat[name], gpu, device = buffer.flat, 0, buffer.device
+        if device is not None:
+            gpus += [device] * (device not in gpus)
+            gpu = gpus.index(device) + 1
+            flat[name] = GpuArray(buffer.pointer, (buffer.count,), buffer.dtype, device, owner=array)
+        layout[name] = Array(buffer.dtype, placed, gpu)
     return flat, layout
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
-    return {name: [dtype.name, *placement.to_json()] for name, (dtype, placement) in layout.items()}
+    return {name: [dtype.name, gpu, *placement.to_json()] for name, (dtype, placement, gpu) in layout.items()}
 
 
 def layout_from_json(value: dict[str, Any]) -> Layout:
-    return {name: Array(DTYPES[dtype], Placement.from_json(rest)) for name, (dtype, *rest) in value.items()}
+    return {name: Array(DTYPES[dtype], Placement.from_json(rest), gpu) for name, (dtype, gpu, *rest) in value.items()}
 
 
 def send(connection: Connection, message: dict[str, Any], incarnation: str, deadline: float) -> None:
     """Send a request or an answer.  Raises OSError, TimeoutError."""
-    connection.post(json.dumps({"protocol": PROTOCOL, "incarnation": incarnation, **message}).encode())
-    drive(connection.flush(), connection.sock, deadline)
+    text = json.dumps({"protocol": PROTOCOL, "incarnation": incarnation, **message}).encode()
+    for start in range(0, len(text), _PIECE):  # a catalogue of many ranks is longer than a message may be
+        last = start + _PIECE >= len(text)
+        connection.post((b"." if last else b"+") + text[start : start + _PIECE])
+        drive(connection.flush(), connection.sock, deadline)
 
 
 def receive(connection: Connection, deadline: float) -> dict[str, Any]:
     """A request or an answer.  Raises OSError, TimeoutError."""
-    message: dict[str, Any] = json.loads(drive(connection.receive(), connection.sock, deadline))
+    pieces = [drive(connection.receive(), connection.sock, deadline)]
+    while pieces[-1][:1] == b"+":
+        pieces.append(drive(connection.receive(), connection.sock, deadline))
+    message: dict[str, Any] = json.loads(b"".join(piece[1:] for piece in pieces))
     return message
 
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from kos.dtypes import DType
 from kos.errors import InvalidArgument
+from kos.memory.array import Array
 
 Sizes = tuple[int, ...]
 
@@ -41,13 +43,31 @@ class Part:
         steps = zip(start, self.start, self.strides, strict=True)
         return self.offset + sum((index - first) * stride for index, first, stride in steps)
 
-    def view(self, flat: np.ndarray, start: Sizes, size: Sizes) -> np.ndarray:
+    def view(self, flat: Flat, start: Sizes, size: Sizes) -> Any:
         """The box from ``start`` on of ``size`` in the memory of the flattened array."""
         return box(flat, self.at(start), size, self.strides)
 
 
-def box(flat: np.ndarray, offset: int, size: Sizes, strides: Sizes) -> np.ndarray:
-    """The elements of ``flat`` from ``offset`` on, of shape ``size``; ``strides`` are in elements.
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Elements of an array on a GPU, or in pinned memory."""
+
+    pointer: int
+    """The address of the first element."""
+    dtype: DType
+    size: Sizes
+    strides: Sizes
+    """In elements."""
+
+
+Flat = np.ndarray | Array
+"""The memory of an array, flattened."""
+
+
+def box(flat: Flat, offset: int, size: Sizes, strides: Sizes) -> Any:
+    """The elements of ``flat`` from ``offset`` on, of shape ``size``: an ndarray, or a Box of memory on a GPU.
+
+    ``strides`` are in elements.
 
     Raises InvalidArgument if one lies outside of ``flat``.
     """
@@ -56,6 +76,8 @@ def box(flat: np.ndarray, offset: int, size: Sizes, strides: Sizes) -> np.ndarra
     if not within or min(strides, default=0) < 0 or min(size, default=1) < 1:
         got = f"elements {offset} to {last} (shape {size}, strides {strides})"
         raise InvalidArgument(f"box: expected elements within an array of {flat.size}, got {got}")
+    if isinstance(flat, Array):
+        return Box(flat.pointer + offset * flat.dtype.itemsize, flat.dtype, size, strides)
     steps = [stride * flat.itemsize for stride in strides]  # as_strided does not know the types of ml_dtypes
     return np.ndarray(size, flat.dtype, flat.view(np.uint8).data, offset * flat.itemsize, steps)
 

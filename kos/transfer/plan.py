@@ -25,6 +25,8 @@ class Array(NamedTuple):
 
     dtype: DType
     placement: Placement
+    gpu: int = 0
+    """0: in memory of the host; n: in that of the n-th GPU of the rank."""
 
 
 Layout = Mapping[str, Array]
@@ -38,6 +40,7 @@ class Holder(NamedTuple):
     array: str
     dtype: DType
     part: Part
+    gpu: int = 0
 
 
 class Piece(NamedTuple):
@@ -85,14 +88,14 @@ class Offers:
         """Tensor -> the shape of the whole."""
         self._held: dict[str, dict[tuple[Sizes, Sizes], list[Holder]]] = {}
         for layout, ranks in groups:
-            for array, (dtype, placement) in layout.items():
+            for array, (dtype, placement, gpu) in layout.items():
                 for part in placement.parts:
                     if self.shapes.setdefault(part.tensor, part.whole) != part.whole:
                         expected, got = f"shape {self.shapes[part.tensor]} on all ranks", f"{part.whole}"
                         raise InvalidArgument(f"{part.tensor}: expected {expected}, got {got} on rank {ranks[0]}")
                     boxes = self._held.setdefault(part.tensor, {})
                     held = boxes.setdefault((part.start, part.size), [])
-                    held += [Holder(rank, array, dtype, part) for rank in ranks]
+                    held += [Holder(rank, array, dtype, part, gpu) for rank in ranks]
         self.replicas = {len(held) for boxes in self._held.values() for held in boxes.values()}
         """The numbers of ranks that hold the same box."""
         self._bounds = {name: _bounds(boxes) for name, boxes in self._held.items()}
@@ -150,14 +153,14 @@ class Plan:
     def __init__(self, offers: Offers, wants: Sequence[Layout], first: int = 0) -> None:
         self.offers, self.wants, self.first = offers, wants, first
         for layout in {id(layout): layout for layout in wants}.values():
-            for _, placement in layout.values():
+            for _, placement, _ in layout.values():
                 for part in placement.parts:
                     offers.pieces(part)
 
     def copies(self, rank: int) -> Iterator[Copy]:
         """The boxes that a subscriber rank (counted from ``first``) reads."""
         turn = self.first + rank
-        for name, (_, placement) in self.wants[rank].items():
+        for name, (_, placement, _) in self.wants[rank].items():
             for part in placement.parts:
                 for start, size, holders in self.offers.pieces(part):
                     yield Copy(start, size, holders[turn % len(holders)], name, part)
@@ -179,7 +182,7 @@ class Plan:
     def check(self) -> None:
         """InvalidArgument unless every element that is wanted is read exactly once, from a rank that holds it."""
         for layout in {id(layout): layout for layout in self.wants}.values():
-            for dtype, placement in layout.values():
+            for dtype, placement, _ in layout.values():
                 for want in placement.parts:
                     pieces = self.offers.pieces(want)
                     if not _covers(want, pieces):

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,12 +26,15 @@ from kos.comm.communicator import Communicator
 from kos.comm.control.listening import bound
 from kos.comm.control.offers import own_address
 from kos.comm.control.wire import Acceptor, Connection
-from kos.dtypes import DTYPES
+from kos.dtypes import DTYPES, DType
 from kos.errors import CollectiveMismatch, InvalidArgument, KosError, RendezvousError, TransferError, in_words
+from kos.memory import ipc
+from kos.memory.array import Array
 from kos.transfer import exchange
 from kos.transfer.buffers import Buffers
 from kos.transfer.exchange import GRACE, Address, Stale
-from kos.transfer.placement import Arrays, box
+from kos.transfer.gpu import Copier, whole
+from kos.transfer.placement import Arrays, Box, box
 
 IDLE_SECONDS = 3600.0
 """A connection is closed when the subscriber has sent nothing for so long; it then connects again."""
@@ -40,6 +43,7 @@ SEND_SECONDS = 60.0
 LONGEST_LEASE = 600.0
 _ADMIT_SECONDS = 0.2
 _CLOSE_SECONDS = 5.0  # the thread that accepts ends within _ADMIT_SECONDS, unless the machine is very busy
+_NOTHING = np.empty(0)
 _log = logging.getLogger(__name__)
 
 
@@ -96,22 +100,23 @@ class Publisher:
 
     Args:
         comm: the communicator; None: one process alone.
-        arrays: the arrays of this rank in host memory, and what each holds.  ``publish`` copies them.
+        arrays: the arrays of this rank, on the host or on GPUs, and what each holds.  ``publish`` copies them.
         address: "HOST:PORT" by which subscribers reach rank 0.  Port 0: a free one, see ``address``.
         name: the name of the publisher in errors.
         buffers: how many versions are in memory at once; each takes as much memory as the arrays.  With 2, the
             last version can be read while the next one is written.  With 1, no version is visible meanwhile.
+        memory: where versions of arrays on a GPU are: "device", in memory of that GPU, or "host", in pinned memory.
         patience: how many seconds ``publish`` waits for subscribers that still read the buffer that it uses next.
             Less than the timeout of ``comm``: the other ranks wait for rank 0 meanwhile.
         checksums: compute a checksum of each array at ``publish`` (about 1 s a GB), for ``update(verify=True)``.
 
-    Raises InvalidArgument on all ranks for wrong arguments of one, such as memory of a GPU; RendezvousError if rank 0
-    cannot listen at ``address``; OutOfMemory.
+    Raises InvalidArgument on all ranks for wrong arguments of one; RendezvousError if rank 0 cannot listen at
+    ``address``; OutOfMemory.
     """
 
     def __init__(
         self, comm: Communicator | None, arrays: Arrays, address: str = "127.0.0.1:0", *, name: str = "trainer",
-        buffers: int = 2, patience: float = 1.0, checksums: bool = False,
+        buffers: int = 2, memory: Literal["device", "host"] = "device", patience: float = 1.0, checksums: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.rank, self._comm = name, 0 if comm is None else comm.rank, comm
         self._patience, self._checksums, self._serial, self._closed = patience, checksums, 0, False
@@ -124,7 +129,11 @@ class Publisher:
             if check_int("buffers", buffers) < 1 or not 0 <= patience < limit:
                 expected = f"expected at least 1 and 0, patience below the communicator's timeout ({limit:g})"
                 raise InvalidArgument(f"buffers, patience: {expected}, got {buffers} and {patience}")
+            if memory not in ("device", "host"):
+                raise InvalidArgument(f"memory: expected device or host, got {memory!r}")
             self._flat, self._layout = exchange.flat_arrays(arrays, False)
+            if memory == "host":
+                self._layout = {name: each._replace(gpu=0) for name, each in self._layout.items()}
             return [bool(self._flat), secrets.token_hex(16), exchange.parse(address), buffers, checksums]
 
         first, *others = facts = self._together(check)
@@ -153,7 +162,16 @@ class Publisher:
 
     def _listen(self, host: str, port: int, buffers: int) -> list[Any]:
         """Allocate the memory, and listen."""
-        self._buffers = Buffers(self._layout, buffers, self.incarnation, self.rank)
+        on_gpus = {name: array for name, array in self._flat.items() if isinstance(array, Array)}
+        devices = {self._layout[name].gpu: array.device for name, array in on_gpus.items()}
+        self._copiers = {device: Copier(device) for device in {array.device for array in on_gpus.values()}}
+        self._buffers = Buffers(
+            self._layout, buffers, self.incarnation, self.rank,
+            on_gpu=lambda gpu, nbytes: ipc.DeviceMemory(nbytes, devices[gpu]),
+        )  # fmt: skip
+        if 0 in devices:
+            self._buffers.pin(devices[0])
+        gpus = [ipc.export(each.pointer, each.nbytes, each.device).to_bytes().decode() for each in self._buffers.gpus]
         net = exchange.network(host)
         own = host if self.rank == 0 or net.loopback else bound() or own_address(host)
         try:
@@ -162,7 +180,8 @@ class Publisher:
             raise RendezvousError(f"address: rank {self.rank} cannot listen at {host}:{port}: {error}") from error
         self._acceptor = Acceptor(listener, net.key(exchange.PURPOSE))
         nbytes = sum(each.nbytes for each in self._flat.values())
-        mine = Address(own, listener.getsockname()[1], exchange.place(), os.getpid(), self._buffers.file, nbytes)
+        where = exchange.place(), os.getpid(), self._buffers.file
+        mine = Address(own, listener.getsockname()[1], *where, nbytes, tuple(gpus))
         return [mine, json.dumps(exchange.layout_to_json(self._layout))]
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
@@ -172,11 +191,12 @@ class Publisher:
         """Copy the arrays, and make them visible as ``version``.  Collective.
 
         Returns how many subscribers still read the version whose buffer was used again; their reads are stale, and
-        they go on with the newest version.  The arrays may change afterwards.  An error of one rank is raised on all
-        ranks, and then the version is not visible.
+        they go on with the newest version.  The arrays may change afterwards.  On a GPU, the copy comes after the work
+        that is queued on the current stream of the array's library, and ``publish`` waits for it.  An error of one rank
+        is raised on all ranks, and then the version is not visible.
 
-        Raises InvalidArgument for a version that is no whole number, CollectiveMismatch for different ones, and
-        TransferError after ``close``.
+        Raises InvalidArgument for a version that is no whole number, or while that stream is captured;
+        CollectiveMismatch for different versions; and TransferError after ``close``.
         """
         serial, buffers = self._serial + 1, self._buffers.count
 
@@ -196,11 +216,29 @@ class Publisher:
         return int(first[2])
 
     def _write(self, serial: int) -> None:
-        self._buffers.write(serial, self._flat)
+        for copier in self._copiers.values():
+            copier.after(self._flat, False)
+        self._buffers.write(serial, lambda: self._copy(serial))
         self._sums.pop(serial - self._buffers.count, None)  # not earlier: who reads that version may still compare
         if self._checksums:
-            arrays = {name: self._buffers.array(name, serial) for name in self._flat}
-            self._sums[serial] = {name: exchange.checksum([array]) for name, array in arrays.items()}
+            self._sums[serial] = {name: self._checksum(name, serial, self._copiers) for name in self._flat}
+
+    def _copy(self, serial: int) -> None:
+        for name, source in self._flat.items():
+            target: Any = self._buffers.array(name, serial)
+            if isinstance(source, Array):
+                self._copiers[source.device].copy(whole(target), whole(source))
+            else:
+                np.copyto(target, source)
+        for copier in self._copiers.values():
+            copier.deadline = math.inf if self._comm is None else time.monotonic() + self._comm.timeout
+            copier.wait()
+
+    def _checksum(self, name: str, serial: int, copiers: dict[int, Copier]) -> int:
+        array = self._buffers.array(name, serial)
+        if isinstance(array, Array):
+            return exchange.checksum(_copier(copiers, array.device).pieces(array))
+        return exchange.checksum([array])
 
     # --- the threads that answer subscribers ------------------------------------------------------------
 
@@ -209,7 +247,9 @@ class Publisher:
             caller = None
             try:
                 if caller := self._acceptor.admit(_ADMIT_SECONDS):
-                    threading.Thread(target=self._serve, args=caller[2:], daemon=True).start()
+                    threading.Thread(
+                        target=self._serve, args=caller[2:], name="kos-publisher-connection", daemon=True
+                    ).start()
             except (OSError, RuntimeError) as error:  # no file descriptor, or no thread, is left
                 if caller:
                     caller[2].close()
@@ -223,18 +263,19 @@ class Publisher:
         with closing(connection):
             with self._lock:
                 self._connections.add(connection)
+            copiers = dict[int, Copier]()  # their pinned memory holds what is sent
             try:
                 while not self._closed:
                     request = exchange.receive(connection, time.monotonic() + IDLE_SECONDS)
-                    self._answer(connection, request)
-            except (OSError, KosError, ValueError, KeyError, TypeError) as error:
+                    self._answer(connection, request, copiers)
+            except (OSError, KosError, ValueError, LookupError, TypeError) as error:
                 _log.debug("publisher %s: rank %d: a subscriber's connection ended: %s", self.name, self.rank, error)
             finally:
                 self._board.release(connection)
                 with self._lock:
                     self._connections.discard(connection)
 
-    def _answer(self, connection: Connection, request: dict[str, Any]) -> None:
+    def _answer(self, connection: Connection, request: dict[str, Any], copiers: dict[int, Copier]) -> None:
         deadline, memory = time.monotonic() + SEND_SECONDS, list[np.ndarray[Any, Any]]()
         try:
             exchange.check_protocol(request)
@@ -250,10 +291,10 @@ class Publisher:
                 self._board.release(connection)
                 return  # nobody waits for an answer
             elif request["ask"] == "compare":
-                self._compare(int(request["serial"]), request["arrays"])
+                self._compare(int(request["serial"]), request["arrays"], copiers)
                 answer = {}
             else:
-                memory = self._read(request)
+                memory = self._read(request, copiers)
                 answer = {"sum": exchange.checksum(memory)} if request["verify"] else {}
         except Stale:
             answer, memory = {"stale": True}, []
@@ -267,20 +308,31 @@ class Publisher:
         if request["ask"] == "read":  # whether the bytes before it are those of the version
             exchange.send(connection, {"stale": not self._buffers.holds(request["serial"])}, self.incarnation, deadline)
 
-    def _read(self, request: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
+    def _read(self, request: dict[str, Any], copiers: dict[int, Copier]) -> list[np.ndarray[Any, Any]]:
         """The boxes that a subscriber asks for, converted to its dtype where that is smaller."""
         serial, found = int(request["serial"]), list[np.ndarray[Any, Any]]()
         if not self._buffers.holds(serial):
             raise Stale
-        for name, dtype, offset, size, strides in request["boxes"]:
-            view = box(self._buffers.array(name, serial), int(offset), tuple(size), tuple(strides))
-            found.append(np.ascontiguousarray(view, DTYPES[dtype].numpy))
+        by_device: dict[int, list[tuple[int, Array, Box, DType]]] = {}
+        for index, (name, dtype, offset, size, strides) in enumerate(request["boxes"]):
+            array = self._buffers.array(name, serial)
+            view = box(array, int(offset), tuple(size), tuple(strides))
+            if isinstance(array, Array):  # which keeps the memory meanwhile, also if the publisher is closed
+                by_device.setdefault(array.device, []).append((index, array, view, DTYPES[dtype]))
+                found.append(_NOTHING)
+            else:
+                found.append(np.ascontiguousarray(view, DTYPES[dtype].numpy))
+        for device, boxes in by_device.items():
+            copier = _copier(copiers, device)
+            copier.deadline = time.monotonic() + SEND_SECONDS
+            for (index, *_), got in zip(boxes, copier.get([each[2:] for each in boxes]), strict=True):
+                found[index] = got
         return found
 
-    def _compare(self, serial: int, names: list[str]) -> None:
+    def _compare(self, serial: int, names: list[str], copiers: dict[int, Copier]) -> None:
         """Compare arrays with their checksums at ``publish``.  Raises Stale, TransferError."""
         for name in names if self._checksums else ():
-            same = exchange.checksum([self._buffers.array(name, serial)]) == self._sums.get(serial, {}).get(name)
+            same = self._checksum(name, serial, copiers) == self._sums.get(serial, {}).get(name)
             if not self._buffers.holds(serial):
                 raise Stale
             if not same:
@@ -306,3 +358,9 @@ class Publisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _copier(copiers: dict[int, Copier], device: int) -> Copier:
+    if device not in copiers:
+        copiers[device] = Copier(device)
+    return copiers[device]

@@ -1,35 +1,26 @@
 """The side that wants the weights: it pulls the newest version into its own arrays.
 
 ``update`` asks rank 0 of the publisher for the newest version and a lease on it, and reads its boxes from the ranks
-that hold them: from mapped memory on the same host, else over several TCP connections.  All of it goes to staging
-memory first.  It is copied to the arrays when the version was read whole, on all ranks of the subscriber.
+that hold them (``reader.py``).  All of it goes to staging memory first.  It is copied to the arrays when the version
+was read whole, on all ranks of the subscriber.
 """
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Self
 
-import numpy as np
-
 from kos.comm.arguments import check_int, check_timeout
 from kos.comm.communicator import Communicator
-from kos.comm.control.wire import Connection, drive, fill
-from kos.dtypes import BY_NUMPY, DType
+from kos.comm.control.wire import Connection
 from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout
 from kos.transfer import exchange
-from kos.transfer.buffers import Buffers
-from kos.transfer.exchange import GRACE, Address, Restarted, Stale
+from kos.transfer.exchange import GRACE, Restarted, Stale
 from kos.transfer.placement import Arrays
-from kos.transfer.plan import Copy, Offers, Plan
+from kos.transfer.plan import Plan
+from kos.transfer.reader import Catalogue, Target
 
-CHUNK = 8 << 20  # bytes of a request
-_MOST_BOXES = 64  # of a request
-_MOST_THREADS = 16
 _AGAIN_SECONDS = 0.05  # between two tries to reach a publisher that has not come yet
 _RANK = "subscriber rank"
 _LINGER = 5.0  # seconds that a lease outlives the deadline of the reader
@@ -57,15 +48,6 @@ class Version(NamedTuple):
     number: int
 
 
-class Catalogue:
-    """What a publisher offers, and where its ranks are."""
-
-    def __init__(self, answer: Mapping[str, Any]) -> None:
-        self.incarnation, self.name, self.buffers = answer["incarnation"], answer["name"], answer["buffers"]
-        self.ranks = [Address(*each) for each in answer["ranks"]]
-        self.offers = Offers([(exchange.layout_from_json(layout), ranks) for layout, ranks in answer["groups"]])
-
-
 def read_catalogue(address: str, timeout: float = 30.0) -> Catalogue:
     """What the publisher at ``address`` offers, such as the shapes of its tensors: ``offers.shapes``.
 
@@ -80,38 +62,36 @@ class Subscriber:
 
     Args:
         address: "HOST:PORT" of the publisher's rank 0.  It may come later than the subscriber.
-        arrays: arrays in host memory (NumPy, torch, ...), and which tensors' elements each gets.
+        arrays: arrays on the host or on GPUs (NumPy, torch, CuPy, kos), and which tensors' elements each gets.
         comm: the communicator of several ranks that subscribe together; None: one process.  ``update`` is then
             collective, and all ranks get the same version or none.
         streams: TCP connections to each publisher rank.
-        way: "shared" maps the publisher's memory, on the same host; "tcp" does not; "auto" takes what works.
+        way: "shared" maps the publisher's memory, on the same host; "tcp" does not; "auto" takes what works.  Memory
+            of a GPU is not mapped for arrays on the host.
         staged: read into staging memory, as large as the arrays, so that the arrays never hold a part of a version.
             Without it an update takes one copy less, and a failed one leaves the arrays undefined until the next.
 
-    Raises InvalidArgument, such as for memory of a GPU.
+    Raises InvalidArgument; OutOfMemory.
     """
 
     def __init__(
         self, address: str, arrays: Arrays | None, *, comm: Communicator | None = None, streams: int = 4,
         way: Literal["auto", "shared", "tcp"] = "auto", staged: bool = True,
     ) -> None:  # fmt: skip
-        self.address, self._comm, self._way, self._streams = address, comm, way, check_int("streams", streams)
+        self.address, self._comm = address, comm
         self._rank = 0 if comm is None else comm.rank
         if arrays is not None and not arrays:
             raise InvalidArgument("arrays: expected at least one, got none")
-        if streams < 1 or way not in ("auto", "shared", "tcp"):
+        if check_int("streams", streams) < 1 or way not in ("auto", "shared", "tcp"):
             raise InvalidArgument(f"streams, way: expected at least 1 and auto, shared or tcp, got {streams}, {way!r}")
         self._host, self._port = exchange.parse(address)
         self._network = exchange.network(self._host)
-        self._flat, self._layout = ({}, {}) if arrays is None else exchange.flat_arrays(arrays, True)
-        self._staged, self.into = staged, {n: np.empty_like(x) if staged else x for n, x in self._flat.items()}
+        flat, self._layout = ({}, {}) if arrays is None else exchange.flat_arrays(arrays, True)
+        self._target = Target(self._call, streams, way, staged, flat, self._layout)
         self._lead: Connection | None = None
-        self._data: dict[tuple[Address, int], Connection] = {}
-        self._mapped: dict[int, Buffers] = {}
         self._known: Catalogue | None = None
         self._plan: Plan | None = None
         self._held: Version | None = None
-        self._failed = False  # whether a reader has failed, so that the others end
 
     @property
     def version(self) -> int | None:
@@ -157,7 +137,7 @@ class Subscriber:
                     raise exchange.late(why, deadline, TimeoutError()) from error
                 time.sleep(_AGAIN_SECONDS)
         if self._known is None or self._known.incarnation != found.incarnation:
-            self._drop_data()
+            self._target.close()
             self._known, self._plan = found, None
         return self._known
 
@@ -171,7 +151,7 @@ class Subscriber:
 
     def close(self) -> None:
         """Close the connections, and unmap the publisher's memory."""
-        self._drop_data()
+        self._target.close()
         self._drop_lead()
 
     def __enter__(self) -> Self:
@@ -190,17 +170,17 @@ class Subscriber:
         """An answer of the publisher's rank 0.  Raises Restarted, Stale, TransferError."""
         try:
             if self._lead is None:
-                self._lead = self.call(self._host, self._port, deadline)
+                self._lead = self._call(self._host, self._port, deadline)
             exchange.send(self._lead, {"ask": what, **more}, incarnation, deadline)
             answer = exchange.receive(self._lead, deadline)
         except BaseException as error:  # the answer to this request may still come: not on the next connection
-            self._drop_lead()
+            self.close()  # also the memory: one that was killed leaves that of its GPUs to those who map it
             if isinstance(error, OSError | KosError):
                 raise exchange.late(self._name(), deadline, error) from error
             raise
         return exchange.answered(answer, incarnation)
 
-    def call(self, host: str, port: int, deadline: float) -> Connection:
+    def _call(self, host: str, port: int, deadline: float) -> Connection:
         """A new connection to a publisher rank."""
         return self._network.call(host, port, exchange.PURPOSE, self._rank, 1, deadline)
 
@@ -239,29 +219,19 @@ class Subscriber:
         if lead is not None:
             lead.close()
 
-    def _drop_data(self) -> None:
-        held: list[Connection | Buffers] = [*self._data.values(), *self._mapped.values()]
-        for each in held:
-            each.close()
-        self._data.clear()
-        self._mapped.clear()
-
     # --- several ranks that subscribe together --------------------------------------------------------------
 
     def _pull_together(self, wanted: Version, deadline: float, verify: bool) -> int:
         """Read a version, and copy it to the arrays if all ranks have it.  Raises Stale on all ranks if on one."""
-        self._held = self._held if self._staged else None
+        self._held = self._held if self._target.staged else None
         try:
             read = exchange.together(self._comm, _RANK, lambda: self._pull(wanted, deadline, verify), deadline)
         finally:
             self._release()
         self._held = None
-        for name, flat in self._flat.items() if self._staged else ():
-            np.copyto(flat, self.into[name])
+        self._target.commit()
         self._held = wanted
         return int(read[self._rank])
-
-    # --- reading --------------------------------------------------------------------------------------------
 
     def _pull(self, wanted: Version, deadline: float, verify: bool) -> int:
         """Read all boxes of a version; returns the bytes read.  Raises Stale, TransferError."""
@@ -270,169 +240,4 @@ class Subscriber:
             known = self.catalogue(max(deadline - time.monotonic(), 0.001))
             if known.incarnation != wanted.incarnation:
                 raise Stale
-        by_rank: dict[int, list[Copy]] = {}
-        for copy in self.plan().copies(0):
-            itemsize = max(copy.source.dtype.itemsize, self._layout[copy.array].dtype.itemsize)
-            by_rank.setdefault(copy.source.rank, []).extend(_chunks(copy, itemsize))
-        work: list[Callable[[], int]] = []
-        for rank, copies in by_rank.items():
-            requests, mapped = [*_requests(copies)], None if verify else self._map(known, rank)
-            names = sorted({copy.source.array for copy in copies}) if verify else []
-            for stream in range(streams := min(self._streams, len(requests))):
-                parts = requests[stream::streams], names[stream::streams]
-                work.append(Reader(self, wanted, known, rank, mapped, stream, *parts, deadline, verify).run)
-        self._failed = False
-        try:
-            with ThreadPoolExecutor(min(_MOST_THREADS, len(work) or 1), "kos-subscriber") as pool:
-                try:
-                    return sum(each.result() for each in as_completed([pool.submit(each) for each in work]))
-                except BaseException:
-                    self._failed = True
-                    for connection in list(self._data.values()):
-                        with suppress(OSError):
-                            connection.sock.shutdown(socket.SHUT_RDWR)  # so that the other readers end now
-                    raise
-        except BaseException:
-            self._drop_data()
-            raise
-
-    def _map(self, known: Catalogue, rank: int) -> Buffers | None:
-        """The mapped memory of a publisher rank, if that works."""
-        where = known.ranks[rank]
-        if rank not in self._mapped and self._way != "tcp" and where.place == exchange.place():
-            layout = next(layout for layout, ranks in known.offers.groups if rank in ranks)
-            path = f"/proc/{where.pid}/fd/{where.file}"
-            with suppress(KosError, OSError):
-                self._mapped[rank] = Buffers(layout, known.buffers, known.incarnation, rank, path)
-        if rank not in self._mapped and self._way == "shared":
-            raise TransferError(f"{where.name(rank)}: expected memory that this process can map, got none")
-        return self._mapped.get(rank)
-
-    def data(self, where: Address, stream: int, deadline: float) -> Connection:
-        """The connection of a reader."""
-        held = self._data.get((where, stream))
-        if held is None or held.drain():  # the publisher closes those that are not used
-            if held is not None:
-                held.close()
-            held = self._data[where, stream] = self.call(where.host, where.port, deadline)
-        if self._failed:  # perhaps while this one connected
-            raise ConnectionError("another reader has failed")
-        return held
-
-
-class Reader:
-    """Reads some requests from one publisher rank, in a thread of its own."""
-
-    def __init__(
-        self, of: Subscriber, wanted: Version, known: Catalogue, rank: int, mapped: Buffers | None, stream: int,
-        requests: Sequence[Sequence[Copy]], compared: Sequence[str], deadline: float, verify: bool,
-    ) -> None:  # fmt: skip
-        """``compared``: the publisher's arrays that it compares with their checksums afterwards."""
-        self._of, self._wanted, self._rank, self._mapped, self._stream = of, wanted, rank, mapped, stream
-        self._where, self._name = known.ranks[rank], f"{known.name}: {known.ranks[rank].name(rank)}"
-        self._requests, self._compared, self._deadline, self._verify = requests, compared, deadline, verify
-
-    def run(self) -> int:
-        try:
-            return self._read_tcp() if self._mapped is None else self._read_mapped(self._mapped)
-        except Restarted:
-            raise Stale from None
-        except (OSError, ValueError, KosError) as error:
-            tensors = sorted({copy.tensor for request in self._requests for copy in request})
-            more = f" and {len(tensors) - 1} more" * (len(tensors) > 1)
-            what = f"{self._name}, from which {tensors[0]}{more} should come"
-            failure = exchange.late(what, self._deadline, error)
-            failure.ranks = (self._rank,)
-            raise failure from error
-
-    def _view(self, copy: Copy) -> np.ndarray[Any, Any]:
-        return copy.part.view(self._of.into[copy.array], copy.start, copy.size)
-
-    def _read_mapped(self, memory: Buffers) -> int:
-        serial, nbytes = self._wanted.serial, 0
-        if not memory.holds(serial):
-            raise Stale
-        for copy in (copy for request in self._requests for copy in request):
-            if time.monotonic() > self._deadline:
-                raise TimeoutError
-            source = copy.source.part.view(memory.array(copy.source.array, serial), copy.start, copy.size)
-            np.copyto(self._view(copy), source, casting="unsafe")
-            nbytes += source.nbytes
-        if not memory.holds(serial):
-            raise Stale
-        return nbytes
-
-    def _read_tcp(self) -> int:
-        nbytes, scratch = 0, np.empty(CHUNK, np.uint8)
-        connection = self._of.data(self._where, self._stream, self._deadline)
-        self._post(connection, self._requests[0])
-        for index, request in enumerate(self._requests):
-            answer = self._answer(connection)
-            if index + 1 < len(self._requests):  # while the bytes of this one come
-                self._post(connection, self._requests[index + 1])
-            for copy in request:
-                nbytes += self._take(connection, copy, scratch)
-            self._answer(connection)  # the publisher still had the version after it sent the bytes, or Stale
-            if self._verify and (got := exchange.checksum(map(self._view, request))) != answer["sum"]:
-                names = ", ".join(sorted({copy.tensor for copy in request}))
-                raise TransferError(f"{names}: expected checksum {answer['sum']:08x}, got {got:08x}")
-        if self._compared:
-            message = {"ask": "compare", "serial": self._wanted.serial, "arrays": self._compared}
-            exchange.send(connection, message, self._wanted.incarnation, self._deadline)
-            self._answer(connection)
-        return nbytes
-
-    def _take(self, connection: Connection, copy: Copy, scratch: np.ndarray[Any, Any]) -> int:
-        """Receive one box."""
-        view, dtype = self._view(copy), self._dtype(copy)
-        direct = dtype.numpy == view.dtype and view.flags.c_contiguous
-        memory = exchange.as_bytes(view if direct else scratch[: copy.elements * dtype.itemsize])
-        drive(fill(connection.sock, lambda: memory), connection.sock, self._deadline)
-        if not direct:
-            np.copyto(view, scratch[: len(memory)].view(dtype.numpy).reshape(view.shape), casting="unsafe")
-        return len(memory)
-
-    def _dtype(self, copy: Copy) -> DType:
-        """Of the bytes that travel: the smaller of both; with checksums, that of the array."""
-        mine = BY_NUMPY[self._of.into[copy.array].dtype]
-        return mine if self._verify or mine.itemsize < copy.source.dtype.itemsize else copy.source.dtype
-
-    def _post(self, connection: Connection, request: Sequence[Copy]) -> None:
-        boxes = [
-            (copy.source.array, self._dtype(copy).name, copy.source.part.at(copy.start), copy.size,
-             copy.source.part.strides) for copy in request
-        ]  # fmt: skip
-        message = {"ask": "read", "serial": self._wanted.serial, "boxes": boxes, "verify": self._verify}
-        exchange.send(connection, message, self._wanted.incarnation, self._deadline)
-
-    def _answer(self, connection: Connection) -> dict[str, Any]:
-        return exchange.answered(exchange.receive(connection, self._deadline), self._wanted.incarnation)
-
-
-def _chunks(copy: Copy, itemsize: int) -> Iterator[Copy]:
-    """A copy in pieces of at most ``CHUNK`` bytes, split along its first axes."""
-    nbytes = copy.elements * itemsize
-    axis = next((axis for axis, count in enumerate(copy.size) if count > 1), None)
-    if nbytes <= CHUNK or axis is None:
-        yield copy
-        return
-    step = max(1, copy.size[axis] * CHUNK // nbytes)
-    for first in range(0, copy.size[axis], step):
-        count = min(step, copy.size[axis] - first)
-        start = (*copy.start[:axis], copy.start[axis] + first, *copy.start[axis + 1 :])
-        size = (*copy.size[:axis], count, *copy.size[axis + 1 :])
-        yield from _chunks(copy._replace(start=start, size=size), itemsize)
-
-
-def _requests(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Copies that are asked for at once: at most ``CHUNK`` bytes and ``_MOST_BOXES`` boxes."""
-    found, nbytes = list[Copy](), 0
-    for copy in copies:
-        size = copy.elements * copy.source.dtype.itemsize
-        if found and (nbytes + size > CHUNK or len(found) == _MOST_BOXES):
-            yield found
-            found, nbytes = [], 0
-        found.append(copy)
-        nbytes += size
-    if found:
-        yield found
+        return self._target.read(self.plan(), known, wanted.serial, deadline, verify)

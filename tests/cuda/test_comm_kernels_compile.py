@@ -25,6 +25,8 @@ CASES = [
     ("barrier.cu", {}, [b"barrier"]),
     ("exchange.cu", {}, [b"exchange"]),
     ("all_gather.cu", {}, [b"all_gather", b"all_to_all"]),
+    ("copy_box.cu", {"FROM": "float32", "TO": "bfloat16", "AXES": 2}, [b"copy_box"]),
+    ("copy_box.cu", {"FROM": "bytes16", "TO": "bytes16", "AXES": 4}, [b"copy_box"]),
     ("exchange.cu", {"WHOLE": 1}, [b"exchange"]),
     ("exchange.cu", {"SEVERAL": 1}, [b"exchange"]),
     ("exchange.cu", {"LARGE": 1}, [b"exchange"]),

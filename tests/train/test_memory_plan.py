@@ -118,6 +118,16 @@ def test_the_plan_of_a_cpu_has_the_residual():
     assert uses("--compress", "fp8", ranks=1) == uses(ranks=1)
 
 
+def test_the_plan_has_the_published_versions(monkeypatch):
+    """Two, in the type with which ranks compute; replicas share them out."""
+    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
+    flags, count = ("--preset", "tiny", "--publish", "trainer:29600"), parse([]).model_config_for(256).num_parameters()
+    for ranks, dtype, itemsize in ((1, "float32", 4), (2, "bfloat16", 2)):
+        uses = plan(*flags, "--dtype", dtype, ranks=ranks).uses
+        assert uses["versions for servers"] == pytest.approx(2 * itemsize * count / ranks, rel=1e-3)
+    assert "versions for servers" not in plan(*flags[:2]).uses
+
+
 def test_the_plan_of_layouts(monkeypatch):
     """A rank's weights are its part; its activations those of as many micro-batches as its schedule keeps."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))

@@ -32,6 +32,9 @@ class Server(Callback):
         self.subscriber: Subscriber | None = None
 
     def on_step(self, trainer: Any, metrics: Any) -> None:
+        self.update()
+
+    def update(self) -> None:
         if self.subscriber is None:
             shapes = read_catalogue(self.address).offers.shapes
             wholes = {name: Placement.whole(shape) for name, shape in shapes.items()}
@@ -116,5 +119,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
         run(tmp_path, 1, publish="nowhere")
     with pytest.raises(ConfigError, match=r"publish: expected none \(argument: elastic\), got"):
         TrainConfig.from_preset("tiny", publish="127.0.0.1:0", elastic="1")
-    with pytest.raises(ConfigError, match="--publish: expected none on GPUs"):
-        TrainConfig.from_preset("tiny", publish="127.0.0.1:0").for_world(1, "cuda")

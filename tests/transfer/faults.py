@@ -4,7 +4,7 @@
 1 to 3 ranks publishes all the time, and subscribers update all the time.  After each fault the driver waits until every
 subscriber that lives has a version that was published after it.  Wrong are: an ``update`` or ``publish`` that takes
 longer than its limit (hung); a version that is not whole (torn); an error that does not name what has failed; and a
-side that does not go on.
+side that does not go on.  With ``--gpus N`` the arrays of each process are on one of N GPUs, in turn.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy as np
 
 import kos
 from kos.errors import KosError
+from kos.memory import Array
 from kos.transfer import Placement, Publisher, Subscriber
 from tests.comm.tcp_ranks import free_port
 from tests.forked import PATHS, Forked, fork_server
@@ -41,6 +42,7 @@ KINDS = (
 START_SECONDS, UPDATE_SECONDS, COMM_SECONDS, RECOVER_SECONDS = 30.0, 3.0, 5.0, 60.0
 MARGIN = 10.0  # seconds that a call may take longer on a busy machine; one that hangs does not end at all
 SECRET = "of the tests"
+CUDA = "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME"
 
 
 def contents(version: int) -> dict[str, np.ndarray]:
@@ -60,7 +62,12 @@ def write(path: Path, **facts: Any) -> None:
 # --- the processes --------------------------------------------------------------------------------------
 
 
-def run_publisher(address: str, report: str, first: int) -> int:
+def on_gpu(arrays: dict[str, tuple[np.ndarray, Placement]], device: int | None) -> dict[str, tuple[Any, Placement]]:
+    """The same arrays on a GPU; None: themselves."""
+    return {n: (x if device is None else Array.from_numpy(x, device), p) for n, (x, p) in arrays.items()}
+
+
+def run_publisher(address: str, report: str, first: int, device: int | None) -> int:
     """A publisher rank: versions from ``first`` on, until a rank is asked to end by SIGTERM."""
     ends = []
     signal.signal(signal.SIGTERM, lambda *_: ends.append(1))
@@ -72,10 +79,13 @@ def run_publisher(address: str, report: str, first: int) -> int:
             r, n = comm.rank, comm.size
             placed = {k: p.flat(p.count * r // n, p.count * (r + 1) // n) for k, p in wholes.items()}
             arrays = {name: (np.zeros(each.shape, np.float32), each) for name, each in placed.items()}
-            with Publisher(comm, arrays, address, patience=0.02, checksums=True) as publisher:
+            held = on_gpu(arrays, device)
+            with Publisher(comm, held, address, patience=0.02, checksums=True) as publisher:
                 while not any(comm.all_gather_bytes(b"e" * bool(ends))):
                     for name, (array, placement) in arrays.items():
                         fill(array, placement.named(name), contents(version))
+                        if device is not None:
+                            held[name][0].copy_from(array)
                     began = time.monotonic()
                     publisher.publish(version)
                     write(path, version=version, seconds=time.monotonic() - began)
@@ -87,12 +97,13 @@ def run_publisher(address: str, report: str, first: int) -> int:
     return 0
 
 
-def run_subscriber(address: str, report: str, seed: int, way: str) -> int:
+def run_subscriber(address: str, report: str, seed: int, way: str, device: int | None) -> int:
     """Update all the time; every version must be whole."""
     path, choose = Path(report), random.Random(seed)
     halves = {"a.weight": Placement.shard(SHAPES["a.weight"], seed % 2, 0, 2), "norm": Placement.whole((7,))}
     arrays = {name: (np.zeros(placed.shape, np.float32), placed) for name, placed in halves.items()}
-    subscriber = Subscriber(address, arrays, way=way, staged=seed % 3 > 0)  # type: ignore[arg-type]
+    held = on_gpu(arrays, device)
+    subscriber = Subscriber(address, held, way=way, staged=seed % 3 > 0)  # type: ignore[arg-type]
     while True:
         began = time.monotonic()
         try:
@@ -103,7 +114,8 @@ def run_subscriber(address: str, report: str, seed: int, way: str) -> int:
             continue
         whole = contents(update.version)
         torn = []
-        for name, (array, placement) in arrays.items():
+        for name, (x, placement) in held.items():
+            array = x if device is None else x.numpy()
             right = np.zeros(array.size, np.float32)
             fill(right, placement.named(name), whole)
             torn += [name] if (array.reshape(-1) != right).any() else []
@@ -146,8 +158,8 @@ class Process:
 class World:
     """A publisher and its subscribers."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.random, self.count = folder, random.Random(seed), 0
+    def __init__(self, folder: Path, seed: int, gpus: int) -> None:
+        self.folder, self.random, self.count, self.gpus = folder, random.Random(seed), 0, gpus
         self.address, self.publisher, self.subscribers = f"127.0.0.1:{free_port()}", list[Process](), list[Process]()
         self.start_publisher(2)
         for _ in range(2):
@@ -156,9 +168,9 @@ class World:
     def start(self, call: str, arguments: list[Any], **env: str) -> Process:
         self.count += 1
         path = self.folder / f"{self.count}.jsonl"
-        base = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR")}
+        base = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", *CUDA)}
         base |= {"PYTHONPATH": PATHS, "OPENBLAS_NUM_THREADS": "1", "KOS_SECRET": SECRET, **env}
-        arguments = [arguments[0], str(path), *arguments[1:]]
+        arguments = [arguments[0], str(path), *arguments[1:], self.count % self.gpus if self.gpus else None]
         started = fork_server().start(f"tests.transfer.faults:{call}", arguments, base, self.folder / "log")
         return Process(started, path)
 
@@ -312,14 +324,14 @@ class World:
         yield from self.publisher_unharmed()
 
 
-def campaign(faults: int, seed: int, out: Path | None = None) -> list[str]:
+def campaign(faults: int, seed: int, out: Path | None = None, gpus: int = 0) -> list[str]:
     """Run the faults, each kind about equally often; what was wrong."""
     began, wrong, counts = time.monotonic(), list[str](), Counter[str]()
     choose = random.Random(seed)
     kinds = [KINDS[index % len(KINDS)] for index in range(faults)]
     choose.shuffle(kinds)
     with tempfile.TemporaryDirectory(prefix="kos-transfer-") as name:
-        world = World(Path(name), seed)
+        world = World(Path(name), seed, gpus)
         try:
             world.all_go_on()
             for index, kind in enumerate(kinds):
@@ -342,10 +354,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.transfer.faults")
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.monotonic()
-    wrong = campaign(args.faults, args.seed, args.out)
+    wrong = campaign(args.faults, args.seed, args.out, args.gpus)
     print("\n".join(wrong))
     print(f"{args.faults} faults, {len(wrong)} wrong, {time.monotonic() - began:.0f} s")
     return bool(wrong)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -15,14 +11,23 @@ import numpy as np
 import pytest
 
 from kos.comm import Communicator
-from kos.comm.control.wire import drive
+from kos.comm.control.wire import MAX_MESSAGE
 from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout
 from kos.testing import spawn
 from kos.transfer import Placement, Plan, Publisher, Subscriber, exchange, read_catalogue
 from kos.transfer import subscriber as module
-from kos.transfer.buffers import Buffers
-from kos.transfer.exchange import PROTOCOL, PURPOSE, Address, answered, network, receive
-from kos.transfer.publisher import Board
+from kos.transfer.exchange import PROTOCOL, PURPOSE, answered, network, receive
+from tests.transfer.layouts import (
+    FUSED,
+    WHOLE,
+    Layout,
+    last_alone,
+    one_array,
+    stages,
+    tensor,
+    zero,
+    zero_of_tensor,
+)
 from tests.transfer.publishing import (
     SHAPES,
     arrays_of,
@@ -34,48 +39,7 @@ from tests.transfer.publishing import (
     set_version,
 )
 
-Layout = Mapping[str, Placement]
-WHOLE = {name: Placement.whole(shape) for name, shape in SHAPES.items()}
 WAYS = pytest.mark.parametrize("way", ["shared", "tcp"])
-
-
-def zero(rank: int, ranks: int) -> Layout:
-    """Slices of each flattened tensor."""
-    wholes = {name: Placement.whole(shape) for name, shape in SHAPES.items()}
-    return {n: p.flat(p.count * rank // ranks, p.count * (rank + 1) // ranks) for n, p in wholes.items()}
-
-
-def tensor(rank: int, ranks: int) -> Layout:
-    """Rows of one matrix and columns of the other."""
-    cut = {"a.weight": Placement.shard((12, 8), 0, rank, ranks), "b.weight": Placement.shard((6, 6), 1, rank, ranks)}
-    return {**WHOLE, **cut}
-
-
-def zero_of_tensor(rank: int, ranks: int = 4) -> Layout:
-    """dp 2 x tp 2: half of the flattened part of a rank of tp."""
-    held = tensor(rank % 2, 2)
-    return {n: p.flat(p.count * (rank // 2) // 2, p.count * (rank // 2 + 1) // 2) for n, p in held.items()}
-
-
-def stages(rank: int, ranks: int) -> Layout:
-    """A pipeline: each rank has some of the tensors."""
-    return {name: WHOLE[name] for name in [*SHAPES][rank::ranks]}
-
-
-def last_alone(rank: int, ranks: int) -> Layout:
-    """The other ranks have nothing, as some do with Muon and ZeRO."""
-    return WHOLE if rank == ranks - 1 else {}
-
-
-def one_array(rank: int, ranks: int) -> Layout:
-    """As the trainer has it: slices of all tensors in one flat array."""
-    flats = [Placement.whole(shape, name) for name, shape in SHAPES.items()]
-    flats = [each.flat(each.count * rank // ranks, each.count * (rank + 1) // ranks) for each in flats]
-    return {"flat": Placement.joined(flats, (sum(each.count for each in flats),))}
-
-
-FUSED = {"ab": Placement.joined([Placement.shard((12, 8), 0, 1, 2, "a.weight"), Placement.cut((12, 8), 0, 0, 3,
-         "a.weight")]), "turned": Placement.whole((6, 6), "b.weight").transposed}  # fmt: skip
 
 
 @WAYS
@@ -410,6 +374,8 @@ def test_wrong_arguments() -> None:
             (lambda: Publisher(None, {"w": (x, Placement.whole((3, 2)))}), r"w: expected an array of shape \(3, 2\)"),
             (lambda: Publisher(None, {"w": (x.T, Placement.whole((3, 2)))}), "w: expected a C-contiguous array"),
             (lambda: Publisher(None, right, "nowhere"), 'address: expected "HOST:PORT", got'),
+            (lambda: Publisher(None, right, "0.0.0.0:0"), "expected the name or address of rank 0's host, got 0.0"),
+            (lambda: Subscriber("[::]:29600", right), "expected the name or address of rank 0's host, got ::"),
             (lambda: Publisher(None, right, buffers=0), "buffers, patience: expected at least 1"),
             (lambda: Publisher(None, right, patience=float("inf")), "patience below the communicator's timeout"),
             (lambda: publisher.publish(1.5), "version: expected a whole number"),  # type: ignore[arg-type]
@@ -426,14 +392,6 @@ def test_wrong_arguments() -> None:
         subscriber = Subscriber(publisher.address, {"v": (x, Placement.whole((2, 3)))})
         with subscriber, pytest.raises(InvalidArgument, match="v: expected a tensor of the publisher"):
             subscriber.update(5)
-
-
-def test_memory_of_a_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kos.memory import Array
-
-    array = Array(0, (2,), "float32", 0)
-    with pytest.raises(InvalidArgument, match="w: expected memory of the host, as the transfer from and to GPUs"):
-        Publisher(None, {"w": (array, Placement.whole((2,)))})
 
 
 def test_the_error_of_one_rank_is_raised_on_all() -> None:
@@ -454,9 +412,7 @@ def test_another_protocol_is_refused() -> None:
         host, port = ranks.address.split(":")
         deadline = time.monotonic() + 30
         connection = network(host).call(host, int(port), PURPOSE, 0, 1, deadline)
-        request = {"protocol": PROTOCOL + 1, "incarnation": "", "ask": "catalogue"}
-        connection.post(json.dumps(request).encode())
-        drive(connection.flush(), connection.sock, deadline)
+        exchange.send(connection, {"ask": "catalogue", "protocol": PROTOCOL + 1}, "", deadline)
         answer = receive(connection, deadline)
         connection.close()
         assert answer["error"] == f"expected protocol {PROTOCOL} of kos.transfer, got {PROTOCOL + 1}"
@@ -471,163 +427,18 @@ def test_catalogue() -> None:
         assert found.offers.shapes == SHAPES and found.name == "policy" and len(found.ranks) == 2
 
 
+def test_a_catalogue_that_is_longer_than_a_message() -> None:
+    """As that of thousands of ranks: here, of a name."""
+    name = "w" * (MAX_MESSAGE + 1)
+    x, y = (np.full(3, value, np.float32) for value in (1, 0))
+    with Publisher(None, {name: (x, Placement.whole((3,), "w"))}) as publisher:
+        publisher.publish(1)
+        with Subscriber(publisher.address, {"w": (y, Placement.whole((3,)))}, way="shared") as subscriber:
+            assert subscriber.update(60).version == 1
+    assert (y == 1).all()
+
+
 def test_contents_differ() -> None:
     """The tests could not see a mix of versions otherwise."""
     one, two = contents(1), contents(2)
     assert all((one[name] != two[name]).all() for name in SHAPES)
-
-
-# --- what lasts: connections, memory, sockets -------------------------------------------------------------
-
-
-def test_a_subscriber_goes_on_after_the_publisher_has_closed_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.transfer.publisher.IDLE_SECONDS", 0.2)
-    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
-    with Publisher(None, mine) as publisher, Subscriber(publisher.address, arrays, way="tcp") as reader:
-        for version in (1, 2):
-            set_version(mine, version)
-            publisher.publish(version)
-            assert reader.update(30).version == version
-            expect_version(arrays, version)
-            limit = time.monotonic() + 30
-            while publisher._connections and time.monotonic() < limit:
-                time.sleep(0.01)
-
-
-def test_verification_reads_each_published_array_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not once for each request of some MiB."""
-    size, right, read = 9 << 20, exchange.checksum, list[int]()
-
-    def counting(arrays: Any) -> int:
-        held = [*arrays]
-        if not threading.current_thread().name.startswith("kos-subscriber"):
-            read.append(sum(each.nbytes for each in held))
-        return right(held)
-
-    arrays = {"w": (np.ones(size, np.float32), Placement.whole((size,)))}
-    with Publisher(None, arrays, checksums=True) as publisher:
-        publisher.publish(1)
-        monkeypatch.setattr(exchange, "checksum", counting)
-        with Subscriber(publisher.address, {"w": (np.zeros(size, np.float32), arrays["w"][1])}) as reader:
-            assert reader.update(60, verify=True).version == 1
-    assert sum(read) == 2 * 4 * size  # what is sent, and what was published
-
-
-def test_checksums_are_known_until_the_buffer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read with verification just before is right, and no bytes have changed."""
-    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
-    writes, may_write, write = threading.Event(), threading.Event(), Buffers.write
-
-    def slow(*arguments: Any) -> None:
-        writes.set()
-        may_write.wait(30)
-        write(*arguments)
-
-    with Publisher(None, mine, patience=0.0, checksums=True, buffers=1) as publisher:
-        set_version(mine, 1)
-        publisher.publish(1)
-        thread = threading.Thread(target=publisher.publish, args=(2,), daemon=True)
-
-        def plan(*arguments: Any) -> Plan:  # between the lease and the first byte
-            monkeypatch.setattr(Buffers, "write", slow)
-            thread.start()
-            assert writes.wait(30)
-            return Plan(*arguments)
-
-        monkeypatch.setattr(module, "Plan", plan)
-        with Subscriber(publisher.address, arrays) as reader:
-            assert reader.update(30, verify=True).version == 1
-        may_write.set()
-        thread.join(30)
-    expect_version(arrays, 1)
-
-
-def test_the_end_of_a_lease_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bytes are there: a publisher that stops now delays nobody."""
-    stopped = threading.Event()
-    monkeypatch.setattr(Board, "release", lambda *_: stopped.wait(30))
-    with Publisher(None, arrays_of(WHOLE)) as publisher:
-        publisher.publish(0)
-        readers = [Subscriber(publisher.address, arrays_of(WHOLE), way="shared") for _ in range(3)]
-        try:
-            assert min(reader.update(30).seconds for reader in readers) < 1.5  # an answer is waited for 2 s
-        finally:
-            stopped.set()
-            for each in readers:
-                each.close()
-
-
-def mapped(inode: int) -> int:
-    """How often this process maps a file."""
-    return sum(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
-
-
-def test_close_frees_the_memory() -> None:
-    """Although the objects are still there."""
-    publisher = Publisher(None, arrays_of(WHOLE))
-    publisher.publish(1)
-    inode = os.fstat(publisher._buffers.file).st_ino
-    subscriber = Subscriber(publisher.address, arrays_of(WHOLE), way="shared")
-    subscriber.update(30)
-    assert mapped(inode) == 2
-    subscriber.close()
-    assert mapped(inode) == 1
-    publisher.close()
-    assert mapped(inode) == 0
-    publisher.close()
-    with pytest.raises(TransferError, match="expected an open publisher"):
-        publisher.publish(2)
-
-
-def test_what_is_refused_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    monkeypatch.setattr(Publisher, "_listen", lambda *arguments: made.append(arguments))
-    with pytest.raises(InvalidArgument, match="arrays: expected at least one on some rank"):
-        Publisher(None, {})
-    assert not made
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("what", ["shorter", "pipe", "closed"])
-def test_a_descriptor_that_is_another_file_is_not_mapped(what: str, tmp_path: Path) -> None:
-    """As after the publisher's process id was given to another process: neither an error nor a wait for the pipe."""
-    os.mkfifo(tmp_path / "pipe")
-    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
-    with Publisher(None, mine) as publisher:
-        set_version(mine, 1)
-        publisher.publish(1)
-        pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)  # a reader waits for who writes to it
-        file = os.memfd_create("other")
-        other = {"shorter": file, "pipe": pipe, "closed": 1 << 20}[what]
-        publisher._catalogue["ranks"] = [Address(*publisher._catalogue["ranks"][0])._replace(file=other)]
-        with Subscriber(publisher.address, arrays) as reader:
-            assert reader.update(30).version == 1
-        expect_version(arrays, 1)
-        os.close(file)
-        os.close(pipe)
-
-
-def test_a_publisher_of_ranks_waits_for_readers_less_than_its_ranks_for_each_other() -> None:
-    def make(comm: Communicator) -> None:
-        with pytest.raises(InvalidArgument, match=r"patience below the communicator's timeout \(30\), got 2 and 30"):
-            Publisher(comm, arrays_of(WHOLE), patience=30)
-
-    spawn(make, 2, timeout=30)
-
-
-def test_a_publisher_goes_on_after_a_thread_could_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one caller is gone; the next one is served."""
-    start, failed = threading.Thread.start, list[str]()
-
-    def once(thread: threading.Thread) -> None:
-        if "_serve" in thread.name and not failed:
-            failed.append(thread.name)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", once)
-    with Publisher(None, arrays_of(WHOLE)) as publisher:
-        publisher.publish(1)
-        with Subscriber(publisher.address, arrays_of(WHOLE)) as reader:
-            assert reader.update(30).version == 1
-    assert failed

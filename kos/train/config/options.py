@@ -221,8 +221,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Continue training while a checkpoint is written. This takes host memory for a copy of the rank's shard."""
 
     publish: str | None = option(None, "none", min_length=1)
-    """Publish the weights at HOST:PORT for servers, which pull them with kos.transfer; on CPUs. Takes host memory for
-    two more copies of the rank's shard of the weights."""
+    """Publish the weights at HOST:PORT for servers, which pull them with kos.transfer. Takes memory for two more copies
+    of the rank's shard of the weights, on GPUs as they compute with them."""
     publish_every: int = option(1, ge=1)
     """Steps between published versions. The initial weights and those after --steps are published too."""
 
@@ -432,8 +432,6 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             raise SettingError("--no-graph", "a GPU", "the CPU").about("graph")
         if on_cpu and dtype == "bfloat16":
             raise SettingError("--dtype", "float32 or fp8 on the CPU", dtype)
-        if self.publish is not None and not on_cpu:
-            raise SettingError("--publish", "none on GPUs, whose memory kos.transfer cannot publish yet", self.publish)
         for name in ("master_weights", "grad_dtype"):
             if (got := getattr(self, name)) != "float32" and (on_cpu or dtype == "float32"):
                 where = " on the CPU" * (dtype == "fp8")

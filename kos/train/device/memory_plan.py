@@ -210,6 +210,7 @@ def plan_memory(
         f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * (count + lookups) * (1 + waiting),
         f"residual of gradients sent as {config.compress}": 0 if residual is None else residual.flat.nbytes,
         f"activations, recompute {config.recompute}{in_flight}": arena - logits,
+        "versions for servers": _published(run, buckets, ranks) * DTYPES[dtype if has_copy else master].itemsize,
         **others,
     }
     micro, place = config.micro_batch_size or 1, "this machine" if on_cpu else f"cuda:{ops.device}"
@@ -229,6 +230,14 @@ def plan_memory(
         free = free_memory() if on_cpu else call(cu.cuMemGetInfo)[0]
     where, uses = place + f" for each of {sharing} ranks" * (sharing > 1), {use: n for use, n in uses.items() if n}
     return MemoryPlan(uses, arena, free // sharing, where, [*filter(savings.get, savings)], scratch, slot)
+
+
+def _published(run: DryRun, buckets: Buckets, ranks: int) -> int:
+    """With ``--publish``, the elements of both versions of this rank: ``ranks`` share out what all of them hold."""
+    if run.config.publish is None:
+        return 0
+    frozen = 0 if run.models[0].config.lora else sum(x.size for x in run.frozen.values()) // ranks
+    return 2 * (frozen + run.gradients.flat.size // (1 if run.parallel.more and not buckets.sharded else ranks))
 
 
 def _of_gpu(

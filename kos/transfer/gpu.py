@@ -1,0 +1,179 @@
+"""Arrays in the memory of GPUs: boxes of them, and how boxes are copied.
+
+A contiguous box is copied by a copy engine.  Other boxes, and boxes of another type, are copied by a kernel
+(``copy_box.cu``).  What goes between a GPU and pageable host memory passes through pinned memory.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from kos.cuda import driver, streams
+from kos.cuda.driver import call, cu, relaxed_capture
+from kos.cuda.kernels import load_kernel
+from kos.dtypes import BY_NUMPY, DType
+from kos.errors import InvalidArgument, TransferTimeout
+from kos.memory.array import Array
+from kos.memory.buffer import as_buffer
+from kos.memory.pool import pinned_empty
+from kos.transfer.placement import Box, Flat, box, c_strides
+
+_KERNEL = Path(__file__).parents[1] / "comm/gpu/kernels/copy_box.cu"
+_AXES = 4  # of a launch
+_THREADS, _MOST_BLOCKS = 256, 2048
+_UNITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "bytes16"}
+_POLL_SECONDS = 2e-5
+PIECE = 8 << 20  # bytes that are checked at once
+Launch = Callable[[int], object]
+"""Queues a copy, or a kernel, on the stream of this handle."""
+
+
+def whole(memory: Flat) -> Box:
+    """All of a contiguous array on a GPU or in pinned memory."""
+    if isinstance(memory, Array):
+        return Box(memory.pointer, memory.dtype, memory.shape, c_strides(memory.shape))
+    return Box(memory.__array_interface__["data"][0], BY_NUMPY[memory.dtype], memory.shape, c_strides(memory.shape))
+
+
+def launches(target: Box, source: Box, device: int) -> Iterator[Launch]:
+    """What copies ``source`` to ``target``, which has the same size, on ``device``."""
+    if 0 in target.size:
+        return
+    same = target.dtype is source.dtype
+    width = source.dtype.itemsize if same else 1  # of bits alone, axes are in bytes, and the bytes are one more axis
+    axes = [(width, 1, 1)] * same
+    steps = sorted(zip(target.strides, source.strides, target.size, strict=True))
+    for into, of, count in ((into * width, of * width, count) for into, of, count in steps if count > 1):
+        if axes and (into, of) == (axes[-1][0] * axes[-1][1], axes[-1][0] * axes[-1][2]):
+            axes[-1] = axes[-1][0] * count, *axes[-1][1:]
+        else:
+            axes.append((count, into, of))
+    if same and len(axes) == 1:
+        yield partial(_copy, target.pointer, source.pointer, axes[0][0])
+        return
+    kinds, widths = (source.dtype.name, target.dtype.name), (target.dtype.itemsize, source.dtype.itemsize)
+    if same:  # in units as large as all is aligned
+        (run, *_), *others = axes
+        unit = math.gcd(16, target.pointer, source.pointer, run, *(step for _, *by in others for step in by))
+        axes = [(count, into // unit, of // unit) for count, into, of in others]
+        axes = [(run // unit, 1, 1)] * (run > unit) + axes
+        kinds, widths = (_UNITS[unit],) * 2, (unit,) * 2
+    yield from _of_kernel(target.pointer, source.pointer, axes, kinds, widths, device)
+
+
+def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    call(cu.cuMemcpyAsync, target, source, nbytes, stream)
+
+
+def _of_kernel(
+    target: int, source: int, axes: Sequence[tuple[int, int, int]], kinds: tuple[str, str], widths: tuple[int, int],
+    device: int,
+) -> Iterator[Launch]:  # fmt: skip
+    """Of the kernel.  More axes than it has are loops here."""
+    if len(axes) > _AXES:
+        count, *by = axes[-1]
+        for index in range(count):
+            places = target + index * by[0] * widths[0], source + index * by[1] * widths[1]
+            yield from _of_kernel(*places, axes[:-1], kinds, widths, device)
+        return
+    count, padded = math.prod(n for n, *_ in axes), [*axes, *[(1, 0, 0)] * (_AXES - len(axes))]
+    sizes, into, of = zip(*padded, strict=True)
+    kernel = load_kernel(_KERNEL, "copy_box", device, FROM=kinds[0], TO=kinds[1], AXES=max(1, len(axes)))
+    blocks = min(-(-count // _THREADS), _MOST_BLOCKS)
+    yield kernel.bind(blocks, _THREADS, target, source, count, *sizes[:3], *into, *of)
+
+
+class Copier:
+    """Copies to, from and between GPUs on a stream of its own.  For one thread at a time.  Raises CudaError."""
+
+    def __init__(self, device: int) -> None:
+        self.device, self.deadline, self._pinned = device, math.inf, np.empty(0, np.uint8)
+        with self._relaxed():
+            self._stream = streams.create_stream(device)
+
+    @contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        """Other threads may capture graphs meanwhile."""
+        with driver.on_device(self.device), relaxed_capture():
+            yield
+
+    def after(self, arrays: Mapping[str, Flat], writable: bool) -> None:
+        """Come, on the GPU, after what the owners of the arrays on this GPU have queued on their memory."""
+        seen = set[int]()
+        for name, array in arrays.items():
+            if not isinstance(array, Array) or array.device != self.device:
+                continue
+            buffer = as_buffer(array.owner, name, writable)
+            if (buffer.device, buffer.pointer) != (array.device, array.pointer):
+                expected = f"the memory from before (cuda:{array.device}, {array.pointer:#x})"
+                raise InvalidArgument(f"{name}: expected {expected}, got another ({buffer.place}, {buffer.address:#x})")
+            if buffer.stream in seen:
+                continue
+            seen.add(buffer.stream)
+            if streams.is_captured(buffer.stream):
+                raise InvalidArgument(f"{name}: expected a stream that is not captured, got one that is")
+            with self._relaxed():
+                streams.order(buffer.stream, self._stream, self.device)
+
+    def queue(self, copies: Sequence[Launch]) -> None:
+        """Queue what ``launches`` has found."""
+        handle = streams.handle(self._stream)
+        with self._relaxed():
+            for each in copies:
+                each(handle)
+
+    def wait(self) -> None:
+        """Wait until all that was queued is done, and what it comes after.  TransferTimeout after ``deadline``."""
+        handle = streams.handle(self._stream)
+        with self._relaxed():
+            while not streams.is_idle(handle):
+                if time.monotonic() > self.deadline:
+                    raise TransferTimeout(f"cuda:{self.device}: expected an end of the queued work in time, got none")
+                time.sleep(_POLL_SECONDS)
+
+    def copy(self, target: Box, source: Box) -> None:
+        """Queue a copy between places that the GPU can use."""
+        self.queue([*launches(target, source, self.device)])
+
+    def scratch(self, nbytes: int) -> np.ndarray:
+        """Pinned memory, until the next call."""
+        if self._pinned.size < nbytes:
+            with self._relaxed():
+                self._pinned = pinned_empty(max(nbytes, PIECE), np.uint8, self.device)
+        return self._pinned[:nbytes]
+
+    def put(self, target: Box, source: np.ndarray) -> None:
+        """Copy an array of the host, and wait for it.  It may be ``scratch`` itself."""
+        staged = source
+        if not np.may_share_memory(source, self._pinned):
+            staged = self.scratch(source.nbytes).view(source.dtype).reshape(source.shape)
+            np.copyto(staged, source)
+        self.copy(target, whole(staged))
+        self.wait()
+
+    def get(self, boxes: Sequence[tuple[Box, DType]]) -> list[np.ndarray]:
+        """Boxes, each as this dtype, in pinned memory until the next call."""
+        ends = [0]
+        for each, dtype in boxes:
+            ends.append(ends[-1] - (-math.prod(each.size) * dtype.itemsize // 16 * 16))
+        memory, found = self.scratch(ends[-1]), []
+        for (each, dtype), start in zip(boxes, ends, strict=False):
+            count = math.prod(each.size) * dtype.itemsize
+            found.append(memory[start : start + count].view(dtype.numpy).reshape(each.size))
+            self.copy(whole(found[-1]), each)
+        self.wait()
+        return found
+
+    def pieces(self, array: Array) -> Iterator[np.ndarray]:
+        """All of a flattened array, in pieces on the host, each until the next one."""
+        step = PIECE // array.dtype.itemsize
+        for start in range(0, array.size, step):
+            size = (min(step, array.size - start),)
+            yield from self.get([(box(array, start, size, (1,)), array.dtype)])

@@ -1,0 +1,106 @@
+"""A GPU whose memory is that of the host: files of their own, so that other processes can map it by CUDA's IPC.
+
+Its kernels are the real ones, compiled by the host's compiler.  Copies have ended when they return.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.cuda import driver, streams
+from kos.memory import ipc
+from kos.transfer import buffers, gpu
+from tests.comm.fake_nccl import no_gpu
+from tests.comm.host_kernel import HostKernel
+
+
+class EmulatedMemory:
+    """What cuMemAlloc and cuIpcOpenMemHandle give."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, tuple[int, Any, int]] = {}  # address -> file, mapping, size
+        self.opened = 0
+
+    def _map(self, file: int, nbytes: int) -> int:
+        mapped = mmap.mmap(file, nbytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        self.held[address] = file, mapped, nbytes
+        return address
+
+    def allocate(self, nbytes: int) -> tuple[int, int]:
+        file = os.memfd_create("emulated")
+        os.ftruncate(file, nbytes)
+        return 0, self._map(file, nbytes)
+
+    def free(self, address: int) -> tuple[int]:
+        if address in self.held:  # else that of a test before, which has failed
+            os.close(self.held.pop(address)[0])
+        return (0,)
+
+    def range_of(self, pointer: int) -> tuple[int, int, int]:
+        return next((0, at, n) for at, (_, _, n) in self.held.items() if at <= pointer < at + n)
+
+    def export(self, address: int) -> tuple[int, Any]:
+        file, _, nbytes = self.held[address]
+        record = f"{os.getpid()} {file} {nbytes}".encode().ljust(64)
+        held = ctypes.create_string_buffer(record, 64)
+        return 0, SimpleNamespace(getPtr=lambda: ctypes.addressof(held))
+
+    def open(self, handle: Any, flags: int) -> tuple[int, int]:
+        pid, number, nbytes = ctypes.string_at(handle.getPtr(), 64).split()
+        self.opened += 1
+        return 0, self._map(os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR), int(nbytes))
+
+
+def _handle() -> Any:
+    held = ctypes.create_string_buffer(64)
+    return SimpleNamespace(getPtr=lambda: ctypes.addressof(held))
+
+
+@contextmanager
+def emulated_gpu() -> Iterator[EmulatedMemory]:
+    """Every GPU of this process is one of these meanwhile."""
+    memory, kernels, numbers = EmulatedMemory(), dict[Any, HostKernel](), itertools.count(100)
+
+    def load(path: Path, name: str, device: int, **defines: Any) -> HostKernel:
+        key = path, name, tuple(defines.items())
+        if key not in kernels:
+            kernels[key] = HostKernel(path, name, device, **defines)
+        return kernels[key]
+
+    def fill(pointer: int, value: int, nbytes: int) -> tuple[int]:
+        ctypes.memset(pointer, value, nbytes)
+        return (0,)
+
+    with pytest.MonkeyPatch.context() as patch, no_gpu(patch):
+        more: dict[str, Any] = {
+            "cuMemAlloc": memory.allocate, "cuMemFree": memory.free, "cuMemsetD8": fill,
+            "cuMemHostRegister": lambda *_: (0,), "cuMemHostUnregister": lambda *_: (0,),
+            "CU_MEMHOSTREGISTER_PORTABLE": 1,
+            "cuMemGetAddressRange": memory.range_of, "cuPointerGetAttribute": lambda *_: (0, 1),
+            "CUpointer_attribute": SimpleNamespace(CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE=1),
+            "cuIpcGetMemHandle": memory.export, "cuIpcOpenMemHandle": memory.open, "cuIpcCloseMemHandle": memory.free,
+            "CUipcMemHandle": _handle, "CUipcMem_flags": SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1),
+        }  # fmt: skip
+        cu: Any = driver.cu
+        vars(cu).update(more)
+        vars(cu.CUresult)["CUDA_ERROR_OUT_OF_MEMORY"] = 2
+        for module in (ipc, gpu, buffers):
+            patch.setattr(module, "cu", cu)
+        patch.setattr(driver, "device_of", lambda pointer: 0)
+        patch.setattr(streams, "create_stream", lambda device, **_: next(numbers))
+        patch.setattr(ipc, "device_info", lambda device: SimpleNamespace(uuid=f"emulated {device}", name="emulated"))
+        patch.setattr(gpu, "load_kernel", load)
+        patch.setattr(gpu, "pinned_empty", lambda shape, dtype, device: np.empty(shape, dtype))
+        yield memory

@@ -1,0 +1,88 @@
+"""A publisher on a GPU, as a process of its own.
+
+``python -m tests.transfer.gpu_process DEVICE '{"memory": "device"}' [--emulated]`` prints its address.  Then it
+publishes each version whose number is a line of its input, and prints how many subscribers were late.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from kos.memory import Array
+from kos.transfer import Placement, Publisher
+from tests.transfer.emulated_gpu import emulated_gpu
+from tests.transfer.publishing import SHAPES, contents
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 120.0
+
+
+def main(device: int, options: dict[str, Any]) -> None:
+    first = contents(0)
+    arrays = {name: Array.from_numpy(first[name], device) for name in SHAPES if name != "norm"}
+    held: dict[str, Any] = {name: (array, Placement.whole(array.shape)) for name, array in arrays.items()}
+    if more := options.pop("more", 0):  # bytes that nobody reads
+        held["more"] = Array.zeros((more,), np.uint8, device), Placement.whole((more,))
+    norm = np.zeros(SHAPES["norm"], np.float32)  # of the host
+    with Publisher(None, {**held, "norm": (norm, Placement.whole(norm.shape))}, **options) as publisher:
+        print(publisher.address, flush=True)
+        for line in sys.stdin:
+            version = int(line)
+            found = contents(version)
+            norm[...] = found["norm"]
+            for name, array in arrays.items():
+                array.copy_from(found[name])
+            print(publisher.publish(version), flush=True)
+
+
+class OtherPublisher:
+    """That process, started."""
+
+    def __init__(self, device: int, emulated: bool, **options: Any) -> None:
+        command = [sys.executable, "-m", "tests.transfer.gpu_process", str(device), json.dumps(options)]
+        self.process = subprocess.Popen(
+            command + ["--emulated"] * emulated, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, "KOS_SECRET": "of the tests"},
+        )  # fmt: skip
+        self.limit = threading.Timer(SECONDS, self.process.kill)
+        self.limit.daemon = True
+        self.limit.start()
+        self.address = self._line()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line, "the publisher has ended"
+        return line
+
+    def publish(self, version: int) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{version}\n")
+        self.process.stdin.flush()
+        return int(self._line())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.limit.cancel()
+        self.process.kill()
+        self.process.communicate()
+
+
+if __name__ == "__main__":
+    with emulated_gpu() if "--emulated" in sys.argv else nullcontext():
+        main(int(sys.argv[1]), json.loads(sys.argv[2]))

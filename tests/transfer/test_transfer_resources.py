@@ -1,0 +1,192 @@
+"""Weights from M ranks to N: what lasts. Connections, memory, sockets, threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.comm import Communicator
+from kos.errors import InvalidArgument, TransferError
+from kos.testing import spawn
+from kos.transfer import Placement, Plan, Publisher, Subscriber, exchange, read_catalogue
+from kos.transfer import subscriber as module
+from kos.transfer.buffers import Buffers
+from kos.transfer.publisher import Board
+from tests.transfer.layouts import WHOLE
+from tests.transfer.publishing import arrays_of, expect_version, set_version
+
+SERVING = "kos-publisher-connection"
+
+
+def serving() -> int:
+    """The threads of a publisher that answer a subscriber."""
+    return sum(thread.name == SERVING for thread in threading.enumerate())
+
+
+def test_a_subscriber_goes_on_after_the_publisher_has_closed_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.transfer.publisher.IDLE_SECONDS", 0.2)
+    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
+    with Publisher(None, mine) as publisher, Subscriber(publisher.address, arrays, way="tcp") as reader:
+        for version in (1, 2):
+            set_version(mine, version)
+            publisher.publish(version)
+            assert reader.update(30).version == version
+            expect_version(arrays, version)
+            limit = time.monotonic() + 30
+            while serving() and time.monotonic() < limit:
+                time.sleep(0.01)
+
+
+def test_verification_reads_each_published_array_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not once for each request of some MiB."""
+    size, right, read = 9 << 20, exchange.checksum, list[int]()
+
+    def counting(arrays: Any) -> int:
+        held = [*arrays]
+        if not threading.current_thread().name.startswith("kos-subscriber"):
+            read.append(sum(each.nbytes for each in held))
+        return right(held)
+
+    arrays = {"w": (np.ones(size, np.float32), Placement.whole((size,)))}
+    with Publisher(None, arrays, checksums=True) as publisher:
+        publisher.publish(1)
+        monkeypatch.setattr(exchange, "checksum", counting)
+        with Subscriber(publisher.address, {"w": (np.zeros(size, np.float32), arrays["w"][1])}) as reader:
+            assert reader.update(60, verify=True).version == 1
+    assert sum(read) == 2 * 4 * size  # what is sent, and what was published
+
+
+def test_checksums_are_known_until_the_buffer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read with verification just before is right, and no bytes have changed."""
+    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
+    writes, may_write, write = threading.Event(), threading.Event(), Buffers.write
+
+    def slow(*arguments: Any) -> None:
+        writes.set()
+        may_write.wait(30)
+        write(*arguments)
+
+    with Publisher(None, mine, patience=0.0, checksums=True, buffers=1) as publisher:
+        set_version(mine, 1)
+        publisher.publish(1)
+        thread = threading.Thread(target=publisher.publish, args=(2,), daemon=True)
+
+        def plan(*arguments: Any) -> Plan:  # between the lease and the first byte
+            monkeypatch.setattr(Buffers, "write", slow)
+            thread.start()
+            assert writes.wait(30)
+            return Plan(*arguments)
+
+        monkeypatch.setattr(module, "Plan", plan)
+        with Subscriber(publisher.address, arrays) as reader:
+            assert reader.update(30, verify=True).version == 1
+        may_write.set()
+        thread.join(30)
+    expect_version(arrays, 1)
+
+
+def test_the_end_of_a_lease_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bytes are there: a publisher that stops now delays nobody."""
+    stopped = threading.Event()
+    monkeypatch.setattr(Board, "release", lambda *_: stopped.wait(30))
+    with Publisher(None, arrays_of(WHOLE)) as publisher:
+        publisher.publish(0)
+        readers = [Subscriber(publisher.address, arrays_of(WHOLE), way="shared") for _ in range(3)]
+        try:
+            assert min(reader.update(30).seconds for reader in readers) < 1.5  # an answer is waited for 2 s
+        finally:
+            stopped.set()
+            for each in readers:
+                each.close()
+
+
+def mapped(inode: int) -> int:
+    """How often this process maps a file."""
+    return sum(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_close_frees_the_memory() -> None:
+    """Although the objects are still there."""
+    publisher = Publisher(None, arrays_of(WHOLE))
+    publisher.publish(1)
+    inode = os.fstat(read_catalogue(publisher.address).ranks[0].file).st_ino
+    subscriber = Subscriber(publisher.address, arrays_of(WHOLE), way="shared")
+    subscriber.update(30)
+    assert mapped(inode) == 2
+    subscriber.close()
+    assert mapped(inode) == 1
+    publisher.close()
+    assert mapped(inode) == 0
+    publisher.close()
+    with pytest.raises(TransferError, match="expected an open publisher"):
+        publisher.publish(2)
+
+
+def sockets() -> set[str]:
+    """Those that this process has open."""
+    found = set[str]()
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the folder's own
+            found.add(os.readlink(each))
+    return {name for name in found if name.startswith("socket:")}
+
+
+def test_what_is_refused_leaves_no_socket() -> None:
+    before = sockets()
+    with pytest.raises(InvalidArgument, match="arrays: expected at least one on some rank"):
+        Publisher(None, {})
+    assert sockets() <= before
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", ["shorter", "pipe", "closed"])
+def test_a_descriptor_that_is_another_file_is_not_mapped(what: str, tmp_path: Path) -> None:
+    """As after the publisher's process id was given to another process: neither an error nor a wait for the pipe."""
+    os.mkfifo(tmp_path / "pipe")
+    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
+    with Publisher(None, mine) as publisher:
+        set_version(mine, 1)
+        publisher.publish(1)
+        pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)  # a reader waits for who writes to it
+        file = os.memfd_create("other")
+        other = {"shorter": file, "pipe": pipe, "closed": 1 << 20}[what]
+        with Subscriber(publisher.address, arrays) as reader:
+            known = reader.catalogue(30)
+            known.ranks[0] = known.ranks[0]._replace(file=other)
+            assert reader.update(30).version == 1
+        expect_version(arrays, 1)
+        os.close(file)
+        os.close(pipe)
+
+
+def test_a_publisher_of_ranks_waits_for_readers_less_than_its_ranks_for_each_other() -> None:
+    def make(comm: Communicator) -> None:
+        with pytest.raises(InvalidArgument, match=r"patience below the communicator's timeout \(30\), got 2 and 30"):
+            Publisher(comm, arrays_of(WHOLE), patience=30)
+
+    spawn(make, 2, timeout=30)
+
+
+def test_a_publisher_goes_on_after_a_thread_could_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one caller is gone; the next one is served."""
+    start, failed = threading.Thread.start, list[str]()
+
+    def once(thread: threading.Thread) -> None:
+        if thread.name == SERVING and not failed:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", once)
+    with Publisher(None, arrays_of(WHOLE)) as publisher:
+        publisher.publish(1)
+        with Subscriber(publisher.address, arrays_of(WHOLE)) as reader:
+            assert reader.update(30).version == 1
+    assert failed
