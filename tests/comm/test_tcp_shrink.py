@@ -7,12 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import kos
 from kos._core import native
 from kos.comm.control.group import TCPRendezvous
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
-from tests.comm.tcp_ranks import TIMEOUT, run_processes, run_ranks
+from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_ranks
 
 
 def die(rendezvous: TCPRendezvous) -> None:
@@ -252,3 +254,31 @@ def test_a_failure_before_a_shrink_causes_none_in_the_new_group(tmp_path: Path) 
     """Ranks of another host had heard of it."""
     ends = run_processes(HANDLED.format(folder=str(tmp_path)), 3)
     assert ends == [(0, "CollectiveTimeout False\n")] * 3, ends
+
+
+@pytest.mark.parametrize("call", ["shrink", "abort"])
+@pytest.mark.usefixtures("apart")
+def test_a_rank_that_has_left_has_sent_its_part_of_earlier_calls(call: str) -> None:
+    """A rank that still waits there for another rank completes the call; it fails in the next one."""
+    left = threading.Event()
+
+    def body(comm: kos.Communicator) -> list[float]:
+        if comm.rank == 0:
+            assert left.wait(TIMEOUT)
+        work: Any = comm.gather(np.full(1, float(comm.rank)), root=2, async_op=True)
+        if comm.rank == 2:
+            with pytest.raises(RankLost, match="rank 1 is gone: it"):
+                comm.recv(np.empty(1), src=1)
+            left.set()
+        gathered = work.wait()
+        if comm.rank == 1 and call == "abort":
+            comm.abort()
+            return []
+        if comm.rank == 2:
+            with pytest.raises(RankLost, match=r"barrier #1: rank [01] is gone: it"):
+                comm.barrier()
+        with comm.shrink() as part:
+            assert part.all_reduce(np.ones(1)) == part.size == (3 if call == "shrink" else 2)
+        return gathered.ravel().tolist() if comm.rank == 2 else []
+
+    assert TCPRanks(3).run(body) == [[], [], [0.0, 1.0, 2.0]]

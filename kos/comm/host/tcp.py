@@ -48,6 +48,7 @@ class TCPTransport(Backend):
         super().__init__(rendezvous, engine)
         self.poller = poller or Poller()
         self.lost: Peer | None = None  # the first rank lost without CLOSE
+        self._aborting = False
         self.mismatched = False  # another rank's call differs from this one's; one of the two will report it
         self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's calls by tag: fingerprint and description
         self._complete: deque[int] = deque()  # the tags of those that are complete
@@ -199,20 +200,21 @@ class TCPTransport(Backend):
         return None if lost is None else lost.loss()
 
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
-        self._disconnect(CLOSE, reason, cause)
+        kind, why = (ABORT, str(self.failures.first or reason)) if self._aborting else (CLOSE, reason)
+        self._disconnect(kind, why, cause, sequence)
 
     def abort(self, reason: str) -> str:
-        self._disconnect(ABORT, str(self.failures.first or reason), self.failures.cause())
+        self._aborting = True
         return reason
 
     def close(self, begun: int) -> None:
         with self.engine.lock:
             self.poller.progress()  # reads the descriptions of ranks that wait in another call
-        self._disconnect(CLOSE, WHY_CLOSED, self.failures.closing())
+        self._disconnect(CLOSE, WHY_CLOSED, self.failures.closing(), begun)
         if self.mismatched and self.failures.reported is not None:  # of a call that was complete on this rank
             raise again(self.failures.reported[1])
 
-    def _disconnect(self, kind: int, why: str, cause: KosError | None) -> None:
+    def _disconnect(self, kind: int, why: str, cause: KosError | None, sequence: int) -> None:
         """Report why, and close all connections."""
         with self.engine.lock:  # the watchdog, or a thread that uses a group of this communicator, may read from these
             self._linger(lambda: self.mismatched and self.failures.reported is None)
@@ -222,7 +224,7 @@ class TCPTransport(Backend):
             for rank, peer in self.peers.items():
                 if kind == CLOSE and self._complete:  # a rank that waits in another call reports both
                     self.describe(rank, self._complete[-1])
-                peer.send_control(kind, 0, data)
+                peer.send_control(kind, self.tag(sequence), data)
             self._linger(lambda: any(peer.busy for peer in self.peers.values()))
             for peer in self.peers.values():
                 peer.close()

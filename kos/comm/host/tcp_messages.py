@@ -134,6 +134,7 @@ class Peer:
     def __init__(self, rank: int, transport: Any, sock: socket.socket) -> None:
         self.rank, self.transport, self.sock = rank, transport, sock
         self.gone: str | None = None  # the reason, once the rank has closed or is lost
+        self.ends_at = 0  # the tag of the first collective that it has not completed, once it has aborted
         self._cause: KosError | None = None  # the failure that made it abort
         self._cause_window: float | None = RECENT_SECONDS  # maximum age of a failure that may be the cause
         self._posted: dict[int, deque[TCPMessage]] = {}  # receives, by tag
@@ -154,12 +155,13 @@ class Peer:
         """Raise if an incomplete message with that tag can no longer complete."""
         transport, failures = self.transport, self.transport.failures
         failures.ask(tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
-        # A rank that aborted in a later collective has completed this one, or the ranks that wait for it report it.
-        later = failures.reported is not None and tag >= COLLECTIVE_TAGS
-        lost = self if self.gone is not None else None if later else transport.lost
-        if lost is not None and lost.gone is not None:
-            failures.ask(None)
-            raise lost.loss()
+        lost = transport.lost if self.gone is None else self
+        if lost is None or lost.gone is None:
+            return
+        if lost is not self and tag >= COLLECTIVE_TAGS and (failures.reported is not None or tag < lost.ends_at):
+            return  # the lost rank has completed this collective, or the ranks that wait for it report it
+        failures.ask(None)
+        raise lost.loss()
 
     def loss(self) -> KosError:
         """The error of a call that waits for this peer, which is gone."""
@@ -333,6 +335,7 @@ class Peer:
                 self._cause_window = 0.0 if kind == CLOSE and cause is None else None
                 if kind == CLOSE:
                     return str(why)
+                self.ends_at = tag
                 raise RendezvousError(why)
             else:
                 raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
