@@ -442,7 +442,7 @@ def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched: Any
     launched("shell")
     sleep = "import time; time.sleep(100)"
     then = {
-        "fork": f"(pid := os.fork()) or exec('{sleep}'); print(pid, flush=True)",
+        "fork": f"os.fork() or exec('print(os.getpid(), flush=True); {sleep}')",  # its hooks after a fork have run
         "spawn": f"import subprocess; print(subprocess.Popen([sys.executable, '-c', '{sleep}']).pid, flush=True)",
     }[how]
     program = "from kos.comm.control.identity import claimed\nimport os, sys\nwith claimed(False, 60):\n"
@@ -461,6 +461,32 @@ def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched: Any
         finally:
             os.kill(left, signal.SIGKILL)
             process.stdout.close()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_program_that_an_ended_rank_has_forked_holds_its_claim(launched: Any, monkeypatch: Any, ends: bool) -> None:
+    """It may close the claim a moment later; a rank that is started again has to wait.  It does not wait for ever."""
+    launched("shell")
+    hold = "import sys; sys.stdin.readline()"
+    program = "from kos.comm.control.identity import claimed\nimport os, subprocess, sys\nwith claimed(False, 60):\n"
+    program += "    fds = [int(fd) for fd in os.listdir('/proc/self/fd') if os.path.exists('/proc/self/fd/' + fd)]\n"
+    program += f"    subprocess.Popen([sys.executable, '-c', '{hold}'], pass_fds=fds)\n    os._exit(0)"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
+        assert process.wait(60) == 0 and process.stdin is not None
+        assert claimant(False) == process.pid
+        sleep, waits = time.sleep, list[float]()
+
+        def end_it(seconds: float) -> None:
+            if ends and not waits:
+                process.stdin.close()  # type: ignore[union-attr]
+            waits.append(seconds)
+            sleep(seconds)
+
+        monkeypatch.setattr("time.sleep", end_it)
+        if ends:
+            monkeypatch.setattr("kos.comm.control.identity.ENDING_SECONDS", 60.0)
+        with claimed(False, 60 if ends else 0.1):
+            assert waits and claimant(False) == (os.getpid() if ends else process.pid)
 
 
 @pytest.mark.parametrize("relation", ["unrelated", "parent"])

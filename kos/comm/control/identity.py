@@ -127,7 +127,8 @@ def claimed(by_mpi: bool, timeout: float) -> Iterator[None]:
 
     Raises RendezvousError if another process of this host holds the claim.  If that may be a rank of an earlier run
     which is about to end, as neither of the two processes has started the other one, this one waits for it for at most
-    ``timeout`` and ``ENDING_SECONDS`` seconds.
+    ``timeout`` and ``ENDING_SECONDS`` seconds.  It waits as long for a program that an ended rank has forked to close
+    the claim, and then goes on without one.
     """
     making = hold(lambda: None)  # keeps the claim if another group is closed meanwhile
     try:
@@ -196,9 +197,10 @@ def _claim(address: str, by_mpi: bool, timeout: float) -> socket.socket | None:
     end, me = time.monotonic() + min(timeout, ENDING_SECONDS), os.getpid()
     while True:
         if (pid := _claimant(address)) is not None:
-            if pid == me or _is_of_another_job(pid, by_mpi):
+            late, ended = time.monotonic() > end, _has_ended(pid)
+            if pid == me or (late if ended else _is_of_another_job(pid, by_mpi)):
                 return None
-            if time.monotonic() > end or _started(pid, me) or _started(me, pid):
+            if not ended and (late or _started(pid, me) or _started(me, pid)):
                 raise RendezvousError(_refusal(by_mpi, pid))
             time.sleep(0.01)
             continue
@@ -220,18 +222,24 @@ def _claim(address: str, by_mpi: bool, timeout: float) -> socket.socket | None:
         time.sleep(0.001)  # another process has bound the socket, and does not listen yet
 
 
-def _is_of_another_job(pid: int, by_mpi: bool) -> bool:
-    """Whether the process that holds the claim is not a rank of this job.
+def _has_ended(pid: int) -> bool:
+    """Whether the process that made the claim has ended.  A program that it has forked may keep its socket open.
 
-    It has ended, and a program that it has forked keeps its socket.  Or the launcher gives jobs no name that kos knows,
-    and none of the two processes has started the other one.
+    Python closes the socket at the start of such a program.  A program that a library has forked may keep it for long.
     """
     try:
-        ended = pid > 0 and process(pid)[0] in "ZX"
+        return pid > 0 and process(pid)[0] in "ZX"
     except PermissionError:
-        ended = False
+        return False
+
+
+def _is_of_another_job(pid: int, by_mpi: bool) -> bool:
+    """Whether the process that holds the claim may be of another job.
+
+    The launcher gives jobs no name that kos knows, and none of the two processes has started the other one.
+    """
     me = os.getpid()
-    return ended or not (_identity(by_mpi)[0] or _started(pid, me) or _started(me, pid))
+    return not (_identity(by_mpi)[0] or _started(pid, me) or _started(me, pid))
 
 
 def _refusal(by_mpi: bool, pid: int, method: str = "") -> str:
