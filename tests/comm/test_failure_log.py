@@ -106,6 +106,14 @@ def test_the_call_and_the_communicator_are_named_once(cause: str, named: str) ->
     assert str(caught.value) == (f"{call}: the communicator failed before: {named}" if named else cause)
 
 
+def test_a_hub_that_does_not_answer_is_named_alone() -> None:
+    """No rank of another host can say that it waits for the rank of the hub."""
+    status, plane = PeerStatus(2), _Plane(-1)
+    status.connect(plane)
+    error = FailureLog(range(3), 2, status).overdue(Late([0, 1]), "all_gather #1", 1.0)
+    assert error.ranks == (0,) and "ranks [0] did not arrive, for which ranks [1] wait" in str(error)
+
+
 @pytest.mark.parametrize(
     ("failures", "arrived", "named"),
     [
@@ -244,8 +252,13 @@ def test_a_rank_that_ended_because_of_another_is_not_named_with_it() -> None:
 class _Plane:
     """What a rank receives from the hub: at the first times nothing, then that rank 3 has ended; or never."""
 
+    failures = SimpleNamespace(world=range(3))
+
     def __init__(self, silent: int) -> None:
         self.silent = silent
+
+    def send_notice(self, kind: str, what: object = None, timeout: float | None = None) -> bool:
+        return False
 
     def receive_notices(self, status: PeerStatus) -> None:
         self.silent -= 1
