@@ -95,6 +95,12 @@ def test_arch() -> None:
     assert archs == ["sm_80", "sm_89", "sm_90a", "sm_100a"]
 
 
+@pytest.fixture
+def all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine whose user has hidden no GPU: kos says first that none is visible."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
 def _say(code: str, **environment: str) -> str:
     """What a fresh process prints."""
     code = f"from kos import cuda, errors\n{code}\nprint(cuda.unavailable(), cuda.visible_devices())\n"
@@ -116,6 +122,7 @@ def _some_library() -> bytes:
     return Path(other[0]).read_bytes()
 
 
+@pytest.mark.usefixtures("all_visible")
 def test_without_the_cuda_packages(tmp_path: Path) -> None:
     (tmp_path / "libcuda.so.1").write_bytes(_some_library())
     said = _say(_NO_PACKAGES, LD_LIBRARY_PATH=f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}")
@@ -131,12 +138,14 @@ sys.modules["cuda.bindings"].driver = types.ModuleType("cuda.bindings.driver")
 """
 
 
+@pytest.mark.usefixtures("all_visible")
 def test_packages_of_cuda_12(tmp_path: Path) -> None:
     (tmp_path / "libcuda.so.1").write_bytes(_some_library())
     said = _say(_OTHER_BINDINGS, LD_LIBRARY_PATH=f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}")
     assert said.count(f"expected the packages of CUDA 13, got cuda-bindings 12.9.10: {install('cuda')}") == 2
 
 
+@pytest.mark.usefixtures("all_visible")
 @pytest.mark.parametrize(
     ("version", "expected"),
     [(12040, "expected a driver of CUDA 13 (580 or newer), got one of CUDA 12.4"), (13000, None), (13010, None)],
@@ -158,6 +167,7 @@ def test_without_a_driver(code: str) -> None:
     assert _say(code).count("no CUDA driver (libcuda.so.1) on this machine") == 2
 
 
+@pytest.mark.usefixtures("all_visible")
 def test_a_driver_that_cannot_be_used(tmp_path: Path) -> None:
     """In the words of who refused it: of the loader, or of the bindings, which miss what they need in a library."""
     pytest.importorskip("cuda.bindings")
@@ -188,6 +198,7 @@ def test_discovery() -> None:
         cuda.device_info(len(found))
 
 
+@pytest.mark.usefixtures("all_visible")
 def test_threads_import_the_packages_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, second, together = threading.Event(), threading.Event(), []
 
