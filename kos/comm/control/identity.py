@@ -142,14 +142,10 @@ def claimed(by_mpi: bool, timeout: float) -> Iterator[None]:
 
 def claimant(by_mpi: bool) -> int | None:
     """The id of the process that has claimed this process's rank; None if there is none, 0 if the id is unknown."""
-    return _claimant(_address(by_mpi))
-
-
-def _claimant(address: str) -> int | None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
         try:
-            sock.connect(address)
+            sock.connect(_address(by_mpi))
         except BlockingIOError:  # so many processes have asked before
             return 0
         except OSError:
@@ -196,7 +192,7 @@ def _claim(address: str, by_mpi: bool, timeout: float) -> socket.socket | None:
     """
     end, me = time.monotonic() + min(timeout, ENDING_SECONDS), os.getpid()
     while True:
-        if (pid := _claimant(address)) is not None:
+        if (pid := claimant(by_mpi)) is not None:
             late, ended = time.monotonic() > end, _has_ended(pid)
             if pid == me or (late if ended else _is_of_another_job(pid, by_mpi)):
                 return None
@@ -223,14 +219,13 @@ def _claim(address: str, by_mpi: bool, timeout: float) -> socket.socket | None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether the process that made the claim has ended.  A program that it has forked may keep its socket open.
+    """Whether the process that made the claim has ended.  A program that it has forked may hold the claim.
 
-    Python closes the socket at the start of such a program.  A program that a library has forked may keep it for long.
+    In a program of Python, a hook closes it at once.  A program that a library has forked may hold it for long.
     """
-    try:
+    with suppress(PermissionError):
         return pid > 0 and process(pid)[0] in "ZX"
-    except PermissionError:
-        return False
+    return False
 
 
 def _is_of_another_job(pid: int, by_mpi: bool) -> bool:
