@@ -226,7 +226,7 @@ MUTATIONS = [
     Mutation(HOST + "tcp.py", "ABORT, str(self.failures.first or reason)", 'ABORT, ""',
              "tests/comm/test_host_messages.py -k announced_message"),
     # What the table of failures sees.
-    Mutation(HOST + "tcp.py", "WHY_CLOSED, self.failures.closing())", "WHY_CLOSED, None)",
+    Mutation(HOST + "tcp.py", "WHY_CLOSED, self.failures.closing(), begun)", "WHY_CLOSED, None, begun)",
              ROWS + "on_tcp and none and elsewhere"),
     Mutation(HOST + "threads.py", "if theirs.prepared.values != work.prepared.values:", "if False:",
              ROWS + "on_threads and differ"),

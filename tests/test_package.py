@@ -63,7 +63,8 @@ def test_what_is_no_command(ran: list[tuple[str, list[str]]], capsys: pytest.Cap
     assert not ran
 
 
-def test_a_command_as_a_process() -> None:
+def test_a_command_as_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # the usage fits on one line with either name
     here, there = (run(sys.executable, "-m", *words, "--help") for words in (("kos", "tune"), ("kos.tune",)))
     assert there.stdout.startswith("usage: python -m kos.tune [-h]")
     expected = there.stdout.replace("python -m kos.tune", "kos tune", 1)
