@@ -177,7 +177,7 @@ def in_words(error: BaseException) -> str:
 
 @contextmanager
 def raised_as(kind: type[KosError], expected: str, *errors: type[Exception]) -> Iterator[None]:
-    """A context whose ``errors`` (default: OSError) are raised as ``kind``: ``EXPECTED, got ERROR``."""
+    """A context that raises ``kind`` in place of ``errors`` (default: OSError), as ``EXPECTED, got ERROR``."""
     caught = errors or (OSError,)
     try:
         yield

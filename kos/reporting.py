@@ -87,7 +87,7 @@ def end_process(code: int) -> None:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Lines with the cells of ``rows`` in columns, of which the first ``left`` are aligned at the left."""
+    """The lines of a table.  The first ``left`` columns are aligned at the left, and the others at the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     align = [str.ljust if number < left else str.rjust for number in range(len(widths))]
     lines = [[put(cell, width) for put, cell, width in zip(align, row, widths, strict=True)] for row in rows]

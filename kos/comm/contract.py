@@ -14,9 +14,9 @@ GPU (``on_gpu = True``)    ``exchange``                         every operation,
 All other methods are optional.  Their defaults do nothing, leave the work to kos, or raise an error that names the
 method and the backend.  kos makes one instance per group and kind of memory, so each instance moves one kind.
 
-``mpi``, ``tcp`` and ``mock`` are such classes for host memory, ``nccl`` and ``peer`` for GPUs.  A communicator has one
-``GPUBackend`` for its GPU.  It queues the calls, orders the streams, watches the other ranks and ends what is in flight
-after a failure.  The backends of this contract are its routes: for each signature it chooses one of them.
+``mpi``, ``tcp`` and ``mock`` are such classes for host memory, and ``nccl`` and ``peer`` are for GPUs.  A communicator on
+GPUs has one ``GPUBackend``.  It queues the calls, orders the streams, watches the other ranks, and aborts calls in flight
+after a failure.  Its routes are backends of this contract: it chooses one of them for each signature.
 
 Which thread calls which method:
 
@@ -28,7 +28,7 @@ Which thread calls which method:
   may be capturing a CUDA graph.
 - Any thread calls ``report_failure``, ``report_end`` and ``abort``, even while another thread is in a method.
 - The thread ``kos-watchdog``, and any thread that waits for a call, call ``find_failure``, ``inspect``,
-  ``kernel_waits`` and ``last_wait``: on GPUs without a lock, and perhaps at the same time.
+  ``kernel_waits`` and ``end_waits``: on GPUs without a lock, and perhaps at the same time.
 """
 
 from __future__ import annotations
@@ -57,12 +57,14 @@ Array = np.ndarray[Any, Any]
 Message = tuple[int, int, int]
 """A message in GPU memory: the other rank, the address, and the number of bytes, which is not 0."""
 Piece = tuple[Any, int]
-"""Address and bytes of a part of GPU memory; the address may be an ``Address``, of an array of a launch."""
+"""The address and the bytes of a part of GPU memory.  The address may be an ``Address``, relative to an array of a
+launch."""
 Resolved = tuple[Run, str | None, bool]
-"""How a route runs calls of one signature on a GPU: the function that queues one; the kernel, if it depends on more
-than the arguments and must be the same on all ranks; whether later calls may use it."""
+"""How a route runs calls of one signature on a GPU.  First, the function that queues a call.  Second, a text that names
+the kernel, if the choice depends on more than the arguments; kos checks that it is the same on all ranks.  Third, whether
+later calls may use the function."""
 Guard = tuple[Any, str, Any]
-"""An object, the name of a slot, and its value while the compiled core may make a call."""
+"""An object, the name of one of its slots, and the value that the slot must have for the core to make a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class Backend(ABC):
         self.rank, self.size, self.failures, self.engine = rendezvous.rank, rendezvous.size, rendezvous.failures, engine
         self.ranks_per_host, self.device = rendezvous.ranks_per_host, device
         self.backend: Any = None
-        """The GPUBackend whose route this is: kos assigns it before ``open``.  None for host memory."""
+        """The GPUBackend that has this backend as a route.  kos assigns it before ``open``.  None for host memory."""
 
     # Required for host memory.
 
@@ -285,14 +287,15 @@ class Backend(ABC):
     watched: ClassVar[bool] = True
     """Whether kos watches the deadlines of its calls.  False if its kernels have deadlines of their own."""
     sets_device: ClassVar[bool] = False
-    """Whether its launches make its GPU current where they need it.  If not, kos does so before each of them."""
+    """Whether its launches make the GPU current themselves.  If not, kos makes it current before each launch."""
     serial: bool = False
-    """Whether each call launches kernels of kos that must follow those of the call before, whatever their streams."""
+    """Whether the kernels of each call must run after those of the previous call, even on another stream."""
     failed: Sequence[int] = (0,)
-    """Memory whose first word is not 0 once a kernel has ended early, and the address of that word (0: none)."""
+    """Memory whose first word becomes non-zero when a kernel ends early."""
     failed_word: int = 0
+    """The address of the first word of ``failed``; 0 if there is none."""
     by_capture: ClassVar[tuple[str, ...]] = ()
-    """The operations that run differently in a CUDA graph."""
+    """The operations that run differently while a CUDA graph is captured."""
 
     @property
     def abort_flags(self) -> list[int]:
@@ -300,19 +303,19 @@ class Backend(ABC):
         return []
 
     def carries(self, o: Operation) -> bool:
-        """Whether a tuning table may choose this backend for ``o``; the same on all ranks."""
+        """Whether a tuning table may choose this backend for ``o``.  The answer must be the same on all ranks."""
         return True
 
     def is_symmetric(self, o: Operation) -> bool:
-        """Whether the backend reaches all buffers of the operation where they lie, on every rank."""
+        """Whether all buffers of the operation are in symmetric memory, which every rank can access directly."""
         return False
 
     def overlapped(self, o: Operation) -> bool:
-        """Whether the backend carries an overlapped operation without multiprocessors."""
+        """Whether the backend runs this overlapped operation without using multiprocessors."""
         return False
 
     def route_of(self, name: str, nbytes: int, symmetric: bool, graph: bool) -> str:
-        """The text of ``Communicator.explain`` for calls with inputs of ``nbytes``."""
+        """The route that ``Communicator.explain`` shows for calls with inputs of ``nbytes``."""
         return self.name
 
     def details(self) -> list[tuple[str, str, str]]:
@@ -320,10 +323,10 @@ class Backend(ABC):
         return []
 
     def set_timeout(self, seconds: float) -> None:  # noqa: B027
-        """Follow the communicator's timeout."""
+        """kos calls this when the timeout of the communicator changes."""
 
     def resolve(self, o: Operation) -> Resolved | None:
-        """How calls like ``o``, whose buffers have no memory, run here.  None: kos builds them on ``exchange``."""
+        """How calls like ``o`` run here.  Its buffers have no memory.  None: kos builds the operation on ``exchange``."""
         if o.options.algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected 'auto' on {self.name}, got {o.options.algorithm!r}")
         ordered = o.options.deterministic and o.reduction is not None
@@ -344,30 +347,30 @@ class Backend(ABC):
         self.backend.queue_each(works, stream)
 
     def entered(self, stream: int) -> None:  # noqa: B027
-        """kos calls this before a launch that it has ordered behind earlier ones: it is the first on this stream."""
+        """kos calls this before the first launch on ``stream`` after it has ordered the stream behind earlier launches."""
 
     def launch_words(self, run: Run) -> tuple[bytes, list[Guard]] | None:
-        """A ``kos_launch`` of ``core.h`` if ``run`` queues nothing else, and what is equal while it is valid.
+        """The launch of ``run`` as a ``kos_launch`` of ``core.h``, and the guards under which it is valid.
 
-        The compiled core then makes such calls.
+        The compiled core then makes such calls.  None if ``run`` queues more than this launch.
         """
         return None
 
     def launch_error(self, run: Run, status: int) -> Exception:
-        """The error of such a launch that has failed with ``status``."""
+        """The error to raise if the core's launch of ``run`` has failed with ``status``."""
         raise NotImplementedError
 
     def inspect(self, work: Work[Any]) -> None:
-        """Raise what the library, or a kernel, has found wrong, as an error of ``work``.  Never waits."""
+        """Raise an error of ``work`` if the library or a kernel has reported a failure.  Never waits."""
         if (failure := self.find_failure()) is not None:
             raise failure
 
     def kernel_waits(self) -> list[int]:
-        """The ranks that a kernel has waited for since the last look, as far as known."""
+        """The ranks for which a kernel has waited since the last call of this method, as far as known."""
         return []
 
-    def last_wait(self) -> str:
-        """End the waits of kernels, and return what the last one waited for; a timeout names it."""
+    def end_waits(self) -> str:
+        """End the waits of kernels.  Returns what the last kernel waited for, which a timeout names; "" if unknown."""
         return ""
 
     def drained(self, final: bool) -> None:  # noqa: B027
@@ -403,7 +406,9 @@ class Backend(ABC):
         return type(self)
 
     def split(self, rendezvous: Rendezvous | None, color: int | None, key: int) -> Callable[..., Backend] | None:
-        """As ``successor``, but kos calls it on every rank of this group.  ``rendezvous`` is None on other ranks.
+        """As ``successor``, but kos calls it on every rank of this group.
+
+        ``rendezvous`` is None on ranks that are not members of a new group.
 
         Define it instead of ``successor`` if the library splits groups itself.  Host memory does not use it.
         """
@@ -412,7 +417,7 @@ class Backend(ABC):
     def abort(self, reason: str) -> str:
         """End all messages without waiting for other ranks.  Returns the reason to pass to ``report_end``.
 
-        On GPUs it begins to end what is queued, without waiting for the GPU.
+        On GPUs, it begins to abort the queued work, and does not wait for the GPU.
         """
         return reason
 

@@ -44,7 +44,7 @@ def unavailable() -> str | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     with starting:
         if _not_loadable() is None and visible is not None and visible.split(",")[0].strip() in ("", "-1"):
-            # cuInit would fail too. In a process forked after another library called it, its second call crashes.
+            # cuInit would fail too. It crashes in a process that was forked after another library had called it.
             return f"no GPU is visible (CUDA_VISIBLE_DEVICES={visible!r})"
         try:
             status, *_ = cu.cuInit(0)

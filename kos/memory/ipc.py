@@ -179,7 +179,7 @@ class Mapping:
 
 
 class OwnMemory:
-    """What ``Mapping`` is for memory of this process, such as that of a rank on another thread."""
+    """Memory of this process, such as that of a rank on another thread, with the interface of ``Mapping``."""
 
     def __init__(self, handle: IpcHandle, device: int) -> None:
         self.pointer, self.nbytes, self.device = handle.pointer, handle.nbytes, device
@@ -188,11 +188,11 @@ class OwnMemory:
             _enable_peer_access(device, owner)
 
     def close(self) -> None:
-        """Nothing: the memory is its owner's."""
+        """Do nothing: the owner frees the memory."""
 
 
 def attach(handle: IpcHandle, device: int) -> Mapping | OwnMemory:
-    """The memory of any process of this machine, for ``device``.  Raises PeerMemoryError."""
+    """Make memory of this or another process of the machine accessible to ``device``.  Raises PeerMemoryError."""
     return (OwnMemory if handle.origin == Origin.here() else Mapping)(handle, device)
 
 

@@ -1,6 +1,6 @@
 """Chat with a trained model, by its chat template: ``python -m kos.train.chat RUN``.
 
-Each line is a message. ``/tool NAME`` takes the result of a tool from the lines after it, up to an empty one.
+Each line is a message. ``/tool NAME`` enters the result of a tool: the lines after it, up to an empty line.
 ``/reset`` begins a new chat. ``/exit`` or Ctrl-D ends the program. Ctrl-C ends an answer.
 """
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--system", metavar="TEXT", help="a system message at the beginning of each chat")
     parser.add_argument("--tools", type=Path, metavar="FILE", help="a JSON list of the tools that the model may call")
     parser.epilog = (
-        "Each line is a message. /tool NAME takes the result of a tool from the lines after it, up to an empty one. "
+        "Each line is a message. /tool NAME enters the result of a tool: the lines after it, up to an empty line. "
         "/reset begins a new chat. /exit or Ctrl-D ends the program. Ctrl-C ends an answer."
     )
     arguments = parser.parse_args(argv)
@@ -70,7 +70,7 @@ def _ask() -> str | None:
 
 
 def _lines() -> str:
-    """The user's next lines up to an empty one, or to the end of the program."""
+    """The user's next lines, up to an empty line, /exit or the end of the input."""
     lines = list[str]()
     while (line := _ask()) and line.strip():
         lines.append(line)

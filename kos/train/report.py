@@ -30,9 +30,9 @@ from kos.train.tools.console import duration
 from kos.train.tools.metrics import METRICS
 
 MANY_PASSES = 20
-"""Of more, a fine-tune warns.  Fine-tunes usually have 1 to 10 epochs; a longer one may be intended."""
+"""A fine-tuning run with more passes over its data warns.  Usual are 1 to 10 epochs; more may be intended."""
 
-MUCH = 0.1
+MUCH_WITHOUT_BEGINNING = 0.1
 """The share of counted tokens without the beginning of their document above which a run warns."""
 
 NO_TARGETS = "the loss counts no token of the batch, so the weights stay as they are"
@@ -81,7 +81,7 @@ def announce(run: RunContext) -> None:
         if fit := run.data.fit_in_words():
             say(fit)
         for part in run.data.parts:
-            if (lack := part.without_beginning) > MUCH:
+            if (lack := part.without_beginning) > MUCH_WITHOUT_BEGINNING:
                 how = "raise --seq-len" + ", or leave long ones out (--long-documents skip)" * bool(part.packing)
                 what = f"{lack:.0%} of the counted tokens lack the beginning of their {part.what}"
                 run.console.warn(f"kos: --data {part.name}: {what}: {how}")
@@ -120,7 +120,7 @@ def _announce_frozen(run: RunContext) -> None:
 def without_effect(
     config: TrainConfig, asked: Mapping[str, Any], ignored: Mapping[str, str] = MappingProxyType({})
 ) -> list[str]:
-    """The flags that were given, and that other settings or the data leave without effect, each with the reason.
+    """The flags that were given but have no effect because of another setting or the data, each with the reason.
 
     ``ignored`` has the settings that do not apply to the data.
     """
@@ -146,7 +146,7 @@ def _report_settings(run: RunContext) -> None:
         say(f"without effect: {', '.join(useless)}")
     if run.start == 0 and config.init_from is not None:
         length = plural(config.steps, "step") if config.epochs is None else plural(config.epochs, "epoch")
-        if config.epochs is None and not run.brings_batches and run.data.mixture is None:  # which says this of each
+        if config.epochs is None and not run.brings_batches and run.data.mixture is None:  # a mixture has more
             length += f" ({passes_in_words(run.data.sequences_in(run.data.train), config.steps * config.batch_size)})"
         rates = f"{length}, learning rate {config.lr:g} after a warm-up of {plural(steps, 'step')}"
         context = f"{config.seq_len:,} of at most {run.model_config.max_position_embeddings:,} tokens a sequence"

@@ -7,7 +7,7 @@ could open, and it is freed when the last process has unmapped it.  Other proces
     head     magic, incarnation, rank, one sequence number for each buffer (8 bytes each)
     buffers  each holds a copy of all arrays, and begins and aligns every array at a multiple of 64 bytes
 
-Arrays on a GPU have their buffers in memory of that GPU (``kos.memory.ipc``), in the same order.
+The buffers of arrays on a GPU are in memory of that GPU (``kos.memory.ipc``), in the same order.
 
 The n-th ``publish`` writes buffer n modulo the number of buffers.  The sequence number of the buffer is 2 n + 1 while
 it is written, and 2 n when it is complete.  A reader checks it before and after it reads.
@@ -47,7 +47,7 @@ class Buffers:
     """The memory of a publisher rank: ``count`` buffers for the arrays of ``layout``.
 
     Raises OutOfMemory if there is too little memory, TransferError if ``path`` is another publisher's memory, and
-    PeerMemoryError if that of a GPU cannot be mapped.
+    PeerMemoryError if memory of a GPU cannot be mapped.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Buffers:
     ) -> None:  # fmt: skip
         """Allocate the memory, or map the memory of a publisher at ``path``, to read it.
 
-        ``on_gpu`` allocates or maps the memory on the n-th GPU (n, bytes); None: only what is on the host is used.
+        ``on_gpu(n, nbytes)`` allocates or maps the memory on the n-th GPU.  None: only memory on the host is used.
         """
         self.count, self._places, self._path = count, dict[str, tuple[int, int, int, DType]](), path
         ends = Counter[int]()
@@ -112,7 +112,7 @@ class Buffers:
         return np.frombuffer(self._memory, dtype.numpy, count, self._first + at)
 
     def write(self, serial: int, copy: Callable[[], None]) -> None:
-        """Let ``copy`` write the buffer of the version ``serial``, which readers may use then."""
+        """Call ``copy``, which writes the buffer of the version ``serial``.  Readers may use the version afterwards."""
         index = serial % self.count
         self._sequences[index] = 2 * serial + 1
         _fence()
@@ -123,17 +123,21 @@ class Buffers:
     def holds(self, serial: int) -> bool:
         """Whether the version ``serial`` is in its buffer, complete.
 
-        Raises TransferError if the publisher has ended and memory of a GPU is mapped, which may then be another's.
+        Raises TransferError if GPU memory is mapped and the publisher's process has ended: the memory may then belong
+        to another process.
         """
         _fence()
         found = int(self._sequences[serial % self.count])
         _fence()
         if self._path and self.gpus and not self._is_open():
-            raise TransferError("expected the publisher's process, whose GPU memory is mapped, got its end")
+            raise TransferError("expected a running publisher, whose GPU memory is mapped, got the end of its process")
         return found == 2 * serial
 
     def _is_open(self) -> bool:
-        """Whether the publisher still has its file open: a process that ends has no files before they are closed."""
+        """Whether the publisher's process still has its file open.
+
+        When a process ends, its files disappear from /proc before they are closed, so before its GPU memory is freed.
+        """
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self.file))
         except OSError:
@@ -142,7 +146,7 @@ class Buffers:
     def close(self) -> None:
         """Close the file.  The memory is freed or unmapped once no array uses it; no version is in it from now on."""
         if self.gpus and not self._path:
-            self._sequences[:] = 1  # for those who have mapped the memory of GPUs, which is freed
+            self._sequences[:] = 1  # readers that map the GPU memory, which is freed now, see that no version is in it
         os.close(self.file)
         if self._pinned_by is not None:
             with driver.on_device(self._pinned_by):

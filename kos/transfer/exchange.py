@@ -70,13 +70,16 @@ def place() -> str:
 
 
 def parse(address: str) -> tuple[str, int]:
-    """Host and port of "HOST:PORT".  InvalidArgument, also for 0.0.0.0, by which subscribers would reach themselves."""
+    """Host and port of "HOST:PORT".
+
+    Raises InvalidArgument, also for 0.0.0.0 and ::, by which a subscriber would connect to its own host.
+    """
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise InvalidArgument(f'address: expected "HOST:PORT", got {address!r:.80}')
     host = host.strip("[]")
     if host == "::" or (host.replace(".", "").isdecimal() and not int(host.replace(".", ""))):  # "0" is 0.0.0.0, too
-        raise InvalidArgument(f"address: expected the name or address of rank 0's host, got {host} (any address)")
+        raise InvalidArgument(f"address: expected the name or address of rank 0's host, got {host}")
     return host, int(port)
 
 
@@ -86,7 +89,7 @@ def network(host: str) -> Network:
 
 
 def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, Flat], Layout]:
-    """The memory of ``arrays``, flattened, and their layout, in which GPUs are numbered.  Raises InvalidArgument."""
+    """The memory of ``arrays``, flattened, and their layout, which numbers GPUs.  Raises InvalidArgument."""
     flat, layout, gpus = dict[str, Flat](), dict[str, Array](), list[int]()
     for name, (array, placement) in arrays.items():
         buffer = as_buffer(array, name, writable)

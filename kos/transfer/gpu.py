@@ -1,7 +1,7 @@
-"""Arrays in the memory of GPUs: boxes of them, and how boxes are copied.
+"""Copies of boxes (rectangular slices of arrays) to, from and between GPUs.
 
-A contiguous box is copied by a copy engine.  Other boxes, and boxes of another type, are copied by a kernel
-(``copy_box.cu``).  What goes between a GPU and pageable host memory passes through pinned memory.
+A copy engine copies a box that is contiguous on both sides and keeps its dtype.  A kernel copies all other boxes
+(``copy_box.cu``).  Data between a GPU and pageable host memory passes through pinned memory.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from kos.memory.pool import pinned_empty
 from kos.transfer.placement import Box, Flat, box, c_strides
 
 _KERNEL = Path(__file__).parents[1] / "comm/gpu/kernels/copy_box.cu"
-_AXES = 4  # of a launch
+_AXES = 4  # of a box that one launch of the kernel copies, at most
 _THREADS, _MOST_BLOCKS = 256, 2048
 _UNITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "bytes16"}
 _POLL_SECONDS = 2e-5
-PIECE = 8 << 20  # bytes that are checked at once
+PIECE = 8 << 20  # bytes that are copied to the host at once
 Launch = Callable[[int], object]
-"""Queues a copy, or a kernel, on the stream of this handle."""
+"""A function that queues a copy or a kernel on the stream with the given handle."""
 
 
 def whole(memory: Flat) -> Box:
-    """All of a contiguous array on a GPU or in pinned memory."""
+    """The box that contains all of a contiguous array, which is on a GPU or in pinned memory."""
     if isinstance(memory, Array):
         return Box(memory.pointer, memory.dtype, memory.shape, c_strides(memory.shape))
     return Box(memory.__array_interface__["data"][0], BY_NUMPY[memory.dtype], memory.shape, c_strides(memory.shape))
 
 
 def launches(target: Box, source: Box, device: int) -> Iterator[Launch]:
-    """What copies ``source`` to ``target``, which has the same size, on ``device``."""
+    """The launches on ``device`` that copy ``source`` to ``target``.  Both boxes have the same size."""
     if 0 in target.size:
         return
     same = target.dtype is source.dtype
-    width = source.dtype.itemsize if same else 1  # of bits alone, axes are in bytes, and the bytes are one more axis
+    width = source.dtype.itemsize if same else 1  # without a conversion, the bytes of an element are one more axis
     axes = [(width, 1, 1)] * same
     steps = sorted(zip(target.strides, source.strides, target.size, strict=True))
     for into, of, count in ((into * width, of * width, count) for into, of, count in steps if count > 1):
@@ -59,29 +59,29 @@ def launches(target: Box, source: Box, device: int) -> Iterator[Launch]:
         yield partial(_copy, target.pointer, source.pointer, axes[0][0])
         return
     kinds, widths = (source.dtype.name, target.dtype.name), (target.dtype.itemsize, source.dtype.itemsize)
-    if same:  # in units as large as all is aligned
+    if same:  # copy the largest units to which both boxes are aligned
         (run, *_), *others = axes
         unit = math.gcd(16, target.pointer, source.pointer, run, *(step for _, *by in others for step in by))
         axes = [(count, into // unit, of // unit) for count, into, of in others]
         axes = [(run // unit, 1, 1)] * (run > unit) + axes
         kinds, widths = (_UNITS[unit],) * 2, (unit,) * 2
-    yield from _of_kernel(target.pointer, source.pointer, axes, kinds, widths, device)
+    yield from _kernel_launches(target.pointer, source.pointer, axes, kinds, widths, device)
 
 
 def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
     call(cu.cuMemcpyAsync, target, source, nbytes, stream)
 
 
-def _of_kernel(
+def _kernel_launches(
     target: int, source: int, axes: Sequence[tuple[int, int, int]], kinds: tuple[str, str], widths: tuple[int, int],
     device: int,
 ) -> Iterator[Launch]:  # fmt: skip
-    """Of the kernel.  More axes than it has are loops here."""
+    """The launches of the kernel.  If the box has more than ``_AXES`` axes, there is a launch for each outer index."""
     if len(axes) > _AXES:
         count, *by = axes[-1]
         for index in range(count):
             places = target + index * by[0] * widths[0], source + index * by[1] * widths[1]
-            yield from _of_kernel(*places, axes[:-1], kinds, widths, device)
+            yield from _kernel_launches(*places, axes[:-1], kinds, widths, device)
         return
     count, padded = math.prod(n for n, *_ in axes), [*axes, *[(1, 0, 0)] * (_AXES - len(axes))]
     sizes, into, of = zip(*padded, strict=True)
@@ -91,7 +91,7 @@ def _of_kernel(
 
 
 class Copier:
-    """Copies to, from and between GPUs on a stream of its own.  For one thread at a time.  Raises CudaError."""
+    """Copies to, from and between GPUs on a stream of its own.  One thread may use it at a time.  Raises CudaError."""
 
     def __init__(self, device: int) -> None:
         self.device, self.deadline, self._pinned = device, math.inf, np.empty(0, np.uint8)
@@ -100,57 +100,61 @@ class Copier:
 
     @contextmanager
     def _relaxed(self) -> Iterator[None]:
-        """Other threads may capture graphs meanwhile."""
+        """A context in which the GPU is current, and in which CUDA calls do not disturb captures of other threads."""
         with driver.on_device(self.device), relaxed_capture():
             yield
 
-    def after(self, arrays: Mapping[str, Flat], writable: bool) -> None:
-        """Come, on the GPU, after what the owners of the arrays on this GPU have queued on their memory."""
+    def follow(self, arrays: Mapping[str, Flat], writable: bool) -> None:
+        """Order the next copies behind the work that is queued on the streams of the arrays on this GPU.
+
+        Raises InvalidArgument if such a stream is being captured, or if an array now has other memory.
+        """
         seen = set[int]()
         for name, array in arrays.items():
             if not isinstance(array, Array) or array.device != self.device:
                 continue
             buffer = as_buffer(array.owner, name, writable)
             if (buffer.device, buffer.pointer) != (array.device, array.pointer):
-                expected = f"the memory from before (cuda:{array.device}, {array.pointer:#x})"
-                raise InvalidArgument(f"{name}: expected {expected}, got another ({buffer.place}, {buffer.address:#x})")
+                expected = f"the same memory as before (cuda:{array.device}, {array.pointer:#x})"
+                raise InvalidArgument(f"{name}: expected {expected}, got {buffer.place}, {buffer.address:#x}")
             if buffer.stream in seen:
                 continue
             seen.add(buffer.stream)
             if streams.is_captured(buffer.stream):
-                raise InvalidArgument(f"{name}: expected a stream that is not captured, got one that is")
+                raise InvalidArgument(f"{name}: expected a stream that is not being captured, got one that is")
             with self._relaxed():
                 streams.order(buffer.stream, self._stream, self.device)
 
     def queue(self, copies: Sequence[Launch]) -> None:
-        """Queue what ``launches`` has found."""
+        """Queue the results of ``launches``."""
         handle = streams.handle(self._stream)
         with self._relaxed():
             for each in copies:
                 each(handle)
 
     def wait(self) -> None:
-        """Wait until all that was queued is done, and what it comes after.  TransferTimeout after ``deadline``."""
+        """Wait on the host until all queued copies are complete.  Raises TransferTimeout after ``deadline``."""
         handle = streams.handle(self._stream)
         with self._relaxed():
             while not streams.is_idle(handle):
                 if time.monotonic() > self.deadline:
-                    raise TransferTimeout(f"cuda:{self.device}: expected an end of the queued work in time, got none")
+                    expected = "expected the end of the queued work before the deadline"
+                    raise TransferTimeout(f"cuda:{self.device}: {expected}, got none")
                 time.sleep(_POLL_SECONDS)
 
     def copy(self, target: Box, source: Box) -> None:
-        """Queue a copy between places that the GPU can use."""
+        """Queue a copy between two boxes in memory that the GPU can access."""
         self.queue([*launches(target, source, self.device)])
 
     def scratch(self, nbytes: int) -> np.ndarray:
-        """Pinned memory, until the next call."""
+        """Pinned memory, which the next call of ``scratch`` uses again."""
         if self._pinned.size < nbytes:
             with self._relaxed():
                 self._pinned = pinned_empty(max(nbytes, PIECE), np.uint8, self.device)
         return self._pinned[:nbytes]
 
     def put(self, target: Box, source: np.ndarray) -> None:
-        """Copy an array of the host, and wait for it.  It may be ``scratch`` itself."""
+        """Copy a host array to a box, and wait for the copy.  The array may be in ``scratch`` memory."""
         staged = source
         if not np.may_share_memory(source, self._pinned):
             staged = self.scratch(source.nbytes).view(source.dtype).reshape(source.shape)
@@ -159,7 +163,7 @@ class Copier:
         self.wait()
 
     def get(self, boxes: Sequence[tuple[Box, DType]]) -> list[np.ndarray]:
-        """Boxes, each as this dtype, in pinned memory until the next call."""
+        """Copy boxes to the host, each converted to the dtype beside it.  The results are in ``scratch`` memory."""
         ends = [0]
         for each, dtype in boxes:
             ends.append(ends[-1] - (-math.prod(each.size) * dtype.itemsize // 16 * 16))
@@ -172,7 +176,7 @@ class Copier:
         return found
 
     def pieces(self, array: Array) -> Iterator[np.ndarray]:
-        """All of a flattened array, in pieces on the host, each until the next one."""
+        """Copy a flattened array to the host in pieces.  A piece is valid until the next one is yielded."""
         step = PIECE // array.dtype.itemsize
         for start in range(0, array.size, step):
             size = (min(step, array.size - start),)

@@ -44,7 +44,7 @@ class Part:
         return self.offset + sum((index - first) * stride for index, first, stride in steps)
 
     def view(self, flat: Flat, start: Sizes, size: Sizes) -> Any:
-        """The box from ``start`` on of ``size`` in the memory of the flattened array."""
+        """The box of ``size`` that begins at ``start``, in the memory of the flattened array."""
         return box(flat, self.at(start), size, self.strides)
 
 

@@ -26,7 +26,7 @@ class Array(NamedTuple):
     dtype: DType
     placement: Placement
     gpu: int = 0
-    """0: in memory of the host; n: in that of the n-th GPU of the rank."""
+    """0: the array is in host memory.  n: it is in memory of the n-th GPU of its rank."""
 
 
 Layout = Mapping[str, Array]

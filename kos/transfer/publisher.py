@@ -105,7 +105,7 @@ class Publisher:
         name: the name of the publisher in errors.
         buffers: how many versions are in memory at once; each takes as much memory as the arrays.  With 2, the
             last version can be read while the next one is written.  With 1, no version is visible meanwhile.
-        memory: where versions of arrays on a GPU are: "device", in memory of that GPU, or "host", in pinned memory.
+        memory: where the copies of arrays on a GPU are: "device", on that GPU, or "host", in pinned host memory.
         patience: how many seconds ``publish`` waits for subscribers that still read the buffer that it uses next.
             Less than the timeout of ``comm``: the other ranks wait for rank 0 meanwhile.
         checksums: compute a checksum of each array at ``publish`` (about 1 s a GB), for ``update(verify=True)``.
@@ -192,7 +192,7 @@ class Publisher:
 
         Returns how many subscribers still read the version whose buffer was used again; their reads are stale, and
         they go on with the newest version.  The arrays may change afterwards.  On a GPU, the copy comes after the work
-        that is queued on the current stream of the array's library, and ``publish`` waits for it.  An error of one rank
+        that is queued on the current stream of the array's library, and ``publish`` waits for it.  An error on one rank
         is raised on all ranks, and then the version is not visible.
 
         Raises InvalidArgument for a version that is no whole number, or while that stream is captured;
@@ -217,7 +217,7 @@ class Publisher:
 
     def _write(self, serial: int) -> None:
         for copier in self._copiers.values():
-            copier.after(self._flat, False)
+            copier.follow(self._flat, False)
         self._buffers.write(serial, lambda: self._copy(serial))
         self._sums.pop(serial - self._buffers.count, None)  # not earlier: who reads that version may still compare
         if self._checksums:
@@ -263,7 +263,7 @@ class Publisher:
         with closing(connection):
             with self._lock:
                 self._connections.add(connection)
-            copiers = dict[int, Copier]()  # their pinned memory holds what is sent
+            copiers = dict[int, Copier]()  # their pinned memory holds the bytes that are sent
             try:
                 while not self._closed:
                     request = exchange.receive(connection, time.monotonic() + IDLE_SECONDS)
@@ -317,7 +317,7 @@ class Publisher:
         for index, (name, dtype, offset, size, strides) in enumerate(request["boxes"]):
             array = self._buffers.array(name, serial)
             view = box(array, int(offset), tuple(size), tuple(strides))
-            if isinstance(array, Array):  # which keeps the memory meanwhile, also if the publisher is closed
+            if isinstance(array, Array):  # it keeps the memory alive, also if the publisher is closed
                 by_device.setdefault(array.device, []).append((index, array, view, DTYPES[dtype]))
                 found.append(_NOTHING)
             else:

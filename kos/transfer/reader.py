@@ -1,7 +1,8 @@
 """How a subscriber reads a version from the ranks of a publisher.
 
-On the same host it maps their memory.  Memory of a GPU is mapped for arrays on a GPU, and copied by copy engines.
-Otherwise it asks for boxes, over several TCP connections to each rank.  What is on a GPU passes through pinned memory.
+On the same host, the subscriber maps the publisher's memory, and copies from it.  It maps GPU memory only for its
+arrays on GPUs.  In all other cases, it requests boxes over several TCP connections to each rank.  Data that TCP moves
+from or to a GPU passes through pinned memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MOST_THREADS = 16
 
 
 class Group(NamedTuple):
-    """What copies have in common that are read together."""
+    """The properties that copies must have in common to be read together."""
 
     rank: int
     """The publisher rank."""
@@ -57,23 +58,23 @@ class Catalogue:
 class Target:
     """The arrays of a subscriber rank, and how they are read.
 
-    ``call`` connects to a publisher rank (host, port, deadline).
+    ``connect`` (host, port, deadline) opens a connection to a publisher rank.
     """
 
     def __init__(
-        self, call: Callable[[str, int, float], Connection], streams: int, way: str, staged: bool,
+        self, connect: Callable[[str, int, float], Connection], streams: int, way: str, staged: bool,
         flat: dict[str, Flat], layout: Layout,
     ) -> None:  # fmt: skip
-        self._call, self._streams, self._way, self.staged = call, streams, way, staged
+        self._connect, self._streams, self._way, self.staged = connect, streams, way, staged
         self._flat, self.layout = flat, layout
         self.into: dict[str, Any] = {name: _staging(array) if staged else array for name, array in flat.items()}
-        self._data: dict[tuple[Group, int], Connection] = {}  # and the number of the stream
-        self._mapped: dict[tuple[int, int | None], Buffers] = {}  # publisher rank, and the GPU that maps its GPUs
+        self._data: dict[tuple[Group, int], Connection] = {}  # by group and number of the stream
+        self._mapped: dict[tuple[int, int | None], Buffers] = {}  # by rank, and by the GPU that maps its GPU memory
         self._plan: Plan | None = None
         self._groups: dict[Group, list[Copy]] = {}
-        self._prepared: dict[tuple[Group, int], list[Launch]] = {}  # a group, and a buffer
+        self._prepared: dict[tuple[Group, int], list[Launch]] = {}  # by group and index of the buffer
         self._own = {x.device: Copier(x.device) for x in flat.values() if isinstance(x, GpuArray)}
-        self._copiers: dict[int, list[Copier]] = {device: [] for device in self._own}  # of readers, not in use
+        self._copiers: dict[int, list[Copier]] = {device: [] for device in self._own}  # for readers, not in use
         self._failed = False  # whether a reader has failed, so that the others end
 
     def read(self, plan: Plan, known: Catalogue, serial: int, deadline: float, verify: bool) -> int:
@@ -85,7 +86,7 @@ class Target:
                 device = array.device if isinstance(array, GpuArray) else None
                 self._groups.setdefault(Group(copy.source.rank, device, copy.source.gpu > 0), []).append(copy)
         for copier in self._own.values():
-            copier.after(self._flat, True)
+            copier.follow(self._flat, True)
         if not self.staged:
             self._wait(deadline)
         work: list[Callable[[], int]] = []
@@ -122,7 +123,7 @@ class Target:
             raise
 
     def _wait(self, deadline: float) -> None:
-        """Wait for the GPUs, also for what others have queued on the arrays."""
+        """Wait for the queued copies, and for the work that the program queued on the arrays before them."""
         for copier in self._own.values():
             copier.deadline = deadline
             copier.wait()
@@ -151,16 +152,17 @@ class Target:
         return max(copy.source.dtype.itemsize, self.layout[copy.array].dtype.itemsize)
 
     def _map(self, known: Catalogue, group: Group) -> Buffers | None:
-        """The mapped memory of a publisher rank, if that works."""
+        """The memory of a publisher rank, mapped.  None if it cannot be mapped, or with ``way="tcp"``."""
         where, device = known.ranks[group.rank], group.device
         key = group.rank, device if group.on_gpu else None
 
         def on_gpu(gpu: int, nbytes: int) -> GpuMemory:
             handle = ipc.IpcHandle.from_bytes(where.gpus[gpu - 1].encode())
-            if device is None or handle.nbytes != nbytes:
-                place = "the host" if device is None else f"cuda:{device}"
-                expected = f"{nbytes} bytes of a GPU, for an array on a GPU"
-                raise PeerMemoryError(f"expected {expected}, got {handle.nbytes} bytes, for an array on {place}")
+            if device is None:
+                got = "GPU memory, which is not mapped for an array on the host"
+                raise PeerMemoryError(f"expected host memory, got {got}")
+            if handle.nbytes != nbytes:
+                raise PeerMemoryError(f"expected {nbytes} bytes of GPU memory, got a handle of {handle.nbytes} bytes")
             return ipc.attach(handle, device)
 
         if key not in self._mapped and self._way != "tcp":
@@ -177,7 +179,7 @@ class Target:
         return self._mapped.get(key)
 
     def prepared(self, group: Group, memory: Buffers, serial: int) -> list[Launch]:
-        """The copies of a group from GPU to GPU."""
+        """The launches that copy a group from GPU to GPU.  They are cached for each buffer."""
         key = group, serial % memory.count
         if key not in self._prepared:
             assert group.device is not None
@@ -188,12 +190,12 @@ class Target:
         return self._prepared[key]
 
     def view(self, copy: Copy) -> Any:
-        """Where a copy goes: an ndarray, or a Box on a GPU."""
+        """The destination of a copy: an ndarray, or a Box on a GPU."""
         return copy.part.view(self.into[copy.array], copy.start, copy.size)
 
     @contextmanager
     def copier(self, device: int | None, deadline: float) -> Iterator[Copier | None]:
-        """A copier for a reader; None for the host."""
+        """A context with a copier for a reader; None if the arrays are on the host."""
         if device is None:
             yield None
             return
@@ -202,16 +204,16 @@ class Target:
         except IndexError:
             copier = Copier(device)
         copier.deadline = deadline
-        yield copier  # after an error it is not used again, as copies may still be queued
+        yield copier  # it is not used again after an error, because copies may still be queued
         self._copiers[device].append(copier)
 
     def data(self, where: Address, group: Group, stream: int, deadline: float) -> Connection:
         """The connection of a reader."""
         held = self._data.get((group, stream))
-        if held is None or held.drain():  # the publisher closes those that are not used
+        if held is None or held.drain():  # the publisher closes idle connections
             if held is not None:
                 held.close()
-            held = self._data[group, stream] = self._call(where.host, where.port, deadline)
+            held = self._data[group, stream] = self._connect(where.host, where.port, deadline)
         if self._failed:  # perhaps while this one connected
             raise ConnectionError("another reader has failed")
         return held
@@ -264,7 +266,7 @@ class Reader:
         return sum(copy.elements * copy.source.dtype.itemsize for copy in copies)
 
     def _put(self, copy: Copy, source: np.ndarray[Any, Any]) -> None:
-        """Copy an array of the host to where it goes."""
+        """Copy a host array to the destination of ``copy``."""
         if self._copier is None:
             np.copyto(self._of.view(copy), source, casting="unsafe")
         else:
@@ -276,7 +278,7 @@ class Reader:
         self._post(connection, self._requests[0])
         for index, request in enumerate(self._requests):
             answer = self._answer(connection)
-            if index + 1 < len(self._requests):  # while the bytes of this one come
+            if index + 1 < len(self._requests):  # before the bytes of this one are received
                 self._post(connection, self._requests[index + 1])
             for copy in request:
                 nbytes += self._take(connection, copy, scratch)
@@ -305,7 +307,7 @@ class Reader:
         return view if self._copier is None else self._copier.get([(view, view.dtype)])[0]
 
     def _dtype(self, copy: Copy) -> DType:
-        """Of the bytes that travel: the smaller of both; with checksums, that of the array."""
+        """The dtype in which a box is sent: the smaller one of both sides; with checksums, the subscriber's."""
         mine = self._of.layout[copy.array].dtype
         return mine if self._verify or mine.itemsize < copy.source.dtype.itemsize else copy.source.dtype
 
@@ -325,7 +327,7 @@ def _staging(flat: Flat) -> Flat:
     if isinstance(flat, np.ndarray):
         return np.empty_like(flat)
     made = GpuArray.empty(flat.shape, flat.dtype, flat.device, label="staging memory of kos.transfer")
-    streams.synchronize(None, flat.device)  # then it may be used on every stream
+    streams.synchronize(None, flat.device)  # from now on, every stream may use the memory
     return made
 
 
@@ -345,7 +347,7 @@ def _chunks(copy: Copy, itemsize: int) -> Iterator[Copy]:
 
 
 def _requests(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Copies that are asked for at once: at most ``CHUNK`` bytes and ``_MOST_BOXES`` boxes."""
+    """Lists of copies for one request each: at most ``CHUNK`` bytes and ``_MOST_BOXES`` boxes."""
     found, nbytes = list[Copy](), 0
     for copy in copies:
         size = copy.elements * copy.source.dtype.itemsize

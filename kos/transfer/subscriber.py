@@ -1,8 +1,8 @@
 """The side that wants the weights: it pulls the newest version into its own arrays.
 
 ``update`` asks rank 0 of the publisher for the newest version and a lease on it, and reads its boxes from the ranks
-that hold them (``reader.py``).  All of it goes to staging memory first.  It is copied to the arrays when the version
-was read whole, on all ranks of the subscriber.
+that hold them (``reader.py``).  The data goes to staging memory first.  It is copied to the arrays once all ranks of
+the subscriber have read the whole version.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Subscriber:
         comm: the communicator of several ranks that subscribe together; None: one process.  ``update`` is then
             collective, and all ranks get the same version or none.
         streams: TCP connections to each publisher rank.
-        way: "shared" maps the publisher's memory, on the same host; "tcp" does not; "auto" takes what works.  Memory
-            of a GPU is not mapped for arrays on the host.
+        way: "shared" maps the publisher's memory, on the same host; "tcp" does not map it; "auto" maps it where it
+            can, and uses TCP otherwise.  GPU memory is not mapped for arrays on the host.
         staged: read into staging memory, as large as the arrays, so that the arrays never hold a part of a version.
             Without it an update takes one copy less, and a failed one leaves the arrays undefined until the next.
 
@@ -87,7 +87,7 @@ class Subscriber:
         self._host, self._port = exchange.parse(address)
         self._network = exchange.network(self._host)
         flat, self._layout = ({}, {}) if arrays is None else exchange.flat_arrays(arrays, True)
-        self._target = Target(self._call, streams, way, staged, flat, self._layout)
+        self._target = Target(self._connect, streams, way, staged, flat, self._layout)
         self._lead: Connection | None = None
         self._known: Catalogue | None = None
         self._plan: Plan | None = None
@@ -170,17 +170,17 @@ class Subscriber:
         """An answer of the publisher's rank 0.  Raises Restarted, Stale, TransferError."""
         try:
             if self._lead is None:
-                self._lead = self._call(self._host, self._port, deadline)
+                self._lead = self._connect(self._host, self._port, deadline)
             exchange.send(self._lead, {"ask": what, **more}, incarnation, deadline)
             answer = exchange.receive(self._lead, deadline)
         except BaseException as error:  # the answer to this request may still come: not on the next connection
-            self.close()  # also the memory: one that was killed leaves that of its GPUs to those who map it
+            self.close()  # and unmap the memory: GPU memory of a killed publisher is not freed while it is mapped
             if isinstance(error, OSError | KosError):
                 raise exchange.late(self._name(), deadline, error) from error
             raise
         return exchange.answered(answer, incarnation)
 
-    def _call(self, host: str, port: int, deadline: float) -> Connection:
+    def _connect(self, host: str, port: int, deadline: float) -> Connection:
         """A new connection to a publisher rank."""
         return self._network.call(host, port, exchange.PURPOSE, self._rank, 1, deadline)
 

@@ -472,7 +472,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "train-user": (
         BOTH,
         {"messages": [{**USER, "train": True}]},
-        "train of assistants alone, got True with the role user",
+        "train only in messages of assistants, got True with the role user",
     ),
     "from": (BOTH, {"conversations": [{"from": "robot", "value": "x"}]}, "tool, got 'robot'"),
     "function-call": (
@@ -566,7 +566,7 @@ def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path, caplog: pytest.
     folder, path = folder_of(tmp_path, BOTH), tmp_path / "chats.jsonl"
     good, wrong = json.dumps({"messages": [USER, ANSWER]}), [json.dumps({"messages": [{"role": "user"}]})] * 3
     path.write_text("\n".join([good, *wrong[:1], good, *wrong[1:], "{", *(f'{{"a{n}": 1}}' for n in range(12)), good]))
-    with refused(DataError, f"--data {path}: expected records to train on, got 16 wrong ones, see above (the first 10"):
+    with refused(DataError, f"--data {path}: expected records to train on, got 16 wrong ones, shown above (the first"):
         read(path, "--tokenizer", str(folder))
     each = [record.getMessage().removeprefix(f"--data {path}, ") for record in caplog.records]
     assert each[0] == "line 2: expected content in message 1, got none (2 more)" and len(each) == 10
@@ -577,7 +577,7 @@ def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path, caplog: pytest.
         read(path, "--tokenizer", str(folder))
     assert not caplog.records
     (tmp_path / "a.csv").write_text("prompt,completion\na,b\nc\nd,e,f\ng,h\n")
-    with refused(DataError, f"--data {tmp_path / 'a.csv'}: expected records to train on, got 2 wrong ones, see above"):
+    with refused(DataError, f"--data {tmp_path / 'a.csv'}: expected records to train on, got 2 wrong ones, shown"):
         read(tmp_path / "a.csv")
     assert re.search("(?s)line 3: expected 2 columns, .*got 1.*line 4: expected 2 columns.*got 3", caplog.text)
 

@@ -449,7 +449,7 @@ def test_init_from_refuses_what_the_model_is_not(tmp_path: Path) -> None:
     with refused(ConfigError, f"{file}: model.rope_scaling: expected", has, "got {'factor': 4.0}"):
         parse(["--config", file, "--init-from", folder])
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with refused(ConfigError, f"--init-from: expected a folder of weights, as {tmp_path}/run/checkpoints/step-N, got"):
+    with refused(ConfigError, f"--init-from: expected a folder of weights, such as {tmp_path}/run/checkpoints/step-N"):
         parse(["--init-from", str(tmp_path / "run")])
 
 

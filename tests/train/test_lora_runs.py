@@ -193,15 +193,15 @@ def test_training_goes_on_from_a_folder_of_peft(
     np.testing.assert_allclose(load(tmp_path / "more").logits(tokens), load(whole[0]).logits(tokens), rtol=1e-4)
     assert checkpoint.find(tmp_path / "more").config["base"]["path"] == str(base)
     of_own = [folder, "--steps=9", *SHORT, f"--out={tmp_path / 'own'}", "--backend=mock"]
-    with pytest.raises(ConfigError, match="--epochs: expected none with batches of one's own, of which steps says how"):
+    with pytest.raises(ConfigError, match=r"--epochs: expected none with batches of one's own \(set steps instead\)"):
         Trainer(parse([word for word in of_own if word != "--steps=9"]), batches=())
     with Trainer(parse(of_own), batches=()) as own:
         assert own.data.tokenizer.name == "bytes"
     monkeypatch.setattr(show, "load_data", lambda config, weights, runs: 1 / (weights != str(base)))
     with pytest.raises(ZeroDivisionError):
         show.report(config)
-    for flag, said in (("--lora=4", "--lora: expected 3 of the adapters in --init-from, got 4"),
-                       ("--lora-targets=q_proj", "--lora-targets: expected .* of the adapters in")):  # fmt: skip
+    for flag, said in (("--lora=4", "--lora: expected 3, as in the adapters of --init-from, got 4"),
+                       ("--lora-targets=q_proj", "--lora-targets: expected .*, as in the adapters of")):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             parse([folder, flag])
     assert parse([folder, "--lora=3", "--lora-alpha=5"]).lora == 3

@@ -169,7 +169,7 @@ def test_a_path_may_have_colons(folder: Path, tmp_path: Path) -> None:
     assert parse(["--config", str(tmp_path / "one.toml")]).data == "stdlib"
 
 
-WRONG = "NAME:WEIGHT or PATH:WEIGHT for each of several, all different"
+WRONG = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different names"
 
 
 @pytest.mark.parametrize(

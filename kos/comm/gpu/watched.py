@@ -1,6 +1,6 @@
-"""WatchedBackend: the part of a GPUBackend that waits for the GPU on the host, and ends what is in flight.
+"""WatchedBackend: the part of a GPUBackend that waits for the GPU on the host, and aborts calls in flight.
 
-The host waits only where the program asks for that (``Work.wait(timeout)``, ``Work.synchronize``,
+The host waits only where the program asks for it (``Work.wait(timeout)``, ``Work.synchronize``,
 ``Communicator.synchronize``, ``barrier``, ``close``).  Failures are found there, at the next call, and by the watchdog
 (``kos.comm.watchdog``).  All routes of a communicator fail together.
 """
@@ -32,9 +32,9 @@ from kos.cuda.driver import relaxed_capture
 from kos.errors import CollectiveError, CudaError, KosError
 
 _SHOW_EVERY = 0.02
-"""Seconds of waiting on the host after which a rank shows the others for whom it waits."""
+"""Seconds of waiting on the host after which a rank shows the other ranks for which ranks it waits."""
 _MARKS = 16
-"""Calls in flight whose deadline the watchdog looks at."""
+"""The number of calls in flight whose deadlines the watchdog checks."""
 
 
 class WatchedBackend(GroupBackend):
@@ -54,14 +54,14 @@ class WatchedBackend(GroupBackend):
         self.device = routes[0].device
         self.shared = CommState(rendezvous, self.failures, self, host)
         self._last: Work[Any] | None = None
-        self._in_flight: deque[list[Any]] = deque()  # whose arrays must live until the GPU is done with them
+        self._in_flight: deque[list[Any]] = deque()  # Works whose arrays must live until the GPU is done with them
         self._watches_deadlines = any(route.watched for route in routes)
         self._marks = Marks(self.device, _MARKS if self._watches_deadlines else 0)
         self._scratch = ScratchPool(self.device)
         self._failed: Sequence[int] = next((route.failed for route in routes if route.failed_word), (0,))
         self._closing = self._aborted = False
-        self.awaited: list[int] = []  # by kernels, at the watchdog's last look
-        self._seen = -1  # the last collective at that look
+        self.awaited: list[int] = []  # the ranks for which kernels waited at the watchdog's last check
+        self._seen = -1  # the number of the last collective at that check
 
     @property
     def streams(self) -> Streams:
@@ -74,12 +74,12 @@ class WatchedBackend(GroupBackend):
     # Waiting on the host.
 
     def check(self, o: Work[Any]) -> None:
-        """Raise for what is known to have gone wrong: calls that differ, ranks that are gone, the library's errors."""
+        """Raise known failures: calls that differ between ranks, ranks that have ended, and errors of the library."""
         self.shared.confirm()
         self.inspect(o)
 
     def inspect(self, o: Work[Any]) -> None:
-        """Raise for what a library, or a kernel, has found wrong."""
+        """Raise failures that the library or a kernel of a route has reported."""
         for route in self.routes:
             route.inspect(o)
 
@@ -98,7 +98,7 @@ class WatchedBackend(GroupBackend):
         try:
             while not over():
                 self.check(o)
-                if self.failures.first is not None:  # the watchdog was first: of a rank that died it alone knows
+                if self.failures.first is not None:  # the watchdog was first: only it notices a rank that died
                     raise again(self.failures.first)
                 now = time.monotonic()
                 if timeout is not None and now - began > timeout:
@@ -107,17 +107,17 @@ class WatchedBackend(GroupBackend):
                     self.failures.show_wait(self.late(o))
                     show_at = now + _SHOW_EVERY
                 idle.pause(0, None)
-            self.check(o)  # what is over was begun by all ranks: they are known to have agreed, or not
+            self.check(o)  # the call is over, so all ranks have begun it: now their calls can be compared
             if self.failures.first is not None:
                 raise again(self.failures.first)
         except Exception as error:
             self._raise(o, error)
-        finally:  # after its failure is posted: a rank that does neither is to blame
+        finally:  # after the failure is posted: a rank that neither waits nor fails is to blame
             if show_at > first:
                 self.failures.show_wait(None)
 
     def _expired(self, o: Work[Any], timeout: float) -> KosError:
-        """Fail ``o``, whose time is up: not while the watchdog does, which would take what ends here for the cause."""
+        """Fail ``o``, whose time is up.  The lock keeps the watchdog from reporting the abort that follows as the cause."""
         with self.shared.lock:
             known = self.failures.first
             return self.to_error(o, self.timed_out(o, timeout) if known is None else again(known))
@@ -125,7 +125,7 @@ class WatchedBackend(GroupBackend):
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
     ) -> None:
-        """Wait on the host for what this communicator has queued, for all on ``stream``, or ``until`` that is true."""
+        """Wait on the host for all queued work, for the work on ``stream``, or until ``until()`` is true."""
         self.failures.refuse("synchronize")
         last = self._last or unstarted("synchronize", self)
         if until is not None:
@@ -151,26 +151,26 @@ class WatchedBackend(GroupBackend):
         return self.shared.late(work, super().late(work).words)
 
     def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
-        """The error of a call whose time is up.  Kernels of its route end their wait, and report it."""
+        """The error of a call whose time is up.  Kernels of its route end their waits, and report what they waited for."""
         error = self.failures.overdue(self.late(work), work, seconds)
         for route in self.routes:
-            if route is work.prepared.route and (waited := route.last_wait()):
+            if route is work.prepared.route and (waited := route.end_waits()):
                 error = again(error, f"{error}; {waited}")
         return error
 
     # Failures.
 
     def watch(self) -> None:
-        """Look at the other ranks, at the library's errors, and at the deadlines of what is queued."""
+        """Check the other ranks, errors of the libraries, and the deadlines of queued calls.  The watchdog calls it."""
         shared = self.shared
-        if not shared.lock.acquire(blocking=False):  # another thread is ending it, which may wait until the GPU is idle
+        if not shared.lock.acquire(blocking=False):  # another thread aborts it, and may wait for the GPU
             return
-        try:  # what is closed or aborted meanwhile must not be touched
+        try:  # with the lock, nothing is closed or aborted meanwhile
             if shared.ended or self._closing:
                 return
             latest = self._last or shared.last or unstarted("watchdog", self)
             try:
-                if self.failures.first is not None:  # of calls on host memory, or of an exchange
+                if self.failures.first is not None:  # of a call on host memory, or of an exchange
                     raise again(self.failures.first)
                 shared.look_for_the_lost(latest)
                 with driver.on_device(self.device), relaxed_capture():
@@ -184,7 +184,7 @@ class WatchedBackend(GroupBackend):
             shared.lock.release()
 
     def _look_at_deadlines(self, now: float) -> None:
-        """Raise CollectiveTimeout for a call that the GPU began too long ago, or that a rank did not begin."""
+        """Raise CollectiveTimeout for a call that the GPU began too long ago, or that a rank has not begun in time."""
         if (overdue := self._marks.overdue(now)) is not None:
             late = overdue[0] or self._last or unstarted("watchdog", self)
             raise self.timed_out(late, overdue[1])
@@ -194,7 +194,7 @@ class WatchedBackend(GroupBackend):
         self.streams.current = self.streams.NONE  # the next call is marked again
 
     def _show_queue(self) -> None:
-        """Show the other ranks for whom the GPU waits: the program may wait for a stream, and not within kos."""
+        """Show the other ranks for which ranks the GPU waits: the program may wait for a stream outside of kos."""
         late = self.awaited = [rank for route in self.routes for rank in route.kernel_waits()]
         last = self.shared.last_on_gpu()
         if not late and last is not None:
@@ -204,17 +204,17 @@ class WatchedBackend(GroupBackend):
             self.failures.status.post_queued(self, [self.failures.world[rank] for rank in late])
 
     def to_error(self, work: Work[Any], error: Exception) -> KosError:
-        """Also ends what is in flight, and reports the failure to the other ranks."""
+        """The failure to raise for ``error``.  Aborts calls in flight, and reports the failure to the other ranks."""
         shared, failures = self.shared, self.failures
         for route in self.routes:
             error = route.explain(work, error)
         with shared.lock:
-            if shared.ended:  # of which ``error`` is a consequence
-                launching = not isinstance(error, KosError)  # during a launch the watchdog ended the communicator
+            if shared.ended:  # and ``error`` is a consequence
+                launching = not isinstance(error, KosError)  # the watchdog aborted during a launch
                 text = f"{work}: the communicator failed before: {failures.first}" if launching else None
                 assert failures.first is not None
                 return failures.named(work, again(failures.first, text))
-            if isinstance(error, KosError) and not lost(self, error):  # the other ranks of the host may know it better
+            if isinstance(error, KosError) and not lost(self, error):  # other ranks of the host may know the cause
                 error = shared.cause(work, error)
             failure = failures.named(work, error)
             work.record_failure(failure)
@@ -235,7 +235,7 @@ class WatchedBackend(GroupBackend):
         return [*super().abort_flags, self.shared.abort_flag, *of_routes]
 
     def signal_abort(self, reason: str) -> None:
-        """Let all that waits for other ranks end, without waiting for that."""
+        """Begin to end everything that waits for other ranks.  Does not wait for it."""
         self.shared.mark_ended()
         if not self._aborted:
             self._aborted = True
@@ -243,25 +243,25 @@ class WatchedBackend(GroupBackend):
                 route.abort(reason)
 
     def abort_device(self, reason: str, final: bool = False) -> None:
-        """Abort what is in flight on the GPU, without the other ranks, and wait until the GPU is idle."""
-        self.signal_abort(reason)  # of all routes before any is ended: that may wait for the whole GPU
+        """Abort calls in flight on the GPU, on this rank alone, and wait until the GPU is idle."""
+        self.signal_abort(reason)  # to all routes first: ending one may wait for kernels of another
         wait_for_idle(self, self._drain)
         for route in self.routes:
             route.drained(final)
 
     def _drain(self) -> None:
-        with suppress(CudaError), relaxed_capture():  # a broken context runs nothing any more
+        with suppress(CudaError), relaxed_capture():  # a broken context runs no kernels
             driver.synchronize(self.device)
 
     def unwatch(self) -> None:
-        """End the watchdog's looks; waits for one that has begun."""
+        """Stop the watchdog's checks.  Waits for a check that is in progress."""
         with self.shared.lock:
             self._closing = True
             self.failures.status.post_queued(self, ())
         watchdog.remove(self)
 
     def signal_end(self, reason: str) -> None:
-        """Report the end to the other ranks, and let waiting kernels end, before anything is freed."""
+        """Report the end to the other ranks, and signal waiting kernels to end, before anything is freed."""
         self.unwatch()
         if self.host is None:
             self.shared.report_end(reason)
@@ -271,17 +271,17 @@ class WatchedBackend(GroupBackend):
 
     def abort(self, reason: str) -> None:
         self.signal_end(reason)
-        if self.host is not None:  # first: it reports to the other ranks at once
+        if self.host is not None:  # it comes first, because it reports to the other ranks at once
             self.host.abort(reason)
         self.abort_routes(reason)
 
     def abort_routes(self, reason: str) -> None:
-        """End all but the backend for host memory."""
+        """Abort everything except the backend for host memory."""
         self.unwatch()
         self.shared.report_end(reason)
         with self.shared.lock:
             self.failures.first = self.failures.first or CollectiveError(reason)
-            self.shared.ended = True  # no rank hears of what fails next
+            self.shared.ended = True  # later failures are not reported
             self.shared.close()
             self.abort_device(reason, final=True)
 

@@ -54,7 +54,10 @@ def find(config: TrainConfig, checkpoints: Path, show: Callable[[str, float], ob
 
 
 def data_settings(found: Checkpoint) -> dict[str, Any]:
-    """The settings by which a checkpoint's run reads its data.  Older runs cut documents, and hold out a tenth."""
+    """The settings by which a checkpoint's run reads its data.
+
+    Runs of older versions have no such settings: they cut documents, and hold out a tenth.
+    """
     theirs = found.config.get("config", {}) | found.config.get("derived", {})
     return {"fit": theirs.get("fit", "cut"), "hold_out": theirs.get("hold_out", HOLD_OUT)}
 

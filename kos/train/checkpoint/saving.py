@@ -147,7 +147,7 @@ class Saving:
 def write_weights(
     path: Path, shapes: Mapping[str, Shape], read: Callable[[str], np.ndarray], dtype: str = "float32"
 ) -> dict[str, Any]:
-    """Write weights, which ``read`` returns by our names, as transformers and peft have them. As ``write_tensors``."""
+    """As ``write_tensors``, but in the format of transformers and peft. ``read`` returns weights by kos's names."""
     saved = {name_as_saved(name): shape_as_saved(name, shape) for name, shape in shapes.items()}
     return write_tensors(path, saved, (as_saved(name, read(name)) for name in shapes), dtype)
 

@@ -39,7 +39,7 @@ def weighted(data: str | Sequence[str]) -> dict[str, float]:
     for given in data:
         match = _WEIGHTED.fullmatch(str(given))
         if match is None or not float(match[2]) or match[1] in sources:
-            expected = "NAME:WEIGHT or PATH:WEIGHT for each of several, all different"
+            expected = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different names"
             example = f", such as {given}:0.7" * (":" not in str(given))
             raise SettingError("data", f"{expected}{example}", repr(given))
         sources[match[1]] = float(match[2])

@@ -1,4 +1,4 @@
-"""The settings of a run that begins with the weights of a Hugging Face folder (``init_from``): shape and defaults."""
+"""The settings of a run that starts from the weights of a Hugging Face folder (``init_from``): shape and defaults."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from kos.train.checkpoint.huggingface import read_config
 from kos.train.config import ModelSection, flag_of, flatten, unset_of
 
 Layer = tuple[str, Mapping[str, Any]]
-"""Settings, and where they come from.  Later layers override earlier ones."""
+"""Where settings come from, and the settings.  Later layers override earlier ones."""
 
 FINE_TUNING_LR = 2e-5
 """The peak learning rate with ``--init-from``.  Source: Stanford Alpaca (tatsu-lab/stanford_alpaca)."""
 
 ADAPTERS_LR = 2e-4
-"""The same with ``--lora``.  Source: QLoRA (Dettmers et al. 2023, arXiv:2305.14314), for models of up to 13b."""
+"""This rate with ``--lora``.  Source: QLoRA (Dettmers et al. 2023, arXiv:2305.14314), for models of up to 13b."""
 
 FINE_TUNING_SEQ_LEN = 1024
 """The largest default of ``--seq-len`` with ``--init-from``. A model's context may be 131,072 tokens, for which few
-machines have the memory. The default does not depend on the machine, so that results do not either."""
+machines have enough memory. The default is the same on all machines, so that results are, too."""
 
 FINE_TUNING_WARMUP = 0.03
 """The warm-up as a fraction of the steps with ``--init-from``.  Source: Stanford Alpaca (tatsu-lab/stanford_alpaca)."""
 
 FINE_TUNING_EPOCHS = 3
-"""The length with ``--init-from``.  Source: TRL (``num_train_epochs`` of its SFTConfig), which takes transformers'."""
+"""The number of epochs with ``--init-from``.  Source: TRL (``SFTConfig.num_train_epochs``)."""
 
 
 def with_model(layers: Sequence[Layer]) -> list[Layer]:
-    """``layers``, and above them the shape of the model in the folder ``init_from``.  Raises as ``model_of``."""
+    """``layers`` and, if they have ``init_from``, another layer above them: the shape of the model in that folder.
+
+    Raises ConfigError as ``model_of``.
+    """
     merged = {key: value for _, values in layers for key, value in values.items()}
     folder, resumes = merged.get("init_from"), "model" in merged and merged.get("resume") is not None
     if not isinstance(folder, str) or (resumes and not os.path.exists(folder)):  # the run's config.json has the model
@@ -43,7 +46,7 @@ def with_model(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def defaults(layers: Sequence[Layer]) -> list[Layer]:
-    """The defaults with ``init_from``, above those of the preset, which are for random weights."""
+    """If ``layers`` have ``init_from``, a layer of defaults that replaces those of the preset for random weights."""
     merged = {key: value for source, values in layers for key, value in flatten(source, values).items()}
     if merged.get("init_from") is None:
         return []
@@ -51,7 +54,7 @@ def defaults(layers: Sequence[Layer]) -> list[Layer]:
     values: dict[str, Any] = {"lr": FINE_TUNING_LR if merged.get("lora") is None else ADAPTERS_LR}
     if steps is None and epochs is None:
         values["epochs"] = epochs = FINE_TUNING_EPOCHS
-    if epochs is not None:  # of which the data say how many steps they are
+    if epochs is not None:  # the number of steps is known once the data is read
         values["warmup_steps"] = None
     elif isinstance(steps, int):  # else refused by ``build``
         values["warmup_steps"] = math.ceil(FINE_TUNING_WARMUP * steps)
@@ -68,7 +71,7 @@ def model_of(folder: Path, layers: Sequence[Layer]) -> Layer:
     """
     run = folder / "checkpoints"
     if os.path.isdir(run):  # else read_config says why not
-        raise ConfigError(f"--init-from: expected a folder of weights, as {run / 'step-N'}, got the run {folder}")
+        raise ConfigError(f"--init-from: expected a folder of weights, such as {run / 'step-N'}, got the run {folder}")
     adapters = dict[str, Any]()
     try:
         if adapter.is_folder(folder):
@@ -84,7 +87,7 @@ def model_of(folder: Path, layers: Sequence[Layer]) -> Layer:
     for key, (source, got) in given.items():
         if got is not None and key in adapters and (tuple(got) if isinstance(got, list) else got) != adapters[key]:
             where = flag_of(key) if source == "flags" else f"{source}: {key}"
-            raise ConfigError(f"{where}: expected {adapters[key]} of the adapters in --init-from, got {got}")
+            raise ConfigError(f"{where}: expected {adapters[key]}, as in the adapters of --init-from, got {got}")
         name = key.removeprefix("model.")
         if name not in shape or got is None:
             continue

@@ -71,8 +71,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     val_data: str | None = option(None, "a part that is held out of --data", min_length=1)
     """Validate on other data: the same NAMEs and PATHs as --data."""
     hold_out: float | None = option(None, "0.1, or 0 with --eval-batches 0", ge=0, lt=1)
-    """Fraction of --data that is held out for validation: the last part of a file, or some files of a folder. It does
-    not apply if names of files say what is held out."""
+    """Fraction of --data that is held out for validation: the end of a file, or some files of a folder. It has no
+    effect if the names of files say what is held out."""
     eval_data: tuple[str, ...] = option((), "none")
     """Also validate on the data at PATH, whose loss is val_loss/NAME; repeat the flag for several."""
     text_field: str | tuple[str, ...] | None = option(None, "text", min_length=1)
@@ -131,7 +131,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Optimizer steps of the whole run, on sequences drawn at random."""
     epochs: int | None = option(None, "none", ge=1)
     """Instead of --steps: train N times on each sequence of the data, every time in another random order; in a mixture,
-    on each sequence of the first source. 3 with --init-from and without --steps."""
+    on each sequence of the first source. It is 3 with --init-from and without --steps."""
     out: Path | None = option(
         None, "the first free of runs/PRESET, runs/PRESET-2, …; with --resume auto the last one used", strict=False
     )
@@ -221,8 +221,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Continue training while a checkpoint is written. This takes host memory for a copy of the rank's shard."""
 
     publish: str | None = option(None, "none", min_length=1)
-    """Publish the weights at HOST:PORT for servers, which pull them with kos.transfer. Takes memory for two more copies
-    of the rank's shard of the weights, on GPUs as they compute with them."""
+    """Publish the weights at HOST:PORT for servers, which pull them with kos.transfer. This takes memory for two more
+    copies of the rank's shard of the weights; on GPUs, the copies have the dtype in which the model computes."""
     publish_every: int = option(1, ge=1)
     """Steps between published versions. The initial weights and those after --steps are published too."""
 
@@ -355,8 +355,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     def from_preset(cls, preset: str = "tiny", **changes: Any) -> TrainConfig:
         """A preset with some values changed; ``model={...}`` changes only the keys it names.
 
-        With ``init_from``, the shape is that of its folder, and the defaults are those of the command.  ConfigError: an
-        unknown key or preset, a value of the wrong type or out of range, a shape that the folder does not have.
+        With ``init_from``, the model has the shape of that folder, and the defaults are those of the command.  Raises
+        ConfigError for an unknown key or preset, a value of the wrong type or out of range, or another shape.
         """
         return configure(preset, with_model([("argument", {"preset": preset, **changes})]))
 
@@ -385,7 +385,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         return (HOLD_OUT if self.eval_batches else 0.0) if self.hold_out is None else self.hold_out
 
     def with_data_settings(self, theirs: Mapping[str, Any] | None) -> TrainConfig:
-        """This configuration with the settings ``theirs`` of a resumed run, where it leaves them open."""
+        """This configuration, where ``theirs``, the settings of a resumed run, replace settings that are None."""
         known = {"hold_out": self.held_out, **(theirs or {})}
         return self.model_copy(update={name: value for name, value in known.items() if getattr(self, name) is None})
 
@@ -557,7 +557,10 @@ KEYS = {
 
 
 def configure(preset: Any, layers: Sequence[Layer]) -> TrainConfig:
-    """The configuration of ``layers`` above a preset; with ``init_from`` they have its shape.  Raises as ``build``."""
+    """The configuration of ``layers`` above a preset.  Raises as ``build``.
+
+    If ``layers`` have ``init_from``, they also have the shape of its model (``with_model``).
+    """
     first = (f"preset {preset}", preset_values(preset))
     return build([first, *defaults(layers), *layers])
 

@@ -207,8 +207,11 @@ class Dataset:
 
     @property
     def without_beginning(self) -> float:
-        """The share of the counted tokens that lack the beginning of their document; without packing, of the first
-        SAMPLED sequences.  Text has no beginning that later tokens need."""
+        """The share of the counted tokens that lack the beginning of their document in their sequence.
+
+        Without packing, it is the share in the first SAMPLED sequences.  Later tokens of a text do not need its
+        beginning, so the share of text is 0.
+        """
         if isinstance(self.train, PackedTokens):
             counts, lack = self.train.counts
             return lack / max(1, counts) * self.in_parts
@@ -253,13 +256,13 @@ class Dataset:
         return -(-self.sequences_in(self.train) // self.batch_size)
 
     def steps_of(self, epochs: int) -> int:
-        """The steps of ``epochs``; in a mixture, those in which the first source is seen so often."""
+        """The number of steps of ``epochs``.  In a mixture, they are epochs of the first source."""
         if self.mixture is not None:
             return self.mixture.steps_of(epochs, self.batch_size)
         return epochs * self.steps_per_epoch
 
     def passes(self, steps: int) -> float:
-        """How often each sequence is seen in ``steps``, on average; in a mixture, those of the source seen most."""
+        """How often each sequence is seen in ``steps``, on average.  In a mixture: the maximum over the sources."""
         if self.mixture is None:
             return steps * self.batch_size / self.sequences_in(self.train)
         times = self.mixture.sequences(steps * self.batch_size)
@@ -363,7 +366,7 @@ def load_data(
             folders = [run / f"source-{number}" for run in runs]
             own_val = config.val_data is None or number == 1  # --val-data is that of all sources
             changes = {"data": name, "eval_batches": config.eval_batches if own_val else 0, "eval_data": ()}
-            changes |= {"epochs": None}  # of the mixture
+            changes |= {"epochs": None}  # the mixture counts them
             changes |= config.of_sources(name, config.val_data)
             parts.append(load_data(config.model_copy(update=changes), show, weights, folders, own_val))
         data = mix(sources, parts)

@@ -31,7 +31,7 @@ KNOWN = ("role", "content", "weight", "train", "name", "tool_call_id")
 """Keys that a message may have even if the template does not use them."""
 
 COUNTING = {"weight": "a weight of 0 or 1", "train": "train true or false"}
-"""Keys of an assistant's message, or of a record.  If one of them is 0 or false, the loss leaves it out."""
+"""Keys of a message or of a record, and their values.  If a value is 0 or false, the loss does not count the text."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Synonyms of one key.  A template may use any of them."""
@@ -171,7 +171,7 @@ class ChatTemplate:
         if wrong := _wrong_content(message, number):
             raise DataError(f"{where}: expected {wrong}")
         if counts(message, where) and message.get("train") and role != "assistant":  # axolotl would train on it
-            raise DataError(f"{where}: expected train of assistants alone, got True with the role {role}")
+            raise DataError(f"{where}: expected train only in messages of assistants, got True with the role {role}")
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [*map(_with_arguments, calls)]
         for key, value in message.items():
@@ -359,7 +359,7 @@ def counts(given: Mapping[str, Any], where: str) -> bool:
 
 
 def _wrong_content(message: Mapping[str, Any], number: int) -> str:
-    """What is expected of the content and the tool calls of a message, what was got, and how to write it; or ""."""
+    """The error about the content or the tool calls of a message (expected, got, remedy), or "" if they are right."""
     content, calls, assistant = message.get("content"), message.get("tool_calls"), message["role"] == "assistant"
     if "function_call" in message:
         how = 'write "tool_calls": [{"type": "function", "function": …}]'
@@ -379,7 +379,7 @@ def _wrong_content(message: Mapping[str, Any], number: int) -> str:
 
 
 def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments, if they are an empty string, are those of a call without arguments."""
+    """The tool call, in which arguments that are an empty string become "{}": a call without arguments."""
     if isinstance(call.get("function"), dict):
         return {**call, "function": _with_arguments(call["function"])}
     return {**call, "arguments": "{}"} if call.get("arguments") == "" else {**call}

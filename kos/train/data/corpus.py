@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 HOLD_OUT = 0.1
 """The fraction that is held out for validation: of a file, or of the files of a folder."""
 
-MUCH = 0.2
-"""The share of the data that is more than a user may expect to be held out."""
+MUCH_HELD_OUT = 0.2
+"""If a larger share of the tokens is held out, the log shows the share."""
 
 SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 """Words in the name of a file or of its folder, and the split that the file belongs to."""
@@ -75,7 +75,7 @@ class Splits(NamedTuple):
     """The data for training and for validation: texts and records, or arrays of tokens, which stay in their files.
 
     ``held_out`` describes the validation data for the log, and ``trained_on`` the files of the training data.
-    ``chosen`` says whether the validation data is whole files, although no name says so.
+    ``chosen`` is true if kos has held out whole files, although no file is named for validation.
     """
 
     train: Sequence[Any]
@@ -85,8 +85,8 @@ class Splits(NamedTuple):
     chosen: bool = False
 
     def in_words(self, train: int, val: int) -> str:
-        """``held_out``, and the share of the tokens if that may be more than a user expects."""
-        if not self.chosen or val <= MUCH * (train + val):
+        """``held_out``, and the share of the tokens if it may be larger than a user expects."""
+        if not self.chosen or val <= MUCH_HELD_OUT * (train + val):
             return self.held_out
         how = "--val-data, or a file with val in its name, replaces it"
         return f"{self.held_out}, which is {val / (train + val):.0%} of the tokens ({how})"
@@ -146,8 +146,8 @@ def read_corpus(
 
     Both are ``stdlib``, ``tinyshakespeare``, or a path: a file of text, records or tokens, or a folder or glob pattern
     of such files.  Several names of ``data`` are read as one; without a name there is only validation data.  ``split``
-    has the rules of what is held out, with the fraction ``hold_out``.  They apply to each of several names, unless the
-    name of a file says that it is for validation.  ``val_flag`` names ``val_data``.
+    describes which data is held out; ``hold_out`` is the fraction.  Each of several names is split separately, unless a
+    file is named for validation.  ``val_flag`` names ``val_data``.
 
     ConfigError: missing.  DataError: unreadable, empty or binary; text validated on tokens.
     """
@@ -295,9 +295,9 @@ def split(
 
     Held out are the files named for validation, or else those named for test.  If there are none, every tenth file
     whose name does not say ``train`` is held out, at least one.  If there is no such file, or only a single file, the
-    last tenth of each file is held out.  ``hold_out`` is the fraction that is a tenth here; 0 holds out nothing.  With
-    ``val_files``, those are held out instead: the ones named for validation or test, or else all.  A file named for
-    validation or test is never trained on.
+    last tenth of each file is held out.  ``hold_out`` is this fraction, here a tenth; with 0, nothing is held
+    out.  With ``val_files``, those are held out instead: the ones named for validation or test, or else all.  A file
+    named for validation or test is never trained on.
     """
     held, text, chosen, part = _validation_files(files), "", False, Fraction(str(hold_out))
     if val_files is not None:

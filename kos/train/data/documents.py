@@ -37,7 +37,7 @@ from kos.train.data.token_files import KINDS
 _log = logging.getLogger(__name__)
 
 READ = 1 << 20  # characters that are read at once
-SHOWN = 10  # kinds of wrong records of a file that an error names, at most
+SHOWN = 10  # kinds of errors in the records of a file that are shown, at most
 ROWS = 1 << 10  # rows of a Parquet file that are read at once
 
 ZSTD = f"{'compression' if sys.version_info >= (3, 14) else 'backports'}.zstd"
@@ -93,7 +93,7 @@ FORMS = ("text", "completion", *CHATS)
 
 
 REFUSED = ("rejected", "label", "sample_weight", "loss_weight")
-"""Fields of preference data, and weights of records.  ``label`` is one of them if it is true or false (TRL's KTO)."""
+"""Fields of preference data, and weights of records.  ``label`` is refused only if it is true or false (TRL's KTO)."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Text:
 class Records:
     """The documents ``start`` to ``stop`` of those in a file's records that are not empty.  Iterating reads them.
 
-    DataError if records are broken or lack the fields of a document, after warnings about up to SHOWN kinds of them; if
-    there is no document.
+    Raises DataError if records are broken or lack the fields of a document, or if there is no document.  Warnings
+    before it show up to SHOWN kinds of wrong records.
     """
 
     path: Path
@@ -141,7 +141,7 @@ class Records:
             try:
                 documents = _documents_of(value, self.lines, f"{where}, {place}")
             except DataError as error:
-                if error.settings:  # it is not about this record
+                if error.settings:  # it is about a setting, not about this record
                     raise
                 text, bad = f"{error}".removeprefix(f"{where}, {place}: "), bad + 1
                 first, count = wrong.get(text, (place, 0))
@@ -165,17 +165,17 @@ class Records:
 
 
 def _wrong(where: str, wrong: Mapping[str, tuple[str, int]], bad: int) -> DataError:
-    """The error about a file with ``bad`` wrong records, after a warning about each kind if there are several.
+    """The error about a file with ``bad`` wrong records.  If there are several kinds, a warning shows each kind first.
 
-    ``wrong`` has texts, each with its first place and count.
+    ``wrong`` has the text of each kind, with the place of its first record and the number of its records.
     """
     each = [f"{where}, {place}: {text}{f' ({n - 1:,} more)' * (n > 1)}" for text, (place, n) in wrong.items()]
     if len(each) == 1:
         return DataError(each[0])
     for text in each:
         _log.warning("%s", text)
-    kinds = f" (the first {SHOWN} kinds of them)" * (len(each) == SHOWN)
-    return DataError(f"{where}: expected records to train on, got {bad:,} wrong ones, see above{kinds}")
+    kinds = f" (the first {SHOWN} kinds)" * (len(each) == SHOWN)
+    return DataError(f"{where}: expected records to train on, got {bad:,} wrong ones, shown above{kinds}")
 
 
 def open_documents(path: Path, lines: Lines = TEXT) -> Text | Records:
@@ -408,7 +408,7 @@ def read_records(path: Path, lines: Lines = TEXT) -> Iterator[tuple[str, Any]]:
 
 
 def _reader(path: Path) -> Reader:
-    """The reader of a file with records.  It yields a DataError in place of a broken record after which it goes on."""
+    """The reader of a file with records.  In place of a broken record, it yields a DataError, and continues."""
     return READERS.get(_kind(path), _json_lines)  # a file whose suffix is unknown is read as JSON Lines
 
 

@@ -68,7 +68,7 @@ class OwnBatches:
         """Raise ConfigError for settings that apply only to ``--data``, or that need a state of the batches."""
         for name in ("data", "val_data", "epochs", "fit"):
             if (got := getattr(config, name)) != (default := TrainConfig.model_fields[name].default):
-                steps = ", of which steps says how many" * (name == "epochs")  # a default with init_from
+                steps = " (set steps instead)" * (name == "epochs")  # epochs are a default with init_from
                 raise SettingError(flag_of(name), f"{default or 'none'} with batches of one's own{steps}", got)
         for name in ("resume", "elastic"):
             has_state = self._has_state or (self._of_steps and name == "resume")

@@ -58,9 +58,9 @@ class PackedTokens(Tokens):
         self._first = np.append(np.flatnonzero(plan < 0), len(plan))  # where each sequence starts in the plan
         self._bounds = np.append(tokens.begins, self.size)
         begins = np.where(plan < 0, ~plan, plan)
-        self._documents = np.searchsorted(self._bounds, begins, side="right")  # of each piece, counted from 1
+        self._documents = np.searchsorted(self._bounds, begins, side="right")  # that of each piece, counted from 1
         left = self._bounds[self._documents] - begins
-        self._lengths = np.where(left > seq_len + 1, seq_len, left)  # with the last target of a document
+        self._lengths = np.where(left > seq_len + 1, seq_len, left)  # with a document's last target
         self.fill = int(self._lengths.sum()) / max(1, (len(self._first) - 1) * seq_len)
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class PackedTokens(Tokens):
 
     @cached_property
     def counts(self) -> tuple[int, int]:
-        """The counted tokens, and how many of them lack the beginning of their document, which a piece before has."""
+        """The number of counted tokens, and how many of them are in a piece without the beginning of their document."""
         begins = np.where(self.plan < 0, ~self.plan, self.plan)
         stops = np.minimum(begins + self.seq_len + 1, self._bounds[self._documents])
         each = counted(self, begins + 1, stops)
@@ -132,9 +132,9 @@ class PackedTokens(Tokens):
 def counted(tokens: Tokens, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
     """How many tokens the loss counts in each of the ranges from ``starts`` to ``stops``."""
     places, inverse = np.unique(np.concatenate([starts, np.maximum(starts, stops)]), return_inverse=True)
-    before, at, total = places.copy(), 0, 0  # of each place, the counted tokens before it
+    before, at, total = places.copy(), 0, 0  # ``before``: the number of counted tokens before each place
     for shard in tokens.shards:
-        masked = shard.dtype.kind == "i"  # of others, all tokens count
+        masked = shard.dtype.kind == "i"  # without a mask, all tokens count
         for piece in pieces(shard) if masked else ():
             inside = slice(*np.searchsorted(places, [at, at + len(piece)], "right"))
             ends = np.cumsum(piece < 0)
@@ -161,7 +161,7 @@ def make_plan(tokens: Tokens, seq_len: int, seed: int, skips: bool) -> NDArray[n
     before, rest = np.cumsum(filled) - filled, begins + filled * seq_len
     full = np.repeat(begins, filled) + seq_len * (np.arange(filled.sum()) - np.repeat(before, filled))
     full_has_target = counted(tokens, full + 1, np.minimum(full + seq_len + 1, np.repeat(ends, filled))) > 0
-    rest_has_target = counted(tokens, rest + 1, ends) > 0  # 1 token is the last target before it
+    rest_has_target = counted(tokens, rest + 1, ends) > 0  # a rest of 1 token is only a target
     for at in range(0, len(begins), CHUNK):
         of_chunk = permuted(np.arange(at, min(at + CHUNK, len(begins))), len(begins), seed, ORDER)
         if skips:

@@ -16,19 +16,19 @@ _BEFORE, _SHOWN = 50, 110
 """Lengths in ``first_line``, in characters: of the text before the first token that counts, and of all text."""
 
 
-HALF = "\ufffd"
-"""How a decoder writes a character of which the sequence, or the tokens up to a mark, have some bytes only."""
+REPLACEMENT = "\ufffd"
+"""The replacement character, which a decoder writes if the tokens have only some of the bytes of a character."""
 
 SEARCHED = 10_000
-"""Sequences among which ``report`` finds those of each source."""
+"""The number of sequences among which ``report`` looks for those of each source."""
 
 
 def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
     """The first ``config.show_data`` sequences of a run, or of one that resumes from the checkpoint ``found``.
 
-    In a mixture, the first of each source, if they are among the first SEARCHED.  A line before each sequence gives its
-    place, its source in a mixture, and its counts.  The last lines say how
-    documents fit into sequences, and what the data is.
+    In a mixture, it shows the first sequences of each source, as far as they are among the first SEARCHED.  A line
+    before each sequence gives its place, its source in a mixture, and its counts.  The last lines describe how
+    documents fit into sequences, and the data.
     """
     first, weights, runs, shown = 0, tokenizer_folder(config.init_from), list[Path](), []
     config = config.with_data_settings(found and data_settings(found))
@@ -58,7 +58,7 @@ def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
 def first_line(data: Dataset, step: int) -> str:
     """A line for the log: an excerpt of the first sequence of ``step``, around the first token that counts."""
     text, counts = sequence(data, step, 0, _SHOWN)
-    text = text.replace(HALF, "")
+    text = text.replace(REPLACEMENT, "")
     start = max(0, text.find("«") - _BEFORE)
     stop = start + _SHOWN
     shown = json.dumps(f"{'…' * (start > 0)}{text[start:stop]}{'…' * (stop < len(text))}", ensure_ascii=False)
@@ -78,7 +78,7 @@ def sequence(data: Dataset, step: int, row: int, shown: int | None = None) -> tu
     for counts, group in groupby(counted[: len(ids)]):
         done += len([*group])
         whole = data.tokenizer.decode(ids[:done])  # a decoder may treat a first token differently
-        whole = whole if done == len(ids) else whole.rstrip(HALF)
+        whole = whole if done == len(ids) else whole.rstrip(REPLACEMENT)
         piece, written = whole[len(written) :], whole
         text += f"«{piece}»" if counts and piece else piece
         if shown is not None and "«" in text and len(text) > text.index("«") + shown:

@@ -34,15 +34,15 @@ SHARD_TOKENS = 1 << 24
 """A shard is complete when it has at least this many tokens."""
 
 
-LAST = "the last argument of kos tokenize is the folder that is written"
+LAST = "the last argument of kos tokenize is the folder that it writes"
 
 
 class CorpusDocuments:
     """The documents of a corpus: those for training, of which there are ``train``, then those for validation.
 
     ``kinds`` has the kinds of those for training and for validation: text, parts, or parts that a template rendered.
-    ``rendered`` are the numbers of documents and of characters that a template rendered, and ``once`` those of the last
-    document of each chat.
+    ``rendered`` has the numbers of documents and of characters that a template rendered.  ``once`` has the same numbers
+    for the last document of each chat alone.
     """
 
     def __init__(self, corpus: Corpus) -> None:

@@ -233,7 +233,7 @@ def plan_memory(
 
 
 def _published(run: DryRun, buckets: Buckets, ranks: int) -> int:
-    """With ``--publish``, the elements of both versions of this rank: ``ranks`` share out what all of them hold."""
+    """With ``--publish``, this rank's elements in both versions.  ``ranks`` divide what all of them hold."""
     if run.config.publish is None:
         return 0
     frozen = 0 if run.models[0].config.lora else sum(x.size for x in run.frozen.values()) // ranks

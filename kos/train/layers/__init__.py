@@ -50,7 +50,7 @@ class PassContext(NamedTuple):
     """Those of attention, by its window."""
 
     pending: list[Callable[[PassContext], None]] | None = None
-    """Takes what computes the gradients of weights if they are deferred: until a pipeline has time for them."""
+    """The functions that compute deferred gradients of weights.  A pipeline calls them when it would be idle."""
 
     cache: Any = None
     """The ``kos.train.layers.cache.Cache`` of a forward that generates."""

@@ -90,7 +90,7 @@ class Sublayer:
         raise NotImplementedError
 
     def activate(self, ctx: PassContext, columns_NW: Array, inner_NF: Array) -> None:
-        """Write the output of a ``cheap`` core, in a backward too."""
+        """Write the output of a ``cheap`` core.  A backward calls it too, to compute the output again."""
         raise NotImplementedError
 
     def core_backward(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array, d_columns: Array) -> None:

@@ -66,7 +66,7 @@ class InFlight:
         self.inputs: list[Array] = []  # of each layer
         self.saved: list[list[Saved]] = []  # of each layer's sublayers; none where whole layers are computed again
         self.out_nD: Array | None = None
-        self.pending: list[Callable[[PassContext], None]] = []  # gradients of weights that a backward has deferred
+        self.pending: list[Callable[[PassContext], None]] = []  # of weights' gradients, deferred by a backward
         self.d_out_nD: Array | None = None  # where another stage of this rank has left it
         self.sent: Any = None  # the send of ``out_nD``
 

@@ -96,7 +96,7 @@ class OwnedSlices:
 
 
 class OnFirstRead(Mapping[str, Any]):
-    """The names of ``weights``.  When one is first read, ``first(name)`` returns what it stands for from then on."""
+    """A mapping with the names of ``weights``.  The first read of a name stores ``first(name)`` as its value."""
 
     def __init__(self, weights: Mapping[str, Any], first: Callable[[str], Any]) -> None:
         self._weights, self._first, self._read = weights, first, dict[str, Any]()

@@ -400,7 +400,7 @@ class DataParallel:
         """Start to gather ``weights`` from all ranks.  The first read of a tensor waits until it is complete."""
         in_flight = [
             (bucket, self.all_gather(bucket, weights.flat[bucket], async_op=True))
-            for bucket in reversed(self.buckets) if self.of(bucket).size > 1  # as the forward goes through the layout
+            for bucket in reversed(self.buckets) if self.of(bucket).size > 1  # the forward reads them in this order
         ]  # fmt: skip
 
         def first(name: str) -> Array:

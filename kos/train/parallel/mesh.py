@@ -73,7 +73,7 @@ class Layout:
 def ranks_of_a_host(layout: Layout, axes: Collection[str], hosts: Sequence[Hashable], flag: str) -> int:
     """How many ranks of a group along ``axes`` each host has, where rank r of the layout is on ``hosts[r]``.
 
-    SettingError of ``flag`` unless it is one number, of neighbours, for all hosts and groups.
+    Raises SettingError for ``flag`` unless all hosts have the same number of ranks of each group, side by side.
     """
     groups = dict[tuple[int, ...], list[Hashable]]()
     for rank, host in enumerate(hosts):

@@ -226,7 +226,7 @@ def _schedule(name: str, stages: int, micro_batches: int, actions: Callable[[int
 
 
 def _existing(actions: Iterable[Action], micro_batches: int) -> tuple[Action, ...]:
-    """Without the micro-batches that fill up a phase."""
+    """The actions without those of padding, which are micro-batches that fill up the last phase."""
     return tuple(action for action in actions if action.micro_batch < micro_batches)
 
 

@@ -229,7 +229,7 @@ class PeerBackend(Backend):
     def kernel_waits(self) -> list[int]:
         return self._engine.record.waits_for()
 
-    def last_wait(self) -> str:
+    def end_waits(self) -> str:
         """End the wait on the GPU, so that the kernel reports what it waited for."""
         self._engine.record.abort()
         return self._engine.record.last_wait(1.0)
