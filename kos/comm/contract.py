@@ -14,9 +14,9 @@ GPU (``on_gpu = True``)    ``exchange``                         every operation,
 All other methods are optional.  Their defaults do nothing, leave the work to kos, or raise an error that names the
 method and the backend.  kos makes one instance per group and kind of memory, so each instance moves one kind.
 
-``mpi``, ``tcp`` and ``mock`` are such classes for host memory, and ``nccl`` and ``peer`` are for GPUs.  A communicator on
-GPUs has one ``GPUBackend``.  It queues the calls, orders the streams, watches the other ranks, and aborts calls in flight
-after a failure.  Its routes are backends of this contract: it chooses one of them for each signature.
+``mpi``, ``tcp`` and ``mock`` are such classes for host memory, and ``nccl`` and ``peer`` for GPUs.  A communicator on
+GPUs has one ``GPUBackend``.  It queues the calls, orders the streams, watches the other ranks, and aborts calls in
+flight after a failure.  Its routes are backends of this contract: it chooses one of them for each signature.
 
 Which thread calls which method:
 
@@ -60,9 +60,9 @@ Piece = tuple[Any, int]
 """The address and the bytes of a part of GPU memory.  The address may be an ``Address``, relative to an array of a
 launch."""
 Resolved = tuple[Run, str | None, bool]
-"""How a route runs calls of one signature on a GPU.  First, the function that queues a call.  Second, a text that names
-the kernel, if the choice depends on more than the arguments; kos checks that it is the same on all ranks.  Third, whether
-later calls may use the function."""
+"""How a route runs calls of one signature on a GPU.  First: the function that queues a call.  Second: the name of the
+kernel, if its choice depends on more than the arguments; kos checks that all ranks have chosen the same.  Third:
+whether later calls may use the function."""
 Guard = tuple[Any, str, Any]
 """An object, the name of one of its slots, and the value that the slot must have for the core to make a call."""
 
@@ -326,7 +326,7 @@ class Backend(ABC):
         """kos calls this when the timeout of the communicator changes."""
 
     def resolve(self, o: Operation) -> Resolved | None:
-        """How calls like ``o`` run here.  Its buffers have no memory.  None: kos builds the operation on ``exchange``."""
+        """How calls like ``o`` run here; its buffers have no memory.  None: kos builds them on ``exchange``."""
         if o.options.algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected 'auto' on {self.name}, got {o.options.algorithm!r}")
         ordered = o.options.deterministic and o.reduction is not None
@@ -347,7 +347,7 @@ class Backend(ABC):
         self.backend.queue_each(works, stream)
 
     def entered(self, stream: int) -> None:  # noqa: B027
-        """kos calls this before the first launch on ``stream`` after it has ordered the stream behind earlier launches."""
+        """kos calls this after it has ordered ``stream`` behind earlier launches, before the next launch on it."""
 
     def launch_words(self, run: Run) -> tuple[bytes, list[Guard]] | None:
         """The launch of ``run`` as a ``kos_launch`` of ``core.h``, and the guards under which it is valid.

@@ -1,8 +1,8 @@
 """GroupBackend: the class that a Communicator calls.  It runs the operations of one group.
 
 ``HostBackend`` (host/backend.py) runs every operation with a ``contract.Backend`` that moves host memory.
-``GPUBackend`` (gpu/backend.py) runs them with one or several that move the memory of a GPU, its routes, and with a
-HostBackend if the communicator moves host memory too.
+``GPUBackend`` (gpu/backend.py) runs every operation with one of its routes, which are Backends that move GPU memory.
+It has a HostBackend too if the communicator moves host memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GroupBackend(ABC):
     name: str
     """The name in errors and in ``Communicator.backend_name``."""
     on_gpu: ClassVar[bool] = False
-    """Whether what it starts runs on a GPU."""
+    """Whether the calls that it starts run on a GPU."""
     gpu_array_hint = "nccl, peer and auto support it"
     """The end of the error for an array on a GPU, if the backend does not accept such arrays."""
     device: int | None = None

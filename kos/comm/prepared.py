@@ -66,10 +66,10 @@ class Prepared:
         """``launch`` begins a Work: it returns the steps that are left, or None if the Work is complete or queued."""
         self.operation, self.name, self.collective = operation, operation.name, operation.name not in POINT_TO_POINT
         self.backend, self.route = backend, route or backend
-        """The backend that runs it, and which of its routes."""
+        """The backend of the communicator, and the route of that backend that runs the calls."""
         self.launch, self.run, self.kernel = launch, run, kernel
-        """``run`` is the backend's own; on a GPU it queues the call on a stream and two addresses.  ``kernel``, if any,
-        must be the same on all ranks."""
+        """``run`` belongs to the backend.  On a GPU, it is a function of a stream and two addresses that queues a call.
+        ``kernel``, if any, must be the same on all ranks."""
         self.work, self.gets = backend.work, operation.recv is not None
         """The class of its Works, and whether this rank has a result."""
         self.lasting = lasting

@@ -153,7 +153,7 @@ def _report_settings(run: RunContext) -> None:
         say(f"from the weights in {run.source}: {rates}, {context} (--epochs, --lr, --warmup-steps, --seq-len)")
         if config.epochs is None and not run.brings_batches and (passes := run.data.passes(config.steps)) > MANY_PASSES:
             what = f"with --steps {config.steps}, sequences are seen up to {passes:,.0f} times"
-            run.console.warn(f"kos: {what}: a model that is fine-tuned may learn them by heart (--epochs)")
+            run.console.warn(f"kos: {what}: a model that is fine-tuned may memorize them (--epochs)")
         if names := extra_names(run.extra):
             say(f"checkpoints also keep these files of {run.source}: {', '.join(names)}")
         if left_out := dropout(run.extra):

@@ -334,7 +334,7 @@ def test_the_first_lines_say_how_often_a_fine_tune_sees_the_data(
     with Trainer(config):
         out, err = capfd.readouterr()
     assert first in out and f"step-1: {of_weights}learning rate 0.003" in out
-    assert (": a model that is fine-tuned may learn them by heart (--epochs)" in err) == warns
+    assert (": a model that is fine-tuned may memorize them (--epochs)" in err) == warns
 
 
 def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path) -> None:

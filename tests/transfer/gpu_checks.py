@@ -116,7 +116,7 @@ def check_killed(
                 subscriber.update(60)
                 publisher.publish(2)
                 if within:
-                    expected = "publisher rank 0 .*a.weight.*got its end"
+                    expected = "publisher rank 0 .*a.weight.*got the end of its process"
                 else:
                     publisher.kill()
                     expected = "publisher trainer at .*, which had version 1"

@@ -1,12 +1,14 @@
 """GPUBackend: runs the operations of a communicator whose ranks have GPUs.
 
-It consists of a backend for host memory, if the communicator moves any, and of one or several routes for the memory of
-its GPU: ``nccl``, ``peer``, a backend of another package, phases between hosts (``routes.py``).
+It has one or several routes for memory of the GPU (``routes.py``): ``nccl``, ``peer``, a backend of another package,
+and phases between hosts.  It also has a backend for host memory, if the communicator moves host memory.
 
-An operation is queued on one stream and the call returns: that of its arrays, or the one given.  With
-``async_op=True`` it is queued on a stream of the communicator's own, after what the first one holds by now,
-and ``Work.wait()`` lets the first one wait for it.  The routes take turns on the GPU, in one ``Order``: kernels of two
-routes may each need the whole GPU and wait for other ranks, so without an order GPUs might start different kernels.
+A call queues its operation on one stream, and returns.  This is the stream of its arrays, or the stream that the
+program passes.  With ``async_op=True``, the operation is queued on a stream of the communicator, behind the work that
+is on the first stream by then, and ``Work.wait()`` makes the first stream wait for it.
+
+The routes take turns on the GPU, in one ``Order``.  Kernels of two routes may each need the whole GPU while they wait
+for other ranks.  Without an order, two GPUs might start different kernels first, and wait for each other forever.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from kos.memory.windows import Run
 
 
 class GPUBackend(WatchedBackend):
-    """Carries arrays on one GPU by its ``routes``, and arrays in host memory by ``host``."""
+    """Runs operations on arrays of one GPU by its ``routes``, and operations on host memory by ``host``."""
 
     on_gpu = True
     work: ClassVar[type[Work[Any]]] = DeviceWork
@@ -53,7 +55,7 @@ class GPUBackend(WatchedBackend):
     def __init__(
         self, rendezvous: Rendezvous, routes: Sequence[Backend], host: GroupBackend | None = None
     ) -> None:
-        """``routes`` are those of this group and GPU; the caller aborts them if this raises.  Collective."""
+        """``routes`` belong to this group and GPU.  If this raises, the caller aborts them.  Collective."""
         routes = sorted(routes, key=lambda route: route.name)
         super().__init__(rendezvous, routes, host)
         if host is not None:
@@ -62,8 +64,8 @@ class GPUBackend(WatchedBackend):
         self.name = "+".join(dict.fromkeys(names))
         self.choices = Choices(routes, next((route.table for route in routes if route.table is not None), None))
         self.order = Order(self.streams) if len(routes) > 1 or routes[0].serial else None
-        self._lock = threading.RLock()  # of ``order``; reentrant: a finalizer may make a call meanwhile
-        self._events: list[Event] = []  # that nobody uses
+        self._lock = threading.RLock()  # for ``order``; reentrant, because a finalizer may make a call
+        self._events: list[Event] = []  # unused ones
         self._side: Any = None
         self._together: dict[int, tuple[list[Message], list[Message]]] | None = None  # messages of a batch, by stream
         try:
@@ -100,13 +102,13 @@ class GPUBackend(WatchedBackend):
             measured = any(route.table is not None for route in self.routes if route.name != PHASES)
             if measured and len(routes) > 1 and all(route.table is None for route in routes):
                 assert rendezvous is not None
-                routes[-1].table = for_group(rendezvous, self.device)  # ``peer`` and phases find their own
+                routes[-1].table = for_group(rendezvous, self.device)  # ``peer`` and the phases load their own tables
             made = None if rendezvous is None else GPUBackend(rendezvous, routes, host)
             undo.pop_all()
         return made
 
     def use(self, table: Table) -> None:
-        """Choose routes by this table from now on.  Collective, with the same."""
+        """Choose routes by this table from now on.  Collective: all ranks pass the same table."""
         self.choices.use(table)
         self.store.clear()
 
@@ -129,9 +131,9 @@ class GPUBackend(WatchedBackend):
     # Preparing calls.
 
     def prepare(self, o: Operation) -> Prepared:
-        """Refuses arrays that are elsewhere, and tags; finds the route of the operation.
+        """Choose the route of an operation.  Raises InvalidArgument for arrays on another device, and for tags.
 
-        A barrier runs on the GPUs if a stream is to wait.
+        A barrier runs on the GPUs if a stream is to wait for it.
         """
         first, message = o.send or o.recv, o.message
         on_host = not o.options.on_stream if first is None else first.device is None
@@ -163,12 +165,12 @@ class GPUBackend(WatchedBackend):
 
     def _prepare_on_host(self, host: GroupBackend, o: Operation) -> Prepared:
         prepared = host.prepare(o)
-        prepared.launch = partial(self._launch_on_host, prepared.launch)  # that of the core, or of the transport
+        prepared.launch = partial(self._launch_on_host, prepared.launch)  # of the core or the transport
         self.shared.compare_host_calls(prepared)
         return prepared
 
     def by_exchanges(self, route: Backend, o: Operation) -> Resolved:
-        """The launch of an operation over the exchanges of ``route``, and kernels of kos."""
+        """The launch of an operation that is built on exchanges of ``route`` and on kernels of kos."""
         if o.options.compress:
             return CompressedOperation(route, o), None, True
         if o.reduction is not None:
@@ -195,7 +197,7 @@ class GPUBackend(WatchedBackend):
         return self.shared.eager_calls(comm, self)
 
     def guards(self, work: Work[Any]) -> list[Guard]:
-        """What is equal while a call like ``work`` needs no new order."""
+        """The guards under which a call like ``work`` needs no new order."""
         prepared, order = work.prepared, self.order
         if order is None or (self.size == 1 and is_copy(prepared.run)):
             return []
@@ -205,7 +207,7 @@ class GPUBackend(WatchedBackend):
     # Launching.
 
     def launch(self, work: Work[Any]) -> None:
-        """Queue ``work`` on its stream, or beside it."""
+        """Queue ``work`` on its stream or, if it overlaps, on the communicator's stream."""
         prepared, shared, self._last = work.prepared, self.shared, work
         eager = shared.eager
         if eager is not None and (eager.asked or eager.last):
@@ -230,7 +232,7 @@ class GPUBackend(WatchedBackend):
             self._raise(work, error)
 
     def _may_follow(self, prepared: Prepared, stream: int) -> bool:
-        """Whether the call may follow the last one on that stream, without a new order."""
+        """Whether the call may follow the last call on ``stream`` without a new order."""
         order, route = self.order, prepared.route
         if order is None or (self.size == 1 and is_copy(prepared.run)):  # a copy waits for no rank
             return True
@@ -240,11 +242,11 @@ class GPUBackend(WatchedBackend):
 
     def _launch_on_host(self, launch: Callable[[Work[Any]], Steps | None], work: Work[Any]) -> Steps | None:
         self.shared.announce_on_host(work)
-        self.confirm(work)  # the later of two ranks that differ finds it
+        self.confirm(work)  # of two ranks whose calls differ, the later one notices it
         return launch(work)
 
     def in_order(self, works: Sequence[Work[Any]]) -> list[Work[Any]]:
-        """Grouped by route, those on host memory last."""
+        """The Works grouped by route.  Those on host memory come last."""
         parts: list[Any] = [*self.routes, *self.inner]
         return sorted(works, key=lambda work: parts.index(work.prepared.route))
 
@@ -259,7 +261,7 @@ class GPUBackend(WatchedBackend):
                 backend.start_all(mine, overlap)
 
     def _start_together(self, works: Sequence[Work[Any]], overlap: bool) -> None:
-        """Start the Works of a batch on the GPU, those of a route after those of another one."""
+        """Start the Works of a batch on the GPU, one route after another."""
         self._last = works[-1]
         try:
             for each in works:
@@ -273,13 +275,13 @@ class GPUBackend(WatchedBackend):
             self._raise(works[0], error)
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
-        """Queue Works of one route on ``stream``, or each on its own; a library that can makes one launch of them."""
+        """Queue Works of one route on ``stream``, or each on its own.  A route may combine them in one launch."""
         route = works[0].prepared.route
         self._last = works[-1]
         messages = [work for work in works if not work.collective]
         if len(works) == 1 or not messages or type(route).queue is not Backend.queue:
             return route.queue(works, stream)
-        # Collectives first, then the messages in one exchange per stream: a library matches the messages of two ranks
+        # Collectives first, then the messages in one exchange per stream.  A library matches the messages of two ranks
         # by their order, which is the same on all ranks.
         self.queue_each([work for work in works if work.collective], stream)
         together = self._together = defaultdict[int, tuple[list[Message], list[Message]]](lambda: ([], []))
@@ -291,14 +293,14 @@ class GPUBackend(WatchedBackend):
             route.exchange(*both, each)
 
     def queue_each(self, works: Sequence[Work[Any]], stream: int | None) -> None:
-        """Queue Works of one route one after another, on ``stream`` or each on its own."""
+        """Queue Works of one route one after another, on ``stream`` or each on its own stream."""
         for each in works:
             self._last, prepared = each, each.prepared
             at = each.stream if stream is None else stream
             self.queue_run(prepared.route, prepared.run, at, each.send, each.recv)
 
     def queue_run(self, route: Backend, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
-        """Queue a launch of ``route``, if it is serial behind all that was queued before."""
+        """Queue a launch of ``route``.  If the route is serial, order the launch behind all earlier work."""
         if not route.serial or (self.size == 1 and is_copy(run)):
             return run(stream, send, recv)
         self._enter(route, (stream,))
@@ -306,7 +308,7 @@ class GPUBackend(WatchedBackend):
         self.streams.mark(stream)
 
     def _enter(self, route: Backend, streams: Collection[int]) -> None:
-        """Order what is queued next on these streams behind what other routes have queued."""
+        """Order the next work on these streams behind the work of other routes."""
         assert self.order is not None
         with self._lock:
             self.order.enter(route, streams, route.serial)
@@ -314,27 +316,27 @@ class GPUBackend(WatchedBackend):
                 route.entered(stream)
 
     def _queue(self, works: Sequence[Work[Any]]) -> None:
-        """Queue on the streams of the arrays, whatever was queued before, and mark it for the watchdog.
+        """Queue Works on the streams of their arrays, after any earlier work, and mark them for the watchdog.
 
-        What follows on the same stream is queued without any of this, until the watchdog has looked at it.
+        Later calls on the same stream skip these steps (``launch``), until the watchdog has checked the stream.
         """
         first, held = works[0], self.streams
-        with driver.on_device(self.device):  # the legacy stream is that of the current device
+        with driver.on_device(self.device):  # the legacy stream belongs to the current device
             for each in works:
                 held.hold(each.stream, each.queue)
             alone = all(each.stream == first.stream for each in works)
             self._queue_marked(works, first.stream if alone else None)
             held.current = first.queue if alone and held.is_kept(first.stream) else held.NONE
             for each in works:
-                if type(each.queue) is int:  # nothing keeps the stream: where the call ends is recorded
+                if type(each.queue) is int:  # nothing keeps the stream alive: record the end of the call
                     held.mark(each.stream)
                 self._hold_array(each)
 
     def _queue_marked(self, works: Sequence[Work[Any]], stream: int | None) -> None:
-        """As ``queue``, marked for the watchdog if they are on one stream, and have no deadline of their own."""
+        """As ``queue``.  Marks the Works for the watchdog if they are on one stream and kos watches their deadlines."""
         route = works[0].prepared.route
         waits = self.size > 1 or not all(is_copy(work.prepared.run) for work in works)  # for other ranks
-        if self.order is not None and not route.serial and waits:  # before the mark: what they follow has its own time
+        if self.order is not None and not route.serial and waits:  # before the mark: earlier work has its own time
             self._enter(route, {work.stream for work in works} if stream is None else (stream,))
         if stream is None or not route.watched:
             self.queue(works, stream)
@@ -347,15 +349,15 @@ class GPUBackend(WatchedBackend):
             with driver.on_device(self.device):
                 held, held.event = o.again(), PooledEvent(self._events, self.device)
                 call(cu.cuEventRecord, held.event.handle, o.stream)
-            self._in_flight.append([held])  # once it is recorded: before, it is over, and other threads look
+            self._in_flight.append([held])  # after the record: until then, the event counts as complete
             free_finished(self._in_flight)
 
     @cached_property
     def side(self) -> int:
-        """Handle of the stream of what overlaps the caller's work."""
+        """The handle of the stream for calls that overlap the caller's work."""
         if self._side is None:
             with relaxed_capture():
-                self._side = create_stream(self.device, urgent=True)  # few blocks, for which other ranks wait
+                self._side = create_stream(self.device, urgent=True)  # few blocks, and other ranks wait for them
         return int(self._side.handle)
 
     def _start_overlapped(self, works: Sequence[Any]) -> None:
@@ -371,19 +373,19 @@ class GPUBackend(WatchedBackend):
             call(cu.cuEventRecord, event.handle, side)
         for each in works:
             each.event = event
-        if not captured:  # what a graph uses is kept by the graph
+        if not captured:  # a graph keeps what it uses
             free_finished(self._in_flight)
             self._in_flight.append(list(works))
 
     def _wait_until(self, over: Callable[[], bool]) -> None:
-        """``wait_until`` of the routes: a call is in progress, because only calls use ``exchange``."""
+        """``Backend.wait_until`` of the routes.  A call is in progress, because only calls use ``exchange``."""
         assert self._last is not None
         self.wait_on_host(self._last, over, self._last.operation.options.timeout)
 
     # Memory.
 
     def scratch(self, nbytes: int, stream: int, part: Any = 0) -> int:
-        """Address of memory that operations on ``stream`` use one after another; parts do not overlap."""
+        """The address of memory that operations on ``stream`` use one after another.  Parts do not overlap."""
         return self._scratch.address(nbytes, stream, part)
 
     def allocate(self, shape: Any, dtype: Any) -> Any:
@@ -399,8 +401,8 @@ class GPUBackend(WatchedBackend):
             feed_back(self.choices.ordered, x, residual, compress)
 
     def register(self, buffer: Buffer) -> Array:
-        """By the route of ``allocate``, else by another one: all ranks accept or refuse alike."""
-        routes = [route for route in self.routes if route.name != PHASES]  # whose scratch memory is not registered
+        """Register by the route of ``allocate``, or by another one if it refuses.  All ranks accept or refuse alike."""
+        routes = [route for route in self.routes if route.name != PHASES]  # phases do not register memory
         if len(routes) == 1:
             return self._registered(routes[0], buffer)
         refusals = []
@@ -413,5 +415,5 @@ class GPUBackend(WatchedBackend):
 
     def _registered(self, route: Backend, buffer: Buffer) -> Array:
         registered = route.register(buffer)
-        self.store.clear()  # an address may be a window's from now on
+        self.store.clear()  # an address of a stored call may now be in a window
         return registered

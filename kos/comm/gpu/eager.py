@@ -42,7 +42,7 @@ if native is not None:
 
 
 class EagerCalls:
-    """What a native Group asks for the calls of ``comm``, whose backend is ``backend``."""
+    """What the core's Group asks about the calls of ``comm``, whose backend is ``backend``."""
 
     def __init__(self, comm: Any, shared: Any, backend: Any) -> None:
         self._comm, self._shared, self._backend = comm, shared, backend
@@ -129,9 +129,9 @@ class EagerCalls:
         self._streams |= new
 
     def _plan(self, work: Work[Any]) -> tuple[bytearray, list[Guard]] | None:
-        """What the core queues, as it reads it, and the guards of the route.
+        """The launch of a call, packed as the core reads it, and the guards of its route.
 
-        None if the call is more than one launch on a stream that is kept.
+        None if the call queues more than one launch, or if its stream is not kept alive.
         """
         prepared, stream = work.prepared, work.stream
         backend, o = prepared.backend, prepared.operation

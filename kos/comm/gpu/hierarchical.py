@@ -8,9 +8,10 @@ an all-gather within each host.  So 2(h-1)/h of the data leave a host of h, wher
 The phases of a call follow each other on one stream.  They are not pipelined: a kernel of ``peer`` and one of NCCL side
 by side would each wait for other GPUs, on which the other one may hold the multiprocessors.
 
-It is a route beside ``nccl``, which carries what phases do not.  ``deterministic=True`` stays on NCCL's exchange of all
-ranks (``ordered_sum``): rank order, (x0 + x1) + x2, is the order of no sum of hosts' sums, x01 + x23.  Compressed calls
-stay there too, and so does what no tuning table, measured or predicted by ``links``, finds faster in phases.
+It is a route beside ``nccl``, which carries all other calls.  ``deterministic=True`` stays on NCCL's exchange between
+all ranks (``ordered_sum``).  It adds in rank order, ((x0 + x1) + x2) + x3, and phases would add the sums of hosts,
+(x0 + x1) + (x2 + x3).  Compressed calls stay there too.  So do calls for which neither a measured tuning table nor the
+prediction of ``links`` finds phases faster.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ class Phases:
         self._node, self._rail, self._hosts = node, rail, rail.size
         self._sent, self._received = self._like.count, o.recv.count
         self._scratch = 0  # elements
-        self._launches: list[tuple[Run, int, int, int, int]] = []  # each with array and bytes of what it reads, writes
+        self._launches: list[tuple[Run, int, int, int, int]] = []  # run, array and offset read, those written
         self.lasting = True
         getattr(self, f"_{o.name}")()
 
     def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
-        nbytes = self._scratch * self._like.dtype.itemsize  # apart from the scratch memory of the phases themselves
+        nbytes = self._scratch * self._like.dtype.itemsize  # a part of its own: the phases have scratch memory too
         starts = send, recv, self._backend.scratch(nbytes, stream, PHASES)
         for run, source, offset, target, place in self._launches:
             run(stream, starts[source] + offset, starts[target] + place)
@@ -73,7 +74,7 @@ class Phases:
         self._add(self._node, "all_gather", shard, (RECV, 0, whole), counts)
 
     def _reduce_scatter(self) -> None:
-        """Within each host the shards of every host's ranks, then on the rails those of this one."""
+        """Within each host, a reduce-scatter for the ranks of each host.  Then, on the rails, another one."""
         part, of_host = self._received, self._received * self._node.size
         self._scratch = self._hosts * part
         for host in range(self._hosts):
@@ -81,7 +82,7 @@ class Phases:
         self._add(self._rail, "reduce_scatter", (SCRATCH, 0, self._scratch), (RECV, 0, part))
 
     def _all_gather(self) -> None:
-        """On the rails, then within each host the ranks of one host after another."""
+        """On the rails first.  Then, within each host, an all-gather of the ranks of one host after another."""
         part, of_host = self._sent, self._sent * self._node.size
         self._scratch = self._hosts * part
         self._add(self._rail, "all_gather", (SEND, 0, part), (SCRATCH, 0, self._scratch))
@@ -100,7 +101,7 @@ class Phases:
         self._add(self._node, "all_gather", shard, (RECV, 0, whole), counts)
 
     def _all_to_all(self) -> None:
-        """Within each host to the rank of the target's rail, then on the rails in one message for each host."""
+        """Within each host, data goes to the rank on the target's rail; on the rails, each host gets one message."""
         part, self._scratch = self._sent // self._hosts, self._sent
         for host in range(self._hosts):
             self._add(self._node, "all_to_all", (SEND, host * part, part), (SCRATCH, host * part, part))
@@ -147,9 +148,9 @@ class Phases:
 
 
 class HierarchicalBackend(Backend):
-    """Phases over ``node`` and ``rail`` between hosts that have ranks alike.
+    """Phases over ``node`` and ``rail`` between hosts with the same number of ranks.
 
-    Creation is collective.  Where no phases are possible, it carries no operation, and ``details`` says why.
+    Creation is collective.  If no phases are possible, it carries no operation, and ``details`` shows the reason.
     """
 
     name = PHASES
@@ -169,10 +170,10 @@ class HierarchicalBackend(Backend):
         try:
             self._divide(rendezvous)
         except BackendUnavailable as error:  # on all ranks
-            self.reason = str(error)  # between which hosts calls go in phases, or why none does
+            self.reason = str(error)  # the hosts of the phases, or why there are none
 
     def _divide(self, rendezvous: Rendezvous) -> None:
-        """Make ``node`` and ``rail``; raises BackendUnavailable, on all ranks, if any host is not fit for it."""
+        """Make ``node`` and ``rail``.  Raises BackendUnavailable on all ranks if a host cannot take part in phases."""
         hosts = hosts_of(rendezvous)
         mine, place = divmod(self.rank, len(hosts[0]))
         self._local = hosts[mine]

@@ -66,14 +66,14 @@ def _parts(buffer: Buffer | None, counts: Sequence[int] | None, size: int) -> li
 
 
 def messages_of(pieces: Sequence[Piece], arrays: Sequence[int]) -> list[Message]:
-    """The pieces for each rank, or from it, as messages on the arrays of a launch."""
+    """The messages for the pieces of each rank, with addresses on the arrays of a launch."""
     return [(rank, resolved(place, arrays), nbytes) for rank, (place, nbytes) in enumerate(pieces) if nbytes]
 
 
 def exchange(route: Backend, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
-    """A launch that sends piece j to rank j and receives piece j from it, this rank's own included; none where empty.
+    """A launch that sends piece j to rank j, also to itself, and receives piece j from it.  It skips empty pieces.
 
-    Addresses are those of this rank's GPU, or refer to the arrays of the launch.
+    An address is in memory of this rank's GPU, or relative to an array of the launch.
     """
 
     def run(stream: int, *arrays: int) -> None:

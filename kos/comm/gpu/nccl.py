@@ -79,7 +79,7 @@ class NCCLBackend(Backend):
     device: int
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine, device: int | None = None, comm: Any = None) -> None:
-        """``comm`` is the communicator of NCCL, if it has one already."""
+        """``comm`` is an NCCL communicator for this group, if there is one already."""
         super().__init__(rendezvous, engine, device)
         self._nccl = binding.library()
         self._handle = comm
@@ -172,7 +172,7 @@ class NCCLBackend(Backend):
         return self._finish(self._begin(function, what), what, timeout)
 
     def _bounded(self, function: Callable[[], Any], what: str) -> Any:
-        """As ``bounded``, for at most the communicator's timeout; NCCL's errors become errors of kos."""
+        """As ``bounded``, with the communicator's timeout.  Errors of NCCL become errors of kos."""
         return self._named(lambda: self.bounded(function, self.backend.timeout, what), what)
 
     def _named(self, function: Callable[[], Any], what: str) -> Any:
@@ -240,7 +240,7 @@ class NCCLBackend(Backend):
     def inspect(self, work: Work[Any]) -> None:
         problem = binding.async_error(self._handle) if self._handle is not None else None
         if problem is not None:
-            error = EndedEarly(f"{work}: {problem}")  # mostly: another rank is gone
+            error = EndedEarly(f"{work}: {problem}")  # usually because another rank has ended
             error.unexplained = CollectiveError
             raise error
 
@@ -334,7 +334,7 @@ class NCCLBackend(Backend):
         return error
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
-        """Launch NCCL's own operations as one group; those that launch kernels of kos too follow one by one."""
+        """Launch NCCL's own operations as one group.  Operations that also launch kernels of kos follow one by one."""
         alone = [work for work in works if isinstance(self._innermost(work), InScratch)]
         together = [work for work in works if work not in alone]
         if not together or (not alone and len(together) < 2):  # with both kinds, all ranks need the same order
@@ -427,7 +427,7 @@ class NCCLBackend(Backend):
         return (native_call(o.name, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], stream: int) -> None:
-        """Also within the group of a batch: the copies out of staging memory then follow the group."""
+        """As ``Backend.exchange``.  Within the group of a batch, the copies out of staging memory follow the group."""
         nccl, comm = self._nccl, self._comm
         part = 1 + len(self._afterwards or ())
         places = self._windows, self.backend.scratch, part

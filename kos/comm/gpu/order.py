@@ -107,7 +107,7 @@ class Streams:
 
 
 class Order:
-    """Orders the work of several parties that take turns, on any of the ``streams``.
+    """Orders the work of several parties (routes, which take turns) on any of the ``streams``.
 
     Captured work and eager work cannot wait for each other.  So each capture has an order of its own, and eager work
     follows the last eager work, regardless of captures in between.
@@ -117,17 +117,18 @@ class Order:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        # By capture: the last party and its streams; of each serial party the streams on which it was last.
+        # By capture: the last party, the streams of its last work, and the streams of each serial party's last work.
         self._last: dict[int, tuple[Any, Collection[int], dict[Any, Collection[int]]]] = {}
         self.party: Any = None
-        """The last party, which may queue more on ``stream`` without another call of ``enter``; -1 for no stream."""
-        self.stream = -1
+        """The last party.  It may queue more work on ``stream`` without another call of ``enter``."""
+        self.stream = -1  # no stream
         self._turn = 0
 
     def enter(self, party: Any, mine: Collection[int], serial: bool) -> None:
         """Order the next work of ``party``, on the streams ``mine``, behind the last work of other parties.
 
-        Behind its own work too if it is ``serial``, whatever others have queued since, on several streams perhaps.
+        The work of a ``serial`` party is also ordered behind its own last work, even if other parties have queued work
+        since, and even if it was on other streams.
         """
         held, self.stream, self.party = self._streams, -1, party
         self._turn = turn = self._turn + 1

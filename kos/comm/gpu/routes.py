@@ -25,13 +25,13 @@ PHASES = "hierarchical"
 """The name of phases between hosts in tuning tables, as an algorithm and as a route."""
 
 _UNEVEN = frozenset({"all_to_all_v", "gather_v", "scatter_v", "send", "recv", "send_recv"})
-"""Operations whose sizes differ between ranks: they all take the route of ``_UNEVEN_BYTES``."""
+"""Operations whose sizes may differ between ranks.  Each of them always takes its route for ``_UNEVEN_BYTES``."""
 _UNEVEN_BYTES = 1 << 20
 _BY_OUTPUT = frozenset({"scatter", "all_gather_v"})
 """Operations whose outputs, not inputs, have the same size on all ranks."""
 
 Choice = Backend | dict[tuple[bool, bool], Backend]
-"""A route, or routes by (both buffers symmetric, within a graph)."""
+"""A route; or routes by (whether both buffers are symmetric, whether the call is captured in a graph)."""
 
 
 class Choices:
@@ -41,7 +41,7 @@ class Choices:
         self.table, self._by_name = table, {route.name: route for route in routes}
         kernels = (self._by_name[name] for name in ("peer", "nccl") if name in self._by_name)
         self.ordered = next(kernels, routes[0])
-        """The route that adds in rank order (``peer`` in its kernels), allocates, and runs what no table chooses."""
+        """The route that adds in rank order and allocates.  It also runs calls for which the table has no choice."""
         self._choices: dict[tuple[str, DType], tuple[list[int], list[Choice]]] = {}
 
     def use(self, table: Table) -> None:
@@ -50,7 +50,7 @@ class Choices:
         self._choices.clear()
 
     def of(self, o: Operation) -> tuple[Backend, bool]:
-        """The route of ``o``, and whether it is the same inside and outside a graph."""
+        """The route of ``o``, and whether the choice is the same inside and outside of a graph."""
         buffer, phases = o.send or o.recv, self._by_name.get(PHASES)
         if buffer is None:
             return self.ordered, True
@@ -73,7 +73,7 @@ class Choices:
         return eager if eager is graph or not is_captured(buffer.stream) else graph, eager is graph
 
     def _of_operation(self, operation: str, dtype: DType) -> tuple[list[int], list[Choice]]:
-        """Size limits in elements, and the choice up to each; one more choice for all larger sizes."""
+        """Size limits in elements, and the choice for sizes up to each limit; one more choice for larger sizes."""
         if (known := self._choices.get((operation, dtype))) is not None:
             return known
         limits, names = ([], [{}]) if self.table is None else merged(self.table, operation, dtype.itemsize > 2)
@@ -101,8 +101,10 @@ def nothing(stream: int, send: int = 0, recv: int = 0) -> None:
 
 
 def alone(o: Operation, device: int) -> Resolved | None:
-    """In a group of one: a copy, or nothing.  None for an operation with a factor or a chosen algorithm: it runs as
-    in other groups."""
+    """How an operation runs in a group of one rank: as a copy, or as nothing.
+
+    None for an operation with a factor or a chosen algorithm, which runs as in other groups.
+    """
     send, recv, reduction = o.send, o.recv, o.reduction
     if (reduction is not None and reduction.op is ReduceOp.PREMUL_SUM) or o.options.algorithm != AUTO:
         return None
@@ -121,5 +123,5 @@ def _copy(device: int, nbytes: int, stream: int, send: int, recv: int) -> None:
 
 
 def is_copy(run: Run) -> bool:
-    """Whether calls of ``run``, in a group of one, only copy or do nothing."""
+    """Whether calls of ``run``, in a group of one rank, only copy or do nothing."""
     return getattr(run.launch if isinstance(run, InWindows) else run, "func", None) is _copy

@@ -37,7 +37,7 @@ _DEAD_SECONDS = 0.5
 
 
 class CommState:
-    """The comparison of calls, and the failure, of one communicator on one GPU, whichever route carries a call."""
+    """What one communicator on one GPU compares between ranks, and its failure.  All routes share it."""
 
     __slots__ = ("__dict__", "__weakref__", "last")  # the core writes it
 
@@ -209,7 +209,7 @@ class CommState:
         return o if o is not None and o.backend is self._backend and o.operation.root is None else None
 
     def look_for_the_late(self, now: float) -> None:
-        """Raise CollectiveTimeout where ranks of this host did not begin the last call in time."""
+        """Raise CollectiveTimeout if ranks of this host have not begun the last call in time."""
         o = self.last_on_gpu()
         if o is None or not o.prepared.route.watched:  # else its kernel has a deadline of its own
             return

@@ -98,7 +98,7 @@ class WatchedBackend(GroupBackend):
         try:
             while not over():
                 self.check(o)
-                if self.failures.first is not None:  # the watchdog was first: only it notices a rank that died
+                if self.failures.first is not None:  # the watchdog was first: it alone notices a dead rank
                     raise again(self.failures.first)
                 now = time.monotonic()
                 if timeout is not None and now - began > timeout:
@@ -107,7 +107,7 @@ class WatchedBackend(GroupBackend):
                     self.failures.show_wait(self.late(o))
                     show_at = now + _SHOW_EVERY
                 idle.pause(0, None)
-            self.check(o)  # the call is over, so all ranks have begun it: now their calls can be compared
+            self.check(o)  # all ranks have begun what is over: compare their calls
             if self.failures.first is not None:
                 raise again(self.failures.first)
         except Exception as error:
@@ -117,7 +117,7 @@ class WatchedBackend(GroupBackend):
                 self.failures.show_wait(None)
 
     def _expired(self, o: Work[Any], timeout: float) -> KosError:
-        """Fail ``o``, whose time is up.  The lock keeps the watchdog from reporting the abort that follows as the cause."""
+        """Fail ``o``, whose time is up.  The lock keeps the watchdog from taking the abort that follows for the cause."""
         with self.shared.lock:
             known = self.failures.first
             return self.to_error(o, self.timed_out(o, timeout) if known is None else again(known))
@@ -151,7 +151,7 @@ class WatchedBackend(GroupBackend):
         return self.shared.late(work, super().late(work).words)
 
     def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
-        """The error of a call whose time is up.  Kernels of its route end their waits, and report what they waited for."""
+        """The error of a call whose time is up.  Kernels of its route end, and report what they waited for."""
         error = self.failures.overdue(self.late(work), work, seconds)
         for route in self.routes:
             if route is work.prepared.route and (waited := route.end_waits()):
@@ -165,7 +165,7 @@ class WatchedBackend(GroupBackend):
         shared = self.shared
         if not shared.lock.acquire(blocking=False):  # another thread aborts it, and may wait for the GPU
             return
-        try:  # with the lock, nothing is closed or aborted meanwhile
+        try:  # nothing may be touched after a close or an abort
             if shared.ended or self._closing:
                 return
             latest = self._last or shared.last or unstarted("watchdog", self)

@@ -223,7 +223,7 @@ class Device(Runner):
         return math.fsum(itertools.chain(*self.reported(sums))), targets
 
     def reported(self, values: np.ndarray) -> list[np.ndarray]:
-        """The ``values``, float64, of all ranks of ``reporters``, once all that is queued is over."""
+        """The ``values``, float64, of all ranks of ``reporters``.  Waits until all queued work is complete."""
         self.synchronize()
         gathered = self.mesh.world.all_gather_bytes(values.tobytes())
         return [np.frombuffer(gathered[rank]) for rank in self.reporters()]

@@ -79,7 +79,7 @@ class TensorParallel:
         return None if self.size == 1 else arena.take((len(x_nD) * self.size, *x_nD.shape[1:]), x_nD.dtype)
 
     def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], Array]:
-        """Begin to sum all ranks' terms of ``halves`` (None: all) for this rank's rows.
+        """Start to reduce-scatter ``halves`` of the rows of ``term_ND`` (None: all): the sums of this rank's rows.
 
         The returned function waits and returns ``out_nD``.
         """

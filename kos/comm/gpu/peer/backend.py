@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 _VECTOR = 16
 """Bytes that a kernel moves at once."""
 _NO_ROOM = Occupancy(0, 1 << 30)
-"""Every launch takes more."""
+"""An occupancy that is smaller than that of every launch."""
 _IDLE_SECONDS = 1.0
 """Seconds that a rank waits for other communicators of its GPU to be idle before it loads a kernel."""
 
@@ -79,7 +79,7 @@ class PeerBackend(Backend):
             rendezvous, self.device, self._free_window, lambda: self._unmapped or self.failures.first is not None
         )
         self._recorded = False  # whether ``_concurrent`` knows the stream of the next launch
-        self._occupancy = _NO_ROOM  # the largest that may go there without another look
+        self._occupancy = _NO_ROOM  # the largest launch that may follow without another check
         self._concurrent = _concurrent.setdefault(self.device, ConcurrentKernels())
         try:
             self.table = for_group(rendezvous, self.device)
@@ -218,7 +218,7 @@ class PeerBackend(Backend):
             self._concurrent.remove(self)
 
     def inspect(self, work: Work[Any], ranks: Sequence[int] = ()) -> None:
-        """``ranks``: the numbers of this backend's ranks in the group whose call is ``work``, if they are others."""
+        """``ranks``: this backend's ranks by their numbers in the group of ``work``, if that is another group."""
         if self._engine.record.has_failed:
             others = sorted({each.group for each in self._concurrent.others(self)} - {self.group})
             beside = f"; other communicators of this GPU: {', '.join(others)}" if others else ""
@@ -270,18 +270,18 @@ class PeerBackend(Backend):
         self._recorded, self._occupancy = False, _NO_ROOM
 
     def _launch_exclusive(self, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
-        """Queue it where no other communicator uses the GPU."""
+        """Queue ``run`` on a GPU that no other communicator uses."""
         if not self._recorded:
             self._concurrent.record(self, stream)
             self._recorded = True
         run(stream, send, recv)
 
     def _launch(self, run: Run, occupancy: Occupancy, stream: int, send: int = 0, recv: int = 0) -> None:
-        """Queue it behind the kernels of other communicators, if it does not fit beside them."""
+        """Queue ``run``.  If it does not fit beside the kernels of other communicators, order it behind them."""
         blocks, blocks_per_sm = self._occupancy
         if occupancy[0] <= blocks and occupancy[1] >= blocks_per_sm:
             return run(stream, send, recv)
-        with driver.on_device(self.device):  # others may be on the legacy stream, which is that of the current device
+        with driver.on_device(self.device):  # the legacy stream belongs to the current device
             with _lock:
                 total, lasts = self._concurrent.order(self, stream, occupancy, self._engine.multiprocessors)
                 self._occupancy = total if lasts else _NO_ROOM
@@ -320,7 +320,7 @@ class PeerBackend(Backend):
         self.backend.wait_on_host(self.backend._last or unstarted("load", self.backend), is_idle, None)
 
     def invalidate_order(self) -> None:
-        """Make the next launch ask for its order among those of other communicators."""
+        """Make the next launch check its order among the launches of other communicators."""
         self.backend.order.stream = -1
         self.entered(-1)
 
@@ -344,7 +344,7 @@ class PeerBackend(Backend):
 
     @property
     def group(self) -> str:
-        """The name of the communicator, as its last call gave it."""
+        """The name of the communicator, from its last call."""
         last = self.backend._last
         return "a communicator without calls" if last is None else str(last.group)
 
@@ -373,7 +373,7 @@ class PeerBackend(Backend):
         return error
 
     def _loaded(self, run: Any) -> partial[None] | None:
-        """The launch of kernels that all ranks have loaded; None for others, and if nothing is queued."""
+        """The launch of ``run`` if all ranks have loaded its kernel.  None otherwise, and if it queues no kernel."""
         if isinstance(run, partial) and run.func == self._launch_when_loaded and run.args[1]:
             run = run.args[0]
         known = isinstance(run, partial) and run.func in (self._launch, self._launch_exclusive)
