@@ -117,7 +117,7 @@ class WatchedBackend(GroupBackend):
                 self.failures.show_wait(None)
 
     def _expired(self, o: Work[Any], timeout: float) -> KosError:
-        """Fail ``o``, whose time is up.  The lock keeps the watchdog from taking the abort that follows for the cause."""
+        """Fail ``o``, whose time is up.  The lock keeps the watchdog from reporting the abort as the cause."""
         with self.shared.lock:
             known = self.failures.first
             return self.to_error(o, self.timed_out(o, timeout) if known is None else again(known))

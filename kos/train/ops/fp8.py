@@ -12,8 +12,8 @@ they are.
 - *Transposed copies*: on Hopper both operands of an 8-bit product lie along the sum (TN). A product and those of its
   backward sum over features, outputs and tokens, so most tensors are needed twice: ``rows`` and, transposed,
   ``columns``. One pass writes both.
-- *Weights* are quantized when a step first reads them (``fp8_weights``), so with ZeRO-1 a weight's gather is waited for
-  as late as without.
+- *Weights* are quantized when a step first reads them (``fp8_weights``), so with ZeRO-1, a step waits for
+  the all-gather of a weight as late as it does without fp8.
 """
 
 from __future__ import annotations
