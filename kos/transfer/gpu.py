@@ -48,13 +48,13 @@ def launches(target: Box, source: Box, device: int) -> Iterator[Launch]:
         return
     same = target.dtype is source.dtype
     width = source.dtype.itemsize if same else 1  # without a conversion, the bytes of an element are one more axis
-    axes = [(width, 1, 1)] * same
+    axes = [(width, 1, 1)] * same  # size, and the strides of target and source
     steps = sorted(zip(target.strides, source.strides, target.size, strict=True))
-    for into, of, count in ((into * width, of * width, count) for into, of, count in steps if count > 1):
-        if axes and (into, of) == (axes[-1][0] * axes[-1][1], axes[-1][0] * axes[-1][2]):
-            axes[-1] = axes[-1][0] * count, *axes[-1][1:]
+    for to_step, from_step, count in ((t * width, s * width, count) for t, s, count in steps if count > 1):
+        if axes and (to_step, from_step) == (axes[-1][0] * axes[-1][1], axes[-1][0] * axes[-1][2]):
+            axes[-1] = axes[-1][0] * count, *axes[-1][1:]  # this axis continues the one before
         else:
-            axes.append((count, into, of))
+            axes.append((count, to_step, from_step))
     if same and len(axes) == 1:
         yield partial(_copy, target.pointer, source.pointer, axes[0][0])
         return
@@ -62,7 +62,7 @@ def launches(target: Box, source: Box, device: int) -> Iterator[Launch]:
     if same:  # copy the largest units to which both boxes are aligned
         (run, *_), *others = axes
         unit = math.gcd(16, target.pointer, source.pointer, run, *(step for _, *by in others for step in by))
-        axes = [(count, into // unit, of // unit) for count, into, of in others]
+        axes = [(count, to_step // unit, from_step // unit) for count, to_step, from_step in others]
         axes = [(run // unit, 1, 1)] * (run > unit) + axes
         kinds, widths = (_UNITS[unit],) * 2, (unit,) * 2
     yield from _kernel_launches(target.pointer, source.pointer, axes, kinds, widths, device)
@@ -84,10 +84,10 @@ def _kernel_launches(
             yield from _kernel_launches(*places, axes[:-1], kinds, widths, device)
         return
     count, padded = math.prod(n for n, *_ in axes), [*axes, *[(1, 0, 0)] * (_AXES - len(axes))]
-    sizes, into, of = zip(*padded, strict=True)
+    sizes, to_steps, from_steps = zip(*padded, strict=True)
     kernel = load_kernel(_KERNEL, "copy_box", device, FROM=kinds[0], TO=kinds[1], AXES=max(1, len(axes)))
     blocks = min(-(-count // _THREADS), _MOST_BLOCKS)
-    yield kernel.bind(blocks, _THREADS, target, source, count, *sizes[:3], *into, *of)
+    yield kernel.bind(blocks, _THREADS, target, source, count, *sizes[:3], *to_steps, *from_steps)
 
 
 class Copier:

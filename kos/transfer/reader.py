@@ -223,11 +223,11 @@ class Reader:
     """Reads some requests from one publisher rank, in a thread of its own."""
 
     def __init__(
-        self, of: Target, serial: int, known: Catalogue, group: Group, mapped: Buffers | None, stream: int,
+        self, target: Target, serial: int, known: Catalogue, group: Group, mapped: Buffers | None, stream: int,
         requests: Sequence[Sequence[Copy]], compared: Sequence[str], deadline: float, verify: bool,
     ) -> None:  # fmt: skip
         """``compared``: the publisher's arrays that it compares with their checksums afterwards."""
-        self._of, self._serial, self._group, self._mapped, self._stream = of, serial, group, mapped, stream
+        self._target, self._serial, self._group, self._mapped, self._stream = target, serial, group, mapped, stream
         self._where, self._incarnation = known.ranks[group.rank], known.incarnation
         self._name = f"{known.name}: {self._where.name(group.rank)}"
         self._requests, self._compared, self._deadline, self._verify = requests, compared, deadline, verify
@@ -235,7 +235,7 @@ class Reader:
 
     def run(self) -> int:
         try:
-            with self._of.copier(self._group.device, self._deadline) as self._copier:
+            with self._target.copier(self._group.device, self._deadline) as self._copier:
                 return self._read_tcp() if self._mapped is None else self._read_mapped(self._mapped)
         except Restarted:
             raise Stale from None
@@ -253,7 +253,7 @@ class Reader:
             raise Stale
         if self._group.on_gpu:
             assert self._copier is not None
-            self._copier.queue(self._of.prepared(self._group, memory, serial))
+            self._copier.queue(self._target.prepared(self._group, memory, serial))
             self._copier.wait()
         else:
             for copy in copies:
@@ -268,13 +268,13 @@ class Reader:
     def _put(self, copy: Copy, source: np.ndarray[Any, Any]) -> None:
         """Copy a host array to the destination of ``copy``."""
         if self._copier is None:
-            np.copyto(self._of.view(copy), source, casting="unsafe")
+            np.copyto(self._target.view(copy), source, casting="unsafe")
         else:
-            self._copier.put(self._of.view(copy), source)
+            self._copier.put(self._target.view(copy), source)
 
     def _read_tcp(self) -> int:
         nbytes, scratch = 0, np.empty(CHUNK, np.uint8) if self._copier is None else self._copier.scratch(CHUNK)
-        connection = self._of.data(self._where, self._group, self._stream, self._deadline)
+        connection = self._target.data(self._where, self._group, self._stream, self._deadline)
         self._post(connection, self._requests[0])
         for index, request in enumerate(self._requests):
             answer = self._answer(connection)
@@ -294,7 +294,7 @@ class Reader:
 
     def _take(self, connection: Connection, copy: Copy, scratch: np.ndarray[Any, Any]) -> int:
         """Receive one box."""
-        view, dtype = self._of.view(copy), self._dtype(copy)
+        view, dtype = self._target.view(copy), self._dtype(copy)
         direct = self._copier is None and dtype.numpy == view.dtype and view.flags.c_contiguous
         memory = exchange.as_bytes(view if direct else scratch[: copy.elements * dtype.itemsize])
         drive(fill(connection.sock, lambda: memory), connection.sock, self._deadline)
@@ -303,12 +303,12 @@ class Reader:
         return len(memory)
 
     def _on_host(self, copy: Copy) -> np.ndarray[Any, Any]:
-        view: Any = self._of.view(copy)
+        view: Any = self._target.view(copy)
         return view if self._copier is None else self._copier.get([(view, view.dtype)])[0]
 
     def _dtype(self, copy: Copy) -> DType:
         """The dtype in which a box is sent: the smaller one of both sides; with checksums, the subscriber's."""
-        mine = self._of.layout[copy.array].dtype
+        mine = self._target.layout[copy.array].dtype
         return mine if self._verify or mine.itemsize < copy.source.dtype.itemsize else copy.source.dtype
 
     def _post(self, connection: Connection, request: Sequence[Copy]) -> None:

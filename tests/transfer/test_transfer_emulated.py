@@ -64,11 +64,11 @@ def test_a_captured_stream_is_refused() -> None:
     array = Array.zeros((4,), np.float32, 0, stream=7)
     placed = {"w": (array, Placement.whole((4,)))}
     with Publisher(None, placed) as publisher:
-        with captures(), pytest.raises(InvalidArgument, match="w: expected a stream that is not captured"):
+        with captures(), pytest.raises(InvalidArgument, match="w: expected a stream that is not being captured"):
             publisher.publish(1)
         publisher.publish(1)
         with Subscriber(publisher.address, placed) as subscriber:
-            with captures(), pytest.raises(InvalidArgument, match="w: expected a stream that is not captured"):
+            with captures(), pytest.raises(InvalidArgument, match="w: expected a stream that is not being captured"):
                 subscriber.update(30)
             assert subscriber.update(30).version == 1
 

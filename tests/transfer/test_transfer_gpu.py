@@ -130,7 +130,7 @@ def test_a_captured_stream_is_refused() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="relaxed"):
             x.add_(1)
-            with pytest.raises(InvalidArgument, match="w: expected a stream that is not captured"):
+            with pytest.raises(InvalidArgument, match="w: expected a stream that is not being captured"):
                 publisher.publish(1)
         publisher.publish(1)
 
