@@ -6,6 +6,7 @@ Its kernels are the real ones, compiled by the host's compiler.  Copies have end
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import mmap
 import os
@@ -104,3 +105,4 @@ def emulated_gpu() -> Iterator[EmulatedMemory]:
         patch.setattr(gpu, "load_kernel", load)
         patch.setattr(gpu, "pinned_empty", lambda shape, dtype, device: np.empty(shape, dtype))
         yield memory
+        gc.collect()  # objects in cycles free their memory now, and not in a later test that has the same addresses
