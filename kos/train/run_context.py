@@ -159,6 +159,8 @@ class RunContext:
         config = {**self.asked, "out": str(self.out)}
         about = {"cwd": os.getcwd(), "data_fingerprint": self.data.fingerprint, "local_replicas": self.mesh.local}
         about |= {"order_of_sums": ORDER} if self.config.deterministic else {}
+        packings = [each.packing for each in self.data.parts]
+        about |= {"packing": [each and each.order for each in packings]} if self.data.packed else {}
         about |= {"own_loss": True} if self.loss is not None else {}
         about |= self.config.describe_groups(self.model_config)
         about |= {"base": self.base} if self.base else {}

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.errors import DataError
+from kos.errors import CheckpointError, DataError
 from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
@@ -393,6 +394,35 @@ def test_a_broken_plan_is_one_line_and_is_made_again(
     (said,) = [each.getMessage() for each in caplog.records if "packing plan" in each.getMessage()]
     assert said.startswith(f"{path}: expected the packing plan of this run, got ") and "\n" not in said
     assert said.endswith("; it is made again") and (tmp_path / "again" / packing.FILE).read_bytes() == good
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_run_goes_on_with_its_plan_or_not_at_all(
+    pairs: Path, tmp_path: Path, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint without the folder of its run, which another version of kos packed; an older one has no digest."""
+    whole, made = train(pairs, tmp_path / "whole"), packing.make_plan
+    drawn: dict[str, Any] = {"epochs": None, "steps": 5, "eval_batches": 0}
+    train(pairs, tmp_path / "drawn", **drawn)
+    alone = {}
+    for name in ("whole", "drawn"):
+        alone[name] = tmp_path / f"{name}-alone" / "step-3"
+        shutil.copytree(tmp_path / name / "checkpoints" / "step-3", alone[name])
+        values = json.loads((manifest := alone[name] / "manifest.json").read_text())
+        if not known:
+            values["config"].pop("packing", None)
+            manifest.write_text(json.dumps(values))
+    if known:  # the same plan is made again
+        rows = train(pairs, tmp_path / "same", resume=str(alone["whole"]))
+        assert _losses(rows).tobytes() == _losses(whole)[3:].tobytes()
+    monkeypatch.setattr(packing, "make_plan", lambda tokens, length, seed, skips: made(tokens, length, seed + 1, skips))
+    assert not caplog.records
+    with refused(CheckpointError, f"({alone['whole'].parents[1] / packing.FILE}), got {'another' if known else 'none'}"):
+        train(pairs, tmp_path / "lone", resume=str(alone["whole"]))
+    train(pairs, tmp_path / "other-length", resume=str(alone["whole"]), seq_len=60)  # of which another line warns
+    train(pairs, tmp_path / "lone-drawn", resume=str(alone["drawn"]), **drawn)
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 2 and "another seq_len" in said[0] and packing.FILE in said[1], said
 
 
 def test_a_run_from_before_the_setting_goes_on_with_cut(

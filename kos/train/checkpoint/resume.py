@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from kos.train.checkpoint.state import RESIDUAL, residual_shapes
 from kos.train.config import weighted
 from kos.train.config.options import TrainConfig
 from kos.train.data.corpus import HOLD_OUT
+from kos.train.data.packing import FILE, Packing
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Shape
@@ -192,6 +193,33 @@ def check_data(found: Checkpoint, config: TrainConfig, fingerprint: str) -> None
         f"others ({fingerprint[:12]}), of which {found.step} steps would count as done; "
         f"a new run with --init-from {found.path} begins them with these weights"
     ).about("data", "epochs")
+
+
+def check_packing(
+    found: Checkpoint, config: TrainConfig, now: Mapping[str, Any], packings: Sequence[Packing | None]
+) -> None:
+    """Raise CheckpointError if a run resumes in the midst of the order of sequences that are packed by another plan.
+
+    That is with ``--epochs``, or in a mixture; else log a warning.  ``now`` and ``packings`` are those of this run. If
+    its data or settings differ, ``warn_of_changes`` says so.
+    """
+    asked = {"fit": "cut", "long_documents": "cut"} | found.config.get("config", {})
+    theirs, same = asked | found.config.get("derived", {}), ("fit", "seed", "seq_len", "long_documents")
+    changed = [name for name in same if (theirs.get(name) or "cut") != (getattr(config, name) or "cut")]
+    if changed or found.config.get("data_fingerprint") != now["data_fingerprint"]:
+        return
+    saved = found.config.get("packing")  # that of older runs is known from their folder alone
+    if saved == now.get("packing") if saved else all(each is None or each.stored for each in packings):
+        return
+    got = "another" if saved else "none, and the plan that is made now may be another"
+    text = f"expected the plan that packs the sequences of its run ({found.path.parent.parent / FILE}), got {got}"
+    if config.epochs is None and isinstance(config.data, str):
+        _log.warning("%s: %s: results will differ from those of an uninterrupted run", found.path, text)
+        return
+    raise CheckpointError(
+        f"{found.path}: {text}, of which {found.step} steps would count as done; resume it in the folder of its run, or "
+        f"begin a new run with --init-from {found.path}"
+    ).about("resume")
 
 
 def check_order(found: Checkpoint, config: TrainConfig) -> None:

@@ -202,6 +202,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 class Packing:
     """The plans of a run's training and validation data.  ``key`` identifies the data and settings behind them."""
 
+    stored = False
+    """Whether the plans were read from the folder of a run."""
+
     def __init__(self, key: Sequence[Any], plans: Sequence[NDArray[np.int64]]) -> None:
         self.key, self.plans = json.dumps(key), plans
 
@@ -214,6 +217,11 @@ class Packing:
     @property
     def digest(self) -> str:
         return bytes(self.array()[:4]).hex()
+
+    @property
+    def order(self) -> str:
+        """The SHA-256 of the plan of the training data."""
+        return hashlib.sha256(self.plans[0].astype("<i8").tobytes()).hexdigest()
 
     def write(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -231,6 +239,7 @@ class Packing:
             found = np.load(path, allow_pickle=False)
             packing = cls(key, np.split(found[5:], [int(found[4])]))
             if np.array_equal(packing.array(), found):
+                packing.stored = True
                 return packing
             got = "that of other data or settings, or a damaged file"
         except FileNotFoundError:
