@@ -142,7 +142,10 @@ def without_effect(
 def _report_settings(run: RunContext) -> None:
     """Report defaults that the user may not expect: those of --init-from, and a warm-up longer than the run."""
     config, steps, say = run.config, run.config.learning_rate().warmup_steps, run.console.say
-    if useless := without_effect(config, run.asked, run.data.ignored_by_all):
+    ignored = run.data.ignored_by_all
+    if config.eval_batches and not (run.validates or run.brings_batches):
+        ignored["eval_batches"] = "--hold-out 0"
+    if useless := without_effect(config, run.asked, ignored):
         say(f"without effect: {', '.join(useless)}")
     if run.start == 0 and config.init_from is not None:
         length = plural(config.steps, "step") if config.epochs is None else plural(config.epochs, "epoch")

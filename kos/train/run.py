@@ -69,7 +69,7 @@ from kos.train.run_context import (
     run_folder,
 )
 from kos.train.source import check_source, find_source, load_weights
-from kos.train.tools.console import Console, by_source
+from kos.train.tools.console import Console, by_source, is_evaluated
 from kos.train.tools.metrics import METRICS
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import Runner, StepResult, train
@@ -273,7 +273,8 @@ class Trainer(RunContext):
         with self.stop.at_once() if self.comm.size == 1 else contextlib.nullcontext():  # several ranks: one may wait
             self.untrained = self.evaluate()
         loss, *_ = self.untrained.values()
-        self.console.say("; ".join([f"validation loss before training: {loss:.4f}", *by_source(self.untrained)]))
+        own = [f"{loss:.4f}"] * ("val_loss" in self.untrained)
+        self.console.say(f"validation loss before training: {'; '.join([*own, *by_source(self.untrained)])}")
         if not math.isfinite(loss):
             whose = self.config.init_from or "this model before its first step"
             text = f"expected a finite validation loss before training, got {loss} with the weights of {whose}"
@@ -325,7 +326,8 @@ class Trainer(RunContext):
 
     def validate(self) -> dict[str, float]:
         losses = self.evaluate()
-        if not math.isfinite(loss := losses["val_loss"]):
+        loss, *_ = losses.values()
+        if not math.isfinite(loss):
             raise self._not_finite(self.steps_done, "validation loss", loss)
         if (metric := self.config.best_metric) is not None:
             if self.best is None:
@@ -341,7 +343,7 @@ class Trainer(RunContext):
         if self.publisher is not None and turn:
             self.publisher.publish(self.steps_done)
         self.call("on_step", row)
-        if "val_loss" in row:
+        if is_evaluated(row):
             self.call("on_evaluate", row)
         return self.watched and any(self.comm.all_gather_bytes(b"!" * (self.stop.wish == STOP)))
 
@@ -395,7 +397,7 @@ class Trainer(RunContext):
         """The mean loss over the targets of ``batches``, by default of the validation batches: ``{"val_loss": …}``.
 
         ``batches`` are of any number of sequences, the same on all ranks; with ``rows="own"``, each rank of dp has
-        its own.  With several ``--data`` there is a ``val_loss/SOURCE`` of each.
+        its own.  With several ``--data`` there is a ``val_loss/SOURCE`` of each; without held out data, no ``val_loss``.
 
         Raises:
             InvalidArgument: there are no batches.

@@ -169,7 +169,7 @@ class RunContext:
     @property
     def validates(self) -> bool:
         """Whether there are batches to validate on."""
-        return self.val_batches is not None or self.data.eval_batches > 0
+        return self.val_batches is not None or bool(self.data.evaluated)
 
     @property
     def brings(self) -> dict[str, Any]:

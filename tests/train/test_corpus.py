@@ -121,12 +121,32 @@ def test_nothing_is_held_out_of_a_run_without_validation(tmp_path: Path) -> None
     named = [f"--data={tmp_path / 'a.jsonl'}", f"--val-data={numbered(tmp_path / 'b.jsonl', 9)}", "--seq-len=9"]
     data = load_data(parse([*named, "--hold-out=0"]))
     assert data.eval_batches == 8 and data.val.size and data.train.size == 70
-    for needing in ("--patience=1", "--keep-best=val_loss", f"--eval-data=b={tmp_path / 'b.jsonl'}"):
-        with refused(ConfigError, "--hold-out: expected above 0, or --val-data (--", "), got 0"):
-            parse([*flags, "--hold-out=0", needing])
+    other = f"--eval-data=b={tmp_path / 'b.jsonl'}"
+    for needing in (["--patience=1"], ["--keep-best=val_loss"], ["--patience=1", other]):
+        with refused(ConfigError, "--hold-out: expected above 0, or --val-data, for val_loss (--", "), got 0"):
+            load_data(parse([*flags, "--hold-out=0", *needing]))
+    data = load_data(parse([*flags, "--hold-out=0", "--keep-best=val_loss/b", other]))
+    assert data.losses == ["val_loss/b"] and data.train.size == 70 and data.others["b"].val_starts().size
     for wrong in ("1", "-0.1", "x"):
         with refused(ConfigError, "--hold-out: expected"):
             parse([f"--hold-out={wrong}"])
+
+
+def test_files_named_for_validation_are_that_of_any_fraction(tmp_path: Path) -> None:
+    """``--hold-out 0`` takes nothing else: in a mixture, the sources that have such a file are validated on."""
+    (folder := tmp_path / "named").mkdir()
+    for name in ("train", "val"):
+        numbered(folder / f"{name}.jsonl", 20)
+    plain = numbered(tmp_path / "a.jsonl", 20)
+    flags = ["--seq-len=3", "--tokenizer=bytes", "--hold-out=0"]
+    data = load_data(parse([*flags, f"--data={folder}", "--keep-best=val_loss", "--patience=1"]))
+    assert data.losses == ["val_loss"] and data.eval_batches == 8
+    for names in ([folder, plain], [plain, folder]):
+        sources = [f"--data={name}:1" for name in names]
+        data = load_data(parse([*flags, *sources, f"--keep-best=val_loss/{folder}"]))
+        assert data.losses == ["val_loss", f"val_loss/{folder}"] and data.eval_batches == 8
+        with refused(ConfigError, f"--hold-out: expected above 0, or --val-data, for val_loss/{plain} (--keep-best)"):
+            load_data(parse([*flags, *sources, f"--keep-best=val_loss/{plain}"]))
 
 
 def test_the_last_tenth_of_a_text_is_held_out(tmp_path: Path) -> None:

@@ -305,6 +305,17 @@ def test_a_run_resumes_from_another_folder(
     assert parse(["--config", str(path)]).data == (f"{folder}/pairs.jsonl:1", f"{folder}/a:0.5.txt:.5", "stdlib:1")
 
 
+def test_the_loss_of_a_mixture_is_that_of_the_sources_with_validation_data(folder: Path, tmp_path: Path) -> None:
+    (named := tmp_path / "named").mkdir()
+    for name in ("train", "val"):
+        write_lines(named / f"{name}.jsonl", [{"text": f"{name} and ring " * 20}] * 9)
+    plain = write_lines(tmp_path / "plain.jsonl", [{"text": "tree " * 60}] * 9)
+    data = [f"{plain}:1", f"{named}:3"]
+    *_, last = train(folder, tmp_path / "out", data=data, hold_out=0.0, keep_best=f"val_loss/{named}")
+    assert {key for key in last if key.startswith("val_loss")} == {"val_loss", f"val_loss/{named}"}
+    assert last["val_loss"] == pytest.approx(last[f"val_loss/{named}"], rel=1e-12)
+
+
 def test_all_sources_may_share_validation_data(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "val.txt").write_text("ring tree " * 99)
     rows = train(folder, tmp_path / "out", val_data=str(tmp_path / "val.txt"), steps=1)

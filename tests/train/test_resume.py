@@ -26,6 +26,7 @@ from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
+from tests.train.refusal import refused
 from tests.train.test_cli import ENVIRONMENT, _command
 from tests.train.test_loop import SMALL, _config, _train, text
 
@@ -103,6 +104,24 @@ def test_a_resumed_run_holds_out_what_it_did(text: Path, tmp_path: Path, caplog:
     assert [row["loss"] for row in rows] == [row["loss"] for row in whole] and not caplog.records
     _train(text, tmp_path / "b", steps=5, resume="auto", hold_out=0.2, **CONSTANT)
     assert "resuming with another data" in caplog.text
+
+
+def test_a_resumed_run_without_held_out_data_refuses_what_needs_it(text: Path, tmp_path: Path, capfd: Any) -> None:
+    """And other validation data has its loss alone."""
+    _train(text, tmp_path / "a", steps=2, eval_batches=0, **CONSTANT)
+    resumed: dict[str, Any] = {**CONSTANT, "steps": 4, "resume": str(tmp_path / "a"), "eval_every": 1}
+    for needing in ({"keep_best": "val_loss"}, {"patience": 1}):
+        with refused(ConfigError, "--hold-out: expected above 0, or --val-data, for val_loss (--", "), got 0"):
+            _train(text, tmp_path / "b", 2, **resumed, **needing)
+    other = {"eval_data": [f"b={text}"], "keep_best": "val_loss/b", "eval_batches": 2}
+    capfd.readouterr()
+    rows = _train(text, tmp_path / "c", 2, **resumed, **other)
+    assert all(row["val_loss/b"] > 0 and "val_loss" not in row for row in rows) and len(rows) == 2
+    assert (tmp_path / "c" / "checkpoints" / "best").is_symlink()
+    assert capfd.readouterr().out.count("  val_loss/b ") == 2
+    rows = _train(text, tmp_path / "d", **resumed, eval_batches=2)
+    assert not any("val_loss" in row for row in rows)
+    assert "without effect: --eval-batches (--hold-out 0)" in capfd.readouterr().out
 
 
 def test_a_schedule_that_starts_over_is_reported(text: Path, tmp_path: Path, caplog: Any) -> None:

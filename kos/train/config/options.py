@@ -11,7 +11,7 @@ import fnmatch
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -337,9 +337,6 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             raise SettingError("eval_data", "another NAME than a source of --data", min(both))
         named = [*(sources if self.val_data is None else ()), *self.eval_sources]
         metrics = ["val_loss", *(f"val_loss/{name}" for name in named)]
-        given = {"keep_best": self.keep_best, "patience": self.patience, "eval_data": self.eval_data}
-        if self.hold_out == 0 and self.val_data is None and (needing := [name for name in given if given[name]]):
-            raise SettingError("hold_out", "above 0, or --val-data", 0, needing[0])
         if self.best_metric is None:
             return
         if self.best_metric not in metrics:
@@ -350,6 +347,13 @@ class TrainConfig(Section, use_attribute_docstrings=True):
                 raise SettingError(name, "at least 1", 0, flag)
         if self.elastic is not None:
             raise SettingError(flag, "none", self.patience or self.keep_best, "elastic")
+
+    def check_losses(self, losses: Collection[str]) -> None:
+        """ConfigError if ``keep_best`` or ``patience`` needs another validation loss than ``losses``, those of the data."""
+        if self.best_metric is not None and self.best_metric not in losses:
+            flag = flag_of("keep_best" if self.keep_best else "patience")
+            expected = f"above 0, or --val-data, for {self.best_metric}"
+            raise SettingError("--hold-out", expected, f"{self.held_out:g}", flag, also=["val_data"])
 
     @classmethod
     def from_preset(cls, preset: str = "tiny", **changes: Any) -> TrainConfig:

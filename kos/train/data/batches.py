@@ -131,13 +131,21 @@ class Dataset:
 
     @property
     def validated(self) -> list[Dataset]:
-        """The data of each source that has validation data of its own; ``--val-data`` is that of all."""
-        return self.parts if self.sources[0] == self.sources[1] else self.parts[:1]
+        """The data of each source that has validation data of its own; ``--val-data`` is that of the first."""
+        return [part for part in self.parts if part.eval_batches]
 
     @property
-    def evaluated(self) -> list[Dataset]:
-        """The data of every validation loss."""
-        return [*self.validated, *self.others.values()]
+    def evaluated(self) -> dict[str, Dataset]:
+        """The data of every validation loss that is computed, by the name of the loss."""
+        named = {f"val_loss/{name}": each for name, each in self.others.items() if each.eval_batches}
+        if self.mixture is None or self.sources[0] != self.sources[1]:  # --val-data is that of all sources
+            return dict(zip(["val_loss"], self.validated, strict=False)) | named
+        return {f"val_loss/{name}": part for name, part in self.mixture.parts.items() if part.eval_batches} | named
+
+    @property
+    def losses(self) -> list[str]:
+        """The names of all validation losses.  That of a mixture is computed from those of its sources."""
+        return [*dict.fromkeys([*["val_loss"] * bool(self.validated), *self.evaluated])]
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -366,7 +374,7 @@ def load_data(
             folders = [run / f"source-{number}" for run in runs]
             own_val = config.val_data is None or number == 1  # --val-data is that of all sources
             changes = {"data": name, "eval_batches": config.eval_batches if own_val else 0, "eval_data": ()}
-            changes |= {"epochs": None}  # the mixture counts them
+            changes |= {"epochs": None, "keep_best": None, "patience": 0}  # the mixture counts them
             changes |= config.of_sources(name, config.val_data)
             parts.append(load_data(config.model_copy(update=changes), show, weights, folders, own_val))
         data = mix(sources, parts)
@@ -380,7 +388,9 @@ def load_data(
         data = _load(corpus, config, show, weights, runs)
     own, others = data.tokenizer, config.eval_sources.items()
     each = {name: load_held_out(config, "--eval-data", path, own, show, weights) for name, path in others}
-    return replace(data, others=each) if each else data
+    data = replace(data, others=each) if each else data
+    config.check_losses(data.losses)
+    return data
 
 
 def load_held_out(

@@ -148,7 +148,7 @@ def mix(sources: Mapping[str, float], parts: Sequence[Any]) -> Any:
 
     return dataclasses.replace(
         first, name=" + ".join(f"{part.name}:{sources[name]:g}" for name, part in mixture.parts.items()),
-        train=train, val=val, eval_batches=min(part.eval_batches for part in validated), packs=packs,
+        train=train, val=val, eval_batches=max(part.eval_batches for part in validated), packs=packs,
         packing=None, mixture=mixture, trained_on=lines("trained_on"),
         held_out=lines("held_out"), note=lines("note"), fingerprint=hashlib.sha256(about.encode()).hexdigest(),
     )  # fmt: skip

@@ -170,15 +170,16 @@ class Device(Runner):
     def evaluate(self) -> dict[str, float]:
         """``val_loss``, and ``val_loss/NAME`` of the sources of a mixture and of ``--eval-data``.
 
-        That of a mixture is the mean of its sources' by their weights.
+        That of a mixture is the mean of its sources' by their weights, of those that have validation data.
         """
         mixture, weights = self.data.mixture, self.step.as_read(self.whole_weights())
-        losses = [self._loss(data, weights) for data in self.data.validated]
-        others = {f"val_loss/{name}": self._loss(data, weights) for name, data in self.data.others.items()}
-        if mixture is None or len(losses) == 1:
-            return {"val_loss": losses[0], **others}
-        of_sources = {f"val_loss/{name}": loss for name, loss in zip(mixture.parts, losses, strict=True)}
-        return {"val_loss": float(np.dot(mixture.weights, losses)), **of_sources, **others}
+        losses = {name: self._loss(data, weights) for name, data in self.data.evaluated.items()}
+        if mixture is None or "val_loss" in losses or not self.data.validated:
+            return losses
+        shares = dict(zip(mixture.parts, mixture.weights, strict=True))
+        terms = [(shares[name], losses[f"val_loss/{name}"]) for name in shares if f"val_loss/{name}" in losses]
+        share, loss = (sum(each) for each in zip(*((share, share * loss) for share, loss in terms), strict=True))
+        return {"val_loss": float(loss / share), **losses}
 
     def _loss(self, data: Dataset, weights: Weights) -> float:
         """The mean loss over all targets of the validation windows that are not left out."""
@@ -249,7 +250,7 @@ class Device(Runner):
 
     def evaluated_at_once(self) -> set[int]:
         """The numbers of sequences that a pass of validation has, a micro-batch at most."""
-        shapes, most = [data.val_starts().shape for data in self.data.evaluated], len(self.micro_batches[0])
+        shapes, most = [data.val_starts().shape for data in self.data.evaluated.values()], len(self.micro_batches[0])
         return {size for batches, rows in shapes if batches for size in (min(most, rows), rows % most)} - {0}
 
     # --- text --------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Console:
 
     def step(self, row: Mapping[str, Any], *, log: bool) -> None:
         """One row of metrics; ``log`` says whether it is this step's turn to be printed."""
-        step, evaluated, now = row["step"], "val_loss" in row, time.perf_counter()
+        step, evaluated, now = row["step"], is_evaluated(row), time.perf_counter()
         self._task = ""
         first, began = self._first = self._first or (step, now)
         seconds = (self.steps - step) * (now - began) / max(1, step - first)
@@ -197,6 +197,11 @@ def describe(row: Mapping[str, Any]) -> list[str]:
     alone = row.get("tokens_per_second_per_gpu") == row["tokens_per_second"]
     shown = (key for key in _SHOWN if key in row and not (alone and key.endswith("gpu")))
     return [*(_SHOWN[key].format_map(values) for key in shown), *by_source(row)]
+
+
+def is_evaluated(row: Mapping[str, Any]) -> bool:
+    """Whether a row has validation losses of its step."""
+    return "val_loss" in row or bool(by_source(row))
 
 
 def by_source(row: Mapping[str, Any]) -> list[str]:
