@@ -365,7 +365,7 @@ def _whole(held: Parameters | OwnedSlices) -> slice:
 PATHS = {"out", "resume", "init_from", "data", "val_data", "tokenizer", "join"}
 """Settings that may differ between ranks."""
 
-CHOSEN = {"micro_batch_size", "device", "dtype", "grad_dtype", "elastic", "steps", "fit"}
+CHOSEN = {"micro_batch_size", "device", "dtype", "grad_dtype", "elastic", "steps", "fit", "hold_out"}
 """Settings that the run has chosen, and a newcomer takes."""
 
 NO_NUMBERS = {
@@ -391,6 +391,8 @@ def misfit(newcomer: RunContext, facts: dict[str, Any]) -> str:
     if newcomer.data.packed != facts["packed"]:  # such as that of a run that is older than --fit
         expected, got = ("whole" if packed else "cut" for packed in (facts["packed"], newcomer.data.packed))
         return f"--fit: expected {expected}, which the run has, got {got}; add --fit {expected}"
+    if (got := newcomer.config.held_out) != (expected := facts["chosen"]["hold_out"]):
+        return f"--hold-out: expected {expected:g}, which the run has, got {got:g}; add --hold-out {expected:g}"
     for name, given in newcomer.brings.items():
         if given != facts["brings"][name]:
             return f"{name}: expected {facts['brings'][name]}, as on the ranks of the run, got {given}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Unpack
 
 import kos
 from kos.comm.communicator import Communicator
 from kos.errors import KosError, RendezvousError
 from kos.train.checkpoint import adapter
+from kos.train.checkpoint.resume import data_settings
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
 from kos.train.data.own import own_data
@@ -20,6 +24,19 @@ from kos.train.run_context import RunContext
 from kos.train.tools.console import Console
 
 LOOK_EVERY = 0.05  # seconds between two looks for the file of a run that has not begun
+
+
+def _as_the_run_reads(config: TrainConfig) -> tuple[TrainConfig, list[Path]]:
+    """The settings with those by which the run reads its data, and its folder, if ``--join`` names a file in there.
+
+    A run that was resumed may read them otherwise than one that begins with the same flags.
+    """
+    where, about = Path(str(config.join)), None
+    runs = [where.parent] if os.sep in str(config.join) or where.is_file() else []
+    for folder in runs:
+        with suppress(OSError, ValueError):  # the run has not begun
+            about = json.loads((folder / "config.json").read_text("utf-8"))
+    return config.with_data_settings(about and data_settings(about)), runs
 
 
 class Newcomer(Trainer):
@@ -41,10 +58,11 @@ class Newcomer(Trainer):
         try:
             with self.stop.at_once():
                 weights = adapter.tokenizer_folder(config.init_from)
+                self.config, runs = _as_the_run_reads(config)
                 if self.brings_batches:
                     self.data = own_data(config, weights)
                 else:
-                    self.data = load_data(config, self.console.progress, weights)
+                    self.data = load_data(self.config, self.console.progress, weights, runs)
                 self.base = adapter.find_base(config.lora, config.init_from)
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             self.console.close()

@@ -52,7 +52,7 @@ def find_source(run: RunContext) -> Source:
     resume.check_order(run.found, config)
     theirs = huggingface.read_config(path)
     resume.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
-    return Source(str(path), step, saved_step, True, resume.data_settings(run.found))
+    return Source(str(path), step, saved_step, True, resume.data_settings(run.found.config))
 
 
 def check_source(run: RunContext) -> None:

@@ -26,6 +26,7 @@ from kos.errors import (
 from kos.testing import Fault
 from kos.train import checkpoint, elastic
 from kos.train.checkpoint import saving
+from kos.train.data import packing
 from kos.train.newcomer import Newcomer
 from kos.train.parallel.failures import LEAVE
 from kos.train.run_context import ADDRESS
@@ -41,6 +42,7 @@ from tests.train.elastic_runs import (
     until,
 )
 from tests.train.emulated_runs import emulated
+from tests.train.test_loss_masks import write_lines
 
 __all__ = ["emulated", "no_dry_run", "text", "unhurt"]
 
@@ -112,16 +114,17 @@ def test_two_join_one(
 
 
 def invite(
-    text: Path, out: Path, monkeypatch: pytest.MonkeyPatch, admit: Callable[[elastic.Elastic], None], **changes: Any
-) -> list[tuple[threading.Thread, list[BaseException]]]:
-    """A newcomer calls at step 3 of a run of at most 5 ranks; ``admit`` is called before the ranks let it join."""
+    text: Path, out: Path, monkeypatch: pytest.MonkeyPatch, admit: Callable[[elastic.Elastic], None], at: int = 2,
+    address: str = "", **changes: Any,
+) -> list[tuple[threading.Thread, list[BaseException]]]:  # fmt: skip
+    """A newcomer calls after step ``at`` of a run of at most 5 ranks; ``admit`` is called before they let it join."""
     threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
 
     def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
         comm = self.run.comm
-        if step == 2 and comm.rank == 0 and not threads:
-            threads.append(join(text, out, comm.address, **changes))
-            while not comm.newcomers():
+        if step == at and comm.rank == 0 and not threads:
+            threads.append(join(text, out, address or comm.address, **changes))
+            while not comm.newcomers() and threads[0][0].is_alive():
                 time.sleep(0.01)
         if self._last is not None and self._last[1].joining:
             admit(self)
@@ -235,6 +238,39 @@ def test_a_newcomer_with_other_settings_is_refused(
     out = capsys.readouterr().out
     assert f"a newcomer was refused: {errors[0]}" in out and " left " not in out and " lost " not in out
     assert {ranks for ranks, _ in ranks_of(tmp_path)} == {RANKS}
+
+
+@pytest.mark.parametrize("how", ["held out", "packed", "by address"])
+def test_a_newcomer_reads_the_data_as_a_resumed_run(
+    how: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """With the flags of the run, which holds out what it did before, and keeps a plan that an older version made."""
+    by_address, changes = kos.join, dict[str, Any](eval_batches=0)
+
+    def by_file(where: str, timeout: float) -> Communicator:  # ``kos.join`` reads addresses of TCP alone
+        return by_address(Path(where).read_text() if Path(where).is_file() else where, timeout=timeout)
+
+    monkeypatch.setattr(kos, "join", by_file)
+    made = packing.make_plan
+    if how == "packed":
+        text = write_lines(tmp_path / "texts.jsonl", [{"text": "ring " * (1 + n % 3)} for n in range(99)])
+        changes = {"fit": "whole", "seq_len": 32}
+    with monkeypatch.context() as patched:
+        patched.setattr(packing, "make_plan", lambda tokens, length, seed, skips: made(tokens, length, seed + 1, skips))
+        train(text, tmp_path / "out", ranks=1, **{**changes, "steps": 2, "eval_batches": 2})
+    address = "" if how == "by address" else str(tmp_path / "out" / ADDRESS)
+    threads = invite(text, tmp_path / "out", monkeypatch, lambda self: None, at=3, address=address, **changes)
+    train(text, tmp_path / "out", ranks=1, resume="auto", elastic="1:5", **changes)
+    ((thread, errors),) = threads
+    thread.join(30)
+    assert not thread.is_alive()
+    if how == "by address":
+        assert str(errors[0]) == "--hold-out: expected 0.1, which the run has, got 0; add --hold-out 0.1"
+        threads = invite(text, tmp_path / "out", monkeypatch, lambda self: None, at=7, hold_out=0.1, **changes)
+        train(text, tmp_path / "out", ranks=1, resume="auto", elastic="1:5", **changes, steps=10)
+        ((thread, errors),) = threads
+        thread.join(30)
+    assert not errors and ranks_of(tmp_path / "out")[-1] == (2, 1), capsys.readouterr().out
 
 
 def test_a_newcomer_takes_settings_that_change_no_number(

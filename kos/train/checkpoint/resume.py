@@ -54,12 +54,12 @@ def find(config: TrainConfig, checkpoints: Path, show: Callable[[str, float], ob
         raise kind(f"--resume: {error}").about("resume") from error
 
 
-def data_settings(found: Checkpoint) -> dict[str, Any]:
-    """The settings by which a checkpoint's run reads its data.
+def data_settings(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings by which a run reads its data, from its description in config.json or in a checkpoint.
 
     Runs of older versions have no such settings: they cut documents, and hold out a tenth.
     """
-    theirs = found.config.get("config", {}) | found.config.get("derived", {})
+    theirs = about.get("config", {}) | about.get("derived", {})
     return {"fit": theirs.get("fit", "cut"), "hold_out": theirs.get("hold_out", HOLD_OUT)}
 
 

@@ -31,7 +31,7 @@ def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
     documents fit into sequences, and the data.
     """
     first, weights, runs, shown = 0, tokenizer_folder(config.init_from), list[Path](), []
-    config = config.with_data_settings(found and data_settings(found))
+    config = config.with_data_settings(found and data_settings(found.config))
     if found is not None:
         first, runs = found.step * config.batch_size, [found.path.parent.parent]
         weights = weights and str(found.path)
