@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data import tokenized, tokenizers
 from kos.train.data.batches import Dataset, load_data
+from kos.train.data.tokenizers import make_tokenizer
 from kos.train.report import without_effect
 from kos.train.run import Trainer
 from kos.train.tokenize import tokenize
@@ -125,6 +128,21 @@ def test_it_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path, monkeypat
     before = (out / "manifest.json").stat().st_mtime_ns
     assert tokenize(out, [str(folder)]) == whole and (out / "manifest.json").stat().st_mtime_ns == before
     same(load(out), load(folder))
+
+
+def test_a_folder_of_an_earlier_version_is_gone_on_with(folder: Path, tmp_path: Path) -> None:
+    """Settings that it did not have are in the key only if they are not the defaults."""
+
+    def key_of(name: str, sources: list[str], **settings: Any) -> str:
+        return str(tokenize(tmp_path / name, sources, **settings)["key"]).partition(" ")[0]
+
+    source = str(folder / "a_train.txt")
+    earlier = [{**make_tokenizer("bytes").to_json(), "name": ""}, True, "completion", False, False, [[None, "utf-8"]]]
+    expected = hashlib.sha256(json.dumps([[*earlier, None], [source], None]).encode()).hexdigest()
+    assert key_of("same", [source]) == expected != key_of("other", [source], hold_out=0.2)
+    several = [source, str(folder / "b_train.jsonl")]  # which are split each on its own now
+    earlier[-1] = [[None, "utf-8"]] * 2
+    assert key_of("several", several) != hashlib.sha256(json.dumps([[*earlier, None], several, None]).encode()).hexdigest()
 
 
 def test_other_data_or_settings_are_no_continuation(folder: Path, tmp_path: Path) -> None:

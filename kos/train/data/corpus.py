@@ -129,6 +129,15 @@ class Corpus:
         """Whether the validation data is that of ``--val-data``."""
         return self.flags[0] != self.flags[1]
 
+    @property
+    def split_by(self) -> list[Any]:
+        """What the splits depend on besides the files.  With the defaults it is what earlier versions had in their keys.
+
+        Several sources have a mark, since they split them together.
+        """
+        several = len(self.lines) - self.other_val > 1
+        return [self.other_val, *[self.hold_out] * (self.hold_out != HOLD_OUT), *["by source"] * several]
+
     train = property(lambda self: self.splits.train)
     val = property(lambda self: self.splits.val)
 

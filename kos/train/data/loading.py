@@ -89,7 +89,7 @@ def _load_tokens(
         return about | {"between": between}
 
     how = ["tokens", tokenizer.vocab_size, separator, config.loss_on, corpus.below, config.token_dtype]
-    how += [corpus.other_val, corpus.hold_out]
+    how += corpus.split_by
     with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
         whole = config.fit == "whole"  # else places are not needed in memory
         documents: list[Any] = [np.load(folder / name) if whole else separator for name in _BEGINS]
@@ -160,7 +160,7 @@ def tokenizing(
     tokenizer = given or (None if spec == "chars" else make_tokenizer(spec))
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
-    how += [config.split_special_tokens, config.loss_on, config.split_turns, corpus.other_val, corpus.hold_out]
+    how += [config.split_special_tokens, config.loss_on, config.split_turns, *corpus.split_by]
     how += [[(each.text_field, each.encoding) for each in corpus.lines]]
     how += [template.source, template.special] if template else []
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
