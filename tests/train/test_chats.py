@@ -528,13 +528,16 @@ def test_what_openai_writes_is_read(tmp_path: Path) -> None:
     """A text in one part, arguments that are an empty string, and weights of users are as if written otherwise."""
     folder = folder_of(tmp_path, bare(QWEN))
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    calls: list[dict[str, Any]] = [{"role": "assistant", "content": [part], "tool_calls": [call]}
+                                   for part in ({"type": "text"}, {"type": "text", "text": None})]  # fmt: skip
     chats = [
+        *([USER, each] for each in calls),
         [{**USER, "weight": 1, "refusal": None}, {"role": "assistant", "content": None, "tool_calls": [call]}],
         [{**USER, "content": [{"type": "text", "text": "hi"}]}, {**ANSWER, "weight": 1}],
     ]
     plain = json.loads(json.dumps(chats).replace('"arguments": ""', '"arguments": {}'))
-    del plain[0][0]["weight"]
-    plain[1][0]["content"] = "hi"
+    del plain[0][1]["content"], plain[1][1]["content"], plain[2][0]["weight"]
+    plain[3][0]["content"] = "hi"
     both = [
         read(write_lines(tmp_path / name, [*({"messages": chat} for chat in each), {"text": "val"}]),
              "--tokenizer", str(folder))

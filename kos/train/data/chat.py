@@ -167,7 +167,9 @@ class ChatTemplate:
             how = "; write the role 'tool'" * (role == "function")
             raise DataError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}{how}")
         if isinstance(content, list) and [isinstance(each, dict) and each.get("type") for each in content] == ["text"]:
-            message["content"] = content = content[0].get("text")
+            message["content"] = content[0].get("text")
+            if message["content"] is None:
+                del message["content"]
         if wrong := _wrong_content(message, number):
             raise DataError(f"{where}: expected {wrong}")
         if counts(message, where) and message.get("train") and role != "assistant":  # axolotl would train on it
