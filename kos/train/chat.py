@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             command, _, name = text.partition(" ")
             message = {"role": "user", "content": text}
             if command == "/tool":  # some templates write the name
-                message = {"role": "tool", **({"name": name} if name else {}), "content": _lines()}
+                if (content := _lines()) is None:
+                    break
+                message = {"role": "tool", **({"name": name} if name else {}), "content": content}
             if text == "/reset":
                 messages = [*beginning]
             elif text:
@@ -69,12 +71,12 @@ def _ask() -> str | None:
     return None if text.strip() == "/exit" else text
 
 
-def _lines() -> str:
-    """The user's next lines, up to an empty line, /exit or the end of the input."""
+def _lines() -> str | None:
+    """The user's next lines up to an empty one; None at the end of the program."""
     lines = list[str]()
-    while (line := _ask()) and line.strip():
+    while (line := _ask()) is not None and line.strip():
         lines.append(line)
-    return "\n".join(lines)
+    return None if line is None else "\n".join(lines)
 
 
 def _reply(model: Any, messages: list[dict[str, str]], options: Mapping[str, Any]) -> list[dict[str, str]]:

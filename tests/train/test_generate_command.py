@@ -169,7 +169,10 @@ def test_the_command_chats(folder: Path) -> None:
 
 
 def test_the_command_takes_results_of_tools(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their lines up to an empty one are one message, with the name of the tool for templates that write it."""
+    """Their lines up to an empty one are one message, with the name of the tool for templates that write it.
+
+    The end of the program is not the end of a result, which is not sent then.
+    """
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     names = "{% for m in messages if m.name %}[{{ m.name }}]{% endfor %}"
     (folder / "chat_template.jinja").write_text(names + TEMPLATE)
@@ -180,12 +183,12 @@ def test_the_command_takes_results_of_tools(folder: Path, capsys: Any, monkeypat
         said.append(model.chat(messages, 7, temperature=0))
         messages.append({"role": "assistant", "content": said[-1]})
     lines = "ring\n/tool clock\n{\n  rank\n\n/tool\n{\n  rank"
-    for ending in ("\n\n/exit\n", ""):
+    for ending, answers in (("\n\n/exit\n", said), ("", said[:-1]), ("\n/exit\n\nring\n", said[:-1])):
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines + ending))
         capsys.readouterr()
         assert chat.main([str(folder), "--tokens=7", "--temperature=0"]) == 0
         printed = capsys.readouterr().out.replace("> ", "").splitlines()
-        assert [line for line in printed if line] == [line for text in said for line in text.splitlines() if line]
+        assert [line for line in printed if line] == [line for text in answers for line in text.splitlines() if line]
 
 
 def test_the_command_passes_tools_to_the_template(
