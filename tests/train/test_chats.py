@@ -571,7 +571,8 @@ def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path, caplog: pytest.
     path.write_text("\n".join([good, *wrong[:1], good, *wrong[1:], "{", *(f'{{"a{n}": 1}}' for n in range(12)), good]))
     with refused(DataError, f"--data {path}: expected records to train on, got 16 wrong ones, shown above (the first"):
         read(path, "--tokenizer", str(folder))
-    each = [record.getMessage().removeprefix(f"--data {path}, ") for record in caplog.records]
+    assert all(record.getMessage().startswith(f"{path}, line ") for record in caplog.records)  # of --val-data too
+    each = [record.getMessage().removeprefix(f"{path}, ") for record in caplog.records]
     assert each[0] == "line 2: expected content in message 1, got none (2 more)" and len(each) == 10
     assert each[1].startswith("line 6: expected JSON, got ") and each[2].startswith("line 7: expected the field 'text'")
     caplog.clear()
@@ -583,6 +584,15 @@ def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path, caplog: pytest.
     with refused(DataError, f"--data {tmp_path / 'a.csv'}: expected records to train on, got 2 wrong ones, shown"):
         read(tmp_path / "a.csv")
     assert re.search("(?s)line 3: expected 2 columns, .*got 1.*line 4: expected 2 columns.*got 3", caplog.text)
+
+
+def test_the_user_may_choose_a_chat_beside_a_rejected_one(tmp_path: Path) -> None:
+    chosen = [{"messages": [USER, ANSWER]}, {"messages": [USER, {**ANSWER, "content": "no"}]}]
+    path = write_lines(tmp_path / "pairs.jsonl", [{"chosen": chosen[0]["messages"], "rejected": chosen[1]["messages"]}])
+    plain = write_lines(tmp_path / "plain.jsonl", [chosen[0]])
+    flags = ["--tokenizer", str(folder_of(tmp_path, BOTH)), "--eval-batches=0", "--seq-len=8"]
+    both = [load_data(parse([f"--data={path}", "--text-field=chosen", *flags])), load_data(parse([f"--data={plain}", *flags]))]
+    assert both[0].fingerprint == both[1].fingerprint
 
 
 def cuts(path: Path, *flags: str) -> str:

@@ -410,6 +410,8 @@ def test_a_fine_tune_is_three_epochs_long(tmp_path: Path) -> None:
     assert epochs("--config", write(tmp_path / "mine.toml", "steps = 9\n")) is None
     assert epochs("--config", write(tmp_path / "mine.toml", "epochs = 2\n")) == 2
     assert epochs("--config", write(tmp_path / "mine.toml", "epochs = 2\n"), "--steps", "9") is None
+    unset = write(tmp_path / "mine.json", '{"epochs": null}')
+    assert epochs("--config", unset) == 3 and epochs("--config", unset, "--steps", "9") is None
 
 
 def test_a_program_fine_tunes_as_the_command_does(tmp_path: Path) -> None:
@@ -419,6 +421,7 @@ def test_a_program_fine_tunes_as_the_command_does(tmp_path: Path) -> None:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in changes.items()]
         config = TrainConfig.from_preset("baby", init_from=folder, **changes)
         assert config == parse(["--preset", "baby", "--init-from", folder, *flags])
+        assert TrainConfig.from_preset(**config.to_json()) == config
     assert config.model_config_for(37).base == small(max_position_embeddings=77) and config.lr == 2e-4
     with refused(ConfigError, f"argument: model.hidden_size: expected 24, which the model in {folder} has, got 9"):
         TrainConfig.from_preset("tiny", init_from=folder, model={"hidden_size": 9})

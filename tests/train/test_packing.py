@@ -377,6 +377,13 @@ def test_resuming_gives_the_bits_of_an_uninterrupted_run(
     assert steps > len(whole) // 2 and not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
+def test_a_sequence_is_at_most_full() -> None:
+    """The last target of a document may be beyond its sequence."""
+    tokens = row_of([21, 21])
+    packed = PackedTokens(tokens, 20, make_plan(tokens, 20, 0, False), False)
+    assert "2 sequences of 20, 100.0% full" in packed.in_words("text")
+
+
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"no plan", "cut", "changed", "pickle"])
 def test_a_broken_plan_is_one_line_and_is_made_again(
     pairs: Path, tmp_path: Path, content: bytes | str, caplog: pytest.LogCaptureFixture

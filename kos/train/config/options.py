@@ -362,6 +362,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         With ``init_from``, the model has the shape of that folder, and the defaults are those of the command.  Raises
         ConfigError for an unknown key or preset, a value of the wrong type or out of range, or another shape.
         """
+        if changes.get("epochs") is not None and changes.keys() >= TrainConfig.model_fields.keys() - {"preset"}:
+            del changes["steps"]  # those of its epochs, in what ``to_json`` gives
         return configure(preset, with_model([("argument", {"preset": preset, **changes})]))
 
     def to_json(self) -> dict[str, Any]:
@@ -584,6 +586,8 @@ def build(layers: Sequence[Layer]) -> TrainConfig:
                 where = "--epochs" if source == "flags" else f"{source}: epochs"
                 raise ConfigError(f"{where}: expected either epochs or steps, got {flat['epochs']} and {flat['steps']}")
             flat["epochs"] = None
+        elif flat.get("epochs", 0) is None:  # not set: the default with ``init_from`` stays
+            del flat["epochs"]
         merged |= flat
         sources |= dict.fromkeys(flat, source)
 

@@ -173,7 +173,7 @@ def _wrong(where: str, wrong: Mapping[str, tuple[str, int]], bad: int) -> DataEr
     if len(each) == 1:
         return DataError(each[0])
     for text in each:
-        _log.warning("%s", text)
+        _log.warning("%s", text.removeprefix("--data "))  # it may be a file of another flag
     kinds = f" (the first {SHOWN} kinds)" * (len(each) == SHOWN)
     return DataError(f"{where}: expected records to train on, got {bad:,} wrong ones, shown above{kinds}")
 
@@ -432,7 +432,8 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
         return [Document(((prompt, False), (completion, counts(fields, where))))]
     if field is not None and (isinstance(fields[field], list) if field == lines.text_field else field in CHATS):
         messages = _messages_of(fields, field, where)
-        _check_refused(fields, where)
+        if field != lines.text_field:  # else the user has chosen among the fields
+            _check_refused(fields, where)
         if (template := lines.chat_template()) is None:
             expected = "a tokenizer with a chat template for messages (--tokenizer, --init-from)"
             how = "add chat_template to its tokenizer_config.json, or put each chat into one field, as text"

@@ -112,7 +112,7 @@ class PackedTokens(Tokens):
         kept, (counts, lack) = ~longer | (not self.skips), self.counts
         text = (
             f"{plural(packed, what)} of {int(self._lengths.sum()):,} tokens, of which the loss counts "
-            f"{counts:,}, in {plural(sequences, 'sequence')} of {self.seq_len:,}, {self.fill:.1%} full"
+            f"{counts:,}, in {plural(sequences, 'sequence')} of {self.seq_len:,}, {min(1.0, self.fill):.1%} full"
         )
         pieces = np.where(longer, -(-(lengths - 1) // self.seq_len), 1)
         if longer.any() and self.skips:
