@@ -391,8 +391,8 @@ def misfit(newcomer: RunContext, facts: dict[str, Any]) -> str:
     if newcomer.data.packed != facts["packed"]:  # such as that of a run that is older than --fit
         expected, got = ("whole" if packed else "cut" for packed in (facts["packed"], newcomer.data.packed))
         return f"--fit: expected {expected}, which the run has, got {got}; add --fit {expected}"
-    if (got := newcomer.config.held_out) != (expected := facts["chosen"]["hold_out"]):
-        return f"--hold-out: expected {expected:g}, which the run has, got {got:g}; add --hold-out {expected:g}"
+    if (mine_held := newcomer.config.held_out) != (held := facts["chosen"]["hold_out"]):
+        return f"--hold-out: expected {held:g}, which the run has, got {mine_held:g}; add --hold-out {held:g}"
     for name, given in newcomer.brings.items():
         if given != facts["brings"][name]:
             return f"{name}: expected {facts['brings'][name]}, as on the ranks of the run, got {given}"

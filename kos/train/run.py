@@ -397,7 +397,8 @@ class Trainer(RunContext):
         """The mean loss over the targets of ``batches``, by default of the validation batches: ``{"val_loss": …}``.
 
         ``batches`` are of any number of sequences, the same on all ranks; with ``rows="own"``, each rank of dp has
-        its own.  With several ``--data`` there is a ``val_loss/SOURCE`` of each; without held out data, no ``val_loss``.
+        its own.  With several ``--data`` there is a ``val_loss/SOURCE`` of each.  Without held out data, there
+        is no ``val_loss``.
 
         Raises:
             InvalidArgument: there are no batches.

@@ -591,8 +591,8 @@ def test_the_user_may_choose_a_chat_beside_a_rejected_one(tmp_path: Path) -> Non
     path = write_lines(tmp_path / "pairs.jsonl", [{"chosen": chosen[0]["messages"], "rejected": chosen[1]["messages"]}])
     plain = write_lines(tmp_path / "plain.jsonl", [chosen[0]])
     flags = ["--tokenizer", str(folder_of(tmp_path, BOTH)), "--eval-batches=0", "--seq-len=8"]
-    both = [load_data(parse([f"--data={path}", "--text-field=chosen", *flags])), load_data(parse([f"--data={plain}", *flags]))]
-    assert both[0].fingerprint == both[1].fingerprint
+    found = load_data(parse([f"--data={path}", "--text-field=chosen", *flags]))
+    assert found.fingerprint == load_data(parse([f"--data={plain}", *flags])).fingerprint
 
 
 def cuts(path: Path, *flags: str) -> str:

@@ -424,7 +424,8 @@ def test_a_run_goes_on_with_its_plan_or_not_at_all(
         assert _losses(rows).tobytes() == _losses(whole)[3:].tobytes()
     monkeypatch.setattr(packing, "make_plan", lambda tokens, length, seed, skips: made(tokens, length, seed + 1, skips))
     assert not caplog.records
-    with refused(CheckpointError, f"({alone['whole'].parents[1] / packing.FILE}), got {'another' if known else 'none'}"):
+    plan = alone["whole"].parents[1] / packing.FILE
+    with refused(CheckpointError, f"({plan}), got {'another' if known else 'none'}"):
         train(pairs, tmp_path / "lone", resume=str(alone["whole"]))
     train(pairs, tmp_path / "other-length", resume=str(alone["whole"]), seq_len=60)  # of which another line warns
     train(pairs, tmp_path / "lone-drawn", resume=str(alone["drawn"]), **drawn)

@@ -142,7 +142,8 @@ def test_a_folder_of_an_earlier_version_is_gone_on_with(folder: Path, tmp_path: 
     assert key_of("same", [source]) == expected != key_of("other", [source], hold_out=0.2)
     several = [source, str(folder / "b_train.jsonl")]  # which are split each on its own now
     earlier[-1] = [[None, "utf-8"]] * 2
-    assert key_of("several", several) != hashlib.sha256(json.dumps([[*earlier, None], several, None]).encode()).hexdigest()
+    expected = hashlib.sha256(json.dumps([[*earlier, None], several, None]).encode()).hexdigest()
+    assert key_of("several", several) != expected
 
 
 def test_other_data_or_settings_are_no_continuation(folder: Path, tmp_path: Path) -> None:

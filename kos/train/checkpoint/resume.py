@@ -217,7 +217,7 @@ def check_packing(
         _log.warning("%s: %s: results will differ from those of an uninterrupted run", found.path, text)
         return
     raise CheckpointError(
-        f"{found.path}: {text}, of which {found.step} steps would count as done; resume it in the folder of its run, or "
+        f"{found.path}: {text}, of which {found.step} steps would count as done; resume it in its run's folder, or "
         f"begin a new run with --init-from {found.path}"
     ).about("resume")
 

@@ -349,7 +349,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             raise SettingError(flag, "none", self.patience or self.keep_best, "elastic")
 
     def check_losses(self, losses: Collection[str]) -> None:
-        """ConfigError if ``keep_best`` or ``patience`` needs another validation loss than ``losses``, those of the data."""
+        """ConfigError if ``keep_best`` or ``patience`` needs a validation loss that is none of ``losses``."""
         if self.best_metric is not None and self.best_metric not in losses:
             flag = flag_of("keep_best" if self.keep_best else "patience")
             expected = f"above 0, or --val-data, for {self.best_metric}"

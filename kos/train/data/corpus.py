@@ -131,9 +131,9 @@ class Corpus:
 
     @property
     def split_by(self) -> list[Any]:
-        """What the splits depend on besides the files.  With the defaults it is what earlier versions had in their keys.
+        """What the splits depend on besides the files.  With the defaults it is what earlier versions had in a key.
 
-        Several sources have a mark, since they split them together.
+        Several sources have a mark, since earlier versions split them together.
         """
         several = len(self.lines) - self.other_val > 1
         return [self.other_val, *[self.hold_out] * (self.hold_out != HOLD_OUT), *["by source"] * several]
