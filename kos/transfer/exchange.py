@@ -180,7 +180,10 @@ def together(comm: Communicator | None, who: str, work: Callable[[], Any], deadl
     timeout = None if deadline is None else max(deadline - time.monotonic(), 0) + GRACE
     every = [mine] if comm is None else comm.all_gather_bytes(mine, timeout=timeout)
     if error is not None and not stale:
-        raise error
+        try:
+            raise error
+        finally:
+            error = None  # else its traceback keeps this frame, and what the frames below hold, until a collection
     found = [json.loads(each) for each in every]
     for rank, (_, text, replaced, timed_out) in enumerate(found):
         if text is not None and not replaced:

@@ -132,6 +132,12 @@ class Copier:
             for each in copies:
                 each(handle)
 
+    @property
+    def idle(self) -> bool:
+        """Whether all that was queued is done."""
+        with self._relaxed():
+            return streams.is_idle(streams.handle(self._stream))
+
     def wait(self) -> None:
         """Wait on the host until all queued copies are complete.  Raises TransferTimeout after ``deadline``."""
         handle = streams.handle(self._stream)

@@ -75,6 +75,7 @@ class Target:
         self._prepared: dict[tuple[Group, int], list[Launch]] = {}  # by group and index of the buffer
         self._own = {x.device: Copier(x.device) for x in flat.values() if isinstance(x, GpuArray)}
         self._copiers: dict[int, list[Copier]] = {device: [] for device in self._own}  # for readers, not in use
+        self._late: list[tuple[Copier, list[Any]]] = []  # those with queued copies, and the memory of these
         self._failed = False  # whether a reader has failed, so that the others end
 
     def read(self, plan: Plan, known: Catalogue, serial: int, deadline: float, verify: bool) -> int:
@@ -85,6 +86,10 @@ class Target:
                 array = self._flat[copy.array]
                 device = array.device if isinstance(array, GpuArray) else None
                 self._groups.setdefault(Group(copy.source.rank, device, copy.source.gpu > 0), []).append(copy)
+        while self._late:
+            self._late[-1][0].deadline = deadline
+            self._late[-1][0].wait()
+            self._late.pop()
         for copier in self._own.values():
             copier.follow(self._flat, True)
         if not self.staged:
@@ -204,7 +209,12 @@ class Target:
         except IndexError:
             copier = Copier(device)
         copier.deadline = deadline
-        yield copier  # it is not used again after an error, because copies may still be queued
+        try:
+            yield copier
+        except BaseException:
+            if not copier.idle:  # the memory of its copies must not be unmapped, or be written by others, meanwhile
+                self._late.append((copier, [gpu for each in self._mapped.values() for gpu in each.gpus]))
+            raise
         self._copiers[device].append(copier)
 
     def data(self, where: Address, group: Group, stream: int, deadline: float) -> Connection:

@@ -113,7 +113,11 @@ class Subscriber:
         began, before = time.monotonic(), self._held
         deadline = began + check_timeout(timeout)
         while True:
-            found = exchange.together(self._comm, _RANK, lambda: self._newest(deadline), deadline)
+            try:
+                found = exchange.together(self._comm, _RANK, lambda: self._newest(deadline), deadline)
+            except TransferError:  # also on other ranks than 0: the publisher has ended
+                self._target.close()
+                raise
             wanted = Version(*found[0])  # of rank 0, which has the lease
             if before is not None and wanted[:2] == before[:2]:
                 return Update(wanted.number, False, False, time.monotonic() - began, 0)
