@@ -7,7 +7,6 @@ from or to a GPU passes through pinned memory.
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ import numpy as np
 from kos.comm.control.wire import Connection, drive, fill
 from kos.cuda import streams
 from kos.dtypes import DType
-from kos.errors import KosError, PeerMemoryError, TransferError
+from kos.errors import CudaError, KosError, OutOfMemory, PeerMemoryError, TransferError, TransferTimeout
 from kos.memory import ipc
 from kos.memory.array import Array as GpuArray
 from kos.transfer import exchange
@@ -86,6 +85,7 @@ class Target:
                 array = self._flat[copy.array]
                 device = array.device if isinstance(array, GpuArray) else None
                 self._groups.setdefault(Group(copy.source.rank, device, copy.source.gpu > 0), []).append(copy)
+        self._wait(deadline)  # for a commit that was late
         while self._late:
             self._late[-1][0].deadline = deadline
             self._late[-1][0].wait()
@@ -133,14 +133,14 @@ class Target:
             copier.deadline = deadline
             copier.wait()
 
-    def commit(self) -> None:
-        """Copy staging memory to the arrays."""
+    def commit(self, deadline: float) -> None:
+        """Copy staging memory to the arrays.  Raises TransferTimeout."""
         for name, array in self._flat.items() if self.staged else ():
             if isinstance(array, GpuArray):
                 self._own[array.device].copy(whole(array), whole(self.into[name]))
             else:
                 np.copyto(array, self.into[name])
-        self._wait(math.inf)
+        self._wait(deadline)
 
     def close(self, keep_mapped: bool = False) -> None:
         """Close the connections, and unmap the publisher's memory."""
@@ -249,6 +249,8 @@ class Reader:
                 return self._read_tcp() if self._mapped is None else self._read_mapped(self._mapped)
         except Restarted:
             raise Stale from None
+        except (CudaError, OutOfMemory, TransferTimeout):  # of the GPU of this process, not of the publisher
+            raise
         except (OSError, ValueError, KosError) as error:
             tensors = sorted({copy.tensor for request in self._requests for copy in request})
             more = f" and {len(tensors) - 1} more" * (len(tensors) > 1)

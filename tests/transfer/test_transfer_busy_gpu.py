@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,12 @@ import pytest
 
 from kos.comm import Communicator
 from kos.cuda import driver
-from kos.errors import InvalidArgument, TransferError, TransferTimeout
+from kos.errors import CudaError, InvalidArgument, TransferError, TransferTimeout
 from kos.memory import Array
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber, exchange
 from kos.transfer.gpu import Copier, Launch
+from kos.transfer.reader import Target
 from tests.comm.fake_nccl import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
@@ -55,6 +57,13 @@ class Queues:
         self._queue(copier, [lambda stream: self.pending.setdefault(stream, []).extend(copies)])
         if not self.late:
             self.run()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is queued meanwhile runs, and what was queued before does not."""
+        left, self.pending, self.late = self.pending, {}, False
+        yield
+        self.pending = left
 
     def query(self, stream: int) -> tuple[int]:
         return (NOT_READY * bool(self.pending.get(stream)),)
@@ -94,17 +103,83 @@ def test_copies_of_a_failed_update_do_not_reach_the_next_version(staged: bool, q
         queues.late = True
         with pytest.raises(TransferTimeout):
             subscriber.update(0.3)
-        left, queues.pending, queues.late = dict(queues.pending), {}, False
-        assert left
-        source.copy_from(np.full(4, 2, np.float32))
-        publisher.publish(2)
-        queues.pending = left
+        assert queues.pending
+        with queues.apart():
+            source.copy_from(np.full(4, 2, np.float32))
+            publisher.publish(2)
         with pytest.raises(TransferTimeout, match=LATE):
             subscriber.update(0.3)
         queues.run()
         assert subscriber.update(30).version == 2
         queues.run()
         assert (into.numpy() == 2).all()
+
+
+@pytest.mark.timeout(60)
+def test_a_copy_from_staging_memory_that_is_late(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``update`` ends, and the copy is over when the next one begins."""
+    source, into, commit = of(1), of(0), Target.commit
+
+    def late(target: Target, *limit: float) -> None:
+        queues.late = True
+        commit(target, *limit)
+
+    with Publisher(None, {"w": (source, WHOLE)}) as publisher, Subscriber(publisher.address, {"w": (into, WHOLE)}) as s:
+        publisher.publish(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Target, "commit", late)
+            patch.setattr("kos.transfer.subscriber.GRACE", 0.2)
+            with pytest.raises(TransferTimeout, match=LATE):
+                s.update(0.5)
+        assert queues.pending and s.version is None
+        with queues.apart():
+            source.copy_from(np.full(4, 2, np.float32))
+            publisher.publish(2)
+        with pytest.raises(TransferTimeout, match=LATE):
+            s.update(0.3)
+        queues.run()
+        assert s.update(30).version == 2
+    assert (into.numpy() == 2).all()
+
+
+def test_a_rank_whose_copy_from_staging_memory_fails_gets_the_version_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks have it, and read it again with this one."""
+    fails, commit, found = set[int](), Target.commit, dict[int, list[Any]]()
+
+    def bad(target: Target, *limit: float) -> None:
+        if threading.get_ident() in fails:
+            fails.clear()
+            raise CudaError("cuMemcpyAsync failed")
+        commit(target, *limit)
+
+    monkeypatch.setattr(Target, "commit", bad)
+
+    def run(comm: Communicator) -> None:
+        into = of(0)
+        with Subscriber(publisher.address, {"w": (into, WHOLE)}, comm=comm) as subscriber:
+            if comm.rank == 1:
+                fails.add(threading.get_ident())
+                with pytest.raises(CudaError, match="cuMemcpyAsync failed"):
+                    subscriber.update(30)
+            else:
+                subscriber.update(30)
+            found[comm.rank] = [subscriber.update(30)[:3], subscriber.update(30)[:3], into.numpy().tolist()]
+
+    with Publisher(None, {"w": (of(1), WHOLE)}) as publisher:
+        publisher.publish(1)
+        spawn(run, 2, timeout=60)
+    assert found[0] == found[1] == [(1, True, False), (1, False, False), [1.0] * 4]
+
+
+def test_an_error_of_the_driver_names_no_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(copier: Copier, copies: Sequence[Launch]) -> None:
+        raise CudaError("cuMemcpyAsync failed")
+
+    with Publisher(None, {"w": (of(1), WHOLE)}) as publisher, Subscriber(publisher.address, {"w": (of(0), WHOLE)}) as s:
+        publisher.publish(1)
+        monkeypatch.setattr(Copier, "queue", fail)
+        with pytest.raises(CudaError, match="^cuMemcpyAsync failed$"):
+            s.update(30)
 
 
 def test_memory_is_mapped_while_copies_from_it_are_queued(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +192,9 @@ def test_memory_is_mapped_while_copies_from_it_are_queued(queues: Queues, monkey
         publisher.publish(1)
         with Subscriber(publisher.address, arrays, way="shared") as subscriber:
             queues.late = True
-            with pytest.raises(TransferTimeout):
+            with pytest.raises(TransferTimeout) as error:
                 subscriber.update(0.5)
+            assert str(error.value).startswith(LATE) and not error.value.ranks  # it is not the publisher's fault
             assert queues.pending and not found
             queues.late = False
             queues.run()
