@@ -33,7 +33,7 @@ from kos.memory.array import Array
 from kos.transfer import exchange
 from kos.transfer.buffers import Buffers
 from kos.transfer.exchange import GRACE, Address, Stale
-from kos.transfer.gpu import Copier, whole
+from kos.transfer.gpu import Copier, follow, whole
 from kos.transfer.placement import Arrays, Box, box
 
 IDLE_SECONDS = 3600.0
@@ -133,6 +133,7 @@ class Publisher:
             if memory not in ("device", "host"):
                 raise InvalidArgument(f"memory: expected device or host, got {memory!r}")
             self._flat, self._layout = exchange.flat_arrays(arrays, False)
+            self._arrays = dict(arrays)
             if memory == "host":
                 self._layout = {name: each._replace(gpu=0) for name, each in self._layout.items()}
             return [bool(self._flat), secrets.token_hex(16), exchange.parse(address), buffers, checksums]
@@ -205,8 +206,7 @@ class Publisher:
         def begin() -> list[int]:
             if self._closed:
                 raise TransferError(f"publisher {self.name}: expected an open publisher, got a closed one")
-            for copier in self._copiers.values():
-                copier.follow(self._flat, False)
+            follow(self._arrays, self._flat, self._copiers, False)
             number = check_int("version", version)  # before anything is given up; only rank 0 has leases
             return [number, serial, self._board.reclaim(serial - buffers, self._patience, buffers == 1)]
 
@@ -344,9 +344,12 @@ class Publisher:
                 raise TransferError(f"rank {self.rank}: {name}: the published bytes have changed since")
 
     def close(self) -> None:
-        """Stop answering, and free the memory once no subscriber maps it.  Not collective; waits for no other process.
+        """Stop answering, and free the memory.  Not collective; waits for no other process.
 
-        A subscriber that reads meanwhile raises TransferError.
+        A subscriber that reads meanwhile raises TransferError.  The kernel frees memory of the host when the last
+        subscriber has unmapped it.  Memory of a GPU is freed now: CUDA leaves undefined what other processes that have
+        mapped it would read, and an ``update`` that is copying it raises when it sees the end.  After a ``publish``
+        that timed out, it waits at most 5 s for the copies that are still queued.
         """
         if self._closed:
             return
@@ -356,6 +359,10 @@ class Publisher:
                 with suppress(OSError):
                     each.sock.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
         self._thread.join(_CLOSE_SECONDS)  # then its port is free
+        for copier in self._copiers.values():
+            copier.deadline = time.monotonic() + _CLOSE_SECONDS
+            with suppress(KosError):
+                copier.wait()
         self._buffers.close()
 
     def __enter__(self) -> Publisher:

@@ -25,8 +25,8 @@ from kos.memory.array import Array as GpuArray
 from kos.transfer import exchange
 from kos.transfer.buffers import Buffers, GpuMemory
 from kos.transfer.exchange import Address, Restarted, Stale
-from kos.transfer.gpu import Copier, Launch, launches, whole
-from kos.transfer.placement import Flat
+from kos.transfer.gpu import Copier, Launch, follow, launches, whole
+from kos.transfer.placement import Arrays, Flat
 from kos.transfer.plan import Copy, Layout, Offers, Plan
 
 CHUNK = 8 << 20  # bytes of a request
@@ -62,10 +62,10 @@ class Target:
 
     def __init__(
         self, connect: Callable[[str, int, float], Connection], streams: int, way: str, staged: bool,
-        flat: dict[str, Flat], layout: Layout,
+        arrays: Arrays, flat: dict[str, Flat], layout: Layout,
     ) -> None:  # fmt: skip
         self._connect, self._streams, self._way, self.staged = connect, streams, way, staged
-        self._flat, self.layout = flat, layout
+        self._arrays, self._flat, self.layout = arrays, flat, layout
         self.into: dict[str, Any] = {name: _staging(array) if staged else array for name, array in flat.items()}
         self._data: dict[tuple[Group, int], Connection] = {}  # by group and number of the stream
         self._mapped: dict[tuple[int, int | None], Buffers] = {}  # by rank, and by the GPU that maps its GPU memory
@@ -90,8 +90,7 @@ class Target:
             self._late[-1][0].deadline = deadline
             self._late[-1][0].wait()
             self._late.pop()
-        for copier in self._own.values():
-            copier.follow(self._flat, True)
+        follow(self._arrays, self._flat, self._own, True)
         if not self.staged:
             self._wait(deadline)
         work: list[Callable[[], int]] = []

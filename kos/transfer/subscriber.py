@@ -87,7 +87,7 @@ class Subscriber:
         self._host, self._port = exchange.parse(address)
         self._network = exchange.network(self._host)
         flat, self._layout = ({}, {}) if arrays is None else exchange.flat_arrays(arrays, True)
-        self._target = Target(self._connect, streams, way, staged, flat, self._layout)
+        self._target = Target(self._connect, streams, way, staged, dict(arrays or {}), flat, self._layout)
         self._lead: Connection | None = None
         self._known: Catalogue | None = None
         self._plan: Plan | None = None

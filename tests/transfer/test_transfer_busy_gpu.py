@@ -183,10 +183,13 @@ def test_an_error_of_the_driver_names_no_publisher(monkeypatch: pytest.MonkeyPat
 
 
 def test_memory_is_mapped_while_copies_from_it_are_queued(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
-    close, found = driver.cu.cuIpcCloseMemHandle, list[bool]()
-    monkeypatch.setattr(
-        driver.cu, "cuIpcCloseMemHandle", lambda base: (found.append(bool(queues.pending)), close(base))[1]
-    )
+    right, found = driver.cu.cuIpcCloseMemHandle, list[bool]()
+
+    def close(base: int) -> Any:
+        found.append(bool(queues.pending))
+        return right(base)
+
+    monkeypatch.setattr(driver.cu, "cuIpcCloseMemHandle", close)
     arrays = checks.on_gpu(0, {"a.weight": checks.WANTED["a.weight"]})
     with start() as publisher:
         publisher.publish(1)
@@ -231,8 +234,8 @@ def test_a_publisher_waits_for_its_gpus_less_than_its_ranks_for_each_other(monke
     def run(comm: Communicator) -> None:
         with Publisher(comm, {"w": (of(1), WHOLE)}, patience=0.1) as publisher:
             publisher.publish(1)
-            deadlines, wait = list[float](), Copier.wait
-            monkeypatch.setattr(Copier, "wait", lambda copier: (deadlines.append(copier.deadline), wait(copier)))
+            deadlines = list[float]()
+            monkeypatch.setattr(Copier, "wait", lambda copier: deadlines.append(copier.deadline))
             monkeypatch.setattr("kos.transfer.publisher.time", SimpleNamespace(monotonic=lambda: 0.0))
             publisher.publish(2)
             monkeypatch.undo()
@@ -341,3 +344,30 @@ def test_memory_is_freed_after_a_publish_that_failed(memory: EmulatedMemory, hun
         spawn(run, 1, timeout=60)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_close_frees_no_memory_to_which_copies_are_queued(
+    where: Any, queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a publish that timed out; they run while ``close`` waits."""
+    name = {"device": "cuMemFree", "host": "cuMemHostUnregister"}[where]
+    right, found = getattr(driver.cu, name), list[bool]()
+
+    def free(pointer: int) -> Any:
+        found.append(bool(queues.pending))
+        return right(pointer)
+
+    monkeypatch.setattr(driver.cu, name, free)
+
+    def run(comm: Communicator) -> None:
+        with Publisher(comm, {"w": (of(1), WHOLE)}, patience=0.1, memory=where) as publisher:
+            comm.timeout, queues.late = 0.4, True
+            with pytest.raises(TransferTimeout, match=LATE):
+                publisher.publish(1)
+            assert queues.pending
+            times = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: queues.run())
+            monkeypatch.setattr("kos.transfer.gpu.time", times)
+
+    spawn(run, 1, timeout=60)
+    assert found and not any(found)
