@@ -371,3 +371,22 @@ def test_close_frees_no_memory_to_which_copies_are_queued(
 
     spawn(run, 1, timeout=60)
     assert found and not any(found)
+
+
+def test_memory_of_a_publisher_of_this_process_that_is_read_is_not_freed(memory: EmulatedMemory) -> None:
+    """Though the publisher is closed between the lease and the first copy."""
+    with (
+        Publisher(None, {"w": (of(1), WHOLE)}) as publisher,
+        Subscriber(publisher.address, {"w": (of(0), WHOLE)}, way="shared") as subscriber,
+    ):
+        publisher.publish(1)
+        held = set(memory.held)
+        assert held
+
+        def close() -> None:
+            publisher.close()
+            assert held <= set(memory.held)
+
+        with checks.before_copies(close), pytest.raises(TransferError, match="expected a running publisher"):
+            subscriber.update(30)
+    assert not memory.held
