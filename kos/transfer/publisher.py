@@ -347,9 +347,9 @@ class Publisher:
         """Stop answering, and free the memory.  Not collective; waits for no other process.
 
         A subscriber that reads meanwhile raises TransferError.  The kernel frees memory of the host when the last
-        subscriber has unmapped it.  Memory of a GPU is freed now, unless subscribers of this process map it: CUDA leaves
-        undefined what other processes would read from it, and their ``update`` raises when it sees the end.  After a
-        ``publish`` that timed out, ``close`` waits at most 5 s for the copies that are still queued.
+        subscriber has unmapped it.  Memory of a GPU is freed now, unless subscribers of this process map it.  CUDA
+        leaves undefined what other processes would read from it, and their ``update`` raises when it sees the end.
+        After a ``publish`` that timed out, ``close`` waits at most 5 s for the copies that are still queued.
         """
         if self._closed:
             return

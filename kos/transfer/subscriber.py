@@ -95,7 +95,7 @@ class Subscriber:
 
     @property
     def version(self) -> int | None:
-        """The version that the arrays hold; None before the first, and after an update without staging failed."""
+        """The version that the arrays hold; None before the first, and after an update that left them undefined."""
         return None if self._held is None else self._held.number
 
     def update(self, timeout: float = 30.0, *, verify: bool = False) -> Update:
