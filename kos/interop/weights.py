@@ -8,9 +8,11 @@ This module does not import torch.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kos.transfer import Subscriber, placements, read_catalogue
+from kos.transfer.placement import Current
 
 
 def bind(
@@ -21,11 +23,16 @@ def bind(
 
     A tensor of the publisher that the module lacks is not read.  ``rules`` name the module's parameters
     (``kos.transfer.placements``); it is rank ``rank`` of ``ranks`` of tensor parallelism.  Waits at most ``timeout``
-    seconds for the publisher.  ``options`` are those of ``Subscriber``.
+    seconds for the publisher.  ``options`` are those of ``Subscriber``.  ``update`` raises InvalidArgument if a
+    parameter has other memory than now, as after ``parameter.data = ...``: then bind again.
 
     Raises InvalidArgument if the publisher has no such tensor or a shape differs; TransferError, TransferTimeout.
     """
-    parameters = {name: each.detach() for name, each in module.named_parameters()}
-    shapes = {name: tuple(each.shape) for name, each in parameters.items()}
+    shapes = {name: tuple(each.shape) for name, each in module.named_parameters()}
     found = placements(shapes, read_catalogue(address, timeout).offers.shapes, rules, rank, ranks)
-    return Subscriber(address, {name: (each, found[name]) for name, each in parameters.items()}, **options)
+    arrays = {name: (Current(partial(_parameter, module, name)), found[name]) for name in shapes}
+    return Subscriber(address, arrays, **options)
+
+
+def _parameter(module: Any, name: str) -> Any:
+    return module.get_parameter(name).detach()

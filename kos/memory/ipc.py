@@ -14,6 +14,7 @@ import socket
 import sys
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from kos.cuda import driver
 from kos.cuda.devices import device_info, visible_devices
@@ -21,6 +22,7 @@ from kos.cuda.driver import call, cu
 from kos.errors import CudaError, InvalidArgument, OutOfMemory, PeerMemoryError
 
 _HANDLE_BYTES = 64
+_owners: WeakValueDictionary[int, DeviceMemory] = WeakValueDictionary()  # by the address of the memory
 
 
 class DeviceMemory:
@@ -43,6 +45,7 @@ class DeviceMemory:
             if status:
                 raise driver.error_of("cuMemAlloc", status)
             self.pointer = int(pointer)
+            _owners[self.pointer] = self
             call(cu.cuMemsetD8, self.pointer, 0, nbytes)
             call(cu.cuCtxSynchronize)
 
@@ -183,6 +186,7 @@ class OwnMemory:
 
     def __init__(self, handle: IpcHandle, device: int) -> None:
         self.pointer, self.nbytes, self.device = handle.pointer, handle.nbytes, device
+        self._owner = _owners.get(handle.pointer - handle.offset)
         owner = driver.device_of(handle.pointer)
         if owner != device:
             _enable_peer_access(device, owner)

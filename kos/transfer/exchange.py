@@ -26,7 +26,7 @@ from kos.errors import InvalidArgument, TransferError, TransferTimeout, in_words
 from kos.memory.array import Array as GpuArray
 from kos.memory.buffer import as_buffer
 from kos.memory.ipc import pretended_host
-from kos.transfer.placement import Arrays, Flat, Placement
+from kos.transfer.placement import Arrays, Flat, Placement, current
 from kos.transfer.plan import Array, Layout
 
 PROTOCOL = 1
@@ -92,7 +92,7 @@ def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, Flat], Layout
     """The memory of ``arrays``, flattened, and their layout, which numbers GPUs.  Raises InvalidArgument."""
     flat, layout, gpus = dict[str, Flat](), dict[str, Array](), list[int]()
     for name, (array, placement) in arrays.items():
-        buffer = as_buffer(array, name, writable)
+        buffer = as_buffer(current(array), name, writable)
         if not isinstance(placement, Placement) or buffer.shape != placement.shape:
             wanted = placement.shape if isinstance(placement, Placement) else "(array, Placement)"
             raise InvalidArgument(f"{name}: expected an array of shape {wanted}, got {buffer.shape}")
@@ -180,7 +180,10 @@ def together(comm: Communicator | None, who: str, work: Callable[[], Any], deadl
     timeout = None if deadline is None else max(deadline - time.monotonic(), 0) + GRACE
     every = [mine] if comm is None else comm.all_gather_bytes(mine, timeout=timeout)
     if error is not None and not stale:
-        raise error
+        try:
+            raise error
+        finally:
+            error = None  # else its traceback keeps this frame, and what the frames below hold, until a collection
     found = [json.loads(each) for each in every]
     for rank, (_, text, replaced, timed_out) in enumerate(found):
         if text is not None and not replaced:

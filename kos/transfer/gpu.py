@@ -21,9 +21,9 @@ from kos.cuda.kernels import load_kernel
 from kos.dtypes import BY_NUMPY, DType
 from kos.errors import InvalidArgument, TransferTimeout
 from kos.memory.array import Array
-from kos.memory.buffer import as_buffer
+from kos.memory.buffer import address_of, as_buffer
 from kos.memory.pool import pinned_empty
-from kos.transfer.placement import Box, Flat, box, c_strides
+from kos.transfer.placement import Arrays, Box, Flat, box, c_strides, current
 
 _KERNEL = Path(__file__).parents[1] / "comm/gpu/kernels/copy_box.cu"
 _AXES = 4  # of a box that one launch of the kernel copies, at most
@@ -104,26 +104,10 @@ class Copier:
         with driver.on_device(self.device), relaxed_capture():
             yield
 
-    def follow(self, arrays: Mapping[str, Flat], writable: bool) -> None:
-        """Order the next copies behind the work that is queued on the streams of the arrays on this GPU.
-
-        Raises InvalidArgument if such a stream is being captured, or if an array now has other memory.
-        """
-        seen = set[int]()
-        for name, array in arrays.items():
-            if not isinstance(array, Array) or array.device != self.device:
-                continue
-            buffer = as_buffer(array.owner, name, writable)
-            if (buffer.device, buffer.pointer) != (array.device, array.pointer):
-                expected = f"the same memory as before (cuda:{array.device}, {array.pointer:#x})"
-                raise InvalidArgument(f"{name}: expected {expected}, got {buffer.place}, {buffer.address:#x}")
-            if buffer.stream in seen:
-                continue
-            seen.add(buffer.stream)
-            if streams.is_captured(buffer.stream):
-                raise InvalidArgument(f"{name}: expected a stream that is not being captured, got one that is")
-            with self._relaxed():
-                streams.order(buffer.stream, self._stream, self.device)
+    def follow(self, stream: int) -> None:
+        """Order the next copies behind the work that is queued on ``stream``."""
+        with self._relaxed():
+            streams.order(stream, self._stream, self.device)
 
     def queue(self, copies: Sequence[Launch]) -> None:
         """Queue the results of ``launches``."""
@@ -131,6 +115,12 @@ class Copier:
         with self._relaxed():
             for each in copies:
                 each(handle)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was queued is done."""
+        with self._relaxed():
+            return streams.is_idle(streams.handle(self._stream))
 
     def wait(self) -> None:
         """Wait on the host until all queued copies are complete.  Raises TransferTimeout after ``deadline``."""
@@ -181,3 +171,24 @@ class Copier:
         for start in range(0, array.size, step):
             size = (min(step, array.size - start),)
             yield from self.get([(box(array, start, size, (1,)), array.dtype)])
+
+
+def follow(arrays: Arrays, flat: Mapping[str, Flat], copiers: Mapping[int, Copier], writable: bool) -> None:
+    """Order the next copies behind the work that is queued on the streams of the arrays.
+
+    Raises InvalidArgument if such a stream is being captured, or if an array now has other memory than ``flat``.
+    """
+    seen = set[tuple[int, int]]()
+    for name, (array, _) in arrays.items():
+        buffer, held = as_buffer(current(array), name, writable), flat[name]
+        where = (held.device, held.pointer) if isinstance(held, Array) else (None, address_of(held))
+        if held.size and (buffer.device, buffer.address) != where:
+            place = "the host" if where[0] is None else f"cuda:{where[0]}"
+            expected = f"the same memory as before ({place}, {where[1]:#x})"
+            raise InvalidArgument(f"{name}: expected {expected}, got {buffer.place}, {buffer.address:#x}")
+        if buffer.device is None or (buffer.device, buffer.stream) in seen:
+            continue
+        seen.add((buffer.device, buffer.stream))
+        if streams.is_captured(buffer.stream):
+            raise InvalidArgument(f"{name}: expected a stream that is not being captured, got one that is")
+        copiers[buffer.device].follow(buffer.stream)

@@ -8,10 +8,10 @@ matrix, and the pieces of flattened tensors that a rank of ZeRO holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -222,3 +222,13 @@ def _boxes(shape: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]
 
 Arrays = Mapping[str, tuple[Any, Placement]]
 """Name -> an array, and what it holds."""
+
+
+class Current(NamedTuple):
+    """An array that is looked up at each use, such as a parameter whose memory may be replaced."""
+
+    look_up: Callable[[], Any]
+
+
+def current(array: Any) -> Any:
+    return array.look_up() if isinstance(array, Current) else array

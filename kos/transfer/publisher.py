@@ -33,7 +33,7 @@ from kos.memory.array import Array
 from kos.transfer import exchange
 from kos.transfer.buffers import Buffers
 from kos.transfer.exchange import GRACE, Address, Stale
-from kos.transfer.gpu import Copier, whole
+from kos.transfer.gpu import Copier, follow, whole
 from kos.transfer.placement import Arrays, Box, box
 
 IDLE_SECONDS = 3600.0
@@ -42,6 +42,7 @@ SEND_SECONDS = 60.0
 """The longest that a subscriber may take to receive the answer to one request."""
 LONGEST_LEASE = 600.0
 _ADMIT_SECONDS = 0.2
+_COPY_SECONDS = 120.0  # the longest that ``publish`` waits for GPUs, if there is no communicator
 _CLOSE_SECONDS = 5.0  # the thread that accepts ends within _ADMIT_SECONDS, unless the machine is very busy
 _NOTHING = np.empty(0)
 _log = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class Publisher:
             if memory not in ("device", "host"):
                 raise InvalidArgument(f"memory: expected device or host, got {memory!r}")
             self._flat, self._layout = exchange.flat_arrays(arrays, False)
+            self._arrays = dict(arrays)
             if memory == "host":
                 self._layout = {name: each._replace(gpu=0) for name, each in self._layout.items()}
             return [bool(self._flat), secrets.token_hex(16), exchange.parse(address), buffers, checksums]
@@ -196,13 +198,15 @@ class Publisher:
         is raised on all ranks, and then the version is not visible.
 
         Raises InvalidArgument for a version that is no whole number, or while that stream is captured;
-        CollectiveMismatch for different versions; and TransferError after ``close``.
+        CollectiveMismatch for different versions; TransferTimeout if a GPU has not made its copies within half of the
+        timeout of ``comm`` (120 s without one); and TransferError after ``close``.
         """
         serial, buffers = self._serial + 1, self._buffers.count
 
         def begin() -> list[int]:
             if self._closed:
                 raise TransferError(f"publisher {self.name}: expected an open publisher, got a closed one")
+            follow(self._arrays, self._flat, self._copiers, False)
             number = check_int("version", version)  # before anything is given up; only rank 0 has leases
             return [number, serial, self._board.reclaim(serial - buffers, self._patience, buffers == 1)]
 
@@ -216,14 +220,13 @@ class Publisher:
         return int(first[2])
 
     def _write(self, serial: int) -> None:
-        for copier in self._copiers.values():
-            copier.follow(self._flat, False)
         self._buffers.write(serial, lambda: self._copy(serial))
         self._sums.pop(serial - self._buffers.count, None)  # not earlier: who reads that version may still compare
         if self._checksums:
             self._sums[serial] = {name: self._checksum(name, serial, self._copiers) for name in self._flat}
 
     def _copy(self, serial: int) -> None:
+        limit = time.monotonic() + (_COPY_SECONDS if self._comm is None else self._comm.timeout / 2)
         for name, source in self._flat.items():
             target: Any = self._buffers.array(name, serial)
             if isinstance(source, Array):
@@ -231,13 +234,15 @@ class Publisher:
             else:
                 np.copyto(target, source)
         for copier in self._copiers.values():
-            copier.deadline = math.inf if self._comm is None else time.monotonic() + self._comm.timeout
+            copier.deadline = limit
             copier.wait()
 
     def _checksum(self, name: str, serial: int, copiers: dict[int, Copier]) -> int:
         array = self._buffers.array(name, serial)
         if isinstance(array, Array):
-            return exchange.checksum(_copier(copiers, array.device).pieces(array))
+            copier = _copier(copiers, array.device)
+            copier.deadline = time.monotonic() + SEND_SECONDS
+            return exchange.checksum(copier.pieces(array))
         return exchange.checksum([array])
 
     # --- the threads that answer subscribers ------------------------------------------------------------
@@ -339,9 +344,12 @@ class Publisher:
                 raise TransferError(f"rank {self.rank}: {name}: the published bytes have changed since")
 
     def close(self) -> None:
-        """Stop answering, and free the memory once no subscriber maps it.  Not collective; waits for no other process.
+        """Stop answering, and free the memory.  Not collective; waits for no other process.
 
-        A subscriber that reads meanwhile raises TransferError.
+        A subscriber that reads meanwhile raises TransferError.  The kernel frees memory of the host when the last
+        subscriber has unmapped it.  Memory of a GPU is freed now, unless subscribers of this process map it.  CUDA
+        leaves undefined what other processes would read from it, and their ``update`` raises when it sees the end.
+        After a ``publish`` that timed out, ``close`` waits at most 5 s for the copies that are still queued.
         """
         if self._closed:
             return
@@ -351,6 +359,10 @@ class Publisher:
                 with suppress(OSError):
                     each.sock.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
         self._thread.join(_CLOSE_SECONDS)  # then its port is free
+        for copier in self._copiers.values():
+            copier.deadline = time.monotonic() + _CLOSE_SECONDS
+            with suppress(KosError):
+                copier.wait()
         self._buffers.close()
 
     def __enter__(self) -> Publisher:

@@ -7,7 +7,6 @@ from or to a GPU passes through pinned memory.
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,14 +19,14 @@ import numpy as np
 from kos.comm.control.wire import Connection, drive, fill
 from kos.cuda import streams
 from kos.dtypes import DType
-from kos.errors import KosError, PeerMemoryError, TransferError
+from kos.errors import CudaError, KosError, OutOfMemory, PeerMemoryError, TransferError, TransferTimeout
 from kos.memory import ipc
 from kos.memory.array import Array as GpuArray
 from kos.transfer import exchange
 from kos.transfer.buffers import Buffers, GpuMemory
 from kos.transfer.exchange import Address, Restarted, Stale
-from kos.transfer.gpu import Copier, Launch, launches, whole
-from kos.transfer.placement import Flat
+from kos.transfer.gpu import Copier, Launch, follow, launches, whole
+from kos.transfer.placement import Arrays, Flat
 from kos.transfer.plan import Copy, Layout, Offers, Plan
 
 CHUNK = 8 << 20  # bytes of a request
@@ -63,10 +62,10 @@ class Target:
 
     def __init__(
         self, connect: Callable[[str, int, float], Connection], streams: int, way: str, staged: bool,
-        flat: dict[str, Flat], layout: Layout,
+        arrays: Arrays, flat: dict[str, Flat], layout: Layout,
     ) -> None:  # fmt: skip
         self._connect, self._streams, self._way, self.staged = connect, streams, way, staged
-        self._flat, self.layout = flat, layout
+        self._arrays, self._flat, self.layout = arrays, flat, layout
         self.into: dict[str, Any] = {name: _staging(array) if staged else array for name, array in flat.items()}
         self._data: dict[tuple[Group, int], Connection] = {}  # by group and number of the stream
         self._mapped: dict[tuple[int, int | None], Buffers] = {}  # by rank, and by the GPU that maps its GPU memory
@@ -75,6 +74,7 @@ class Target:
         self._prepared: dict[tuple[Group, int], list[Launch]] = {}  # by group and index of the buffer
         self._own = {x.device: Copier(x.device) for x in flat.values() if isinstance(x, GpuArray)}
         self._copiers: dict[int, list[Copier]] = {device: [] for device in self._own}  # for readers, not in use
+        self._late: list[tuple[Copier, list[Any]]] = []  # those with queued copies, and the memory of these
         self._failed = False  # whether a reader has failed, so that the others end
 
     def read(self, plan: Plan, known: Catalogue, serial: int, deadline: float, verify: bool) -> int:
@@ -85,8 +85,12 @@ class Target:
                 array = self._flat[copy.array]
                 device = array.device if isinstance(array, GpuArray) else None
                 self._groups.setdefault(Group(copy.source.rank, device, copy.source.gpu > 0), []).append(copy)
-        for copier in self._own.values():
-            copier.follow(self._flat, True)
+        self._wait(deadline)  # for a commit that was late
+        while self._late:
+            self._late[-1][0].deadline = deadline
+            self._late[-1][0].wait()
+            self._late.pop()
+        follow(self._arrays, self._flat, self._own, True)
         if not self.staged:
             self._wait(deadline)
         work: list[Callable[[], int]] = []
@@ -128,14 +132,14 @@ class Target:
             copier.deadline = deadline
             copier.wait()
 
-    def commit(self) -> None:
-        """Copy staging memory to the arrays."""
+    def commit(self, deadline: float) -> None:
+        """Copy staging memory to the arrays.  Raises TransferTimeout."""
         for name, array in self._flat.items() if self.staged else ():
             if isinstance(array, GpuArray):
                 self._own[array.device].copy(whole(array), whole(self.into[name]))
             else:
                 np.copyto(array, self.into[name])
-        self._wait(math.inf)
+        self._wait(deadline)
 
     def close(self, keep_mapped: bool = False) -> None:
         """Close the connections, and unmap the publisher's memory."""
@@ -204,7 +208,12 @@ class Target:
         except IndexError:
             copier = Copier(device)
         copier.deadline = deadline
-        yield copier  # it is not used again after an error, because copies may still be queued
+        try:
+            yield copier
+        except BaseException:
+            if not copier.idle:  # the memory of its copies must not be unmapped, or be written by others, meanwhile
+                self._late.append((copier, [gpu for each in self._mapped.values() for gpu in each.gpus]))
+            raise
         self._copiers[device].append(copier)
 
     def data(self, where: Address, group: Group, stream: int, deadline: float) -> Connection:
@@ -239,6 +248,8 @@ class Reader:
                 return self._read_tcp() if self._mapped is None else self._read_mapped(self._mapped)
         except Restarted:
             raise Stale from None
+        except (CudaError, OutOfMemory, TransferTimeout):  # of the GPU of this process, not of the publisher
+            raise
         except (OSError, ValueError, KosError) as error:
             tensors = sorted({copy.tensor for request in self._requests for copy in request})
             more = f" and {len(tensors) - 1} more" * (len(tensors) > 1)

@@ -32,7 +32,7 @@ class Update(NamedTuple):
     version: int
     """The version that the arrays hold now."""
     changed: bool
-    """Whether it is another one than before."""
+    """Whether it was read: it is another one than some rank held before."""
     restarted: bool
     """Whether the publisher is another one than before: its incarnation has changed."""
     seconds: float
@@ -87,7 +87,7 @@ class Subscriber:
         self._host, self._port = exchange.parse(address)
         self._network = exchange.network(self._host)
         flat, self._layout = ({}, {}) if arrays is None else exchange.flat_arrays(arrays, True)
-        self._target = Target(self._connect, streams, way, staged, flat, self._layout)
+        self._target = Target(self._connect, streams, way, staged, dict(arrays or {}), flat, self._layout)
         self._lead: Connection | None = None
         self._known: Catalogue | None = None
         self._plan: Plan | None = None
@@ -95,7 +95,7 @@ class Subscriber:
 
     @property
     def version(self) -> int | None:
-        """The version that the arrays hold; None before the first, and after an update without staging failed."""
+        """The version that the arrays hold; None before the first, and after an update that left them undefined."""
         return None if self._held is None else self._held.number
 
     def update(self, timeout: float = 30.0, *, verify: bool = False) -> Update:
@@ -107,15 +107,19 @@ class Subscriber:
         ``checksums``, these with the checksums at ``publish``.
 
         Raises TransferError, which names the publisher's rank and what it holds, if it has ended or its bytes are
-        wrong; TransferTimeout if it does not answer in time.  The arrays then hold the version from before, unless
-        ``staged`` is False.  A later ``update`` connects again.
+        wrong; TransferTimeout if it or a GPU of this process is late.  The arrays then hold the version from before,
+        unless ``staged`` is False or the copy from staging memory was late.  A later ``update`` connects again.
         """
         began, before = time.monotonic(), self._held
         deadline = began + check_timeout(timeout)
         while True:
-            found = exchange.together(self._comm, _RANK, lambda: self._newest(deadline), deadline)
-            wanted = Version(*found[0])  # of rank 0, which has the lease
-            if before is not None and wanted[:2] == before[:2]:
+            try:
+                found = exchange.together(self._comm, _RANK, lambda: [self._held, self._newest(deadline)], deadline)
+            except TransferError:  # also on other ranks than 0: the publisher has ended
+                self._target.close()
+                raise
+            wanted = Version(*found[0][1])  # of rank 0, which has the lease
+            if all(held is not None and Version(*held)[:2] == wanted[:2] for held, _ in found):
                 return Update(wanted.number, False, False, time.monotonic() - began, 0)
             with suppress(Stale):  # rank 0 ends the loop at the deadline, for all ranks
                 nbytes = self._pull_together(wanted, deadline, verify)
@@ -229,7 +233,7 @@ class Subscriber:
         finally:
             self._release()
         self._held = None
-        self._target.commit()
+        self._target.commit(deadline + GRACE)
         self._held = wanted
         return int(read[self._rank])
 

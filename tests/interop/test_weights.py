@@ -57,3 +57,19 @@ def test_a_module_with_fused_parameters(rank: int) -> None:
 def test_a_parameter_that_the_publisher_lacks() -> None:
     with Publisher(None, arrays(0)) as publisher, pytest.raises(InvalidArgument, match="to have weight, got no such"):
         bind(publisher.address, torch.nn.Linear(2, 2, bias=True))
+
+
+@pytest.mark.parametrize("replaced", ["data", "parameter"])
+def test_a_parameter_whose_memory_was_replaced_is_refused(replaced: str) -> None:
+    """It would keep its values."""
+    module = torch.nn.Linear(8, 4, bias=False)
+    with Publisher(None, {"weight": (np.ones((4, 8), np.float32), Placement.whole((4, 8)))}) as publisher:
+        publisher.publish(1)
+        with bind(publisher.address, module) as subscriber:
+            if replaced == "data":
+                module.weight.data = torch.zeros(4, 8)
+            else:
+                module.weight = torch.nn.Parameter(torch.zeros(4, 8))
+            with pytest.raises(InvalidArgument, match="weight: expected the same memory as before"):
+                subscriber.update(30)
+            assert subscriber.version is None and not module.weight.any()

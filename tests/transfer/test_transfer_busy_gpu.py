@@ -1,0 +1,392 @@
+"""Transfer with an emulated GPU that is late: copies that are still queued at a deadline, and streams that hang."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.comm import Communicator
+from kos.cuda import driver
+from kos.errors import CudaError, InvalidArgument, TransferError, TransferTimeout
+from kos.memory import Array
+from kos.testing import spawn
+from kos.transfer import Placement, Publisher, Subscriber, exchange
+from kos.transfer.gpu import Copier, Launch
+from kos.transfer.reader import Target
+from tests.comm.fake_nccl import captures
+from tests.train.host_kernels.ops import needs_compiler
+from tests.transfer import gpu_checks as checks
+from tests.transfer.emulated_gpu import EmulatedMemory, emulated_gpu
+from tests.transfer.gpu_process import OtherPublisher
+
+pytestmark = needs_compiler
+start = partial(OtherPublisher, 0, True)
+WHOLE = Placement.whole((4,))
+NOT_READY = 600
+LATE = "cuda:0: expected the end of the queued work"
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedMemory]:
+    monkeypatch.setenv("KOS_SECRET", "of the tests")
+    gc.collect()
+    with emulated_gpu() as memory:
+        yield memory
+
+
+def of(value: float) -> Array:
+    return Array.from_numpy(np.full(4, value, np.float32), 0)
+
+
+class Queues:
+    """The streams of copiers: what is queued while ``late`` has run after ``run``, as on a busy GPU."""
+
+    def __init__(self) -> None:
+        self.late, self.pending = False, dict[int, list[Launch]]()
+        self._queue = Copier.queue
+
+    def queue(self, copier: Copier, copies: Sequence[Launch]) -> None:
+        self._queue(copier, [lambda stream: self.pending.setdefault(stream, []).extend(copies)])
+        if not self.late:
+            self.run()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is queued meanwhile runs, and what was queued before does not."""
+        left, self.pending, self.late = self.pending, {}, False
+        yield
+        self.pending = left
+
+    def query(self, stream: int) -> tuple[int]:
+        return (NOT_READY * bool(self.pending.get(stream)),)
+
+    def run(self) -> None:
+        for stream, copies in self.pending.items():
+            for each in copies:
+                each(stream)
+        self.pending.clear()
+
+
+@pytest.fixture
+def queues(monkeypatch: pytest.MonkeyPatch) -> Queues:
+    found = Queues()
+    monkeypatch.setattr(Copier, "queue", lambda copier, copies: found.queue(copier, copies))
+    monkeypatch.setattr(driver.cu, "cuStreamQuery", found.query)
+    return found
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The threads to which all streams look busy."""
+    found = set[int]()
+    monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda _: (NOT_READY * (threading.get_ident() in found),))
+    return found
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_copies_of_a_failed_update_do_not_reach_the_next_version(staged: bool, queues: Queues) -> None:
+    """They are still queued on the GPU when it begins."""
+    source, into = of(1), of(0)
+    with (
+        Publisher(None, {"w": (source, WHOLE)}) as publisher,
+        Subscriber(publisher.address, {"w": (into, WHOLE)}, staged=staged) as subscriber,
+    ):
+        publisher.publish(1)
+        queues.late = True
+        with pytest.raises(TransferTimeout):
+            subscriber.update(0.3)
+        assert queues.pending
+        with queues.apart():
+            source.copy_from(np.full(4, 2, np.float32))
+            publisher.publish(2)
+        with pytest.raises(TransferTimeout, match=LATE):
+            subscriber.update(0.3)
+        queues.run()
+        assert subscriber.update(30).version == 2
+        queues.run()
+        assert (into.numpy() == 2).all()
+
+
+@pytest.mark.timeout(60)
+def test_a_copy_from_staging_memory_that_is_late(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``update`` ends, and the copy is over when the next one begins."""
+    source, into, commit = of(1), of(0), Target.commit
+
+    def late(target: Target, *limit: float) -> None:
+        queues.late = True
+        commit(target, *limit)
+
+    with Publisher(None, {"w": (source, WHOLE)}) as publisher, Subscriber(publisher.address, {"w": (into, WHOLE)}) as s:
+        publisher.publish(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Target, "commit", late)
+            patch.setattr("kos.transfer.subscriber.GRACE", 0.2)
+            with pytest.raises(TransferTimeout, match=LATE):
+                s.update(0.5)
+        assert queues.pending and s.version is None
+        with queues.apart():
+            source.copy_from(np.full(4, 2, np.float32))
+            publisher.publish(2)
+        with pytest.raises(TransferTimeout, match=LATE):
+            s.update(0.3)
+        queues.run()
+        assert s.update(30).version == 2
+    assert (into.numpy() == 2).all()
+
+
+def test_a_rank_whose_copy_from_staging_memory_fails_gets_the_version_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks have it, and read it again with this one."""
+    fails, commit, found = set[int](), Target.commit, dict[int, list[Any]]()
+
+    def bad(target: Target, *limit: float) -> None:
+        if threading.get_ident() in fails:
+            fails.clear()
+            raise CudaError("cuMemcpyAsync failed")
+        commit(target, *limit)
+
+    monkeypatch.setattr(Target, "commit", bad)
+
+    def run(comm: Communicator) -> None:
+        into = of(0)
+        with Subscriber(publisher.address, {"w": (into, WHOLE)}, comm=comm) as subscriber:
+            if comm.rank == 1:
+                fails.add(threading.get_ident())
+                with pytest.raises(CudaError, match="cuMemcpyAsync failed"):
+                    subscriber.update(30)
+            else:
+                subscriber.update(30)
+            found[comm.rank] = [subscriber.update(30)[:3], subscriber.update(30)[:3], into.numpy().tolist()]
+
+    with Publisher(None, {"w": (of(1), WHOLE)}) as publisher:
+        publisher.publish(1)
+        spawn(run, 2, timeout=60)
+    assert found[0] == found[1] == [(1, True, False), (1, False, False), [1.0] * 4]
+
+
+def test_an_error_of_the_driver_names_no_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(copier: Copier, copies: Sequence[Launch]) -> None:
+        raise CudaError("cuMemcpyAsync failed")
+
+    with Publisher(None, {"w": (of(1), WHOLE)}) as publisher, Subscriber(publisher.address, {"w": (of(0), WHOLE)}) as s:
+        publisher.publish(1)
+        monkeypatch.setattr(Copier, "queue", fail)
+        with pytest.raises(CudaError, match="^cuMemcpyAsync failed$"):
+            s.update(30)
+
+
+def test_memory_is_mapped_while_copies_from_it_are_queued(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, found = driver.cu.cuIpcCloseMemHandle, list[bool]()
+
+    def close(base: int) -> Any:
+        found.append(bool(queues.pending))
+        return right(base)
+
+    monkeypatch.setattr(driver.cu, "cuIpcCloseMemHandle", close)
+    arrays = checks.on_gpu(0, {"a.weight": checks.WANTED["a.weight"]})
+    with start() as publisher:
+        publisher.publish(1)
+        with Subscriber(publisher.address, arrays, way="shared") as subscriber:
+            queues.late = True
+            with pytest.raises(TransferTimeout) as error:
+                subscriber.update(0.5)
+            assert str(error.value).startswith(LATE) and not error.value.ranks  # it is not the publisher's fault
+            assert queues.pending and not found
+            queues.late = False
+            queues.run()
+            assert subscriber.update(30).version == 1
+        checks.expect(arrays, 1)
+    assert found and not any(found)
+
+
+def test_a_rank_of_a_publisher_whose_gpu_hangs_is_named_by_all(hung: set[int]) -> None:
+    """Its error comes before the others' timeout of the communicator, which is as before afterwards."""
+    found = dict[int, str]()
+
+    def run(comm: Communicator) -> None:
+        placed = Placement.whole((4,), f"w{comm.rank}")
+        with Publisher(comm, {"w": (of(comm.rank), placed)}, patience=0.1) as publisher:
+            publisher.publish(1)
+            limit, comm.timeout = comm.timeout, 2.0
+            if comm.rank == 0:
+                hung.add(threading.get_ident())
+            with pytest.raises(TransferTimeout) as error:
+                publisher.publish(2)
+            found[comm.rank] = str(error.value)
+            hung.clear()
+            comm.timeout = limit
+            publisher.publish(3)
+
+    spawn(run, 2, timeout=60)
+    assert all(LATE in each for each in found.values()) and found[1].startswith("Publisher: rank 0: ")
+
+
+def test_a_publisher_waits_for_its_gpus_less_than_its_ranks_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the communicator's timeout, from the first copy on."""
+
+    def run(comm: Communicator) -> None:
+        with Publisher(comm, {"w": (of(1), WHOLE)}, patience=0.1) as publisher:
+            publisher.publish(1)
+            deadlines = list[float]()
+            monkeypatch.setattr(Copier, "wait", lambda copier: deadlines.append(copier.deadline))
+            monkeypatch.setattr("kos.transfer.publisher.time", SimpleNamespace(monotonic=lambda: 0.0))
+            publisher.publish(2)
+            monkeypatch.undo()
+            assert deadlines == [comm.timeout / 2]
+
+    spawn(run, 1, timeout=60)
+
+
+def test_all_ranks_of_a_subscriber_unmap_a_killed_publisher(memory: EmulatedMemory) -> None:
+    with start() as publisher:
+        publisher.publish(1)
+
+        def run(comm: Communicator) -> None:
+            arrays = checks.on_gpu(0, {"a.weight": checks.WANTED["a.weight"]})
+            with Subscriber(publisher.address, arrays, comm=comm, way="shared") as subscriber:
+                subscriber.update(60)
+                comm.barrier()
+                if comm.rank == 0:
+                    assert memory.held
+                    publisher.kill()
+                comm.barrier()
+                with pytest.raises(TransferError):
+                    subscriber.update(5)
+                comm.barrier()
+                assert not memory.held
+
+        spawn(run, 2, timeout=100)
+
+
+def test_a_refused_publish_hides_no_version() -> None:
+    array, into = Array.zeros((4,), np.float32, 0, stream=7), np.ones(4, np.float32)
+    with Publisher(None, {"w": (array, WHOLE)}, buffers=1) as publisher:
+        publisher.publish(1)
+        with captures(), pytest.raises(InvalidArgument, match="expected a stream that is not being captured"):
+            publisher.publish(2)
+        with Subscriber(publisher.address, {"w": (into, WHOLE)}) as subscriber:
+            assert subscriber.update(10).version == 1
+    assert (into == 0).all()
+
+
+def test_publish_has_a_deadline_without_a_communicator(hung: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Publisher(None, {"w": (of(1), WHOLE)}, patience=0.1) as publisher:
+        clock = SimpleNamespace(now=0.0)
+
+        def sleep(_: float) -> None:
+            clock.now += 50.0
+            assert clock.now < 1000
+
+        monkeypatch.setattr("kos.transfer.publisher.time", SimpleNamespace(monotonic=lambda: clock.now))
+        monkeypatch.setattr("kos.transfer.gpu.time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+        hung.add(threading.get_ident())
+        with pytest.raises(TransferTimeout, match=LATE):
+            publisher.publish(1)
+        monkeypatch.undo()
+
+
+def test_checksums_may_take_longer_than_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream is not idle at the first look; the GPU is as fast as ever."""
+    clock, new, queue, crc = SimpleNamespace(now=0.0), set[int](), Copier.queue, exchange.checksum
+
+    def query(stream: int) -> tuple[int]:
+        busy = stream in new
+        new.discard(stream)
+        return (NOT_READY * busy,)
+
+    def slow(arrays: Any) -> int:
+        clock.now += 30.0
+        return crc(arrays)
+
+    def run(comm: Communicator) -> None:
+        arrays = {f"w{i}": (of(i), WHOLE) for i in range(6)}
+        with Publisher(comm, arrays, patience=0.1, checksums=True) as publisher:
+            for module in ("publisher", "gpu"):
+                times = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda _: None)
+                monkeypatch.setattr(f"kos.transfer.{module}.time", times)
+            monkeypatch.setattr(driver.cu, "cuStreamQuery", query)
+            monkeypatch.setattr(exchange, "checksum", slow)
+            monkeypatch.setattr(
+                Copier, "queue", lambda copier, copies: queue(copier, [*copies, lambda stream: new.add(stream)])
+            )
+            publisher.publish(1)
+            monkeypatch.undo()
+
+    spawn(run, 1, timeout=60)
+    assert clock.now == 180
+
+
+def test_memory_is_freed_after_a_publish_that_failed(memory: EmulatedMemory, hung: set[int]) -> None:
+    """By ``close``, not by a later collection of garbage."""
+
+    def run(comm: Communicator) -> None:
+        source = of(1)
+        publisher = Publisher(comm, {"w": (source, WHOLE)}, patience=0.1)
+        publisher.publish(1)
+        assert memory.held
+        comm.timeout = 0.4
+        hung.add(threading.get_ident())
+        with pytest.raises(TransferTimeout):
+            publisher.publish(2)
+        hung.clear()
+        publisher.close()
+        assert not memory.held
+
+    gc.disable()
+    try:
+        spawn(run, 1, timeout=60)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_close_frees_no_memory_to_which_copies_are_queued(
+    where: Any, queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a publish that timed out; they run while ``close`` waits."""
+    name = {"device": "cuMemFree", "host": "cuMemHostUnregister"}[where]
+    right, found = getattr(driver.cu, name), list[bool]()
+
+    def free(pointer: int) -> Any:
+        found.append(bool(queues.pending))
+        return right(pointer)
+
+    monkeypatch.setattr(driver.cu, name, free)
+
+    def run(comm: Communicator) -> None:
+        with Publisher(comm, {"w": (of(1), WHOLE)}, patience=0.1, memory=where) as publisher:
+            comm.timeout, queues.late = 0.4, True
+            with pytest.raises(TransferTimeout, match=LATE):
+                publisher.publish(1)
+            assert queues.pending
+            times = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: queues.run())
+            monkeypatch.setattr("kos.transfer.gpu.time", times)
+
+    spawn(run, 1, timeout=60)
+    assert found and not any(found)
+
+
+def test_memory_of_a_publisher_of_this_process_that_is_read_is_not_freed(memory: EmulatedMemory) -> None:
+    """Though the publisher is closed between the lease and the first copy."""
+    with (
+        Publisher(None, {"w": (of(1), WHOLE)}) as publisher,
+        Subscriber(publisher.address, {"w": (of(0), WHOLE)}, way="shared") as subscriber,
+    ):
+        publisher.publish(1)
+        held = set(memory.held)
+        assert held
+
+        def close() -> None:
+            publisher.close()
+            assert held <= set(memory.held)
+
+        with checks.before_copies(close), pytest.raises(TransferError, match="expected a running publisher"):
+            subscriber.update(30)
+    assert not memory.held
