@@ -31,18 +31,29 @@ SETTINGS = (
 )  # fmt: skip
 """The settings of ``kos train`` that this command also has."""
 
+HELP = {
+    "tokenizer": "Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH. Default: bytes.",
+    "val_data": "Hold out other data for validation: the same NAMEs and PATHs as SOURCE. Default: a part of each SOURCE.",
+    "hold_out": "Fraction of each SOURCE that is held out for validation: the end of a file, or some files of a folder. "
+    "It has no effect if the names of files say what is held out. Default: 0.1.",
+}
+"""The help of the settings that ``kos train`` describes by flags that this command lacks."""
+
 
 def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, Any]:
     """Write the tokens of ``sources`` to ``out``, a new, empty or unfinished folder, and return its manifest.
 
-    ``settings`` are those of ``kos train``.  Raises ConfigError if ``out`` holds anything else, if another process
-    writes to it, or if a source has tokens, and the errors of ``kos.train.data.batches.load_data``.
+    ``settings`` are those of ``kos train``.  Raises ConfigError if ``out`` holds anything else or has the suffix of a file
+    of data, if another process writes to it, or if a source has tokens, and the errors of ``kos.train.data.batches.load_data``.
     """
     from kos.train.config.options import TrainConfig
     from kos.train.data.corpus import read_corpus
+    from kos.train.data.documents import OPENERS, READERS
     from kos.train.data.loading import lines_of, tokenizing
     from kos.train.data.tokenized import LAST
 
+    if not out.exists() and out.suffix.lower() in (".txt", ".bin", ".npy", ".arrow", ".zip", *READERS, *OPENERS):
+        raise ConfigError(f"{out}: expected a folder as OUT, got the name of a file of data (no such file); {LAST}")
     config = TrainConfig.from_preset(data=sources[0], **settings)
     config.check_sources([*sources, *filter(None, [config.val_data])])
     corpus = read_corpus(sources, val_data=config.val_data, lines=lines_of(config), hold_out=config.held_out)
@@ -87,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="text, named as for --data of kos train")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; new, empty or unfinished")
     for name in SETTINGS:
-        add_flag(parser, name, KEYS[name].default)
+        add_flag(parser, name, KEYS[name].default, HELP.get(name))
     return parser
 
 
@@ -104,7 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     shards = manifest["shards"]
     tokens, documents = (sum(shard[name] for shard in shards) for name in ("tokens", "documents"))
     size = f"{tokens:,} tokens of {plural(documents, 'document')} in {plural(len(shards), 'shard')}"
+    from kos.train.data.tokenizers import tokenizer_from_json
+
     with printing():
+        size += f" ({tokenizer_from_json(manifest['tokenizer']).name})"
         print(f"{out}: {size}, {time.monotonic() - begin:.1f} s; held out for validation: {manifest['held_out']}")
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from kos.train.data.batches import Dataset, load_data
 from kos.train.data.tokenizers import make_tokenizer
 from kos.train.report import without_effect
 from kos.train.run import Trainer
-from kos.train.tokenize import tokenize
+from kos.train.tokenize import SETTINGS, tokenize
 from tests.launcher import run_program
 from tests.train.refusal import refused
 from tests.train.test_cli import ENVIRONMENT
@@ -290,15 +291,26 @@ def kos(*words: object) -> subprocess.CompletedProcess[str]:
     return run_program(sys.executable, "-m", "kos", *map(str, words), env=ENVIRONMENT)
 
 
+def test_the_help_names_no_flag_that_the_command_lacks() -> None:
+    text = kos("tokenize", "--help").stdout
+    flags = {*re.findall(r"--[a-z][a-z-]+", text)} - {f"--{each}" for each in re.findall(r"--(no-[a-z-]+)", text)}
+    assert flags - {"--data"} == {"--help", *(f"--{name.replace('_', '-')}" for name in SETTINGS)}
+
+
 def test_the_command(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = kos("tokenize", folder, out, "--tokenizer", "chars", "--no-split-special-tokens")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{out}: ") and "tokens of 64 documents in 1 shard" in done.stdout
+    assert done.stdout.startswith(f"{out}: ") and "tokens of 64 documents in 1 shard (" in done.stdout
+    assert "in 1 shard (bytes)" in kos("tokenize", folder, tmp_path / "unnamed").stdout, "without --tokenizer"
     wrong = [
         (["tokenize", tmp_path / "missing", tmp_path / "new"], "no such file"),
         (["tokenize", folder, folder], "a new or an empty folder, got one with a_train.txt; the last argument of kos"),
         (["tokenize", folder, folder / "a_train.txt"], "got a file; the last argument of kos tokenize is the folder"),
+        *[
+            (["tokenize", folder, tmp_path / f"more{suffix}"], "expected a folder as OUT, got the name of a file of d")
+            for suffix in (".parquet", ".TXT", ".jsonl.zst", ".bin")
+        ],
         (["tokenize", folder, tmp_path / "new", "--loss-on", "some"], "loss_on"),
         (["tokenize", folder, tmp_path / "new", "--encoding", "utf-9"], "encoding"),
     ]

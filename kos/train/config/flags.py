@@ -89,15 +89,15 @@ def add_plan(group: Any) -> None:
     group.add_argument("--gpu", metavar="NAME", help="Plan for H200, H100 or A100. Default: the GPU here, else H200.")
 
 
-def add_flag(group: Any, key: str, default: Any) -> None:
-    """Add the flag of the setting ``key``, whose help names the ``default``."""
+def add_flag(group: Any, key: str, default: Any, text: str | None = None) -> None:
+    """Add the flag of the setting ``key``.  Its help is ``text``, or else that of the field with the ``default``."""
     field, kind = KEYS[key], dict[str, Any](action=argparse.BooleanOptionalAction)
     if field.annotation is not bool:
         metavar = METAVARS.get(key, {int: "N", float: "X", Path: "DIR"}.get(_type_of(field), "NAME"))
         action = {**dict.fromkeys(SEVERAL, "append"), "val_data": _Once}.get(key, "store")
         kind = {"metavar": metavar, "type": functools.partial(_value, field), "action": action}
         kind |= {"nargs": "?", "const": "1"} if key == "elastic" else {}
-    group.add_argument(flag_of(key), dest=key, help=_help(field, default), **kind)
+    group.add_argument(flag_of(key), dest=key, help=text or _help(field, default), **kind)
 
 
 def make_parser() -> argparse.ArgumentParser:
