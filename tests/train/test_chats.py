@@ -429,6 +429,26 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": [USER, {**calling(None), "tool_calls": [{"function": {"name": "a", "arguments": "{not"}}]}]},
         "JSON as the arguments of a tool call, got '{not' (",
     ),
+    **{
+        f"arguments-{name}": (
+            bare(QWEN),
+            {"messages": [{**calling(None), "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}]},
+            f"{said} as the arguments of a tool call, got ",
+        )
+        for name, arguments, said in [
+            ("nan", '{"city": NaN}', "JSON"),
+            ("table-nan", {"city": float("nan")}, "JSON"),
+            ("twice", '{"a": {"b": 1, "b": 2}}', "JSON"),
+            ("string", '"\\"a\\""', "a JSON object"),
+            ("list", [1], "a JSON object"),
+            ("null", "null", "a JSON object"),
+        ]
+    },
+    "calls-twice": (
+        BOTH,
+        {"conversations": [{"from": "function_call", "value": '{"name": "a", "name": "b"}'}]},
+        "JSON as the value from function_call, got ",
+    ),
     "calls": (
         BOTH,
         {"messages": [USER, {**calling(None), "tool_calls": ["x"]}]},
@@ -524,10 +544,22 @@ def test_refused(tmp_path: Path, kind: str) -> None:
         read(path, "--tokenizer", str(folder))
 
 
-def test_what_openai_writes_is_read(tmp_path: Path) -> None:
-    """A text in one part, arguments that are an empty string, and weights of users are as if written otherwise."""
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_a_key_twice_in_a_record_is_refused(tmp_path: Path, suffix: str) -> None:
+    """Its first value would be lost."""
+    path = tmp_path / f"chats.{suffix}"
+    lines = ['{"text": "x"}', '{"text": "y", "more": {"b": 1, "c": 2, "b": 3}}', '{"text": "val"}']
+    path.write_text("\n".join(lines) if suffix == "jsonl" else f"[{','.join(lines)}]")
+    place = "line" if suffix == "jsonl" else "item"
+    with refused(DataError, f"--data {path}, {place} 2: expected JSON, got ", "the key 'b' twice"):
+        read(path)
+
+
+@pytest.mark.parametrize("arguments", ["", "  \n", None])
+def test_what_openai_writes_is_read(tmp_path: Path, arguments: str | None) -> None:
+    """A text in one part, arguments that are null or blank, and weights of users are as if written otherwise."""
     folder = folder_of(tmp_path, bare(QWEN))
-    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": arguments}}
     calls: list[dict[str, Any]] = [{"role": "assistant", "content": [part], "tool_calls": [call]}
                                    for part in ({"type": "text"}, {"type": "text", "text": None})]  # fmt: skip
     chats = [
@@ -535,7 +567,8 @@ def test_what_openai_writes_is_read(tmp_path: Path) -> None:
         [{**USER, "weight": 1, "refusal": None}, {"role": "assistant", "content": None, "tool_calls": [call]}],
         [{**USER, "content": [{"type": "text", "text": "hi"}]}, {**ANSWER, "weight": 1}],
     ]
-    plain = json.loads(json.dumps(chats).replace('"arguments": ""', '"arguments": {}'))
+    given = f'"arguments": {json.dumps(arguments)}'
+    plain = json.loads(json.dumps(chats).replace(given, '"arguments": {}'))
     del plain[0][1]["content"], plain[1][1]["content"], plain[2][0]["weight"]
     plain[3][0]["content"] = "hi"
     both = [

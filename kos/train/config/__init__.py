@@ -52,6 +52,14 @@ def by_source(given: str | Sequence[str] | None) -> dict[str, str]:
     return {source: value for source, _, value in pairs}
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The table of these keys; ValueError for a duplicate key, which TOML refuses and ``json`` silently overrides."""
+    if len(table := dict(pairs)) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return table
+
+
 def flag_of(key: str) -> str:
     """``model.hidden_size`` -> ``--hidden-size``."""
     return "--" + key.rpartition(".")[2].replace("_", "-")

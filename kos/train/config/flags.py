@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from kos.commands import program
 from kos.errors import ConfigError
 from kos.reporting import Parser
-from kos.train.config import PRESETS, by_source, flag_of, flatten, unset_of
+from kos.train.config import PRESETS, by_source, flag_of, flatten, unique_keys, unset_of
 from kos.train.config.fine_tuning import Layer, with_model
 from kos.train.config.optimizers import not_of
 from kos.train.config.options import KEYS, TrainConfig, configure
@@ -174,21 +174,13 @@ def _typed(key: str) -> str:
     return f"{flag} {'…' if known_to_the_user else default}"
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The table of these keys; ValueError for a duplicate key, which TOML refuses and ``json`` silently overrides."""
-    keys = [key for key, _ in pairs]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"the key {twice[0]!r} twice")
-    return dict(pairs)
-
-
 def read_config_file(path: Path) -> Mapping[str, Any]:
     """A TOML or JSON file of configuration keys; also a run's own config.json (its ``config`` part)."""
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"--config: expected a .toml or .json file, got {str(path)!r}")
     try:
         text = path.read_text("utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=unique_keys)
     except OSError as error:
         raise ConfigError(f"--config: expected a readable file, got {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of TOML, JSON and UTF-8

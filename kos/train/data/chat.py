@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from kos.errors import ConfigError, DataError, install
+from kos.train.config import unique_keys
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function": "tool"}
@@ -352,6 +353,10 @@ class ChatTemplate:
             raise DataError(f"{self.path}: expected a chat template, got {error}").about("tokenizer") from None
 
 
+JSON = json.JSONDecoder(object_pairs_hook=unique_keys)
+"""Reads JSON; ValueError also for a duplicate key."""
+
+
 def counts(given: Mapping[str, Any], where: str) -> bool:
     """Whether the loss counts a message or a record.  DataError for values of COUNTING other than 0 and 1."""
     for key, values in COUNTING.items():
@@ -381,16 +386,31 @@ def _wrong_content(message: Mapping[str, Any], number: int) -> str:
 
 
 def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The tool call, in which arguments that are an empty string become "{}": a call without arguments."""
+    """The tool call, in which arguments that are null, or a string without text, become "{}": a call without arguments."""
     if isinstance(call.get("function"), dict):
         return {**call, "function": _with_arguments(call["function"])}
-    return {**call, "arguments": "{}"} if call.get("arguments") == "" else {**call}
+    given = call.get("arguments", {})
+    empty = given is None or (isinstance(given, str) and not given.strip())
+    return {**call, "arguments": "{}"} if empty else {**call}
+
+
+def _check_arguments(given: Any, where: str) -> None:
+    """DataError unless the arguments of a tool call are an object, or a string of JSON with one."""
+    try:
+        table = JSON.decode(given) if isinstance(given, str) else given
+        json.dumps(table, allow_nan=False, default=repr)  # JSON has no NaN
+    except (ValueError, RecursionError) as error:
+        got = f"{reprlib.repr(given)} ({error})"
+        raise DataError(f"{where}: expected JSON as the arguments of a tool call, got {got}") from None
+    if not isinstance(table, dict):
+        got = reprlib.repr(given)
+        raise DataError(f"{where}: expected a JSON object as the arguments of a tool call, got {got}")
 
 
 def _calling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """ShareGPT's message with tool calls, in OpenAI's form."""
     try:
-        calls = json.loads(given["content"])
+        calls = JSON.decode(given["content"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         got = f"{reprlib.repr(given.get('content'))} ({error})"
         raise DataError(f"{where}: expected JSON as the value from function_call, got {got}") from None
@@ -407,16 +427,13 @@ def _with_tables(render: _Render, chat: list[dict[str, Any]], where: str) -> lis
     """``chat`` with the arguments of tool calls in the form that the template expects.
 
     OpenAI's format has them as a string of JSON.  If the template would write this string in quotes, the calls get the
-    parsed object instead.  Raises DataError if the string is not JSON.
+    parsed object instead.  Raises DataError if the arguments are no JSON object.
     """
     calls = [call.get("function", call) for message in chat for call in message.get("tool_calls", ())]
     texts = [call["arguments"] for call in calls if isinstance(call, dict) and isinstance(call.get("arguments"), str)]
-    for text in texts:
-        try:
-            json.loads(text)
-        except (ValueError, RecursionError) as error:
-            got = f"{reprlib.repr(text)} ({error})"
-            raise DataError(f"{where}: expected JSON as the arguments of a tool call, got {got}") from None
+    for call in calls:
+        if isinstance(call, dict) and "arguments" in call:
+            _check_arguments(call["arguments"], where)
     with suppress(DataError):  # a template may expect a table
         whole = render(chat)[0] if texts else ""
         if not any(json.dumps(text, ensure_ascii=False) in whole for text in texts):
@@ -437,7 +454,7 @@ def _options(line: Mapping[str, Any], where: str) -> dict[str, Any]:
         how = 'write each of them into "tools", as {"type": "function", "function": …}'
         raise DataError(f"{where}: expected the field 'tools', got its earlier name 'functions'; {how}")
     try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = JSON.decode(tools) if isinstance(tools, str) else tools
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: expected JSON in the field 'tools', got {error}") from None
     if not isinstance(tools, list | None) or not isinstance(others, dict):

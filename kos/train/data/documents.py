@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from kos.commands import python_code
 from kos.errors import ConfigError, DataError, KosError, install
 from kos.train.config.other_names import WITHOUT
-from kos.train.data.chat import ChatTemplate, counts
+from kos.train.data.chat import JSON, ChatTemplate, counts
 from kos.train.data.token_files import KINDS
 
 _log = logging.getLogger(__name__)
@@ -308,7 +308,7 @@ def _json_lines(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            yield f"line {number}", json.loads(line.removeprefix("\ufeff"))
+            yield f"line {number}", JSON.decode(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
             at = f"{error}"
             if isinstance(error, json.JSONDecodeError):
@@ -369,13 +369,13 @@ def _json(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
 
 def _json_list(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
     """The items of a list, of which one at a time is in memory."""
-    decode, text, number = json.JSONDecoder().raw_decode, "", 1
+    decode, text, number = JSON.raw_decode, "", 1
     for part in itertools.chain(_decoded(path, lines.encoding), [""]):  # the last is the end of the file
         text, at = text + part, 0
         while found := re.compile(r"\s*,\s*" if number > 1 else r"\s*\[\s*(?!\s|\])").match(text, at):
             try:
                 value, stop = decode(text, found.end())
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 if part and _may_go_on(error, len(text)):
                     break
                 raise DataError(f"--data {path}, item {number}: expected JSON, got {error}") from None
@@ -388,7 +388,7 @@ def _json_list(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
             raise DataError(f"--data {path}, item {number}: expected ',' or ']' at the end of the list, got {got}")
 
 
-def _may_go_on(error: json.JSONDecodeError | RecursionError, length: int) -> bool:
+def _may_go_on(error: ValueError | RecursionError, length: int) -> bool:
     """Whether JSON of this length may be broken only because it ends early: a string, or a word such as false."""
     return isinstance(error, json.JSONDecodeError) and (error.pos > length - 8 or error.msg.startswith("Unterminated"))
 
