@@ -10,10 +10,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from kos.comm.control import mpi_job
 from kos.comm.control.identity import under_mpirun
@@ -21,6 +18,7 @@ from kos.commands import mpirun, near, python, several_programs
 from kos.errors import plural
 from kos.train.checkpoint import BEST, adapter, dropout, extra_names
 from kos.train.config import flag_of
+from kos.train.config.effects import without_effect
 from kos.train.config.options import TrainConfig
 from kos.train.data.chat import read_chat_template
 from kos.train.data.mixture import passes_in_words
@@ -75,7 +73,7 @@ def announce(run: RunContext) -> None:
     if run.loss is not None:
         no_graph = run.asked["graph"] != run.config.graph
         say(f"the loss is that of the program{', so there is no CUDA graph' * no_graph}")
-    if run.data.mixture is not None:
+    if run.data.mixture is not None and run.comm.rank == 0:
         say(run.data.mixture.in_words(config.steps, config.batch_size))
     if run.comm.rank == 0 and not run.brings_batches:
         if fit := run.data.fit_in_words():
@@ -117,32 +115,10 @@ def _announce_frozen(run: RunContext) -> None:
         say(f"--pp-schedule zero-bubble-v: passes for gradients of weights (W) leave out frozen matrices{before}")
 
 
-def without_effect(
-    config: TrainConfig, asked: Mapping[str, Any], ignored: Mapping[str, str] = MappingProxyType({})
-) -> list[str]:
-    """The flags that were given but have no effect because of another setting or the data, each with the reason.
-
-    ``ignored`` has the settings that do not apply to the data.
-    """
-    no_sample = config.sample_tokens == 0
-    reasons = {
-        "min_lr": "--schedule constant" * (config.schedule == "constant"),
-        "decay_fraction": f"--schedule {config.schedule}" * (config.schedule != "wsd"),
-        **dict.fromkeys(("val_data", "eval_data"), "--eval-batches 0" * (not config.eval_batches)),
-        "long_documents": "--fit cut" * (config.fit != "whole" and isinstance(config.data, str)),
-        **dict.fromkeys(("prompt", "temperature", "top_k"), "--sample-tokens 0" * no_sample),
-        "pp_schedule": "--pp 1" * (config.pp == 1),
-        "hold_out": "--val-data" * (config.val_data is not None),
-        **ignored,
-    }
-    given = [name for name in reasons if asked[name] not in (TrainConfig.model_fields[name].default, [])]
-    return [f"{flag_of(name)} ({reasons[name]})" for name in given if reasons[name]]
-
-
 def _report_settings(run: RunContext) -> None:
     """Report defaults that the user may not expect: those of --init-from, and a warm-up longer than the run."""
     config, steps, say = run.config, run.config.learning_rate().warmup_steps, run.console.say
-    ignored = run.data.ignored_by_all
+    ignored = run.data.unused_settings
     if config.eval_batches and not (run.validates or run.brings_batches):
         ignored["eval_batches"] = "--hold-out 0"
     if useless := without_effect(config, run.asked, ignored):

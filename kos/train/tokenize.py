@@ -32,10 +32,11 @@ SETTINGS = (
 """The settings of ``kos train`` that this command also has."""
 
 HELP = {
-    "tokenizer": "Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH. Default: bytes.",
-    "val_data": "Hold out other data for validation: the same NAMEs and PATHs as SOURCE. Default: a part of each SOURCE.",
-    "hold_out": "Fraction of each SOURCE that is held out for validation: the end of a file, or some files of a folder. "
-    "It has no effect if the names of files say what is held out. Default: 0.1.",
+    "tokenizer": "Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH. "
+    "Default: bytes.",
+    "val_data": "Validate on other data: the same NAMEs and PATHs as SOURCE. Default: a part of each SOURCE.",
+    "hold_out": "Fraction of each SOURCE that is held out for validation: the end of a file, or some files of a "
+    "folder. It has no effect if the names of files say what is held out. Default: 0.1.",
 }
 """The help of the settings that ``kos train`` describes by flags that this command lacks."""
 
@@ -43,8 +44,9 @@ HELP = {
 def tokenize(out: Path, sources: Sequence[str], **settings: Any) -> dict[str, Any]:
     """Write the tokens of ``sources`` to ``out``, a new, empty or unfinished folder, and return its manifest.
 
-    ``settings`` are those of ``kos train``.  Raises ConfigError if ``out`` holds anything else or has the suffix of a file
-    of data, if another process writes to it, or if a source has tokens, and the errors of ``kos.train.data.batches.load_data``.
+    ``settings`` are those of ``kos train``.  Raises ConfigError if ``out`` holds anything else or is named as a file of
+    data, if another process writes to it, or if a source has tokens, and the errors of
+    ``kos.train.data.batches.load_data``.
     """
     from kos.train.config.options import TrainConfig
     from kos.train.data.corpus import read_corpus
@@ -120,6 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with printing():
         size += f" ({tokenizer_from_json(manifest['tokenizer']).name})"
         print(f"{out}: {size}, {time.monotonic() - begin:.1f} s; held out for validation: {manifest['held_out']}")
+        if unused := manifest.get("unused"):
+            print(f"without effect: --text-field (no record has the field {' or '.join(unused)})")
     return 0
 
 

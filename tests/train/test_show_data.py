@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
+from kos.errors import CheckpointError
 from kos.testing import spawn
 from kos.train.__main__ import main
 from kos.train.config.flags import parse
 from kos.train.data import show
 from kos.train.data.batches import load_data
 from kos.train.run import Trainer
+from kos.train.tokenize import tokenize
 from tests.train.chat_templates import QWEN, bare
+from tests.train.refusal import refused
 from tests.train.test_chats import ANSWER, TOOL, USER, calling, folder_of
 from tests.train.test_loop import _config
 from tests.train.test_loss_masks import write_lines
@@ -133,6 +136,28 @@ def test_a_run_on_chats_answers_a_question_at_its_end(
     assert data.question(400) == ids, "of the hundredth chat there is no more than this chat"
     lines = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}] * 400)
     assert load_data(_config(lines, tmp_path, **how)).question(400) == []
+
+
+def test_rows_that_fill_the_last_batch_of_an_epoch_are_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight sequences are two batches of five, without two rows."""
+    (tmp_path / "a.txt").write_text("x" * 81)
+    flags = [f"--data={tmp_path / 'a.txt'}", "--seq-len=10", "--batch-size=5", "--epochs=2", "--hold-out=0"]
+    assert main([*flags, "--eval-batches=0", "--show-data=9"]) == 0
+    places = [each.partition(":")[0] for each in capsys.readouterr().out.split("--- step ")[1:]]
+    rows = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (2, 1), (2, 2), (2, 3), (3, 1)]
+    assert places == [f"{step}, sequence {row}" for step, row in rows]
+
+
+def test_tokens_of_another_tokenizer_than_the_models_are_refused(chats: list[str], tmp_path: Path) -> None:
+    """As the run refuses them."""
+    (tmp_path / "a.txt").write_text("x" * 99)
+    tokenize(tmp_path / "tokens", [str(tmp_path / "a.txt")])
+    config = parse([f"--data={tmp_path / 'tokens'}", "--seq-len=8", "--show-data=1"])
+    assert "(bytes)" in show.report(config)
+    with refused(CheckpointError, f"{chats[3]}: expected the tokenizer of this run, bytes, got "):
+        show.report(config.model_copy(update={"init_from": chats[3]}))
 
 
 def test_only_rank_0_prints(

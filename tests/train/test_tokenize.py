@@ -15,12 +15,13 @@ import pytest
 
 from kos.errors import ConfigError, DataError, KosError
 from kos.testing import spawn
+from kos.train.__main__ import main
+from kos.train.config.effects import without_effect
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data import tokenized, tokenizers
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.tokenizers import make_tokenizer
-from kos.train.report import without_effect
 from kos.train.run import Trainer
 from kos.train.tokenize import SETTINGS, tokenize
 from tests.launcher import run_program
@@ -267,7 +268,7 @@ def test_a_folder_within_the_data_is_left_out(folder: Path) -> None:
 def test_flags_of_text_have_no_effect_on_tokens(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a mixture with text they have one, unless no source is read with them."""
+    """In a mixture with text, they have none on one source."""
     out = str(tmp_path / "out")
     tokenize(Path(out), [str(folder)])
     flags = ["--text-field=body", "--encoding=latin-1", "--split-turns", "--token-dtype=uint16", "--hold-out=0.3"]
@@ -280,11 +281,42 @@ def test_flags_of_text_have_no_effect_on_tokens(
     for name in ("token-dtype", "hold-out"):
         assert f"--{name} ({out} is a folder of kos tokenize)" in said
     mixed = load_data(parse([f"--data={out}:1", f"--data={folder / 'a_train.txt'}:1", *flags]))
-    assert mixed.ignored_by_all.keys() == {"token_dtype"}
+    assert "for one" not in mixed.unused_settings.pop("token_dtype")
+    assert mixed.unused_settings["hold_out"] == f"for one of the sources: {out} is a folder of kos tokenize"
+    capsys.readouterr()
+    for data in ([f"--data={out}"], [f"--data={out}:1", f"--data={folder / 'a_train.txt'}:1"]):
+        assert main([*data, *flags, "--show-data=1"]) == 0
+        shown = capsys.readouterr().out.partition("--- without effect: ")[2]
+        assert all(f"--{name} (" in shown for name in ("text-field", "encoding", "split-turns", "hold-out"))
+        assert f"{out} has tokens" in shown and f"{out} is a folder of kos tokenize" in shown
+    of_text = f"--text-field={folder / 'b_train.jsonl'}=text"
+    other = load_data(parse([f"--data={out}:1", f"--data={folder / 'b_train.jsonl'}:1", of_text, *flags[-4:]]))
+    assert "text_field" not in other.unused_settings, "it is that of the text alone"
     other = load_data(parse([f"--data={out}", f"--eval-data=a={folder / 'a_train.txt'}", *flags]))
-    assert other.ignored_by_all.keys() == {"token_dtype"}
+    assert other.unused_settings.keys() == {"token_dtype", "text_field"}, "a file of text has no fields"
     config = parse(["--val-data=x", "--hold-out=0.3"])
     assert without_effect(config, config.to_json()) == ["--hold-out (--val-data)"]
+
+
+def test_what_was_held_out_stays_as_it_was_written(folder: Path, tmp_path: Path) -> None:
+    tokenize(out := tmp_path / "out", [str(folder / "a_train.txt")], hold_out=0.0)
+    with refused(DataError, "kos tokenize chose what is held out: its --hold-out counts, not that of the run"):
+        load(out, "--hold-out=0.05")
+
+
+def test_a_field_that_no_record_has(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pairs and chats have a form of their own, so they are read without it."""
+    pairs, said = folder / "c_train.json", "--text-field (no record of c_train.json has the field mesages)"
+    monkeypatch.chdir(tmp_path)
+    assert main([f"--data={pairs}", "--seq-len=8", "--text-field=mesages", "--show-data=1"]) == 0
+    assert f"--- without effect: {said}\n" in capsys.readouterr().out
+    done = kos("tokenize", pairs, tmp_path / "out", "--text-field", "mesages")
+    assert "\nwithout effect: --text-field (no record has the field mesages)\n" in done.stdout
+    assert "text_field" not in load(folder / "b_train.jsonl", "--text-field=text").unused_settings
+    mixed = [f"--data={pairs}:1", f"--data={folder / 'b_train.jsonl'}:1", "--text-field=text", "--seq-len=8"]
+    assert load_data(parse(mixed)).unused_settings["text_field"].startswith("for one of the sources: no record of c_t")
 
 
 def kos(*words: object) -> subprocess.CompletedProcess[str]:

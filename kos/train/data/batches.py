@@ -119,10 +119,18 @@ class Dataset:
         return [self] if self.mixture is None else [*self.mixture.parts.values()]
 
     @property
-    def ignored_by_all(self) -> dict[str, str]:
-        """The settings that apply to no source and to no other validation data, each with a reason."""
+    def unused_settings(self) -> dict[str, str]:
+        """The settings that do not apply to the data, each with a reason.
+
+        Those are the settings that apply to no source and to no other validation data, and those of text that do not
+        apply to the tokens of some source.
+        """
         every = [part.ignored for part in [*self.parts, *self.others.values()]]
-        return {name: reason for name, reason in every[0].items() if all(name in each for each in every)}
+        found = {name: reason for name, reason in every[0].items() if all(name in each for each in every)}
+        for part in self.parts if self.mixture is not None else ():
+            for name in part.ignored.keys() - found.keys() - {"token_dtype"}:
+                found[name] = f"for one of the sources: {part.ignored[name]}"
+        return dict(sorted(found.items()))
 
     @property
     def packed(self) -> bool:
@@ -321,6 +329,8 @@ class Dataset:
 
     def _error(self, tokens: Tokens, expected: str, got: object) -> DataError:
         held_out = f" ({self.held_out.partition(';')[0]}); --eval-batches 0 turns validation off" * (tokens is self.val)
+        if tokens is self.val and "hold_out" in self.ignored:
+            held_out += "; kos tokenize chose what is held out: its --hold-out counts, not that of the run"
         error = DataError(f"{self.sources[tokens is self.val]}: expected {expected}, got {got}{held_out}")
         return error.about(*["val_data"] * (tokens is self.val), "data")
 
@@ -435,15 +445,19 @@ def _load(
         trained_on=f"trained on: {about['trained_on']}", note=_note(about.get("spelled_out", {})),
         sources=(" ".join(corpus.flags[0]), " ".join(corpus.flags[1])),
         packs=(several or packing is not None) and config.documents == "pack", in_parts=about["masked"],
-        packing=packing, ignored=_ignored(corpus), what=about.get("what", "document"), trains=given is None,
+        packing=packing, ignored=_ignored(corpus, config, about), what=about.get("what", "document"), trains=given is None,
     )  # fmt: skip
 
 
-def _ignored(corpus: Corpus) -> dict[str, str]:
+def _ignored(corpus: Corpus, config: TrainConfig, about: Mapping[str, Any]) -> dict[str, str]:
     """``Dataset.ignored`` of a corpus."""
     if corpus.vocab_size is None and not corpus.tokenized:
-        return {"token_dtype": f"{corpus.name} is text"}
-    of_text = ("text_field", "encoding", "split_turns", "split_special_tokens")
+        found = {"token_dtype": f"{corpus.name} is text"}
+        if unused := about.get("unused"):
+            found["text_field"] = f"no record of {corpus.name} has the field {' or '.join(unused)}"
+        return found
+    names = ("text_field", "encoding", "split_turns", "split_special_tokens")
+    of_text = [name for name in names if getattr(config, name) != ()]  # those of other sources alone
     written = ("token_dtype", "hold_out") if corpus.tokenized else ()
     found = dict.fromkeys(of_text, f"{corpus.name} has tokens")
     return found | dict.fromkeys(written, f"{corpus.name} is a folder of kos tokenize")

@@ -386,7 +386,7 @@ def _wrong_content(message: Mapping[str, Any], number: int) -> str:
 
 
 def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The tool call, in which arguments that are null, or a string without text, become "{}": a call without arguments."""
+    """The tool call, in which arguments that are null or a blank string become "{}": a call without arguments."""
     if isinstance(call.get("function"), dict):
         return {**call, "function": _with_arguments(call["function"])}
     given = call.get("arguments", {})

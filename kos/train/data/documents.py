@@ -56,6 +56,8 @@ class Document:
     """Whether a chat template has written it: with all special tokens, which are then not read as text."""
     last: bool = True
     """Whether it is the last document of its record, which has several with ``split_turns``."""
+    text_field: str | None = None
+    """The ``--text-field`` that has the chat; None: another field."""
 
     def __len__(self) -> int:
         return sum(len(text) for text, _ in self.parts)
@@ -440,7 +442,8 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
             raise DataError(f"{where}: expected {expected}, got none; {how}").about("tokenizer")
         chats = template.documents(fields, messages, where, lines.split_turns)
         rows = [[(_encodable(text, "messages", where), counted) for text, counted in parts] for parts in chats]
-        return [Document(tuple(parts), rendered=True, last=parts is rows[-1]) for parts in rows]
+        named = lines.text_field if field == lines.text_field else None
+        return [Document(tuple(parts), True, parts is rows[-1], named) for parts in rows]
     if field is not None:
         return [_text_of(fields, field, where)]
     got = f"the fields {', '.join(fields) or 'none'}" if isinstance(value, dict) else reprlib.repr(value)

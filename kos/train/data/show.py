@@ -8,7 +8,8 @@ from pathlib import Path
 
 from kos.train.checkpoint import Checkpoint
 from kos.train.checkpoint.adapter import tokenizer_folder
-from kos.train.checkpoint.resume import data_settings
+from kos.train.checkpoint.resume import check_tokenizer, data_settings
+from kos.train.config.effects import without_effect
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Dataset, load_data
 
@@ -28,31 +29,40 @@ def report(config: TrainConfig, found: Checkpoint | None = None) -> str:
 
     In a mixture, it shows the first sequences of each source, as far as they are among the first SEARCHED.  A line
     before each sequence gives its place, its source in a mixture, and its counts.  The last lines describe how
-    documents fit into sequences, and the data.
+    documents fit into sequences, the data, and the settings that have no effect.  Raises CheckpointError if the data
+    have another tokenizer than the weights of the run.
     """
+    asked, source = config.to_json(), config.init_from if found is None else str(found.path)
     first, weights, runs, shown = 0, tokenizer_folder(config.init_from), list[Path](), []
     config = config.with_data_settings(found and data_settings(found.config))
     if found is not None:
         first, runs = found.step * config.batch_size, [found.path.parent.parent]
         weights = weights and str(found.path)
     data = load_data(config, weights=weights, runs=runs)
+    if source is not None:
+        check_tokenizer(Path(source), data.tokenizer)
     left = dict.fromkeys([""] if data.mixture is None else data.mixture.parts, config.show_data)
     for number in range(first, first + max(SEARCHED, config.show_data)):
         step, row = divmod(number, config.batch_size)
-        source, part, start = data.place(step, row)
+        name, part, start = data.place(step, row)
         if not any(left.values()):
             break
-        if not left[source]:
+        only_fills = row * data.seq_len >= data.tokens_in(step + 1) - data.tokens_in(step)  # at the end of an epoch
+        if not left[name] or only_fills:
             continue
-        left[source] -= 1
+        left[name] -= 1
         text, counts = sequence(data, step, row)
         of = f"{counts} of {data.seq_len} tokens count"
         if padding := part.train.padding(start, data.seq_len):
             of += f", {padding} are padding"
-        where = f"step {step + 1}, sequence {row + 1}{f', of {source}' * bool(source)}"
+        where = f"step {step + 1}, sequence {row + 1}{f', of {name}' * bool(name)}"
         shown.append(f"--- {where}: {of}\n{text}")
     fit = [f"--- {line}" for line in data.fit_in_words().splitlines()]
-    return "\n".join([*shown, *fit, f"--- {data.describe()}; {data.trained_on}; {data.held_out}"])
+    about = [f"--- {data.describe()}; {data.trained_on}; {data.held_out}"]
+    config = config.model_copy(update={"fit": "whole" if data.packing else config.fit})
+    if useless := without_effect(config, asked, data.unused_settings):
+        about.append(f"--- without effect: {', '.join(useless)}")
+    return "\n".join([*shown, *fit, *about])
 
 
 def first_line(data: Dataset, step: int) -> str:

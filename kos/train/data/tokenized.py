@@ -42,12 +42,13 @@ class CorpusDocuments:
 
     ``kinds`` has the kinds of those for training and for validation: text, parts, or parts that a template rendered.
     ``rendered`` has the numbers of documents and of characters that a template rendered.  ``once`` has the same numbers
-    for the last document of each chat alone.
+    for the last document of each chat alone.  ``fields`` has each ``--text-field`` that a record has.
     """
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus, self.splits = corpus, corpus.splits
         self.train, self.kinds = 0, (set[str](), set[str]())
+        self.fields = set[str | None]()
         self.rendered, self.once = np.zeros(2, np.int64), np.zeros(2, np.int64)
 
     def __iter__(self) -> Iterator[str | Document | Text]:
@@ -57,6 +58,9 @@ class CorpusDocuments:
                     for document in content if isinstance(content, Records) else [content]:
                         in_parts = isinstance(document, Document) and ("rendered" if document.rendered else "parts")
                         self.kinds[of_val].add(in_parts or "text")
+                        if isinstance(content, Records):
+                            of_text = content.lines.text_field
+                            self.fields.add(document.text_field if isinstance(document, Document) else of_text)
                         self.train += not of_val
                         if isinstance(document, Document) and document.rendered:
                             self.rendered += (1, len(document))
@@ -174,6 +178,7 @@ def _about(
         "between": between,
         "held_out": splits.in_words(at, row.size - at), "trained_on": splits.trained_on,
         "spelled_out": sum((Counter(shard["spelled_out"]) for shard in shards), Counter[str]()),
+        "unused": sorted({name for each in documents.corpus.lines if (name := each.text_field)} - documents.fields),
         "several": max(len(part.begins) for part in parts) > 1,
         "counted": sum(int(np.count_nonzero(piece >= 0)) for piece in chain(*map(pieces, parts[0].shards))),
         "sha256": fingerprint([part.shards for part in parts], tokenizer.dtype_of(masked and in_parts)),
