@@ -17,7 +17,7 @@ from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data import packing
-from kos.train.data.batches import Dataset, load_data
+from kos.train.data.batches import Dataset, counted, load_data
 from kos.train.data.mixture import terms_below
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.parallel.data import shard_batch
@@ -260,7 +260,13 @@ def test_metrics_have_the_tokens_and_the_losses_of_sources(
     said = capsys.readouterr().out
     count = data.mixture.tokens(96)[names(folder)[1]]
     sequences = data.parts[1].sequences_in(data.parts[1].train)
-    seen = f"57.1% of the tokens, {count:,} in 12 steps; each of {sequences} sequences"
+    windows = [(part.windows(part.train, [*range(0, len(part.train) - 48, 48)]), part) for part in data.parts]
+    counts = [counted(batch) / (batch.targets.size * part.train.fill) for batch, part in windows]
+    in_loss = np.array([2, 4, 1]) * counts
+    share = 100 * in_loss[1] / in_loss.sum()
+    assert counts[0] < 0.7 and share > 62
+    shares = f"57.1% of the tokens, {share:.1f}% of what the loss counts"
+    seen = f"{shares}, {count:,} in 12 steps; each of {sequences} sequences"
     assert f"\n{names(folder)[1]}: {seen}" in said
     assert f"\n{names(folder)[0]}: training: 81 documents of " in said
     assert said.count(f"val_loss/{names(folder)[2]} ") == 3

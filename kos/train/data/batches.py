@@ -93,6 +93,9 @@ class Dataset:
     in_parts: bool = False
     """Whether documents have parts that the loss need not count: chats, prompts and completions, tokens with a mask."""
 
+    in_loss: int = 0
+    """How many of the training tokens the loss counts, if ``in_parts``."""
+
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Settings that do not apply to data of this kind, each with the reason."""
 
@@ -131,6 +134,13 @@ class Dataset:
             for name in part.ignored.keys() - found.keys() - {"token_dtype"}:
                 found[name] = f"for one of the sources: {part.ignored[name]}"
         return dict(sorted(found.items()))
+
+    @property
+    def share_in_loss(self) -> float:
+        """The share of the training tokens, without padding, that the loss counts."""
+        if isinstance(self.train, PackedTokens):
+            return self.train.counts[0] / max(1, round(self.train.fill * (len(self.train) - 1)))
+        return self.in_loss / max(1, self.train.size) if self.train.masked else 1.0
 
     @property
     def packed(self) -> bool:
@@ -445,7 +455,8 @@ def _load(
         trained_on=f"trained on: {about['trained_on']}", note=_note(about.get("spelled_out", {})),
         sources=(" ".join(corpus.flags[0]), " ".join(corpus.flags[1])),
         packs=(several or packing is not None) and config.documents == "pack", in_parts=about["masked"],
-        packing=packing, ignored=_ignored(corpus, config, about), what=about.get("what", "document"), trains=given is None,
+        packing=packing, ignored=_ignored(corpus, config, about), what=about.get("what", "document"),
+        trains=given is None, in_loss=about.get("counted", 0),
     )  # fmt: skip
 
 

@@ -34,6 +34,8 @@ class Source(Protocol):
     def seq_len(self) -> int: ...
     @property
     def train(self) -> Tokens: ...
+    @property
+    def share_in_loss(self) -> float: ...
     def sequences_in(self, tokens: Tokens) -> int: ...
     def in_order(self, numbers: NDArray[np.int64]) -> Batch: ...
 
@@ -93,10 +95,16 @@ class Mixture(Generic[D]):
         return dict(zip(self.parts, map(round, self.sequences(count) * self.lengths), strict=True))
 
     def in_words(self, steps: int, batch_size: int) -> str:
-        """One line per source for the log: its tokens, and how often it is seen, in the first ``steps`` batches."""
+        """One line per source for the log: its tokens, and how often it is seen, in the first ``steps`` batches.
+
+        If the loss does not count all tokens, the lines also have the share of each source in those that it counts.
+        """
         tokens, times = self.tokens(steps * batch_size), self.sequences(steps * batch_size)
+        in_loss = self.weights * [part.share_in_loss for part in self.parts.values()]
+        masked, shares = any(part.train.masked for part in self.parts.values()), in_loss / (in_loss.sum() or 1)
+        counts = [f", {share:.1%} of what the loss counts" * masked for share in shares]
         return "\n".join(
-            f"{name}: {self.weights[n]:.1%} of the tokens, {tokens[name]:,} in {plural(steps, 'step')}; "
+            f"{name}: {self.weights[n]:.1%} of the tokens{counts[n]}, {tokens[name]:,} in {plural(steps, 'step')}; "
             f"{passes_in_words(part.sequences_in(part.train), times[n])}"
             for n, (name, part) in enumerate(self.parts.items())
         )
