@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from kos.errors import ConfigError
 from kos.train.checkpoint.huggingface import to_huggingface
 from kos.train.config import PRESETS, flag_of, optimizers, other_names
+from kos.train.config.effects import without_effect
 from kos.train.config.flags import make_parser, parse
 from kos.train.config.options import KEYS, MICRO_BATCH_TOKENS, TrainConfig
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
-from kos.train.report import without_effect
 from tests.train.models import SCALING, small
 from tests.train.refusal import refused
 
