@@ -427,7 +427,8 @@ class FailureLog:
             else:
                 cycle = cycle or me in awaited
                 todo += awaited
-        if silent is not None and not all(map(self.status.sees, culprits)):
+        cut_off = silent in culprits and self._whole_hosts(sorted(culprits))
+        if silent is not None and not cut_off and not all(map(self.status.sees, culprits)):
             return [silent], []  # it is stopped: its hub has not forwarded the query, and the others may wait for it
         halted = [rank for rank in culprits if self.status.halted(rank)]  # for which others may wait unseen
         if found := sorted(halted or culprits):
