@@ -23,6 +23,19 @@ from kos.cuda.streams import Event
 from kos.errors import BackendUnavailable, CollectiveMismatch, KosError, RankLost
 
 
+class Entries(dict[Any, Any]):
+    """A dictionary whose missing entries are made, once: ``defaultdict`` may make one for each of two threads.
+
+    Memory for the new entry may start a collection of garbage, which lets another thread run.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __missing__(self, key: Any) -> Any:
+        return self.setdefault(key, self.make())
+
+
 class Group:
     """What the ranks of one group share, each entry written by one rank."""
 
@@ -30,8 +43,8 @@ class Group:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.boxes: defaultdict[Any, deque[Any]] = defaultdict(deque)  # messages, by sender, receiver and tag
-        self.calls: defaultdict[int, dict[int, Any]] = defaultdict(dict)  # by sequence number and rank
+        self.boxes: dict[Any, deque[Any]] = Entries(deque)  # messages, by sender, receiver and tag
+        self.calls: dict[int, dict[int, Any]] = Entries(dict)  # by sequence number and rank
         self.failure: KosError | None = None
         self.gone: dict[int, KosError] = {}
 
