@@ -191,7 +191,7 @@ def test_a_run_goes_on_in_another_layout(emulated, text, tmp_path):
         "pp": rows,
         "tp": train(text, tmp_path / "tp", ranks=2, tp=2, resume=step2, **settings),
         "alone": train(text, tmp_path / "alone", resume=step2, **settings),
-        "unseen": train(text, tmp_path / "unseen", ranks=2, pp=2, eval_batches=0, **settings),
+        "unseen": train(text, tmp_path / "unseen", ranks=2, pp=2, eval_batches=0, hold_out=0.1, **settings),
     }
     for layout, got in runs.items():
         for name in ("loss", "grad_norm", "val_loss")[: 2 if layout == "unseen" else 3]:
