@@ -189,7 +189,7 @@ def test_other_ranks_share_out_what_is_lost(
     for name in found[0]:
         parts = [one[f"residual.{rank}.{name}"].reshape(-1).astype(np.float64) for rank, one in enumerate(saved)]
         got = sum(each[name].astype(np.float64) for each in found)
-        # Parts of opposite sign cancel, so rounding is relative to their sizes: one of each share, and one of the scale.
+        # Parts of opposite sign cancel, so the bound is relative to their sizes: each share and the scale are rounded.
         bound = 4 * np.finfo(np.float32).eps * scale * sum(map(np.abs, parts)) + 1e-12
         assert (abs(got - scale * sum(parts)) <= bound).all(), name
     lines = [record.getMessage() for record in caplog.records]
