@@ -410,7 +410,7 @@ class Backend(ABC):
 
         ``rendezvous`` is None on ranks that are not members of a new group.
 
-        Define it instead of ``successor`` if the library splits groups itself.  Host memory does not use it.
+        Define it instead of ``successor`` if the library splits groups itself.  kos does not call it for host memory.
         """
         return None if rendezvous is None else self.successor(rendezvous)
 

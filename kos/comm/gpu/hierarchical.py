@@ -150,7 +150,8 @@ class Phases:
 class HierarchicalBackend(Backend):
     """Phases over ``node`` and ``rail`` between hosts with the same number of ranks.
 
-    Creation is collective.  If no phases are possible, it carries no operation, and ``details`` shows the reason.
+    Creation is collective.  If the hosts do not allow phases, this backend carries no operation, and ``details`` shows
+    the reason.
     """
 
     name = PHASES

@@ -66,8 +66,8 @@ def defaults(layers: Sequence[Layer]) -> list[Layer]:
 def model_of(folder: Path, layers: Sequence[Layer]) -> Layer:
     """The model of a Hugging Face folder as a layer above ``layers``, which may leave its shape open.
 
-    Raises ConfigError if ``layers`` have another shape than the folder. They may have other initial weights, and for a
-    LLaMA another context.
+    Raises ConfigError if a layer sets a shape that differs from that of the model in the folder. A layer may set the
+    scale of the initial weights, and for a LLaMA the length of the context.
     """
     run = folder / "checkpoints"
     if os.path.isdir(run):  # else read_config says why not
