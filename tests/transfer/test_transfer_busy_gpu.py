@@ -91,6 +91,17 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return found
 
 
+def reads_the_next_version(publisher: Publisher, subscriber: Subscriber, source: Array, queues: Queues) -> None:
+    """An update first waits for the copies of the one before: it fails while they are queued, and then succeeds."""
+    with queues.apart():
+        source.copy_from(np.full(4, 2, np.float32))
+        publisher.publish(2)
+    with pytest.raises(TransferTimeout, match=LATE):
+        subscriber.update(0.3)
+    queues.run()
+    assert subscriber.update(30).version == 2
+
+
 @pytest.mark.parametrize("staged", [True, False])
 def test_copies_of_a_failed_update_do_not_reach_the_next_version(staged: bool, queues: Queues) -> None:
     """They are still queued on the GPU when it begins."""
@@ -104,13 +115,7 @@ def test_copies_of_a_failed_update_do_not_reach_the_next_version(staged: bool, q
         with pytest.raises(TransferTimeout):
             subscriber.update(0.3)
         assert queues.pending
-        with queues.apart():
-            source.copy_from(np.full(4, 2, np.float32))
-            publisher.publish(2)
-        with pytest.raises(TransferTimeout, match=LATE):
-            subscriber.update(0.3)
-        queues.run()
-        assert subscriber.update(30).version == 2
+        reads_the_next_version(publisher, subscriber, source, queues)
         queues.run()
         assert (into.numpy() == 2).all()
 
@@ -132,13 +137,7 @@ def test_a_copy_from_staging_memory_that_is_late(queues: Queues, monkeypatch: py
             with pytest.raises(TransferTimeout, match=LATE):
                 s.update(0.5)
         assert queues.pending and s.version is None
-        with queues.apart():
-            source.copy_from(np.full(4, 2, np.float32))
-            publisher.publish(2)
-        with pytest.raises(TransferTimeout, match=LATE):
-            s.update(0.3)
-        queues.run()
-        assert s.update(30).version == 2
+        reads_the_next_version(publisher, s, source, queues)
     assert (into.numpy() == 2).all()
 
 
