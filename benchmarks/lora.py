@@ -1,8 +1,9 @@
 """Tokens per second of training adapters: kos, and peft with torch.compile: ``python -m benchmarks.lora``.
 
 The same shape, rank and targets (all matrices of layers), sequences of the same length and AdamW; random weights. Each
-row is a process of its own, one after another on one GPU, the median of ``--steps`` steps after ``--warm-up``. Peak
-memory is that of the device. ``--only`` chooses rows, ``--json`` writes them to a file, ``--ranks N`` gives kos N GPUs.
+row is a process of its own, one after another on one GPU, the median of ``--steps`` steps after ``--warm-up``.
+``peft-compile`` compiles the whole model, ``peft-compile-layers`` each layer (PyTorch's regional compilation, which
+starts sooner). Peak memory is that of the device. ``--only`` chooses rows, ``--json`` writes them to a file, ``--ranks N`` gives kos N GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kos.commands import mpirun
 from kos.cuda import unavailable
 from kos.files import replace_file
 
-ROWS = ("kos", "kos-fp8", "peft-compile")
+ROWS = ("kos", "kos-fp8", "peft-compile", "peft-compile-layers")
 
 
 def flags_of(arguments: argparse.Namespace) -> list[str]:
@@ -63,7 +64,7 @@ def of_kos(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
     return {"seconds": seconds, "bytes": measured.get("memory_bytes", 0)}
 
 
-def of_peft(arguments: argparse.Namespace) -> dict[str, Any]:
+def of_peft(arguments: argparse.Namespace, by_layer: bool) -> dict[str, Any]:
     """The same of peft over transformers, compiled, with scaled_dot_product_attention."""
     import peft
     import torch
@@ -84,7 +85,11 @@ def of_peft(arguments: argparse.Namespace) -> dict[str, Any]:
         torch.set_default_dtype(torch.float32)
     targets = [*shape.lora.targets]
     of_lora = peft.LoraConfig(r=shape.lora.rank, lora_alpha=shape.lora.alpha, target_modules=targets)
-    model = torch.compile(peft.get_peft_model(model, of_lora))
+    adapted = peft.get_peft_model(model, of_lora)
+    if by_layer:
+        for layer in model.model.layers:
+            layer.compile()
+    model = adapted if by_layer else torch.compile(adapted)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=on_gpu)
     tokens = torch.randint(shape.vocab_size, (1, config.seq_len), device=arguments.device)
@@ -119,22 +124,26 @@ def main() -> int:
     if arguments.row is not None:
         wide = "bfloat16" if arguments.device == "cuda" else "float32"
         dtype = {"kos": wide, "kos-fp8": "fp8"}.get(arguments.row)
-        print(json.dumps(of_kos(arguments, dtype) if dtype else of_peft(arguments)))
+        print(json.dumps(of_kos(arguments, dtype) if dtype else of_peft(arguments, arguments.row.endswith("layers"))))
         return 0
     found = dict[str, Any]()
     for row in arguments.only.split(","):
-        ranks = 1 if row == "peft-compile" else arguments.ranks
+        ranks = 1 if row.startswith("peft") else arguments.ranks
         launcher = mpirun(ranks) if ranks > 1 else []
         command = [*launcher, sys.executable, "-m", "benchmarks.lora", *sys.argv[1:], "--row", row]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit)
+        except subprocess.TimeoutExpired:
+            print(f"{row:<20}did not end within {arguments.limit:.0f} s", flush=True)
+            continue
         if done.returncode:
-            print(f"{row:<14}failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+            print(f"{row:<20}failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
             continue
         result = json.loads(done.stdout.splitlines()[-1])
         step = median(result["seconds"][arguments.warm_up :])
         rate = ranks * arguments.seq_len / step
         found[row] = {"ranks": ranks, "tokens_per_second": rate, **result}
-        print(f"{row:<14}{rate:>10,.0f} tokens/s{result['bytes'] / 1e9:>8.1f} GB on {ranks} GPUs", flush=True)
+        print(f"{row:<20}{rate:>10,.0f} tokens/s{result['bytes'] / 1e9:>8.1f} GB on {ranks} GPUs", flush=True)
     if arguments.json is not None:
         replace_file(arguments.json, json.dumps(found, indent=1).encode())
     return 0
