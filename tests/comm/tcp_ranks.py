@@ -36,9 +36,11 @@ def free_port() -> int:
     """A port of this host that nobody uses.
 
     It is none that the system gives to a connection or a listener of its own choice: another test could get it first.
+    Tests that run at the same time, in workers of pytest-xdist, have ports of their own.
     """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = random.SystemRandom().randrange(20_000, 29_000)
+        port = 20_000 + worker % 30 * 300 + random.SystemRandom().randrange(299)  # the next one is this worker's too
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port

@@ -173,7 +173,7 @@ class Relay(Backend):
                 raise CollectiveMismatch(f"expected {nbytes} bytes from rank {peer}, got {copy.nbytes}")
             copy.ready.hold(stream)
             if nbytes:
-                driver.call(driver.cu.cuMemcpyDtoDAsync, address, copy.address, nbytes, stream)
+                driver.call(driver.cu.cuMemcpyAsync, address, copy.address, nbytes, stream)  # from any GPU
             copy.copied = self._event(stream)
         for (peer, *_), copy in zip(sends, copies, strict=True):
             self._wait(lambda copy=copy: copy.copied is not None, peer)  # type: ignore[misc]
