@@ -140,7 +140,8 @@ class MPIRendezvous(Rendezvous):
 
     def deaths(self) -> dict[int, str]:
         failed = mpi_job.failed_ranks(self.mpi.shared)
-        return {rank: "MPI reports that its process failed" for rank, each in enumerate(self.mpi.ranks) if each in failed}
+        why = "MPI reports that its process failed"
+        return {rank: why for rank, each in enumerate(self.mpi.ranks) if each in failed}
 
     def _exchange(self, message: bytes) -> list[bytes]:
         lengths, comm, BYTE = np.empty(self.size, np.int64), self.mpi_comm, mpi_job.load_mpi().BYTE
