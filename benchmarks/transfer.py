@@ -120,8 +120,8 @@ def measure(megabytes: int, rounds: int) -> dict[str, Any]:
     nbytes = sum(array.nbytes for array, _ in arrays.values())
     publisher, limit = Other("--publish", str(megabytes)), Limit(nbytes - nbytes % STREAMS)
     cases: dict[str, dict[str, Any]] = {
-        "tcp, unstaged": {"way": "tcp", "staged": False}, "tcp, staged": {"way": "tcp"},
-        "mapped, unstaged": {"way": "shared", "staged": False}, "mapped, staged": {"way": "shared"},
+        "tcp, unstaged": {"transport": "tcp", "staged": False}, "tcp, staged": {"transport": "tcp"},
+        "mapped, unstaged": {"transport": "shared", "staged": False}, "mapped, staged": {"transport": "shared"},
     }  # fmt: skip
     seconds: dict[str, list[float]] = {"sockets": [], "copy": [], "publish": [], **{name: [] for name in cases}}
     try:

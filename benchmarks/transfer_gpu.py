@@ -116,17 +116,17 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def measure(layers: int, rounds: int, source: int, target: int, memory: str, ways: list[tuple[str, bool]]) -> Any:
-    """Rates in GB/s of updates of a subscriber on ``target``, for each way and whether it is staged."""
+def measure(layers: int, rounds: int, source: int, target: int, memory: str, cases: list[tuple[Any, bool]]) -> Any:
+    """Rates in GB/s of updates of a subscriber on ``target``, for each transport and whether it is staged."""
     other = Other("--publish", memory, "--layers", str(layers), "--device", str(source))
     flat, arrays = allocate(layers, target)
     found: dict[str, Any] = {"publisher": source, "subscriber": target, "memory": memory, "bytes": flat.nbytes}
     seconds: dict[str, list[float]] = {"publish": []}
     try:
-        for way, staged in ways:
-            name = f"{way}, {'staged' if staged else 'unstaged'}"
+        for transport, staged in cases:
+            name = f"{transport}, {'staged' if staged else 'unstaged'}"
             seconds[name], seconds[f"limit of {name}"], version, mapped = [], [], len(seconds["publish"]), None
-            with Subscriber(other.first, arrays, way=way, staged=staged) as subscriber:  # type: ignore[arg-type]
+            with Subscriber(other.first, arrays, transport=transport, staged=staged) as subscriber:
                 for turn in range(rounds + 2):
                     seconds["publish"].append(float(other.go()))
                     version += 1
@@ -160,7 +160,7 @@ def slower(layers: int, source: int, target: int) -> dict[str, float]:
     def read() -> None:
         nonlocal reads
         while not ends.is_set():
-            with Subscriber(other.first, arrays, way="shared", staged=False) as subscriber:
+            with Subscriber(other.first, arrays, transport="shared", staged=False) as subscriber:
                 subscriber.update(60)
             reads += 1
 

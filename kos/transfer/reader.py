@@ -61,10 +61,10 @@ class Target:
     """
 
     def __init__(
-        self, connect: Callable[[str, int, float], Connection], streams: int, way: str, staged: bool,
+        self, connect: Callable[[str, int, float], Connection], streams: int, transport: str, staged: bool,
         arrays: Arrays, flat: dict[str, Flat], layout: Layout,
     ) -> None:  # fmt: skip
-        self._connect, self._streams, self._way, self.staged = connect, streams, way, staged
+        self._connect, self._streams, self._transport, self.staged = connect, streams, transport, staged
         self._arrays, self._flat, self.layout = arrays, flat, layout
         self.into: dict[str, Any] = {name: _staging(array) if staged else array for name, array in flat.items()}
         self._data: dict[tuple[Group, int], Connection] = {}  # by group and number of the stream
@@ -156,7 +156,7 @@ class Target:
         return max(copy.source.dtype.itemsize, self.layout[copy.array].dtype.itemsize)
 
     def _map(self, known: Catalogue, group: Group) -> Buffers | None:
-        """The memory of a publisher rank, mapped.  None if it cannot be mapped, or with ``way="tcp"``."""
+        """The memory of a publisher rank, mapped.  None if it cannot be mapped, or with ``transport="tcp"``."""
         where, device = known.ranks[group.rank], group.device
         key = group.rank, device if group.on_gpu else None
 
@@ -169,7 +169,7 @@ class Target:
                 raise PeerMemoryError(f"expected {nbytes} bytes of GPU memory, got a handle of {handle.nbytes} bytes")
             return ipc.attach(handle, device)
 
-        if key not in self._mapped and self._way != "tcp":
+        if key not in self._mapped and self._transport != "tcp":
             try:
                 if where.place != exchange.place():
                     raise PeerMemoryError(f"it is on another host, or in other namespaces: {where.place}")
@@ -177,7 +177,7 @@ class Target:
                 path, on = f"/proc/{where.pid}/fd/{where.file}", on_gpu if group.on_gpu else None
                 self._mapped[key] = Buffers(layout, known.buffers, known.incarnation, group.rank, path, on)
             except (KosError, OSError) as error:
-                if self._way == "shared":
+                if self._transport == "shared":
                     expected = "expected memory that this process can map"
                     raise TransferError(f"{where.name(group.rank)}: {expected}, got: {error}") from error
         return self._mapped.get(key)

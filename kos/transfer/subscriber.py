@@ -66,8 +66,8 @@ class Subscriber:
         comm: the communicator of several ranks that subscribe together; None: one process.  ``update`` is then
             collective, and all ranks get the same version or none.
         streams: TCP connections to each publisher rank.
-        way: "shared" maps the publisher's memory, on the same host; "tcp" does not map it; "auto" maps it where it
-            can, and uses TCP otherwise.  GPU memory is not mapped for arrays on the host.
+        transport: "shared" maps the publisher's memory, on the same host; "tcp" does not map it; "auto" maps it where
+            it can, and uses TCP otherwise.  GPU memory is not mapped for arrays on the host.
         staged: read into staging memory, as large as the arrays, so that the arrays never hold a part of a version.
             Without it an update takes one copy less, and a failed one leaves the arrays undefined until the next.
 
@@ -76,18 +76,19 @@ class Subscriber:
 
     def __init__(
         self, address: str, arrays: Arrays | None, *, comm: Communicator | None = None, streams: int = 4,
-        way: Literal["auto", "shared", "tcp"] = "auto", staged: bool = True,
+        transport: Literal["auto", "shared", "tcp"] = "auto", staged: bool = True,
     ) -> None:  # fmt: skip
         self.address, self._comm = address, comm
         self._rank = 0 if comm is None else comm.rank
         if arrays is not None and not arrays:
             raise InvalidArgument("arrays: expected at least one, got none")
-        if check_int("streams", streams) < 1 or way not in ("auto", "shared", "tcp"):
-            raise InvalidArgument(f"streams, way: expected at least 1 and auto, shared or tcp, got {streams}, {way!r}")
+        if check_int("streams", streams) < 1 or transport not in ("auto", "shared", "tcp"):
+            expected = f"expected at least 1 and auto, shared or tcp, got {streams} and {transport!r}"
+            raise InvalidArgument(f"streams, transport: {expected}")
         self._host, self._port = exchange.parse(address)
         self._network = exchange.network(self._host)
         flat, self._layout = ({}, {}) if arrays is None else exchange.flat_arrays(arrays, True)
-        self._target = Target(self._connect, streams, way, staged, dict(arrays or {}), flat, self._layout)
+        self._target = Target(self._connect, streams, transport, staged, dict(arrays or {}), flat, self._layout)
         self._lead: Connection | None = None
         self._known: Catalogue | None = None
         self._plan: Plan | None = None

@@ -97,13 +97,13 @@ def run_publisher(address: str, report: str, first: int, device: int | None) -> 
     return 0
 
 
-def run_subscriber(address: str, report: str, seed: int, way: str, device: int | None) -> int:
+def run_subscriber(address: str, report: str, seed: int, transport: str, device: int | None) -> int:
     """Update all the time; every version must be whole."""
     path, choose = Path(report), random.Random(seed)
     halves = {"a.weight": Placement.shard(SHAPES["a.weight"], seed % 2, 0, 2), "norm": Placement.whole((7,))}
     arrays = {name: (np.zeros(placed.shape, np.float32), placed) for name, placed in halves.items()}
     held = on_gpu(arrays, device)
-    subscriber = Subscriber(address, held, way=way, staged=seed % 3 > 0)  # type: ignore[arg-type]
+    subscriber = Subscriber(address, held, transport=transport, staged=seed % 3 > 0)  # type: ignore[arg-type]
     while True:
         began = time.monotonic()
         try:
@@ -182,8 +182,8 @@ class World:
         ]
 
     def join(self) -> Process:
-        way = self.random.choice(["auto", "tcp"])
-        self.subscribers.append(self.start("run_subscriber", [self.address, self.random.randrange(1000), way]))
+        transport = self.random.choice(["auto", "tcp"])
+        self.subscribers.append(self.start("run_subscriber", [self.address, self.random.randrange(1000), transport]))
         return self.subscribers[-1]
 
     def read(self) -> None:

@@ -49,11 +49,11 @@ def on_host() -> dict[str, tuple[Any, Placement]]:
     return {name: (np.zeros(placed.shape, dtype), placed) for name, (dtype, placed) in WANTED.items()}
 
 
-def check_layouts(start: Callable[..., OtherPublisher], device: int, memory: str, way: Any, staged: bool) -> None:
+def check_layouts(start: Callable[..., OtherPublisher], device: int, memory: str, transport: Any, staged: bool) -> None:
     """Cut, fused, transposed and converted; from both buffers, with and without verification."""
     with start(memory=memory, checksums=True) as publisher:
         arrays = on_gpu(device)
-        with Subscriber(publisher.address, arrays, way=way, staged=staged) as subscriber:
+        with Subscriber(publisher.address, arrays, transport=transport, staged=staged) as subscriber:
             for version in (1, 2, 3, 4):
                 publisher.publish(version)
                 update = subscriber.update(60, verify=version == 3)
@@ -61,7 +61,7 @@ def check_layouts(start: Callable[..., OtherPublisher], device: int, memory: str
                 expect(arrays, version)
                 assert not subscriber.update(60).changed
         arrays = on_host()  # of a process without a GPU
-        with Subscriber(publisher.address, arrays, way="auto") as subscriber:
+        with Subscriber(publisher.address, arrays, transport="auto") as subscriber:
             assert subscriber.update(60, verify=True).version == 4
             expect(arrays, 4)
 
@@ -69,7 +69,7 @@ def check_layouts(start: Callable[..., OtherPublisher], device: int, memory: str
 def check_that_the_host_does_not_map_a_gpu(start: Callable[..., OtherPublisher]) -> None:
     with start() as publisher:
         publisher.publish(1)
-        with Subscriber(publisher.address, on_host(), way="shared") as subscriber:
+        with Subscriber(publisher.address, on_host(), transport="shared") as subscriber:
             expected = "publisher rank 0 .*: expected memory that this process can map, got: .*for an array on the host"
             with pytest.raises(TransferError, match=expected):
                 subscriber.update(60)
@@ -96,7 +96,7 @@ def check_stale(start: Callable[..., OtherPublisher], device: int) -> None:
         publisher.publish(1)
         arrays, late = on_gpu(device, {"a.weight": WANTED["a.weight"]}), list[int]()
         with (
-            Subscriber(publisher.address, arrays, way="shared") as subscriber,
+            Subscriber(publisher.address, arrays, transport="shared") as subscriber,
             before_copies(lambda: late.extend(publisher.publish(version) for version in (2, 3))),
         ):
             assert subscriber.update(60).version == 3
@@ -112,7 +112,7 @@ def check_killed(
         with start() as publisher:
             publisher.publish(1)
             arrays = on_gpu(device, {"a.weight": WANTED["a.weight"]})
-            with Subscriber(publisher.address, arrays, way="shared") as subscriber:
+            with Subscriber(publisher.address, arrays, transport="shared") as subscriber:
                 subscriber.update(60)
                 publisher.publish(2)
                 if within:
@@ -130,7 +130,7 @@ def check_no_torn_version(start: Callable[..., OtherPublisher], device: int, ver
     """A publisher that waits for no reader."""
     with start(patience=0.0, buffers=2) as publisher:
         arrays = on_gpu(device, {n: w for n, w in WANTED.items() if w[0] is np.float32})
-        with Subscriber(publisher.address, arrays, way="shared") as subscriber:
+        with Subscriber(publisher.address, arrays, transport="shared") as subscriber:
             for version in range(1, versions, 2):
                 publisher.publish(version)
                 publisher.publish(version + 1)

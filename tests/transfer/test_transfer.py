@@ -39,10 +39,10 @@ from tests.transfer.publishing import (
     set_version,
 )
 
-WAYS = pytest.mark.parametrize("way", ["shared", "tcp"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shared", "tcp"])
 
 
-@WAYS
+@TRANSPORTS
 @pytest.mark.parametrize(
     ("publishers", "subscribers"),
     [
@@ -56,11 +56,11 @@ WAYS = pytest.mark.parametrize("way", ["shared", "tcp"])
         pytest.param([WHOLE], [tensor(r, 2) for r in range(2)], id="1 to tp2"),
     ],
 )
-def test_layouts(publishers: list[Layout], subscribers: list[Layout], way: Any) -> None:
+def test_layouts(publishers: list[Layout], subscribers: list[Layout], transport: Any) -> None:
     """Each rank gets its elements, and reads as many bytes as planned."""
     def subscribe(comm: Communicator) -> None:
         arrays = arrays_of(subscribers[comm.rank])
-        with Subscriber(address, arrays, comm=comm, way=way) as subscriber:
+        with Subscriber(address, arrays, comm=comm, transport=transport) as subscriber:
             for version in (1, 2, 3):
                 if version > 1:
                     published.wait()
@@ -89,22 +89,22 @@ def test_layouts(publishers: list[Layout], subscribers: list[Layout], way: Any) 
         thread.join(60)
 
 
-@WAYS
-def test_conversions(way: Any) -> None:
+@TRANSPORTS
+def test_conversions(transport: Any) -> None:
     """fp32 to bf16 and fp8, and bf16 to fp32; over TCP the smaller of both types travels."""
     with publishing([WHOLE]) as ranks:
         ranks.publish(0)
         for dtype in (ml_dtypes.bfloat16, np.float16, np.float64, ml_dtypes.float8_e5m2):
             arrays = arrays_of({"a.weight": WHOLE["a.weight"]}, dtype)
-            with Subscriber(ranks.address, arrays, way=way) as subscriber:
+            with Subscriber(ranks.address, arrays, transport=transport) as subscriber:
                 got = subscriber.update(30)
                 expect_version(arrays, 0)
-                if way == "tcp":
+                if transport == "tcp":
                     assert got.nbytes == planned_bytes([WHOLE], {"a.weight": WHOLE["a.weight"]}, dtype)
 
 
-@WAYS
-def test_large_tensors_are_split(way: Any) -> None:
+@TRANSPORTS
+def test_large_tensors_are_split(transport: Any) -> None:
     """Requests are of at most a few MiB, over several connections."""
     shape, rng = (3000, 2000), np.random.default_rng(0)
     x = rng.random(shape, dtype=np.float32)
@@ -115,7 +115,7 @@ def test_large_tensors_are_split(way: Any) -> None:
             (Placement.cut(shape, 1, 500, 1000), x[:, 500:1500]),
         ):  # fmt: skip
             y = np.zeros(placed.shape, np.float32)
-            with Subscriber(publisher.address, {"w": (y, placed)}, way=way, staged=False) as subscriber:
+            with Subscriber(publisher.address, {"w": (y, placed)}, transport=transport, staged=False) as subscriber:
                 subscriber.update(60)
                 assert (y == right).all()
 
@@ -145,11 +145,14 @@ def test_no_version_yet_and_no_publisher_yet() -> None:
     assert done == [4]
 
 
-@WAYS
-def test_a_version_that_is_replaced_while_it_is_read_is_stale(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@TRANSPORTS
+def test_a_version_that_is_replaced_while_it_is_read_is_stale(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The publisher waits no longer than its patience; the reader begins again with the newest version."""
     arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
-    with Publisher(None, mine, patience=0.05) as publisher, Subscriber(publisher.address, arrays, way=way) as reader:
+    with (
+        Publisher(None, mine, patience=0.05) as publisher,
+        Subscriber(publisher.address, arrays, transport=transport) as reader,
+    ):
         set_version(mine, 1)
         publisher.publish(1)
         late = list[int]()
@@ -165,12 +168,15 @@ def test_a_version_that_is_replaced_while_it_is_read_is_stale(way: Any, monkeypa
         assert late == [0, 1]
 
 
-@WAYS
-def test_a_publisher_waits_for_a_reader_within_its_patience(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@TRANSPORTS
+def test_a_publisher_waits_for_a_reader_within_its_patience(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffer that is read is written again when the reader has its version."""
     arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
     late = list[int]()
-    with Publisher(None, mine, patience=60) as publisher, Subscriber(publisher.address, arrays, way=way) as reader:
+    with (
+        Publisher(None, mine, patience=60) as publisher,
+        Subscriber(publisher.address, arrays, transport=transport) as reader,
+    ):
         def publish() -> None:
             for version in (2, 3):
                 set_version(mine, version)
@@ -223,9 +229,9 @@ def test_no_torn_version_is_seen(buffers: int) -> None:
     stop, errors, seen = threading.Event(), list[BaseException](), list[int]()
     placed = {"w": (x, Placement.whole(shape))}
     with Publisher(None, placed, buffers=buffers, patience=0.0) as publisher:
-        def read(way: Any) -> None:
+        def read(transport: Any) -> None:
             y = np.zeros(shape, np.float32)
-            with Subscriber(publisher.address, {"w": (y, Placement.whole(shape))}, way=way) as reader:
+            with Subscriber(publisher.address, {"w": (y, Placement.whole(shape))}, transport=transport) as reader:
                 while not stop.is_set():
                     try:
                         update = reader.update(20)
@@ -236,7 +242,7 @@ def test_no_torn_version_is_seen(buffers: int) -> None:
                             errors.append(error)
                         return
 
-        threads = [threading.Thread(target=read, args=(way,), daemon=True) for way in ("shared", "tcp", "tcp")]
+        threads = [threading.Thread(target=read, args=(by,), daemon=True) for by in ("shared", "tcp", "tcp")]
         for each in threads:
             each.start()
         for version in range(1, 150):
@@ -250,14 +256,16 @@ def test_no_torn_version_is_seen(buffers: int) -> None:
     assert seen and all(a <= 149 for a in seen)
 
 
-@WAYS
+@TRANSPORTS
 @pytest.mark.parametrize("when", ["published", "read"])
-def test_wrong_bytes_are_found_and_the_culprit_is_named(way: Any, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bytes_are_found_and_the_culprit_is_named(
+    transport: Any, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layouts = [stages(rank, 2) for rank in range(2)]  # rank 1 has b.weight and scale
     with publishing(layouts, checksums=True) as ranks:
         ranks.publish(1)
         arrays = arrays_of(WHOLE)
-        with Subscriber(ranks.address, arrays, way=way) as subscriber:
+        with Subscriber(ranks.address, arrays, transport=transport) as subscriber:
             subscriber.update(30, verify=True)
             ranks.publish(2)
             if when == "published":  # a stray write in the process of rank 1
@@ -379,7 +387,7 @@ def test_wrong_arguments() -> None:
             (lambda: Publisher(None, right, buffers=0), "buffers, patience: expected at least 1"),
             (lambda: Publisher(None, right, patience=float("inf")), "patience below the communicator's timeout"),
             (lambda: publisher.publish(1.5), "version: expected a whole number"),  # type: ignore[arg-type]
-            (lambda: Subscriber(publisher.address, right, way="rdma"), "expected at least 1 and auto"),  # type: ignore
+            (lambda: Subscriber(publisher.address, right, transport="rdma"), "at least 1 and auto"),  # type: ignore
             (lambda: Subscriber(publisher.address, right).update(-1), "timeout: expected a positive number"),
         ):
             with pytest.raises(InvalidArgument, match=expected):
@@ -433,7 +441,7 @@ def test_a_catalogue_that_is_longer_than_a_message() -> None:
     x, y = (np.full(3, value, np.float32) for value in (1, 0))
     with Publisher(None, {name: (x, Placement.whole((3,), "w"))}) as publisher:
         publisher.publish(1)
-        with Subscriber(publisher.address, {"w": (y, Placement.whole((3,)))}, way="shared") as subscriber:
+        with Subscriber(publisher.address, {"w": (y, Placement.whole((3,)))}, transport="shared") as subscriber:
             assert subscriber.update(60).version == 1
     assert (y == 1).all()
 

@@ -192,7 +192,7 @@ def test_memory_is_mapped_while_copies_from_it_are_queued(queues: Queues, monkey
     arrays = checks.on_gpu(0, {"a.weight": checks.WANTED["a.weight"]})
     with start() as publisher:
         publisher.publish(1)
-        with Subscriber(publisher.address, arrays, way="shared") as subscriber:
+        with Subscriber(publisher.address, arrays, transport="shared") as subscriber:
             queues.late = True
             with pytest.raises(TransferTimeout) as error:
                 subscriber.update(0.5)
@@ -249,7 +249,7 @@ def test_all_ranks_of_a_subscriber_unmap_a_killed_publisher(memory: EmulatedMemo
 
         def run(comm: Communicator) -> None:
             arrays = checks.on_gpu(0, {"a.weight": checks.WANTED["a.weight"]})
-            with Subscriber(publisher.address, arrays, comm=comm, way="shared") as subscriber:
+            with Subscriber(publisher.address, arrays, comm=comm, transport="shared") as subscriber:
                 subscriber.update(60)
                 comm.barrier()
                 if comm.rank == 0:
@@ -376,7 +376,7 @@ def test_memory_of_a_publisher_of_this_process_that_is_read_is_not_freed(memory:
     """Though the publisher is closed between the lease and the first copy."""
     with (
         Publisher(None, {"w": (of(1), WHOLE)}) as publisher,
-        Subscriber(publisher.address, {"w": (of(0), WHOLE)}, way="shared") as subscriber,
+        Subscriber(publisher.address, {"w": (of(0), WHOLE)}, transport="shared") as subscriber,
     ):
         publisher.publish(1)
         held = set(memory.held)

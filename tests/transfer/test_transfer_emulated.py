@@ -36,11 +36,11 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedMemory]:
 
 
 @pytest.mark.parametrize("staged", [True, False])
-@pytest.mark.parametrize("way", ["shared", "tcp"])
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_layouts(memory: EmulatedMemory, where: str, way: Any, staged: bool) -> None:
-    checks.check_layouts(start, 0, where, way, staged)
-    assert memory.opened == (where == "device" and way == "shared")  # once for all versions
+def test_layouts(memory: EmulatedMemory, where: str, transport: Any, staged: bool) -> None:
+    checks.check_layouts(start, 0, where, transport, staged)
+    assert memory.opened == (where == "device" and transport == "shared")  # once for all versions
 
 
 def test_the_host_does_not_map_a_gpu() -> None:

@@ -38,10 +38,10 @@ def start(devices: tuple[int, int]) -> Callable[..., OtherPublisher]:
 
 
 @pytest.mark.parametrize("staged", [True, False])
-@pytest.mark.parametrize("way", ["shared", "tcp"])
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_layouts(start: Any, devices: tuple[int, int], where: str, way: Any, staged: bool) -> None:
-    checks.check_layouts(start, devices[1], where, way, staged)
+def test_layouts(start: Any, devices: tuple[int, int], where: str, transport: Any, staged: bool) -> None:
+    checks.check_layouts(start, devices[1], where, transport, staged)
 
 
 def test_the_host_does_not_map_a_gpu(start: Any) -> None:
@@ -70,7 +70,7 @@ def test_the_memory_of_a_killed_publisher(start: Any, devices: tuple[int, int]) 
     before = free()
     with start(more=nbytes) as publisher:
         publisher.publish(1)
-        with Subscriber(publisher.address, checks.on_gpu(devices[1], wanted), way="shared") as subscriber:
+        with Subscriber(publisher.address, checks.on_gpu(devices[1], wanted), transport="shared") as subscriber:
             subscriber.update(60)
             publisher.kill()
             with pytest.raises(TransferError):

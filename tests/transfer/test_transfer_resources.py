@@ -33,7 +33,7 @@ def serving() -> int:
 def test_a_subscriber_goes_on_after_the_publisher_has_closed_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kos.transfer.publisher.IDLE_SECONDS", 0.2)
     arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
-    with Publisher(None, mine) as publisher, Subscriber(publisher.address, arrays, way="tcp") as reader:
+    with Publisher(None, mine) as publisher, Subscriber(publisher.address, arrays, transport="tcp") as reader:
         for version in (1, 2):
             set_version(mine, version)
             publisher.publish(version)
@@ -98,7 +98,7 @@ def test_the_end_of_a_lease_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Board, "release", lambda *_: stopped.wait(30))
     with Publisher(None, arrays_of(WHOLE)) as publisher:
         publisher.publish(0)
-        readers = [Subscriber(publisher.address, arrays_of(WHOLE), way="shared") for _ in range(3)]
+        readers = [Subscriber(publisher.address, arrays_of(WHOLE), transport="shared") for _ in range(3)]
         try:
             assert min(reader.update(30).seconds for reader in readers) < 1.5  # an answer is waited for 2 s
         finally:
@@ -117,7 +117,7 @@ def test_close_frees_the_memory() -> None:
     publisher = Publisher(None, arrays_of(WHOLE))
     publisher.publish(1)
     inode = os.fstat(read_catalogue(publisher.address).ranks[0].file).st_ino
-    subscriber = Subscriber(publisher.address, arrays_of(WHOLE), way="shared")
+    subscriber = Subscriber(publisher.address, arrays_of(WHOLE), transport="shared")
     subscriber.update(30)
     assert mapped(inode) == 2
     subscriber.close()
