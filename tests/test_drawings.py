@@ -11,6 +11,7 @@ import pytest
 from docs.drawings import IMAGES, pictures
 from docs.drawings.collectives import steps_of
 from docs.drawings.house import imports, rows_of
+from docs.drawings.svg import exchange
 from kos.comm.schedules import build
 
 COMMITTED = {file.stem: file.read_text() for file in IMAGES.glob("*")}
@@ -97,3 +98,21 @@ def test_the_house_of_a_small_package(tmp_path: Path) -> None:
     assert packages == {"comm": {"errors"}, "train": {"comm", "errors"}, "errors": set()}
     assert rooms == {"comm/host": {"comm/tree"}, "comm/tree": set()}, "two statements against one"
     assert rows_of(packages) == [["train"], ["comm"], ["errors"]]
+
+
+@pytest.mark.parametrize("name", sorted(COMMITTED))
+def test_no_paper_covers_a_lifeline(name: str) -> None:
+    """A white box behind words would cut a line that time runs along."""
+    root = ET.fromstring(COMMITTED[name])
+    lines = [{key: float(value) for key, value in line.items() if key in ("x1", "x2", "y1", "y2")}
+             for line in root.iter(f"{SVG}line")]  # fmt: skip
+    for box in [*root.iter(f"{SVG}rect")][1:]:  # the first is the paper
+        x, y, width, height = (float(box.get(key, "0")) for key in ("x", "y", "width", "height"))
+        cut = [line for line in lines if line["x1"] == line["x2"] and x < line["x1"] < x + width
+               and line["y1"] < y and y + height < line["y2"]]  # fmt: skip
+        assert box.get("fill") != "#ffffff" or not cut, (x, y)
+
+
+def test_words_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected at most 52 letters"):
+        exchange("title", "", ["a", "b"], [(0, 1, "w" * 60)])

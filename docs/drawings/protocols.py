@@ -24,11 +24,11 @@ def rendezvous() -> str:
     """``kos.comm.control.env``, ``hub`` and ``wire``."""
     return exchange("Rendezvous over TCP", "the hub is a thread of rank 0, at MASTER_ADDR:MASTER_PORT",
                     ["rank 0", "hub", "rank 1", "rank 2", "rank 3"], [
-        (0, 1, "starts, socket pair"), (2, 1, "call, proof of the secret"), (4, 1, "call, proof of the secret"),
-        (3, 1, "call, proof of the secret"), (1, 1, "all ranks are here"),
+        (0, 1, "starts, socket pair"), (2, 1, "call, proves secret"), (4, 1, "call, proves secret"),
+        (3, 1, "call, proves secret"), (1, 1, "all ranks are here"),
         (0, 1, "bytes of 0"), (2, 1, "bytes of 1"), (3, 1, "bytes of 2"), (4, 1, "bytes of 3"),
-        (1, 4, "all four, to every rank"), (1, 0, "all four"),
-        (3, 2, "a connection, if a backend needs it"),
+        (1, 4, "all four, to all"), (1, 0, "all four"),
+        (3, 2, "connects, if needed"),
     ])  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def core() -> str:
                     ["rank 0: Python", "rank 0: core", "segment", "rank 1: core"], [
         (0, 1, "first all_reduce(x)"), (1, 0, "not in the cache"), (0, 1, "prepare(signature)"),
         (0, 1, "all_reduce(x)"), (1, 2, "fingerprint, data, stamp"), (3, 2, "fingerprint, data, stamp"),
-        (2, 1, "stamp of rank 1: same call"), (1, 0, "x"),
+        (2, 1, "stamp of 1: same call"), (1, 0, "x"),
         (0, 1, "all_reduce(y)"), (1, 2, "fingerprint, data, stamp"), (3, 3, "killed"), (1, 0, "after 10 ms: a Work"),
         (0, 0, "process of rank 1 ended"), (0, 1, "fail(call)"), (1, 2, "failure flag"), (1, 0, "FAILED: RankLost"),
     ])  # fmt: skip
@@ -52,8 +52,8 @@ def core_gpu() -> str:
         (0, 1, "the launch and its guards"),
         (0, 1, "all_reduce(x)"), (1, 1, "the guards hold"), (1, 2, "fingerprint"),
         (1, 3, "launch, without the GIL"), (1, 0, "x"),
-        (0, 1, "all_reduce(y), another stream"), (1, 0, "a guard has changed"), (0, 3, "event, wait, launch"),
-        (0, 1, "every 64th all_reduce(x)"), (1, 0, "back to Python"), (0, 2, "compare the fingerprints so far"),
+        (0, 1, "all_reduce(y), stream 2"), (1, 0, "a guard has changed"), (0, 3, "event, wait, launch"),
+        (0, 1, "every 64th all_reduce(x)"), (1, 0, "back to Python"), (0, 2, "compare fingerprints"),
     ])  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def failures() -> str:
     return exchange("The first cause travels", "rank 1 waits for rank 2, which waits for rank 3; all are on one host",
                     ["rank 0", "rank 1", "shared memory", "rank 2", "rank 3"], [
         (3, 2, "waits for 3"), (1, 2, "waits for 2"), (0, 2, "waits for 1"), (4, 4, "killed"),
-        (3, 3, "process of 3 ended"), (3, 2, "first failure: RankLost 3"), (3, 3, "raises: rank 3 is gone"),
+        (3, 3, "process of 3 ended"), (3, 2, "first: RankLost 3"), (3, 3, "raises: rank 3 is gone"),
         (2, 1, "first failure"), (2, 0, "first failure"), (1, 1, "raises: rank 3 is gone"),
         (0, 0, "raises: rank 3 is gone"),
     ])  # fmt: skip
@@ -76,7 +76,7 @@ def transfer() -> str:
         (0, 2, "publish(7): a copy"), (1, 2, "publish(7): a copy"), (0, 0, "version 7 is visible"),
         (3, 0, "the newest? I have 6"), (0, 3, "7, and a lease on it"),
         (2, 3, "sequence number: it is 7"), (2, 3, "the boxes of the plan"),
-        (0, 2, "publish(8): the other buffer"), (1, 2, "publish(8): the other buffer"),
+        (0, 2, "publish(8): other buffer"), (1, 2, "publish(8): other buffer"),
         (2, 3, "sequence number: still 7"), (3, 0, "end of the lease"), (3, 3, "staging to arrays: 7"),
     ])  # fmt: skip
 
@@ -95,7 +95,7 @@ def replacement() -> str:
         (0, 0, "epoch 1: 2 ranks"),
         (3, 0, "join"),
         (0, 1, "step 8, 1 newcomer"),
-        (0, 3, "grow: settings, step 8, weights, state"),
+        (0, 3, "grow: weights and state"),
         (0, 0, "epoch 2: 3 ranks"),
     ]
     actors = ["rank 0", "rank 1", "rank 2", "newcomer"]
@@ -110,7 +110,7 @@ def watchdog() -> str:
         (0, 1, "all_reduce, queued"), (0, 0, "waits for the stream"), (1, 1, "kernel waits for rank 2"),
         (2, 3, "is a process gone?"), (2, 1, "which rank is awaited?"), (2, 3, "publishes: waits for 2"),
         (1, 1, "deadline in the kernel"), (1, 3, "notifies all kernels"), (1, 0, "stream ends"),
-        (2, 2, "records CollectiveTimeout"), (2, 0, "next call raises, naming rank 2"),
+        (2, 2, "records CollectiveTimeout"), (2, 0, "next call names rank 2"),
     ])  # fmt: skip
 
 

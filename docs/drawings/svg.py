@@ -92,7 +92,10 @@ def timeline(title: str, note: str, rows: Sequence[str], boxes: Sequence[Box], l
 
 
 def exchange(title: str, note: str, actors: Sequence[str], events: Sequence[tuple[int, int, str]]) -> str:
-    """Time runs down; an event is a message from one actor to another, or of one actor alone."""
+    """Time runs down; an event is a message from one actor to another, or of one actor alone.
+
+    The words of a message are between the lifeline of its sender and the next one.  ValueError if they do not fit.
+    """
     picture = Picture(title, note)
     pitch = WIDTH / len(actors)
     at = [pitch * (i + 0.5) for i in range(len(actors))]
@@ -104,11 +107,13 @@ def exchange(title: str, note: str, actors: Sequence[str], events: Sequence[tupl
         picture.text(x, top - 10, name, bold=True)
     for number, (src, dst, words) in enumerate(events):
         y, half = top + row * (number + 1), 3.3 * len(words) + 4
-        middle = min(max((at[src] + at[dst]) / 2, half + 4), WIDTH - half - 4)
         if src == dst:
+            middle = min(max(at[src], half + 4), WIDTH - half - 4)
             picture.rect(middle - half, y - 16, 2 * half, 20, "#fff7e0", "#d9b44a")
         else:
-            picture.rect(middle - half, y - 15, 2 * half, 14, "#ffffff")
+            middle = at[src] + (pitch / 2 if dst > src else -pitch / 2)
+            if 2 * half > pitch:
+                raise ValueError(f"{title}: expected at most {pitch / 6.6 - 1:.0f} letters, got {words!r}")
             picture.line(at[src], y + 2, at[dst], y + 2, COLOURS[0], 1.4, head=True)
         picture.text(middle, y - 3, words)
     return picture.svg(bottom + 8)
