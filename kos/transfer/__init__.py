@@ -9,9 +9,10 @@ from kos.transfer.names import placements
 from kos.transfer.placement import Part, Placement
 from kos.transfer.plan import Array, Offers, Plan
 from kos.transfer.publisher import Publisher
+from kos.transfer.scales import BlockScales
 from kos.transfer.subscriber import Subscriber, Update, read_catalogue
 
 __all__ = [
-    "Array", "Offers", "Part", "Placement", "Plan", "Publisher", "Subscriber", "Update", "placements",
+    "Array", "BlockScales", "Offers", "Part", "Placement", "Plan", "Publisher", "Subscriber", "Update", "placements",
     "read_catalogue",
 ]  # fmt: skip

@@ -28,6 +28,7 @@ from kos.memory.buffer import as_buffer
 from kos.memory.ipc import pretended_host
 from kos.transfer.placement import Arrays, Flat, Placement, current
 from kos.transfer.plan import Array, Layout
+from kos.transfer.scales import BlockScales
 
 PROTOCOL = 1
 PURPOSE = b"kos transfer"
@@ -88,21 +89,26 @@ def network(host: str) -> Network:
     return Network(load_secret(os.environ), host, "", is_loopback(host))
 
 
-def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, Flat], Layout]:
-    """The memory of ``arrays``, flattened, and their layout, which numbers GPUs.  Raises InvalidArgument."""
+def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, Flat], dict[str, Array]]:
+    """The memory of ``arrays``, flattened, and their layout, which numbers GPUs, without scales.
+
+    Raises InvalidArgument.
+    """
     flat, layout, gpus = dict[str, Flat](), dict[str, Array](), list[int]()
     for name, (array, placement) in arrays.items():
         buffer = as_buffer(current(array), name, writable)
-        if not isinstance(placement, Placement) or buffer.shape != placement.shape:
-            wanted = placement.shape if isinstance(placement, Placement) else "(array, Placement)"
-            raise InvalidArgument(f"{name}: expected an array of shape {wanted}, got {buffer.shape}")
-        placed = placement.named(name)
-        placed.check(name)
         flat[name], gpu, device = buffer.flat, 0, buffer.device
         if device is not None:
             gpus += [device] * (device not in gpus)
             gpu = gpus.index(device) + 1
             flat[name] = GpuArray(buffer.pointer, (buffer.count,), buffer.dtype, device, owner=array)
+        if writable and isinstance(placement, BlockScales):
+            continue
+        if not isinstance(placement, Placement) or buffer.shape != placement.shape:
+            wanted = placement.shape if isinstance(placement, Placement) else "(array, Placement)"
+            raise InvalidArgument(f"{name}: expected an array of shape {wanted}, got {buffer.shape}")
+        placed = placement.named(name)
+        placed.check(name)
         layout[name] = Array(buffer.dtype, placed, gpu)
     return flat, layout
 

@@ -15,6 +15,10 @@ from typing import Any
 
 from kos.errors import InvalidArgument
 from kos.transfer.placement import Placement
+from kos.transfer.scales import BlockScales
+
+SCALES = "_scale_inv"
+"""How the names of scales end, in DeepSeek-V3 and vLLM: ``weight_scale_inv`` of ``weight``."""
 
 
 def read_rules(name: str) -> Mapping[str, Any]:
@@ -31,14 +35,24 @@ def read_rules(name: str) -> Mapping[str, Any]:
 def placements(
     parameters: Mapping[str, Sequence[int]], tensors: Mapping[str, Sequence[int]], rules: str = "huggingface",
     rank: int = 0, ranks: int = 1,
-) -> dict[str, Placement]:  # fmt: skip
+) -> dict[str, Placement | BlockScales]:  # fmt: skip
     """Where the parameters of rank ``rank`` of ``ranks`` (tensor parallelism) lie in the publisher's tensors.
 
     ``parameters`` are this rank's names and shapes, ``tensors`` the names and whole shapes of the publisher
-    (``read_catalogue(address).offers.shapes``).  Raises InvalidArgument if a shape does not follow from the rules.
+    (``read_catalogue(address).offers.shapes``).  X_scale_inv has the scales of X, if the publisher has no such tensor:
+    one for each row, if its shape is (rows, 1), and else one for each block of 128 x 128.
+
+    Raises InvalidArgument if a shape does not follow from the rules.
     """
-    read = read_rules(rules)
-    return {name: _placement(name, tuple(shape), tensors, read, rank, ranks) for name, shape in parameters.items()}
+    read, found = read_rules(rules), dict[str, Placement | BlockScales]()
+    for name, shape in parameters.items():
+        scaled = parameters.get(name.removesuffix(SCALES)) if name.endswith(SCALES) and name not in tensors else None
+        if scaled is None:
+            found[name] = _placement(name, tuple(shape), tensors, read, rank, ranks)
+        else:
+            of, by_row = name.removesuffix(SCALES), [*shape] == [scaled[0], 1]
+            found[name] = BlockScales(of, (1, scaled[1])) if by_row else BlockScales(of)
+    return found
 
 
 def _placement(

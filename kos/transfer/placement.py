@@ -220,8 +220,8 @@ def _boxes(shape: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]
         yield from (((last, *at), (1, *size)) for at, size in _boxes(shape[1:], 0, more))
 
 
-Arrays = Mapping[str, tuple[Any, Placement]]
-"""Name -> an array, and what it holds."""
+Arrays = Mapping[str, tuple[Any, Any]]
+"""Name -> an array, and what it holds: a ``Placement``, or a subscriber's ``BlockScales``."""
 
 
 class Current(NamedTuple):

@@ -28,6 +28,7 @@ from kos.transfer.exchange import Address, Restarted, Stale
 from kos.transfer.gpu import Copier, Launch, follow, launches, whole
 from kos.transfer.placement import Arrays, Flat
 from kos.transfer.plan import Copy, Layout, Offers, Plan
+from kos.transfer.scales import Quantized
 
 CHUNK = 8 << 20  # bytes of a request
 _MOST_BOXES = 64  # of a request
@@ -62,11 +63,14 @@ class Target:
 
     def __init__(
         self, connect: Callable[[str, int, float], Connection], streams: int, transport: str, staged: bool,
-        arrays: Arrays, flat: dict[str, Flat], layout: Layout,
+        arrays: Arrays, flat: dict[str, Flat], layout: Layout, quantized: Mapping[str, Quantized],
     ) -> None:  # fmt: skip
         self._connect, self._streams, self._transport, self.staged = connect, streams, transport, staged
-        self._arrays, self._flat, self.layout = arrays, flat, layout
-        self.into: dict[str, Any] = {name: _staging(array) if staged else array for name, array in flat.items()}
+        self._arrays, self._flat, self.layout, self._quantized = arrays, flat, layout, quantized
+        self.into: dict[str, Any] = {
+            name: _staging(flat[name], dtype) if staged or name in quantized else flat[name]
+            for name, (dtype, *_) in layout.items()
+        }
         self._data: dict[tuple[Group, int], Connection] = {}  # by group and number of the stream
         self._mapped: dict[tuple[int, int | None], Buffers] = {}  # by rank, and by the GPU that maps its GPU memory
         self._plan: Plan | None = None
@@ -133,12 +137,16 @@ class Target:
             copier.wait()
 
     def commit(self, deadline: float) -> None:
-        """Copy staging memory to the arrays.  Raises TransferTimeout."""
-        for name, array in self._flat.items() if self.staged else ():
-            if isinstance(array, GpuArray):
-                self._own[array.device].copy(whole(array), whole(self.into[name]))
+        """Copy or quantize staging memory to the arrays.  Raises TransferTimeout."""
+        for name, staging in self.into.items():
+            if name in self._quantized:
+                self._quantized[name].write(staging, self._own)
+            elif not self.staged:
+                continue
+            elif isinstance(array := self._flat[name], GpuArray):
+                self._own[array.device].copy(whole(array), whole(staging))
             else:
-                np.copyto(array, self.into[name])
+                np.copyto(array, staging)
         self._wait(deadline)
 
     def close(self, keep_mapped: bool = False) -> None:
@@ -334,10 +342,10 @@ class Reader:
         return exchange.answered(exchange.receive(connection, self._deadline), self._incarnation)
 
 
-def _staging(flat: Flat) -> Flat:
+def _staging(flat: Flat, dtype: DType) -> Flat:
     if isinstance(flat, np.ndarray):
-        return np.empty_like(flat)
-    made = GpuArray.empty(flat.shape, flat.dtype, flat.device, label="staging memory of kos.transfer")
+        return np.empty(flat.size, dtype.numpy)
+    made = GpuArray.empty(flat.shape, dtype, flat.device, label="staging memory of kos.transfer")
     streams.synchronize(None, flat.device)  # from now on, every stream may use the memory
     return made
 

@@ -20,6 +20,7 @@ from kos.transfer.exchange import GRACE, Restarted, Stale
 from kos.transfer.placement import Arrays
 from kos.transfer.plan import Plan
 from kos.transfer.reader import Catalogue, Target
+from kos.transfer.scales import quantized
 
 _AGAIN_SECONDS = 0.05  # between two tries to reach a publisher that has not come yet
 _RANK = "subscriber rank"
@@ -63,6 +64,7 @@ class Subscriber:
     Args:
         address: "HOST:PORT" of the publisher's rank 0.  It may come later than the subscriber.
         arrays: arrays on the host or on GPUs (NumPy, torch, CuPy, kos), and which tensors' elements each gets.
+            A float8_e4m3fn matrix for whose scales there is an array (``BlockScales``) is quantized in blocks.
         comm: the communicator of several ranks that subscribe together; None: one process.  ``update`` is then
             collective, and all ranks get the same version or none.
         streams: TCP connections to each publisher rank.
@@ -87,8 +89,9 @@ class Subscriber:
             raise InvalidArgument(f"streams, transport: {expected}")
         self._host, self._port = exchange.parse(address)
         self._network = exchange.network(self._host)
-        flat, self._layout = ({}, {}) if arrays is None else exchange.flat_arrays(arrays, True)
-        self._target = Target(self._connect, streams, transport, staged, dict(arrays or {}), flat, self._layout)
+        flat, self._layout = exchange.flat_arrays(held := dict(arrays or {}), True)
+        about = held, flat, self._layout, quantized(held, flat, self._layout)
+        self._target = Target(self._connect, streams, transport, staged, *about)
         self._lead: Connection | None = None
         self._known: Catalogue | None = None
         self._plan: Plan | None = None

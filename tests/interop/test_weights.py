@@ -73,3 +73,21 @@ def test_a_parameter_whose_memory_was_replaced_is_refused(replaced: str) -> None
             with pytest.raises(InvalidArgument, match="weight: expected the same memory as before"):
                 subscriber.update(30)
             assert subscriber.version is None and not module.weight.any()
+
+
+def test_a_module_in_8_bits() -> None:
+    """``weight_scale_inv`` beside a fused weight, as vLLM has it."""
+    module = torch.nn.Module()
+    module.qkv_proj = torch.nn.Module()
+    zeros = torch.zeros(256, 200, dtype=torch.float8_e4m3fn), torch.zeros(2, 2)
+    for name, tensor in zip(("weight", "weight_scale_inv"), zeros, strict=True):
+        setattr(module.qkv_proj, name, torch.nn.Parameter(tensor, requires_grad=False))
+    rng = np.random.default_rng(0)
+    held = {f"{n}_proj.weight": rng.normal(size=(128 if n == "q" else 64, 200)).astype(np.float32) for n in "qkv"}
+    with Publisher(None, {n: (x, Placement.whole(x.shape)) for n, x in held.items()}) as publisher:
+        publisher.publish(1)
+        with bind(publisher.address, module, rules="vllm") as subscriber:
+            subscriber.update(30)
+    scales = module.qkv_proj.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :200]
+    found, right = (module.qkv_proj.weight.float() * scales).numpy(), np.concatenate([*held.values()])
+    assert np.abs(found - right).max() < 0.04 * np.abs(right).max() and found.any()

@@ -21,7 +21,7 @@ import pytest
 
 from kos.cuda import driver, streams
 from kos.memory import ipc
-from kos.transfer import buffers, gpu
+from kos.transfer import buffers, gpu, scales
 from tests.comm.fake_nccl import no_gpu
 from tests.comm.host_kernel import HostKernel
 
@@ -102,7 +102,8 @@ def emulated_gpu() -> Iterator[EmulatedMemory]:
         patch.setattr(driver, "device_of", lambda pointer: 0)
         patch.setattr(streams, "create_stream", lambda device, **_: next(numbers))
         patch.setattr(ipc, "device_info", lambda device: SimpleNamespace(uuid=f"emulated {device}", name="emulated"))
-        patch.setattr(gpu, "load_kernel", load)
+        for module in (gpu, scales):
+            patch.setattr(module, "load_kernel", load)
         patch.setattr(gpu, "pinned_empty", lambda shape, dtype, device: np.empty(shape, dtype))
         yield memory
         gc.collect()  # objects in cycles free their memory now, and not in a later test that has the same addresses
