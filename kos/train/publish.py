@@ -2,17 +2,19 @@
 
 Each rank publishes what it has after an update.  With ZeRO-1 these are its slices of the buckets; otherwise, replicas
 share the weights out, so that a rank copies as little as with ZeRO-1.  Tensors have the names and shapes of Hugging
-Face.  With adapters, only these are published, under the names of peft.
+Face.  Of a run with adapters, either these alone are published, under the names of peft, or with ``--publish-merged``
+the weights with the adapters added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from kos.errors import ConfigError, InvalidArgument, RendezvousError
 from kos.train.checkpoint.huggingface import name_as_saved, shape_as_saved
 from kos.train.device import Device
 from kos.train.layers import Placement as Place
+from kos.train.layers.lora import A, B
 from kos.train.model.gpt2 import TRANSPOSED
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Axis
@@ -21,43 +23,99 @@ from kos.transfer.placement import Arrays, Placement
 from kos.transfer.publisher import Publisher
 
 
-def open_publisher(run: RunContext) -> Publisher | None:
+class Merged:
+    """This rank's rows of each adapted matrix, with the adapter added: W + alpha / rank B A.  Replicas divide the rows.
+
+    They take memory of their own beside the frozen weights, and are computed for each version.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device, step, shapes = device, device.step, dict[str, tuple[int, ...]]()
+        self.rows = dict[str, slice]()
+        for name, matrix in step.frozen.items():
+            if name.removesuffix("weight") + A in step.weights:
+                self.rows[name] = rows = _part(matrix.shape[0], step.parallel.replicas)
+                shapes[name] = rows.stop - rows.start, matrix.shape[1]
+        self.weights = Parameters(shapes, step.frozen.flat.dtype, zeros=step.frozen.zeros)
+
+    def compute(self) -> None:
+        """Add the adapters of now.  Collective."""
+        model, weights = self._device.step.models[0], self._device.whole_weights()
+        ops, lora = model.ops, model.config.lora
+        assert lora is not None
+        with ops.step(arena := ops.make_arena()):
+            for name, rows in self.rows.items():
+                if rows.start < rows.stop:
+                    a, b = (weights[name.removesuffix("weight") + each] for each in (A, B))
+                    ops.copy(weights[name][rows], self.weights[name])
+                    ops.low_rank(b[rows], a, self.weights[name], False, lora.scale, True, arena)
+
+    def arrays(self, places: Mapping[str, Place]) -> Arrays:
+        """What is published of them."""
+        placed = []
+        for name, rows in self.rows.items():
+            columns = self.weights.shapes[name][1]
+            placed.append(_placed(name, places[name]).flat(rows.start * columns, rows.stop * columns))
+        flat = self.weights.flat[: sum(each.count for each in placed)]
+        return {"merged": (flat, Placement.joined(placed, flat.shape))} if placed else {}
+
+
+class RunPublisher:
+    """Offers the weights of a run at ``address``.  Collective.  Raises ConfigError."""
+
+    def __init__(self, run: RunContext, address: str) -> None:
+        self._merged = Merged(run.device) if run.config.publish_merged else None
+        arrays = published_arrays(run.device, run.model_config.lora is not None, self._merged)
+        try:
+            self._publisher = run.held.enter_context(Publisher(run.comm, arrays, address, name="kos.train"))
+        except (InvalidArgument, RendezvousError) as error:
+            raise ConfigError(f"--publish {address}: {error}").about("publish") from error
+        self.address = self._publisher.address
+
+    def publish(self, step: int) -> None:
+        """Publish the weights after ``step``.  Collective."""
+        if self._merged is not None:
+            self._merged.compute()
+        self._publisher.publish(step)
+
+
+def open_publisher(run: RunContext) -> RunPublisher | None:
     """With ``--publish``, offer the weights of a run, and publish those from which it starts.  Collective."""
-    if (address := run.config.publish) is None or not run.trains:
+    if run.config.publish is None or not run.trains:
         return None
-    arrays = published_arrays(run.device, run.model_config.lora is not None)
-    try:
-        publisher = run.held.enter_context(Publisher(run.comm, arrays, address, name="kos.train"))
-    except (InvalidArgument, RendezvousError) as error:
-        raise ConfigError(f"--publish {address}: {error}").about("publish") from error
+    publisher = RunPublisher(run, run.config.publish)
     publisher.publish(run.steps_done)
     run.console.say(f"publishing weights at {publisher.address}")
     return publisher
 
 
-def published_arrays(device: Device, adapters: bool) -> Arrays:
-    """The arrays that this rank publishes: slices of the weights, and of the frozen weights unless ``adapters``."""
+def published_arrays(device: Device, adapters: bool, merged: Merged | None = None) -> Arrays:
+    """The arrays that this rank publishes: slices of the weights, and of the frozen weights unless ``adapters``.
+
+    With ``merged``, it publishes these and the frozen weights without adapters.
+    """
     step, places = device.step, device.state.placements
+    frozen = [_part(step.frozen.flat.size, step.parallel.replicas)]
+    if merged is not None:
+        return merged.arrays(places) | _arrays("frozen", step.frozen, frozen, places, merged.rows)
     parallel, weights = step.parallel, step.weights
     if parallel.sharded:
         slices = parallel.own()
     elif parallel.more:  # not the same ranks hold all of them
         slices = [slice(0, weights.flat.size)]
     else:
-        slices = _shared_out(weights, parallel.replicas)
+        slices = [_part(weights.flat.size, parallel.replicas)]
     found = _arrays("weights", weights, slices, places)
-    frozen = Parameters({}) if adapters else step.frozen
-    return found | _arrays("frozen", frozen, _shared_out(frozen, parallel.replicas), places)
+    return found | ({} if adapters else _arrays("frozen", step.frozen, frozen, places))
 
 
-def _shared_out(held: Parameters, replicas: Axis) -> list[slice]:
-    """The part of this rank, of ranks that hold the same weights."""
-    size = held.flat.size
-    return [slice(size * replicas.rank // replicas.size, size * (replicas.rank + 1) // replicas.size)]
+def _part(size: int, replicas: Axis) -> slice:
+    """This rank's part of ``size`` elements, of ranks that hold the same."""
+    return slice(size * replicas.rank // replicas.size, size * (replicas.rank + 1) // replicas.size)
 
 
 def _arrays(
-    prefix: str, held: Parameters, slices: Iterable[slice], places: Mapping[str, Place]
+    prefix: str, held: Parameters, slices: Iterable[slice], places: Mapping[str, Place], without: Container[str] = ()
 ) -> dict[str, tuple[object, Placement]]:
     """An array for each run of neighbouring elements of tensors in ``slices`` of ``held.flat``."""
     found = dict[str, tuple[object, Placement]]()
@@ -65,7 +123,7 @@ def _arrays(
         runs: list[tuple[int, int, list[Placement]]] = []
         for name, span in held.spans.items():
             start, stop = max(span.start, part.start), min(span.stop, part.stop)
-            if start < stop:
+            if start < stop and name not in without:
                 placed = _placed(name, places[name]).flat(start - span.start, stop - span.start)
                 if not runs or runs[-1][1] != start:
                     runs.append((start, start, []))

@@ -57,7 +57,7 @@ from kos.train.parallel.failures import (
 )
 from kos.train.parallel.mesh import Mesh
 from kos.train.program import Program
-from kos.train.publish import open_publisher
+from kos.train.publish import RunPublisher, open_publisher
 from kos.train.report import NO_TARGETS, announce, conclude
 from kos.train.run_context import (
     ADDRESS,
@@ -74,7 +74,6 @@ from kos.train.tools.metrics import METRICS
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import Runner, StepResult, train
 from kos.train.trained import TrainedModel
-from kos.transfer.publisher import Publisher
 
 LEAVES = "this rank leaves after"
 
@@ -99,7 +98,7 @@ class Trainer(RunContext):
         InvalidArgument: an argument of another type.
     """
 
-    publisher: Publisher | None = None
+    publisher: RunPublisher | None = None
     """With ``--publish``."""
 
     def __init__(

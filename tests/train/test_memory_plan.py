@@ -128,6 +128,19 @@ def test_the_plan_has_the_published_versions(monkeypatch):
     assert "versions for servers" not in plan(*flags[:2]).uses
 
 
+def test_the_plan_has_the_merged_weights(monkeypatch):
+    """With --publish-merged, beside both versions of all weights: one more copy of the adapted matrices."""
+    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
+    flags = ("--preset", "tiny", "--lora", "4", "--lora-targets", "q_proj", "--publish", "trainer:29600")
+    model = parse([]).model_config_for(256)
+    count, adapted = model.num_parameters(), model.num_hidden_layers * model.hidden_size**2
+    for ranks, dtype, itemsize in ((1, "float32", 4), (2, "bfloat16", 2)):
+        uses = plan(*flags, "--publish-merged", "--dtype", dtype, ranks=ranks).uses
+        assert uses["versions for servers"] == pytest.approx(itemsize * (2 * count + adapted) / ranks, rel=1e-3)
+        alone = plan(*flags, "--dtype", dtype, ranks=ranks).uses["versions for servers"]
+        assert alone < uses["versions for servers"] / 20
+
+
 def test_the_plan_of_layouts(monkeypatch):
     """A rank's weights are its part; its activations those of as many micro-batches as its schedule keeps."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))

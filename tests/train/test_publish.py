@@ -13,6 +13,7 @@ from kos.comm import Communicator
 from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train import Callback, TrainConfig, Trainer
+from kos.train.export import export
 from kos.transfer import Placement, Subscriber, read_catalogue
 from tests.comm.tcp_ranks import free_port
 
@@ -114,8 +115,40 @@ def test_adapters_are_published_alone(tmp_path: Path) -> None:
     assert all((seen[STEPS][name] == tensor).all() for name, tensor in right.items())
 
 
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        pytest.param(1, {}, id="one rank"),
+        pytest.param(3, {"batch_size": 6}, id="dp"),
+        pytest.param(2, {"zero": 1}, id="dp with ZeRO-1"),
+        pytest.param(4, {"tp": 2, "zero": 1}, id="dp x tp with ZeRO-1"),
+        pytest.param(2, {"pp": 2, "lora_targets": ("q_proj", "down_proj")}, id="pp, two targets"),
+        pytest.param(2, {"deterministic": True}, id="deterministic"),
+        pytest.param(2, {"model": GPT2}, id="GPT-2"),
+    ],
+)
+def test_adapters_are_published_merged(ranks: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    """As ``kos export --merge`` writes them, under the names of the base."""
+    model = {"model": changes.get("model", SHAPE)}
+    run(tmp_path, 1, **model)
+    base = tmp_path / "out" / "checkpoints" / f"step-{STEPS}"
+    about = {"init_from": str(base), "lora": 2, "publish_merged": True, "lr": 1e-2}
+    seen = run(tmp_path, ranks, out=tmp_path / "lora", **about, **changes)
+    for step in (2, STEPS):
+        export(tmp_path / "lora" / "checkpoints" / f"step-{step}", tmp_path / f"merged-{step}", "float32", merge=True)
+        right = saved(tmp_path / f"merged-{step}")
+        assert right.keys() == seen[step].keys()
+        for name, tensor in right.items():
+            assert np.allclose(seen[step][name], tensor, rtol=1e-5, atol=1e-7), name
+    of_base = saved(base)
+    adapted = {name for name in of_base if (seen[STEPS][name] != of_base[name]).any()}
+    assert {name.split(".")[-2] for name in adapted} >= ({"c_attn"} if "model" in changes else {"q_proj", "down_proj"})
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='--publish nowhere: address: expected "HOST:PORT"'):
         run(tmp_path, 1, publish="nowhere")
     with pytest.raises(ConfigError, match=r"publish: expected none \(argument: elastic\), got"):
         TrainConfig.from_preset("tiny", publish="127.0.0.1:0", elastic="1")
+    with pytest.raises(ConfigError, match="publish_merged: expected false without --lora and --publish, got"):
+        TrainConfig.from_preset("tiny", publish="127.0.0.1:0", publish_merged=True)

@@ -14,6 +14,7 @@ from kos.comm import Communicator
 from kos.testing import spawn
 from kos.train import TrainConfig, Trainer
 from kos.train import publish as publishing
+from kos.train.export import export
 from kos.transfer import Publisher
 from tests.comm.tcp_ranks import free_port
 from tests.train import emulated_runs
@@ -37,6 +38,32 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+def watched(monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A server that updates after each version."""
+    server = Server(f"127.0.0.1:{free_port()}")
+
+    class Watched(Publisher):
+        def publish(self, version: int) -> int:
+            late = super().publish(version)
+            if self.rank == 0:
+                server.update()
+            return late
+
+    monkeypatch.setattr(publishing, "Publisher", Watched)
+    return server
+
+
+def run(out: Path, ranks: int, **changes: Any) -> Path:
+    """The folder of the checkpoints of a run on emulated GPUs."""
+    values = {**SMALL, "out": out, "device": "cuda", "keep": 9, **changes}
+
+    def train(comm: Communicator) -> None:
+        Trainer(TrainConfig.from_preset("tiny", **values), DeviceComm(comm), verbose=False).run()
+
+    spawn(train, ranks, timeout=100)
+    return out / "checkpoints"
+
+
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
@@ -50,29 +77,10 @@ def test_versions_are_those_of_their_steps(
     ranks: int, changes: dict[str, Any], emulated: None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although a step may begin before the one before it is finished; weights in bfloat16 are those of the copy."""
-    address = f"127.0.0.1:{free_port()}"
-    server = Server(address)
-
-    class Watched(Publisher):
-        def publish(self, version: int) -> int:
-            late = super().publish(version)
-            if self.rank == 0:
-                server.update()
-            return late
-
-    monkeypatch.setattr(publishing, "Publisher", Watched)
-
-    def run(folder: str, **more: Any) -> Path:
-        values = {**SMALL, "data": str(text), "out": tmp_path / folder, "device": "cuda", "keep": 9, **changes, **more}
-
-        def train(comm: Communicator) -> None:
-            Trainer(TrainConfig.from_preset("tiny", **values), DeviceComm(comm), verbose=False).run()
-
-        spawn(train, ranks, timeout=100)
-        return tmp_path / folder / "checkpoints"
-
-    run("published", publish=address, eval_every=0, save_every=0)
-    checkpoints = run("saved", save_every=1)
+    server = watched(monkeypatch)
+    values = {"data": str(text), **changes}
+    run(tmp_path / "published", ranks, publish=server.address, eval_every=0, save_every=0, **values)
+    checkpoints = run(tmp_path / "saved", ranks, save_every=1, **values)
     dtype = ml_dtypes.bfloat16 if "dtype" in changes else np.float32
     assert [*server.seen] == [0, 1, 2, 3, 4]
     for step in (1, 2, 3, 4):
@@ -80,3 +88,23 @@ def test_versions_are_those_of_their_steps(
         assert right.keys() == server.seen[step].keys()
         for name, tensor in right.items():
             assert (server.seen[step][name] == tensor.astype(dtype).astype(np.float32)).all(), (step, name)
+
+
+@pytest.mark.parametrize("changes", [{}, {"zero": 1, "dtype": "bfloat16"}], ids=["dp", "dp with ZeRO-1, bfloat16"])
+def test_adapters_are_merged(
+    changes: dict[str, Any], emulated: None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU, in the dtype of the weights there."""
+    base = run(tmp_path / "base", 1, data=str(text), steps=1) / "step-1"
+    server = watched(monkeypatch)
+    about = {"init_from": str(base), "lora": 2, "publish": server.address, "publish_merged": True, "lr": 1e-2}
+    checkpoints = run(tmp_path / "tuned", 2, data=str(text), **about, **changes)
+    assert server.seen.keys() >= {2, 4}
+    for step in (2, 4):
+        export(checkpoints / f"step-{step}", tmp_path / f"merged-{step}", "float32", merge=True)
+        right = saved(tmp_path / f"merged-{step}")
+        assert right.keys() == server.seen[step].keys()
+        for name, tensor in right.items():
+            tolerance = {"rtol": 0.008, "atol": 1e-4} if changes else {"rtol": 1e-5, "atol": 1e-7}
+            assert np.allclose(server.seen[step][name], tensor, **tolerance), (step, name)
+    assert (server.seen[4][name := "model.layers.0.self_attn.q_proj.weight"] != saved(base)[name]).any()

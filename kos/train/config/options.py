@@ -225,6 +225,10 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     copies of the rank's shard of the weights; on GPUs, the copies have the dtype in which the model computes."""
     publish_every: int = option(1, ge=1)
     """Steps between published versions. The initial weights and those after --steps are published too."""
+    publish_merged: bool = option(False)
+    """With --lora, publish all weights, with the adapters added, under the names of the base. This takes memory for
+    three more copies of the rank's shard of the adapted weights, and two of the others. Else the adapters alone are
+    published."""
 
     log_every: int = option(1, ge=1)
     """Steps between printed lines."""
@@ -324,6 +328,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         self._check_best()
         if self.lora is None and (given := [x for x in ("lora_alpha", "lora_targets") if getattr(self, x)]):
             raise SettingError(given[0], "none without adapters (--lora)", getattr(self, given[0]), "lora")
+        if self.publish_merged and (self.lora is None or self.publish is None):
+            raise SettingError("publish_merged", "false without --lora and --publish", True)
         if self.lora is not None and self.optimizer != "adamw":
             raise SettingError("optimizer", "adamw with adapters (--lora)", self.optimizer, "lora")
         longest = self.model.max_position_embeddings
