@@ -1,0 +1,108 @@
+"""``kos.interop.vllm``, on a stand-in for the interface that vLLM 0.32 publishes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import InvalidArgument
+from kos.transfer import Placement, Publisher
+from tests.interop.vllm_stand_in import TENSORS, install, make_engine, tensor
+
+torch = pytest.importorskip("torch")
+ROOT = Path(__file__).parents[2]
+
+
+class Worker:
+    """A worker process."""
+
+    def __init__(self, rank: int, ranks: int, store: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.interop.vllm_stand_in", str(rank), str(ranks), str(store)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ,
+        )  # fmt: skip
+        self.limit = threading.Timer(120, self.process.kill)
+        self.limit.daemon = True
+        self.limit.start()
+
+    def ask(self, name: str, **argument: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([name, argument]) + "\n")
+        self.process.stdin.flush()
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def close(self) -> None:
+        self.limit.cancel()
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextmanager
+def workers(tmp_path: Path) -> Iterator[list[Worker]]:
+    made = [Worker(rank, 2, tmp_path / "store") for rank in range(2)]
+    try:
+        assert [each.line() for each in made] == ["ready\n"] * 2
+        yield made
+    finally:
+        for each in made:
+            each.close()
+
+
+def both(made: list[Worker], name: str, **argument: Any) -> list[Any]:
+    for each in made:
+        each.ask(name, **argument)
+    return [json.loads(each.line()) for each in made]
+
+
+def test_workers_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both get the same version in place, also if the publisher goes on between their calls."""
+    monkeypatch.setenv("KOS_SECRET", "of the tests")
+    held = {name: (np.zeros(shape, np.float32), Placement.whole(shape)) for name, shape in TENSORS.items()}
+    with Publisher(None, held) as publisher, workers(tmp_path) as made:
+        def publish(version: int) -> None:
+            for name, (array, _) in held.items():
+                array[...] = tensor(name, version)
+            publisher.publish(version)
+
+        publish(0)
+        places = both(made, "init", address=publisher.address)
+        for version in (1, 2):
+            publish(version)
+            made[0].ask("update", timeout=60)
+            publish(version + 1)
+            made[1].ask("update", timeout=60)
+            found = [json.loads(each.line()) for each in made]
+            got = found[0][0]
+            assert found[1][0] == got and got in (version, version + 1)
+            for rank, (_, *rest) in enumerate(found):
+                rows = [np.split(tensor(f"{name}_proj.weight", got), 2)[rank] for name in "qkv"]
+                columns = np.split(tensor("o_proj.weight", got), 2, axis=1)[rank]
+                assert rest == [*places[rank], np.concatenate(rows).tolist(), columns.tolist()]
+        made[0].ask("update", timeout=1.0)  # the other worker does not come
+        assert "expected an answer of all vLLM workers" in made[0].line()
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("", ".distributed", ".distributed.parallel_state", ".distributed.weight_transfer",
+                     ".distributed.weight_transfer.base", ".distributed.weight_transfer.factory"):  # fmt: skip
+            patch.setitem(sys.modules, f"vllm{name}", None)
+        install(0, None)
+        engine = make_engine(1)
+        with pytest.raises(InvalidArgument, match="expected init_weight_transfer_engine before update_weights"):
+            engine.update_weights({})
+        with pytest.raises(InvalidArgument, match="that vLLM does not quantize, got quantization 'fp8'"):
+            make_engine(1, "fp8").init_transfer_engine(engine.parse_init_info({"address": "127.0.0.1:1"}))
