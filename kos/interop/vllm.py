@@ -36,21 +36,21 @@ class Workers:
     def __init__(self, group: Any) -> None:
         self.rank, self._group = int(group.rank_in_group), group.cpu_group
 
-    def all_gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
-        """The bytes of all workers, in rank order.  Raises TransferError."""
+    def all_gather_bytes(self, data: bytes, timeout: float) -> list[bytes]:
+        """The bytes of all workers, in rank order.  Raises TransferError after ``timeout`` seconds."""
         sizes = self._all_gather(np.array([len(data)]), timeout)
         padded = np.zeros(max(int(size[0]) for size in sizes), np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
         pairs = zip(self._all_gather(padded, timeout), sizes, strict=True)
         return [each[: int(size[0])].tobytes() for each, size in pairs]
 
-    def _all_gather(self, array: np.ndarray, timeout: float | None) -> list[np.ndarray]:
+    def _all_gather(self, array: np.ndarray, timeout: float) -> list[np.ndarray]:
         import torch
 
         found = [torch.from_numpy(np.empty_like(array)) for _ in range(self._group.size())]
         work = torch.distributed.all_gather(found, torch.from_numpy(array), self._group, async_op=True)
         try:
-            work.wait(*[timedelta(seconds=timeout)] * (timeout is not None))
+            work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
             raise TransferError(f"expected an answer of all vLLM workers, got: {error}") from error
         return [each.numpy() for each in found]

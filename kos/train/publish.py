@@ -50,7 +50,7 @@ class Merged:
                     ops.copy(weights[name][rows], self.weights[name])
                     ops.low_rank(b[rows], a, self.weights[name], False, lora.scale, True, arena)
 
-    def arrays(self, places: Mapping[str, Place]) -> Arrays:
+    def arrays(self, places: Mapping[str, Place]) -> dict[str, tuple[object, Placement]]:
         """What is published of them."""
         placed = []
         for name, rows in self.rows.items():

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kos.comm.arguments import check_int
+from kos.comm.gpu.devices import check_float8
 from kos.cuda.kernels import load_kernel
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
@@ -83,7 +84,8 @@ class Quantized(NamedTuple):
 def quantized(arrays: Arrays, flat: dict[str, Flat], layout: dict[str, Described]) -> dict[str, Quantized]:
     """The matrices of ``arrays`` that have scales, by name.  Their dtype in ``layout`` becomes the one that is read.
 
-    Raises InvalidArgument for scales of no such matrix, or of another shape, dtype or device.
+    Raises InvalidArgument for scales of no such matrix, or of another shape, dtype or device, and for a GPU that cannot
+    compute them.
     """
     found = dict[str, Quantized]()
     for name, (array, placed) in arrays.items():
@@ -99,6 +101,8 @@ def quantized(arrays: Arrays, flat: dict[str, Flat], layout: dict[str, Described
         if (buffer.shape, buffer.dtype.name, buffer.device) != (shape, "float32", device):
             got = f"{buffer.dtype} of shape {buffer.shape} on {buffer.place}"
             raise InvalidArgument(f"{name}: expected float32 of shape {shape} beside {placed.of}, got {got}")
+        if device is not None:
+            check_float8(placed.of, of.dtype, device)
         found[placed.of] = Quantized(of.placement.shape, placed.block, matrix, flat[name])
         layout[placed.of] = of._replace(dtype=DTYPES["bfloat16"])
     return found

@@ -27,6 +27,7 @@ CASES = [
     ("all_gather.cu", {}, [b"all_gather", b"all_to_all"]),
     ("copy_box.cu", {"FROM": "float32", "TO": "bfloat16", "AXES": 2}, [b"copy_box"]),
     ("copy_box.cu", {"FROM": "bytes16", "TO": "bytes16", "AXES": 4}, [b"copy_box"]),
+    ("quantize_blocks.cu", {}, [b"quantize_blocks"]),
     ("exchange.cu", {"WHOLE": 1}, [b"exchange"]),
     ("exchange.cu", {"SEVERAL": 1}, [b"exchange"]),
     ("exchange.cu", {"LARGE": 1}, [b"exchange"]),
@@ -59,7 +60,8 @@ CASES = [
 
 FIRST = [case for i, case in enumerate(CASES) if case[0] not in {file for file, *_ in CASES[:i]}]  # one of each file
 ASKED = [("sm_90a", 8, *case) for case in CASES] + [("sm_90a", 2, *case) for case in FIRST]
-ASKED += [(arch, 8, *case) for arch in ("sm_80", "sm_100") for case in FIRST]
+ASKED += [(arch, 8, *case) for arch in ("sm_80", "sm_100") for case in FIRST if case[0] != "quantize_blocks.cu"]
+ASKED += [(arch, 8, "quantize_blocks.cu", {}, [b"quantize_blocks"]) for arch in ("sm_89", "sm_100")]  # sm_80 has no fp8
 
 
 @pytest.mark.parametrize(("arch", "ranks", "file", "macros", "names"), ASKED)

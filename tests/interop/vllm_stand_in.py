@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class WeightTransferEngine(ABC):
 class WeightTransferEngineFactory:
     """Engines by name."""
 
-    engines: dict[str, Any] = {}
+    engines: ClassVar[dict[str, Any]] = {}
 
     @classmethod
     def register_engine(cls, name: str, engine: Any) -> None:

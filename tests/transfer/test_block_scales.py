@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from kos.comm.gpu import devices
 from kos.errors import InvalidArgument
 from kos.memory import Array
 from kos.transfer import BlockScales, Placement, Publisher, Subscriber, placements
@@ -109,6 +111,17 @@ def test_on_a_gpu(emulated: None, placed: Placement, block: tuple[int, int], tra
     check(placed, block, np.float32, transport, True, lambda x: Array.from_numpy(x, 0))
 
 
+@needs_compiler
+def test_a_gpu_without_8_bits_is_refused(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is read."""
+    old = SimpleNamespace(compute_capability=(8, 0), name="an old GPU")
+    monkeypatch.setattr(devices, "device_info", lambda device: old)
+    arrays = {"q": (Array.zeros((4, 6), "float8_e4m3fn", 0), Placement.whole((4, 6))),
+              "s": (Array.zeros((1, 1), np.float32, 0), BlockScales("q"))}  # fmt: skip
+    with pytest.raises(InvalidArgument, match="q: expected a GPU of compute capability 8.9 for float8_e4m3fn, got an "):
+        Subscriber("127.0.0.1:1", arrays)
+
+
 def test_the_names_of_a_model() -> None:
     """``X_scale_inv`` beside X, unless the publisher has it: of blocks, or of rows if that is its shape."""
     shapes = {
@@ -132,7 +145,7 @@ def test_what_is_refused() -> None:
         ({"q": (np.zeros((4, 6), np.float16), placed), "s": (np.zeros((1, 1), np.float32), BlockScales("q"))},
          "s: expected the scales of a float8_e4m3fn matrix, got those of q"),
         (right | {"s": (np.zeros((1, 1), np.float64), BlockScales("q"))}, r"of shape \(1, 1\) beside q, got float64"),
-        (right | {"s": (np.zeros((2, 2), np.float32), BlockScales("q", (2, 2)))}, r"s: expected float32 of shape \(2, 3\)"),
+        (right | {"s": (np.zeros((2, 2), np.float32), BlockScales("q", (2, 2)))}, r"float32 of shape \(2, 3\) beside"),
         (right | {"s": (np.zeros((1, 1), np.float32), BlockScales("q", (0, 128)))}, "a block of at least"),
         (right | {n: (np.zeros((1, 1), np.float32), BlockScales("q")) for n in "st"}, "t: expected the scales of"),
     ):  # fmt: skip

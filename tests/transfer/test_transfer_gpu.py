@@ -17,6 +17,8 @@ from kos.transfer import Placement, Publisher, Subscriber
 from tests.transfer import gpu_checks as checks
 from tests.transfer.faults import KINDS, campaign
 from tests.transfer.gpu_process import OtherPublisher
+from tests.transfer.test_block_scales import PLACED
+from tests.transfer.test_block_scales import check as check_scales
 
 pytestmark = pytest.mark.gpu
 
@@ -133,6 +135,13 @@ def test_a_captured_stream_is_refused() -> None:
             with pytest.raises(InvalidArgument, match="w: expected a stream that is not being captured"):
                 publisher.publish(1)
         publisher.publish(1)
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+@pytest.mark.parametrize("block", [(128, 128), (1, 1000)], ids=["blocks", "rows"])
+@pytest.mark.parametrize("placed", PLACED.values(), ids=PLACED)
+def test_block_scales(placed: Placement, block: tuple[int, int], transport: Any) -> None:
+    check_scales(placed, block, np.float32, transport, True, lambda x: Array.from_numpy(x, 0))
 
 
 @pytest.mark.parametrize("target", checks.NAMES)

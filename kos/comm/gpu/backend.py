@@ -153,7 +153,7 @@ class GPUBackend(WatchedBackend):
         o = without_memory(o)
         resolved = alone(o, self.device) if self.size == 1 else None
         if resolved is None and o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
-            check_float8(o.reduction.dtype, self.device)
+            check_float8("x", o.reduction.dtype, self.device)
         run, kernel, lasting = resolved or route.resolve(o) or self.by_exchanges(route, o)
         if not route.sets_device and not is_copy(run):
             run = partial(run_on_device, self.device, run)

@@ -15,10 +15,10 @@ FLOAT8 = (8, 9)
 """The compute capability that converts 8-bit floats."""
 
 
-def check_float8(dtype: DType, device: int) -> None:
-    """Raise InvalidArgument if the GPU has no kernels that reduce ``dtype``, of 8 bits."""
+def check_float8(what: str, dtype: DType, device: int) -> None:
+    """Raise InvalidArgument about ``what`` if the GPU has no instructions for ``dtype``, of 8 bits."""
     if (info := device_info(device)).compute_capability < FLOAT8:
-        raise InvalidArgument(f"x: expected a GPU of compute capability 8.9 to reduce {dtype}, got {info.name}")
+        raise InvalidArgument(f"{what}: expected a GPU of compute capability 8.9 for {dtype}, got {info.name}")
 
 
 def device_of(rendezvous: Rendezvous) -> DeviceInfo:
