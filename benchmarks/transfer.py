@@ -148,13 +148,14 @@ def measure(megabytes: int, rounds: int) -> dict[str, Any]:
         publisher.close()
         limit.other.close()
     best = {name: nbytes / 1e9 / min(each[1:]) for name, each in seconds.items()}
-    pairs = {name: [*zip(seconds["sockets"][1:], seconds[name][1:], strict=True)] for name in cases}
+    tcp = [name for name in cases if name.startswith("tcp")]
+    pairs = {name: [*zip(seconds["sockets"][1:], seconds[name][1:], strict=True)] for name in tcp}
     of_sockets = {name: statistics.median(limit / took for limit, took in each) for name, each in pairs.items()}
     return {
         "bytes": nbytes, "streams": STREAMS, "rounds": rounds,
         "GB/s, best": {name: round(rate, 3) for name, rate in best.items()},
         "GB/s, median": {n: round(nbytes / 1e9 / statistics.median(each[1:]), 3) for n, each in seconds.items()},
-        "of sockets, best of each": {name: round(best[name] / best["sockets"], 3) for name in cases},
+        "of sockets, best of each": {name: round(best[name] / best["sockets"], 3) for name in tcp},
         "of sockets, median of the rounds": {name: round(share, 3) for name, share in of_sockets.items()},
         "unchanged, ms": {
             "median": round(statistics.median(unchanged), 3), "p99": round(sorted(unchanged)[int(0.99 * 500)], 3)
