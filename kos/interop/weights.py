@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from kos.transfer import Subscriber, placements, read_catalogue
-from kos.transfer.placement import Current
+from kos.transfer.placement import Current, Placement
 
 
 def bind(
@@ -30,9 +30,11 @@ def bind(
     """
     shapes = {name: tuple(each.shape) for name, each in module.named_parameters()}
     found = placements(shapes, read_catalogue(address, timeout).offers.shapes, rules, rank, ranks)
-    arrays = {name: (Current(partial(_parameter, module, name)), found[name]) for name in shapes}
+    rows = {name: placed.shape[:1] for name, placed in found.items() if isinstance(placed, Placement)}  # unpadded
+    arrays = {name: (Current(partial(_parameter, module, name, *rows.get(name, ()))), found[name]) for name in shapes}
     return Subscriber(address, arrays, **options)
 
 
-def _parameter(module: Any, name: str) -> Any:
-    return module.get_parameter(name).detach()
+def _parameter(module: Any, name: str, rows: int | None = None) -> Any:
+    found = module.get_parameter(name).detach()
+    return found if rows is None else found[:rows]

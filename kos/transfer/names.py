@@ -1,7 +1,8 @@
 """Placements of a model's parameters by their names, from files of rules (``rules/*.toml``).
 
 A file of rules has patterns of names: which parameters ranks of tensor parallelism cut along their rows or columns,
-which are stacked of several tensors (``fused``), and which are the transpose of a tensor (``transposed``).
+which are stacked of several tensors (``fused``), which are the transpose of a tensor (``transposed``), and of which the
+rows are padded to a multiple of a number (``padded``).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def placements(
 
     ``parameters`` are this rank's names and shapes, ``tensors`` the names and whole shapes of the publisher
     (``read_catalogue(address).offers.shapes``).  X_scale_inv has the scales of X, if the publisher has no such tensor:
-    one for each row, if its shape is (rows, 1), and else one for each block of 128 x 128.
+    one for each row, if its shape is (rows, 1), and else one for each block of 128 x 128.  A placement has the shape
+    of the parameter, without rows that pad it.
 
     Raises InvalidArgument if a shape does not follow from the rules.
     """
@@ -59,6 +61,11 @@ def _placement(
     name: str, shape: tuple[int, ...], tensors: Mapping[str, Sequence[int]], rules: Mapping[str, Any],
     rank: int, ranks: int,
 ) -> Placement:  # fmt: skip
+    for pattern, multiple in rules.get("padded", {}).items():
+        if re.fullmatch(pattern, name) and shape and (held := tensors.get(name)):
+            padded, first = -(-held[0] // multiple) * multiple, min(rank * shape[0], held[0])
+            if padded > held[0] and (shape[0] * ranks, *shape[1:]) == (padded, *held[1:]):
+                return Placement.cut(held, 0, first, min(shape[0], held[0] - first), name)
     sources = [name]
     for pattern, several in rules.get("fused", {}).items():
         if (match := re.fullmatch(pattern, name)) and name not in tensors:

@@ -91,3 +91,18 @@ def test_a_module_in_8_bits() -> None:
     scales = module.qkv_proj.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :200]
     found, right = (module.qkv_proj.weight.float() * scales).numpy(), np.concatenate([*held.values()])
     assert np.abs(found - right).max() < 0.04 * np.abs(right).max() and found.any()
+
+
+def test_padded_rows_are_not_written() -> None:
+    """As those of vLLM's embedding, on the last of 2 ranks."""
+    module = torch.nn.Module()
+    module.embed_tokens = torch.nn.Embedding(64, 3)
+    with torch.no_grad():
+        module.embed_tokens.weight.fill_(-1)
+    x = np.arange(300, dtype=np.float32).reshape(100, 3)
+    with Publisher(None, {"embed_tokens.weight": (x, Placement.whole((100, 3)))}) as publisher:
+        publisher.publish(1)
+        with bind(publisher.address, module, rules="vllm", rank=1, ranks=2) as subscriber:
+            subscriber.update(30)
+    assert (module.embed_tokens.weight[:36].detach().numpy() == x[64:]).all()
+    assert (module.embed_tokens.weight[36:] == -1).all()

@@ -213,6 +213,19 @@ def test_vllm_names_fuse_and_cut(ranks: int, key_rows: int) -> None:
         assert (fill(made["l.o_proj.weight"], tensors) == columns.reshape(-1)).all()
 
 
+@pytest.mark.parametrize(("ranks", "rows"), [(1, [100]), (2, [64, 36]), (4, [32, 32, 32, 4]), (8, [16] * 6 + [4, 0])])
+def test_vllm_pads_the_vocabulary(ranks: int, rows: list[int]) -> None:
+    """To a multiple of 64 rows: those that no tensor has are not written."""
+    tensors = {"embed_tokens.weight": (100, 3)}
+    for rank in range(ranks):
+        made = placements({"embed_tokens.weight": (128 // ranks, 3)}, tensors, "vllm", rank, ranks)
+        assert made["embed_tokens.weight"].shape == (rows[rank], 3)
+        assert made["embed_tokens.weight"].parts[0].start == (sum(rows[:rank]), 0)
+    for shape in ((192, 3), (128, 4)):
+        with pytest.raises(InvalidArgument, match=r"expected shape \(100, 3\) of embed_tokens.weight on"):
+            placements({"embed_tokens.weight": shape}, tensors, "vllm")
+
+
 def test_rules_of_ones_own(tmp_path: Path) -> None:
     """A file may name transposed parameters; wrong names and shapes are refused."""
     path = str(tmp_path / "mine.toml")
