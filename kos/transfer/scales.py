@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,25 +50,26 @@ class Quantized(NamedTuple):
 
     shape: Sizes
     block: tuple[int, int]
-    matrix: Flat
-    scales: Flat
+    matrix: Any
+    scales: Any
+    """Flattened: ndarrays, or Arrays on a GPU."""
 
-    def write(self, source: Flat, copiers: dict[int, Copier]) -> None:
+    def write(self, source: Any, copiers: dict[int, Copier]) -> None:
         """Quantize ``source``, the matrix in bfloat16.  On a GPU, it is only queued."""
         if 0 in self.shape:
             return
-        if isinstance(source, Array) and isinstance(self.matrix, Array) and isinstance(self.scales, Array):
+        if isinstance(source, Array):
             pointers = self.matrix.pointer, self.scales.pointer, source.pointer
             blocks = min(-(-self.scales.size * 32 // _THREADS), _MOST_BLOCKS)  # a warp quantizes a block
             kernel = load_kernel(_KERNEL, "quantize_blocks", source.device)
             launch = kernel.bind(blocks, _THREADS, *pointers, *self.shape, *self.block)
             copiers[source.device].queue([launch])
-        elif isinstance(source, np.ndarray) and isinstance(self.matrix, np.ndarray):
+        else:
             self._on_host(source.reshape(self.shape), self.matrix.reshape(self.shape))
 
     def _on_host(self, source: np.ndarray, target: np.ndarray) -> None:
         (rows, columns), (height, width) = self.shape, self.block
-        scales, left = np.asarray(self.scales).reshape(-1, -(-columns // width)), range(0, columns, width)
+        scales, left = self.scales.reshape(-1, -(-columns // width)), range(0, columns, width)
         step = height * max(1, AT_ONCE // (height * max(1, columns)))
         for first in range(0, rows, step):
             part = source[first : first + step].astype(np.float32)
