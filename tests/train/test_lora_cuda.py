@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from kos.train import checkpoint
+from kos.train import Trainer, checkpoint
+from kos.train.config.flags import parse
+from kos.train.export import export
 from kos.train.tools.metrics import read_metrics
+from tests.comm.tcp_ranks import free_port
 from tests.launcher import MPIRUN, OUTSIDE, nccl_ranks
+from tests.train.test_publish import Server, saved
 
 SECONDS = 80  # of a run
 SHAPE = """
@@ -77,3 +81,14 @@ def test_two_ranks(
     for name, tensor in tensors.items():
         if not name.startswith("exp_avg"):
             np.testing.assert_allclose(tensor, alone[1][name], rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_merged_adapters_are_published(base: str, tmp_path: Path) -> None:
+    """As ``kos export --merge`` writes them, but for the rounding to bfloat16."""
+    server = Server(f"127.0.0.1:{free_port()}")
+    how = ["--init-from", base, "--lora", "16", "--dtype", "bfloat16", "--publish", server.address, "--publish-merged"]
+    Trainer(parse([*FLAGS, "--out", str(tmp_path / "out"), *how]), callbacks=[server], verbose=False).run()
+    export(tmp_path / "out", tmp_path / "merged", "float32", merge=True)
+    seen, right = server.seen[6], saved(tmp_path / "merged")
+    assert seen.keys() == right.keys()
+    assert all(np.allclose(seen[name], tensor, rtol=0.01, atol=1e-3) for name, tensor in right.items())
