@@ -133,7 +133,7 @@ def bounds(counted: list[File]) -> list[Bound]:
         Bound("Python in interop", 1_344, lines("Python", "interop")),
         Bound("Python in transfer", 1_616, lines("Python", "transfer")),
         Bound("Python in train", 15_840, lines("Python", "train")),
-        Bound("Python in tests", 63_606, lines("Python", "tests")),
+        Bound("Python in tests", 63_618, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_252, lines("CUDA", "comm", "train")),
         Bound("classes in comm", 123, sum(file.classes for file in counted if file.folder == "comm")),
         Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), found=functions),
