@@ -2,9 +2,11 @@
 
 A step is one token of each prompt, and on a GPU one CUDA graph.  It cannot be faster than reading the weights once; the
 table has this bound, at the rate at which a copy within the GPU's memory reads and writes.  Flags of the trainer say
-which model and device; its weights are random.
+which model and device; its weights are random.  With ``--tp N`` on N ranks, each rank holds a part of the model; the
+bound is then that of its part.
 
     python -m benchmarks.generate --json FILE --preset 1b --device cuda --peers transformers
+    mpirun -n 2 python -m benchmarks.generate --json FILE --preset 8b --device cuda --tp 2
     python -m benchmarks.generate --prompt 801 --tokens 100 --device cpu --seq-len 1024 --peers uncached
 
 ``uncached`` computes the whole text again for each token.  ``transformers`` has its static cache and ``torch.compile``.
@@ -25,19 +27,24 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+import kos
 from kos.bench import report
+from kos.comm.control.identity import launched_place
 from kos.commands import program
+from kos.errors import ConfigError
 from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.generate import Decoder, Uncached
-from kos.train.model.initial import InitialWeights
+from kos.train.machine import limit_threads
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.model import Model
+from kos.train.model.model import make_whole
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.parallel.mesh import ALONE, Axis
 
 COPIED = 1 << 30  # bytes that are copied to measure the rate
 VOCABULARY = 256  # of the tokenizer bytes, which the model may enlarge
+DRAWN = 999_983  # elements of the weights that are drawn, over and over: a prime, so that no rows are equal
 
 
 def measure(source: Decoder | Uncached, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
@@ -55,12 +62,14 @@ def measure(source: Decoder | Uncached, prompts: Sequence[Sequence[int]], tokens
     return {"prefill_s": prefill, "step_ms": 1e3 * median(found[1:] or found)}
 
 
-def make_weights(config: LlamaConfig, ops: Any, dtype: Any) -> Parameters:
-    weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups(), ops.zeros)
-    drawn = InitialWeights(config, 0, weights, threads=4)
-    for name in weights:
-        ops.copy(np.ascontiguousarray(drawn.read(name), dtype), weights[name])
-    drawn.close()
+def make_weights(config: LlamaConfig, ops: Any, dtype: Any, tp: Axis) -> Parameters:
+    """This rank's part of random weights."""
+    part = config.local(tp.rank, tp.size)
+    weights = Parameters(config.parameter_shapes(part), dtype, config.fused_groups(part), ops.zeros)
+    drawn = np.random.default_rng(0).normal(0, 0.02, DRAWN).astype(dtype)
+    for start in range(0, weights.flat.size, DRAWN):
+        piece = weights.flat[start : start + DRAWN]
+        ops.copy(drawn[: piece.size], piece)
     return weights
 
 
@@ -129,29 +138,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", nargs="+", default=[], choices=["uncached", "transformers"], help="also measured")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
     arguments, flags = parser.parse_known_args(argv)
-    config = parse(flags)
+    config, ranks = parse(flags), launched_place()[1]
+    if config.tp != ranks or (ranks > 1 and arguments.peers):
+        got = f"--tp {config.tp}, --peers {' '.join(arguments.peers)}, {ranks} ranks"
+        raise ConfigError(f"expected as many ranks as --tp, and --peers on one rank, got {got}")
+    comm = kos.init() if ranks > 1 else None
+    tp = ALONE if comm is None else Axis(comm.rank, comm.size, comm)
     shape, ops, dtype, rate = config.model_config_for(VOCABULARY), numpy_ops, np.dtype(np.float32), 0.0
     if config.device == "cuda":
         from kos.train.ops.cuda import CudaOps
 
-        ops, dtype = CudaOps(0), np.dtype(ml_dtypes.bfloat16)  # type: ignore[assignment]
+        device = 0 if comm is None else comm.device or 0
+        ops, dtype = CudaOps(device), np.dtype(ml_dtypes.bfloat16)  # type: ignore[assignment]
         rate = copy_rate(ops)
-    weights, rows = make_weights(shape, ops, dtype), list[dict[str, Any]]()
+    elif comm is not None:
+        limit_threads(comm)
+    weights, rows = make_weights(shape, ops, dtype, tp), list[dict[str, Any]]()
     bound = 1e3 * weights.flat.nbytes / rate if rate else 0.0
 
     def add(source: str, batch: int, found: dict[str, float]) -> None:
         """Show a row at once: the next one may take minutes to compile."""
         rows.append({"source": source, "batch": batch, **found, "bound_ms": bound})
+        if tp.rank > 0:
+            return
         print(*table(rows).splitlines()[-1 if rows[1:] else 0 :], sep="\n", flush=True)
         if arguments.json:
-            about = report.provenance("benchmarks.generate", 0 if rate else None, 1)
+            about = report.provenance("benchmarks.generate", 0 if rate else None, ranks)
             arguments.json.write_text(report.to_json({**about, "copy_bytes_per_s": rate, "rows": rows}))
 
     for batch in arguments.batches:
         prompts = [[(at + number) % VOCABULARY for at in range(arguments.prompt)] for number in range(batch)]
         sources: dict[str, Any] = {
-            "kos": Decoder(shape, ops, weights, batch, arguments.prompt + arguments.tokens),
-            "uncached": Uncached(partial(Model(shape, ops).next_logits, weights)),
+            "kos": Decoder(shape, ops, weights, batch, arguments.prompt + arguments.tokens, tp),
+            "uncached": Uncached(partial(make_whole(shape, ops, tp).next_logits, weights)),
         }
         for name in ("kos", *(peer for peer in arguments.peers if peer in sources)):
             add(name, batch, measure(sources[name], prompts, arguments.tokens))
@@ -159,6 +178,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         gc.collect()
         if "transformers" in arguments.peers:
             add("transformers", batch, transformers_step(shape, prompts, arguments.tokens))
+    if comm is not None:
+        comm.close()
 
 
 if __name__ == "__main__":

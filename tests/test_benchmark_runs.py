@@ -317,6 +317,15 @@ def test_times_of_prefill_and_steps(program: Program) -> None:
         assert line.startswith(row["source"]) and f"{row['step_ms']:.3f}" in line
 
 
+@needs_mpirun
+def test_times_of_steps_on_two_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    words = f"-m benchmarks.generate --tp 2 {SMALL.format(json=path)} --seq-len 64 --prompt 40 --tokens 6".split()
+    done = run_program(MPIRUN, "-n", "2", sys.executable, *words, env=OUTSIDE, cwd=ROOT)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert done.returncode == 0 and row["step_ms"] > 0 and done.stdout.count("kos  ") == 1, done.stderr
+
+
 def test_shares_of_a_step(program: Program) -> None:
     done = program("benchmarks.optimizers", SMALL + "--seq-len 16 --batch-size 4 --repeats 2")
     rows = done.result["rows"]

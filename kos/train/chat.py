@@ -1,16 +1,18 @@
 """Chat with a trained model, by its chat template: ``python -m kos.train.chat RUN``.
 
 Each line is a message. ``/tool NAME`` enters the result of a tool: the lines after it, up to an empty line.
-``/reset`` begins a new chat. ``/exit`` or Ctrl-D ends the program. Ctrl-C ends an answer.
+``/reset`` begins a new chat. ``/exit`` or Ctrl-D ends the program. Ctrl-C ends an answer, or with ``--tp`` the program.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +27,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tools", type=Path, metavar="FILE", help="a JSON list of the tools that the model may call")
     parser.epilog = (
         "Each line is a message. /tool NAME enters the result of a tool: the lines after it, up to an empty line. "
-        "/reset begins a new chat. /exit or Ctrl-D ends the program. Ctrl-C ends an answer."
+        "/reset begins a new chat. /exit or Ctrl-D ends the program. Ctrl-C ends an answer, or with --tp the program."
     )
     arguments = parser.parse_args(argv)
     with suppress(ImportError):
         import readline  # noqa: F401 (input gets a line editor with a history)
 
-    def talk(model: Any, options: Mapping[str, Any]) -> None:
+    def talk(model: Any, options: Mapping[str, Any], comm: Any) -> None:
+        ask = partial(_ask, comm)
         tools = _tools(arguments.tools)
         beginning = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
         model.stream([""], **options)  # refuse wrong settings before the first message
         model.chat_prompt([*beginning, {"role": "user", "content": "?"}], tools)  # and a model without a template
         messages = [*beginning]
-        while (text := _ask()) is not None:
+        while (text := ask()) is not None:
             text = text.strip()
             command, _, name = text.partition(" ")
             message = {"role": "user", "content": text}
             if command == "/tool":  # some templates write the name
-                if (content := _lines()) is None:
+                if (content := _lines(ask)) is None:
                     break
                 message = {"role": "tool", **({"name": name} if name else {}), "content": content}
             if text == "/reset":
                 messages = [*beginning]
             elif text:
-                messages = _reply(model, [*messages, message], {**options, "tools": tools})
+                messages = _reply(model, [*messages, message], {**options, "tools": tools}, comm)
 
     return run(arguments, talk)
 
@@ -61,42 +64,51 @@ def _tools(file: Path | None) -> list[Any] | None:
     return tools
 
 
-def _ask() -> str | None:
-    """The user's next line; None at the end of the program."""
-    try:
-        text = input("> ")
-    except (EOFError, KeyboardInterrupt):
-        print()
-        return None
-    return None if text.strip() == "/exit" else text
+def _ask(comm: Any) -> str | None:
+    """The user's next line, which rank 0 reads, on all ranks; None at the end of the program."""
+    text: str | None = None
+    if comm is None or comm.rank == 0:
+        try:
+            text = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+    if comm is not None:
+        mine = json.dumps(text).encode() if comm.rank == 0 else None
+        patience = None if comm.rank == 0 else math.inf  # a user may think for hours
+        text = json.loads(comm.broadcast_bytes(mine, timeout=patience))
+    return None if text is None or text.strip() == "/exit" else text
 
 
-def _lines() -> str | None:
+def _lines(ask: Callable[[], str | None]) -> str | None:
     """The user's next lines up to an empty one; None at the end of the program."""
     lines = list[str]()
-    while (line := _ask()) is not None and line.strip():
+    while (line := ask()) is not None and line.strip():
         lines.append(line)
     return None if line is None else "\n".join(lines)
 
 
-def _reply(model: Any, messages: list[dict[str, str]], options: Mapping[str, Any]) -> list[dict[str, str]]:
+def _reply(
+    model: Any, messages: list[dict[str, str]], options: Mapping[str, Any], comm: Any
+) -> list[dict[str, str]]:
     """Print the answer as it is generated; returns ``messages`` with it.
 
-    If the last message cannot be encoded, the result lacks that message.
+    If the last message cannot be encoded, the result lacks that message.  Several ranks cannot end an answer early.
     """
     pieces = list[str]()
 
     def say(piece: str) -> None:
         pieces.append(piece)
-        print(piece, end="", flush=True)
+        with printing():
+            print(piece, end="")
 
     try:
+        with suppress(*([KeyboardInterrupt] if comm is None else [])):
+            model.chat(messages, on_text=say, **options)
         with printing():
-            with suppress(KeyboardInterrupt):
-                model.chat(messages, on_text=say, **options)
             print()
     except DataError as error:
-        print(f"kos: error: {error}", file=sys.stderr)
+        if comm is None or comm.rank == 0:
+            print(f"kos: error: {error}", file=sys.stderr)
         return messages[:-1]
     return [*messages, {"role": "assistant", "content": "".join(pieces)}]
 

@@ -20,8 +20,9 @@ from kos.train.data.tokenizers import Tokenizer
 from kos.train.layers import Weights
 from kos.train.layers.cache import make_cache
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.model import Model
+from kos.train.model.model import join_parts, make_whole
 from kos.train.ops.linear import FewRows
+from kos.train.parallel.mesh import ALONE, Axis
 
 CONTEXT = 8  # new tokens are decoded after the last tokens of the prompt, since a word's space depends on what precedes
 
@@ -100,20 +101,23 @@ class Decoder:
     """Computes the logits of the next token of ``sequences`` sequences, of at most ``capacity`` tokens each.
 
     On a GPU, a step is one forward of all sequences, in one CUDA graph.  On CPUs, it is one forward for each sequence
-    (``Ops.few_rows``).
+    (``Ops.few_rows``).  With several ranks of ``tp``, ``weights`` are this rank's part, all ranks make the same calls,
+    and each gets all logits.
     """
 
-    def __init__(self, config: LlamaConfig, ops: Any, weights: Weights, sequences: int, capacity: int) -> None:
+    def __init__(
+        self, config: LlamaConfig, ops: Any, weights: Weights, sequences: int, capacity: int, tp: Axis = ALONE
+    ) -> None:
         self._ops, self._weights, self._together = ops, weights, ops.few_rows > 1
-        self._prompts = Model(config, ops)
-        self._steps = Model(config, FewRows(ops) if sequences <= ops.few_rows or not self._together else ops)
+        few = sequences <= ops.few_rows or not self._together
+        self._prompts, self._steps = make_whole(config, ops, tp), make_whole(config, FewRows(ops) if few else ops, tp)
         self._beginning = ops.zeros((1,), np.dtype(np.int32))
         self.inputs = ops.zeros((2, sequences), np.dtype(np.int32))
         self._next = np.zeros((2, sequences), np.int32)
         """The next token of each sequence and its position, on the host; ``inputs`` is their copy on the device."""
         dtype = weights[config.final_norm].dtype
-        self._cache = make_cache(ops, self._prompts.attentions, self.inputs[1], capacity, dtype)
-        self._logits = ops.zeros((sequences, config.vocab_size), np.dtype(np.float32))
+        self._cache = make_cache(ops, self._prompts.attentions, self.inputs[1], capacity, dtype, tp.size)
+        self._logits = ops.zeros((tp.size, sequences, config.vocab_size // tp.size), np.dtype(np.float32))
         self._replay: Callable[[], None] | None = None
 
     def prefill(self, index: int, tokens: Sequence[int]) -> np.ndarray:
@@ -137,25 +141,28 @@ class Decoder:
         else:
             self._replay()
         self._next[1, [*tokens]] += 1
-        logits = self._ops.to_host(self._logits)
+        logits = join_parts(self._ops.to_host(self._logits))
+        self._steps.tensor.check()
         return {index: logits[index] for index in tokens}
 
     def _queue(self, which: slice) -> None:
         cache = self._cache.of(which, self._cache.positions[which])
         tokens = self.inputs[0][which].reshape(-1, 1)
-        self._steps.queue_next_logits(self._weights, tokens, cache, self._logits[which])
+        logits = self._logits if self._together else self._logits[:, which]
+        self._steps.queue_next_logits(self._weights, tokens, cache, logits)
 
 
 def generate(
     source: Decoder | Uncached, context: int, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, *,
     ends: Collection[int] = (), ended: set[int] | None = None, stopped: Callable[[], bool] = lambda: False,
-    warns: bool = True,
+    warns: bool = True, tp: Axis = ALONE,
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
     """Generate up to ``count`` tokens after each of ``prompts``; yields (index of the prompt, token id), in turn.
 
     The tokens of a prompt end at a token of ``ends``, or once the caller adds the prompt's index to ``ended``.  All end
     when ``stopped()`` is true.  When a text outgrows the ``context``, in tokens, it continues from its last tokens, as
-    many as half of the context.  With ``warns``, this is logged once.
+    many as half of the context.  With ``warns``, this is logged once.  All ranks of ``tp`` take the tokens that rank 0
+    draws, since processors of another kind may compute other probabilities.
     """
     ended, ids, warned = set[int]() if ended is None else ended, [[*prompt] for prompt in prompts], not warns
     random = [np.random.default_rng(sampling.seed) for _ in prompts]
@@ -177,10 +184,12 @@ def generate(
             held[index], logits[index] = len(seen), source.prefill(index, seen)
         if tokens:
             logits |= source.step(tokens)
-        for index in range(len(ids)):
-            if index in ended:
-                continue
-            token = sampling.draw(logits[index], ids[index], random[index])
+        if not (going := [index for index in range(len(ids)) if index not in ended]):
+            return
+        drawn = np.array([sampling.draw(logits[index], ids[index], random[index]) for index in going], np.int64)
+        if tp.size > 1:
+            drawn = np.frombuffer(tp.comm.broadcast_bytes(drawn.tobytes() if tp.rank == 0 else None), np.int64)
+        for index, token in zip(going, drawn.tolist(), strict=True):
             if stopped():
                 return
             if token in ends:

@@ -1,20 +1,25 @@
 """Generate text with a trained model: ``python -m kos.train.sample RUN --prompt "def "``.
 
-RUN is a run's folder (its newest complete checkpoint is taken) or a checkpoint's. One process, no MPI.
+RUN is a run's folder (its newest complete checkpoint is taken) or a checkpoint's. With ``mpirun -n N`` and ``--tp N``,
+N ranks hold the model together, and rank 0 prints.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import kos
 from kos.commands import program
-from kos.errors import ConfigError, InvalidArgument, KosError, raised_as
+from kos.errors import ConfigError, InvalidArgument, KosError, SettingError, raised_as
 from kos.files import printing
-from kos.reporting import ArgumentParser, exit_status
+from kos.reporting import ArgumentParser, end_process, exit_status, report
 
 FLAGS: dict[str, tuple[Any, str]] = {
     "temperature": (0.8, "divide the logits by this number; 0 always takes the most likely token"),
@@ -38,23 +43,51 @@ def make_parser(module: str, doc: str, tokens: int) -> argparse.ArgumentParser:
     about = "end the text before TEXT; the flag may be repeated"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=about)
     parser.add_argument("--device", default="cpu", help="compute on cpu, cuda or cuda:N (default: cpu)")
+    about = "the number of ranks, which hold the model together by tensor parallelism (default: 1)"
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help=about)
     return parser
 
 
-def run(arguments: argparse.Namespace, use: Callable[[Any, Mapping[str, Any]], None]) -> int:
-    """Load the model and ``use`` it with the settings of ``stream``; the exit status.  An error is one line."""
-    options = {name: getattr(arguments, name) for name in ("tokens", "stop", *FLAGS)}
+def run(arguments: argparse.Namespace, use: Callable[[Any, Mapping[str, Any], Any], None]) -> int:
+    """Load the model and ``use`` it with the settings of ``stream``; the exit status.  An error is one line.
+
+    ``use`` also takes the communicator, None for one rank.  It runs on all ranks, and only rank 0 prints.
+    """
+    from kos.comm.control.identity import launched_place
+
+    options, (rank, ranks) = {name: getattr(arguments, name) for name in ("tokens", "stop", *FLAGS)}, launched_place()
     try:
         from kos.train import load  # of which packages may be missing
 
-        use(load(arguments.run, arguments.device), options)
+        if arguments.tp != ranks:
+            raise SettingError("--tp", f"{ranks}, the number of ranks", arguments.tp)
+        with ExitStack() as stack:
+            comm = None
+            if ranks > 1:
+                comm = stack.enter_context(kos.init())
+                _begin_together(comm, arguments)
+            if rank > 0:
+                stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            use(load(arguments.run, arguments.device, comm), options, comm)
     except KosError as error:
         name, _, said = str(error).partition(": ")
         if isinstance(error, InvalidArgument) and (name in options or name == "prompt"):  # by its flag
             error = ConfigError(f"--{name.replace('_', '-')}: {said}")
-        print(f"kos: error: {error}", file=sys.stderr)
-        return exit_status(error) if arguments.run.exists() else 2
+        report(error, rank, alone=ranks == 1)
+        status = exit_status(error) if arguments.run.exists() else 2
+        if ranks > 1:
+            end_process(status)
+        return status
     return 0
+
+
+def _begin_together(comm: Any, arguments: argparse.Namespace) -> None:
+    """Compare the arguments of all ranks, and divide the cores among them."""
+    from kos.train.machine import limit_threads
+    from kos.train.parallel.failures import same_on_all
+
+    same_on_all(comm, {f"--{name.replace('_', '-')}": str(value) for name, value in vars(arguments).items()})
+    limit_threads(comm)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, metavar="FILE", help=about)
     arguments = parser.parse_args(argv)
 
-    def say(model: Any, options: Mapping[str, Any]) -> None:
+    def say(model: Any, options: Mapping[str, Any], comm: Any) -> None:
         prompts = [*(arguments.prompt or []), *_lines(arguments.prompts)] or [""]
         pieces = model.stream(prompts, **options)
         with printing():
@@ -73,12 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for _, piece in pieces:
                     print(piece, end="", flush=True)
                 print()
-                return
-            texts = [*prompts]
-            for index, piece in pieces:
-                texts[index] += piece
-            for number, text in enumerate(texts, 1):
-                print(f"--- {number} ---\n{text}")
+            else:
+                texts = [*prompts]
+                for index, piece in pieces:
+                    texts[index] += piece
+                for number, text in enumerate(texts, 1):
+                    print(f"--- {number} ---\n{text}")
+        if comm is not None:
+            deque(pieces, maxlen=0)  # if nobody reads the output, the other ranks still compute it
 
     return run(arguments, say)
 

@@ -1,6 +1,6 @@
-"""A trained model in Python, without MPI: computes logits and losses, and generates text and chat answers.
+"""A trained model in Python: computes logits and losses, and generates text and chat answers.
 
-The model computes on the CPU in float32, or on a GPU in bfloat16.
+The model computes on the CPU in float32, or on a GPU in bfloat16.  The ranks of a communicator can hold it together.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, ConfigError, InvalidArgument, install, raised_as
 from kos.train import checkpoint
 from kos.train.checkpoint import adapter
@@ -26,9 +27,11 @@ from kos.train.data.documents import Document
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
 from kos.train.generate import Decoder, Sampling, continue_texts, prompt_ids
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.model import Model
+from kos.train.model.model import make_whole
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.parallel.failures import same_on_all, together
+from kos.train.parallel.mesh import ALONE, Axis
 
 GENERATION = "generation_config.json"
 
@@ -41,17 +44,22 @@ class TrainedModel:
 
     ``config`` is the model's configuration, and ``tokenizer`` its tokenizer.  ``weights`` has its arrays by Hugging
     Face's names.  ``ends`` are the tokens that end a text.
+
+    If several ranks hold the model together (``comm`` of ``load``), ``weights`` has the parts of this rank.
+    ``logits``, ``loss``, ``generate``, ``stream`` and ``chat`` are then collective: all ranks call them with the same
+    arguments, get the same results, and read as many pieces of a ``stream``.  These methods then also raise ConfigError
+    on all ranks if the arguments differ, RankLost and CollectiveTimeout.
     """
 
     def __init__(
         self, config: LlamaConfig, weights: Parameters, tokenizer: Tokenizer, *, folder: Path = Path(),
-        ends: Sequence[int] = (), ops: Any = numpy_ops,
+        ends: Sequence[int] = (), ops: Any = numpy_ops, tp: Axis = ALONE,
     ) -> None:  # fmt: skip
         self.config, self.weights, self.tokenizer, self.ends = config, weights, tokenizer, tuple(ends)
-        self._model, self._folder, self._ops = Model(config, ops), folder, ops
+        self._model, self._folder, self._ops, self._tp = make_whole(config, ops, tp), folder, ops, tp
 
     def __repr__(self) -> str:
-        return f"<TrainedModel of {sum(x.size for x in self.weights.values()):,} parameters, {self.config}>"
+        return f"<TrainedModel of {self.config.num_parameters():,} parameters, {self.config}>"
 
     def logits(self, tokens: str | ArrayLike) -> NDArray[np.float32]:
         """The logits of the next token after each token.
@@ -61,6 +69,7 @@ class TrainedModel:
         Raises:
             InvalidArgument: ``tokens`` is empty or longer than the context, or a token is outside the vocabulary.
         """
+        self._compare(tokens=tokens)
         ids = self._ids(tokens)
         rows = np.asarray(self._model.logits(self.weights, np.atleast_2d(ids)), np.float32)
         return rows.reshape(*ids.shape, self.config.vocab_size)
@@ -71,6 +80,7 @@ class TrainedModel:
         ``targets`` are token ids in the shape of ``tokens``; -1 excludes a position.  Without ``targets``, each token
         is the target of the token before it.  Raises InvalidArgument for other shapes or values.
         """
+        self._compare(tokens=tokens, targets=targets)
         ids = np.atleast_2d(self._ids(tokens, 1 if targets is None else 0))
         if targets is None:
             ids, targets = ids[:, :-1], ids[:, 1:]
@@ -115,6 +125,7 @@ class TrainedModel:
             InvalidArgument: a setting is out of range, or a prompt has more tokens than the context.
             DataError: the tokenizer cannot encode a prompt.
         """
+        self._compare(prompts=[*prompts], tokens=tokens, stop=stop, **sampling)
         ids = [prompt_ids(self.tokenizer, prompt) for prompt in prompts]
         if (longest := max(map(len, ids), default=0)) > (most := self.config.max_position_embeddings):
             raise InvalidArgument(f"prompt: expected at most {most} tokens, the model's context, got {longest}")
@@ -135,6 +146,7 @@ class TrainedModel:
             DataError: the template cannot render the messages, or does not use the tools.
             InvalidArgument: a setting is out of range.
         """
+        self._compare(messages=messages, tokens=tokens, tools=tools, stop=stop, **sampling)
         (prompt, after), answer = self.chat_prompt(messages, tools), ""
         rendered = Document(((prompt, True),), rendered=True)
         ids = np.concatenate([part.tokens for part in self.tokenizer.encode_documents([rendered], False)]).tolist()
@@ -153,8 +165,11 @@ class TrainedModel:
             raise InvalidArgument(f"stop: expected a list of texts that are not empty, got {stop!r}")
         context, how = self.config.max_position_embeddings, Sampling(**sampling)
         capacity = min(context, max(map(len, prompts), default=0) + tokens + 1)
-        decoder = Decoder(self.config, self._ops, self.weights, len(prompts), capacity)
-        return continue_texts(decoder, context, self.tokenizer, prompts, tokens, how, ends=self.ends, stop=stop)
+        decoder = Decoder(self.config, self._ops, self.weights, len(prompts), capacity, self._tp)
+        return continue_texts(
+            decoder, context, self.tokenizer, prompts, tokens, how, ends=self.ends, stop=stop,
+            warns=self._tp.rank == 0, tp=self._tp,
+        )  # fmt: skip
 
     def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[str, str]:
         """The prompt of ``chat``, and the text that the template writes after an answer.  Raises as ``chat`` does."""
@@ -165,6 +180,11 @@ class TrainedModel:
         if (found := read_chat_template(str(self._folder))) is None:
             raise ConfigError(f"chat: expected a chat template in {self._folder}, got none")
         return found
+
+    def _compare(self, **given: Any) -> None:
+        """Raise ConfigError on all ranks if they have been given different arguments."""
+        if self._tp.size > 1:
+            same_on_all(self._tp.comm, {name: getattr(x, "tolist", lambda x=x: x)() for name, x in given.items()})
 
     def _ids(self, tokens: str | ArrayLike, more: int = 0) -> NDArray[np.int32]:
         given = np.asarray(self.tokenizer.encode(tokens) if isinstance(tokens, str) else tokens)
@@ -178,7 +198,7 @@ class TrainedModel:
         return np.ascontiguousarray(given, np.int32)
 
 
-def load(folder: str | os.PathLike[str], device: str = "cpu") -> TrainedModel:
+def load(folder: str | os.PathLike[str], device: str = "cpu", comm: Communicator | None = None) -> TrainedModel:
     """Read the model in ``folder``, which is the folder of a run, of a checkpoint, or of a Hugging Face model.
 
     In the folder of a run, the newest complete checkpoint is read.  For a Hugging Face folder without tokenizer.json,
@@ -186,30 +206,45 @@ def load(folder: str | os.PathLike[str], device: str = "cpu") -> TrainedModel:
     ``cuda`` or ``cuda:N``, with weights in bfloat16.  Adapters are added to their base model, whether a run with
     ``--lora`` or the library peft wrote them.
 
+    With a ``comm``, the call is collective: its ranks split the tensors by tensor parallelism, and each rank reads and
+    holds its part.  On ``cuda``, each rank uses the GPU of its communicator.  Errors are raised on all ranks.
+
     Raises:
         CheckpointError: the folder has no model, or the model is damaged or of an unknown type.
-        ConfigError: ``device`` is none of these, or the packages for it are missing.
+        ConfigError: ``device`` is none of these, or the packages for it are missing; ``comm`` has no memory of GPUs; or
+            the model cannot be split over its ranks, because of the family, the heads, or another size.
         BackendUnavailable: no GPU can be used.
     """
-    ops, dtype = _ops_of(device)
+    if comm is None:
+        return _load(folder, device, ALONE)
+    return together(comm, lambda: _load(folder, device, Axis(comm.rank, comm.size, comm)))
+
+
+def _load(folder: str | os.PathLike[str], device: str, tp: Axis) -> TrainedModel:
+    ops, dtype = _ops_of(device, tp)
     path = checkpoint.find_weights(Path(folder))
     config, source = adapter.whole_model(path)
-    weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups(), ops.zeros)
-    for name, weight in weights.items():
-        ops.copy(np.ascontiguousarray(source.read(name), dtype), weight)
+    part = config.local(tp.rank, tp.size)
+    weights = Parameters(config.parameter_shapes(part), dtype, config.fused_groups(part), ops.zeros)
+    for name, place in config.placements(part).items():
+        ops.copy(np.ascontiguousarray(source.read(name, place.rows(0, place.local[0])), dtype), weights[name])
     generates = path if (path / GENERATION).is_file() else adapter.base_of(path)
     path = Path(adapter.tokenizer_folder(str(path)) or path)
     tokenizer = make_tokenizer(str(path)) if has_tokenizer(path) else NumberTokenizer(config.vocab_size)
-    return TrainedModel(config, weights, tokenizer, folder=path, ends=_ends(generates, tokenizer), ops=ops)
+    return TrainedModel(config, weights, tokenizer, folder=path, ends=_ends(generates, tokenizer), ops=ops, tp=tp)
 
 
-def _ops_of(device: str) -> tuple[Any, np.dtype]:
+def _ops_of(device: str, tp: Axis) -> tuple[Any, np.dtype]:
     """The operations of a device, and the dtype of weights on it."""
     if device == "cpu":
         return numpy_ops, np.dtype(np.float32)
     name, _, number = device.partition(":")
     if name != "cuda" or not (number.isdecimal() or device == "cuda"):
         raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
+    if tp.size > 1:
+        if tp.comm.device is None or number not in ("", str(tp.comm.device)):
+            raise ConfigError(f"device: expected cpu, or the GPU of the communicator, got {device!r} with {tp.comm!r}")
+        number = str(tp.comm.device)
     try:
         from kos.cuda import device_info
         from kos.train.ops.cuda import CudaOps

@@ -40,6 +40,7 @@ NORMS: list[dict[str, Any]] = [{}]
 """Settings of ``Normalize``, one for each variant of the norms."""
 OF_NORMS = [Normalize(None, 1e-5, **settings).macros() for settings in NORMS]
 SUMS = {"GRADIENT": "float32", "ACCUMULATE": 1}
+CACHE = [b"append", b"attend", b"merge"]
 EMBEDDING = [b"embedding", b"count_from", b"digit_counts", b"scan", b"scatter", b"sum_runs", b"join_runs"]
 ENTROPY = [b"cross_entropy", b"count_targets", b"mean_loss"]
 OF_PARTS = [b"logit_statistics", b"cross_entropy_of_parts"]
@@ -57,7 +58,7 @@ def of_norms() -> Iterator[tuple[str, dict[str, Any], list[bytes]]]:
     launches = defaultdict[Any, dict[bytes, None]](dict)
 
     class Recorded(memory_plan.DryCudaOps):
-        def launch(self, file: str, name: str, *arguments: Any, **defines: Any) -> None:
+        def launch(self, file: str, name: str, *arguments: Any, overlap: bool = False, **defines: Any) -> None:
             launches[file, tuple(defines.items())][name.encode()] = None
 
     ops = Recorded(GPUS["H200"])
@@ -98,6 +99,8 @@ CASES = [
         [b"last_columns", b"add_to_last_columns"],
     ),
     *of_norms(),
+    *(("linear_few.cu", {**each, "ROWS": rows}, [b"linear_few"]) for each in (BF16, FP32, ODD) for rows in (1, 16)),
+    ("cache.cu", {**BF16, "HEAD_DIM": 64, "ROW": 3072, "SCALE": "0.125f", "CHUNK": 128}, CACHE),
     ("sums.cu", {**BF16, **SUMS, "COLUMNS": 1024 * 768}, [b"sum_rows", b"sum_partials"]),
     ("sums.cu", {**ODD, "GRADIENT": "bfloat16", "ACCUMULATE": 0, "COLUMNS": 37}, [b"sum_rows", b"sum_partials"]),
     ("rope.cu", {**BF16, "HALF": 64, "HEADS": 40, "ROW": 6144, "SIGN": -1}, [b"rope"]),
@@ -154,7 +157,7 @@ def test_what_a_step_launches_compiles(preset, gradients, layout, dtype, monkeyp
     """Every kernel of a pass, with its own macros, and within what a launch may ask for."""
     launches = {}
 
-    def launch(self, file, name, grid, block, *arguments, shared=0, **defines):
+    def launch(self, file, name, grid, block, *arguments, shared=0, overlap=False, **defines):
         launches.setdefault((file, tuple(defines.items())), set()).add(name.encode())
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         assert 0 < x < 1 << 31 and 0 < y < 1 << 16 and 0 < block <= 1024 and shared <= 227 << 10, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,21 @@ import numpy as np
 from kos.train.checkpoint import huggingface, saving
 from kos.train.data.token_files import HEADER_BYTES
 from kos.train.data.tokenizers import ByteTokenizer, Tokenizer
+from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
 from tests.train.models import small
 
 WORDS = ("ring", "tree", "one shot", "all reduce", "barrier", "rank", "été")
 
 
-def write_model(folder: Path, tokenizer: Tokenizer | None = None, **changes: Any) -> LlamaConfig:
+def write_model(
+    folder: Path, tokenizer: Tokenizer | None = None, family: str = "llama", **changes: Any
+) -> LlamaConfig:
     """A Hugging Face folder with weights from a fixed seed, so large that likelihoods differ much."""
     tokenizer = tokenizer or ByteTokenizer()
     shape = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 64}
-    config = small(**{**shape, "vocab_size": tokenizer.vocab_size, **changes})
+    settings = dataclasses.asdict(small(**{**shape, "vocab_size": tokenizer.vocab_size, **changes}))
+    config = FAMILIES[family](**settings)
     rng, shapes = np.random.default_rng(7), config.parameter_shapes()
     weights = {name: rng.normal(len(shape) == 1, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
     folder.mkdir(parents=True)

@@ -11,6 +11,7 @@ from kos.train.generate import Decoder
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
+from kos.train.parallel.mesh import ALONE, Axis
 from tests.train.test_generate import CASES, PROMPTS, random_weights
 
 ATTENTIONS = [  # heads, kv heads, head size, capacity, window, positions
@@ -65,16 +66,29 @@ def check_linear(ops: Any, side: Any, rng: Any, rows: int, columns: int, feature
             np.testing.assert_array_equal(side.get(alone)[0], got[n])
 
 
-def weights_on(ops: Any, weights: Any, config: Any, dtype: Any) -> Parameters:
-    made = Parameters(config.parameter_shapes(), dtype, config.fused_groups(), ops.zeros)
+def part_of(weights: Any, config: Any, tp: Axis) -> Parameters:
+    """A rank's part of weights in host memory."""
+    part = config.local(tp.rank, tp.size)
+    made = Parameters(config.parameter_shapes(part), np.float32, config.fused_groups(part))
+    for name, place in config.placements(part).items():
+        made[name][...] = weights[name][place.rows(0, place.local[0])]
+    return made
+
+
+def weights_on(ops: Any, weights: Any, config: Any, dtype: Any, tp: Axis = ALONE) -> Parameters:
+    """``weights``, a rank's part, on the device of ``ops``."""
+    part = config.local(tp.rank, tp.size)
+    made = Parameters(config.parameter_shapes(part), dtype, config.fused_groups(part), ops.zeros)
     for name, array in weights.items():
         ops.copy(np.ascontiguousarray(array, dtype), made[name])
     return made
 
 
-def logits_of(config: Any, ops: Any, weights: Any, prompts: Any, steps: int) -> list[list[np.ndarray]]:
+def logits_of(
+    config: Any, ops: Any, weights: Any, prompts: Any, steps: int, tp: Axis = ALONE
+) -> list[list[np.ndarray]]:
     """Of each prompt, and of the tokens 0, 1, … after it."""
-    source = Decoder(config, ops, weights, len(prompts), config.max_position_embeddings)
+    source = Decoder(config, ops, weights, len(prompts), config.max_position_embeddings, tp)
     found = [[source.prefill(index, prompt)] for index, prompt in enumerate(prompts)]
     for token in range(steps):
         for index, logits in source.step(dict.fromkeys(range(len(prompts)), token)).items():

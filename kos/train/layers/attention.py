@@ -73,9 +73,12 @@ class Attention(Sublayer):
         self.window, self.norms, self.asked = window, norms, asked
         self.heads, self.kv_heads, self.head_dim, self.rope = heads, kv_heads, head_dim, rope
 
+    def heads_of(self, shards: int) -> tuple[int, int]:
+        """Those of a rank of ``shards``; of fewer kv heads than ranks it holds one, and so do its neighbours."""
+        return self.heads // shards, max(1, self.kv_heads // shards)
+
     def _heads(self, ctx: PassContext) -> tuple[int, int]:
-        """Those of this rank; of fewer kv heads than ranks it holds one, and so do its neighbours."""
-        return self.heads // ctx.tp.size, max(1, self.kv_heads // ctx.tp.size)
+        return self.heads_of(ctx.tp.size)
 
     def core_placements(self) -> dict[str, Placement]:
         return {name: placement for norm in self.norms for name, placement in norm.placements().items()}

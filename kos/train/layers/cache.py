@@ -53,10 +53,12 @@ class Cache:
             ctx.ops.attention_to_cache(attend, buffer, self.positions, of.window, ctx.arena)
 
 
-def make_cache(ops: Any, attentions: list[Attention], positions: Array, capacity: int, dtype: Any) -> Cache:
-    """An empty cache, for one rank that holds the whole model."""
+def make_cache(
+    ops: Any, attentions: list[Attention], positions: Array, capacity: int, dtype: Any, shards: int = 1
+) -> Cache:
+    """An empty cache, for the kv heads of a rank of ``shards``."""
     buffers = {
-        each.column.name: ops.empty_cache(len(positions), each.kv_heads, each.head_dim, capacity, dtype)
+        each.column.name: ops.empty_cache(len(positions), each.heads_of(shards)[1], each.head_dim, capacity, dtype)
         for each in attentions
     }
     return Cache(buffers, positions, capacity)

@@ -164,14 +164,17 @@ class RowLinear(Linear):
             if adapters:
                 adapters.add(ctx, lows, out_nD, rows)
             return lambda: None
-        ctx.ops.linear(x_NF[rows], weight, term_ND[rows], None, bias if ctx.tp.axis.rank == 0 else None)
+        first, later = ctx.tp.axis.rank == 0, ctx.tp.splits_rows  # whether the residual is added after the sum
+        added = residual_nD if first and not later else None
+        ctx.ops.linear(x_NF[rows], weight, term_ND[rows], added, bias if first else None)
         if adapters and not ctx.tp.in_order:
             adapters.add(ctx, lows, term_ND[rows], rows)
         wait = ctx.tp.start_sum(term_ND, out_nD, [half])
 
         def complete() -> None:
             wait()
-            ctx.ops.add(out_nD[own], residual_nD[own], out_nD[own])
+            if later:
+                ctx.ops.add(out_nD[own], residual_nD[own], out_nD[own])
             if adapters and ctx.tp.in_order:
                 ctx.tp.add_own(out_nD, partial(adapters.add, ctx, lows), ctx.arena)
 

@@ -116,7 +116,7 @@ class Sublayer:
 
     def save(self, ctx: PassContext, x_nD: Array, seq_len: int, arena: Arena, cheap: Arena | None) -> Saved:
         """Memory for what a forward writes: in ``arena``, and what is cheap to compute again in ``cheap``, if given."""
-        tokens, dtype = len(x_nD) * ctx.tp.size, x_nD.dtype
+        tokens, dtype = ctx.tp.tokens(len(x_nD)), x_nD.dtype
         widths = (self.column, self.column.columns), (self.row, self.row.columns // ctx.tp.size)
         eight = [ctx.ops.empty_transposed((tokens, f), cheap) if cheap and not linear.adapters else None
                  for linear, f in widths]  # fmt: skip

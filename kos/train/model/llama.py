@@ -244,9 +244,12 @@ class LlamaConfig:
     def local(self, tp_rank: int = 0, tp: int = 1, stage: int = 0, stages: Stages = ((0,),)) -> Local:
         """The part of rank ``tp_rank`` of ``tp`` in stage ``stage`` of the pipeline; by default the whole model.
 
-        ConfigError if ``tp`` does not divide the heads, the intermediate size or the vocabulary. Of fewer kv heads than
-        ranks, several hold a copy each.
+        ConfigError if the family has no tensor parallelism, or ``tp`` does not divide the heads, the intermediate size
+        or the vocabulary. Of fewer kv heads than ranks, several hold a copy each.
         """
+        if tp > 1 and "tp" not in self.axes:
+            expected = f"1 in a model of type {self.model_type}, which supports {', '.join(self.axes)} only"
+            raise SettingError(f"--tp {tp}", expected, tp, also=["model_type"])
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
             got, copied = getattr(self, name), name == "num_key_value_heads"
             if got % tp and not (copied and tp % got == 0):

@@ -34,8 +34,8 @@ from kos.train.ops.fp8 import Fp8Ops, check_sizes, linears
 from kos.train.ops.linear import LinearOps, Wrapper
 from kos.train.optim import by_axes
 from kos.train.parallel.context import ContextParallel, FixedContext, Masks
-from kos.train.parallel.mesh import DENSE, Layout, Mesh
-from kos.train.parallel.tensor import FixedTensorParallel, Half, TensorParallel
+from kos.train.parallel.mesh import ALONE, DENSE, Axis, Layout, Mesh
+from kos.train.parallel.tensor import FixedTensorParallel, Half, PlainTensorParallel, TensorParallel
 
 
 class Call(NamedTuple):
@@ -216,19 +216,22 @@ class Model:
         return self._of_whole(weights, Batch(tokens), partial(Model.logits_of, rows=last), cache)[0]
 
     def queue_next_logits(self, weights: Weights, tokens: Array, cache: Cache, out: Array) -> None:
-        """out (B, V), float32, = the logits that follow ``tokens`` (B, 1), the next one of each sequence of ``cache``.
+        """out (parts, B, V / parts), float32, = the logits that follow ``tokens`` (B, 1), as in ``gather_logits``.
 
-        All arrays are the dialect's own, so that a GPU can capture it in a graph.
+        ``tokens`` are the next ones of the sequences of ``cache``.  All arrays are the dialect's own, so that a GPU can
+        capture it in a graph.
         """
         with self.ops.step(self.arena):
             self.forward(weights, flight := InFlight(self.arena), Batch(tokens), saves=False, cache=cache)
-            self.ops.copy(self._logits(weights, flight, slice(0, len(out))), out)
+            self.ops.copy(self._logits(weights, flight, slice(0, len(tokens))), out)
 
     def _of_whole(self, weights: Weights, batch: Batch, result: Result, cache: Cache | None = None) -> Any:
         """``result`` of a forward of a model that is one stage."""
         with self.ops.step(self.arena):
             self.forward(weights, flight := InFlight(self.arena), batch, saves=False, cache=cache)
-            return result(self, weights, flight)
+            found = result(self, weights, flight)
+            self.tensor.check()
+            return found
 
     def loss_of(self, weights: Weights, flight: InFlight, count: float | None = None) -> float:
         """The loss of the last stage's output: the sum over the targets, by ``count`` or, by default, their number."""
@@ -251,12 +254,16 @@ class Model:
         return each.sum(axis=1, dtype=np.float64)
 
     def logits_of(self, weights: Weights, flight: InFlight, rows: slice) -> Array:
-        """This rank's part of the logits of some rows of the last stage's output, on the host."""
-        return self.ops.to_host(self._logits(weights, flight, rows))
+        """The logits of some rows of the last stage's output, on the host.
+
+        They are this rank's part of them if ``tensor`` splits the rows.
+        """
+        return join_parts(self.ops.to_host(self._logits(weights, flight, rows)))
 
     def _logits(self, weights: Weights, flight: InFlight, rows: slice) -> Array:
         ctx = self._ctx._replace(weights=weights)
-        return self.head.logits(ctx, self.head.normed(ctx, flight.out_nD)[rows])
+        logits = self.head.logits(ctx, self.head.normed(ctx, flight.out_nD)[rows])
+        return self.tensor.gather_logits(logits, self.arena)
 
     # --- the driver ----------------------------------------------------------------------------------------
 
@@ -359,6 +366,11 @@ def _calls(layer: Sequence[Sublayer], saved: Sequence[Saved], out_nD: Array | No
     return [*map(Call, layer, saved, [*(each.x_nD for each in saved[1:]), out_nD])]
 
 
+def join_parts(logits: np.ndarray) -> np.ndarray:
+    """Logits (N, V) from parts of the vocabulary, (parts, N, V / parts), on the host."""
+    return logits.swapaxes(0, 1).reshape(logits.shape[1], -1)
+
+
 def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | None:
     """How the sums within a layer are split, in every layout.  None: not split, as in a family with dp alone.
 
@@ -427,6 +439,15 @@ def check_fp8(config: TrainConfig, model: LlamaConfig, mesh: Mesh, parts: Sequen
     pieces = (2 * mesh.tp.size if mesh.tp.size > 1 else 1) * (split.tokens if split else mesh.cp.size)
     tokens = {f"--seq-len {config.seq_len} / {pieces}": config.seq_len // pieces}
     check_sizes([layer for part in parts for layer in model.layers(part.layers)], mesh.tp.size, tokens)
+
+
+def make_whole(config: LlamaConfig, ops: Any, tp: Axis = ALONE) -> Model:
+    """The model for forwards alone.  With ranks of ``tp``, each has a part of the tensors, and all rows.
+
+    Raises SettingError as ``LlamaConfig.local`` does.
+    """
+    local = config.local(tp.rank, tp.size)
+    return Model(config, ops, local=local, tensor=PlainTensorParallel(ops, tp, local.vocabulary.start))
 
 
 def make_stage(

@@ -12,12 +12,14 @@ one half overlaps the products of the other (``Model``). In the backward, collec
 
 The embedding and the head are split by vocabulary. No rank has all logits of a token: three numbers of each rank's
 part, the statistics of ``Ops.logit_statistics``, give the loss and its gradient.
+
+A step of generation has as few tokens as sequences, so ``PlainTensorParallel`` does not split them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from kos.comm.work import Work
 from kos.memory.arena import Arena
@@ -41,6 +43,9 @@ class TensorParallel:
     heads (as Megatron-LM does it).
     """
 
+    splits_rows: ClassVar[bool] = True
+    """Whether a rank has only a part of the rows between the products."""
+
     def __init__(self, ops: Ops, axis: Axis = ALONE, first: int = 0, copies: Axis = ALONE) -> None:
         self.ops, self.axis, self.size, self.first, self.copies = ops, axis, axis.size, first, copies
         self.in_order = False
@@ -51,6 +56,10 @@ class TensorParallel:
     def rows(self, tokens: int) -> int:
         """How many of ``tokens`` rows are this rank's."""
         return tokens // self.size
+
+    def tokens(self, rows: int) -> int:
+        """How many rows all ranks have together, if each has ``rows``."""
+        return rows * self.size
 
     def halves(self, tokens: int) -> list[Half]:
         """The halves of ``tokens`` rows. One half has all rows if nothing overlaps or two would be too small."""
@@ -76,7 +85,7 @@ class TensorParallel:
 
     def empty_rows(self, x_nD: Array, arena: Arena) -> Array:
         """Memory for the rows of all ranks. None with one rank, which needs no such memory."""
-        return None if self.size == 1 else arena.take((len(x_nD) * self.size, *x_nD.shape[1:]), x_nD.dtype)
+        return None if self.size == 1 else arena.take((self.tokens(len(x_nD)), *x_nD.shape[1:]), x_nD.dtype)
 
     def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], Array]:
         """Start to reduce-scatter ``halves`` of the rows of ``term_ND`` (None: all): the sums of this rank's rows.
@@ -86,6 +95,18 @@ class TensorParallel:
         scatter = self.axis.comm.reduce_scatter
         halves = self.halves(len(term_ND)) if halves is None else halves
         return _waiting([scatter(term_ND[half.rows], out_nD[half.own], async_op=True) for half in halves], out_nD)
+
+    def gather_logits(self, logits_Nv: Array, arena: Arena) -> Array:
+        """The logits of some rows as parts of the vocabulary, (parts, N, v): here only this rank's part."""
+        return logits_Nv.reshape(1, *logits_Nv.shape)
+
+    def check(self) -> None:
+        """Raise the error of a collective that was ended early: a GPU continues without its data.
+
+        To be called when the results are on the host.
+        """
+        if self.size > 1 and (stream := getattr(self.ops, "stream", None)) is not None:
+            self.axis.comm.synchronize(stream=stream)
 
     def add_own(self, out_nD: Array, add: Callable[[Array, slice], None], arena: Arena) -> None:
         """Add this rank's rows of what ``add(x_ND, rows)`` adds to ``x_ND``, which is in the shape of one rank."""
@@ -116,6 +137,39 @@ class FixedTensorParallel(TensorParallel):
     def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], Array]:
         scatter_sum(self.ops, self.arena, self.axis, term_ND, out_nD)
         return lambda: out_nD
+
+
+class PlainTensorParallel(TensorParallel):
+    """``TensorParallel`` without sequence parallelism: every rank has all rows.  For a forward without a backward.
+
+    The sum after a row-parallel matrix is one all-reduce, to which rank 0 adds the residual.
+    """
+
+    splits_rows = False
+
+    def rows(self, tokens: int) -> int:
+        return tokens
+
+    def tokens(self, rows: int) -> int:
+        return rows
+
+    def halves(self, tokens: int) -> list[Half]:
+        return [Half(slice(0, tokens), slice(0, tokens))]
+
+    def start_gather(self, x_nD: Array, x_ND: Array, halves: Sequence[Half] | None = None) -> Callable[[], Array]:
+        return lambda: x_nD
+
+    def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], Array]:
+        self.axis.comm.all_reduce(term_ND, out=out_nD)
+        return lambda: out_nD
+
+    def gather_logits(self, logits_Nv: Array, arena: Arena) -> Array:
+        """The logits of some rows as parts of the vocabulary, (tp, N, v): those of all ranks."""
+        if self.size == 1:
+            return super().gather_logits(logits_Nv, arena)
+        parts = arena.take((self.size, *logits_Nv.shape), logits_Nv.dtype)
+        self.axis.comm.all_gather(logits_Nv, parts)
+        return parts
 
 
 def _waiting(works: Sequence[Work[Any]], out: Array) -> Callable[[], Array]:

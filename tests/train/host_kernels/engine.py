@@ -338,6 +338,7 @@ class DeviceComm:
 
         def collective(*arguments, async_op=False, **options):
             there = [on_host(x) if isinstance(x, Array) else x for x in arguments]
+            options = {key: on_host(x) if isinstance(x, Array) else x for key, x in options.items()}
             self._calls += 1
             work = Collective(lambda: call(*there, **options))
             return _started(work, async_op, self._calls % 3 == 0)
