@@ -47,7 +47,7 @@ class TCPTransport(Backend):
     def __init__(self, rendezvous: Rendezvous, engine: Engine, poller: Poller | None = None) -> None:
         super().__init__(rendezvous, engine)
         self.poller = poller or Poller()
-        self.lost: Peer | None = None  # the first rank lost without CLOSE
+        self.lost: Peer | None = None  # the first rank lost without CLOSE, or that aborted in the earliest collective
         self._aborting = False
         self.mismatched = False  # another rank's call differs from this one's; one of the two will report it
         self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's calls by tag: fingerprint and description
@@ -92,7 +92,8 @@ class TCPTransport(Backend):
     def awaited(self, tag: int) -> list[int]:
         awaited = (rank for rank, peer in self.peers.items() if peer.receives(tag) or peer.announced(tag))
         cut_off = [rank for rank, peer in self.peers.items() if peer.gone is None and is_cut_off(peer.sock)]
-        return self.failures.on_hosts_of(cut_off) if cut_off else sorted(awaited)
+        lost = [rank for rank, peer in self.peers.items() if peer.is_lost]  # others may wait for them
+        return self.failures.on_hosts_of(cut_off) if cut_off else lost or sorted(awaited)
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
         return self.peers[rank].receives(tag) if receives else self.peers[rank].sends(tag)
@@ -226,6 +227,7 @@ class TCPTransport(Backend):
                     self.describe(rank, self._complete[-1])
                 peer.send_control(kind, self.tag(sequence), data)
             self._linger(lambda: any(peer.busy for peer in self.peers.values()))
+            self.poller.progress()  # if data is unread, Linux closes by a reset, and discards what is not sent yet
             for peer in self.peers.values():
                 peer.close()
 

@@ -11,10 +11,13 @@ A message carries its dtype, or the fingerprint of its collective where ranks do
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
 import select
 import socket
 import struct
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +41,7 @@ CREDIT_BYTES = 4 << 20  # of short messages between two ranks that are in flight
 OVERHEAD_BYTES = 256  # memory that a buffered message takes beside its own bytes
 CONTROL_BYTES = 1 << 19  # the longest control message: an error of 60,000 ranks
 REASON_LENGTH = 1000  # characters of a reason or an error
+_SIOCOUTQNSD = 0x894B  # of Linux, for ioctl: the bytes that are not sent yet
 _SLEEP_SECONDS = 0.05  # the longest poll: another thread may have consumed the awaited event
 
 CLOSED_HERE = "this rank closed the communicator"
@@ -134,7 +138,7 @@ class Peer:
     def __init__(self, rank: int, transport: Any, sock: socket.socket) -> None:
         self.rank, self.transport, self.sock = rank, transport, sock
         self.gone: str | None = None  # the reason, once the rank has closed or is lost
-        self.ends_at = 0  # the tag of the first collective that it has not completed, once it has aborted
+        self.ends_at = math.inf  # the tag of the first collective that it has not completed, once it has reported that
         self._cause: KosError | None = None  # the failure that made it abort
         self._cause_window: float | None = RECENT_SECONDS  # maximum age of a failure that may be the cause
         self._posted: dict[int, deque[TCPMessage]] = {}  # receives, by tag
@@ -152,14 +156,18 @@ class Peer:
         self.sock.close()
 
     def check(self, tag: int) -> None:
-        """Raise if an incomplete message with that tag can no longer complete."""
-        transport, failures = self.transport, self.transport.failures
-        failures.ask(tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
-        lost = transport.lost if self.gone is None else self
-        if lost is None or lost.gone is None:
+        """Raise if an incomplete message with that tag can no longer complete.
+
+        The abort of another rank also ends the wait.  The end of its process does not: it may have sent everything,
+        and the ranks that wait for it report it.
+        """
+        failures, collective = self.transport.failures, tag >= COLLECTIVE_TAGS
+        failures.ask(tag - COLLECTIVE_TAGS if collective else None)
+        lost = self.transport.lost if self.gone is None else self
+        if lost is None:
             return
-        if lost is not self and tag >= COLLECTIVE_TAGS and (failures.reported is not None or tag < lost.ends_at):
-            return  # the lost rank has completed this collective, or the ranks that wait for it report it
+        if lost is not self and (failures.reported is not None or (tag if collective else sys.maxsize) < lost.ends_at):
+            return  # the lost rank may have completed this collective, or the ranks that wait for it report it
         failures.ask(None)
         raise lost.loss()
 
@@ -249,9 +257,16 @@ class Peer:
             raise
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the rank ended without a report of how far it came."""
+        return self.gone not in (None, CLOSED_HERE) and self.ends_at == math.inf
+
+    @property
     def busy(self) -> bool:
-        """Whether messages to a live peer are still queued."""
-        return self.gone is None and bool(self._outgoing)
+        """Whether messages to a live peer are still queued, here or in the system, which has no room at the peer."""
+        if self.gone is not None or self._outgoing:
+            return self.gone is None
+        return bytes(4) != fcntl.ioctl(self.sock, _SIOCOUTQNSD, bytes(4))
 
     def close(self) -> None:
         if self.gone is None:
@@ -259,7 +274,8 @@ class Peer:
 
     def _lose(self, why: str, orderly: bool = False) -> None:
         self.gone = why
-        if not orderly and self.transport.lost is None:
+        lost = self.transport.lost
+        if not orderly and (lost is None or self.ends_at < lost.ends_at):
             self.transport.lost = self
         self.transport.poller.remove(self)
         self.sock.close()
@@ -333,9 +349,9 @@ class Peer:
                 why, cause = record
                 self._cause = None if cause is None else from_record(cause)
                 self._cause_window = 0.0 if kind == CLOSE and cause is None else None
+                self.ends_at = tag
                 if kind == CLOSE:
                     return str(why)
-                self.ends_at = tag
                 raise RendezvousError(why)
             else:
                 raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
